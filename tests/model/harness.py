@@ -1,0 +1,340 @@
+"""Drives our model in process through SGLang's own ModelRunner, request and page allocators, pool and backend.
+
+What the scheduler decides is decided by the test instead: which requests are in a batch, how many tokens each brings
+(also fewer than a page, which the scheduler would not do), when slots are freed and reused. Everything below that line
+is what a server runs. Logits come back at every position of every request.
+"""
+
+import json
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Mode = Literal["extend", "decode", "verify"]
+
+_process_groups: dict[str, Any] = {}  # SGLang's parallel groups of this process, made by the first harness
+
+
+@dataclass
+class Request:
+    """One live request: its row in ReqToTokenPool, and how many tokens it holds. Made by `Harness.open`."""
+
+    row: int
+    num_tokens: int = 0
+    num_allocated: int = 0  # >= num_tokens after a speculative rollback
+    tokens: list[int] = field(default_factory=list)
+
+
+class Harness:
+    """A loaded checkpoint behind a real ModelRunner. Several can live in one process; they do not share state.
+
+    Args:
+        checkpoint: a folder in the released format.
+        dtype: the model dtype, "float32" or "bfloat16".
+        max_total_tokens: FULL token slots in the pool (a multiple of 256).
+        max_requests: request slots.
+        server_args: further fields of SGLang's ServerArgs.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        dtype: str = "float32",
+        max_total_tokens: int = 8192,
+        max_requests: int = 8,
+        **server_args: Any,
+    ) -> None:
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+        from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.runtime_context import SpawnRanks, create_context
+        from sglang.srt.server_args import ServerArgs
+
+        self.hf_config = json.loads((checkpoint / "config.json").read_text())
+        arguments = dict(
+            model_path=str(checkpoint),
+            dtype=dtype,
+            skip_tokenizer_init=True,
+            max_total_tokens=max_total_tokens,
+            max_running_requests=max_requests,
+            context_length=4096,
+            chunked_prefill_size=max_total_tokens,
+            max_prefill_tokens=max_total_tokens,
+            disable_cuda_graph=True,
+            log_level="warning",
+            random_seed=0,
+        )
+        arguments.update(server_args)
+        self.server_args = ServerArgs(**arguments)
+        self._context = create_context(
+            self.server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0)
+        )
+        with self._active():
+            _prepare_process(self.server_args)
+            self.model_config = ModelConfig.from_server_args(self.server_args)
+            self.runner = _load_runner(self.server_args, self.model_config)
+        self.model = self.runner.model
+        self.pool = self.runner.token_to_kv_pool
+        self.backend = self.runner.attn_backend
+        _keep_logits_of_every_position(self.model.logits_processor)
+
+    @contextmanager
+    def _active(self) -> Iterable[None]:
+        from sglang.srt.runtime_context import use_context
+
+        with use_context(self._context):
+            yield
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> Request:
+        """Takes a request slot, as the scheduler does when it admits a request."""
+        rows = self.runner.req_to_token_pool.alloc_rows(1)
+        if rows is None:
+            raise RuntimeError("the harness has no free request slot; close one first")
+        return Request(rows[0])
+
+    def close(self, request: Request) -> None:
+        """Frees the request's pages and its slot."""
+        pool = self.runner.req_to_token_pool
+        if request.num_allocated:
+            slots = pool.req_to_token[request.row, : request.num_allocated].to(torch.int64)
+            self.runner.token_to_kv_pool_allocator.free(slots)
+        pool.free_rows([request.row])
+
+    def rollback(self, request: Request, num_tokens: int) -> None:
+        """Forgets the tokens after the first `num_tokens`; their slots stay allocated, as after rejected drafts."""
+        request.num_tokens = num_tokens
+        del request.tokens[num_tokens:]
+
+    def shuffle_free_pages(self, seed: int = 0) -> None:
+        """Makes the next page tables non-contiguous and unordered."""
+        allocator = self.runner.token_to_kv_pool_allocator
+        allocator.merge_and_sort_free()
+        order = torch.randperm(len(allocator.free_pages), generator=torch.Generator().manual_seed(seed))
+        allocator.free_pages = allocator.free_pages[order]
+
+    def _allocate(self, parts: Sequence[tuple[Request, Sequence[int]]], decode: bool) -> Tensor:
+        """FULL slots [num_tokens] for the parts' tokens, allocated where the request does not hold them yet."""
+        table = self.runner.req_to_token_pool.req_to_token
+        allocator = self.runner.token_to_kv_pool_allocator
+        slots = []
+        for request, tokens in parts:
+            end = request.num_tokens + len(tokens)
+            if end > request.num_allocated:
+                start = request.num_allocated
+                last = table[request.row, start - 1 : start].to(torch.int64) if start else torch.tensor([-1])
+                ends = torch.tensor([end])
+                if decode and end == start + 1:
+                    new = allocator.alloc_decode(ends, ends, last)
+                else:
+                    starts = torch.tensor([start])
+                    new = allocator.alloc_extend(starts, starts, ends, ends, last, end - start)
+                if new is None:
+                    raise RuntimeError("the harness's pool is full; raise max_total_tokens")
+                table[request.row, start:end] = new.to(table.dtype)
+                request.num_allocated = end
+            slots.append(table[request.row, request.num_tokens : end].to(torch.int64))
+        return torch.cat(slots)
+
+    # -- forwards ---------------------------------------------------------------------------------------------------
+
+    def step(self, parts: Sequence[tuple[Request, Sequence[int]]], mode: Mode = "extend") -> list[Tensor]:
+        """One forward of a batch; returns logits [len(tokens), vocab] fp32 for each (request, tokens) part.
+
+        "decode" demands one token a request, "verify" the same number for all (the drafts of speculative decoding:
+        they are kept, and `rollback` drops those that were rejected).
+        """
+        lengths = [len(tokens) for _, tokens in parts]
+        if min(lengths) < 1 or (mode == "decode" and max(lengths) > 1):
+            raise ValueError(f"mode {mode!r} cannot take parts of {lengths} tokens")
+        with self._active(), torch.no_grad():
+            slots = self._allocate(parts, decode=mode == "decode")
+            batch = self._forward_batch(parts, slots, mode)
+            logits = self.runner.forward(batch).logits_output.next_token_logits
+        for request, tokens in parts:
+            request.tokens.extend(int(token) for token in tokens)
+            request.num_tokens += len(tokens)
+        if logits.shape[0] != sum(lengths):
+            raise RuntimeError(f"expected logits of {sum(lengths)} positions, got {tuple(logits.shape)}")
+        return [part.float().clone() for part in logits.split(lengths)]
+
+    def _forward_batch(self, parts: Sequence[tuple[Request, Sequence[int]]], slots: Tensor, mode: Mode) -> Any:
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+        forward_mode = {
+            "extend": ForwardMode.EXTEND,
+            "decode": ForwardMode.DECODE,
+            "verify": ForwardMode.TARGET_VERIFY,
+        }[mode]
+        rows = torch.tensor([request.row for request, _ in parts])
+        starts = [request.num_tokens for request, _ in parts]
+        lengths = [len(tokens) for _, tokens in parts]
+        # A verify batch's seq_lens leave the drafts out, as SGLang's do; all others include this step's tokens.
+        ends = starts if mode == "verify" else [s + n for s, n in zip(starts, lengths, strict=True)]
+        seq_lens = torch.tensor(ends)
+        reqs = [
+            SimpleNamespace(rid=str(i), lora_id=None, extend_end=end, full_untruncated_fill_ids=range(end), grammar=None)
+            for i, end in enumerate(ends)
+        ]
+        token_ids = torch.tensor([int(token) for _, tokens in parts for token in tokens])
+        batch = ScheduleBatch(
+            reqs=reqs,
+            req_to_token_pool=self.runner.req_to_token_pool,
+            token_to_kv_pool_allocator=self.runner.token_to_kv_pool_allocator,
+            model_config=self.model_config,
+            device=self.runner.device,
+            forward_mode=forward_mode,
+            input_ids=token_ids,
+            req_pool_indices=rows,
+            req_pool_indices_cpu=rows.clone(),
+            seq_lens=seq_lens,
+            seq_lens_cpu=seq_lens.clone(),
+            seq_lens_sum=int(seq_lens.sum()),
+            orig_seq_lens=seq_lens.to(torch.int32),
+            out_cache_loc=slots,
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+        )
+        if mode == "extend":
+            batch.prefix_lens, batch.extend_lens = starts, lengths
+            batch.extend_num_tokens = sum(lengths)
+            batch.extend_logprob_start_lens = lengths
+        elif mode == "verify":
+            batch.spec_info = _verify_input(token_ids, starts, lengths, seq_lens)
+        return ForwardBatch.init_new(
+            batch,
+            self.runner,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            return_hidden_states_before_norm=False,
+        )
+
+    # -- conveniences -----------------------------------------------------------------------------------------------
+
+    def run(self, tokens: Tensor, chunk_tokens: int | None = None, decode_from: int | None = None) -> Tensor:
+        """Logits [num_tokens, vocab] of one request alone: prefill in chunks, then token by token from `decode_from`."""
+        return self.run_many([tokens], chunk_tokens, [decode_from])[0]
+
+    def run_many(
+        self,
+        prompts: Sequence[Tensor],
+        chunk_tokens: int | None = None,
+        decode_from: Sequence[int | None] | None = None,
+        start_at_step: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        """Logits of several requests served together: in every step each live request brings its next chunk, or one
+        token once it has reached `decode_from`; a request joins at `start_at_step` and leaves when its tokens end.
+        A step whose requests all decode runs as a decode batch, any other as an extend batch (as mixed batches do)."""
+        count = len(prompts)
+        limits = [n if n is not None else len(p) for n, p in zip(decode_from or [None] * count, prompts, strict=True)]
+        joins = list(start_at_step or [0] * count)
+        live: dict[int, Request] = {}
+        logits: list[list[Tensor]] = [[] for _ in prompts]
+        step, left = 0, set(range(count))
+        while left:
+            for i in sorted(left):
+                if i not in live and joins[i] <= step:
+                    live[i] = self.open()
+            parts, indices, decoding = [], [], []
+            for i, request in live.items():
+                prompt, start = prompts[i], request.num_tokens
+                end = start + 1 if start >= limits[i] else min(start + (chunk_tokens or limits[i]), limits[i])
+                parts.append((request, prompt[start:end].tolist()))
+                indices.append(i)
+                decoding.append(start >= limits[i])
+            if parts:
+                mode: Mode = "decode" if all(decoding) else "extend"
+                for i, part in zip(indices, self.step(parts, mode), strict=True):
+                    logits[i].append(part)
+            for i in [i for i, request in live.items() if request.num_tokens == len(prompts[i])]:
+                self.close(live.pop(i))
+                left.discard(i)
+            step += 1
+        return [torch.cat(parts) for parts in logits]
+
+
+def _prepare_process(server_args: Any) -> None:
+    """What one scheduler process sets up: the process groups once, the per-config globals for every harness."""
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
+    from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
+    from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
+    from sglang.srt.runtime_context import get_device, get_parallel
+
+    initialize_moe_config()
+    initialize_fp8_gemm_config()
+    initialize_bf16_gemm_config()
+    initialize_fp4_gemm_config()
+    if _process_groups:
+        get_parallel().override_permanently(**_process_groups)
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    bootstrap.init_parallel_runtime(server_args=server_args, device=get_device().device, dist_port=port)
+    stamped = get_parallel()._stamp
+    _process_groups.update({name: group for name, group in stamped.items() if name.endswith("_group")})
+
+
+def _load_runner(server_args: Any, model_config: Any) -> Any:
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    bootstrap.init_layer_runtime(model_config=model_config)
+    runner = ModelRunner(
+        model_config=model_config,
+        mem_fraction_static=resolving_view(server_args).mem_fraction_static,
+        gpu_id=0,
+        nccl_port=0,
+        server_args=server_args,
+    )
+    runner.alloc_memory_pool()
+    runner.init_attention_backends()
+    runner.init_cuda_graphs()
+    return runner
+
+
+def _keep_logits_of_every_position(processor: Any) -> None:
+    """An extend forward prunes to the last token of each request before lm_head; here nothing is pruned."""
+
+    def everything(hidden_states: Tensor, before_norm: Any, aux: Any, metadata: Any) -> tuple[Any, ...]:
+        return hidden_states, before_norm, aux, None, None, []
+
+    processor._get_pruned_states = everything
+
+
+def _verify_input(token_ids: Tensor, starts: Sequence[int], lengths: Sequence[int], seq_lens: Tensor) -> Any:
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+    from sglang.srt.speculative.eagle_info import EagleVerifyInput
+
+    if len(set(lengths)) != 1:
+        raise ValueError(f"a verify batch needs the same number of drafts for every request, got {lengths}")
+    count = lengths[0]
+    positions = torch.cat([torch.arange(start, start + count) for start in starts])
+    links = torch.arange(count).repeat(len(starts), 1)
+    return EagleVerifyInput(
+        draft_token=token_ids,
+        custom_mask=None,
+        positions=positions,
+        retrieve_index=links + count * torch.arange(len(starts))[:, None],
+        retrieve_next_token=torch.where(links + 1 < count, links + 1, -1),
+        retrieve_next_sibling=torch.full_like(links, -1),
+        retrieve_cum_len=None,
+        spec_steps=count - 1,
+        topk=1,
+        draft_token_num=count,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+        seq_lens_sum=int(seq_lens.sum()),
+        seq_lens_cpu=seq_lens.clone(),
+    )
