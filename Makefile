@@ -1,0 +1,56 @@
+# make serve   a server for a small random DeepSeek-V4 on this machine's CPU     make test    the whole test suite
+#
+# Variables: PYTHON=python3.11  PORT=30000  MODEL=<checkpoint folder>  SERVE_ARGS="--tp 2 …"  TEST_ARGS="tests/ops -k …"
+#            TORCH_INDEX=<index with CPU builds of torch; empty: only pip's configured ones>
+
+PYTHON      ?= python3.11
+PORT        ?= 30000
+MODEL       ?= checkpoints/tiny
+SERVE_ARGS  ?=
+TEST_ARGS   ?=
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+# Set-up runs again when one of these files changes, and only then.
+SETUP_INPUTS := requirements-cpu.txt requirements-test.txt pyproject.toml setup_venv.sh
+STAMP := $(VENV)/.ready-$(shell cat $(SETUP_INPUTS) | cksum | cut -d' ' -f1)
+# More threads than cores make small matrix products slower; the server and pytest compete for them.
+THREADS := $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -gt 4 ] && echo 4 || echo $$n)
+
+.PHONY: help setup serve test test-slow lint format clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '1,4s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@echo "also: make setup | test-slow | lint | format | clean"
+
+setup: $(STAMP)
+
+$(STAMP): $(SETUP_INPUTS)
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH_INDEX="$(TORCH_INDEX)" sh setup_venv.sh
+	@rm -f $(VENV)/.ready-* && touch $@
+
+# Only the default checkpoint is ours to write; MODEL=… names one that exists.
+checkpoints/tiny/config.json: $(STAMP)
+	@$(BIN)/python -m sglang_dsv4.random_checkpoint checkpoints/tiny --preset tiny
+
+serve: $(STAMP) $(if $(filter checkpoints/tiny,$(MODEL)),checkpoints/tiny/config.json)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} \
+	    $(BIN)/python -m sglang_dsv4.quickstart --model-path "$(MODEL)" --port $(PORT) $(SERVE_ARGS)
+
+test: $(STAMP)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/python -m pytest -m "not slow and not gpu" $(TEST_ARGS)
+
+test-slow: $(STAMP)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/python -m pytest -m "slow and not gpu" $(TEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) checkpoints build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
