@@ -2,8 +2,8 @@
 
     python -m sglang_dsv4.random_checkpoint OUT [--preset tiny|flash|pro] [--seed 0] [--unquantised]
 
-`tiny` is what ``make serve`` serves: every kind of layer, both routers, the MTP module, 15 MB. `flash` and `pro` have the
-released models' attention, indexer and hyper-connection dimensions and 6 and 5 of their layers, with a hidden size,
+`tiny` is what ``make serve`` serves: every kind of layer, both routers, the MTP module, 15 MB. `flash` and `pro` have
+the released models' attention, indexer and hyper-connection dimensions and 6 and 5 of their layers, with a hidden size,
 experts and a vocabulary small enough for a CPU (0.6 and 1.1 GB). ``--unquantised`` writes every weight in fp32 and
 no quantization_config: what a tight comparison with another implementation needs.
 

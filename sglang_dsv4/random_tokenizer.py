@@ -19,20 +19,22 @@ SPECIAL_TOKENS = (
     BOS, EOS, PAD,
     "<｜System｜>", "<｜User｜>", "<｜Assistant｜>", "<｜latest_reminder｜>", "<｜image｜>",
     "<｜action｜>", "<｜query｜>", "<｜authority｜>", "<｜domain｜>", "<｜title｜>", "<｜read_url｜>",
-    "<｜ref｜>", "<｜/ref｜>", "<｜box｜>", "<｜/box｜>", "<｜point｜>", "<｜/point｜>", "<｜polygon｜>", "<｜/polygon｜>",
+    "<｜ref｜>", "<｜/ref｜>", "<｜box｜>", "<｜/box｜>", "<｜point｜>", "<｜/point｜>",
+    "<｜polygon｜>", "<｜/polygon｜>",
     "<｜fim▁hole｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>",
 )  # fmt: skip
 # One token each, but part of the text: the parsers of reasoning and tool calls read them.
 VISIBLE_TOKENS = ("<think>", "</think>", "｜DSML｜")
 
 WORDS = (
-    "the of and to in is that it for was on are as with his they at be this have from or one had by word but not what "
-    "all were we when your can said there use an each which she do how their if will up other about out many then them "
-    "these so some her would make like him into time has look two more write go see number no way could people my than "
-    "first water been call who oil its now find long down day did get come made may part over new sound take only little "
-    "work know place year live me back give most very after thing our just name good sentence man think say great where "
-    "help through much before line right too mean old any same tell boy follow came want show also around form three "
-    "small set put end does another well large must big even such because turn here why ask went men read need land"
+    "the of and to in is that it for was on are as with his they at be this have from or one had by word but not "
+    "what all were we when your can said there use an each which she do how their if will up other about out many "
+    "then them these so some her would make like him into time has look two more write go see number no way could "
+    "people my than first water been call who oil its now find long down day did get come made may part over new "
+    "sound take only little work know place year live me back give most very after thing our just name good "
+    "sentence man think say great where help through much before line right too mean old any same tell boy follow "
+    "came want show also around form three small set put end does another well large must big even such because "
+    "turn here why ask went men read need land"
 ).split()
 
 
@@ -61,7 +63,7 @@ def build_tokenizer(vocab_size: int) -> Tokenizer:
     missing = vocab_size - tokenizer.get_vocab_size()
     if missing < 0:
         raise ValueError(
-            f"vocab_size: the random checkpoint's tokenizer needs at least {tokenizer.get_vocab_size()}, got {vocab_size}"
+            f"vocab_size {vocab_size}: the tokenizer of random checkpoints needs at least {tokenizer.get_vocab_size()}"
         )
     placeholders = [f"<｜place▁holder▁no▁{index}｜>" for index in range(missing)]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in placeholders])

@@ -1,0 +1,193 @@
+"""The SGLang that this package was tested with, the private names it uses of it, and the check that all of it is live.
+
+SGLang logs what goes wrong in a plugin and goes on with its own code. For DeepSeek-V4 that would be another model,
+cache and arithmetic under the same name, without a word. So:
+
+* what goes wrong in our plugin is remembered here (:func:`remembering_failures`);
+* the server's argument resolution (launcher), the loading of the model and the end of the scheduler's initialisation
+  (scheduler process) ask :func:`require_ready` and :func:`require_live`, which raise :class:`StartupError`. Both places
+  are inside code whose exceptions end the server.
+
+Only DeepSeek-V4 models are affected: another model on the same host is served by SGLang as if we were not there.
+
+Private names: ``from sglang_dsv4.compat import DeepSeekV4TokenToKVPool``. They are resolved when first asked for,
+because importing SGLang's modules takes seconds in processes that never need them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+TESTED_SGLANG = "0.5.23"
+ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepseekV4ForCausalLMNextN")
+OUR_PACKAGE = "sglang_dsv4"
+
+# Names of SGLang that are not part of a documented extension point. One line each, nowhere else.
+SGLANG_NAMES: dict[str, str] = {
+    "DeepSeekV4TokenToKVPool": "sglang.srt.mem_cache.deepseek_v4_memory_pool:DeepSeekV4TokenToKVPool",
+    "UnifiedRadixCache": "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache",
+    "create_unified_radix_cache": "sglang.srt.mem_cache.registry:create_unified_radix_cache",
+    "is_deepseek_v4": "sglang.srt.configs.model_config:is_deepseek_v4",
+    "model_config_of": "sglang.srt.arg_groups.model_override_base:model_config_of",
+    "declare_resolution": "sglang.srt.arg_groups.overrides:declare_resolution",
+    "resolving_view": "sglang.srt.arg_groups.model_override_base:resolving_view",
+}
+
+_failures: list[tuple[str, BaseException]] = []  # what went wrong in this process, in order
+_pool_sizing: type = type(None)  # SGLang drops the configurator after use, so its class is noted when it is made
+
+
+class StartupError(RuntimeError):
+    """The server would not run this package's code for a DeepSeek-V4 model. The message says what to do."""
+
+
+def __getattr__(name: str) -> Any:
+    """Resolves an entry of :data:`SGLANG_NAMES`.
+
+    Raises:
+        StartupError: the installed SGLang has no such name.
+    """
+    if name not in SGLANG_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return pkgutil.resolve_name(SGLANG_NAMES[name])
+    except (ImportError, AttributeError) as error:
+        raise StartupError(_explain([f"{SGLANG_NAMES[name]} could not be imported: {error!r}"])) from error
+
+
+def our_version() -> str:
+    """This package's version."""
+    return importlib.metadata.version("sglang-dsv4")
+
+
+def sglang_version() -> str:
+    """The installed SGLang's version; "none" where it is not installed."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+@contextmanager
+def remembering_failures(what: str) -> Iterator[None]:
+    """Keeps an exception for :func:`require_ready` and lets the process go on: it may serve another model."""
+    try:
+        yield
+    except Exception as error:
+        logging.getLogger(__name__).error("sglang_dsv4: %s failed: %r", what, error)
+        _failures.append((what, error))
+
+
+def note_pool_sizing(configurator: object) -> None:
+    """Remembers which class sized the KV pool, for :func:`require_live`."""
+    global _pool_sizing
+    _pool_sizing = type(configurator)
+
+
+def require_ready(architectures: list[str] | None) -> None:
+    """Raises unless our plugin is fully in place for a model of these architectures; other models pass.
+
+    Raises:
+        StartupError: another SGLang version, a failure in our plugin, or a model package that can't be imported.
+    """
+    if not is_ours(architectures):
+        return
+    problems = [f"{what} failed: {error!r}" for what, error in _failures]
+    if sglang_version() != TESTED_SGLANG:
+        problems.insert(0, f"SGLang {sglang_version()} is installed; this version was tested with {TESTED_SGLANG} only")
+    if problems:
+        raise StartupError(_explain(problems)) from (_failures[0][1] if _failures else None)
+
+
+def require_our_model_classes() -> None:
+    """Raises unless SGLang's registry gives our class for each DeepSeek-V4 architecture.
+
+    SGLang only warns when a module of ``SGLANG_EXTERNAL_MODEL_PACKAGE`` can't be imported, and loads its own model.
+
+    Raises:
+        StartupError: caused by the import error, where there is one.
+    """
+    from sglang.srt.models.registry import ModelRegistry
+
+    for module in ("deepseek_v4", "deepseek_v4_nextn"):
+        name = f"{OUR_PACKAGE}.models.{module}"
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise StartupError(_explain([f"{name} could not be imported: {error!r}"])) from error
+    for architecture in ARCHITECTURES:
+        registered = ModelRegistry.models.get(architecture)
+        if registered is None or not _is_our_class(registered):
+            raise StartupError(_explain([f"SGLang's model registry has {registered!r} for {architecture}, not ours"]))
+
+
+@dataclass(frozen=True)
+class LiveParts:
+    """The classes that serve a DeepSeek-V4 model in this scheduler process."""
+
+    model: type
+    attention_backend: type
+    kv_pool: type
+    pool_sizing: type
+    prefix_cache: type
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> LiveParts:
+        """Reads them off an initialised scheduler."""
+        runner = scheduler.tp_worker.model_runner
+        return cls(
+            model=type(runner.model),
+            attention_backend=type(runner.attn_backend),
+            kv_pool=type(runner.token_to_kv_pool),
+            pool_sizing=_pool_sizing,
+            prefix_cache=type(scheduler.tree_cache),
+        )
+
+    def foreign(self) -> list[str]:
+        """One sentence for each part that is not ours."""
+        return [
+            f"the live {part.replace('_', ' ')} is {value.__module__}.{value.__qualname__}, not ours"
+            for part, value in vars(self).items()
+            if not _is_our_class(value)
+        ]
+
+
+def require_live(scheduler: Scheduler) -> LiveParts:
+    """Raises unless model, attention backend, KV pool, its sizing and prefix cache of the scheduler are ours.
+
+    Raises:
+        StartupError: names every part that is not.
+    """
+    live = LiveParts.of(scheduler)
+    problems = live.foreign()
+    if problems:
+        raise StartupError(_explain(problems))
+    return live
+
+
+def is_ours(architectures: list[str] | None) -> bool:
+    """Whether a model of these architectures is one that this package serves."""
+    return any(architecture in ARCHITECTURES for architecture in architectures or ())
+
+
+def _is_our_class(value: type) -> bool:
+    return value.__module__.split(".")[0] == OUR_PACKAGE
+
+
+def _explain(problems: list[str]) -> str:
+    listed = "\n".join(f"  - {problem}" for problem in problems)
+    return (
+        f"sglang-dsv4 {our_version()} can't serve this DeepSeek-V4 model:\n{listed}\n"
+        f"What to do: `pip install sglang=={TESTED_SGLANG}` (the tested version) and install this package again. "
+        f"To run SGLang's own DeepSeek-V4 code instead, set SGLANG_DSV4=off. The server does not fall back by itself."
+    )

@@ -1,0 +1,203 @@
+"""Every place where this package touches SGLang, on one screen.
+
+SGLang calls :func:`setup` (entry point group ``sglang.srt.plugins``) in the launcher, in each scheduler process and in
+the detokenizer, before it does anything else there. Besides this module there are two more touch points, both for
+machines with no GPU: :mod:`sglang_dsv4.cpu_platform` (entry point) and :mod:`sglang_dsv4.shims` (a ``.pth`` file).
+
+=================  =========================================================================  =======================
+what               through                                                                    process
+=================  =========================================================================  =======================
+model              ``SGLANG_EXTERNAL_MODEL_PACKAGE`` (inherited by the spawned processes)     all
+default arguments  resolution hook ``handle_model_specific_adjustments``                      launcher
+attention backend  ``register_attention_backend("dsv4")``, replaces the in-tree factory       scheduler
+prefix cache       ``register_radix_cache_backend("dsv4")``, chosen by a default argument     scheduler
+KV pool            AROUND ``KVCacheConfigurator._build_dsv4_kv_pool``: it has no registry     scheduler
+pool sizing        AROUND ``create_memory_pool_configurator``: it has no registry             scheduler
+longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admission_page``    scheduler
+CPU platform       AROUND ``reject_out_of_tree_path``, for our own KV pool only               scheduler
+self-check         BEFORE ``ModelRunner.load_model``, AFTER ``Scheduler.__init__``            scheduler
+=================  =========================================================================  =======================
+
+``SGLANG_DSV4=off`` turns all of it off. Nothing here decides anything for a model of another architecture.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pkgutil
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_dsv4 import compat
+from sglang_dsv4.shims import is_off
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigResult, KVCacheConfigurator
+    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.model_executor.pool_configurator import MemoryPoolConfigurator
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+NAME = "dsv4"  # of the attention backend and of the prefix cache
+# On a CPU the pool would otherwise take most of the machine's memory, and 256 request slots would.
+CPU_MAX_TOTAL_TOKENS = 65536
+CPU_MAX_RUNNING_REQUESTS = 32
+
+
+def setup() -> None:
+    """Installs everything. Never raises for what concerns DeepSeek-V4 only: compat stops the server when it matters."""
+    if is_off():
+        logger.info("sglang_dsv4 is off (SGLANG_DSV4=off): SGLang runs its own code.")
+        return
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "sglang_dsv4.models")
+    with compat.remembering_failures("setting default arguments"):
+        _install_default_arguments()
+    # The scheduler process is the one that has imported SGLang's scheduler before it loads plugins. Elsewhere the
+    # hooks would only cost the import of their targets.
+    if "sglang.srt.managers.scheduler" in sys.modules:
+        _install_self_check()
+        with compat.remembering_failures("installing the scheduler's hooks"):
+            _install_scheduler_hooks()
+
+
+# --------------------------------------------------------------------------------------------- launcher process
+
+
+def _install_default_arguments() -> None:
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    register_resolution_hook("handle_model_specific_adjustments")(_resolve_default_arguments)
+
+
+def _resolve_default_arguments(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
+    """Chooses what the user left open; SGLang's own step for this architecture (`previous`) runs after it."""
+    architectures = compat.model_config_of(server_args).hf_config.architectures
+    if compat.is_ours(architectures):
+        compat.require_ready(architectures)
+        defaults = default_arguments(compat.resolving_view(server_args))
+        compat.declare_resolution(server_args, "sglang_dsv4", **defaults)
+    previous(server_args)
+
+
+def default_arguments(arguments: Any) -> dict[str, Any]:  # Any: ServerArgs, or SGLang's view of it
+    """The arguments that a DeepSeek-V4 server needs and its user did not set.
+
+    Returns: field of ServerArgs -> value. Never a field that the user set.
+    """
+    defaults: dict[str, Any] = {}
+    if arguments.radix_cache_backend is None:
+        defaults["radix_cache_backend"] = NAME
+    if arguments.device == "cpu":
+        if arguments.kv_cache_dtype == "auto":
+            defaults["kv_cache_dtype"] = "bfloat16"  # plain rows in the model's dtype
+        if arguments.max_total_tokens is None:
+            defaults["max_total_tokens"] = CPU_MAX_TOTAL_TOKENS
+        if arguments.max_running_requests is None:
+            defaults["max_running_requests"] = CPU_MAX_RUNNING_REQUESTS
+    return defaults
+
+
+# --------------------------------------------------------------------------------------------- scheduler process
+
+
+def _install_scheduler_hooks() -> None:
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+
+    register_attention_backend(NAME)(_create_attention_backend)
+    register_radix_cache_backend(NAME, _create_prefix_cache)
+    configurator = "sglang.srt.mem_cache.kv_cache_configurator"
+    _hook(f"{configurator}.KVCacheConfigurator._build_dsv4_kv_pool", _build_kv_pool, "AROUND")
+    _hook(f"{configurator}.KVCacheConfigurator.configure", _reserve_admission_page, "AFTER")
+    _hook(f"{configurator}.reject_out_of_tree_path", _allow_our_kv_pool, "AROUND")
+    _hook("sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator", _size_pools, "AROUND")
+
+
+def _install_self_check() -> None:
+    """Not remembered but fatal: without these two hooks nobody would notice that the others are missing."""
+    try:
+        _hook("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _check_before_load, "BEFORE")
+        _hook("sglang.srt.managers.scheduler.Scheduler.__init__", _check_scheduler, "AFTER")
+    except Exception as error:
+        # SystemExit is the one exception that SGLang's plugin loader does not swallow.
+        raise SystemExit(
+            f"sglang_dsv4 could not install its start-up check into SGLang {compat.sglang_version()}: {error!r}. "
+            f"It was tested with {compat.TESTED_SGLANG}. Install that version, or set SGLANG_DSV4=off."
+        ) from error
+
+
+def _hook(target: str, function: Callable[..., Any], kind: str) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    pkgutil.resolve_name(target)  # SGLang would only log that the target is gone
+    HookRegistry.register(target, function, HookType[kind])
+
+
+def _create_attention_backend(runner: ModelRunner) -> AttentionBackend:
+    from sglang_dsv4.attention_backend import Dsv4AttentionBackend
+
+    return Dsv4AttentionBackend(runner)
+
+
+def _create_prefix_cache(context: TreeCacheBuildContext) -> BasePrefixCache:
+    from sglang_dsv4.prefix_cache import build_prefix_cache
+
+    return build_prefix_cache(context)
+
+
+def _build_kv_pool(original: Callable[..., KVCache], configurator: KVCacheConfigurator, **sizes: Any) -> KVCache:
+    from sglang_dsv4.kv_pool import build_kv_pool
+
+    return build_kv_pool(configurator, **sizes)
+
+
+def _size_pools(
+    original: Callable[[KVCacheConfigurator], MemoryPoolConfigurator], configurator: KVCacheConfigurator
+) -> MemoryPoolConfigurator:
+    if not compat.is_ours(configurator.model_config.hf_config.architectures):
+        return original(configurator)
+    from sglang_dsv4.pool_sizing import Dsv4PoolConfigurator
+
+    sizing = Dsv4PoolConfigurator(configurator)
+    compat.note_pool_sizing(sizing)
+    return sizing
+
+
+def _reserve_admission_page(
+    result: KVCacheConfigResult, configurator: KVCacheConfigurator, **kwargs: Any
+) -> KVCacheConfigResult:
+    if not compat.is_ours(configurator.model_config.hf_config.architectures):
+        return result
+    from sglang_dsv4.pool_sizing import reserve_admission_page
+
+    return reserve_admission_page(result)
+
+
+def _allow_our_kv_pool(original: Callable[..., None], platform: Any, *, subsystem: str) -> None:
+    """An out-of-tree platform may not build SGLang's DeepSeek-V4 pool; ours is built in its place."""
+    if subsystem != "the DeepSeek-V4 KV pool":
+        original(platform, subsystem=subsystem)
+
+
+def _check_before_load(runner: ModelRunner) -> None:
+    architectures = runner.model_config.hf_config.architectures
+    compat.require_ready(architectures)
+    if compat.is_ours(architectures):
+        compat.require_our_model_classes()
+
+
+def _check_scheduler(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
+    if not compat.is_ours(scheduler.model_config.hf_config.architectures):
+        return
+    compat.require_ready(scheduler.model_config.hf_config.architectures)
+    live = compat.require_live(scheduler)
+    parts = ", ".join(f"{part.replace('_', ' ')} {value.__qualname__}" for part, value in vars(live).items())
+    logger.info("sglang_dsv4 %s is live on SGLang %s: %s", compat.our_version(), compat.sglang_version(), parts)
