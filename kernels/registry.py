@@ -1,0 +1,179 @@
+"""Which implementation of an op runs: a static table, one choice by device and dtype, or by name.
+
+Every public function of this package (`dsv4_kernels.<op>.<function>`) asks `select` for the function to call. The
+table below names implementations as `"module:attribute"`, so importing this module imports none of them. The
+definition of every op is called "ref"; a kernel is tested against it.
+
+Nothing falls back silently: an implementation that was asked for by name and does not support the device and dtype is
+an error, and the first use of each choice writes one log line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import importlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+Supports = Callable[[torch.device, torch.dtype], bool]
+"""Whether an implementation serves tensors of this device and dtype."""
+
+MODEL_DTYPES = (torch.float32, torch.bfloat16)
+"""The dtypes that a model may compute in."""
+
+
+def any_device(device: torch.device, dtype: torch.dtype) -> bool:
+    """Any device that PyTorch computes on, in one of MODEL_DTYPES."""
+    return device.type != "meta" and dtype in MODEL_DTYPES
+
+
+def cpu_only(device: torch.device, dtype: torch.dtype) -> bool:
+    """A CPU, in one of MODEL_DTYPES."""
+    return device.type == "cpu" and dtype in MODEL_DTYPES
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One row of the table."""
+
+    op: str
+    name: str
+    loader: str
+    """`"package.module:attribute"`, imported on first use."""
+    supports: Supports
+    priority: int
+    """Among the implementations that support a device and dtype the highest priority is taken."""
+
+
+_table: dict[str, dict[str, Implementation]] = {}
+_resolved: dict[tuple[str, str, torch.dtype, str | None], Callable[..., Any]] = {}
+_forced: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("dsv4_kernels_forced", default={})  # noqa: B039
+
+
+def register(op: str, name: str, loader: str, supports: Supports, priority: int) -> None:
+    """Adds an implementation of `op` to the table.
+
+    Raises:
+        ValueError: `loader` is not "module:attribute", or `op` already has an implementation called `name`.
+    """
+    module, _, attribute = loader.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"loader of {op}/{name} is {loader!r}; expected 'package.module:attribute'")
+    implementations = _table.setdefault(op, {})
+    if name in implementations:
+        raise ValueError(f"op {op!r} already has an implementation called {name!r} ({implementations[name].loader})")
+    implementations[name] = Implementation(op, name, loader, supports, priority)
+    _resolved.clear()
+
+
+def unregister(op: str, name: str) -> None:
+    """Removes an implementation again (a test's, or a plugin's that is being turned off)."""
+    _implementation(op, name)
+    del _table[op][name]
+    if not _table[op]:
+        del _table[op]
+    _resolved.clear()
+
+
+def ops() -> tuple[str, ...]:
+    """The names of all ops, sorted."""
+    return tuple(sorted(_table))
+
+
+def available(op: str) -> tuple[str, ...]:
+    """The names of the implementations of `op`, the one with the highest priority first.
+
+    Raises:
+        KeyError: there is no such op; the message lists those that exist.
+    """
+    if op not in _table:
+        raise KeyError(f"no op {op!r}; the ops are: {', '.join(ops())}")
+    return tuple(i.name for i in sorted(_table[op].values(), key=lambda i: -i.priority))
+
+
+@contextlib.contextmanager
+def force(choice: Mapping[str, str]) -> Iterator[None]:
+    """Within the context, `choice` ({op: implementation name}) decides wherever a caller passed no `impl`.
+
+    Nested contexts add up, the innermost wins. The choice holds for the current thread (context) only.
+
+    Raises:
+        KeyError: an op or a name that does not exist.
+    """
+    for op, name in choice.items():
+        _implementation(op, name)
+    token = _forced.set({**_forced.get(), **choice})
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def select(op: str, device: torch.device, dtype: torch.dtype, impl: str | None = None) -> Callable[..., Any]:
+    """The function that computes `op` for tensors of `device` and `dtype`.
+
+    `impl` names the implementation; without it a surrounding `force` does, and without that the supported
+    implementation with the highest priority is taken. The first use of each choice is logged at INFO.
+
+    Raises:
+        KeyError: no such op or implementation; the message lists those that exist.
+        NotImplementedError: the named implementation, or all of them, do not support this device and dtype.
+    """
+    name = impl if impl is not None else _forced.get().get(op)
+    key = (op, device.type, dtype, name)
+    function = _resolved.get(key)
+    if function is None:
+        function = _resolved[key] = _resolve(op, device, dtype, name)
+    return function
+
+
+def _implementation(op: str, name: str) -> Implementation:
+    names = available(op)
+    if name not in names:
+        raise KeyError(f"op {op!r} has no implementation {name!r}; it has: {', '.join(names)}")
+    return _table[op][name]
+
+
+def _resolve(op: str, device: torch.device, dtype: torch.dtype, name: str | None) -> Callable[..., Any]:
+    candidates = available(op) if name is None else (_implementation(op, name).name,)
+    for candidate in candidates:
+        implementation = _table[op][candidate]
+        if implementation.supports(device, dtype):
+            break
+    else:
+        subject = f"implementation {name!r} of op {op!r} does not support" if name else f"no op {op!r} for"
+        raise NotImplementedError(
+            f"{subject} device {device.type!r} with dtype {dtype}; implementations of {op!r}: "
+            f"{', '.join(available(op))}"
+        )
+    module, _, attribute = implementation.loader.partition(":")
+    function = getattr(importlib.import_module(module), attribute)
+    logger.info("op %s on %s, %s: %s%s", op, device.type, dtype, implementation.name, " (named)" if name else "")
+    return function
+
+
+_REFERENCES = {
+    "compressor": ("compress",),
+    "hyper_connection": ("hc_pre", "hc_post", "hc_head"),
+    "indexer": ("index_scores", "index_topk"),
+    "linear": ("linear", "linear_fp32", "grouped_linear"),
+    "moe": ("swiglu", "mlp", "experts_forward"),
+    "norm": ("rms_norm",),
+    "quant": ("fp8_qdq", "fp4_qdq", "hadamard"),
+    "rope": ("apply_rope",),
+    "router": ("route_topk", "route_hash"),
+    "sparse_attention": ("sparse_attention", "merge_partials"),
+}
+
+for _folder, _functions in _REFERENCES.items():
+    for _function in _functions:
+        register(_function, "ref", f"dsv4_kernels.{_folder}.ref:{_function}", any_device, 0)
+for _function in _REFERENCES["linear"]:
+    register(_function, "tiled", f"dsv4_kernels.linear.tiled:{_function}", cpu_only, 10)

@@ -1,0 +1,99 @@
+"""The lightning indexer: scores of compressed entries and the choice of the best (DeepSeek-V4 specification, 3.5)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_kernels.kv_layout import KVRows
+from dsv4_kernels.registry import select
+
+
+def index_topk(
+    q: Tensor,
+    head_weights: Tensor,
+    keys: KVRows,
+    page_table: Tensor,
+    entries_per_page: int,
+    token_to_request: Tensor,
+    visible: Tensor,
+    top_k: int,
+    impl: str | None = None,
+) -> Tensor:
+    """The rows of the `top_k` best visible entries of every token, by rising entry.
+
+    Scores as in `index_scores`; of equal scores the lower entry wins; a token with at most `top_k` visible entries gets
+    all of them. Entry j of request b has the row `page_table[b, j // entries_per_page] * entries_per_page +
+    j % entries_per_page`, here and in the table of entries that the attention reads.
+
+    Args:
+        q: [T, Hi, Di] fp32 or bf16 (rotated, Hadamard-transformed and rounded as the model says).
+        head_weights: [T, Hi] fp32.
+        keys: table of Di channels.
+        page_table: [B, P] integer page numbers.
+        entries_per_page: entries of one page.
+        token_to_request: [T] integer row of page_table.
+        visible: [T] integer, entries [0, visible) may be read; 0 is legal.
+        top_k: at least 1.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        [T, top_k] int32 rows, -1 after the last.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or top_k < 1.
+    """
+    _check("index_topk", q, head_weights, keys, page_table, token_to_request, visible)
+    if top_k < 1:
+        raise ValueError(f"index_topk: top_k is {top_k}; expected at least 1")
+    function = select("index_topk", q.device, q.dtype, impl)
+    return function(q, head_weights, keys, page_table, entries_per_page, token_to_request, visible, top_k)
+
+
+def index_scores(
+    q: Tensor,
+    head_weights: Tensor,
+    keys: KVRows,
+    page_table: Tensor,
+    entries_per_page: int,
+    token_to_request: Tensor,
+    visible: Tensor,
+    impl: str | None = None,
+) -> Tensor:
+    """`score[t, j] = Σ_h relu(q[t, h] · key[j]) * head_weights[t, h]`, -inf for j >= visible[t].
+
+    Args: as in `index_topk`.
+
+    Returns:
+        [T, max(visible)] fp32.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
+    _check("index_scores", q, head_weights, keys, page_table, token_to_request, visible)
+    function = select("index_scores", q.device, q.dtype, impl)
+    return function(q, head_weights, keys, page_table, entries_per_page, token_to_request, visible)
+
+
+def _check(
+    name: str,
+    q: Tensor,
+    head_weights: Tensor,
+    keys: KVRows,
+    page_table: Tensor,
+    token_to_request: Tensor,
+    visible: Tensor,
+) -> None:
+    if q.dim() != 3 or head_weights.shape != q.shape[:2] or q.shape[2] != keys.row_dim:
+        raise ValueError(
+            f"{name} needs q [T, Hi, {keys.row_dim}] and head_weights [T, Hi]; got {tuple(q.shape)} and "
+            f"{tuple(head_weights.shape)}"
+        )
+    if head_weights.dtype != torch.float32:
+        raise ValueError(f"{name}: head_weights are {head_weights.dtype}; expected torch.float32")
+    tokens = q.shape[:1]
+    if page_table.dim() != 2 or token_to_request.shape != tokens or visible.shape != tokens:
+        raise ValueError(
+            f"{name} needs page_table [B, P], token_to_request and visible ({tokens[0]},); got "
+            f"{tuple(page_table.shape)}, {tuple(token_to_request.shape)}, {tuple(visible.shape)}"
+        )

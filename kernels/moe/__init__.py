@@ -1,0 +1,113 @@
+"""Experts: clamped SwiGLU, one MLP, the sum over routed experts (DeepSeek-V4 specification, section 5)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dsv4_kernels.registry import select
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float, impl: str | None = None) -> Tensor:
+    """`silu(min(gate, limit)) * clamp(up, -limit, limit)` in fp32: the gate is clamped from above only.
+
+    Args:
+        gate: [..., I] fp32 or bf16.
+        up: [..., I], same shape.
+        limit: swiglu_limit, positive.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        [..., I] fp32.
+
+    Raises:
+        ValueError: shapes differ, or limit is not positive.
+    """
+    if gate.shape != up.shape:
+        raise ValueError(f"swiglu: gate {tuple(gate.shape)} and up {tuple(up.shape)} differ in shape")
+    _check_limit("swiglu", limit)
+    return select("swiglu", gate.device, gate.dtype, impl)(gate, up, limit)
+
+
+def mlp(
+    x: Tensor, w13: Tensor, w2: Tensor, limit: float, act_qdq_block: int | None = None, impl: str | None = None
+) -> Tensor:
+    """One expert (the shared one): `linear(swiglu(linear(x, w13).chunk(2)), w2)`.
+
+    Args:
+        x: [T, d] fp32 or bf16.
+        w13: [2I, d] in x's dtype, the rows of w1 (gate) first, then w3 (up).
+        w2: [d, I] in x's dtype.
+        limit: swiglu_limit.
+        act_qdq_block: block of the FP8 rounding of both products' inputs, or None for none.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        [T, d] in x's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or limit is not positive.
+    """
+    if w13.dim() != 2 or w2.dim() != 2 or w13.shape != (2 * w2.shape[1], w2.shape[0]) or x.shape[1:] != w13.shape[1:]:
+        raise ValueError(
+            f"mlp needs x [T, d], w13 [2I, d] and w2 [d, I]; got {tuple(x.shape)}, {tuple(w13.shape)}, "
+            f"{tuple(w2.shape)}"
+        )
+    _check_limit("mlp", limit)
+    return select("mlp", x.device, x.dtype, impl)(x, w13, w2, limit, act_qdq_block)
+
+
+def experts_forward(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    swiglu_limit: float,
+    act_qdq_block: int | None = None,
+    expert_offset: int = 0,
+    impl: str | None = None,
+) -> Tensor:
+    """The weighted sum of the routed experts that this rank holds.
+
+    ::
+
+        h = weight * swiglu(linear(x, w13[e]).chunk(2))      # the release weights before w2's activation quantisation
+        y = Σ_e linear(h.to(x.dtype), w2[e]).float()         # by rising expert id
+
+    Args:
+        x: [T, d] fp32 or bf16.
+        weights: [T, k] fp32.
+        experts: [T, k] integer, ids among all experts.
+        w13: [E, 2I, d] in x's dtype, the rows of w1 (gate) first, then w3 (up).
+        w2: [E, d, I] in x's dtype.
+        swiglu_limit: clamp of gate and up.
+        act_qdq_block: block of the FP8 rounding of both products' inputs, or None for none.
+        expert_offset: w13[0] is expert `expert_offset`; ids outside [offset, offset + E) belong to other ranks and
+            add nothing here.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        [T, d] fp32.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or swiglu_limit is not positive.
+    """
+    fits = w13.dim() == w2.dim() == 3 and w13.shape == (w2.shape[0], 2 * w2.shape[2], w2.shape[1])
+    if not fits or x.shape[1:] != w13.shape[2:]:
+        raise ValueError(
+            f"experts_forward needs x [T, d], w13 [E, 2I, d] and w2 [E, d, I]; got {tuple(x.shape)}, "
+            f"{tuple(w13.shape)}, {tuple(w2.shape)}"
+        )
+    if weights.shape != experts.shape or weights.dim() != 2 or weights.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"experts_forward: x {tuple(x.shape)} needs weights and experts [{x.shape[0]}, k]; got "
+            f"{tuple(weights.shape)} and {tuple(experts.shape)}"
+        )
+    _check_limit("experts_forward", swiglu_limit)
+    function = select("experts_forward", x.device, x.dtype, impl)
+    return function(x, weights, experts, w13, w2, swiglu_limit, act_qdq_block, expert_offset)
+
+
+def _check_limit(name: str, limit: float) -> None:
+    if not limit > 0:
+        raise ValueError(f"{name}: swiglu_limit is {limit}; expected a positive number (infinity for no clamp)")

@@ -1,0 +1,108 @@
+"""Quantisers of DeepSeek-V4 and the Hadamard transform (DeepSeek-V4 specification, sections 3.5 and 4.2).
+
+`fp8_qdq` and `fp4_qdq` quantise and at once dequantise ("fake quantisation"): what training with quantisation in the
+loop did to activations and keys, and what a model must repeat. The weight functions convert between a checkpoint's
+tensors and plain ones. `encode_fp8`, `encode_fp4` and their inverses are the same arithmetic as codes and scales; the
+KV rows of `dsv4_kernels.kv_layout` are made of them.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dsv4_kernels.quant.ref import (
+    E2M1_MAX,
+    E4M3_MAX,
+    decode_fp4,
+    decode_fp8,
+    dequantise_fp4_weight,
+    dequantise_fp8_weight,
+    encode_fp4,
+    encode_fp8,
+    quantise_fp4_weight,
+    quantise_fp8_weight,
+    ue8m0_ceil,
+)
+from dsv4_kernels.registry import select
+
+__all__ = [
+    "E2M1_MAX",
+    "E4M3_MAX",
+    "decode_fp4",
+    "decode_fp8",
+    "dequantise_fp4_weight",
+    "dequantise_fp8_weight",
+    "encode_fp4",
+    "encode_fp8",
+    "fp4_qdq",
+    "fp8_qdq",
+    "hadamard",
+    "quantise_fp4_weight",
+    "quantise_fp8_weight",
+    "ue8m0_ceil",
+]
+
+
+def fp8_qdq(x: Tensor, block: int, impl: str | None = None) -> Tensor:
+    """Rounds x to e4m3 with one power-of-two scale a block of the last dimension, and back.
+
+    Per block: `amax = max(max|x|, 1e-4)`, `s = 2**ceil(log2(amax / 448))`, `e4m3_rne(clamp(x / s, ±448)) * s`.
+    The block is 64 for KV rows (over their 448 unrotated channels) and 128 for the input of a linear layer.
+
+    Args:
+        x: [..., d] fp32 or bf16.
+        block: channels that share a scale; the last block may be shorter.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        [..., d] in x's dtype.
+
+    Raises:
+        ValueError: block < 1.
+    """
+    if block < 1:
+        raise ValueError(f"block of fp8_qdq is {block}; expected at least 1")
+    return select("fp8_qdq", x.device, x.dtype, impl)(x, block)
+
+
+def fp4_qdq(x: Tensor, block: int = 32, impl: str | None = None) -> Tensor:
+    """Rounds x to e2m1 with one power-of-two scale a block of the last dimension, and back.
+
+    Per block: `amax = max(max|x|, 6·2**-126)`, `s = 2**ceil(log2(amax / 6))`, `e2m1_rne(clamp(x / s, ±6)) * s`;
+    a tie goes to the even code.
+
+    Args:
+        x: [..., d] fp32 or bf16.
+        block: channels that share a scale; the last block may be shorter.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        [..., d] in x's dtype.
+
+    Raises:
+        ValueError: block < 1.
+    """
+    if block < 1:
+        raise ValueError(f"block of fp4_qdq is {block}; expected at least 1")
+    return select("fp4_qdq", x.device, x.dtype, impl)(x, block)
+
+
+def hadamard(x: Tensor, impl: str | None = None) -> Tensor:
+    """Multiplies the last dimension by the orthonormal Hadamard matrix in Sylvester's order.
+
+    `H[i, j] = (-1)**popcount(i & j) / sqrt(d)`; in fp32, cast to x's dtype once. It is its own inverse.
+
+    Args:
+        x: [..., d] fp32 or bf16, d a power of two.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        [..., d] in x's dtype.
+
+    Raises:
+        ValueError: d is not a power of two.
+    """
+    d = x.shape[-1]
+    if d < 1 or d & (d - 1):
+        raise ValueError(f"hadamard needs a last dimension that is a power of two; x has shape {tuple(x.shape)}")
+    return select("hadamard", x.device, x.dtype, impl)(x)

@@ -1,0 +1,41 @@
+"""Rotary position embedding (DeepSeek-V4 specification, section 3.2)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dsv4_kernels.registry import select
+from dsv4_kernels.rope.ref import YarnScaling, rope_frequencies
+
+__all__ = ["YarnScaling", "apply_rope", "rope_frequencies"]
+
+
+def apply_rope(
+    x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool = False, impl: str | None = None
+) -> Tensor:
+    """Rotates the last `2 * len(frequencies)` channels of x by the angle `position * frequency`.
+
+    Channels (2i, 2i+1) of the rotated part are one pair: `(a + ib) * (cos + i sin)`, in fp32, cast to x's dtype once.
+
+    Args:
+        x: [T, ..., D] fp32 or bf16. It is not written to.
+        positions: [T] integer; the angle is the product of two fp32 numbers.
+        frequencies: [R / 2] fp32 (`rope_frequencies`), R <= D.
+        inverse: rotate back (the conjugate), as the attention output needs.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        [T, ..., D] in x's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
+    if positions.shape != x.shape[:1]:
+        raise ValueError(
+            f"apply_rope: positions have shape {tuple(positions.shape)}; x {tuple(x.shape)} needs ({x.shape[0]},)"
+        )
+    if frequencies.dim() != 1 or 2 * frequencies.shape[0] > x.shape[-1]:
+        raise ValueError(
+            f"apply_rope: frequencies have shape {tuple(frequencies.shape)}; expected [R / 2], R at most {x.shape[-1]}"
+        )
+    return select("apply_rope", x.device, x.dtype, impl)(x, positions, frequencies, inverse)

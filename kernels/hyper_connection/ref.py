@@ -1,0 +1,61 @@
+"""Definition of the hyper-connections, in plain PyTorch (DeepSeek-V4 specification, sections 2.2 to 2.4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_kernels.invariant import sigmoid, tree_sum
+from dsv4_kernels.linear import linear_fp32
+
+
+def hc_pre(
+    x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `dsv4_kernels.hyper_connection.hc_pre`."""
+    n = x.shape[1]
+    mix = _normalised_products(x, fn, norm_eps)
+    pre = sigmoid(mix[:, :n] * scale[0] + base[:n]) + hc_eps
+    post = 2.0 * sigmoid(mix[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+    comb = (mix[:, 2 * n :] * scale[2] + base[2 * n :]).unflatten(1, (n, n))
+    return _mixture(pre, x), post, _sinkhorn(comb, hc_eps, iterations)
+
+
+def hc_post(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """See `dsv4_kernels.hyper_connection.hc_post`."""
+    out = post.unsqueeze(-1) * y.float().unsqueeze(1)
+    for j in range(x.shape[1]):
+        out += comb[:, j].unsqueeze(-1) * x[:, j].float().unsqueeze(1)
+    return out.to(x.dtype)
+
+
+def hc_head(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float) -> Tensor:
+    """See `dsv4_kernels.hyper_connection.hc_head`."""
+    mix = _normalised_products(x, fn, norm_eps)
+    return _mixture(sigmoid(mix * scale + base) + hc_eps, x)
+
+
+def _normalised_products(x: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
+    """fn applied to the flattened, RMS-normalised streams; the norm is taken out of the product. [T, rows] fp32."""
+    x32 = x.float()
+    mean_square = tree_sum(x32.square().mean(-1), 1) / x.shape[1]
+    return linear_fp32(x32.flatten(1), fn) * torch.rsqrt(mean_square + norm_eps).unsqueeze(1)
+
+
+def _mixture(pre: Tensor, x: Tensor) -> Tensor:
+    """Σ_n pre[n] * x[n] -> [T, d] in x's dtype."""
+    total = pre[:, 0, None] * x[:, 0].float()
+    for stream in range(1, x.shape[1]):
+        total += pre[:, stream, None] * x[:, stream].float()
+    return total.to(x.dtype)
+
+
+def _sinkhorn(comb: Tensor, eps: float, iterations: int) -> Tensor:
+    """Rows by softmax, then rows and columns by turns; the last step is a column step. [T, n, n] fp32."""
+    comb = torch.exp(comb - comb.amax(-1, keepdim=True))
+    comb = comb / tree_sum(comb, 2).unsqueeze(2) + eps
+    comb = comb / (tree_sum(comb, 1).unsqueeze(1) + eps)
+    for _ in range(iterations - 1):
+        comb = comb / (tree_sum(comb, 2).unsqueeze(2) + eps)
+        comb = comb / (tree_sum(comb, 1).unsqueeze(1) + eps)
+    return comb

@@ -1,0 +1,37 @@
+"""Arithmetic whose result for one element does not depend on its place in the tensor.
+
+Serving promises the same bits for a token whatever batch or chunk it is computed in. PyTorch's CPU kernels do not all
+keep that: `torch.sigmoid`, `silu`, `softplus` and `exp2` take a vector routine for most elements and a scalar one for
+the last few of a thread's share, and the two differ by an ulp. `exp`, `log1p`, `sin` and `cos` (MKL's vector library,
+masked tails) and IEEE operations (+ - * / sqrt) do keep it, so the functions here are made of those. The same holds
+for a sum: here its order is fixed by the index in the reduced dimension and by nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), fp32."""
+    return 1.0 / (1.0 + torch.exp(-x))
+
+
+def silu(x: Tensor) -> Tensor:
+    """x / (1 + exp(-x)), fp32."""
+    return x / (1.0 + torch.exp(-x))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)) without overflow, fp32."""
+    return x.clamp(min=0.0) + torch.log1p(torch.exp(-x.abs()))
+
+
+def tree_sum(x: Tensor, dim: int) -> Tensor:
+    """The sum over `dim` by halving: element i is added to element i + n/2 first, an odd one out waits its turn."""
+    while (n := x.shape[dim]) > 1:
+        half = n // 2
+        folded = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+        x = folded if n % 2 == 0 else torch.cat([folded, x.narrow(dim, n - 1, 1)], dim)
+    return x.squeeze(dim)

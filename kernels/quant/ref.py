@@ -1,0 +1,214 @@
+"""Definition of the quantisers, in plain PyTorch (DeepSeek-V4 specification, section 4.2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+
+_FP8_AMAX_FLOOR = 1e-4
+_FP4_AMAX_FLOOR = E2M1_MAX * 2.0**-126
+_FP8_WEIGHT_BLOCK = 128
+_FP4_WEIGHT_BLOCK = 32
+_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def ue8m0_ceil(x: Tensor) -> Tensor:
+    """The smallest power of two that is not below x: `2**ceil(log2(x))`, exactly, from the bits of the float.
+
+    Args:
+        x: any shape, positive normal fp32, at most 2**127.
+
+    Returns:
+        fp32, same shape.
+    """
+    bits = x.float().contiguous().view(torch.int32)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
+    return (exponent << 23).view(torch.float32)
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
+    """[..., d] -> fp32 [..., ceil(d / block), block], zero-padded: zeros never raise a block's maximum."""
+    padding = -x.shape[-1] % block
+    x = x.float()
+    if padding:
+        x = torch.nn.functional.pad(x, (0, padding))
+    return x.unflatten(-1, (-1, block))
+
+
+def encode_fp8(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """The codes and scales of `fp8_qdq`.
+
+    Args:
+        x: [..., d], any floating dtype.
+        block: channels that share a scale.
+
+    Returns:
+        codes [..., d] float8_e4m3fn, scales [..., ceil(d / block)] fp32 powers of two.
+    """
+    blocks = _blocks(x, block)
+    amax = blocks.abs().amax(-1).clamp(min=_FP8_AMAX_FLOOR)
+    scales = ue8m0_ceil(amax * (1.0 / E4M3_MAX))
+    codes = (blocks / scales.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes.flatten(-2)[..., : x.shape[-1]], scales
+
+
+def decode_fp8(codes: Tensor, scales: Tensor, block: int) -> Tensor:
+    """The fp32 values of `encode_fp8`'s result: [..., d]."""
+    return codes.float() * scales.repeat_interleave(block, -1)[..., : codes.shape[-1]]
+
+
+def encode_fp4(x: Tensor, block: int = _FP4_WEIGHT_BLOCK) -> tuple[Tensor, Tensor]:
+    """The codes and scales of `fp4_qdq`.
+
+    Args:
+        x: [..., d], any floating dtype.
+        block: channels that share a scale.
+
+    Returns:
+        codes [..., d] uint8 (0-15: sign in bit 3, magnitude index in bits 0-2), scales [..., ceil(d / block)] fp32
+        powers of two.
+    """
+    blocks = _blocks(x, block)
+    amax = blocks.abs().amax(-1).clamp(min=_FP4_AMAX_FLOOR)
+    scales = ue8m0_ceil(amax * (1.0 / E2M1_MAX))
+    scaled = (blocks / scales.unsqueeze(-1)).clamp(-E2M1_MAX, E2M1_MAX)
+    magnitude = scaled.abs()
+    # The spacing of e2m1 is 0.5 below 2, 1 below 4, then 2; torch.round takes a tie to the even multiple of the
+    # spacing, which is the even code because each range begins at an even code (0, 4, 6).
+    index = torch.where(
+        magnitude < 2.0,
+        torch.round(magnitude * 2.0),
+        torch.where(magnitude < 4.0, torch.round(magnitude) + 2.0, torch.round(magnitude * 0.5) + 4.0),
+    )
+    codes = index.to(torch.uint8) | (torch.signbit(scaled).to(torch.uint8) << 3)
+    return codes.flatten(-2)[..., : x.shape[-1]], scales
+
+
+def decode_fp4(codes: Tensor, scales: Tensor, block: int = _FP4_WEIGHT_BLOCK) -> Tensor:
+    """The fp32 values of `encode_fp4`'s result: [..., d]."""
+    return _e2m1(codes) * scales.repeat_interleave(block, -1)[..., : codes.shape[-1]]
+
+
+def _e2m1(codes: Tensor) -> Tensor:
+    values = torch.tensor(_E2M1_MAGNITUDES + tuple(-m for m in _E2M1_MAGNITUDES), device=codes.device)
+    return values[codes.long()]
+
+
+def fp8_qdq(x: Tensor, block: int) -> Tensor:
+    """See `dsv4_kernels.quant.fp8_qdq`."""
+    codes, scales = encode_fp8(x, block)
+    return decode_fp8(codes, scales, block).to(x.dtype)
+
+
+def fp4_qdq(x: Tensor, block: int) -> Tensor:
+    """See `dsv4_kernels.quant.fp4_qdq`."""
+    codes, scales = encode_fp4(x, block)
+    return decode_fp4(codes, scales, block).to(x.dtype)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """See `dsv4_kernels.quant.hadamard`."""
+    d = x.shape[-1]
+    y = x.float()
+    stride = 1
+    while stride < d:
+        pairs = y.unflatten(-1, (-1, 2, stride))
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        y = torch.stack((low + high, low - high), -2).flatten(-3)
+        stride *= 2
+    return (y * d**-0.5).to(x.dtype)
+
+
+def dequantise_fp8_weight(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A plain matrix from a checkpoint's FP8 tensor with its 128x128 block scales.
+
+    Args:
+        weight: [n, k] float8_e4m3fn.
+        scale: [ceil(n / 128), ceil(k / 128)] float8_e8m0fnu (or the same powers of two in fp32).
+        dtype: of the result; bf16 and fp32 hold every such value exactly.
+
+    Returns:
+        [n, k] in `dtype`.
+
+    Raises:
+        ValueError: scale's shape does not match weight's.
+    """
+    n, k = weight.shape
+    expected = (-(-n // _FP8_WEIGHT_BLOCK), -(-k // _FP8_WEIGHT_BLOCK))
+    if tuple(scale.shape) != expected:
+        raise ValueError(f"scale of an FP8 weight {n}x{k} has shape {tuple(scale.shape)}; expected {expected}")
+    rows = scale.float().repeat_interleave(_FP8_WEIGHT_BLOCK, 0)[:n]
+    return (weight.float() * rows.repeat_interleave(_FP8_WEIGHT_BLOCK, 1)[:, :k]).to(dtype)
+
+
+def quantise_fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `dequantise_fp8_weight`: rounds a matrix to e4m3 with one power-of-two scale a 128x128 block.
+
+    Args:
+        weight: [n, k], any floating dtype.
+
+    Returns:
+        weight [n, k] float8_e4m3fn, scale [ceil(n / 128), ceil(k / 128)] float8_e8m0fnu.
+    """
+    n, k = weight.shape
+    block = _FP8_WEIGHT_BLOCK
+    blocks = torch.nn.functional.pad(weight.float(), (0, -k % block, 0, -n % block))
+    blocks = blocks.unflatten(1, (-1, block)).unflatten(0, (-1, block))  # [n / 128, 128, k / 128, 128]
+    amax = blocks.abs().amax((1, 3)).clamp(min=_FP8_AMAX_FLOOR)
+    scale = ue8m0_ceil(amax * (1.0 / E4M3_MAX))
+    codes = (blocks / scale[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX).flatten(2).flatten(0, 1)[:n, :k]
+    return codes.contiguous().to(torch.float8_e4m3fn), scale.to(torch.float8_e8m0fnu)
+
+
+def dequantise_fp4_weight(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A plain matrix from a checkpoint's MXFP4 tensor: two e2m1 codes a byte, one scale for 32 columns.
+
+    Args:
+        weight: [n, k / 2] int8 or uint8; the low nibble is the even column.
+        scale: [n, k / 32] float8_e8m0fnu (or the same powers of two in fp32).
+        dtype: of the result; bf16 and fp32 hold every such value exactly.
+
+    Returns:
+        [n, k] in `dtype`.
+
+    Raises:
+        ValueError: scale's shape does not match weight's.
+    """
+    n, half = weight.shape
+    if half * 2 % _FP4_WEIGHT_BLOCK or tuple(scale.shape) != (n, half * 2 // _FP4_WEIGHT_BLOCK):
+        raise ValueError(
+            f"scale of an FP4 weight of {n}x{half} bytes has shape {tuple(scale.shape)}; expected "
+            f"({n}, {half * 2 / _FP4_WEIGHT_BLOCK:g})"
+        )
+    return decode_fp4(unpack_nibbles(weight.view(torch.uint8)), scale.float()).to(dtype)
+
+
+def quantise_fp4_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `dequantise_fp4_weight`: rounds a matrix to e2m1 with one power-of-two scale for 32 columns.
+
+    Args:
+        weight: [n, k], any floating dtype, k a multiple of 32.
+
+    Returns:
+        weight [n, k / 2] int8, scale [n, k / 32] float8_e8m0fnu.
+
+    Raises:
+        ValueError: k is not a multiple of 32.
+    """
+    if weight.shape[1] % _FP4_WEIGHT_BLOCK:
+        raise ValueError(f"an FP4 weight needs a multiple of 32 columns; got shape {tuple(weight.shape)}")
+    codes, scale = encode_fp4(weight)
+    return pack_nibbles(codes).view(torch.int8), scale.to(torch.float8_e8m0fnu)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Codes [..., d] uint8 (0-15) -> bytes [..., d / 2]; the even index is the low nibble."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """The inverse of `pack_nibbles`."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)

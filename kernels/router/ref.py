@@ -1,0 +1,34 @@
+"""Definition of the routers, in plain PyTorch (DeepSeek-V4 specification, section 5)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_kernels.invariant import softplus, tree_sum
+from dsv4_kernels.linear import linear_fp32
+
+
+def route_topk(x: Tensor, gate_weight: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """See `dsv4_kernels.router.route_topk`."""
+    scores = _scores(x, gate_weight)
+    # A stable sort keeps equals in the order of their ids; torch.topk promises no order among equals.
+    experts = torch.sort(scores + bias, dim=1, descending=True, stable=True).indices[:, :top_k]
+    return _weights(scores, experts, scale), experts.int()
+
+
+def route_hash(
+    x: Tensor, gate_weight: Tensor, expert_table: Tensor, token_ids: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """See `dsv4_kernels.router.route_hash`."""
+    experts = expert_table[token_ids.long()].long()
+    return _weights(_scores(x, gate_weight), experts, scale), experts.int()
+
+
+def _scores(x: Tensor, gate_weight: Tensor) -> Tensor:
+    return torch.sqrt(softplus(linear_fp32(x, gate_weight)))
+
+
+def _weights(scores: Tensor, experts: Tensor, scale: float) -> Tensor:
+    chosen = scores.gather(1, experts)
+    return chosen / tree_sum(chosen, 1).unsqueeze(1) * scale
