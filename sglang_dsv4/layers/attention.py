@@ -1,0 +1,108 @@
+"""The attention sublayer (specification, section 3): forward() reads as the specification does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from dsv4_kernels.linear import grouped_linear
+from dsv4_kernels.norm import rms_norm
+from dsv4_kernels.rope import apply_rope
+from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils import set_weight_attrs
+from torch import Tensor, nn
+
+from sglang_dsv4.config import Config, ConfigError, LayerKind
+from sglang_dsv4.layers.compressor import Compressor, Indexer, quantise_kv_row
+from sglang_dsv4.layers.linear import load_row_shard
+from sglang_dsv4.layers.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.quantization.base_config import QuantizationConfig
+
+
+class Attention(nn.Module):
+    """Multi-query attention over a window and, by kind, compressed entries.
+
+    Under tensor parallelism query heads, sinks and output groups are sharded; the one KV row, the compressor, the
+    indexer and every cache are replicated.
+
+    Args:
+        config: the model's.
+        layer_id: the cache's name for this layer.
+        kind: which entries it attends.
+        quant_config: of its FP8 linear layers, see `quantised_linear_config`.
+        prefix: its name in the model, for SGLang's quantisation methods.
+
+    Raises:
+        ConfigError: the tensor-parallel size does not divide the output groups.
+    """
+
+    def __init__(
+        self, config: Config, layer_id: int, kind: LayerKind, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
+        super().__init__()
+        tp_size = get_parallel().tp_size
+        if config.o_groups % tp_size:
+            raise ConfigError("tp_size", tp_size, f"a divisor of o_groups ({config.o_groups}): a group is not split")
+        self.config = config
+        self.layer_id = layer_id
+        self.num_local_heads = config.num_attention_heads // tp_size
+        self.num_local_groups = config.o_groups // tp_size
+        heads, dim = config.num_attention_heads, config.head_dim
+
+        self.wq_a = ReplicatedLinear(
+            config.hidden_size, config.q_lora_rank, bias=False, quant_config=quant_config, prefix=f"{prefix}.wq_a"
+        )
+        self.q_norm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)
+        self.wq_b = ColumnParallelLinear(
+            config.q_lora_rank, heads * dim, bias=False, quant_config=quant_config, prefix=f"{prefix}.wq_b"
+        )
+        self.wkv = ReplicatedLinear(
+            config.hidden_size, dim, bias=False, quant_config=quant_config, prefix=f"{prefix}.wkv"
+        )
+        self.kv_norm = RMSNorm(dim, config.rms_norm_eps)
+        self.attn_sink = nn.Parameter(torch.empty(self.num_local_heads, dtype=torch.float32), requires_grad=False)
+        # Dequantised on every device: the release multiplies it in the model's dtype and leaves its input alone.
+        self.wo_a = nn.Parameter(
+            torch.empty(self.num_local_groups, config.o_lora_rank, heads * dim // config.o_groups), requires_grad=False
+        )
+        load_own_rows = load_row_shard(get_parallel().tp_rank)
+        set_weight_attrs(self.attn_sink, {"weight_loader": load_own_rows})
+        set_weight_attrs(self.wo_a, {"weight_loader": load_own_rows})
+        self.wo_b = RowParallelLinear(
+            config.o_groups * config.o_lora_rank,
+            config.hidden_size,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.wo_b",
+        )
+        self.indexer = Indexer(config, layer_id, quant_config, f"{prefix}.indexer") if kind is LayerKind.CSA else None
+        self.compressor = (
+            Compressor(config, layer_id, kind, dim, indexer=False) if kind is not LayerKind.SWA else None
+        )
+        self.register_buffer("frequencies", config.rope(kind).frequencies(), persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """`x [T, d]` (normed), `positions [T]` int64 -> [T, d], both in the model's dtype."""
+        backend = get_attn_backend()
+        q_latent = self.q_norm(self.wq_a(x)[0])
+        q = self.wq_b(q_latent)[0].unflatten(-1, (self.num_local_heads, self.config.head_dim))
+        q = rms_norm(q, None, self.config.rms_norm_eps)
+        kv = self.kv_norm(self.wkv(x)[0])
+        q = apply_rope(q, positions, self.frequencies)
+        kv = apply_rope(kv, positions, self.frequencies)
+
+        window = backend.window(self.layer_id, quantise_kv_row(kv, self.config))
+        selected = self.indexer(x, q_latent, positions) if self.indexer is not None else None
+        if self.compressor is not None:
+            entries = self.compressor(x, positions)
+            backend.write_entries(self.layer_id, quantise_kv_row(entries, self.config))
+        o = backend.attend(self.layer_id, q, window, selected, self.attn_sink, self.config.softmax_scale)
+
+        # K and V are one row, so V carries the rotation of its own position: undo it relative to the query's.
+        o = apply_rope(o, positions, self.frequencies, inverse=True)
+        o = o.flatten(1).unflatten(-1, (self.num_local_groups, -1))
+        return self.wo_b(grouped_linear(o, self.wo_a).flatten(1))[0]

@@ -1,0 +1,140 @@
+"""Which product a linear layer runs: SGLang's quantised kernels on a GPU, the reference operation on a CPU.
+
+On a GPU SGLang's own quantisation methods keep FP8 weights as they are in the file. On a CPU SGLang has no FP8 path,
+so weights are dequantised while they are loaded, and `ReferenceLinearMethod` multiplies them, quantising the input
+first where the release does (DeepSeek-V4 specification, section 4.3). Sharding is SGLang's in both cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from dsv4_kernels.linear import linear
+from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
+from sglang.srt.utils import set_weight_attrs
+from torch import Tensor, nn
+
+from sglang_dsv4.config import Config, ConfigError
+
+
+def builds_on_cpu() -> bool:
+    """Whether modules are being built for a CPU: SGLang's loader makes the target device torch's default."""
+    return torch.get_default_device().type == "cpu"
+
+
+class ReferenceLinearMethod(LinearMethodBase):
+    """`dsv4_kernels.linear` over a dequantised weight: a row's result never depends on the other rows."""
+
+    def __init__(self, activation_block: int | None) -> None:
+        self.activation_block = activation_block
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,  # noqa: ANN401 - SGLang's hook: weight_loader and more
+    ) -> None:
+        """Register `weight [sum(output_partition_sizes), input_size_per_partition]` in `params_dtype`."""
+        weight = nn.Parameter(
+            torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype), requires_grad=False
+        )
+        set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, **extra_weight_attrs})
+        layer.register_parameter("weight", weight)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x [T, k] -> [T, n]` in x's dtype. DeepSeek-V4's linear layers have no bias."""
+        assert bias is None, "DeepSeek-V4 has no linear layer with a bias"
+        return linear(x, layer.weight, act_qdq_block=self.activation_block)
+
+
+class ReferenceLinearConfig(QuantizationConfig):
+    """Hands `ReferenceLinearMethod` to SGLang's linear layers.
+
+    Args:
+        activation_block: channels per scale of the FP8 fake-quantisation of inputs, None for none.
+    """
+
+    def __init__(self, activation_block: int | None) -> None:
+        super().__init__()
+        self.activation_block = activation_block
+
+    def get_name(self) -> str:
+        """Name in SGLang's logs."""
+        return "dsv4_reference"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Dtypes of activations."""
+        return [torch.float32, torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """No GPU is needed."""
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Nothing to read: the model builds this config."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ReferenceLinearConfig:
+        """Not how this config comes to be.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("ReferenceLinearConfig is built by the model, not from a checkpoint")
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> ReferenceLinearMethod:
+        """The method for any linear layer."""
+        return ReferenceLinearMethod(self.activation_block)
+
+    def get_scaled_act_names(self) -> list[str]:
+        """None: an AWQ notion."""
+        return []
+
+
+def quantised_linear_config(config: Config, quant_config: QuantizationConfig | None) -> QuantizationConfig | None:
+    """Config of the `lin8` layers, FP8 in an official checkpoint (section 3.1).
+
+    Args:
+        config: the model's.
+        quant_config: SGLang's, of the checkpoint; None for an unquantised one.
+
+    Raises:
+        ConfigError: FP8 weights on a GPU with the activations' quantiser switched off: SGLang's FP8 products always
+            quantise their input.
+    """
+    if builds_on_cpu():
+        return ReferenceLinearConfig(config.activation_block)
+    if (quant_config is not None) != config.qat.activations_fp8:
+        raise ConfigError(
+            "activations_fp8",
+            config.qat.activations_fp8,
+            "True with FP8 weights and False without on a GPU (leave SGLANG_DSV4_QAT unset there)",
+        )
+    return quant_config
+
+
+def plain_linear_config() -> QuantizationConfig | None:
+    """Config of linear layers that are never quantised (section 4.3)."""
+    return ReferenceLinearConfig(None) if builds_on_cpu() else None
+
+
+def load_row_shard(rank: int) -> Callable[[nn.Parameter, Tensor], None]:
+    """A weight loader that keeps shard `rank` of the first axis, for parameters that no SGLang layer owns.
+
+    The loaded tensor may fold leading axes of the parameter into its first one.
+    """
+
+    def load(param: nn.Parameter, loaded: Tensor) -> None:
+        rows = param.data.view(-1, *loaded.shape[1:])
+        rows.copy_(loaded[rank * rows.shape[0] : (rank + 1) * rows.shape[0]])
+
+    return load

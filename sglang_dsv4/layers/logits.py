@@ -1,0 +1,39 @@
+"""Logits in fp32: `h.float() @ head.float().T` (DeepSeek-V4 specification, section 2.1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from dsv4_kernels.linear import linear_fp32
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+from torch import Tensor
+
+from sglang_dsv4.config import Config
+from sglang_dsv4.layers.linear import builds_on_cpu
+
+
+def build_lm_head(config: Config, prefix: str) -> ParallelLMHead:
+    """The output matrix [V, d], sharded over the vocabulary: fp32 on a CPU, which has no product of bf16 into fp32."""
+    dtype = torch.float32 if builds_on_cpu() else None
+    return ParallelLMHead(config.vocab_size, config.hidden_size, params_dtype=dtype, prefix=prefix)
+
+
+class Fp32LogitsProcessor(LogitsProcessor):
+    """SGLang's, with fp32 logits that on a CPU do not depend on the batch a row comes in."""
+
+    def __init__(self, hf_config: object) -> None:
+        super().__init__(hf_config)
+        self.use_fp32_lm_head = True  # on a GPU: bf16 operands, whose products are exact, summed in fp32
+
+    def _compute_lm_head(
+        self,
+        hidden_states: Tensor,
+        lm_head: ParallelLMHead,
+        embedding_bias: Tensor | None = None,
+        **kwargs: Any,  # noqa: ANN401 - an output buffer for GPU graphs
+    ) -> Tensor:
+        if hidden_states.is_cuda:
+            return super()._compute_lm_head(hidden_states, lm_head, embedding_bias, **kwargs)
+        return linear_fp32(hidden_states.float(), lm_head.weight)

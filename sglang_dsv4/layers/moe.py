@@ -1,0 +1,207 @@
+"""The mixture-of-experts sublayer (DeepSeek-V4 specification, section 5)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from dsv4_kernels.moe import experts_forward, swiglu
+from dsv4_kernels.router import route_hash, route_topk
+from sglang.srt.distributed import tensor_model_parallel_all_reduce
+from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from sglang.srt.layers.moe import get_moe_a2a_backend
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils import set_weight_attrs
+from torch import Tensor, nn
+
+from sglang_dsv4.config import Config, ConfigError
+from sglang_dsv4.layers.linear import builds_on_cpu
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.quantization.base_config import QuantizationConfig
+
+
+class Gate(nn.Module):
+    """Chooses a token's experts and weighs them, in fp32: by a learned score, or in the first layers by token id."""
+
+    def __init__(self, config: Config, hashed: bool) -> None:
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.scale = config.routed_scaling_factor
+        self.weight = nn.Parameter(
+            torch.empty(config.n_routed_experts, config.hidden_size, dtype=torch.float32), requires_grad=False
+        )
+        self.bias = self.tid2eid = None
+        if hashed:
+            # Zeros, not empty: SGLang's dummy loader leaves integers alone, and an id is an index.
+            table = torch.zeros(config.vocab_size, self.top_k, dtype=torch.int32)
+            self.tid2eid = nn.Parameter(table, requires_grad=False)
+        else:
+            self.bias = nn.Parameter(torch.empty(config.n_routed_experts, dtype=torch.float32), requires_grad=False)
+
+    def forward(self, x: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Route.
+
+        Args:
+            x: [T, d] model dtype.
+            input_ids: [T] integer token ids, in [0, vocab_size).
+
+        Returns:
+            weights [T, k] fp32 whose sum is `routed_scaling_factor`, experts [T, k] int32.
+        """
+        if self.tid2eid is not None:
+            return route_hash(x, self.weight, self.tid2eid, input_ids, self.scale)
+        return route_topk(x, self.weight, self.bias, self.top_k, self.scale)
+
+
+class ReferenceExperts(nn.Module):
+    """Routed experts over dequantised weights, for a CPU. Parameters and loader are named as in SGLang's `FusedMoE`.
+
+    The rank holds `E / moe_ep_size` experts, and of each `I / moe_tp_size` intermediate channels:
+    `w13_weight [E_local, 2 * I_local, d]` (w1's rows first), `w2_weight [E_local, d, I_local]`, model dtype.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        parallel = get_parallel()
+        shares = {"n_routed_experts": parallel.moe_ep_size, "moe_intermediate_size": parallel.moe_tp_size}
+        for field, ranks in shares.items():
+            if getattr(config, field) % ranks:
+                raise ConfigError(field, getattr(config, field), f"a multiple of the {ranks} ranks that share it")
+        self.swiglu_limit = config.swiglu_limit
+        self.activation_block = config.activation_block
+        self.num_local_experts = config.n_routed_experts // parallel.moe_ep_size
+        self.first_local_expert = parallel.moe_ep_rank * self.num_local_experts
+        self.num_local_channels = config.moe_intermediate_size // parallel.moe_tp_size
+        self.first_local_channel = parallel.moe_tp_rank * self.num_local_channels
+        experts, channels, d = self.num_local_experts, self.num_local_channels, config.hidden_size
+        self.w13_weight = nn.Parameter(torch.empty(experts, 2 * channels, d), requires_grad=False)
+        self.w2_weight = nn.Parameter(torch.empty(experts, d, channels), requires_grad=False)
+        for weight in (self.w13_weight, self.w2_weight):
+            set_weight_attrs(weight, {"weight_loader": self.weight_loader})
+
+    def weight_loader(self, param: nn.Parameter, loaded: Tensor, name: str, shard_id: str, expert_id: int) -> None:
+        """Keep this rank's part of one expert's matrix.
+
+        Args:
+            param: `w13_weight` or `w2_weight`.
+            loaded: w1, w3 [I, d] or w2 [d, I], any floating dtype.
+            name: of the tensor in the checkpoint.
+            shard_id: "w1", "w2" or "w3".
+            expert_id: among all experts.
+        """
+        local_expert = expert_id - self.first_local_expert
+        if not 0 <= local_expert < self.num_local_experts:
+            return
+        channels = slice(self.first_local_channel, self.first_local_channel + self.num_local_channels)
+        if shard_id == "w2":
+            param.data[local_expert].copy_(loaded[:, channels])
+        else:
+            half = 0 if shard_id == "w1" else self.num_local_channels
+            param.data[local_expert, half : half + self.num_local_channels].copy_(loaded[channels])
+
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """This rank's part of the routed experts' sum: [T, d] fp32."""
+        return experts_forward(
+            x,
+            weights,
+            experts,
+            self.w13_weight,
+            self.w2_weight,
+            self.swiglu_limit,
+            act_qdq_block=self.activation_block,
+            expert_offset=self.first_local_expert,
+        )
+
+
+class FusedExperts(FusedMoE):
+    """Routed experts in SGLang's fused kernels and quantisation methods, for a GPU.
+
+    Routing weights come in with `routed_scaling_factor` already in them, so SGLang is given none to apply.
+    """
+
+    def __init__(self, config: Config, layer_id: int, quant_config: QuantizationConfig | None, prefix: str) -> None:
+        super().__init__(
+            num_experts=config.n_routed_experts,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.moe_intermediate_size,
+            layer_id=layer_id,
+            top_k=config.num_experts_per_tok,
+            quant_config=quant_config,
+            prefix=prefix,
+            inplace=False,  # x is also the shared expert's input
+            routed_scaling_factor=None,
+            swiglu_limit=config.swiglu_limit,
+        )
+
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """This rank's part of the routed experts' sum: [T, d] fp32."""
+        no_logits = x.new_empty(x.shape[0], 0)  # read only by kernels that route by themselves
+        return super().forward(x, StandardTopKOutput(weights, experts, no_logits)).float()
+
+
+class SharedExpert(nn.Module):
+    """The expert that every token passes: clamped SwiGLU between FP8 products, sharded over the intermediate axis."""
+
+    def __init__(self, config: Config, quant_config: QuantizationConfig | None, prefix: str) -> None:
+        super().__init__()
+        d, channels = config.hidden_size, config.moe_intermediate_size
+        self.swiglu_limit = config.swiglu_limit
+        self.w13 = MergedColumnParallelLinear(
+            d, [channels, channels], bias=False, quant_config=quant_config, prefix=f"{prefix}.w13"
+        )
+        self.w2 = RowParallelLinear(
+            channels, d, bias=False, reduce_results=False, quant_config=quant_config, prefix=f"{prefix}.w2"
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum: `x [T, d] -> [T, d]` in the model's dtype."""
+        gate, up = self.w13(x)[0].chunk(2, dim=-1)
+        return self.w2(swiglu(gate, up, self.swiglu_limit).to(x.dtype))[0]
+
+
+class MoE(nn.Module):
+    """Routed experts and the shared one.
+
+    Args:
+        config: the model's.
+        layer_id: decoder layer.
+        hashed: whether experts are chosen by token id.
+        quant_config: of FP8 linear layers, see `quantised_linear_config`.
+        expert_quant_config: SGLang's, of the experts on a GPU.
+        prefix: its name in the model.
+
+    Raises:
+        ConfigError: an all-to-all expert backend is switched on; this layer sums over the tensor-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layer_id: int,
+        hashed: bool,
+        quant_config: QuantizationConfig | None,
+        expert_quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        if not get_moe_a2a_backend().is_none():
+            raise ConfigError("moe_a2a_backend", get_moe_a2a_backend().value, "'none'")
+        self.gate = Gate(config, hashed)
+        self.experts: ReferenceExperts | FusedExperts
+        if builds_on_cpu():
+            self.experts = ReferenceExperts(config)
+        else:
+            self.experts = FusedExperts(config, layer_id, expert_quant_config, f"{prefix}.experts")
+        self.shared_experts = SharedExpert(config, quant_config, f"{prefix}.shared_experts")
+        self.tp_size = get_parallel().tp_size
+
+    def forward(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        """`x [T, d]` (normed), `input_ids [T]` -> [T, d] in x's dtype; the sum over experts and ranks is fp32."""
+        weights, experts = self.gate(x, input_ids)
+        y = self.experts(x, weights, experts) + self.shared_experts(x).float()
+        if self.tp_size > 1:
+            y = tensor_model_parallel_all_reduce(y)
+        return y.to(x.dtype)

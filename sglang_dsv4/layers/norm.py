@@ -1,0 +1,20 @@
+"""RMSNorm with its weight in fp32."""
+
+from __future__ import annotations
+
+import torch
+from dsv4_kernels.norm import rms_norm
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """`x * rsqrt(mean(x^2) + eps) * weight` over the last axis, in fp32, cast to x's dtype once (section 2.1)."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x [..., dim] -> [..., dim]` in x's dtype."""
+        return rms_norm(x, self.weight, self.eps)

@@ -1,0 +1,174 @@
+"""DeepSeek-V4 for SGLang: what its model registry finds under the name `DeepseekV4ForCausalLM`.
+
+The module tree follows the names of the official checkpoint (`layers.3.attn.wq_b`). The order of a forward is section
+2.1 of the DeepSeek-V4 specification; caches and batches are the attention backend's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.runtime_context import get_parallel
+from torch import Tensor, nn
+
+from sglang_dsv4.config import Config, ConfigError, LayerKind
+from sglang_dsv4.layers.attention import Attention
+from sglang_dsv4.layers.hyper_connection import HyperConnection, HyperConnectionHead
+from sglang_dsv4.layers.linear import quantised_linear_config
+from sglang_dsv4.layers.logits import Fp32LogitsProcessor, build_lm_head
+from sglang_dsv4.layers.moe import MoE
+from sglang_dsv4.layers.norm import RMSNorm
+from sglang_dsv4.weights import load_checkpoint, main_model_tensors
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.layers.quantization.base_config import QuantizationConfig
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+def check_parallelism() -> None:
+    """Refuse the kinds of parallelism this model has no code for.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    parallel = get_parallel()
+    for option, size in (("pp_size", parallel.pp_size), ("attention dp_size", parallel.attn_dp_size)):
+        if size != 1:
+            raise ConfigError(option, size, "1 (use tensor and expert parallelism: --tp-size, --ep-size)")
+
+
+class Block(nn.Module):
+    """One decoder layer: an attention and a mixture-of-experts sublayer, each inside its hyper-connection."""
+
+    def __init__(
+        self,
+        config: Config,
+        layer_id: int,
+        kind: LayerKind,
+        hashed: bool,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        linear_config = quantised_linear_config(config, quant_config)
+        self.hc_attn = HyperConnection(config)
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attn = Attention(config, layer_id, kind, linear_config, f"{prefix}.attn")
+        self.hc_ffn = HyperConnection(config)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.ffn = MoE(config, layer_id, hashed, linear_config, quant_config, f"{prefix}.ffn")
+
+    def forward(self, streams: Tensor, positions: Tensor, input_ids: Tensor) -> Tensor:
+        """`streams [T, n, d]`, `positions [T]` int64, `input_ids [T]` -> [T, n, d]."""
+        y, post, comb = self.hc_attn.pre(streams)
+        streams = self.hc_attn.post(self.attn(self.attn_norm(y), positions), streams, post, comb)
+        y, post, comb = self.hc_ffn.pre(streams)
+        return self.hc_ffn.post(self.ffn(self.ffn_norm(y), input_ids), streams, post, comb)
+
+
+class DeepseekV4Model(nn.Module):
+    """Embedding, decoder layers and the final mixture and norm."""
+
+    def __init__(self, config: Config, quant_config: QuantizationConfig | None, prefix: str) -> None:
+        super().__init__()
+        self.hc_mult = config.hc_mult
+        self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed")
+        self.layers = nn.ModuleList(
+            Block(
+                config,
+                layer_id,
+                config.schedule.kind(layer_id),
+                config.uses_hash_routing(layer_id),
+                quant_config,
+                f"{prefix}.layers.{layer_id}",
+            )
+            for layer_id in range(config.num_hidden_layers)
+        )
+        self.hc_head = HyperConnectionHead(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, input_embeds: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Run all layers.
+
+        Returns:
+            the normed row [T, d] that the logits are made of, and the streams [T, n * d] it was mixed from, which a
+            speculative draft reads.
+        """
+        embedded = self.embed(input_ids) if input_embeds is None else input_embeds
+        streams = embedded.unsqueeze(1).repeat(1, self.hc_mult, 1)
+        for layer in self.layers:
+            streams = layer(streams, positions, input_ids)
+        return self.norm(self.hc_head(streams)), streams.flatten(1)
+
+
+class DeepseekV4ForCausalLM(nn.Module):
+    """DeepSeek-V4-Flash and -Pro, and any legal schedule of their layers.
+
+    Args:
+        config: the HF config as SGLang parsed it.
+        quant_config: SGLang's, of the checkpoint.
+        prefix: ours in a larger model.
+
+    Raises:
+        ConfigError: something in the config or the server's options can't be served.
+    """
+
+    def __init__(self, config: object, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
+        super().__init__()
+        check_parallelism()
+        self.config = config
+        self.quant_config = quant_config
+        self.dsv4_config = Config.from_hf(config)
+        self.model = DeepseekV4Model(self.dsv4_config, quant_config, f"{prefix}.model".lstrip("."))
+        self.lm_head = build_lm_head(self.dsv4_config, f"{prefix}.lm_head".lstrip("."))
+        self.logits_processor = Fp32LogitsProcessor(config)
+        self.start_layer, self.end_layer = 0, self.dsv4_config.num_hidden_layers
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        forward_batch: ForwardBatch,
+        input_embeds: Tensor | None = None,
+    ) -> LogitsProcessorOutput:
+        """Called by SGLang's model runner.
+
+        Args:
+            input_ids: [T] integer.
+            positions: [T] int64, each token's place in its sequence.
+            forward_batch: SGLang's; read by its logits processor only.
+            input_embeds: [T, d], in place of the embedding's rows; hash-routed layers still read `input_ids`.
+        """
+        hidden_states, streams = self.model(input_ids, positions, input_embeds)
+        return self.logits_processor(
+            input_ids, hidden_states, self.lm_head, forward_batch, hidden_states_before_norm=streams
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load an official checkpoint, all of it, one tensor at a time.
+
+        Raises:
+            CheckpointError: names the tensor that is missing, unknown, cut short or of the wrong shape or dtype.
+        """
+        load_checkpoint(self, self.dsv4_config, main_model_tensors(self.dsv4_config), weights)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding module."""
+        return self.model.embed
+
+    def get_embed_and_head(self) -> tuple[Tensor, Tensor]:
+        """Weights that a draft model shares: embedding and output matrix."""
+        return self.model.embed.weight, self.lm_head.weight
+
+    def set_embed_and_head(self, embed: nn.Parameter, head: nn.Parameter) -> None:
+        """Take the weights of another model in place of our own."""
+        self.model.embed.weight = embed
+        self.lm_head.weight = head
+
+
+EntryClass = DeepseekV4ForCausalLM

@@ -1,0 +1,116 @@
+"""DeepSeek-V4's multi-token prediction module as an SGLang draft model (DeepSeek-V4 specification, section 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from torch import Tensor, nn
+
+from sglang_dsv4.config import Config, LayerKind
+from sglang_dsv4.layers.hyper_connection import HyperConnectionHead
+from sglang_dsv4.layers.linear import quantised_linear_config
+from sglang_dsv4.layers.logits import Fp32LogitsProcessor, build_lm_head
+from sglang_dsv4.layers.norm import RMSNorm
+from sglang_dsv4.models.deepseek_v4 import Block, DeepseekV4ForCausalLM, check_parallelism
+from sglang_dsv4.weights import load_checkpoint, mtp_tensors
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.layers.quantization.base_config import QuantizationConfig
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class DeepseekV4ModelNextN(nn.Module):
+    """From the streams of token t and the embedding of token t+1, the streams that predict token t+2.
+
+    The block is window only, with a learned router. Its cache is the draft worker's, where it is layer 0.
+    """
+
+    def __init__(self, config: Config, quant_config: QuantizationConfig | None, prefix: str) -> None:
+        super().__init__()
+        d, eps = config.hidden_size, config.rms_norm_eps
+        linear_config = quantised_linear_config(config, quant_config)
+        self.hc_mult = config.hc_mult
+        self.embed = VocabParallelEmbedding(config.vocab_size, d, prefix=f"{prefix}.embed")
+        self.enorm = RMSNorm(d, eps)
+        self.hnorm = RMSNorm(d, eps)
+        self.e_proj = ReplicatedLinear(d, d, bias=False, quant_config=linear_config, prefix=f"{prefix}.e_proj")
+        self.h_proj = ReplicatedLinear(d, d, bias=False, quant_config=linear_config, prefix=f"{prefix}.h_proj")
+        # SGLang's quantisation methods tell a draft's experts from the target's by the name "decoder".
+        self.decoder = Block(config, 0, LayerKind.SWA, False, quant_config, f"{prefix}.decoder")
+        self.hc_head = HyperConnectionHead(config)
+        self.norm = RMSNorm(d, eps)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, streams: Tensor, input_embeds: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Draft.
+
+        Args:
+            input_ids: [T], token t+1.
+            positions: [T] int64, t.
+            streams: [T, n * d], of token t: the target's, or in a chain this module's own.
+            input_embeds: [T, d], in place of the embedding's rows.
+
+        Returns:
+            the normed row [T, d] that the logits are made of, and its streams [T, n * d].
+        """
+        embedded = self.embed(input_ids) if input_embeds is None else input_embeds
+        streams = streams.unflatten(-1, (self.hc_mult, -1))
+        e = self.e_proj(self.enorm(embedded))[0]
+        h = self.h_proj(self.hnorm(streams).flatten(0, 1))[0].view_as(streams)
+        streams = self.decoder(e.unsqueeze(1) + h, positions, input_ids)
+        return self.norm(self.hc_head(streams)), streams.flatten(1)
+
+
+class DeepseekV4ForCausalLMNextN(DeepseekV4ForCausalLM):
+    """The draft model that SGLang builds for `--speculative-algorithm EAGLE`; embedding and head are the target's.
+
+    Args:
+        config: the HF config as SGLang parsed it.
+        quant_config: SGLang's, of the checkpoint.
+        prefix: ours in a larger model.
+
+    Raises:
+        ConfigError: something in the config or the server's options can't be served.
+    """
+
+    def __init__(self, config: object, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
+        nn.Module.__init__(self)
+        check_parallelism()
+        self.config = config
+        self.quant_config = quant_config
+        self.dsv4_config = Config.from_hf(config)
+        self.model = DeepseekV4ModelNextN(self.dsv4_config, quant_config, f"{prefix}.model".lstrip("."))
+        self.lm_head = build_lm_head(self.dsv4_config, f"{prefix}.lm_head".lstrip("."))
+        self.logits_processor = Fp32LogitsProcessor(config)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        forward_batch: ForwardBatch,
+        input_embeds: Tensor | None = None,
+    ) -> LogitsProcessorOutput:
+        """As the target's; the streams of token t come in `forward_batch.spec_info.hidden_states`, [T, n * d]."""
+        streams = forward_batch.spec_info.hidden_states
+        hidden_states, streams = self.model(input_ids, positions, streams, input_embeds)
+        return self.logits_processor(
+            input_ids, hidden_states, self.lm_head, forward_batch, hidden_states_before_norm=streams
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load the `mtp.0` tensors of an official checkpoint; the target model loads, and checks, the others.
+
+        Raises:
+            CheckpointError: names the tensor that is missing, unknown, cut short or of the wrong shape or dtype.
+        """
+        load_checkpoint(self, self.dsv4_config, mtp_tensors(self.dsv4_config), weights)
+
+
+EntryClass = DeepseekV4ForCausalLMNextN
