@@ -1,0 +1,305 @@
+"""How large the pools are: an exact plan, and the SGLang configurator that chooses it.
+
+The plan is the list of tensors that the pool allocates. Its bytes are measured on meta tensors of the same shapes, so
+there is no second formula that could drift from the allocation: `PoolPlan.total_bytes` equals the pool's to the byte.
+
+Costs come in two kinds. A FULL token pays its share of entries and indexer keys; a request slot (running requests + the
+sink) pays its rings, which do not grow with the context.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from dsv4_kernels.kv_layout import KVRows, RowFormat
+from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
+from sglang.srt.runtime_context import get_schedule, get_spec, max_speculative_num_draft_tokens
+
+from sglang_dsv4.config import Config
+from sglang_dsv4.geometry import CSA_RATIO, FULL_PAGE_TOKENS, SWA_RATIO, PoolGeometry
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigResult, KVCacheConfigurator
+
+logger = logging.getLogger(__name__)
+
+# A request is admitted only if its tokens and one page more fit (PrefillAdder.add_one_req), so one page serves nobody.
+MIN_FULL_TOKENS = 2 * FULL_PAGE_TOKENS
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """One kind of tensor, the same for each of `layers`."""
+
+    name: str
+    layers: tuple[int, ...]
+    rows: int  # per layer
+    per: str  # "token" or "request": what the rows grow with
+    rows_per_unit: float
+    row_format: RowFormat | None  # None: raw compressor rows, fp32 [rows, 2, row_dim]
+    row_dim: int
+    rope_dim: int
+    dtype: torch.dtype
+
+    def allocate(self, device: str | torch.device, rows: int | None = None) -> KVRows | torch.Tensor:
+        """One layer's storage, zero: sinks and rows never written stay finite."""
+        rows = self.rows if rows is None else rows
+        if self.row_format is None:
+            return torch.zeros((rows, 2, self.row_dim), dtype=torch.float32, device=device)
+        return KVRows.allocate(rows, self.row_format, self.row_dim, self.rope_dim, self.dtype, device, fill=0)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's storage, padding included."""
+        return self.allocate("meta").nbytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all layers."""
+        return self.layer_bytes * len(self.layers)
+
+    @property
+    def bytes_per_unit(self) -> float:
+        """Marginal bytes of a token or a request slot here, over all layers (padding of 64-row pages included)."""
+        return self.allocate("meta", rows=64).nbytes / 64 * self.rows_per_unit * len(self.layers)
+
+    @property
+    def format_name(self) -> str:
+        """The row format in words."""
+        return "fp32 raw" if self.row_format is None else self.row_format.name.lower()
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """The pools of a geometry for a number of FULL tokens and request slots.
+
+    Attributes:
+        full_tokens: tokens that SGLang may hand out, a multiple of 256. FULL page 0, the sink, comes on top.
+        request_slots: running requests + 1; slot 0 is the sink.
+        pools: every kind of tensor that is allocated.
+    """
+
+    geometry: PoolGeometry
+    full_tokens: int
+    request_slots: int
+    pools: tuple[PoolSpec, ...]
+
+    @classmethod
+    def of(cls, geometry: PoolGeometry, full_tokens: int, request_slots: int) -> PoolPlan:
+        """The plan for `full_tokens` and `request_slots`; pools without layers are left out."""
+        if full_tokens % FULL_PAGE_TOKENS:
+            raise ValueError(f"{full_tokens} tokens are not a multiple of the page of {FULL_PAGE_TOKENS}")
+        g = geometry
+        rows = {"row_dim": g.row_dim, "rope_dim": g.rope_dim, "dtype": g.dtype}
+        draft_layers = tuple(range(g.draft_layers))
+
+        def rings(name: str, layers: tuple[int, ...], count: int, **how: Any) -> PoolSpec:  # noqa: ANN401
+            return PoolSpec(name, layers, request_slots * count, "request", count, **how)
+
+        pools = [
+            rings("window rings", g.layers(), g.ring_rows, row_format=g.row_format, **rows),
+            rings("draft window rings", draft_layers, g.ring_rows, row_format=g.row_format, **rows),
+        ]
+        for ratio in g.compressed:
+            kind, layers = ("CSA" if ratio == CSA_RATIO else "HCA"), g.layers(ratio)
+            entries = (full_tokens + FULL_PAGE_TOKENS) // ratio
+            pools.append(PoolSpec(f"{kind} entries", layers, entries, "token", 1 / ratio, g.row_format, **rows))
+            state = {"row_format": None, "rope_dim": 0, "dtype": torch.float32}
+            states = g.state_rows(ratio)
+            dim = g.state_dim(ratio, indexer=False)
+            pools.append(rings(f"{kind} compressor state", layers, states, row_dim=dim, **state))
+            if ratio == CSA_RATIO:
+                keys = {"row_format": g.index_format, "row_dim": g.index_dim, "rope_dim": 0, "dtype": g.dtype}
+                pools.append(PoolSpec("indexer keys", layers, entries, "token", 1 / ratio, **keys))
+                dim = g.state_dim(ratio, indexer=True)
+                pools.append(rings("indexer compressor state", layers, states, row_dim=dim, **state))
+        return cls(geometry, full_tokens, request_slots, tuple(p for p in pools if p.layers))
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors of the plan."""
+        return sum(p.total_bytes for p in self.pools)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Marginal bytes of one more FULL token."""
+        return sum(p.bytes_per_unit for p in self.pools if p.per == "token")
+
+    @property
+    def bytes_per_request(self) -> float:
+        """Marginal bytes of one more request slot."""
+        return sum(p.bytes_per_unit for p in self.pools if p.per == "request")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as plain JSON values."""
+        return {
+            "full_tokens": self.full_tokens,
+            "request_slots": self.request_slots,
+            "ring_rows": self.geometry.ring_rows,
+            "total_bytes": self.total_bytes,
+            "bytes_per_token": self.bytes_per_token,
+            "bytes_per_request": self.bytes_per_request,
+            "pools": [
+                {
+                    "name": p.name,
+                    "layers": len(p.layers),
+                    "rows_per_layer": p.rows,
+                    "format": p.format_name,
+                    "bytes": p.total_bytes,
+                    f"bytes_per_{p.per}": p.bytes_per_unit,
+                }
+                for p in self.pools
+            ],
+        }
+
+    def table(self) -> str:
+        """The plan as a table for people."""
+        header = ("pool", "layers", "rows/layer", "format", "bytes", "bytes/token", "bytes/request")
+        lines = [header]
+        for p in self.pools:
+            cost = f"{p.bytes_per_unit:,.2f}".removesuffix(".00")
+            each = (cost, "") if p.per == "token" else ("", cost)
+            lines.append((p.name, str(len(p.layers)), f"{p.rows:,}", p.format_name, f"{p.total_bytes:,}", *each))
+        totals = (f"{self.bytes_per_token:,.2f}", f"{self.bytes_per_request:,.0f}")
+        lines.append(("total", "", "", "", f"{self.total_bytes:,}", *totals))
+        widths = [max(len(line[c]) for line in lines) for c in range(len(header))]
+        text = [
+            "  ".join(line[c].ljust(w) if c in (0, 3) else line[c].rjust(w) for c, w in enumerate(widths))
+            for line in lines
+        ]
+        title = (
+            f"DeepSeek-V4 pools: {self.full_tokens:,} tokens in pages of {FULL_PAGE_TOKENS}, "
+            f"{self.request_slots - 1:,} requests, {format_bytes(self.total_bytes)}"
+        )
+        return "\n".join([title, *(line.rstrip() for line in text)])
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with a binary unit, four significant digits."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
+
+
+def largest_plan(geometry: PoolGeometry, available_bytes: int, slots_for: Callable[[int], int]) -> PoolPlan:
+    """The plan with the most FULL tokens that fits in `available_bytes`.
+
+    Args:
+        slots_for: request slots for a number of FULL tokens; must not fall when the tokens grow.
+
+    Raises:
+        ValueError: not even `MIN_FULL_TOKENS` fit; the message has the numbers and what to change.
+    """
+
+    def plan(pages: int) -> PoolPlan:
+        tokens = pages * FULL_PAGE_TOKENS
+        return PoolPlan.of(geometry, tokens, slots_for(tokens))
+
+    smallest = plan(MIN_FULL_TOKENS // FULL_PAGE_TOKENS)
+    if smallest.total_bytes > available_bytes:
+        rings = smallest.bytes_per_request * smallest.request_slots
+        tokens = smallest.total_bytes - rings
+        fitting = int((available_bytes - tokens) // smallest.bytes_per_request) - 1
+        advice = f"lower --max-running-requests to at most {fitting}, or " if fitting >= 1 else ""
+        raise ValueError(
+            f"DeepSeek-V4's KV pools do not fit into the {format_bytes(available_bytes)} that are left for them: "
+            f"{smallest.request_slots} request slots (running requests + 1) need {format_bytes(rings)} "
+            f"({format_bytes(smallest.bytes_per_request)} each) and the smallest number of tokens, {MIN_FULL_TOKENS}, "
+            f"{format_bytes(tokens)}. To serve, {advice}raise --mem-fraction-static or free memory."
+        )
+    low = MIN_FULL_TOKENS // FULL_PAGE_TOKENS
+    if not smallest.bytes_per_token:
+        return smallest
+    high = int(available_bytes // (smallest.bytes_per_token * FULL_PAGE_TOKENS)) + 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if plan(middle).total_bytes <= available_bytes else (low, middle)
+    return plan(low)
+
+
+def geometry_of(kvc: KVCacheConfigurator) -> PoolGeometry:
+    """Geometry of the worker that `kvc` configures: the target's layers of this pipeline stage, or the draft's."""
+    config = Config.from_hf(kvc.model_config.hf_config)
+    start, end = kvc.layer_info.start_layer, kvc.layer_info.end_layer
+    speculative = get_spec().speculative_algorithm is not None
+    fp8 = kvc.kv_cache_dtype == torch.float8_e4m3fn
+    if kvc.is_draft_worker:
+        ratios, draft_layers = (SWA_RATIO,) * kvc.layer_info.num_effective_layers, 0
+    else:
+        ratios, draft_layers = config.schedule.ratios[start:end], config.num_nextn_predict_layers if speculative else 0
+    if fp8 and not config.qat.kv_fp8:
+        logger.warning(
+            "KV rows are stored as fp8 although this checkpoint is not quantised: outputs differ from the unquantised "
+            "model's. --kv-cache-dtype bfloat16 keeps plain rows."
+        )
+    return PoolGeometry(
+        ratios=tuple(ratios),
+        first_layer=start,
+        row_dim=config.head_dim,
+        rope_dim=config.qk_rope_head_dim,
+        index_dim=config.index_head_dim,
+        window_tokens=config.sliding_window,
+        draft_tokens=(max_speculative_num_draft_tokens() or 0) if speculative else 0,
+        draft_layers=draft_layers,
+        row_format=RowFormat.FP8 if fp8 else RowFormat.PLAIN,
+        index_format=RowFormat.INDEX_FP4 if fp8 and config.qat.indexer_fp4 else RowFormat.PLAIN,
+        dtype=kvc.model_dtype,
+    )
+
+
+class Dsv4PoolConfigurator(MemoryPoolConfigurator):
+    """Takes the place of SGLang's DSV4PoolConfigurator, whose sizes belong to its own paged pools."""
+
+    def __init__(self, kvc: KVCacheConfigurator) -> None:
+        if kvc.page_size != FULL_PAGE_TOKENS:
+            raise ValueError(f"DeepSeek-V4 needs --page-size {FULL_PAGE_TOKENS}, not {kvc.page_size}")
+        self.geometry = geometry_of(kvc)
+        self._context_len = kvc.model_config.context_len
+        requested = get_schedule().max_running_requests
+        self._requested = None if requested is None else max(1, requested // kvc.attn_dp_size)
+
+    def _request_slots(self, full_tokens: int) -> int:
+        """Slots that SGLang will ask for (KVCacheConfigurator.resolve_max_num_reqs), and the sink."""
+        default = max(min(full_tokens * 512 // self._context_len, 4096), 2048)
+        wanted = default if self._requested is None else self._requested
+        return min(wanted, full_tokens // 2) + 1
+
+    def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
+        """Sizes from a byte budget (--mem-fraction-static of the GPU's, or of the host's memory on a CPU)."""
+        return self._config(largest_plan(self.geometry, available_bytes, self._request_slots).full_tokens)
+
+    def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
+        """Sizes from --max-total-tokens, rounded down to whole pages."""
+        full_tokens = max_total_num_tokens // FULL_PAGE_TOKENS * FULL_PAGE_TOKENS
+        if full_tokens < MIN_FULL_TOKENS:
+            raise ValueError(
+                f"--max-total-tokens {max_total_num_tokens} is less than {MIN_FULL_TOKENS} (two pages of "
+                f"{FULL_PAGE_TOKENS}): SGLang keeps a page free, so no request could run"
+            )
+        return self._config(full_tokens)
+
+    @staticmethod
+    def _config(full_tokens: int) -> MemoryPoolConfig:
+        # `swa` only feeds SGLang's reports: our window rows are rings of request slots, not tokens.
+        return MemoryPoolConfig(
+            max_total_num_tokens=full_tokens,
+            full_max_total_num_tokens=full_tokens,
+            swa_max_total_num_tokens=full_tokens,
+        )
+
+
+def reserve_admission_page(result: KVCacheConfigResult, *args: object, **kwargs: object) -> KVCacheConfigResult:
+    """Tell SGLang that the longest request is a page shorter than the pool (an AFTER hook on `configure`).
+
+    SGLang refuses requests longer than the pool, but admits only those that fit with one page to spare. A request
+    between the two would wait for ever; with this it gets a 400.
+    """
+    tokens = result.full_max_total_num_tokens
+    return msgspec.structs.replace(result, full_max_total_num_tokens=tokens - FULL_PAGE_TOKENS)
