@@ -184,7 +184,7 @@ class Harness:
         ends = starts if mode == "verify" else [s + n for s, n in zip(starts, lengths, strict=True)]
         seq_lens = torch.tensor(ends)
         reqs = [
-            SimpleNamespace(rid=str(i), lora_id=None, extend_end=end, full_untruncated_fill_ids=range(end), grammar=None)
+            SimpleNamespace(rid=str(i), lora_id=None, extend_end=end, full_untruncated_fill_ids=range(end), token_type_ids=None)
             for i, end in enumerate(ends)
         ]
         token_ids = torch.tensor([int(token) for _, tokens in parts for token in tokens])

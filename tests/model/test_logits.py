@@ -1,0 +1,86 @@
+"""fp32, nothing quantised, end to end: logits equal transformers' at every position whose decisions were clear.
+
+Requests run through SGLang's ModelRunner with our plugin (see harness.py), alone and in mixed batches, with prefill
+chunks of 1 to 256 tokens (most below the page size of 256) and token-by-token decode after them.
+"""
+
+import pytest
+import torch
+from model.compare import MARGIN, assert_equal_logits
+
+SHORT = tuple(range(1, 10))
+EDGES = (127, 128, 129, 130, 255, 256, 257)  # the window, HCA's group, the page
+LONG = (511, 512, 513, 1030)
+DECODED = 5  # tokens decoded after each prompt: one CSA group closes
+
+
+@pytest.fixture(scope="module", params=["flash-like", "pro-like"])
+def served(request, serve):
+    return serve(request.param)
+
+
+def test_few_positions_are_excluded(served):
+    margins = torch.cat([run.margins for run in served.expected])
+    print(f"{int((margins <= MARGIN).sum())} of {len(margins)} positions excluded; smallest margin {margins.min():.1e}")
+    assert (margins <= MARGIN).sum() <= 0.002 * len(margins)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 32, 64, 256])
+@pytest.mark.parametrize("lengths", [SHORT[:5], SHORT[5:], EDGES], ids=["1-5", "6-9", "127-257"])
+def test_prompts_together(served, lengths, chunk_tokens):
+    """All prompts of a group in one batch: they finish their prefill, decode and leave at different steps."""
+    check_together(served, lengths, chunk_tokens)
+
+
+@pytest.mark.parametrize(
+    "chunk_tokens", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 32, 64, 256]
+)
+def test_long_prompts_together(served, chunk_tokens):
+    check_together(served, LONG, chunk_tokens)
+
+
+def check_together(served, lengths, chunk_tokens):
+    # Each length on its own sequence where the corpus has one that is long enough, so that neighbours differ.
+    order = sorted(range(len(served.corpus)), key=lambda i: -len(served.corpus[i]))
+    chosen = [[i for i in order if len(served.corpus[i]) >= n + DECODED] for n in lengths]
+    chosen = [fits[k % len(fits)] for k, fits in enumerate(chosen)]
+    prompts = [served.corpus[i][: n + DECODED] for i, n in zip(chosen, lengths, strict=True)]
+    served.harness.shuffle_free_pages(seed=chunk_tokens)
+    logits = served.harness.run_many(prompts, chunk_tokens, decode_from=lengths)
+    for i, n, actual in zip(chosen, lengths, logits, strict=True):
+        assert_equal_logits(actual, served.expected[i], f"prompt of {n} in chunks of {chunk_tokens}")
+
+
+@pytest.mark.parametrize("chunk_tokens", [64, None], ids=["chunks-of-64", "whole"])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 127, 128, 129, 256, 513])
+def test_prompt_alone(served, length, chunk_tokens):
+    prompt = served.corpus[0][: length + DECODED]
+    actual = served.harness.run(prompt, chunk_tokens, decode_from=length)
+    assert_equal_logits(actual, served.expected[0], f"prompt of {length} alone")
+
+
+@pytest.mark.parametrize("start", [1, 120, 250])
+def test_token_by_token_decode(served, start):
+    """From the first tokens on; over the window's, a page's and both compressors' edges."""
+    sequence = 3
+    tokens = served.corpus[sequence][: start + 24]
+    assert_equal_logits(served.harness.run(tokens, decode_from=start), served.expected[sequence], f"decode from {start}")
+
+
+@pytest.mark.slow
+def test_a_whole_sequence_by_decode(served):
+    tokens = served.corpus[0]
+    assert_equal_logits(served.harness.run(tokens, decode_from=1), served.expected[0], "decode from 1")
+
+
+@pytest.mark.parametrize("requests", [1, 2, 7])
+def test_requests_that_come_and_go(served, requests):
+    """Joined at different steps, chunk sizes that no boundary divides, decoding beside others' prefill."""
+    lengths = [300, 140, 260, 140, 33, 130, 5][:requests]
+    order = [3, 5, 4, 6, 1, 2, 0][:requests]
+    prompts = [served.corpus[i][:n] for i, n in zip(order, lengths, strict=True)]
+    decode_from = [max(1, n - 12 - i) for i, n in enumerate(lengths)]
+    joins = [0, 2, 1, 5, 3, 9, 7][:requests]
+    logits = served.harness.run_many(prompts, 37, decode_from, joins)
+    for i, actual in zip(order, logits, strict=True):
+        assert_equal_logits(actual, served.expected[i], f"{requests} requests, sequence {i}")
