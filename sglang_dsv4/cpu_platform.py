@@ -33,6 +33,10 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()
 
+    def get_device(self, device_id: int = 0) -> str:
+        """``cpu``, as text: SGLang resolves ``--device`` with it and splits it at a colon."""
+        return "cpu"
+
     def is_pin_memory_available(self, device: torch.device | None = None) -> bool:
         """No device to copy to asynchronously."""
         return False

@@ -148,9 +148,9 @@ def _create_attention_backend(runner: ModelRunner) -> AttentionBackend:
 
 
 def _create_prefix_cache(context: TreeCacheBuildContext) -> BasePrefixCache:
-    from sglang_dsv4.prefix_cache import build_prefix_cache
+    from sglang_dsv4.prefix_cache import create_prefix_cache
 
-    return build_prefix_cache(context)
+    return create_prefix_cache(context)
 
 
 def _build_kv_pool(original: Callable[..., KVCache], configurator: KVCacheConfigurator, **sizes: Any) -> KVCache:
