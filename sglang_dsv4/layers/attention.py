@@ -95,11 +95,11 @@ class Attention(nn.Module):
         q = apply_rope(q, positions, self.frequencies)
         kv = apply_rope(kv, positions, self.frequencies)
 
-        window = backend.window(self.layer_id, quantise_kv_row(kv, self.config))
+        window = backend.window(self.layer_id, quantise_kv_row(kv, self.config, backend.kv_row_format))
         selected = self.indexer(x, q_latent, positions) if self.indexer is not None else None
         if self.compressor is not None:
             entries = self.compressor(x, positions)
-            backend.write_entries(self.layer_id, quantise_kv_row(entries, self.config))
+            backend.write_entries(self.layer_id, quantise_kv_row(entries, self.config, backend.kv_row_format))
         o = backend.attend(self.layer_id, q, window, selected, self.attn_sink, self.config.softmax_scale)
 
         # K and V are one row, so V carries the rotation of its own position: undo it relative to the query's.

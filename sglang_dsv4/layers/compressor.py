@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.quant import fp4_qdq, fp8_qdq, hadamard
 from dsv4_kernels.rope import apply_rope
@@ -20,17 +21,27 @@ if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
 
 
-def quantise_kv_row(row: Tensor, config: Config) -> Tensor:
-    """FP8 round trip of the channels that are not rotated, [..., head_dim] (section 3.1)."""
-    if not config.qat.kv_fp8:
+def quantise_kv_row(row: Tensor, config: Config, stored_as: RowFormat) -> Tensor:
+    """FP8 round trip of the channels that are not rotated, [..., head_dim] (section 3.1).
+
+    Not for rows stored as FP8: they quantise what is written, and from this round trip's result the same values would
+    in rare cases get other bytes.
+    """
+    if not config.qat.kv_fp8 or stored_as is RowFormat.FP8:
         return row
     nope, rope = row.split((config.nope_head_dim, config.qk_rope_head_dim), dim=-1)
     return torch.cat((fp8_qdq(nope, KV_BLOCK), rope), dim=-1)
 
 
-def quantise_index_row(row: Tensor, config: Config) -> Tensor:
-    """Hadamard and FP4 round trip, [..., index_head_dim]. Switched off, neither: the rotation cancels in q.k."""
-    return fp4_qdq(hadamard(row), INDEX_BLOCK) if config.qat.indexer_fp4 else row
+def quantise_index_row(row: Tensor, config: Config, stored_as: RowFormat = RowFormat.PLAIN) -> Tensor:
+    """Hadamard and FP4 round trip, [..., index_head_dim]. Switched off, neither: the rotation cancels in q.k.
+
+    Rows stored as FP4 quantise what is written, so they get the rotation only.
+    """
+    if not config.qat.indexer_fp4:
+        return row
+    rotated = hadamard(row)
+    return rotated if stored_as is RowFormat.INDEX_FP4 else fp4_qdq(rotated, INDEX_BLOCK)
 
 
 class Compressor(nn.Module):
@@ -99,7 +110,7 @@ class Indexer(nn.Module):
         """
         backend = get_attn_backend()
         keys = self.compressor(x, positions)
-        backend.write_index_keys(self.layer_id, quantise_index_row(keys, self.config))
+        backend.write_index_keys(self.layer_id, quantise_index_row(keys, self.config, backend.index_row_format))
 
         q = self.wq_b(q_latent)[0].unflatten(-1, (self.config.index_n_heads, self.config.index_head_dim))
         q = apply_rope(q, positions, self.compressor.frequencies)
