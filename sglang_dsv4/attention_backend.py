@@ -1,15 +1,15 @@
 """SGLang's attention backend "dsv4": which rows, not what is computed with them.
 
 SGLang calls `init_forward_metadata*` once a forward; the layers then call `window`, `compress`, `write_entries`,
-`write_index_keys`, `select` and `attend`. Kernels come from `dsv4_kernels`, addresses from `sglang_dsv4.metadata`, storage
-from `sglang_dsv4.kv_pool`. RadixAttention's `forward` is not used.
+`write_index_keys`, `select` and `attend`. Kernels come from `dsv4_kernels`, addresses from `sglang_dsv4.metadata`,
+storage from `sglang_dsv4.kv_pool`. RadixAttention's `forward` is not used.
 
 Two ways through a forward:
 
 * eager: `init_forward_metadata(batch)`, every mode;
 * CUDA graph: `init_forward_metadata_out_graph` copies the batch's two input tensors into buffers that stay where they
-  are, `init_forward_metadata_in_graph` derives everything else from them with fixed shapes and is recorded. Decode, verify
-  and draft-extend are such batches: every request appends the same number of tokens.
+  are, `init_forward_metadata_in_graph` derives everything else from them with fixed shapes and is recorded. Decode,
+  verify and draft-extend are such batches: every request appends the same number of tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from dsv4_kernels.compressor import compress
 from dsv4_kernels.indexer import index_topk
-from dsv4_kernels.kv_layout import KVRows
+from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.sparse_attention import sparse_attention
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from torch import Tensor
@@ -82,6 +82,16 @@ class Dsv4AttentionBackend(AttentionBackend):
         self._workspace: KVRows | None = None
         self._graph_buffers: UniformInputs | None = None
         self._graph_inputs: UniformInputs | None = None
+
+    @property
+    def kv_row_format(self) -> RowFormat:
+        """How window rows and entries are stored; FP8 rows quantise what is written to them."""
+        return self.token_to_kv_pool.geometry.row_format
+
+    @property
+    def index_row_format(self) -> RowFormat:
+        """How indexer keys are stored; FP4 rows quantise what is written to them."""
+        return self.token_to_kv_pool.geometry.index_format
 
     # -- once a forward ----------------------------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class PoolGeometry:
         index = layer_id - self.first_layer
         if not 0 <= index < len(self.ratios):
             raise KeyError(
-                f"layer {layer_id} has no cache here; this worker holds {len(self.ratios)} layers from {self.first_layer}"
+                f"layer {layer_id} is not held here; the worker has {len(self.ratios)} layers from {self.first_layer}"
             )
         return self.ratios[index]
 

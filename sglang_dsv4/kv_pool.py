@@ -1,8 +1,8 @@
 """The KV pools: entries and indexer keys by FULL slot, window and compressor rings by request slot.
 
 A subclass of SGLang's DeepSeekV4TokenToKVPool only for its isinstance checks: with `needs_paged_swa_allocator` False
-SGLang uses its plain paged allocator over FULL tokens and a radix tree of FULL pages, and nobody but us knows of a sliding
-window. Its constructor, which would allocate the paged pools, is not called.
+SGLang uses its plain paged allocator over FULL tokens and a radix tree of FULL pages, and nobody but us knows of a
+sliding window. Its constructor, which would allocate the paged pools, is not called.
 
 Rows are found by arithmetic alone, so there is nothing to allocate, free or reset:
 

@@ -3,15 +3,16 @@
 Two builders make a `ForwardMetadata`:
 
 * `extend_metadata`: prefill chunks of any length, and mixed batches. Lengths are known on the host, so every size is,
-  and nothing waits for the device. A query's window reaches over rows of the chunk itself, so attention reads a workspace:
+  and nothing waits for the device. A query's window reaches over rows of the chunk itself, so attention reads a
+  workspace:
 
       workspace rows [0, G)     the last <= 127 window rows of each request's prefix, copied from its ring
       workspace rows [G, G+T)   the rows of this forward's T tokens
 
   and only the last rows of each chunk go to the ring.
 * `uniform_metadata`: k tokens for every request (decode k = 1, speculation). All shapes follow from (B, k) alone and
-  all inputs are device tensors, so the whole function can be recorded into a CUDA graph. Rows are written to the ring first
-  and attention reads them there.
+  all inputs are device tensors, so the whole function can be recorded into a CUDA graph. Rows are written to the ring
+  first and attention reads them there.
 
 Sinks: request slot 0 and FULL page 0 belong to nobody. Padding reads and writes them.
 """
