@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving.server import MAX_RUNNING, POOL_TOKENS, Server, running_server
+
+from sglang_dsv4.random_checkpoint import PRESETS, write_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The random checkpoint of `make serve`, in the released format."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(path, PRESETS["tiny"])
+    return path
+
+
+@pytest.fixture(scope="session")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for the session: the tiny checkpoint behind a small pool and short prefill chunks."""
+    log_path = tmp_path_factory.mktemp("server") / "log"
+    flags = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING))
+    with running_server(checkpoint, log_path, *flags, "--chunked-prefill-size", "512") as running:
+        yield running

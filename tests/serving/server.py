@@ -1,0 +1,147 @@
+"""Starts `python -m sglang.launch_server` for a test and stops it; the tests talk to it over HTTP only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import requests
+
+READY_TIMEOUT_S = 300  # a loaded machine; the time that start-up took is printed and judged by one test
+VOCAB_SIZE = 1024
+# 24 pages of 256 tokens and 16 request slots: small enough that a handful of requests fills the pool.
+POOL_TOKENS = 6144
+MAX_RUNNING = 16
+
+
+@dataclass(frozen=True)
+class Server:
+    port: int
+    log_path: Path
+    process: subprocess.Popen[bytes]
+    ready_s: float
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=300, max_retries=0)
+
+    def chat(self, text: str, **options: Any) -> Any:  # noqa: ANN401
+        """One greedy chat turn; the response as the openai client returns it."""
+        options = {"max_tokens": 16, "temperature": 0, **options}
+        return self.client().chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": text}], **options
+        )
+
+    def generate(self, input_ids: list[int], **sampling_params: Any) -> dict[str, Any]:  # noqa: ANN401
+        """SGLang's own endpoint, greedy by default, with the log-probability of each output token."""
+        sampling_params = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True, **sampling_params}
+        body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
+        response = requests.post(f"{self.url}/generate", json=body, timeout=300)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def is_alive(self) -> bool:
+        return (
+            self.process.poll() is None and requests.get(f"{self.url}/health_generate", timeout=120).status_code == 200
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def output_logprobs(result: dict[str, Any]) -> list[float]:
+    """Log-probability of each output token of a /generate result."""
+    return [entry[0] for entry in result["meta_info"]["output_token_logprobs"]]
+
+
+def start(
+    checkpoint: Path, log_path: Path, flags: tuple[str, ...], env: dict[str, str]
+) -> tuple[subprocess.Popen, int]:
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        str(checkpoint),
+        "--port",
+        str(port),
+        *flags,
+    ]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **env}, start_new_session=True
+        )
+    return process, port
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Ends the server and every process it started (they share its session)."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def is_ready(port: int) -> bool:
+    try:
+        return requests.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
+    except requests.RequestException:
+        return False
+
+
+@contextmanager
+def running_server(
+    checkpoint: Path, log_path: Path, *flags: str, env: dict[str, str] | None = None
+) -> Iterator[Server]:
+    """A server that answers; its log is shown when it does not come up."""
+    begin = time.monotonic()
+    process, port = start(checkpoint, log_path, flags, env or {})
+    try:
+        while not is_ready(port):
+            waited = time.monotonic() - begin
+            assert process.poll() is None and waited < READY_TIMEOUT_S, (
+                f"server not ready after {waited:.0f} s, exit status {process.poll()}:\n{log_path.read_text()[-6000:]}"
+            )
+            time.sleep(0.5)
+        yield Server(port, log_path, process, time.monotonic() - begin)
+    finally:
+        stop(process)
+
+
+def run_until_it_stops(checkpoint: Path, log_path: Path, *flags: str, env: dict[str, str]) -> str:
+    """Starts a server that must stop by itself; returns its log."""
+    process, port = start(checkpoint, log_path, flags, env)
+    try:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while process.poll() is None:
+            assert not is_ready(port), f"the server came up although it must not:\n{log_path.read_text()[-3000:]}"
+            assert time.monotonic() < deadline, (
+                f"the server neither stopped nor came up:\n{log_path.read_text()[-3000:]}"
+            )
+            time.sleep(0.5)
+        assert process.returncode != 0
+        return log_path.read_text(errors="replace")
+    finally:
+        stop(process)

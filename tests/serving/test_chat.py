@@ -1,0 +1,112 @@
+"""The OpenAI API through SGLang's HTTP server, as a user of a chat model sees it."""
+
+from __future__ import annotations
+
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import jsonschema
+import pytest
+from serving.server import Server
+
+PROMPTS = [f"Tell me about number {index}. " + "and the water " * (7 * index) for index in range(16)]
+
+
+def text_of(response: object) -> str:
+    return response.choices[0].message.content  # type: ignore[attr-defined]
+
+
+def test_chat_answers_with_the_tokens_asked_for(server: Server) -> None:
+    response = server.chat("Hello!", max_tokens=12, extra_body={"ignore_eos": True})
+    assert text_of(response)
+    assert response.usage.completion_tokens == 12
+    # <bos> <User> H e l l o ! <Assistant> </think>: one token a byte, because "Hello" is no word of the tokenizer
+    assert response.usage.prompt_tokens == 10
+    assert response.choices[0].finish_reason == "length"
+
+
+def test_stream_gives_the_same_text_in_pieces(server: Server) -> None:
+    whole = text_of(server.chat("Hello stream", max_tokens=24))
+    pieces = [
+        chunk.choices[0].delta.content or ""
+        for chunk in server.chat("Hello stream", max_tokens=24, stream=True)
+        if chunk.choices
+    ]
+    assert "".join(pieces) == whole
+    assert len([piece for piece in pieces if piece]) > 3
+
+
+def test_stream_reports_usage_last(server: Server) -> None:
+    chunks = list(server.chat("usage", max_tokens=5, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens <= 5
+
+
+def test_conversation_of_several_turns_is_reproducible(server: Server) -> None:
+    def converse() -> list[str]:
+        messages: list[dict[str, str]] = [{"role": "system", "content": "You are brief."}]
+        answers = []
+        for question in ("who are you", "what did I ask", "and before that"):
+            messages.append({"role": "user", "content": question})
+            response = server.client().chat.completions.create(
+                model="tiny", messages=messages, max_tokens=10, temperature=0
+            )
+            answers.append(text_of(response))
+            messages.append({"role": "assistant", "content": answers[-1]})
+        return answers
+
+    first = converse()
+    assert first == converse()
+    assert len(set(first)) == 3  # each turn saw another history
+
+
+def test_thinking_mode_opens_with_a_think_token(server: Server) -> None:
+    plain = server.chat("ponder", max_tokens=1)
+    thinking = server.chat("ponder", max_tokens=1, extra_body={"chat_template_kwargs": {"thinking": True}})
+    assert plain.usage.prompt_tokens == thinking.usage.prompt_tokens  # </think> or <think> at the end: one token each
+    assert text_of(plain) != text_of(thinking)
+
+
+def test_greedy_answers_are_the_same_alone_and_in_a_batch_of_16(server: Server) -> None:
+    """Lengths from 10 to about 330 tokens, so that chunks, pages and compressed groups are cut differently."""
+    alone = [text_of(server.chat(prompt)) for prompt in PROMPTS]
+    with ThreadPoolExecutor(16) as pool:
+        together = [text_of(response) for response in pool.map(server.chat, PROMPTS)]
+    assert together == alone
+    assert len(set(alone)) > 8  # the prompts matter
+
+
+def test_logprobs_are_of_the_tokens_and_ordered(server: Server) -> None:
+    response = server.chat("log", max_tokens=6, logprobs=True, top_logprobs=5)
+    entries = response.choices[0].logprobs.content
+    assert len(entries) == response.usage.completion_tokens
+    for entry in entries:
+        alternatives = [top.logprob for top in entry.top_logprobs]
+        assert alternatives == sorted(alternatives, reverse=True)
+        assert entry.logprob == alternatives[0]  # greedy takes the likeliest
+        assert sum(math.exp(value) for value in alternatives) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "json_object"])
+def test_constrained_output_is_valid_json(server: Server, kind: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 6},
+            "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    if kind == "json_schema":
+        response_format = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+        value = json.loads(text_of(server.chat("Who?", max_tokens=200, response_format=response_format)))
+        jsonschema.validate(value, schema)
+    else:  # a random model does not stop: what it wrote must be the beginning of a JSON object
+        text = text_of(server.chat("Who?", max_tokens=24, response_format={"type": "json_object"}))
+        assert text.lstrip().startswith("{")
+
+
+def test_models_and_info_endpoints(server: Server) -> None:
+    assert server.client().models.list().data[0].max_model_len == 16384
