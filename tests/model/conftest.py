@@ -15,6 +15,8 @@ from model.oracle import write_checkpoint
 from model.reference import FULL, OFF, Quant, Reference
 from torch import Tensor
 
+# With these weights and tokens every top-k and router decision of the corpus is clearer than 1e-5 of the score's std.
+SEED = 6
 SCHEDULES = {"flash-like": FLASH_LIKE, "pro-like": PRO_LIKE}
 # Lengths of the sequences whose oracle logits are at hand; requests that share a batch hold different tokens.
 CORPUS_LENGTHS = (1040, 520, 520, 300, 300, 140, 140)
@@ -52,14 +54,14 @@ class Served:
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
-    """`serve(schedule="flash-like", dtype="float32", qat="off", seed=0, server_args=None, **config overrides)`."""
+    """`serve(schedule="flash-like", dtype="float32", qat="off", seed=SEED, server_args=None, **config overrides)`."""
     made: dict[Any, Served] = {}
 
     def build(
         schedule: str = "flash-like",
         dtype: str = "float32",
         qat: str = "off",
-        seed: int = 0,
+        seed: int = SEED,
         server_args: dict[str, Any] | None = None,
         **overrides: Any,
     ) -> Served:

@@ -51,6 +51,8 @@ class Harness:
         max_requests: int = 8,
         **server_args: Any,
     ) -> None:
+        # As in a scheduler process: the scheduler's module is there before the plugins are loaded.
+        import sglang.srt.managers.scheduler  # noqa: F401
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
