@@ -98,10 +98,10 @@ class PoolGeometry:
     def state_rows(self, ratio: int) -> int:
         """Raw compressor rows kept per request and layer: the open group, the overlap, and what a rollback re-reads.
 
-        After a step of k tokens at [t, t+k) the next one may start at t+1, and reads back to the start of the group
-        (and of the previous one) that holds t+1.
+        After a step of k tokens at [t, t+k) the next one may start at t+1. If that closes a group, it reads the
+        C*r - 1 rows before it, t included, which the k - 1 rows after t must have left alone.
         """
-        return _rows_at_least(overlap_groups(ratio) * ratio - 1 + max(1, self.draft_tokens))
+        return _rows_at_least(overlap_groups(ratio) * ratio - 2 + max(1, self.draft_tokens))
 
     def state_dim(self, ratio: int, *, indexer: bool) -> int:
         """Channels of one raw compressor row: `coff * D` (section 3.4)."""

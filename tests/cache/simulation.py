@@ -1,7 +1,8 @@
 """The caches as tables of names: each row holds which request and position wrote it, and every read is checked.
 
-`Simulation` does with names what the attention backend does with numbers, driven by the same metadata. What a token must
-read is worked out position by position, as the specification says it (sections 3.3, 3.4), without looking at the metadata.
+`Simulation` does with names what the attention backend does with numbers, driven by the same metadata. What a token
+must read is worked out position by position, as the specification says it (sections 3.3, 3.4), without looking at the
+metadata.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class Simulation(Requests):
             self._check_visible(ratio, meta, requests, tokens, padding)
 
     def _check_entries(self, ratio: int, meta: ForwardMetadata, names: Tensor, new: dict[int, int]) -> None:
-        """Every group that this forward closes is compressed once, from its rows, to its place, and no other is stored."""
+        """Every group that this forward closes is compressed once, from its rows, to its place, and no other is."""
         plan, state = meta.compress[ratio], self.state[ratio]
         rows = torch.cat([state, names])
         sources = torch.where(plan.sources >= 0, rows[plan.sources.clamp(min=0).long()], -1)

@@ -1,7 +1,8 @@
 """Which rows every token reads and writes, against a model that knows only requests and positions.
 
-The grids cover: chunk edges inside and at the ends of CSA groups (4), windows and HCA groups (128) and pages (256); prompts
-of 1-3 tokens after a long one in the same slot; decode across all boundaries; verify with rejected drafts; padding; idle.
+The grids cover: chunk edges inside and at the ends of CSA groups (4), windows and HCA groups (128) and pages (256);
+prompts of 1-3 tokens after a long one in the same slot; decode across all boundaries; verify with rejected drafts;
+padding; idle.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 import pytest
 import torch
 from cache.simulation import Simulation
+
 from sglang_dsv4.geometry import PoolGeometry
 from sglang_dsv4.metadata import extend_metadata, uniform_metadata
 
@@ -88,7 +90,7 @@ def test_mixed_batches_that_start_and_stop(geometry: PoolGeometry) -> None:
     assert fresh > 20, "the seed should lead to many requests"
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 8, 9])
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 9, 10])
 def test_verify_with_rejected_drafts(k: int) -> None:
     """Rolling back over a closed group must find its raw rows again, and close it anew."""
     rng = random.Random(k)
@@ -102,8 +104,11 @@ def test_verify_with_rejected_drafts(k: int) -> None:
 
 
 def test_ring_sizes() -> None:
-    assert (FLASH.ring_rows, FLASH.state_rows(4), FLASH.state_rows(128)) == (128, 8, 128)
-    assert (SPECULATIVE.ring_rows, SPECULATIVE.state_rows(4), SPECULATIVE.state_rows(128)) == (256, 16, 256)
+    """Two tokens a step still fit CSA and HCA states of one group (pair); ten fit 16 rows."""
+    sizes = {k: PoolGeometry(ratios=(0, 4, 128), draft_tokens=k) for k in (0, 1, 2, 3, 10, 11)}
+    assert {k: g.ring_rows for k, g in sizes.items()} == {0: 128, 1: 128, 2: 256, 3: 256, 10: 256, 11: 256}
+    assert {k: g.state_rows(4) for k, g in sizes.items()} == {0: 8, 1: 8, 2: 8, 3: 16, 10: 16, 11: 32}
+    assert {k: g.state_rows(128) for k, g in sizes.items()} == {0: 128, 1: 128, 2: 128, 3: 256, 10: 256, 11: 256}
     with pytest.raises(ValueError, match="use at most 129 draft tokens"):
         PoolGeometry(ratios=(0,), draft_tokens=130)
 
