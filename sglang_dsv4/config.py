@@ -296,7 +296,7 @@ class Config:
         if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim >= self.head_dim:
             raise ConfigError("qk_rope_head_dim", self.qk_rope_head_dim, f"even and below head_dim ({self.head_dim})")
         if self.num_attention_heads % self.o_groups:
-            raise ConfigError("o_groups", self.o_groups, f"a divisor of {self.num_attention_heads} (num_attention_heads)")
+            raise ConfigError("o_groups", self.o_groups, f"a divisor of {self.num_attention_heads}, all the heads")
         if self.index_head_dim & (self.index_head_dim - 1) or self.index_head_dim < self.qk_rope_head_dim:
             raise ConfigError(
                 "index_head_dim",

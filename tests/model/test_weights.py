@@ -1,0 +1,320 @@
+"""Loading official checkpoints: all of a file is used, none of the model is left empty, and mistakes are named.
+
+The model is the `tiny` preset, with every kind of layer, both routers and an MTP module. A checkpoint is a dict of
+tensors here; only the cut-short files go through SGLang's reader.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from dsv4_kernels.quant import dequantise_fp4_weight, dequantise_fp8_weight, quantise_fp8_weight
+from model.harness import Harness
+from safetensors.torch import load_file
+from sglang.srt.model_loader.weight_utils import (
+    buffered_multi_thread_safetensors_weights_iterator,
+    safetensors_weights_iterator,
+)
+from torch import Tensor, nn
+
+from sglang_dsv4.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.weights import CheckpointError, cut_tensors, main_model_tensors, mtp_tensors
+
+Checkpoint = dict[str, Tensor]
+SHAPE = PRESETS["tiny"]
+QUANTISED = "layers.1.attn.wq_b"
+EXPERT = "layers.2.ffn.experts.3.w2"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("quantised")
+    write_checkpoint(path, SHAPE, seed=3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def quantised(folder: Path) -> Checkpoint:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def plain(quantised: Checkpoint) -> Checkpoint:
+    """The same values with nothing quantised."""
+    return {name: dequantised(quantised, name) for name in quantised if not name.endswith(".scale")}
+
+
+def dequantised(checkpoint: Checkpoint, name: str) -> Tensor:
+    weight, scale = checkpoint[name], checkpoint.get(name.removesuffix("weight") + "scale")
+    if scale is None:
+        return weight
+    dequantise = dequantise_fp4_weight if weight.dtype == torch.int8 else dequantise_fp8_weight
+    return dequantise(weight, scale, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def harness(folder: Path) -> Harness:
+    return Harness(folder, dtype="bfloat16", max_total_tokens=512, max_requests=2)
+
+
+@pytest.fixture(scope="module")
+def main(harness: Harness) -> nn.Module:
+    return harness.model
+
+
+@pytest.fixture(scope="module")
+def draft(harness: Harness) -> nn.Module:
+    from sglang_dsv4.models.deepseek_v4_nextn import DeepseekV4ForCausalLMNextN
+
+    with harness._active():
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return DeepseekV4ForCausalLMNextN(harness.model.config)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def snapshot(model: nn.Module) -> Checkpoint:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def empty(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan") if parameter.is_floating_point() else -1)
+
+
+def unfilled(model: nn.Module) -> list[str]:
+    return [
+        name
+        for name, p in model.named_parameters()
+        if (p.isnan().any() if p.is_floating_point() else (p < 0).any())
+    ]
+
+
+def assert_same(actual: Checkpoint, expected: Checkpoint) -> None:
+    assert actual.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(actual[name], expected[name])]
+    assert not different
+
+
+def loaded(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
+    empty(model)
+    model.load_weights(iter(checkpoint.items()))
+    return snapshot(model)
+
+
+def test_a_checkpoint_fills_every_parameter(main: nn.Module, draft: nn.Module, quantised: Checkpoint) -> None:
+    for model in (main, draft):
+        empty(model)
+        model.load_weights(iter(quantised.items()))
+    assert unfilled(main) == []
+    assert unfilled(draft) == ["model.embed.weight", "lm_head.weight"]  # the target's, shared after loading
+
+
+def test_the_tables_list_the_checkpoint_exactly(main: nn.Module, plain: Checkpoint) -> None:
+    config = main.dsv4_config
+    specs = main_model_tensors(config).specs | mtp_tensors(config).specs
+    assert {name: spec.shape for name, spec in specs.items()} == {name: tuple(t.shape) for name, t in plain.items()}
+
+
+def test_quantised_and_dequantised_checkpoints_load_the_same(
+    main: nn.Module, draft: nn.Module, quantised: Checkpoint, plain: Checkpoint
+) -> None:
+    """Scales are powers of two, so bf16 holds the dequantised values exactly."""
+    for model in (main, draft):
+        expected = {n: p.nan_to_num() if p.is_floating_point() else p for n, p in loaded(model, plain).items()}
+        actual = {n: p.nan_to_num() if p.is_floating_point() else p for n, p in loaded(model, quantised).items()}
+        assert_same(actual, expected)
+
+
+def test_values_arrive_where_they_belong(main: nn.Module, quantised: Checkpoint, plain: Checkpoint) -> None:
+    parameters = loaded(main, quantised)
+    assert torch.equal(parameters["model.layers.1.attn.wq_b.weight"].float(), plain["layers.1.attn.wq_b.weight"])
+    assert torch.equal(parameters["model.layers.2.attn.attn_sink"], plain["layers.2.attn.attn_sink"])
+    experts = parameters["model.layers.2.ffn.experts.w13_weight"][3].float()
+    gate_and_up = [plain[f"layers.2.ffn.experts.3.{matrix}.weight"] for matrix in ("w1", "w3")]
+    assert torch.equal(experts, torch.cat(gate_and_up))
+    shared = parameters["model.layers.2.ffn.shared_experts.w13.weight"].float()
+    assert torch.equal(shared, torch.cat([plain[f"layers.2.ffn.shared_experts.{m}.weight"] for m in ("w1", "w3")]))
+    groups = parameters["model.layers.0.attn.wo_a"].float()
+    assert groups.shape == (SHAPE.o_groups, SHAPE.o_lora_rank, SHAPE.num_attention_heads * 512 // SHAPE.o_groups)
+    assert torch.equal(groups.flatten(0, 1), plain["layers.0.attn.wo_a.weight"])
+    assert torch.equal(parameters["lm_head.weight"][: SHAPE.vocab_size], plain["head.weight"].float())
+
+
+@pytest.mark.parametrize("order", ["weights-first", "scales-first", "shuffled"])
+def test_order_does_not_matter(main: nn.Module, quantised: Checkpoint, order: str) -> None:
+    expected = loaded(main, quantised)
+    names = sorted(quantised, key=lambda name: name.endswith(".scale"), reverse=order == "scales-first")
+    if order == "shuffled":
+        shuffle = torch.randperm(len(names), generator=torch.Generator().manual_seed(0))
+        names = [names[i] for i in shuffle]
+    assert_same(loaded(main, {name: quantised[name] for name in names}), expected)
+
+
+def test_experts_may_be_fp8(main: nn.Module, quantised: Checkpoint) -> None:
+    """The released Base models' format; the dtype tells, as `expert_dtype` may be absent."""
+    with_fp8 = dict(quantised)
+    for name in quantised:
+        if ".ffn.experts." in name and name.endswith(".weight"):
+            scale_name = name.removesuffix("weight") + "scale"
+            with_fp8[name], with_fp8[scale_name] = quantise_fp8_weight(dequantised(quantised, name))
+    assert with_fp8[f"{EXPERT}.weight"].dtype == torch.float8_e4m3fn
+    expected = {name: dequantised(with_fp8, name) for name in with_fp8 if not name.endswith(".scale")}
+    assert_same(loaded(main, with_fp8), loaded(main, expected))
+
+
+def test_loading_streams(main: nn.Module, quantised: Checkpoint) -> None:
+    """In the order of SGLang's reader, no weight outlives the step that brings it, but in the loop's own variable."""
+
+    def items() -> Iterator[tuple[str, Tensor]]:
+        weights: list[weakref.ref[Tensor]] = []
+        for name in sorted(quantised):
+            alive = sum(weight() is not None for weight in weights)
+            assert alive <= 1, f"{alive} weights are held when {name} comes"
+            tensor = quantised[name].clone()
+            if name.endswith(".weight"):
+                weights.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    main.load_weights(items())
+
+
+def without(name: str) -> Callable[[Checkpoint], None]:
+    return lambda checkpoint: checkpoint.pop(name)
+
+
+def with_tensor(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[Checkpoint], None]:
+    return lambda checkpoint: checkpoint.update({name: make(checkpoint.get(name, torch.zeros(1)))})
+
+
+def unquantised_beside_its_scale(checkpoint: Checkpoint) -> None:
+    checkpoint[f"{QUANTISED}.weight"] = dequantised(checkpoint, f"{QUANTISED}.weight")
+
+
+def renamed(checkpoint: Checkpoint) -> None:
+    checkpoint["layers.1.attn.q_norm.weigth"] = checkpoint.pop("layers.1.attn.q_norm.weight")
+
+
+MISTAKES: dict[str, tuple[Callable[[Checkpoint], None], str]] = {
+    "missing": (without("layers.1.attn.attn_sink"), r"1 missing tensors: 'layers\.1\.attn\.attn_sink' \(8,\)"),
+    "missing-weight": (without(f"{QUANTISED}.weight"), r"missing.*'layers\.1\.attn\.wq_b\.weight' \(4096, 128\)"),
+    "missing-scale": (
+        without(f"{QUANTISED}.scale"),
+        r"missing.*'layers\.1\.attn\.wq_b\.scale' \(32, 1\) of float8_e4m3fn 'layers\.1\.attn\.wq_b\.weight'",
+    ),
+    "missing-expert": (without(f"{EXPERT}.weight"), r"missing.*'layers\.2\.ffn\.experts\.3\.w2\.weight' \(256, 128\)"),
+    "unknown": (
+        with_tensor("layers.4.attn_norm.weight", lambda _: torch.ones(256)),
+        r"1 unknown tensors: 'layers\.4\.attn_norm\.weight' \(did you mean",
+    ),
+    "renamed": (
+        renamed,
+        r"unknown.*'layers\.1\.attn\.q_norm\.weigth' \(did you mean 'layers\.1\.attn\.q_norm\.weight'.*missing.*q_norm",
+    ),
+    "shape": (
+        with_tensor("layers.0.hc_attn_fn", lambda t: t[:-1]),
+        r"'layers\.0\.hc_attn_fn' is float32 \(23, 1024\); expected .*float32.* \(24, 1024\)",
+    ),
+    "transposed": (
+        with_tensor(f"{QUANTISED}.weight", lambda t: t.T),
+        r"'layers\.1\.attn\.wq_b\.weight' is float8_e4m3fn \(128, 4096\); expected .*\(4096, 128\)",
+    ),
+    "fp4-shape": (
+        with_tensor(f"{EXPERT}.weight", lambda t: t[:, :-1]),
+        r"'layers\.2\.ffn\.experts\.3\.w2\.weight' is int8 \(256, 63\); expected int8 \(256, 64\) or .*\(256, 128\)",
+    ),
+    "scale-shape": (
+        with_tensor(f"{QUANTISED}.scale", lambda t: t[:-1]),
+        r"'layers\.1\.attn\.wq_b\.scale' is float8_e8m0fnu \(31, 1\); expected float8_e8m0fnu/float32 \(32, 1\)",
+    ),
+    "scale-of-other-format": (
+        with_tensor(f"{EXPERT}.scale", lambda t: torch.ones(2, 1).to(torch.float8_e8m0fnu)),
+        r"'layers\.2\.ffn\.experts\.3\.w2\.scale' is float8_e8m0fnu \(2, 1\); expected .* \(256, 4\)",
+    ),
+    "dtype": (
+        with_tensor(f"{QUANTISED}.weight", lambda t: t.view(torch.int8)),
+        r"'layers\.1\.attn\.wq_b\.weight' is int8 .*; expected float8_e4m3fn/bfloat16/float32/float16",
+    ),
+    "quantised-norm": (
+        with_tensor("norm.weight", lambda t: t.to(torch.float8_e4m3fn)),
+        r"'norm\.weight' is float8_e4m3fn \(256,\); expected bfloat16/float32",
+    ),
+    "scale-dtype": (
+        with_tensor(f"{QUANTISED}.scale", lambda t: t.to(torch.bfloat16)),
+        r"'layers\.1\.attn\.wq_b\.scale' is bfloat16",
+    ),
+    "scale-without-use": (unquantised_beside_its_scale, r"'layers\.1\.attn\.wq_b\.scale' has no use"),
+    "expert-ids": (
+        with_tensor("layers.0.ffn.gate.tid2eid", lambda t: t + 1),
+        r"'layers\.0\.ffn\.gate\.tid2eid' holds ids from \d+ to 8; expected expert ids in \[0, 8\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("order", ["sorted", "reversed"])
+@pytest.mark.parametrize(("mistake", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_named(
+    main: nn.Module, quantised: Checkpoint, mistake: Callable[[Checkpoint], None], message: str, order: str
+) -> None:
+    checkpoint = dict(quantised)
+    mistake(checkpoint)
+    names = sorted(checkpoint, reverse=order == "reversed")
+    with pytest.raises(CheckpointError, match=message):
+        main.load_weights((name, checkpoint[name]) for name in names)
+
+
+def test_a_repeated_tensor_is_named(main: nn.Module, quantised: Checkpoint) -> None:
+    with pytest.raises(CheckpointError, match=r"'norm\.weight' comes twice"):
+        main.load_weights(iter([*quantised.items(), ("norm.weight", quantised["norm.weight"])]))
+
+
+def test_the_draft_checks_its_own_tensors_only(draft: nn.Module, quantised: Checkpoint) -> None:
+    draft.load_weights((name, tensor) for name, tensor in quantised.items() if name.startswith("mtp."))
+    with pytest.raises(CheckpointError, match=r"1 missing tensors: 'mtp\.0\.e_proj\.weight' \(256, 256\)"):
+        draft.load_weights((n, t) for n, t in quantised.items() if not n.startswith("mtp.0.e_proj"))
+    with pytest.raises(CheckpointError, match=r"1 unknown tensors: 'mtp\.1\.norm\.weight'"):
+        draft.load_weights(iter({**quantised, "mtp.1.norm.weight": torch.ones(256)}.items()))
+
+
+@pytest.mark.parametrize("reader", ["one-thread", "many-threads"])
+@pytest.mark.parametrize("cut", ["last-byte", "half", "header", "first-bytes"])
+def test_a_file_cut_short_is_named(
+    main: nn.Module, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: str, reader: str
+) -> None:
+    source = sorted(folder.glob("*.safetensors"))[0]
+    content = source.read_bytes()
+    kept = {"last-byte": len(content) - 1, "half": len(content) // 2, "header": 1000, "first-bytes": 5}[cut]
+    file = tmp_path / source.name
+    file.write_bytes(content[:kept])
+    monkeypatch.setattr(main.config, "_name_or_path", str(tmp_path))
+    if reader == "one-thread":
+        weights = safetensors_weights_iterator([str(file)])
+    else:
+        weights = buffered_multi_thread_safetensors_weights_iterator([str(file)], max_workers=2)
+    what = r"'[\w.]+' \(.*\) ends at byte \d+ of" if cut in ("last-byte", "half") else "within its header"
+    with pytest.raises(CheckpointError, match=rf"cut short.*{what}"):
+        main.load_weights(weights)
+
+
+def test_cut_tensors_lists_what_is_lost(folder: Path, tmp_path: Path) -> None:
+    source = sorted(folder.glob("*.safetensors"))[0]
+    assert cut_tensors(source) == []
+    tensors = load_file(source)
+    file = tmp_path / "cut.safetensors"
+    file.write_bytes(source.read_bytes()[: source.stat().st_size // 2])
+    lost = [line.split("'")[1] for line in cut_tensors(file)]
+    assert 0 < len(lost) < len(tensors)
+    assert set(lost) <= tensors.keys()
+
+
+def test_another_failure_of_the_reader_is_not_renamed(main: nn.Module) -> None:
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        raise OSError("disk on fire")
+        yield
+
+    with pytest.raises(OSError, match="disk on fire"):
+        main.load_weights(broken())
