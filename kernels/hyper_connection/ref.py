@@ -52,10 +52,10 @@ def _mixture(pre: Tensor, x: Tensor) -> Tensor:
 
 def _sinkhorn(comb: Tensor, eps: float, iterations: int) -> Tensor:
     """Rows by softmax, then rows and columns by turns; the last step is a column step. [T, n, n] fp32."""
-    comb = torch.exp(comb - comb.amax(-1, keepdim=True))
-    comb = comb / tree_sum(comb, 2).unsqueeze(2) + eps
-    comb = comb / (tree_sum(comb, 1).unsqueeze(1) + eps)
+    comb = torch.exp(comb - comb.amax(2, keepdim=True))
+    comb = comb / comb.sum(2, keepdim=True) + eps
+    comb /= comb.sum(1, keepdim=True) + eps
     for _ in range(iterations - 1):
-        comb = comb / (tree_sum(comb, 2).unsqueeze(2) + eps)
-        comb = comb / (tree_sum(comb, 1).unsqueeze(1) + eps)
+        comb /= comb.sum(2, keepdim=True) + eps
+        comb /= comb.sum(1, keepdim=True) + eps
     return comb

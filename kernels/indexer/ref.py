@@ -9,6 +9,8 @@ from dsv4_kernels.kv_layout import KVRows
 
 KEY_TILE = 64
 """Entries of one product. Every product of a token has the same shape, so its bits do not depend on the batch."""
+TILE_PRODUCTS = 2**18
+"""Bound on the products of heads, keys and tokens computed at a time (at least one token's): 1 MB."""
 
 
 def index_topk(
@@ -50,19 +52,25 @@ def index_scores(
     num_entries = int(visible.max()) if visible.numel() else 0
     scores = torch.full((q.shape[0], num_entries), -torch.inf, device=q.device)
     for request in token_to_request.unique().tolist() if num_entries else ():
-        tokens = (token_to_request == request).nonzero().squeeze(1)
-        limit = visible[tokens]
-        q32, weights = q[tokens].float(), head_weights[tokens].unsqueeze(1)
-        for begin in range(0, int(limit.max()), KEY_TILE):
-            entry = torch.arange(begin, begin + KEY_TILE, device=q.device)
-            rows = entry_rows(page_table[request], entry.clamp(max=int(limit.max()) - 1), entries_per_page)
-            key = keys.gather(rows).float()  # [KEY_TILE, Di]; places after the last entry repeat it and are masked
-            products = torch.bmm(q32, key.T.expand(len(tokens), -1, -1)).relu_()
-            tile = torch.bmm(weights, products).squeeze(1)
-            end = min(begin + KEY_TILE, num_entries)
-            masked = tile.masked_fill_(entry >= limit.unsqueeze(1), -torch.inf)
-            scores[tokens, begin:end] = masked[:, : end - begin]
+        of_request = (token_to_request == request).nonzero().squeeze(1)
+        last = int(visible[of_request].max()) - 1
+        if last < 0:
+            continue
+        entry = torch.arange(0, last + 1 + -(last + 1) % KEY_TILE, device=q.device)
+        # Places after the last entry repeat it and are masked below.
+        key = keys.gather(entry_rows(page_table[request], entry.clamp(max=last), entries_per_page)).float()
+        for tokens in of_request.split(max(1, TILE_PRODUCTS // (q.shape[1] * KEY_TILE))):
+            q32, weights = q[tokens].float(), head_weights[tokens].unsqueeze(1)
+            tiles = [_tile_scores(q32, weights, tile) for tile in key.split(KEY_TILE)]
+            masked = torch.cat(tiles, 1).masked_fill_(entry >= visible[tokens].unsqueeze(1), -torch.inf)
+            scores[tokens, : last + 1] = masked[:, : last + 1]
     return scores
+
+
+def _tile_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """q [t, Hi, Di], weights [t, 1, Hi], keys [KEY_TILE, Di], all fp32 -> scores [t, KEY_TILE]."""
+    products = torch.bmm(q, keys.T.expand(len(q), -1, -1)).relu_()
+    return torch.bmm(weights, products).squeeze(1)
 
 
 def entry_rows(page_table: Tensor, entry: Tensor, entries_per_page: int) -> Tensor:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4_kernels.row_pieces import in_row_pieces
 
+
+@in_row_pieces
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """See `dsv4_kernels.norm.rms_norm`."""
     x32 = x.float()

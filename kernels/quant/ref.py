@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4_kernels.row_pieces import in_row_pieces
+
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 
@@ -71,20 +73,26 @@ def encode_fp4(x: Tensor, block: int = _FP4_WEIGHT_BLOCK) -> tuple[Tensor, Tenso
         codes [..., d] uint8 (0-15: sign in bit 3, magnitude index in bits 0-2), scales [..., ceil(d / block)] fp32
         powers of two.
     """
+    values, scales = _rounded_to_e2m1(x, block)
+    magnitude = values.abs()
+    index = torch.where(
+        magnitude < 2.0, magnitude * 2.0, torch.where(magnitude < 4.0, magnitude + 2.0, magnitude * 0.5 + 4.0)
+    )
+    codes = index.to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 3)
+    return codes.flatten(-2)[..., : x.shape[-1]], scales
+
+
+def _rounded_to_e2m1(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """e2m1 values in fp32 [..., blocks, block], before the scale, and the scales [..., blocks]."""
     blocks = _blocks(x, block)
     amax = blocks.abs().amax(-1).clamp(min=_FP4_AMAX_FLOOR)
     scales = ue8m0_ceil(amax * (1.0 / E2M1_MAX))
     scaled = (blocks / scales.unsqueeze(-1)).clamp(-E2M1_MAX, E2M1_MAX)
     magnitude = scaled.abs()
-    # The spacing of e2m1 is 0.5 below 2, 1 below 4, then 2; torch.round takes a tie to the even multiple of the
+    # The spacing of e2m1 is 0.5 below 2, 1 below 4, then 2. torch.round takes a tie to the even multiple of the
     # spacing, which is the even code because each range begins at an even code (0, 4, 6).
-    index = torch.where(
-        magnitude < 2.0,
-        torch.round(magnitude * 2.0),
-        torch.where(magnitude < 4.0, torch.round(magnitude) + 2.0, torch.round(magnitude * 0.5) + 4.0),
-    )
-    codes = index.to(torch.uint8) | (torch.signbit(scaled).to(torch.uint8) << 3)
-    return codes.flatten(-2)[..., : x.shape[-1]], scales
+    spacing = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
+    return torch.copysign(torch.round(magnitude / spacing) * spacing, scaled), scales
 
 
 def decode_fp4(codes: Tensor, scales: Tensor, block: int = _FP4_WEIGHT_BLOCK) -> Tensor:
@@ -97,18 +105,21 @@ def _e2m1(codes: Tensor) -> Tensor:
     return values[codes.long()]
 
 
+@in_row_pieces
 def fp8_qdq(x: Tensor, block: int) -> Tensor:
     """See `dsv4_kernels.quant.fp8_qdq`."""
     codes, scales = encode_fp8(x, block)
     return decode_fp8(codes, scales, block).to(x.dtype)
 
 
+@in_row_pieces
 def fp4_qdq(x: Tensor, block: int) -> Tensor:
     """See `dsv4_kernels.quant.fp4_qdq`."""
-    codes, scales = encode_fp4(x, block)
-    return decode_fp4(codes, scales, block).to(x.dtype)
+    values, scales = _rounded_to_e2m1(x, block)
+    return (values * scales.unsqueeze(-1)).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
 
 
+@in_row_pieces
 def hadamard(x: Tensor) -> Tensor:
     """See `dsv4_kernels.quant.hadamard`."""
     d = x.shape[-1]
