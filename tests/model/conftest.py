@@ -15,6 +15,9 @@ from model.oracle import write_checkpoint
 from model.reference import FULL, OFF, Quant, Reference
 from torch import Tensor
 
+# These dimensions are far too small for a second thread, whose barriers cost more than it brings.
+torch.set_num_threads(1)
+
 # With these weights and tokens every top-k and router decision of the corpus is clearer than 1e-5 of the score's std.
 SEED = 6
 SCHEDULES = {"flash-like": FLASH_LIKE, "pro-like": PRO_LIKE}
