@@ -45,6 +45,7 @@ SGLANG_NAMES: dict[str, str] = {
 
 _failures: list[tuple[str, BaseException]] = []  # what went wrong in this process, in order
 _pool_sizing: type = type(None)  # SGLang drops the configurator after use, so its class is noted when it is made
+_live: LiveParts | None = None
 
 
 class StartupError(RuntimeError):
@@ -168,11 +169,18 @@ def require_live(scheduler: Scheduler) -> LiveParts:
     Raises:
         StartupError: names every part that is not.
     """
+    global _live
     live = LiveParts.of(scheduler)
     problems = live.foreign()
     if problems:
         raise StartupError(_explain(problems))
+    _live = live
     return live
+
+
+def live_parts() -> LiveParts | None:
+    """What :func:`require_live` found in this process; None while it serves no DeepSeek-V4 model."""
+    return _live
 
 
 def is_ours(architectures: list[str] | None) -> bool:

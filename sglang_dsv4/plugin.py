@@ -13,7 +13,9 @@ attention backend  ``register_attention_backend("dsv4")``, replaces the in-tree 
 prefix cache       ``register_radix_cache_backend("dsv4")``, chosen by a default argument     scheduler
 KV pool            AROUND ``KVCacheConfigurator._build_dsv4_kv_pool``: it has no registry     scheduler
 pool sizing        AROUND ``create_memory_pool_configurator``: it has no registry             scheduler
+MTP draft          AROUND the two ``DraftBackendFactory._create_dsv4_*``: no registry         scheduler
 longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admission_page``    scheduler
+token ids          AFTER ``scheduler.validate_input_length``: SGLang checks no prompt's ids       scheduler
 CPU platform       AROUND ``reject_out_of_tree_path``, for our own KV pool only               scheduler
 self-check         BEFORE ``ModelRunner.load_model``, AFTER ``Scheduler.__init__``            scheduler
 =================  =========================================================================  =======================
@@ -35,6 +37,7 @@ from sglang_dsv4.shims import is_off
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigResult, KVCacheConfigurator
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.pool_configurator import MemoryPoolConfigurator
     from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +86,25 @@ def _resolve_default_arguments(server_args: ServerArgs, previous: Callable[[Serv
     architectures = compat.model_config_of(server_args).hf_config.architectures
     if compat.is_ours(architectures):
         compat.require_ready(architectures)
+        refuse_unsupported_arguments(compat.resolving_view(server_args))
         defaults = default_arguments(compat.resolving_view(server_args))
         compat.declare_resolution(server_args, "sglang_dsv4", **defaults)
     previous(server_args)
+
+
+def refuse_unsupported_arguments(arguments: Any) -> None:  # Any: ServerArgs, or SGLang's view of it
+    """Raises for what SGLang would accept and our pools can't serve.
+
+    Raises:
+        ValueError: names the flag and why.
+    """
+    if arguments.enable_streaming_session:
+        raise ValueError("sglang-dsv4 does not support --enable-streaming-session: a session's rows are not kept")
+    if arguments.disaggregation_mode != "null":
+        raise ValueError(
+            f"sglang-dsv4 does not support --disaggregation-mode {arguments.disaggregation_mode}: "
+            "rings and compressor states are not transferred between servers"
+        )
 
 
 def default_arguments(arguments: Any) -> dict[str, Any]:  # Any: ServerArgs, or SGLang's view of it
@@ -118,6 +138,10 @@ def _install_scheduler_hooks() -> None:
     _hook(f"{configurator}.KVCacheConfigurator._build_dsv4_kv_pool", _build_kv_pool, "AROUND")
     _hook(f"{configurator}.KVCacheConfigurator.configure", _reserve_admission_page, "AFTER")
     _hook(f"{configurator}.reject_out_of_tree_path", _allow_our_kv_pool, "AROUND")
+    drafts = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+    _hook(f"{drafts}._create_dsv4_decode_backend", _create_draft_decode_backend, "AROUND")
+    _hook(f"{drafts}._create_dsv4_prefill_backend", _create_draft_extend_backend, "AROUND")
+    _hook("sglang.srt.managers.scheduler.validate_input_length", _refuse_unknown_token_ids, "AFTER")
     _hook("sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator", _size_pools, "AROUND")
 
 
@@ -145,6 +169,18 @@ def _create_attention_backend(runner: ModelRunner) -> AttentionBackend:
     from sglang_dsv4.attention_backend import Dsv4AttentionBackend
 
     return Dsv4AttentionBackend(runner)
+
+
+def _create_draft_decode_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> tuple[str, Any]:
+    from sglang_dsv4.attention_backend import create_draft_decode_backend
+
+    return create_draft_decode_backend(factory)
+
+
+def _create_draft_extend_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> tuple[str, Any]:
+    from sglang_dsv4.attention_backend import create_draft_extend_backend
+
+    return create_draft_extend_backend(factory)
 
 
 def _create_prefix_cache(context: TreeCacheBuildContext) -> BasePrefixCache:
@@ -185,6 +221,17 @@ def _allow_our_kv_pool(original: Callable[..., None], platform: Any, *, subsyste
     """An out-of-tree platform may not build SGLang's DeepSeek-V4 pool; ours is built in its place."""
     if subsystem != "the DeepSeek-V4 KV pool":
         original(platform, subsystem=subsystem)
+
+
+def _refuse_unknown_token_ids(error: str | None, req: Req, *args: Any, **kwargs: Any) -> str | None:
+    """The reason for a 400, or None. An id outside the vocabulary would index past the embedding and end the server."""
+    if error is not None or compat.live_parts() is None or not req.origin_input_ids:
+        return error
+    lowest, highest = min(req.origin_input_ids), max(req.origin_input_ids)
+    if lowest >= 0 and highest < req.vocab_size:
+        return None
+    unknown = lowest if lowest < 0 else highest
+    return f"Token id {unknown} is not in the vocabulary; valid ids are 0 to {req.vocab_size - 1}."
 
 
 def _check_before_load(runner: ModelRunner) -> None:

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dsv4_kernels.quant import quantise_fp4_weight, quantise_fp8_weight
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dsv4_kernels.quant import quantise_fp4_weight, quantise_fp8_weight
 from sglang_dsv4.random_tokenizer import write_tokenizer
 
 SHARD_BYTES = 256 << 20  # small enough that flash and pro have several shards, as the release has
