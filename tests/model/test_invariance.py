@@ -1,0 +1,68 @@
+"""On a CPU a token's logits do not depend, by a single bit, on what shares its forward: other requests, the chunk
+boundaries of its own prompt, prefill or decode. Greedy outputs are then the same alone and in a batch, and a prefix that is
+restored from a cache can be compared exactly with one that is computed."""
+
+import pytest
+import torch
+
+# The release's quantisers need multiples of 128 (activations), 64 (KV) and 32 (indexer) channels.
+QUANTISABLE = dict(
+    hidden_size=128, q_lora_rank=128, o_lora_rank=128, moe_intermediate_size=128, head_dim=128, qk_rope_head_dim=64,
+    num_attention_heads=4, index_n_heads=8, index_head_dim=64, num_hash_layers=2,
+)  # fmt: skip
+PROMPT = 290
+DECODE_FROM = 281
+
+
+@pytest.fixture(scope="module", params=["float32-off", "float32-full", "bfloat16-off", "bfloat16-full"])
+def served(request, serve):
+    dtype, qat = request.param.split("-")
+    return serve("flash-like", dtype=dtype, qat=qat, **QUANTISABLE)
+
+
+@pytest.fixture(scope="module")
+def whole(served):
+    """Logits of each prompt alone and in one piece."""
+    return [served.harness.run(tokens[:PROMPT]) for tokens in served.corpus[:5]]
+
+
+def assert_same_bits(actual, expected):
+    assert torch.isfinite(expected).all()
+    different = (actual != expected).any(-1)
+    assert not different.any(), (
+        f"{int(different.sum())} of {len(expected)} positions differ, first {int(different.nonzero()[0])}, "
+        f"by at most {(actual - expected).abs().max():.2e}"
+    )
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 32, 64, 100, 256])
+def test_chunking(served, whole, chunk_tokens):
+    assert_same_bits(served.harness.run(served.corpus[0][:PROMPT], chunk_tokens), whole[0])
+
+
+def test_one_token_at_a_time(served, whole):
+    """As prefill chunks of one token, and as decode; over the first HCA entry's edge."""
+    tokens = served.corpus[0][:140]
+    assert_same_bits(served.harness.run(tokens, 64, decode_from=100), whole[0][:140])
+    assert_same_bits(served.harness.run(tokens[:24], 1), whole[0][:24])
+
+
+def test_decode(served, whole):
+    assert_same_bits(served.harness.run(served.corpus[0][:PROMPT], 256, decode_from=DECODE_FROM), whole[0])
+
+
+@pytest.mark.parametrize("requests", [2, 5])
+def test_batch(served, whole, requests):
+    """Requests of different lengths, joining and leaving, with shuffled pages: the same bits as alone."""
+    served.harness.shuffle_free_pages(seed=requests)
+    lengths = [PROMPT, 130, 257, 31, 200][:requests]
+    prompts = [served.corpus[i][:n] for i, n in enumerate(lengths)]
+    logits = served.harness.run_many(prompts, 64, [n - 7 for n in lengths], [0, 1, 0, 3, 2][:requests])
+    for actual, expected in zip(logits, whole, strict=False):
+        assert_same_bits(actual, expected[: len(actual)])
+
+
+def test_same_prompt_in_every_slot(served, whole):
+    prompts = [served.corpus[1][:70]] * 5
+    for actual in served.harness.run_many(prompts, 16, [66] * 5):
+        assert_same_bits(actual, whole[1][:70])

@@ -1,0 +1,213 @@
+"""What a request may read: nothing but what it has written itself (specification, section 3.6).
+
+Everything else in the pools is set to NaN, which one wrong read carries into the logits.
+"""
+
+import math
+
+import pytest
+import torch
+from dsv4_kernels.kv_layout import KVRows, RowFormat
+from model.compare import assert_equal_logits
+
+DRAFTS = 4
+
+
+@pytest.fixture(scope="module", params=["flash-like", "pro-like"])
+def served(request, serve):
+    return serve(request.param)
+
+
+@pytest.fixture(scope="module", params=["flash-like", "pro-like"])
+def speculative(request, serve):
+    """Rings with room for drafts, as a server with --speculative-algorithm EAGLE has them."""
+    return serve(
+        request.param,
+        server_args=dict(
+            speculative_algorithm="EAGLE",
+            speculative_num_steps=DRAFTS - 1,
+            speculative_eagle_topk=1,
+            speculative_num_draft_tokens=DRAFTS,
+        ),
+    )
+
+
+def poison(harness, keep):
+    """Sets every row of every pool to NaN, except the sinks (slot 0, page 0) and those that `keep` names.
+
+    `keep` is {pool name: row numbers}, for all layers of that pool.
+    """
+    pool = harness.pool
+    geometry = pool.geometry
+    for name, layer, storage in pool.tensors():
+        ratio = geometry.layer_ratio(layer)
+        if name == "window rings":
+            sink = geometry.ring_rows
+        elif name.endswith("state"):
+            sink = geometry.state_rows(ratio)
+        else:
+            sink = 256 // ratio
+        rows = torch.cat([torch.arange(sink), keep.get(name, torch.arange(0))])
+        if name.endswith("state"):
+            kept = storage[rows].clone()
+            storage.fill_(math.nan)
+            storage[rows] = kept
+        else:
+            table = pool.window(layer) if name == "window rings" else None
+            table = table or (pool.index_keys(layer) if name == "indexer keys" else pool.entries(layer))
+            kept = KVRows.allocate(len(rows), table.format, table.row_dim, table.rope_dim, table.storage.dtype, "cpu")
+            kept.copy_rows(torch.arange(len(rows)), table, rows)
+            storage.fill_(math.nan if table.format is RowFormat.PLAIN else 0xFF)
+            table.copy_rows(rows, kept, torch.arange(len(rows)))
+
+
+def minimal_state(harness, requests):
+    """The rows that section 3.6 lists, of all `requests`."""
+    geometry, table = harness.pool.geometry, harness.runner.req_to_token_pool.req_to_token
+    keep = {}
+
+    def add(name, rows):
+        keep[name] = torch.cat([keep.get(name, torch.arange(0)), rows])
+
+    for request in requests:
+        n = request.num_tokens
+        last = torch.arange(max(0, n - 127), n)
+        add("window rings", request.row * geometry.ring_rows + last % geometry.ring_rows)
+        for ratio, kind in ((4, "CSA"), (128, "HCA")):
+            starts = torch.arange(n // ratio) * ratio
+            slots = table[request.row, starts].long() // ratio
+            add(f"{kind} entries", slots)
+            first = max(0, n // ratio * ratio - (4 if ratio == 4 else 0))
+            raw = request.row * geometry.state_rows(ratio) + torch.arange(first, n) % geometry.state_rows(ratio)
+            add(f"{kind} compressor state", raw)
+            if ratio == 4:
+                add("indexer keys", slots)
+                add("indexer compressor state", raw)
+    return keep
+
+
+def poison_second_halves(harness, requests):
+    """Of the group before the open one, CSA needs the first half of the channels only."""
+    pool = harness.pool
+    rows = pool.geometry.state_rows(4)
+    for request in requests:
+        n = request.num_tokens // 4 * 4
+        before = request.row * rows + torch.arange(max(0, n - 4), n) % rows
+        for name, _, storage in pool.tensors():
+            if name in ("CSA compressor state", "indexer compressor state"):
+                storage[before, :, storage.shape[-1] // 2 :] = math.nan
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6, 7, 8, 126, 127, 128, 129, 131, 255, 256, 257, 300])
+@pytest.mark.parametrize("mode", ["extend", "decode"])
+def test_minimal_state_is_enough(served, length, mode):
+    harness, tokens = served.harness, served.corpus[1]
+    request = harness.open()
+    logits = harness.step([(request, tokens[:length].tolist())])
+    for start in range(length, length + 9, 9 if mode == "extend" else 1):
+        poison(harness, minimal_state(harness, [request]))
+        poison_second_halves(harness, [request])
+        count = 9 if mode == "extend" else 1
+        logits += harness.step([(request, tokens[start : start + count].tolist())], mode)
+    harness.close(request)
+    assert_equal_logits(torch.cat(logits), served.expected[1], f"{length} tokens, then {mode}")
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 130])
+@pytest.mark.parametrize("leftovers", ["old rows", "NaN"])
+def test_slot_reuse_after_a_longer_request(served, length, leftovers):
+    """The next request takes the same slot and pages; its first tokens must not see what is in them."""
+    harness = served.harness
+    long = harness.open()
+    harness.step([(long, served.corpus[1][:500].tolist())])
+    slot = long.row
+    harness.close(long)
+    if leftovers == "NaN":
+        poison(harness, {})
+    request = harness.open()
+    assert request.row == slot
+    tokens = served.corpus[2]
+    logits = harness.step([(request, tokens[:length].tolist())])
+    for position in range(length, length + 12):
+        logits += harness.step([(request, [int(tokens[position])])], "decode")
+    harness.close(request)
+    assert_equal_logits(torch.cat(logits), served.expected[2], f"{length} tokens in a used slot")
+
+
+@pytest.mark.parametrize("cuts", [(1, 2, 3, 5, 8), (126, 127, 130, 131), (3, 250, 255, 258, 261), (5, 133, 134)], ids=str)
+def test_chunk_edges_inside_groups(served, cuts):
+    harness, tokens = served.harness, served.corpus[4]
+    request, logits = harness.open(), []
+    for start, end in zip((0, *cuts), (*cuts, cuts[-1] + 20), strict=True):
+        logits += harness.step([(request, tokens[start:end].tolist())])
+        poison(harness, minimal_state(harness, [request]))
+    harness.close(request)
+    assert_equal_logits(torch.cat(logits), served.expected[4], f"cuts at {cuts}")
+
+
+def test_requests_do_not_see_each_other(served):
+    """Three requests with interleaved pages; only their own minimal state survives each step."""
+    harness = served.harness
+    requests = [harness.open() for _ in range(3)]
+    logits = [[], [], []]
+    ends = [(130, 131, 200), (1, 5, 9), (255, 257, 270)]
+    starts = [0, 0, 0]
+    for step in range(3):
+        parts = [
+            (request, served.corpus[i + 1][starts[i] : ends[i][step]].tolist()) for i, request in enumerate(requests)
+        ]
+        for i, part in enumerate(harness.step(parts)):
+            logits[i].append(part)
+            starts[i] = ends[i][step]
+        poison(harness, minimal_state(harness, requests))
+    for i, request in enumerate(requests):
+        harness.close(request)
+        assert_equal_logits(torch.cat(logits[i]), served.expected[i + 1], f"request {i}")
+
+
+def wrong_drafts(tokens, start, accepted):
+    """DRAFTS tokens of which the first `accepted` are the sequence's own."""
+    drafts = tokens[start : start + DRAFTS].clone()
+    drafts[accepted:] = (drafts[accepted:] + 17) % 100 + 2
+    return drafts.tolist()
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 3, 4, 6, 7, 124, 125, 126, 127, 128, 253, 254, 255])
+@pytest.mark.parametrize("accepted", [1, 2, 3, 4])
+def test_rejected_drafts_leave_no_trace(speculative, prompt, accepted):
+    """Drafts that were rejected had closed CSA and HCA groups and wrapped the rings; what follows must not know."""
+    harness, tokens = speculative.harness, speculative.corpus[2]
+    request = harness.open()
+    logits = harness.step([(request, tokens[:prompt].tolist())])
+    start = prompt
+    for _ in range(5):
+        verified = harness.step([(request, wrong_drafts(tokens, start, accepted))], "verify")[0]
+        harness.rollback(request, start + accepted)
+        request.tokens[start:] = tokens[start : start + accepted].tolist()
+        logits.append(verified[:accepted])
+        start += accepted
+    logits += harness.step([(request, tokens[start : start + 6].tolist())])
+    harness.close(request)
+    assert_equal_logits(torch.cat(logits), speculative.expected[2], f"prompt {prompt}, {accepted} of {DRAFTS} accepted")
+
+
+def test_verify_of_several_requests(speculative):
+    """Requests with different histories accept different numbers of drafts in the same steps."""
+    harness = speculative.harness
+    prompts, accepts = [5, 126, 254], [1, 3, 4]
+    requests, logits = [harness.open() for _ in prompts], [[] for _ in prompts]
+    parts = [(r, speculative.corpus[i][:n].tolist()) for i, (r, n) in enumerate(zip(requests, prompts, strict=True))]
+    for i, part in enumerate(harness.step(parts)):
+        logits[i].append(part)
+    starts = list(prompts)
+    for _ in range(4):
+        parts = [
+            (r, wrong_drafts(speculative.corpus[i], starts[i], accepts[i])) for i, r in enumerate(requests)
+        ]
+        for i, part in enumerate(harness.step(parts, "verify")):
+            logits[i].append(part[: accepts[i]])
+            starts[i] += accepts[i]
+            harness.rollback(requests[i], starts[i])
+    for i, request in enumerate(requests):
+        harness.close(request)
+        assert_equal_logits(torch.cat(logits[i]), speculative.expected[i], f"request {i}")
