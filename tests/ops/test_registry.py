@@ -1,0 +1,110 @@
+"""Choice of an implementation: by device and dtype, by name, by a surrounding context; and what the errors say."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from dsv4_kernels import registry
+from dsv4_kernels.linear import linear
+from dsv4_kernels.norm import rms_norm
+
+CPU = torch.device("cpu")
+
+
+def doubled_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return 2 * x
+
+
+@pytest.fixture
+def doubling() -> Iterator[None]:
+    """A second implementation of rms_norm, preferred on fp32 only."""
+    registry.register("rms_norm", "doubling", f"{__name__}:doubled_norm", lambda _, dtype: dtype == torch.float32, 5)
+    yield
+    registry.unregister("rms_norm", "doubling")
+
+
+X = torch.ones(2, 4)
+
+
+@pytest.mark.usefixtures("doubling")
+def test_the_highest_priority_that_supports_the_dtype_is_taken() -> None:
+    assert registry.available("rms_norm") == ("doubling", "ref")
+    assert torch.equal(rms_norm(X, None, 0.0), 2 * X)
+    assert torch.equal(rms_norm(X.bfloat16(), None, 0.0), X.bfloat16())
+
+
+@pytest.mark.usefixtures("doubling")
+def test_a_name_decides_over_priority_and_over_force() -> None:
+    assert torch.equal(rms_norm(X, None, 0.0, impl="ref"), X)
+    with registry.force({"rms_norm": "ref"}):
+        assert torch.equal(rms_norm(X, None, 0.0), X)
+        assert torch.equal(rms_norm(X, None, 0.0, impl="doubling"), 2 * X)
+        with registry.force({"rms_norm": "doubling"}):
+            assert torch.equal(rms_norm(X, None, 0.0), 2 * X)
+        assert torch.equal(rms_norm(X, None, 0.0), X)
+    assert torch.equal(rms_norm(X, None, 0.0), 2 * X)
+
+
+@pytest.mark.usefixtures("doubling")
+def test_a_name_that_does_not_support_the_dtype_is_an_error_not_a_fallback() -> None:
+    with pytest.raises(NotImplementedError, match=r"'doubling' of op 'rms_norm'.*'cpu'.*bfloat16.*doubling, ref"):
+        rms_norm(X.bfloat16(), None, 0.0, impl="doubling")
+    with (
+        registry.force({"rms_norm": "doubling"}),
+        pytest.raises(NotImplementedError, match="does not support device 'cpu'"),
+    ):
+        rms_norm(X.bfloat16(), None, 0.0)
+
+
+def test_unsupported_dtype_and_device_say_what_exists() -> None:
+    with pytest.raises(NotImplementedError, match=r"no op 'linear' for device 'cpu' with dtype torch.float64.*tiled, ref"):
+        linear(X.double(), X.double())
+    with pytest.raises(NotImplementedError, match=r"device 'meta' with dtype torch.float32; implementations.*: ref"):
+        rms_norm(X.to("meta"), None, 0.0)
+
+
+def test_unknown_names_list_what_exists() -> None:
+    with pytest.raises(KeyError, match=r"no op 'attention'; the ops are: .*linear.*sparse_attention"):
+        registry.available("attention")
+    with pytest.raises(KeyError, match=r"op 'linear' has no implementation 'cuda'; it has: tiled, ref"):
+        linear(X, X, impl="cuda")
+    with pytest.raises(KeyError, match="it has: tiled, ref"), registry.force({"linear": "cuda"}):
+        pass
+
+
+def test_bad_registrations() -> None:
+    with pytest.raises(ValueError, match=r"expected 'package.module:attribute'"):
+        registry.register("linear", "new", "dsv4_kernels.linear.ref", registry.any_device, 1)
+    with pytest.raises(ValueError, match=r"already has an implementation called 'ref' \(dsv4_kernels.linear.ref:linear\)"):
+        registry.register("linear", "ref", "a:b", registry.any_device, 1)
+
+
+@pytest.mark.usefixtures("doubling")
+def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """`doubling` has just been registered, so nothing is resolved yet."""
+    with caplog.at_level(logging.INFO, logger="dsv4_kernels.registry"):
+        for _ in range(3):
+            rms_norm(X, None, 0.0)
+            rms_norm(X, None, 0.0, impl="ref")
+    assert [r.getMessage() for r in caplog.records] == [
+        "op rms_norm on cpu, torch.float32: doubling",
+        "op rms_norm on cpu, torch.float32: ref (named)",
+    ]
+
+
+@pytest.mark.parametrize("op", registry.ops())
+def test_every_row_of_the_table_loads(op: str) -> None:
+    assert "ref" in registry.available(op)
+    for name in registry.available(op):
+        assert callable(registry.select(op, CPU, torch.float32, name))
+
+
+def test_importing_the_registry_imports_no_implementation() -> None:
+    program = "import sys, dsv4_kernels.registry; print([m for m in sys.modules if m.startswith('dsv4_kernels.')])"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "['dsv4_kernels.registry']"

@@ -1,0 +1,184 @@
+"""Routers and experts against loops in float64 (DeepSeek-V4 specification, section 5)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from dsv4_kernels.moe import experts_forward, mlp, swiglu
+from dsv4_kernels.quant import fp8_qdq
+from dsv4_kernels.router import route_hash, route_topk
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def naive_scores(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    logits = x.double() @ gate.double().T
+    return torch.tensor([[math.sqrt(math.log1p(math.exp(v))) for v in row] for row in logits], dtype=torch.float64)
+
+
+@DTYPES
+def test_route_topk(dtype: torch.dtype) -> None:
+    x, gate, bias = normal(40, 24, seed=0, dtype=dtype), normal(10, 24, seed=1, dtype=dtype), normal(10, seed=2)
+    weights, experts = route_topk(x, gate, bias, top_k=3, scale=2.5)
+    assert (weights.dtype, experts.dtype) == (torch.float32, torch.int32)
+    scores = naive_scores(x, gate)
+    for t in range(40):
+        expected = sorted(range(10), key=lambda e: -(scores[t, e] + bias[e].double()))[:3]
+        assert experts[t].tolist() == expected
+        chosen = scores[t, expected]
+        assert weights[t].tolist() == pytest.approx((chosen / chosen.sum() * 2.5).tolist(), rel=3e-6)
+
+
+def test_the_bias_selects_but_does_not_weigh() -> None:
+    x, gate = normal(5, 8, seed=3), normal(6, 8, seed=4)
+    bias = torch.tensor([0.0, 0.0, 100.0, 0.0, 50.0, 0.0])
+    weights, experts = route_topk(x, gate, bias, top_k=2, scale=1.0)
+    assert experts.tolist() == [[2, 4]] * 5
+    chosen = naive_scores(x, gate)[:, [2, 4]]
+    assert torch.allclose(weights.double(), chosen / chosen.sum(1, keepdim=True), rtol=3e-6, atol=0)
+
+
+def test_of_equal_scores_the_lower_expert_wins() -> None:
+    """All 12 experts equal but for one: it comes first, then the lowest ids."""
+    gate = torch.ones(12, 4)
+    bias = torch.zeros(12)
+    bias[7] = 1.0
+    _, experts = route_topk(torch.ones(70, 4), gate, bias, top_k=5, scale=1.0)
+    assert experts.tolist() == [[7, 0, 1, 2, 3]] * 70
+
+
+def test_large_logits_stay_finite() -> None:
+    gate = torch.tensor([[1000.0], [-1000.0], [50.0]])
+    weights, experts = route_topk(torch.ones(1, 1), gate, torch.zeros(3), top_k=2, scale=1.0)
+    assert experts.tolist() == [[0, 2]]
+    expected = torch.tensor([math.sqrt(1000.0), math.sqrt(50.0)])
+    assert torch.allclose(weights[0], expected / expected.sum(), rtol=1e-6)
+
+
+@DTYPES
+def test_route_hash(dtype: torch.dtype) -> None:
+    x, gate = normal(20, 24, seed=5, dtype=dtype), normal(10, 24, seed=6, dtype=dtype)
+    expert_table = torch.stack([torch.randperm(10, generator=torch.Generator().manual_seed(i))[:3] for i in range(50)])
+    token_ids = torch.randint(0, 50, (20,), generator=torch.Generator().manual_seed(7))
+    weights, experts = route_hash(x, gate, expert_table, token_ids, scale=1.5)
+    assert (weights.dtype, experts.dtype) == (torch.float32, torch.int32)
+    assert torch.equal(experts.long(), expert_table[token_ids])
+    chosen = naive_scores(x, gate).gather(1, experts.long())
+    assert torch.allclose(weights.double(), chosen / chosen.sum(1, keepdim=True) * 1.5, rtol=3e-6, atol=0)
+
+
+def test_a_token_id_outside_the_table_is_an_error() -> None:
+    with pytest.raises(IndexError):
+        route_hash(torch.ones(1, 4), torch.ones(3, 4), torch.zeros(5, 2, dtype=torch.int64), torch.tensor([5]), 1.0)
+
+
+def naive_swiglu(gate: float, up: float, limit: float) -> float:
+    gate, up = min(gate, limit), max(-limit, min(up, limit))
+    return gate / (1 + math.exp(-gate)) * up
+
+
+@DTYPES
+def test_swiglu_clamps_the_gate_from_above_only(dtype: torch.dtype) -> None:
+    values = torch.tensor([-50.0, -10.5, -10.0, -1.0, 0.0, 1.0, 9.875, 10.0, 10.5, 50.0])
+    gate, up = (v.flatten() for v in torch.meshgrid(values, values, indexing="ij"))
+    got = swiglu(gate.to(dtype), up.to(dtype), 10.0)
+    assert got.dtype == torch.float32
+    expected = [naive_swiglu(a, b, 10.0) for a, b in zip(gate.tolist(), up.tolist(), strict=True)]
+    assert got.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-30)
+
+
+def naive_expert(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weight: float, limit: float) -> torch.Tensor:
+    half = w13.shape[0] // 2
+    gate, up = (w13[:half].double() @ x.double(), w13[half:].double() @ x.double())
+    h = [weight * naive_swiglu(float(a), float(b), limit) for a, b in zip(gate, up, strict=True)]
+    return w2.double() @ torch.tensor(h, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("offset", [0, 2], ids=["all_experts", "second_rank"])
+def test_experts_in_fp32(offset: int) -> None:
+    """A limit that is often reached, a token whose experts all live elsewhere, a repeated expert."""
+    x, w13, w2 = normal(9, 16, seed=8), normal(6, 24, 16, seed=9), normal(6, 16, 12, seed=10)
+    experts = torch.randint(0, 6, (9, 3), generator=torch.Generator().manual_seed(11))
+    experts[0], experts[1] = torch.tensor([0, 1, 0]), torch.tensor([4, 4, 5])
+    weights = torch.rand(9, 3, generator=torch.Generator().manual_seed(12))
+    held = slice(offset, 4 if offset else 6)
+    got = experts_forward(x, weights, experts.int(), w13[held], w2[held], 2.0, expert_offset=offset)
+    assert got.dtype == torch.float32
+    expected = torch.zeros(9, 16, dtype=torch.float64)
+    for t in range(9):
+        for weight, e in zip(weights[t].tolist(), experts[t].tolist(), strict=True):
+            if held.start <= e < held.stop:
+                expected[t] += naive_expert(x[t], w13[e], w2[e], weight, 2.0)
+    assert torch.allclose(got.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    if offset:
+        assert not got[0].any()
+
+
+def test_the_shared_expert_is_an_expert_of_weight_one() -> None:
+    x, w13, w2 = normal(9, 16, seed=13), normal(24, 16, seed=14), normal(16, 12, seed=15)
+    expected = torch.stack([naive_expert(row, w13, w2, 1.0, 2.0) for row in x])
+    assert torch.allclose(mlp(x, w13, w2, 2.0).double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+def test_bf16_and_fp8_steps_in_the_release_s_order() -> None:
+    """Round the input; w1, w3 to bf16; weight times swiglu in fp32; to bf16; round again; w2 to bf16; sum in fp32."""
+    x = normal(5, 128, seed=16, dtype=torch.bfloat16)
+    w13, w2 = normal(3, 256, 128, seed=17, dtype=torch.bfloat16), normal(3, 128, 128, seed=18, dtype=torch.bfloat16)
+    experts = torch.tensor([[2, 0]] * 5)
+    weights = torch.rand(5, 2, generator=torch.Generator().manual_seed(19)) + 0.3
+    expected = torch.zeros(5, 128)
+    for e, weight in ((0, weights[:, 1:]), (2, weights[:, :1])):
+        gate, up = (fp8_qdq(x, 128).float() @ w13[e].float().T).bfloat16().chunk(2, 1)
+        h = (weight * swiglu(gate, up, 10.0)).bfloat16()
+        expected += (fp8_qdq(h, 128).float() @ w2[e].float().T).bfloat16().float()
+    got = experts_forward(x, weights, experts, w13, w2, 10.0, act_qdq_block=128)
+    # Another order of fp32 sums may flip a bf16 rounding (2**-8) here and there, and then an e4m3 one (2**-4); most
+    # elements see neither, and weighting after w2, or no rounding at all, moves most of them.
+    relative = (got - expected).norm() / expected.norm()
+    assert relative < 3e-3
+    late = torch.zeros(5, 128)
+    for e, weight in ((0, weights[:, 1:]), (2, weights[:, :1])):
+        gate, up = (fp8_qdq(x, 128).float() @ w13[e].float().T).bfloat16().chunk(2, 1)
+        h = swiglu(gate, up, 10.0).bfloat16()
+        late += weight * (fp8_qdq(h, 128).float() @ w2[e].float().T).bfloat16().float()
+    assert (late - expected).norm() / expected.norm() > 1e-2
+
+
+def test_no_tokens() -> None:
+    empty = torch.zeros(0, 16)
+    weights, experts = route_topk(empty, torch.ones(6, 16), torch.zeros(6), 3, 1.0)
+    assert experts_forward(empty, weights, experts, torch.ones(6, 24, 16), torch.ones(6, 16, 12), 10.0).shape == (0, 16)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: route_topk(torch.zeros(2, 4), torch.zeros(3, 5), torch.zeros(3), 1, 1.0), "gate_weight"),
+        (lambda: route_topk(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(4), 1, 1.0), r"bias has shape \(4,\)"),
+        (lambda: route_topk(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(3), 4, 1.0), "top_k is 4; expected 1 to 3"),
+        (
+            lambda: route_hash(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(9, 2), torch.zeros(3), 1.0),
+            r"token_ids \(2,\)",
+        ),
+        (lambda: swiglu(torch.zeros(2), torch.zeros(3), 10.0), "differ in shape"),
+        (lambda: swiglu(torch.zeros(2), torch.zeros(2), 0.0), "expected a positive number"),
+        (lambda: mlp(torch.zeros(2, 4), torch.zeros(6, 4), torch.zeros(4, 2), 10.0), r"w13 \[2I, d\]"),
+        (
+            lambda: experts_forward(
+                *(torch.zeros(2, 4), torch.zeros(2, 1), torch.zeros(2, 2), torch.zeros(3, 6, 4), torch.zeros(3, 4, 3)),
+                10.0,
+            ),
+            "weights and experts",
+        ),
+    ],
+    ids=["gate", "bias", "top_k", "token_ids", "swiglu", "limit", "mlp", "experts"],
+)
+def test_errors_say_what_is_expected(call, message: str) -> None:  # noqa: ANN001
+    with pytest.raises(ValueError, match=message):
+        call()
