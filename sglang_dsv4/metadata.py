@@ -34,7 +34,7 @@ class CompressPlan:
     """Entries that this forward may close, for every layer of one ratio (specification, section 3.4).
 
     M is the number of closed groups in `extend_metadata`; in `uniform_metadata` it is B*ceil(k/r), and an item whose
-    group stays open names one valid token as its only source (so its result is finite) and goes to the sink row.
+    group stays open has no sources (the compressor gives zeros) and goes to the sink row.
     """
 
     sources: Tensor  # [M, C*r] int32: -1 no row; s < S: compressor-state row; S + i: token i of this forward
@@ -69,13 +69,15 @@ class ForwardMetadata:
 def page_table_of(req_to_token: Tensor, req_slots: Tensor, num_pages: int) -> Tensor:
     """FULL page numbers [B, num_pages] int32 of the requests' first `num_pages` pages.
 
-    SGLang hands out whole pages of 256 slots, so the slot of a page's first token names the page.
+    SGLang hands out whole pages of 256 slots, so the slot of a page's first token names the page. The sink slot has the
+    sink page, whatever its row of the table says: a padding request must not write an entry of somebody's.
 
     Args:
         req_to_token: [slots, max_context] int32, SGLang's table of full slots by position.
         req_slots: [B] int64.
     """
-    return (req_to_token[:, ::FULL_PAGE_TOKENS][:, :num_pages].index_select(0, req_slots) // FULL_PAGE_TOKENS).int()
+    pages = req_to_token[:, ::FULL_PAGE_TOKENS][:, :num_pages].index_select(0, req_slots) // FULL_PAGE_TOKENS
+    return pages.masked_fill_((req_slots == 0)[:, None], 0).int()
 
 
 def _runs(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -233,14 +235,13 @@ def uniform_metadata(
         closes = group_positions + ratio <= first + k
         C, S = overlap_groups(ratio), geometry.state_rows(ratio)
         raw = group_positions[:, None] + torch.arange((1 - C) * ratio, ratio, device=device)
-        own_token = request_slots * S + (group_owner * k)[:, None]
         in_state = req_slots[group_owner, None] * S + raw % S
-        in_batch = own_token + raw - first[:, None]
+        in_batch = request_slots * S + (group_owner * k - first)[:, None] + raw
         sources = torch.where(raw < first[:, None], in_state, in_batch).masked_fill_(raw < 0, -1)
         in_table = group_positions.clamp(max=page_table.shape[1] * FULL_PAGE_TOKENS - 1)  # of an open group, else as is
         row = _entry_rows(page_table, group_owner, in_table, ratio)
         compress[ratio] = CompressPlan(
-            sources=torch.where(closes[:, None], sources, own_token).int(),
+            sources=sources.masked_fill_(~closes[:, None], -1).int(),
             slots=torch.where(closes, row, 0),
             positions=torch.where(closes, group_positions, first // ratio * ratio),
             state_write_tokens=tokens,

@@ -97,7 +97,7 @@ def test_verify_with_rejected_drafts(k: int) -> None:
     sim = Simulation(PoolGeometry(ratios=(0, 4, 128), draft_tokens=k))
     sim.extend([(0, 3), (1, 120), (2, 253)])
     for _ in range(100):
-        sim.uniform([0, 1, 2], tokens=k, accept=[rng.randint(1, k) for _ in range(3)])
+        sim.uniform([0, 1, 2], tokens=k, accept=[rng.randint(1, k) for _ in range(3)], padding=rng.choice([0, 2]))
         if rng.random() < 0.2:
             sim.uniform([2, 0])
     sim.extend([(0, 5), (1, 1)])
