@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
+from torch import Tensor
+
 from dsv4_kernels.compressor import compress
 from dsv4_kernels.indexer import index_topk
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.sparse_attention import sparse_attention
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
-from torch import Tensor
-
 from sglang_dsv4.geometry import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, SWA_RATIO, entries_per_page
 from sglang_dsv4.kv_pool import Dsv4KVPool
 from sglang_dsv4.metadata import ForwardMetadata, extend_metadata, page_table_of, uniform_metadata
@@ -330,7 +330,7 @@ class Dsv4AttentionBackend(AttentionBackend):
             entries=None if ratio == SWA_RATIO else pool.entries(layer_id),
             entry_rows=selected,
             page_table=meta.page_table if dense else None,
-            entries_per_page=entries_per_page(HCA_RATIO) if dense else None,
+            entries_per_page=entries_per_page(HCA_RATIO) if dense else 0,
             token_to_request=meta.token_to_request if dense else None,
             visible=meta.visible[HCA_RATIO] if dense else None,
             sink=sink,

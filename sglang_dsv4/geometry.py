@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from dsv4_kernels.kv_layout import RowFormat
 
 FULL_PAGE_TOKENS = 256

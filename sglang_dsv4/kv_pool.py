@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from dsv4_kernels.kv_layout import KVRows
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.runtime_context import get_exec
 
+from dsv4_kernels.kv_layout import KVRows
 from sglang_dsv4.compat import DeepSeekV4TokenToKVPool
 from sglang_dsv4.geometry import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, PoolGeometry
 from sglang_dsv4.pool_sizing import PoolPlan, geometry_of

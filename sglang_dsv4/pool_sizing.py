@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from dsv4_kernels.kv_layout import KVRows, RowFormat
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
 from sglang.srt.runtime_context import get_schedule, get_spec, max_speculative_num_draft_tokens
 
+from dsv4_kernels.kv_layout import KVRows, RowFormat
 from sglang_dsv4.config import Config
 from sglang_dsv4.geometry import CSA_RATIO, FULL_PAGE_TOKENS, SWA_RATIO, PoolGeometry
 
