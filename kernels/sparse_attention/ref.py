@@ -52,10 +52,9 @@ def sparse_attention(
     step = max(1, GATHERED_BYTES // max(4 * keys_per_token * q.shape[2], 1))
     for begin in range(0, q.shape[0], step):
         tokens = slice(begin, begin + step)
-        partial, lse[tokens] = _attend(q[tokens], [(table, rows[tokens]) for table, rows in tables], scale)
-        if sink is not None:
-            partial *= _kept_from_sink(lse[tokens], sink).unsqueeze(-1)
-        out[tokens] = partial.to(out.dtype)
+        weighted, reference, total = _attend(q[tokens], [(table, rows[tokens]) for table, rows in tables], scale)
+        out[tokens] = _divided(weighted, reference, total, sink).to(out.dtype)
+        lse[tokens] = reference + torch.log(total)
     return (out, lse) if return_lse or not normalised else out
 
 
@@ -68,15 +67,16 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor], sink: Tensor 
         weight = torch.exp(lse - reference)
         out += weight.unsqueeze(-1) * part
         total += weight
-    out /= torch.where(total == 0, 1.0, total).unsqueeze(-1)
-    lse = reference + torch.log(total)
-    if sink is not None:
-        out *= _kept_from_sink(lse, sink).unsqueeze(-1)
-    return out, lse
+    return _divided(out, reference, total, sink), reference + torch.log(total)
 
 
-def _attend(q: Tensor, tables: list[tuple[KVRows, Tensor]], scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of t tokens to rows [t, n * KEY_TILE] of each table -> out [t, H, D] fp32 without sink, lse [t, H]."""
+def _attend(q: Tensor, tables: list[tuple[KVRows, Tensor]], scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of t tokens to the rows [t, n * KEY_TILE] of each table, not yet divided.
+
+    Returns:
+        Σ exp(s - reference) * row [t, H, D], reference [t, H] (the largest score, 0 without rows), and
+        Σ exp(s - reference) [t, H], all fp32.
+    """
     q32 = q.float().contiguous() * scale
     tiles, logits = [], []
     for table, rows in tables:
@@ -91,7 +91,7 @@ def _attend(q: Tensor, tables: list[tuple[KVRows, Tensor]], scale: float) -> tup
     out = torch.zeros_like(q32)
     total = q32.new_zeros(q32.shape[:2])
     if not tiles:
-        return out, total - torch.inf
+        return out, torch.zeros_like(total), total
     logit = torch.stack(logits)  # [tiles, t, H, KEY_TILE]
     largest = logit.amax((0, 3))
     largest = torch.where(largest == -torch.inf, 0.0, largest)
@@ -99,15 +99,17 @@ def _attend(q: Tensor, tables: list[tuple[KVRows, Tensor]], scale: float) -> tup
     for weight, tile_total, keys in zip(weights, weights.sum(-1), tiles, strict=True):
         out.baddbmm_(weight, keys)
         total += tile_total
-    out /= torch.where(total == 0, 1.0, total).unsqueeze(-1)
-    return out, largest + torch.log(total)
+    return out, largest, total
 
 
-def _kept_from_sink(lse: Tensor, sink: Tensor) -> Tensor:
-    """exp(lse) / (exp(lse) + exp(sink)): the share of the softmax that the sink leaves to the rows. [t, H]."""
-    kept = 1.0 / (1.0 + torch.exp(sink - lse))
-    # Both infinite: no rows and an empty sink, or the like; nothing is kept either way.
-    return torch.where(torch.isnan(kept), 0.0, kept)
+def _divided(weighted: Tensor, reference: Tensor, total: Tensor, sink: Tensor | None) -> Tensor:
+    """weighted / (total + exp(sink - reference)), where nothing at all gives zero. [t, H, D] fp32.
+
+    exp overflows when the sink exceeds the largest score by 88: the rows' true share is then below fp32's range.
+    """
+    if sink is not None:
+        total = total + torch.exp(sink - reference)
+    return weighted / torch.where(total == 0, 1.0, total).unsqueeze(-1)
 
 
 def _padded_to_tiles(rows: Tensor) -> Tensor:

@@ -31,11 +31,11 @@ class Case:
             values = torch.randn(length, dim, generator=generator)
             values = torch.randint(-1, 2, (length, dim), generator=generator).float() if integers else values
             self.keys.scatter(self.rows(request, length), values)
-        visible = [v for length in lengths for v in range(0, length + 1, 3)] + [max(lengths)]
-        self.request = torch.tensor([b for b in (0, 1) for _ in range(0, lengths[b] + 1, 3)] + [lengths[1] > lengths[0]])
-        self.request = self.request.int()
-        self.visible = torch.tensor(visible, dtype=torch.int32)
-        tokens = len(visible)
+        # Every third length of both requests, and the longer one in full.
+        tokens_of = [(request, v) for request in (0, 1) for v in range(0, lengths[request] + 1, 3)]
+        tokens_of.append((int(lengths[1] > lengths[0]), max(lengths)))
+        self.request, self.visible = torch.tensor(tokens_of, dtype=torch.int32).unbind(1)
+        tokens = len(tokens_of)
         self.q = torch.randn(tokens, heads, dim, generator=generator)
         self.weights = torch.randn(tokens, heads, generator=generator)
         if integers:
