@@ -10,8 +10,16 @@ from unittest import mock
 import pytest
 import torch
 from model.harness import Harness
-from model.oracle import FLASH_LIKE, PRO_LIKE, OracleRun, TransformersOracle, configuration, random_weights
-from model.oracle import write_checkpoint
+from model.oracle import (
+    FLASH_LIKE,
+    PRO_LIKE,
+    OracleRun,
+    TransformersOracle,
+    as_stored,
+    configuration,
+    random_weights,
+    write_checkpoint,
+)
 from model.reference import FULL, OFF, Quant, Reference
 from torch import Tensor
 
@@ -72,6 +80,8 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
         if key not in made:
             config = configuration(SCHEDULES[schedule], torch_dtype=dtype, **overrides)
             weights = random_weights(config, seed)
+            if dtype == "bfloat16":  # the model holds them in bf16; the others' fp32 copies shall be the same numbers
+                weights = {name: as_stored(name, value) for name, value in weights.items()}
             folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), config, weights)
             with mock.patch.dict(os.environ, SGLANG_DSV4_QAT=qat):
                 harness = Harness(folder, dtype=dtype, **(server_args or {}))

@@ -15,11 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 FLASH_LIKE = (0, 0, 4, 128, 4, 128)
 PRO_LIKE = (128, 128, 4, 128, 4)
+# The release's quantisers need multiples of 128 (activations), 64 (KV) and 32 (indexer) channels.
+QUANTISABLE = dict(
+    hidden_size=128, q_lora_rank=128, o_lora_rank=128, moe_intermediate_size=128, head_dim=128, qk_rope_head_dim=64,
+    num_attention_heads=4, index_n_heads=8, index_head_dim=64, num_hash_layers=2,
+)  # fmt: skip
 
 # (official fragment, transformers fragment), applied in order; DeepSeek-V4 specification, section 6.
 _RENAMES = (
@@ -195,6 +200,13 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in weights.items()}
 
 
+def as_stored(name: str, value: Tensor) -> Tensor:
+    """Rounded to what the released files hold in bf16 (or fewer bits); they keep mHC, ape, sinks and biases in fp32."""
+    if value.dtype != torch.float32 or ".hc_" in name or name.startswith("hc_"):
+        return value
+    return value if name.endswith(("ape", "attn_sink", "gate.bias")) else value.bfloat16().float()
+
+
 def write_checkpoint(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
     """Writes config.json and one safetensors shard with its index, as the released checkpoints have them."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -204,6 +216,33 @@ def write_checkpoint(folder: Path, config: dict[str, Any], weights: dict[str, Te
     index = {"metadata": {}, "weight_map": dict.fromkeys(weights, shard)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def read_dequantised(folder: Path) -> dict[str, Tensor]:
+    """Every weight of a checkpoint in the released format as fp32 (tid2eid int64), dequantised (section 4.2)."""
+    stored: dict[str, Tensor] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        stored.update(load_file(shard))
+    weights: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        if name.endswith(".scale"):
+            continue
+        scale = stored.get(name.removesuffix("weight") + "scale")
+        if tensor.dtype == torch.int8:  # two e2m1 codes a byte, the even column in the low nibble; a scale for 32
+            low, high = tensor.view(torch.uint8).long() & 15, tensor.view(torch.uint8).long() >> 4
+            codes = torch.stack((low, high), -1).flatten(1)
+            values = _E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+            weights[name] = (values.unflatten(1, (-1, 32)) * scale.float()[..., None]).flatten(1)
+        elif scale is not None:  # e4m3, a scale for 128 rows and 128 columns
+            rows, columns = tensor.shape
+            row, column = torch.arange(rows) // 128, torch.arange(columns) // 128
+            weights[name] = tensor.float() * scale.float()[row[:, None], column[None, :]]
+        else:
+            weights[name] = tensor if tensor.dtype in (torch.int32, torch.int64) else tensor.float()
+    return weights
 
 
 def transformers_state(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:

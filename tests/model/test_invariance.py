@@ -4,12 +4,8 @@ restored from a cache can be compared exactly with one that is computed."""
 
 import pytest
 import torch
+from model.oracle import QUANTISABLE
 
-# The release's quantisers need multiples of 128 (activations), 64 (KV) and 32 (indexer) channels.
-QUANTISABLE = dict(
-    hidden_size=128, q_lora_rank=128, o_lora_rank=128, moe_intermediate_size=128, head_dim=128, qk_rope_head_dim=64,
-    num_attention_heads=4, index_n_heads=8, index_head_dim=64, num_hash_layers=2,
-)  # fmt: skip
 PROMPT = 290
 DECODE_FROM = 281
 

@@ -1,0 +1,245 @@
+"""The release's fake-quantisers on: each sublayer from the input that ours had, against an independent reference that
+quantises (reference.py).
+
+Never whole-model logits: on random weights one quantiser turns a 1e-6 perturbation into 0.1 (specification, section 11.1).
+The indexer's and the router's choices are handed to the reference, and are compared by themselves.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from model.oracle import QUANTISABLE
+from model.recording import recording
+from model.reference import FULL, Quant, Reference, Trace, fp4_codes, fp8_codes
+
+PROMPT, CHUNK, DECODE_FROM = 300, 64, 290
+LAYERS = range(6)
+EXACT = 1e-5
+
+
+def relative_error(actual, expected):
+    """L2 of the difference over L2 of the expected value, per token (or entry)."""
+    actual, expected = actual.float().flatten(1), expected.float().flatten(1)
+    return (actual - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-9)
+
+
+def assert_exact_but_for_flips(actual, expected, what):
+    """Same arithmetic: fp32 rounding, but where it moves a value over a quantiser's threshold (one step of one of
+    >= 64 channels, a few tokens in a hundred)."""
+    error = relative_error(actual, expected)
+    summary = f"{what}: median {error.median():.1e}, max {error.max():.1e}, {(error > EXACT).sum()} of {len(error)} flips"
+    assert error.median() < 2e-6 and (error > EXACT).float().mean() <= 0.03 and error.max() < 3e-2, summary
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    served: object
+    tokens: torch.Tensor
+    record: object
+
+    def ratio(self, layer):
+        return self.served.config["compress_ratios"][layer]
+
+    def selected(self, layer):
+        """Ours [T, num_entries] bool, or None where there is no indexer."""
+        return self.record("selected", layer)[:, : PROMPT // 4] if self.ratio(layer) == 4 else None
+
+    def attention(self, reference, layer, selected=None):
+        """(output, internal tensors) of the reference from our input, in the reference's dtype."""
+        trace = Trace()
+        x = self.record("attn.in", layer).to(reference.dtype)
+        output = reference.attention(x, f"layers.{layer}.", self.ratio(layer), trace, selected)
+        return trace.values | {"out": output}
+
+    def moe(self, reference, layer):
+        x = self.record("ffn.in", layer).to(reference.dtype)
+        return reference.moe(x, f"layers.{layer}.", self.tokens, experts=self.record("experts", layer))
+
+
+def record_run(served):
+    tokens = served.corpus[3][:PROMPT]
+    with recording(served.harness) as record:
+        served.harness.run(tokens, CHUNK, DECODE_FROM)
+    return Run(served, tokens, record)
+
+
+@pytest.fixture(scope="module", params=["kv", "full"])
+def fp32_run(request, serve):
+    return record_run(serve("flash-like", qat=request.param, **QUANTISABLE))
+
+
+@pytest.fixture(scope="module")
+def bf16_run(serve):
+    return record_run(serve("flash-like", dtype="bfloat16", qat="full", **QUANTISABLE))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_attention(fp32_run, layer):
+    expected = fp32_run.attention(fp32_run.served.reference, layer, fp32_run.selected(layer))
+    for name in ("q", "kv", "entries", "attended"):
+        if name in expected:
+            assert_exact_but_for_flips(fp32_run.record(name, layer), expected[name], f"layer {layer} {name}")
+    assert_exact_but_for_flips(fp32_run.record("attn.out", layer), expected["out"], f"layer {layer} output")
+
+
+@pytest.mark.parametrize("layer", [i for i in LAYERS if i in (2, 4)])
+def test_indexer(fp32_run, layer):
+    """Queries, keys and head weights, and the sets: they may differ only where the last choice was a close one."""
+    expected = fp32_run.attention(fp32_run.served.reference, layer)
+    for name in ("index_q", "index_keys", "index_weights"):
+        assert_exact_but_for_flips(fp32_run.record(name, layer), expected[name], f"layer {layer} {name}")
+    scores, top_k = expected["index_scores"], fp32_run.served.config["index_topk"]
+    for t, ours in enumerate(fp32_run.selected(layer)):
+        visible = (t + 1) // 4
+        assert ours.sum() == min(top_k, visible) and not ours[visible:].any()
+        if visible > top_k:
+            ordered = scores[t, :visible].sort(descending=True).values
+            clear = (ordered[top_k - 1] - ordered[top_k]) / ordered.std() > EXACT
+            worst = scores[t, :visible][ours[:visible]].min()
+            assert not clear or worst >= ordered[top_k - 1] - EXACT * ordered.std(), f"token {t}: wrong set"
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_moe(fp32_run, layer):
+    reference, x = fp32_run.served.reference, fp32_run.record("ffn.in", layer)
+    assert_exact_but_for_flips(fp32_run.record("ffn.out", layer), fp32_run.moe(reference, layer), f"layer {layer}")
+    weights, experts = reference.route(x, f"layers.{layer}.ffn.", fp32_run.tokens)
+    ours, order = fp32_run.record("experts", layer).sort(1)
+    expected, expected_order = experts.sort(1)
+    same = (ours == expected).all(1)
+    assert same.float().mean() >= 0.99
+    difference = fp32_run.record("weights", layer).gather(1, order) - weights.gather(1, expected_order)
+    assert difference[same].abs().max() < EXACT
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_block(fp32_run, layer):
+    """Streams in, streams out: both hyper-connections around both sublayers; the reference makes its own choices."""
+    served = fp32_run.served
+    expected = served.reference.block(
+        fp32_run.record("block.in", layer), f"layers.{layer}.", fp32_run.ratio(layer), fp32_run.tokens
+    )
+    error = relative_error(fp32_run.record("block.out", layer), expected)
+    assert error.median() < 2e-6 and (error > 1e-4).float().mean() < 0.05
+
+
+@pytest.mark.parametrize("switch", ["kv_fp8", "indexer_fp4", "activations_fp8"])
+def test_a_missing_quantiser_shows(serve, switch):
+    """The comparisons above can fail: a reference without one of the quantisers is far off."""
+    run = record_run(serve("flash-like", qat="full", **QUANTISABLE))
+    without = Reference(run.served.config, run.served.weights, dataclasses.replace(FULL, **{switch: False}))
+    expected = run.attention(without, 2, run.selected(2))
+    name = "kv" if switch == "kv_fp8" else "q"
+    if switch == "indexer_fp4":
+        expected, name = run.attention(without, 2), "index_keys"
+    with pytest.raises(AssertionError, match="flips"):
+        assert_exact_but_for_flips(run.record(name, 2), expected[name], name)
+    if switch != "indexer_fp4":
+        with pytest.raises(AssertionError, match="flips"):
+            assert_exact_but_for_flips(run.record("attn.out", 2), expected["out"], "output")
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_bf16_is_as_close_as_the_reference_in_bf16(bf16_run, layer):
+    """bf16 and fp32 round differently before each quantiser, so they differ by 2-5e-2. Ours may not differ more from fp32
+    than the reference's own equations do when every activation is rounded to bf16 (and a tenth of its median)."""
+    served, selected = bf16_run.served, bf16_run.selected(layer)
+    in_bf16 = Reference(served.config, served.weights, FULL, torch.bfloat16)
+    exact, rounded = (bf16_run.attention(r, layer, selected) for r in (served.reference, in_bf16))
+    pairs = {name: (bf16_run.record(name, layer), exact[name], rounded[name]) for name in ("q", "kv", "attended")}
+    pairs["attention"] = (bf16_run.record("attn.out", layer), exact["out"], rounded["out"])
+    pairs["moe"] = (bf16_run.record("ffn.out", layer), bf16_run.moe(served.reference, layer), bf16_run.moe(in_bf16, layer))
+    for name, (ours, expected, theirs) in pairs.items():
+        error, allowed = relative_error(ours, expected), relative_error(theirs, expected)
+        limit = 1.1 * allowed.median()
+        message = f"layer {layer} {name}: median {error.median():.1e} (reference in bf16: {allowed.median():.1e})"
+        assert error.median() <= limit and error.max() <= 1.5 * allowed.max(), message
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------------
+
+REAL_ROWS = dict(
+    hidden_size=128, q_lora_rank=128, o_lora_rank=128, moe_intermediate_size=128, head_dim=512, qk_rope_head_dim=64,
+    num_attention_heads=4, index_n_heads=8, index_head_dim=128,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def byte_rows(serve):
+    """bf16 model whose pools hold 584-byte rows, and what its attention layers gave them, not quantised yet."""
+    served = serve(
+        "flash-like", dtype="bfloat16", qat="full", server_args=dict(kv_cache_dtype="fp8_e4m3"), **REAL_ROWS
+    )
+    request = served.harness.open()
+    with recording(served.harness) as record:
+        served.harness.step([(request, served.corpus[3][:200].tolist())])
+        for token in served.corpus[3][200:204].tolist():
+            served.harness.step([(request, [token])], "decode")
+    return served, request, record
+
+
+def expected_row_bytes(rows):
+    """The 584-byte row of section 4.1: 448 e4m3, 64 bf16, then 7 ue8m0 and a zero."""
+    codes, scales = fp8_codes(rows[:, :448], 64)
+    rope = rows[:, 448:].bfloat16().contiguous().view(torch.uint8)
+    return torch.cat([codes, rope], 1), torch.cat([scales, torch.zeros_like(scales[:, :1])], 1)
+
+
+def stored_row_bytes(table, rows):
+    """(data, scales) of 584-byte rows; 64 of them in a page of 37,440 bytes: all data, all scales, padding."""
+    assert table.storage.shape[1] == 37440
+    data = table.storage[:, : 64 * 576].unflatten(1, (64, 576)).flatten(0, 1)
+    scales = table.storage[:, 64 * 576 : 64 * 584].unflatten(1, (64, 8)).flatten(0, 1)
+    return data[rows], scales[rows]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_row_bytes(byte_rows, layer):
+    served, request, record = byte_rows
+    pool, ratio = served.harness.pool, served.config["compress_ratios"][layer]
+    table = served.harness.runner.req_to_token_pool.req_to_token
+    tokens = torch.arange(request.num_tokens - 127, request.num_tokens)
+    ring = request.row * pool.geometry.ring_rows + tokens % pool.geometry.ring_rows
+    cases = [(pool.window(layer), ring, record("kv", layer)[tokens])]
+    if ratio:
+        entries = torch.arange(request.num_tokens // ratio)
+        slots = table[request.row, entries * ratio].long() // ratio
+        cases.append((pool.entries(layer), slots, record("entries", layer)))
+    for rows, places, source in cases:
+        assert source.dtype == torch.bfloat16 and len(source) == len(places)
+        for stored, expected in zip(stored_row_bytes(rows, places), expected_row_bytes(source), strict=True):
+            assert torch.equal(stored, expected)
+
+
+@pytest.mark.parametrize("layer", [2, 4])
+def test_index_row_bytes(byte_rows, layer):
+    """68 bytes: two e2m1 codes a byte, even channel low; then a scale for each 32 channels."""
+    served, request, record = byte_rows
+    table, keys = served.harness.pool.index_keys(layer), record("index_keys", layer)
+    slots = served.harness.runner.req_to_token_pool.req_to_token[request.row, torch.arange(len(keys)) * 4].long() // 4
+    codes, scales = fp4_codes(keys)
+    pages = table.storage
+    assert pages.shape[1] == 64 * 68
+    assert torch.equal(pages[:, : 64 * 64].unflatten(1, (64, 64)).flatten(0, 1)[slots], codes[:, ::2] | codes[:, 1::2] << 4)
+    assert torch.equal(pages[:, 64 * 64 :].unflatten(1, (64, 4)).flatten(0, 1)[slots], scales)
+
+
+def test_byte_rows_and_plain_rows_give_the_same_bits(byte_rows, serve):
+    """A plain row holds the fake-quantised values, so nothing downstream can tell the formats apart."""
+    plain = serve("flash-like", dtype="bfloat16", qat="full", **REAL_ROWS)
+    tokens = plain.corpus[4][:280]
+    expected = plain.harness.run(tokens, 96, 270)
+    actual = byte_rows[0].harness.run(tokens, 96, 270)
+    assert torch.isfinite(expected).all() and torch.equal(actual, expected)
+
+
+def test_switches(serve):
+    """off, kv and full are three different models."""
+    logits = {}
+    for qat in ("off", "kv", "full"):
+        served = serve("flash-like", qat=qat, **QUANTISABLE)
+        assert served.quant == {"off": Quant(), "kv": Quant(True, True), "full": FULL}[qat]
+        logits[qat] = served.harness.run(served.corpus[0][:130])
+    for one, other in (("off", "kv"), ("kv", "full")):
+        assert relative_error(logits[one], logits[other]).median() > 1e-3
