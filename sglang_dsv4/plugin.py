@@ -17,6 +17,7 @@ MTP draft          AROUND the two ``DraftBackendFactory._create_dsv4_*``: no reg
 longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admission_page``    scheduler
 token ids          AFTER ``scheduler.validate_input_length``: SGLang checks no prompt's ids       scheduler
 CPU platform       AROUND ``reject_out_of_tree_path``, for our own KV pool only               scheduler
+CPU config         AROUND ``model_runner.adjust_config_with_unaligned_cpu_tp``: kept as it is  scheduler
 self-check         BEFORE ``ModelRunner.load_model``, AFTER ``Scheduler.__init__``            scheduler
 =================  =========================================================================  =======================
 
@@ -36,6 +37,7 @@ from sglang_dsv4 import compat
 from sglang_dsv4.shims import is_off
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
@@ -142,6 +144,7 @@ def _install_scheduler_hooks() -> None:
     _hook(f"{drafts}._create_dsv4_decode_backend", _create_draft_decode_backend, "AROUND")
     _hook(f"{drafts}._create_dsv4_prefill_backend", _create_draft_extend_backend, "AROUND")
     _hook("sglang.srt.managers.scheduler.validate_input_length", _refuse_unknown_token_ids, "AFTER")
+    _hook("sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp", _keep_config, "AROUND")
     _hook("sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator", _size_pools, "AROUND")
 
 
@@ -215,6 +218,13 @@ def _reserve_admission_page(
     from sglang_dsv4.pool_sizing import reserve_admission_page
 
     return reserve_admission_page(result)
+
+
+def _keep_config(original: Callable[..., ModelConfig], model_config: ModelConfig, *args: Any) -> ModelConfig:
+    """On a CPU SGLang pads heads and intermediate sizes to what its own layers want: one KV head becomes tp_size."""
+    if compat.is_ours(model_config.hf_config.architectures):
+        return model_config
+    return original(model_config, *args)
 
 
 def _allow_our_kv_pool(original: Callable[..., None], platform: Any, *, subsystem: str) -> None:

@@ -89,6 +89,8 @@ def install_triton_stand_in() -> None:
     # These are used as types, in annotations and isinstance: the stand-in's attributes are modules unless set.
     for module, name in (("language", "constexpr"), ("runtime.jit", "JITFunction"), ("runtime.jit", "KernelInterface")):
         setattr(_submodule(stubs, triton, module), name, type(name, (stubs._StubBase,), {"__init__": _accept_anything}))
+    # torch.compile, which the vocabulary-parallel embedding uses under tensor parallelism, looks for "cpu" in here.
+    _submodule(stubs, triton, "backends").backends = {}
     for module in ("runtime.cache", "compiler.compiler"):
         _submodule(stubs, triton, module).triton_key = stubs._triton_key
 

@@ -29,12 +29,15 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
-def check_parallelism() -> None:
-    """Refuse the kinds of parallelism this model has no code for.
+def check_server_options() -> None:
+    """Refuse a dtype and kinds of parallelism that this model has no code for.
 
     Raises:
         ConfigError: names the option.
     """
+    dtype = torch.get_default_dtype()  # SGLang's loader builds a model under its dtype
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ConfigError("dtype", str(dtype), "bfloat16 or float32 (--dtype; auto makes float16 of float32 weights)")
     parallel = get_parallel()
     for option, size in (("pp_size", parallel.pp_size), ("attention dp_size", parallel.attn_dp_size)):
         if size != 1:
@@ -119,7 +122,7 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     def __init__(self, config: object, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
         super().__init__()
-        check_parallelism()
+        check_server_options()
         self.config = config
         self.quant_config = quant_config
         self.dsv4_config = Config.from_hf(config)

@@ -15,7 +15,7 @@ from sglang_dsv4.layers.hyper_connection import HyperConnectionHead
 from sglang_dsv4.layers.linear import quantised_linear_config
 from sglang_dsv4.layers.logits import Fp32LogitsProcessor, build_lm_head
 from sglang_dsv4.layers.norm import RMSNorm
-from sglang_dsv4.models.deepseek_v4 import Block, DeepseekV4ForCausalLM, check_parallelism
+from sglang_dsv4.models.deepseek_v4 import Block, DeepseekV4ForCausalLM, check_server_options
 from sglang_dsv4.weights import load_checkpoint, mtp_tensors
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class DeepseekV4ForCausalLMNextN(DeepseekV4ForCausalLM):
 
     def __init__(self, config: object, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
         nn.Module.__init__(self)
-        check_parallelism()
+        check_server_options()
         self.config = config
         self.quant_config = quant_config
         self.dsv4_config = Config.from_hf(config)
