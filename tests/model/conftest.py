@@ -1,11 +1,9 @@
 """Loaded models shared by the tests of this folder: each (schedule, dtype, switches) is built once a session."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -83,8 +81,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
             if dtype == "bfloat16":  # the model holds them in bf16; the others' fp32 copies shall be the same numbers
                 weights = {name: as_stored(name, value) for name, value in weights.items()}
             folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), config, weights)
-            with mock.patch.dict(os.environ, SGLANG_DSV4_QAT=qat):
-                harness = Harness(folder, dtype=dtype, **(server_args or {}))
+            harness = Harness(folder, dtype=dtype, qat=qat, **(server_args or {}))
             quant = {"off": OFF, "kv": Quant(kv_fp8=True, indexer_fp4=True), "full": FULL}[qat]
             made[key] = Served(harness, config, weights, quant, seed)
         return made[key]

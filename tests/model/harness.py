@@ -6,6 +6,7 @@ is what a server runs. Logits come back at every position of every request.
 """
 
 import json
+import os
 import socket
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -38,6 +40,7 @@ class Harness:
     Args:
         checkpoint: a folder in the released format.
         dtype: the model dtype, "float32" or "bfloat16".
+        qat: fake-quantisers to run ("off", "kv", "full"), or None for the checkpoint's default.
         max_total_tokens: FULL token slots in the pool (a multiple of 256).
         max_requests: request slots.
         server_args: further fields of SGLang's ServerArgs.
@@ -47,6 +50,7 @@ class Harness:
         self,
         checkpoint: Path,
         dtype: str = "float32",
+        qat: str | None = None,
         max_total_tokens: int = 8192,
         max_requests: int = 8,
         **server_args: Any,
@@ -60,6 +64,7 @@ class Harness:
         from sglang.srt.runtime_context import SpawnRanks, create_context
         from sglang.srt.server_args import ServerArgs
 
+        self._environment = {} if qat is None else {"SGLANG_DSV4_QAT": qat}
         self.hf_config = json.loads((checkpoint / "config.json").read_text())
         arguments = dict(
             model_path=str(checkpoint),
@@ -92,7 +97,7 @@ class Harness:
     def _active(self) -> Iterable[None]:
         from sglang.srt.runtime_context import use_context
 
-        with use_context(self._context):
+        with use_context(self._context), mock.patch.dict(os.environ, self._environment):
             yield
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -155,21 +160,40 @@ class Harness:
         "decode" demands one token a request, "verify" the same number for all (the drafts of speculative decoding:
         they are kept, and `rollback` drops those that were rejected).
         """
+        return [logits for logits, _ in self.step_with_streams(parts, mode)]
+
+    def step_with_streams(
+        self, parts: Sequence[tuple[Request, Sequence[int]]], mode: Mode = "extend"
+    ) -> list[tuple[Tensor, Tensor]]:
+        """As `step`; also the streams before hc_head [len(tokens), hc_mult * d], which an MTP draft reads."""
         lengths = [len(tokens) for _, tokens in parts]
         if min(lengths) < 1 or (mode == "decode" and max(lengths) > 1):
             raise ValueError(f"mode {mode!r} cannot take parts of {lengths} tokens")
         with self._active(), torch.no_grad():
             slots = self._allocate(parts, decode=mode == "decode")
-            batch = self._forward_batch(parts, slots, mode)
-            logits = self.runner.forward(batch).logits_output.next_token_logits
+            starts = [request.num_tokens for request, _ in parts]
+            batch = self._forward_batch(self.runner, parts, starts, slots, mode)
+            output = self.runner.forward(batch).logits_output
+            logits, streams = output.next_token_logits, output.hidden_states
         for request, tokens in parts:
             request.tokens.extend(int(token) for token in tokens)
             request.num_tokens += len(tokens)
         if logits.shape[0] != sum(lengths):
             raise RuntimeError(f"expected logits of {sum(lengths)} positions, got {tuple(logits.shape)}")
-        return [part.float().clone() for part in logits.split(lengths)]
+        return [
+            (row.float().clone(), stream.clone())
+            for row, stream in zip(logits.split(lengths), streams.split(lengths), strict=True)
+        ]
 
-    def _forward_batch(self, parts: Sequence[tuple[Request, Sequence[int]]], slots: Tensor, mode: Mode) -> Any:
+    def _forward_batch(
+        self,
+        runner: Any,
+        parts: Sequence[tuple[Request, Sequence[int]]],
+        starts: Sequence[int],
+        slots: Tensor,
+        mode: Mode,
+        spec_info: Any = None,
+    ) -> Any:
         from sglang.srt.managers.schedule_batch import ScheduleBatch
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -180,7 +204,6 @@ class Harness:
             "verify": ForwardMode.TARGET_VERIFY,
         }[mode]
         rows = torch.tensor([request.row for request, _ in parts])
-        starts = [request.num_tokens for request, _ in parts]
         lengths = [len(tokens) for _, tokens in parts]
         # A verify batch's seq_lens leave the drafts out, as SGLang's do; all others include this step's tokens.
         ends = starts if mode == "verify" else [s + n for s, n in zip(starts, lengths, strict=True)]
@@ -192,9 +215,9 @@ class Harness:
         token_ids = torch.tensor([int(token) for _, tokens in parts for token in tokens])
         batch = ScheduleBatch(
             reqs=reqs,
-            req_to_token_pool=self.runner.req_to_token_pool,
-            token_to_kv_pool_allocator=self.runner.token_to_kv_pool_allocator,
-            model_config=self.model_config,
+            req_to_token_pool=runner.req_to_token_pool,
+            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+            model_config=runner.model_config,
             device=self.runner.device,
             forward_mode=forward_mode,
             input_ids=token_ids,
@@ -206,6 +229,7 @@ class Harness:
             orig_seq_lens=seq_lens.to(torch.int32),
             out_cache_loc=slots,
             spec_algorithm=SpeculativeAlgorithm.NONE,
+            spec_info=spec_info,
         )
         if mode == "extend":
             batch.prefix_lens, batch.extend_lens = starts, lengths
@@ -215,8 +239,8 @@ class Harness:
             batch.spec_info = _verify_input(token_ids, starts, lengths, seq_lens)
         return ForwardBatch.init_new(
             batch,
-            self.runner,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
+            runner,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
             return_hidden_states_before_norm=False,
         )
 
@@ -264,6 +288,59 @@ class Harness:
         return [torch.cat(parts) for parts in logits]
 
 
+class Draft:
+    """The MTP module of a harness with speculation, behind the draft ModelRunner that SGLang's EAGLE worker builds.
+
+    Its cache is its own; request slots and pages are the harness's, so a position must be served by the harness first.
+    """
+
+    def __init__(self, harness: Harness) -> None:
+        from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.runtime_context import get_spec
+
+        self.harness = harness
+        target = harness.runner
+        with harness._active():
+            config = ModelConfig.from_server_args(
+                harness.server_args, model_path=get_spec().speculative_draft_model_path, is_draft_model=True
+            )
+            self.runner = _load_runner(
+                harness.server_args,
+                config,
+                is_draft_worker=True,
+                req_to_token_pool=target.req_to_token_pool,
+                token_to_kv_pool_allocator=target.token_to_kv_pool_allocator,
+                memory_pool_config=target.memory_pool_config,
+            )
+            self.runner.model.set_embed_and_head(*target.model.get_embed_and_head())
+        self.model = self.runner.model
+        self.backend = self.runner.attn_backend
+        _keep_logits_of_every_position(self.model.logits_processor)
+
+    def step(
+        self, parts: Sequence[tuple[Request, int, Sequence[int], Tensor]], mode: Mode = "extend"
+    ) -> list[tuple[Tensor, Tensor]]:
+        """One forward. Each part is (request, position t of the first token, the ids at t+1.., the streams of t..
+        [len(ids), hc_mult * d]); returns (logits [len(ids), vocab], streams [len(ids), hc_mult * d]) for each."""
+        from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+        lengths = [len(tokens) for _, _, tokens, _ in parts]
+        starts = [start for _, start, _, _ in parts]
+        table = self.runner.req_to_token_pool.req_to_token
+        slots = torch.cat([table[r.row, start : start + len(ids)].long() for r, start, ids, _ in parts])
+        with self.harness._active(), torch.no_grad():
+            spec_info = EagleDraftInput(hidden_states=torch.cat([streams for *_, streams in parts]))
+            pairs = [(request, tokens) for request, _, tokens, _ in parts]
+            batch = self.harness._forward_batch(self.runner, pairs, starts, slots, mode, spec_info)
+            output = self.runner.forward(batch).logits_output
+        return [
+            (row.float().clone(), stream.clone())
+            for row, stream in zip(
+                output.next_token_logits.split(lengths), output.hidden_states.split(lengths), strict=True
+            )
+        ]
+
+
 def _prepare_process(server_args: Any) -> None:
     """What one scheduler process sets up: the process groups once, the per-config globals for every harness."""
     from sglang.srt.distributed import bootstrap
@@ -288,7 +365,7 @@ def _prepare_process(server_args: Any) -> None:
     _process_groups.update({name: group for name, group in stamped.items() if name.endswith("_group")})
 
 
-def _load_runner(server_args: Any, model_config: Any) -> Any:
+def _load_runner(server_args: Any, model_config: Any, **draft: Any) -> Any:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.distributed import bootstrap
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -300,6 +377,7 @@ def _load_runner(server_args: Any, model_config: Any) -> Any:
         gpu_id=0,
         nccl_port=0,
         server_args=server_args,
+        **draft,
     )
     runner.alloc_memory_pool()
     runner.init_attention_backends()
