@@ -14,7 +14,7 @@ prefix cache       ``register_radix_cache_backend("dsv4")``, chosen by a default
 KV pool            AROUND ``KVCacheConfigurator._build_dsv4_kv_pool``: it has no registry     scheduler
 pool sizing        AROUND ``create_memory_pool_configurator``: it has no registry             scheduler
 MTP draft          AROUND the two ``DraftBackendFactory._create_dsv4_*``: no registry         scheduler
-longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admission_page``    scheduler
+longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admission_pages``   scheduler
 token ids          AFTER ``scheduler.validate_input_length``: SGLang checks no prompt's ids       scheduler
 CPU platform       AROUND ``reject_out_of_tree_path``, for our own KV pool only               scheduler
 CPU config         AROUND ``model_runner.adjust_config_with_unaligned_cpu_tp``: kept as it is  scheduler
@@ -138,7 +138,7 @@ def _install_scheduler_hooks() -> None:
     register_radix_cache_backend(NAME, _create_prefix_cache)
     configurator = "sglang.srt.mem_cache.kv_cache_configurator"
     _hook(f"{configurator}.KVCacheConfigurator._build_dsv4_kv_pool", _build_kv_pool, "AROUND")
-    _hook(f"{configurator}.KVCacheConfigurator.configure", _reserve_admission_page, "AFTER")
+    _hook(f"{configurator}.KVCacheConfigurator.configure", _reserve_admission_pages, "AFTER")
     _hook(f"{configurator}.reject_out_of_tree_path", _allow_our_kv_pool, "AROUND")
     drafts = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
     _hook(f"{drafts}._create_dsv4_decode_backend", _create_draft_decode_backend, "AROUND")
@@ -210,14 +210,14 @@ def _size_pools(
     return sizing
 
 
-def _reserve_admission_page(
+def _reserve_admission_pages(
     result: KVCacheConfigResult, configurator: KVCacheConfigurator, **kwargs: Any
 ) -> KVCacheConfigResult:
     if not compat.is_ours(configurator.model_config.hf_config.architectures):
         return result
-    from sglang_dsv4.pool_sizing import reserve_admission_page
+    from sglang_dsv4.pool_sizing import reserve_admission_pages
 
-    return reserve_admission_page(result)
+    return reserve_admission_pages(result)
 
 
 def _keep_config(original: Callable[..., ModelConfig], model_config: ModelConfig, *args: Any) -> ModelConfig:

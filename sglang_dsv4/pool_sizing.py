@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A request is admitted only if its tokens and one page more fit (PrefillAdder.add_one_req), so one page serves nobody.
-MIN_FULL_TOKENS = 2 * FULL_PAGE_TOKENS
+# SGLang admits a request only if its tokens and a page more fit (PrefillAdder.add_one_req), and lets it generate
+# only what whole pages leave after its prompt and that page (max_new_tokens_for_memory): the last two pages serve nobody.
+ADMISSION_TOKENS = 2 * FULL_PAGE_TOKENS
+MIN_FULL_TOKENS = ADMISSION_TOKENS + FULL_PAGE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -280,8 +282,8 @@ class Dsv4PoolConfigurator(MemoryPoolConfigurator):
         full_tokens = max_total_num_tokens // FULL_PAGE_TOKENS * FULL_PAGE_TOKENS
         if full_tokens < MIN_FULL_TOKENS:
             raise ValueError(
-                f"--max-total-tokens {max_total_num_tokens} is less than {MIN_FULL_TOKENS} (two pages of "
-                f"{FULL_PAGE_TOKENS}): SGLang keeps a page free, so no request could run"
+                f"--max-total-tokens {max_total_num_tokens} is less than {MIN_FULL_TOKENS} (three pages of "
+                f"{FULL_PAGE_TOKENS}): SGLang keeps two pages free, so no request could run"
             )
         return self._config(full_tokens)
 
@@ -295,11 +297,12 @@ class Dsv4PoolConfigurator(MemoryPoolConfigurator):
         )
 
 
-def reserve_admission_page(result: KVCacheConfigResult, *args: object, **kwargs: object) -> KVCacheConfigResult:
-    """Tell SGLang that the longest request is a page shorter than the pool (an AFTER hook on `configure`).
+def reserve_admission_pages(result: KVCacheConfigResult, *args: object, **kwargs: object) -> KVCacheConfigResult:
+    """Tell SGLang that the longest request is two pages shorter than the pool (an AFTER hook on `configure`).
 
-    SGLang refuses requests longer than the pool, but admits only those that fit with one page to spare. A request
-    between the two would wait for ever; with this it gets a 400.
+    SGLang refuses requests that are longer than the pool. Of those in the last two pages, which it accepts, the longer
+    ones would never be admitted and wait for ever, and the shorter ones be answered with no token at all. With this they
+    get a 400 that names the limit.
     """
     tokens = result.full_max_total_num_tokens
-    return msgspec.structs.replace(result, full_max_total_num_tokens=tokens - FULL_PAGE_TOKENS)
+    return msgspec.structs.replace(result, full_max_total_num_tokens=tokens - ADMISSION_TOKENS)

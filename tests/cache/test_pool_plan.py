@@ -16,7 +16,7 @@ from sglang_dsv4 import pool_sizing
 from sglang_dsv4.config import LayerSchedule
 from sglang_dsv4.geometry import PoolGeometry
 from sglang_dsv4.kv_pool import Dsv4KVPool
-from sglang_dsv4.pool_sizing import Dsv4PoolConfigurator, PoolPlan, format_bytes, largest_plan, reserve_admission_page
+from sglang_dsv4.pool_sizing import Dsv4PoolConfigurator, PoolPlan, format_bytes, largest_plan, reserve_admission_pages
 
 FLASH, PRO, ODD = LayerSchedule.flash().ratios, LayerSchedule.pro().ratios, (4, 0, 4, 128)
 SCHEDULES = pytest.mark.parametrize("ratios", [FLASH, PRO, ODD], ids=["flash", "pro", "arbitrary"])
@@ -134,7 +134,7 @@ def test_largest_plan_fits_and_one_page_more_does_not(ratios: tuple[int, ...], f
 def test_a_model_of_window_layers_only_costs_nothing_a_token() -> None:
     plan = largest_plan(geometry((0, 0), fp8=True), 2**30, lambda tokens: 9)
     assert plan.bytes_per_token == 0
-    assert plan.full_tokens >= 512
+    assert plan.full_tokens >= 768
 
 
 def test_over_commit_says_what_to_do() -> None:
@@ -166,14 +166,14 @@ def test_sizes_from_a_byte_budget(configurator: Dsv4PoolConfigurator) -> None:
     assert plan.total_bytes <= 2**30 < plan.total_bytes + 2 * 256 * plan.bytes_per_token
 
 
-@pytest.mark.parametrize(("asked", "given"), [(512, 512), (1000, 768), (65536, 65536)])
+@pytest.mark.parametrize(("asked", "given"), [(768, 768), (1023, 768), (65536, 65536)])
 def test_sizes_from_max_total_tokens(configurator: Dsv4PoolConfigurator, asked: int, given: int) -> None:
     assert configurator.calculate_pool_sizes_from_max_tokens(asked, 256).max_total_num_tokens == given
 
 
 def test_too_few_tokens_are_refused(configurator: Dsv4PoolConfigurator) -> None:
-    with pytest.raises(ValueError, match="--max-total-tokens 511 is less than 512"):
-        configurator.calculate_pool_sizes_from_max_tokens(511, 256)
+    with pytest.raises(ValueError, match="--max-total-tokens 767 is less than 768"):
+        configurator.calculate_pool_sizes_from_max_tokens(767, 256)
 
 
 def test_another_page_size_is_refused() -> None:
@@ -181,13 +181,13 @@ def test_another_page_size_is_refused() -> None:
         Dsv4PoolConfigurator(SimpleNamespace(page_size=64))
 
 
-def test_longest_request_leaves_the_page_that_admission_wants() -> None:
+def test_longest_request_leaves_the_pages_that_admission_wants() -> None:
     class Result(msgspec.Struct, frozen=True):
         full_max_total_num_tokens: int
         max_total_num_tokens: int
 
-    result = reserve_admission_page(Result(2048, 2048), SimpleNamespace(), pre_model_load_memory=1)
-    assert (result.full_max_total_num_tokens, result.max_total_num_tokens) == (1792, 2048)
+    result = reserve_admission_pages(Result(2048, 2048), SimpleNamespace(), pre_model_load_memory=1)
+    assert (result.full_max_total_num_tokens, result.max_total_num_tokens) == (1536, 2048)
 
 
 @pytest.mark.parametrize(

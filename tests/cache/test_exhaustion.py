@@ -1,0 +1,72 @@
+"""The pool runs out, in SGLang's own engine: back-pressure, retraction or a refusal, and never another request's rows.
+
+A pool of 5 pages and 3 request slots takes 9 requests, and SGLang is told to retract running ones every few steps: slots and
+pages change hands all the time, in the middle of groups and windows. What a request answers must be what it answers alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_dsv4.random_checkpoint import PRESETS, write_checkpoint
+
+PAGES, SLOTS = 5, 3
+LONGEST = PAGES * 256 - 512  # SGLang's limits on a request, and its reserve (pool_sizing.reserve_admission_pages)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    import sglang
+
+    path: Path = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(path, PRESETS["tiny"])
+    with pytest.MonkeyPatch.context() as env:
+        env.setenv("OMP_NUM_THREADS", "1")
+        env.setenv("SGLANG_TEST_RETRACT", "1")
+        env.setenv("SGLANG_TEST_RETRACT_INTERVAL", "7")
+        engine = sglang.Engine(
+            model_path=str(path),
+            max_total_tokens=PAGES * 256,
+            max_running_requests=SLOTS,
+            chunked_prefill_size=256,
+            log_level="warning",
+        )
+        yield engine
+        engine.shutdown()
+
+
+def generate(engine: object, prompts: list[list[int]], tokens: int) -> list[dict]:
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return engine.generate(input_ids=prompts, sampling_params=sampling)
+
+
+def test_more_requests_than_slots_and_pages(engine: object) -> None:
+    rng = random.Random(0)
+    prompts = [[rng.randint(10, 400) for _ in range(n)] for n in (300, 3, 120, 257, 40, 500, 1, 128, 2)]
+    crowded = generate(engine, prompts, 30)
+    alone = [generate(engine, [prompt], 30)[0] for prompt in prompts]
+    assert [a["output_ids"] for a in crowded] == [a["output_ids"] for a in alone]
+    assert all(len(a["output_ids"]) == 30 for a in crowded)
+    assert all(a["meta_info"]["cached_tokens"] == 0 for a in crowded)
+    assert sum(a["meta_info"]["num_retractions"] for a in crowded) > 0
+
+
+def test_longest_prompt_is_answered_and_a_longer_one_refused(engine: object) -> None:
+    """Between the pool's last pages SGLang alone would wait for ever, or answer with no token."""
+    longest = LONGEST - 1 - 5 - 1
+    assert len(generate(engine, [[7] * longest], 3)[0]["output_ids"]) == 3
+    assert len(generate(engine, [[7] * 10], 4000)[0]["output_ids"]) == LONGEST - 1 - 10 - 1
+    with pytest.raises(ValueError, match=f"exceeds the maximum allowed length \\({longest + 1} tokens\\)"):
+        generate(engine, [[7] * (longest + 1)], 3)
+    assert len(generate(engine, [[7] * 10], 3)[0]["output_ids"]) == 3
+
+
+def test_nothing_leaks(engine: object) -> None:
+    """With all requests done every page is free again; SGLang's own check raises otherwise."""
+    assert engine.get_server_info()["internal_states"][0]["memory_usage"]["kvcache"] > 0
+    engine.flush_cache()
+    assert len(generate(engine, [[9] * (LONGEST - 7)], 1)[0]["output_ids"]) == 1
