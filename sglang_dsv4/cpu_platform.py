@@ -24,6 +24,9 @@ def activate() -> str | None:
     accelerators = [torch.cuda, torch.xpu, getattr(torch, "npu", None), getattr(torch, "mps", None)]
     if any(device is not None and device.is_available() for device in accelerators):
         return None
+    # SGLang wraps a few sampling functions in torch.compile: seconds of tracing in the first request that uses one, for
+    # nothing, as the backend is "eager". Set in the launcher, inherited by the processes that it spawns.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     return "sglang_dsv4.cpu_platform.CpuPlatform"
 
 

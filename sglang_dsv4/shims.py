@@ -21,6 +21,7 @@ This module runs at the start of every Python process of that environment: stand
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -82,32 +83,50 @@ def install_triton_stand_in() -> None:
     sys.modules[spec.name] = stubs
     spec.loader.exec_module(stubs)
 
-    sys.meta_path.insert(0, stubs._TritonFinder())
-    triton = stubs._make_mock("triton")
+    sys.meta_path.insert(0, StandInFinder(stubs._MockModule))
+    import triton
+
     triton.__version__ = "3.0.0"
     triton.cdiv, triton.next_power_of_2, triton.Config = stubs._cdiv, stubs._next_power_of_2, stubs._Config
     # These are used as types, in annotations and isinstance: the stand-in's attributes are modules unless set.
-    for module, name in (("language", "constexpr"), ("runtime.jit", "JITFunction"), ("runtime.jit", "KernelInterface")):
-        setattr(_submodule(stubs, triton, module), name, type(name, (stubs._StubBase,), {"__init__": _accept_anything}))
-    # torch.compile, which the vocabulary-parallel embedding uses under tensor parallelism, looks for "cpu" in here.
-    _submodule(stubs, triton, "backends").backends = {}
-    for module in ("runtime.cache", "compiler.compiler"):
-        _submodule(stubs, triton, module).triton_key = stubs._triton_key
+    for module, name in (
+        ("triton.language", "constexpr"),
+        ("triton.runtime.jit", "JITFunction"),
+        ("triton.runtime.jit", "KernelInterface"),
+    ):
+        stand_in = type(name, (stubs._StubBase,), {"__init__": _accept_anything})
+        setattr(importlib.import_module(module), name, stand_in)
+    for module in ("triton.runtime.cache", "triton.compiler.compiler"):
+        importlib.import_module(module).triton_key = stubs._triton_key
+
+
+class StandInFinder:
+    """Finds ``triton`` and everything below it: a module of ``module_type``, made on the spot.
+
+    SGLang's own finder leaves the making to the import system, which then makes plain modules with no attributes.
+    """
+
+    def __init__(self, module_type: type[ModuleType]) -> None:
+        self.module_type = module_type
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """A package with this object as its loader, for ``triton`` and its submodules."""
+        if fullname != "triton" and not fullname.startswith("triton."):
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """The stand-in module; the import system enters it into ``sys.modules``."""
+        return self.module_type(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run."""
 
 
 def _accept_anything(self: object, *args: object, **kwargs: object) -> None:
     """Initialiser of the stand-in classes."""
-
-
-def _submodule(stubs: ModuleType, root: ModuleType, path: str) -> ModuleType:
-    """The stand-in module ``root.path``, made and bound to its parent where it is missing."""
-    module = root
-    for part in path.split("."):
-        name = f"{module.__name__}.{part}"
-        child = sys.modules.get(name) or stubs._make_mock(name)
-        setattr(module, part, child)
-        module = child
-    return module
 
 
 def declare_torchvision_operators() -> None:

@@ -22,5 +22,7 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """One server for the session: the tiny checkpoint behind a small pool and short prefill chunks."""
     log_path = tmp_path_factory.mktemp("server") / "log"
     flags = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING))
-    with running_server(checkpoint, log_path, *flags, "--chunked-prefill-size", "512") as running:
+    # A random model would fill the white space that a JSON grammar allows without end.
+    flags += ("--chunked-prefill-size", "512", "--constrained-json-disable-any-whitespace")
+    with running_server(checkpoint, log_path, *flags) as running:
         yield running

@@ -57,7 +57,7 @@ def test_logit_bias_forces_a_token(server: Server) -> None:
 
 def test_stop_token_ends_the_answer(server: Server) -> None:
     free = tokens(server)
-    stopped = server.generate(PROMPT, stop_token_ids=[free[5]])
+    stopped = server.generate(PROMPT, stop_token_ids=[free[5]], ignore_eos=False)
     assert stopped["output_ids"] == free[: free.index(free[5]) + 1]
     assert stopped["meta_info"]["finish_reason"]["type"] == "stop"
 
