@@ -74,7 +74,7 @@ def unpack_rows(data: Tensor, scales: Tensor) -> Tensor:
     Returns:
         [N, 512] fp32.
     """
-    nope = data[:, :NOPE_DIM].view(torch.float8_e4m3fn)
+    nope = data[:, :NOPE_DIM].contiguous().view(torch.float8_e4m3fn)
     rope = data[:, NOPE_DIM:].contiguous().view(torch.bfloat16)
     return torch.cat((decode_fp8(nope, _ue8m0_values(scales[:, :NUM_SCALES]), SCALE_GROUP), rope.float()), 1)
 

@@ -50,6 +50,8 @@ class Implementation:
     supports: Supports
     priority: int
     """Among the implementations that support a device and dtype the highest priority is taken."""
+    graph_safe: bool
+    """Whether a CUDA graph can capture it: it never waits for the device."""
 
 
 _table: dict[str, dict[str, Implementation]] = {}
@@ -57,8 +59,8 @@ _resolved: dict[tuple[str, str, torch.dtype, str | None], Callable[..., Any]] = 
 _forced: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("dsv4_kernels_forced", default={})  # noqa: B039
 
 
-def register(op: str, name: str, loader: str, supports: Supports, priority: int) -> None:
-    """Adds an implementation of `op` to the table.
+def register(op: str, name: str, loader: str, supports: Supports, priority: int, graph_safe: bool = False) -> None:
+    """Adds an implementation of `op` to the table; the arguments are the fields of `Implementation`.
 
     Raises:
         ValueError: `loader` is not "module:attribute", or `op` already has an implementation called `name`.
@@ -69,7 +71,7 @@ def register(op: str, name: str, loader: str, supports: Supports, priority: int)
     implementations = _table.setdefault(op, {})
     if name in implementations:
         raise ValueError(f"op {op!r} already has an implementation called {name!r} ({implementations[name].loader})")
-    implementations[name] = Implementation(op, name, loader, supports, priority)
+    implementations[name] = Implementation(op, name, loader, supports, priority, graph_safe)
     _resolved.clear()
 
 
@@ -130,8 +132,29 @@ def select(op: str, device: torch.device, dtype: torch.dtype, impl: str | None =
     key = (op, device.type, dtype, name)
     function = _resolved.get(key)
     if function is None:
-        function = _resolved[key] = _resolve(op, device, dtype, name)
+        implementation = chosen(op, device, dtype, name)
+        module, _, attribute = implementation.loader.partition(":")
+        function = _resolved[key] = getattr(importlib.import_module(module), attribute)
+        how = " (named)" if name else ""
+        logger.info("op %s on %s, %s: %s%s", op, device.type, dtype, implementation.name, how)
     return function
+
+
+def chosen(op: str, device: torch.device, dtype: torch.dtype, impl: str | None = None) -> Implementation:
+    """The row of the table that `select` takes for these arguments, without importing it.
+
+    Raises: as `select`.
+    """
+    name = impl if impl is not None else _forced.get().get(op)
+    candidates = available(op) if name is None else (_implementation(op, name).name,)
+    for candidate in candidates:
+        implementation = _table[op][candidate]
+        if implementation.supports(device, dtype):
+            return implementation
+    subject = f"implementation {name!r} of op {op!r} does not support" if name else f"no op {op!r} for"
+    raise NotImplementedError(
+        f"{subject} device {device.type!r} with dtype {dtype}; implementations of {op!r}: {', '.join(available(op))}"
+    )
 
 
 def _implementation(op: str, name: str) -> Implementation:
@@ -139,24 +162,6 @@ def _implementation(op: str, name: str) -> Implementation:
     if name not in names:
         raise KeyError(f"op {op!r} has no implementation {name!r}; it has: {', '.join(names)}")
     return _table[op][name]
-
-
-def _resolve(op: str, device: torch.device, dtype: torch.dtype, name: str | None) -> Callable[..., Any]:
-    candidates = available(op) if name is None else (_implementation(op, name).name,)
-    for candidate in candidates:
-        implementation = _table[op][candidate]
-        if implementation.supports(device, dtype):
-            break
-    else:
-        subject = f"implementation {name!r} of op {op!r} does not support" if name else f"no op {op!r} for"
-        raise NotImplementedError(
-            f"{subject} device {device.type!r} with dtype {dtype}; implementations of {op!r}: "
-            f"{', '.join(available(op))}"
-        )
-    module, _, attribute = implementation.loader.partition(":")
-    function = getattr(importlib.import_module(module), attribute)
-    logger.info("op %s on %s, %s: %s%s", op, device.type, dtype, implementation.name, " (named)" if name else "")
-    return function
 
 
 _REFERENCES = {
@@ -172,8 +177,12 @@ _REFERENCES = {
     "sparse_attention": ("sparse_attention", "merge_partials"),
 }
 
+_WAITING_REFERENCES = ("experts_forward", "index_scores", "index_topk", "sparse_attention")
+"""References that read a length or a list back from the device."""
+
 for _folder, _functions in _REFERENCES.items():
     for _function in _functions:
-        register(_function, "ref", f"dsv4_kernels.{_folder}.ref:{_function}", any_device, 0)
+        _loader, _graph_safe = f"dsv4_kernels.{_folder}.ref:{_function}", _function not in _WAITING_REFERENCES
+        register(_function, "ref", _loader, any_device, 0, _graph_safe)
 for _function in _REFERENCES["linear"]:
     register(_function, "tiled", f"dsv4_kernels.linear.tiled:{_function}", cpu_only, 10)

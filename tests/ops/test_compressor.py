@@ -11,6 +11,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from dsv4_kernels.compressor import compress
 
 D = 6
@@ -19,7 +20,9 @@ KINDS = {"csa": (4, 2), "hca_8": (8, 1), "hca_128": (128, 1), "odd_ratio": (3, 1
 
 def sequence(length: int, halves: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(length, halves * D, generator=generator), 3 * torch.randn(length, halves * D, generator=generator)
+    return torch.randn(length, halves * D, generator=generator), 3 * torch.randn(
+        length, halves * D, generator=generator
+    )
 
 
 def naive_entries(kv: torch.Tensor, score: torch.Tensor, ratio: int, halves: int) -> np.ndarray:

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from dsv4_kernels.hyper_connection import hc_head, hc_post, hc_pre
 
 NORM_EPS, HC_EPS = 1e-3, 1e-2  # far larger than the model's 1e-6: a misplaced eps must show

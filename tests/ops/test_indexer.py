@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from dsv4_kernels.indexer import index_scores, index_topk
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from ops.number_formats import quantise_e2m1, quantise_e4m3, same_bits
+
 from dsv4_kernels import kv_layout
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.quant import fp4_qdq, fp8_qdq
-from ops.number_formats import quantise_e2m1, quantise_e4m3, same_bits
 
 FORMATS = {
     "plain_bf16": (RowFormat.PLAIN, 512, 64, torch.bfloat16),

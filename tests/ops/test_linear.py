@@ -9,6 +9,7 @@ import logging
 
 import pytest
 import torch
+
 from dsv4_kernels.linear import grouped_linear, linear, linear_fp32, tiled
 from dsv4_kernels.quant import fp8_qdq
 
@@ -83,7 +84,9 @@ def test_tile_heights(rows: int, heights: list[int]) -> None:
     assert [begin for begin, _, _ in tiles] == [0, *(end for _, end, _ in tiles[:-1])] and tiles[-1][1] == rows
 
 
-def test_a_height_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_height_with_other_bits_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A BLAS whose 32-row kernel is off by an ulp: the shape is served in tiles of 8, and the log says so once."""
     genuine = torch.nn.functional.linear
 

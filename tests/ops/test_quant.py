@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from dsv4_kernels import quant
 from ops.number_formats import E2M1, E4M3, nearest_codes, quantise_e2m1, quantise_e4m3, same_bits
+
+from dsv4_kernels import quant
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -34,7 +35,9 @@ def around_midpoints(table: np.ndarray) -> torch.Tensor:
 def around_powers_of_two(largest: float) -> torch.Tensor:
     """One-element blocks on, just below and just above 2**n · largest."""
     points = np.float32(largest) * np.exp2(np.arange(-30, 60)).astype(np.float32)
-    return torch.from_numpy(np.concatenate([points, np.nextafter(points, np.float32(0)), points * np.float32(1.0000002)]))
+    return torch.from_numpy(
+        np.concatenate([points, np.nextafter(points, np.float32(0)), points * np.float32(1.0000002)])
+    )
 
 
 CASES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from dsv4_kernels.norm import rms_norm
 from dsv4_kernels.rope import YarnScaling, apply_rope, rope_frequencies
 

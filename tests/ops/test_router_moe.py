@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from dsv4_kernels.moe import experts_forward, mlp, swiglu
 from dsv4_kernels.quant import fp8_qdq
 from dsv4_kernels.router import route_hash, route_topk
@@ -161,7 +162,10 @@ def test_no_tokens() -> None:
     [
         (lambda: route_topk(torch.zeros(2, 4), torch.zeros(3, 5), torch.zeros(3), 1, 1.0), "gate_weight"),
         (lambda: route_topk(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(4), 1, 1.0), r"bias has shape \(4,\)"),
-        (lambda: route_topk(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(3), 4, 1.0), "top_k is 4; expected 1 to 3"),
+        (
+            lambda: route_topk(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(3), 4, 1.0),
+            "top_k is 4; expected 1 to 3",
+        ),
         (
             lambda: route_hash(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(9, 2), torch.zeros(3), 1.0),
             r"token_ids \(2,\)",
