@@ -18,6 +18,7 @@ longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admiss
 token ids          AFTER ``scheduler.validate_input_length``: SGLang checks no prompt's ids       scheduler
 CPU platform       AROUND ``reject_out_of_tree_path``, for our own KV pool only               scheduler
 CPU config         AROUND ``model_runner.adjust_config_with_unaligned_cpu_tp``: kept as it is  scheduler
+CPU quantisation   AROUND ``loader._get_quantization_config``: weights are dequantised at load      scheduler
 self-check         BEFORE ``ModelRunner.load_model``, AFTER ``Scheduler.__init__``            scheduler
 =================  =========================================================================  =======================
 
@@ -39,6 +40,7 @@ from sglang_dsv4.shims import is_off
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.quantization.base_config import QuantizationConfig
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -146,6 +148,7 @@ def _install_scheduler_hooks() -> None:
     _hook("sglang.srt.managers.scheduler.validate_input_length", _refuse_unknown_token_ids, "AFTER")
     _hook("sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp", _keep_config, "AROUND")
     _hook("sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator", _size_pools, "AROUND")
+    _hook("sglang.srt.model_loader.loader._get_quantization_config", _skip_gpu_quantisation, "AROUND")
 
 
 def _install_self_check() -> None:
@@ -224,6 +227,17 @@ def _keep_config(original: Callable[..., ModelConfig], model_config: ModelConfig
     """On a CPU SGLang pads heads and intermediate sizes to what its own layers want: one KV head becomes tp_size."""
     if compat.is_ours(model_config.hf_config.architectures):
         return model_config
+    return original(model_config, *args)
+
+
+def _skip_gpu_quantisation(
+    original: Callable[..., QuantizationConfig | None], model_config: ModelConfig, *args: Any
+) -> QuantizationConfig | None:
+    """On a CPU weights are dequantised while they are loaded; SGLang's FP8 method would only refuse float32."""
+    from sglang.srt.runtime_context import get_device
+
+    if get_device().device == "cpu" and compat.is_ours(model_config.hf_config.architectures):
+        return None
     return original(model_config, *args)
 
 

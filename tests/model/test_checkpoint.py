@@ -1,0 +1,159 @@
+"""Checkpoints as they are released: official names, FP8 128x128 and MXFP4 experts, bf16 and fp32 for the rest.
+
+Logits and streams that equal an independent model's over independently dequantised weights show that every tensor was
+used, and used right.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model.compare import TOLERANCE, assert_equal_logits
+from model.harness import Draft, Harness
+from model.oracle import OracleRun, TransformersOracle, read_dequantised
+from model.recording import recording
+from model.reference import FULL, Reference
+from sglang_dsv4.random_checkpoint import PRESETS, hf_config, write_checkpoint
+from torch import Tensor
+
+SPECULATION = dict(
+    speculative_algorithm="EAGLE",
+    speculative_num_steps=3,
+    speculative_eagle_topk=1,
+    speculative_num_draft_tokens=4,
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    folder: Path
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+
+
+def write(folder: Path, preset: str, quantised: bool = True, **changes: Any) -> Checkpoint:
+    shape = replace(PRESETS[preset], **changes)
+    write_checkpoint(folder, shape, seed=0, quantised=quantised)
+    return Checkpoint(folder, hf_config(shape, quantised), read_dequantised(folder))
+
+
+def random_tokens(checkpoint: Checkpoint, count: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, checkpoint.config["vocab_size"], (count,), generator=generator)
+
+
+def assert_main_model_equals_transformers(checkpoint: Checkpoint, tokens: Tensor, **harness: Any) -> OracleRun:
+    served = Harness(checkpoint.folder, qat="off", **harness)
+    expected = TransformersOracle(checkpoint.config, checkpoint.weights).run(tokens, 512)
+    assert_equal_logits(served.run(tokens, 256, decode_from=len(tokens) - 6), expected, str(checkpoint.folder.name))
+    return expected
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("tiny"), "tiny")
+
+
+def test_quantised_checkpoint_in_fp32(tiny):
+    """Dequantised weights, no fake-quantisers: the tight comparison, from the released format."""
+    expected = assert_main_model_equals_transformers(tiny, random_tokens(tiny, 400))
+    assert (expected.margins <= 1e-5).sum() <= 2
+
+
+def test_mtp_of_a_quantised_checkpoint(tiny):
+    harness = Harness(tiny.folder, qat="off", **SPECULATION)
+    draft = Draft(harness)
+    tokens = random_tokens(tiny, 150)
+    request = harness.open()
+    ((_, streams),) = harness.step_with_streams([(request, tokens[:-1].tolist())])
+    ((logits, _),) = draft.step([(request, 0, tokens[1:].tolist(), streams)])
+    reference = Reference(tiny.config, tiny.weights)
+    expected = reference.mtp_logits(reference.mtp_streams(streams.unflatten(-1, (4, -1)), tokens[1:]))
+    assert (logits - expected).abs().max() < TOLERANCE
+
+
+def test_a_quantised_checkpoint_runs_the_release_s_quantisers(tiny):
+    """Without SGLANG_DSV4_QAT: the default follows the checkpoint. Sublayers from the same input, choices as ours."""
+    harness = Harness(tiny.folder)
+    tokens = random_tokens(tiny, 200)
+    with recording(harness) as record:
+        harness.run(tokens, 64)
+    reference = Reference(tiny.config, tiny.weights, FULL)
+    for layer, ratio in enumerate(tiny.config["compress_ratios"][:-1]):
+        prefix = f"layers.{layer}."
+        selected = record("selected", layer)[:, : len(tokens) // 4] if ratio == 4 else None
+        pairs = {
+            "attn": reference.attention(record("attn.in", layer), prefix, ratio, selected=selected),
+            "ffn": reference.moe(record("ffn.in", layer), prefix, tokens, record("experts", layer)),
+        }
+        for name, expected in pairs.items():
+            error = (record(f"{name}.out", layer) - expected).norm(dim=1) / expected.norm(dim=1)
+            assert error.median() < 2e-6 and (error > 1e-5).float().mean() <= 0.03, f"layer {layer} {name}: {error}"
+
+
+def test_experts_stored_as_fp8(tiny, tmp_path):
+    """V4-*-Base: experts in FP8; the format is told by the tensor's dtype."""
+    from safetensors.torch import load_file, save_file
+
+    for shard in tiny.folder.glob("*.safetensors"):
+        tensors = load_file(shard)
+        for name in [n for n in tensors if ".experts." in n and n.endswith(".weight") and "shared" not in n]:
+            # Another scale for each 128 x 128 block; what e4m3 rounds away is read back by the oracle as well.
+            value = 1.07 * tiny.weights[name]
+            rows, columns = (-(-size // 128) for size in value.shape)
+            exponents = torch.arange(rows * columns).view(rows, columns) % 3 - 9
+            scale = torch.ldexp(torch.ones(rows, columns), exponents)
+            spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: value.shape[0], : value.shape[1]]
+            tensors[name] = (value / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+            tensors[name.removesuffix("weight") + "scale"] = scale.to(torch.float8_e8m0fnu)
+        save_file(tensors, tmp_path / shard.name, metadata={"format": "pt"})
+    for name in ("config.json", "model.safetensors.index.json"):
+        (tmp_path / name).write_text((tiny.folder / name).read_text().replace('"expert_dtype": "fp4"', '"expert_dtype": "fp8"'))
+    base = Checkpoint(tmp_path, tiny.config | {"expert_dtype": "fp8"}, read_dequantised(tmp_path))
+    assert_main_model_equals_transformers(base, random_tokens(base, 140))
+
+
+def test_real_attention_dimensions(tmp_path):
+    """Rows of 512 with 64 rotated, 64 x 128 indexer heads, long enough for HCA entries; few heads and a small rest."""
+    checkpoint = write(
+        tmp_path, "flash", quantised=False, compress_ratios=(0, 4, 128), hidden_size=128, num_attention_heads=8,
+        q_lora_rank=128, o_groups=2, o_lora_rank=128, moe_intermediate_size=64, vocab_size=1024, n_routed_experts=8,
+        index_topk=64, num_hash_layers=1,
+    )  # fmt: skip
+    assert_main_model_equals_transformers(checkpoint, random_tokens(checkpoint, 420))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset, count", [("flash", 2200), ("pro", 400)])
+def test_presets_with_real_attention(tmp_path, preset, count):
+    """The shapes of section 11.1, top-k 512 in force at 2,200 tokens: fp32 against transformers, then the release's
+    quantisers in bf16 against the reference in fp32, to the bounds of section 11.1's table."""
+    checkpoint = write(tmp_path, preset)
+    tokens = random_tokens(checkpoint, count)
+    assert_main_model_equals_transformers(checkpoint, tokens)
+
+
+@pytest.mark.slow
+def test_bf16_with_quantisers_at_real_dimensions(tmp_path):
+    """The bounds of section 11.1 (rel-L2 per token, flash-like, 300 tokens): medians 4e-2 and 1.5e-2."""
+    checkpoint = write(tmp_path, "flash")
+    harness = Harness(checkpoint.folder, dtype="bfloat16")
+    tokens = random_tokens(checkpoint, 300)
+    with recording(harness) as record:
+        harness.run(tokens, 128, decode_from=290)
+    reference = Reference(checkpoint.config, checkpoint.weights, FULL)
+    for layer, ratio in enumerate(checkpoint.config["compress_ratios"][:-1]):
+        prefix = f"layers.{layer}."
+        selected = record("selected", layer)[:, :75] if ratio == 4 else None
+        x, y = record("attn.in", layer).float(), record("ffn.in", layer).float()
+        pairs = {
+            "attn": (reference.attention(x, prefix, ratio, selected=selected), 4.2e-2, 4.6e-2, 6e-2),
+            "ffn": (reference.moe(y, prefix, tokens, record("experts", layer)), 1.6e-2, 2.8e-2, 6e-2),
+        }
+        for name, (expected, median, ninety, largest) in pairs.items():
+            error = (record(f"{name}.out", layer).float() - expected).norm(dim=1) / expected.norm(dim=1)
+            found = [error.median().item(), error.quantile(0.9).item(), error.max().item()]
+            print(f"layer {layer} {name}: median, p90, max = " + ", ".join(f"{value:.1e}" for value in found))
+            assert found[0] <= median and found[1] <= ninety and found[2] <= largest, f"layer {layer} {name}: {found}"
