@@ -1,0 +1,231 @@
+"""The plugin's decisions and the start-up check, without a server."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_dsv4 import compat, plugin, shims
+
+OURS = ["DeepseekV4ForCausalLM"]
+
+
+@pytest.fixture(autouse=True)
+def clean_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_failures", [])
+    monkeypatch.setattr(compat, "_live", None)
+
+
+def arguments(**fields: Any) -> SimpleNamespace:  # noqa: ANN401
+    unset = {
+        "device": "cpu",
+        "kv_cache_dtype": "auto",
+        "max_total_tokens": None,
+        "max_running_requests": None,
+        "radix_cache_backend": None,
+        "enable_streaming_session": False,
+        "disaggregation_mode": "null",
+    }
+    return SimpleNamespace(**{**unset, **fields})
+
+
+def test_a_cpu_user_needs_no_flags() -> None:
+    assert plugin.default_arguments(arguments()) == {
+        "radix_cache_backend": "dsv4",
+        "kv_cache_dtype": "bfloat16",
+        "max_total_tokens": 65536,
+        "max_running_requests": 32,
+    }
+
+
+def test_a_gpu_keeps_sglangs_sizes() -> None:
+    assert plugin.default_arguments(arguments(device="cuda")) == {"radix_cache_backend": "dsv4"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kv_cache_dtype", "fp8_e4m3"),
+        ("max_total_tokens", 512),
+        ("max_running_requests", 1),
+        ("radix_cache_backend", "other"),
+    ],
+)
+def test_what_the_user_set_is_left_alone(field: str, value: object) -> None:
+    assert field not in plugin.default_arguments(arguments(**{field: value}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "flag"),
+    [
+        ("enable_streaming_session", True, "--enable-streaming-session"),
+        ("disaggregation_mode", "prefill", "--disaggregation-mode prefill"),
+        ("disaggregation_mode", "decode", "--disaggregation-mode decode"),
+    ],
+)
+def test_unsupported_flags_are_refused_by_name(field: str, value: object, flag: str) -> None:
+    plugin.refuse_unsupported_arguments(arguments())
+    with pytest.raises(ValueError, match=flag):
+        plugin.refuse_unsupported_arguments(arguments(**{field: value}))
+
+
+def test_a_failure_stops_our_model_and_no_other() -> None:
+    with compat.remembering_failures("installing hooks"):
+        raise ImportError("no such thing")
+    compat.require_ready(["LlamaForCausalLM"])
+    with pytest.raises(
+        compat.StartupError, match=r"(?s)installing hooks failed.*no such thing.*What to do.*SGLANG_DSV4=off"
+    ):
+        compat.require_ready(OURS)
+
+
+def test_another_sglang_version_stops_our_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "sglang_version", lambda: "0.6.0")
+    compat.require_ready(["LlamaForCausalLM"])
+    with pytest.raises(compat.StartupError, match=r"(?s)SGLang 0\.6\.0 is installed.*pip install sglang==0\.5\.23"):
+        compat.require_ready(OURS)
+
+
+def test_everything_in_place_passes() -> None:
+    compat.require_ready(OURS)
+
+
+@pytest.mark.parametrize("part", ["model", "attention_backend", "kv_pool", "pool_sizing", "prefix_cache"])
+def test_each_foreign_part_is_named(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = type("Ours", (), {"__module__": "sglang_dsv4.somewhere"})
+    foreign = type("InTree", (), {"__module__": "sglang.srt.somewhere"})
+    parts = {name: ours for name in ("model", "attention_backend", "kv_pool", "pool_sizing", "prefix_cache")}
+    parts[part] = foreign
+    monkeypatch.setattr(compat, "_pool_sizing", parts["pool_sizing"])
+    runner = SimpleNamespace(
+        model=parts["model"](), attn_backend=parts["attention_backend"](), token_to_kv_pool=parts["kv_pool"]()
+    )
+    scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), tree_cache=parts["prefix_cache"]())
+    with pytest.raises(
+        compat.StartupError, match=rf"the live {part.replace('_', ' ')} is sglang\.srt\.somewhere\.InTree"
+    ):
+        compat.require_live(scheduler)  # type: ignore[arg-type]
+    assert compat.live_parts() is None
+
+
+def test_package_that_looks_like_ours_is_not_ours() -> None:
+    assert not compat._is_our_class(type("X", (), {"__module__": "sglang_dsv4_fork.models"}))
+
+
+@pytest.mark.parametrize("name", sorted(compat.SGLANG_NAMES))
+def test_private_name_exists_in_the_tested_version(name: str) -> None:
+    assert getattr(compat, name) is not None
+
+
+def test_a_missing_private_name_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compat.SGLANG_NAMES, "Gone", "sglang.srt.utils:Gone")
+    with pytest.raises(compat.StartupError, match=r"(?s)sglang\.srt\.utils:Gone.*pip install"):
+        _ = compat.Gone
+
+
+def test_a_hook_on_a_missing_target_is_not_swallowed() -> None:
+    with pytest.raises((AttributeError, ImportError)):
+        plugin._hook("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._gone", lambda: None, "AROUND")
+
+
+def test_without_its_check_the_plugin_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's plugin loader catches every Exception; SystemExit is none."""
+
+    def fail(*_: object) -> None:
+        raise AttributeError("Scheduler has moved")
+
+    monkeypatch.setattr(plugin, "_hook", fail)
+    with pytest.raises(SystemExit, match=r"start-up check.*Scheduler has moved.*SGLANG_DSV4=off"):
+        plugin._install_self_check()
+
+
+def test_model_module_that_fails_to_import_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.import_module
+
+    def broken(name: str, *args: object) -> object:
+        if name == "sglang_dsv4.models.deepseek_v4":
+            raise ImportError("forced")
+        return real(name, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(compat.importlib, "import_module", broken)
+    with pytest.raises(
+        compat.StartupError, match=r"models\.deepseek_v4 could not be imported: ImportError\('forced'\)"
+    ):
+        compat.require_our_model_classes()
+
+
+@pytest.mark.parametrize("ids", [[0, 1023], [5], []], ids=["whole-range", "one", "none"])
+def test_known_token_ids_pass(ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_live", object())
+    request = SimpleNamespace(origin_input_ids=ids, vocab_size=1024)
+    assert plugin._refuse_unknown_token_ids(None, request) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("ids", "named"), [([3, 1024], "1024"), ([-1, 3], "-1")], ids=["too-large", "negative"])
+def test_unknown_token_ids_get_a_reason(ids: list[int], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = SimpleNamespace(origin_input_ids=ids, vocab_size=1024)
+    assert plugin._refuse_unknown_token_ids(None, request) is None  # type: ignore[arg-type]  # another model
+    monkeypatch.setattr(compat, "_live", object())
+    reason = plugin._refuse_unknown_token_ids(None, request)  # type: ignore[arg-type]
+    assert reason is not None and f"Token id {named} " in reason
+    assert plugin._refuse_unknown_token_ids("too long", request) == "too long"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["off", "OFF", "0", "false"])
+def test_off_turns_everything_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_dsv4 import cpu_platform
+
+    monkeypatch.setenv("SGLANG_DSV4", value)
+    monkeypatch.delenv("SGLANG_EXTERNAL_MODEL_PACKAGE", raising=False)
+    plugin.setup()
+    assert "SGLANG_EXTERNAL_MODEL_PACKAGE" not in os.environ
+    assert cpu_platform.activate() is None
+    monkeypatch.setattr(sys, "meta_path", [])
+    shims.activate()
+    assert sys.meta_path == []
+
+
+def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env={**os.environ, **env}, capture_output=True, text=True
+    )
+
+
+def test_a_program_without_sglang_sees_no_stand_in() -> None:
+    done = run_python("import sys, torch, importlib.util as u; print('triton' in sys.modules, u.find_spec('triton'))")
+    if done.stdout.strip() != "False None":
+        pytest.skip("Triton is installed here: nothing stands in for it")
+
+
+def test_importing_sglang_brings_the_stand_in_and_torchvision_works() -> None:
+    done = run_python(
+        "import sglang, triton, triton.language as tl, torchvision, torch._inductor.codecache\n"
+        "@triton.jit\ndef kernel(x: tl.constexpr): return x\n"
+        "print(triton.cdiv(7, 2), triton.next_power_of_2(5), callable(torchvision.ops.nms))"
+    )
+    assert done.stdout.strip() == "4 8 True", done.stderr[-2000:]
+
+
+def test_off_leaves_python_as_it_was() -> None:
+    done = run_python("import sys; print([f for f in sys.meta_path if 'CpuImportHook' in repr(f)])", SGLANG_DSV4="off")
+    assert done.stdout.strip() == "[]"
+
+
+def test_shims_install_and_remove(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    from pathlib import Path
+
+    path = Path(str(tmp_path)) / shims.PTH_NAME
+    monkeypatch.setattr(shims, "pth_path", lambda: path)
+    assert shims.main(["install"]) == 0 and path.read_text().startswith("import ")
+    assert shims.main(["status"]) == 0 and "shims installed" in capsys.readouterr().out
+    assert shims.main(["remove"]) == 0 and not path.exists()
+    assert shims.main(["remove"]) == 0  # twice is no error
+    assert shims.main(["nonsense"]) == 2

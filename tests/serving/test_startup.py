@@ -1,0 +1,117 @@
+"""What happens between the command and the first answer: ready in time, or stopped with a reason."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import requests
+from serving.server import Server, free_port, run_until_it_stops, running_server
+
+# Put in front of the path of every process of the server; `site` imports it when Python starts.
+BREAK_AN_IMPORT = """
+import importlib.abc, sys
+class Broken(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            raise ImportError("forced by the test")
+sys.meta_path.insert(0, Broken())
+"""
+PRETEND_ANOTHER_VERSION = """
+import importlib.metadata as m
+real = m.version
+m.version = lambda name: "0.5.24" if name == "sglang" else real(name)
+"""
+
+
+def test_one_log_line_says_what_is_live(server: Server) -> None:
+    lines = [line for line in server.log.splitlines() if "is live on SGLang 0.5.23" in line]
+    assert len(lines) == 1
+    for part in ("model DeepseekV4ForCausalLM", "attention backend Dsv4", "kv pool Dsv4", "prefix cache Dsv4"):
+        assert part in lines[0]
+
+
+def test_pool_plan_is_printed_with_its_total(server: Server) -> None:
+    assert re.search(r"DeepSeek-V4 pools: 6,144 tokens in pages of 256, 16 requests", server.log)
+
+
+def test_server_reports_our_backends(server: Server) -> None:
+    info = requests.get(f"{server.url}/server_info", timeout=30).json()
+    assert info["attention_backend"] == "dsv4"
+    assert info["radix_cache_backend"] == "dsv4"
+    assert info["page_size"] == 256
+
+
+def broken_environment(folder: Path, code: str) -> dict[str, str]:
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_a_model_that_fails_to_import_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
+    """SGLang itself would warn and serve its own DeepSeek-V4."""
+    env = broken_environment(tmp_path, BREAK_AN_IMPORT.format(name="sglang_dsv4.models.deepseek_v4"))
+    log = run_until_it_stops(checkpoint, tmp_path / "log", env=env)
+    assert "sglang_dsv4.models.deepseek_v4 could not be imported: ImportError('forced by the test')" in log
+    assert "What to do" in log and "SGLANG_DSV4=off" in log
+
+
+def test_another_sglang_version_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
+    env = broken_environment(tmp_path, PRETEND_ANOTHER_VERSION)
+    log = run_until_it_stops(checkpoint, tmp_path / "log", env=env)
+    assert "SGLang 0.5.24 is installed; this version was tested with 0.5.23 only" in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["kv_pool", "pool_sizing", "attention_backend", "prefix_cache"])
+def test_a_part_that_fails_to_import_stops_the_server(module: str, checkpoint: Path, tmp_path: Path) -> None:
+    env = broken_environment(tmp_path, BREAK_AN_IMPORT.format(name=f"sglang_dsv4.{module}"))
+    assert "forced by the test" in run_until_it_stops(checkpoint, tmp_path / "log", env=env)
+
+
+@pytest.mark.slow
+def test_plain_command_without_flags_is_ready_in_a_minute(checkpoint: Path, tmp_path: Path) -> None:
+    with running_server(checkpoint, tmp_path / "log") as server:
+        print(f"ready after {server.ready_s:.1f} s")
+        assert server.chat("Hello!").choices[0].message.content
+        info = requests.get(f"{server.url}/server_info", timeout=30).json()
+        assert (info["max_total_num_tokens"], info["max_running_requests"]) == (65536, 32)
+        # The promise is for a quiet machine: not judged while others compute.
+        if os.getloadavg()[0] < os.cpu_count() + 1:
+            assert server.ready_s < 60
+
+
+def quickstart(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sglang_dsv4.quickstart", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_quickstart_says_that_the_port_is_taken(checkpoint: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = quickstart("--model-path", str(checkpoint), "--port", str(port))
+    assert done.returncode == 1
+    assert done.stderr.strip() == f"Port {port} is taken by another program. Choose another one: make serve PORT=30001"
+
+
+def test_quickstart_says_that_there_is_no_checkpoint(tmp_path: Path) -> None:
+    done = quickstart("--model-path", str(tmp_path), "--port", str(free_port()))
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"No checkpoint at {tmp_path}")
+
+
+def test_setup_says_that_python_is_missing(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    shutil.copy(root / "setup_venv.sh", tmp_path)
+    env = {**os.environ, "PYTHON": "python3.11-that-is-not-here", "VENV": ".venv", "TORCH_INDEX": ""}
+    done = subprocess.run(["sh", "setup_venv.sh"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip().startswith("Python 3.11 is missing")
+    assert not (tmp_path / ".venv").exists()
