@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# SGLang admits a request only if its tokens and a page more fit (PrefillAdder.add_one_req), and lets it generate
-# only what whole pages leave after its prompt and that page (max_new_tokens_for_memory): the last two pages serve nobody.
+# SGLang admits a request only if its tokens and a page more fit (PrefillAdder.add_one_req), and lets it generate only
+# what whole pages leave after its prompt and that page (max_new_tokens_for_memory): the last two pages serve nobody.
 ADMISSION_TOKENS = 2 * FULL_PAGE_TOKENS
 MIN_FULL_TOKENS = ADMISSION_TOKENS + FULL_PAGE_TOKENS
 
@@ -301,8 +301,8 @@ def reserve_admission_pages(result: KVCacheConfigResult, *args: object, **kwargs
     """Tell SGLang that the longest request is two pages shorter than the pool (an AFTER hook on `configure`).
 
     SGLang refuses requests that are longer than the pool. Of those in the last two pages, which it accepts, the longer
-    ones would never be admitted and wait for ever, and the shorter ones be answered with no token at all. With this they
-    get a 400 that names the limit.
+    ones would never be admitted and wait for ever, and the shorter ones be answered with no token at all. With this
+    they get a 400 that names the limit.
     """
     tokens = result.full_max_total_num_tokens
     return msgspec.structs.replace(result, full_max_total_num_tokens=tokens - ADMISSION_TOKENS)
