@@ -4,13 +4,18 @@ Serving promises the same bits for a token whatever batch or chunk it is compute
 keep that: `torch.sigmoid`, `silu`, `softplus` and `exp2` take a vector routine for most elements and a scalar one for
 the last few of a thread's share, and the two differ by an ulp. `exp`, `log1p`, `sin` and `cos` (MKL's vector library,
 masked tails) and IEEE operations (+ - * / sqrt) do keep it, so the functions here are made of those. The same holds
-for a sum: here its order is fixed by the index in the reduced dimension and by nothing else.
+for a sum: here its order is fixed by the index in the reduced dimension and by nothing else. (The products of rows with
+weights are in `dsv4_kernels.linear.tiled`.)
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+MATRIX_ROWS = 8
+"""A product's rows come in multiples of this: with 5 rows and two threads, MKL gives a lone matrix other bits than the
+same matrix in a batch."""
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -26,6 +31,16 @@ def silu(x: Tensor) -> Tensor:
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)) without overflow, fp32."""
     return x.clamp(min=0.0) + torch.log1p(torch.exp(-x.abs()))
+
+
+def padded_to_full_rows(x: Tensor, dim: int) -> Tensor:
+    """x with zeros appended to `dim` up to a multiple of MATRIX_ROWS, for use as the rows of a matrix product."""
+    missing = -x.shape[dim] % MATRIX_ROWS
+    if not missing:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat((x, x.new_zeros(shape)), dim)
 
 
 def tree_sum(x: Tensor, dim: int) -> Tensor:

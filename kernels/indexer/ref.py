@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4_kernels.invariant import padded_to_full_rows, tree_sum
 from dsv4_kernels.kv_layout import KVRows
 
 KEY_TILE = 64
@@ -60,7 +61,8 @@ def index_scores(
         # Places after the last entry repeat it and are masked below.
         key = keys.gather(entry_rows(page_table[request], entry.clamp(max=last), entries_per_page)).float()
         for tokens in of_request.split(max(1, TILE_PRODUCTS // (q.shape[1] * KEY_TILE))):
-            q32, weights = q[tokens].float(), head_weights[tokens].unsqueeze(1)
+            q32 = padded_to_full_rows(q[tokens].float(), 1)
+            weights = padded_to_full_rows(head_weights[tokens], 1).unsqueeze(2)
             tiles = [_tile_scores(q32, weights, tile) for tile in key.split(KEY_TILE)]
             masked = torch.cat(tiles, 1).masked_fill_(entry >= visible[tokens].unsqueeze(1), -torch.inf)
             scores[tokens, : last + 1] = masked[:, : last + 1]
@@ -68,9 +70,9 @@ def index_scores(
 
 
 def _tile_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """q [t, Hi, Di], weights [t, 1, Hi], keys [KEY_TILE, Di], all fp32 -> scores [t, KEY_TILE]."""
+    """q [t, Hi, Di], weights [t, Hi, 1], keys [KEY_TILE, Di], all fp32 -> scores [t, KEY_TILE]."""
     products = torch.bmm(q, keys.T.expand(len(q), -1, -1)).relu_()
-    return torch.bmm(weights, products).squeeze(1)
+    return tree_sum(products.mul_(weights), 1)
 
 
 def entry_rows(page_table: Tensor, entry: Tensor, entries_per_page: int) -> Tensor:

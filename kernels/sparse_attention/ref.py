@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4_kernels.indexer.ref import entry_rows as rows_of_entries
+from dsv4_kernels.invariant import padded_to_full_rows
 from dsv4_kernels.kv_layout import KVRows
 
 KEY_TILE = 64
@@ -77,7 +78,7 @@ def _attend(q: Tensor, tables: list[tuple[KVRows, Tensor]], scale: float) -> tup
         Σ exp(s - reference) * row [t, H, D], reference [t, H] (the largest score, 0 without rows), and
         Σ exp(s - reference) [t, H], all fp32.
     """
-    q32 = q.float().contiguous() * scale
+    q32 = padded_to_full_rows(q.float() * scale, 1)
     tiles, logits = [], []
     for table, rows in tables:
         hole = rows < 0
@@ -88,18 +89,18 @@ def _attend(q: Tensor, tables: list[tuple[KVRows, Tensor]], scale: float) -> tup
             tile = slice(begin, begin + KEY_TILE)
             tiles.append(keys[:, tile])
             logits.append(torch.bmm(q32, keys[:, tile].mT).masked_fill_(hole[:, None, tile], -torch.inf))
-    out = torch.zeros_like(q32)
-    total = q32.new_zeros(q32.shape[:2])
     if not tiles:
-        return out, torch.zeros_like(total), total
+        return torch.zeros_like(q, dtype=torch.float32), *q.new_zeros(2, *q.shape[:2], dtype=torch.float32)
     logit = torch.stack(logits)  # [tiles, t, H, KEY_TILE]
     largest = logit.amax((0, 3))
     largest = torch.where(largest == -torch.inf, 0.0, largest)
     weights = logit.sub_(largest.unsqueeze(-1)).exp_()
+    out, total = torch.zeros_like(q32), torch.zeros_like(largest)
     for weight, tile_total, keys in zip(weights, weights.sum(-1), tiles, strict=True):
         out.baddbmm_(weight, keys)
         total += tile_total
-    return out, largest, total
+    heads = q.shape[1]
+    return out[:, :heads], largest[:, :heads], total[:, :heads]
 
 
 def _divided(weighted: Tensor, reference: Tensor, total: Tensor, sink: Tensor | None) -> Tensor:
