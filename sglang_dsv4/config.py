@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+
 from dsv4_kernels.rope import YarnScaling, rope_frequencies
 
 WINDOW_TOKENS = 128
@@ -72,9 +73,7 @@ class LayerSchedule:
         known = {kind.ratio for kind in LayerKind}
         for layer_id, ratio in enumerate(self.ratios):
             if ratio not in known:
-                raise ConfigError(
-                    f"compress_ratios[{layer_id}]", ratio, "0 (window only), 4 (CSA) or 128 (HCA)"
-                )
+                raise ConfigError(f"compress_ratios[{layer_id}]", ratio, "0 (window only), 4 (CSA) or 128 (HCA)")
         if not self.ratios:
             raise ConfigError("compress_ratios", self.ratios, "one ratio for each decoder layer, at least one")
 

@@ -17,9 +17,9 @@ from enum import Enum
 from pathlib import Path
 
 import torch
-from dsv4_kernels.quant import dequantise_fp4_weight, dequantise_fp8_weight
 from torch import Tensor, nn
 
+from dsv4_kernels.quant import dequantise_fp4_weight, dequantise_fp8_weight
 from sglang_dsv4.config import FP4_WEIGHT_BLOCK, WEIGHT_BLOCK, Config, LayerKind
 
 _FLOATS = (torch.bfloat16, torch.float32, torch.float16)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from dsv4_kernels.linear import grouped_linear
-from dsv4_kernels.norm import rms_norm
-from dsv4_kernels.rope import apply_rope
 from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
+from dsv4_kernels.linear import grouped_linear
+from dsv4_kernels.norm import rms_norm
+from dsv4_kernels.rope import apply_rope
 from sglang_dsv4.config import Config, ConfigError, LayerKind
 from sglang_dsv4.layers.compressor import Compressor, Indexer, quantise_kv_row
 from sglang_dsv4.layers.linear import load_row_shard
@@ -80,9 +80,7 @@ class Attention(nn.Module):
             prefix=f"{prefix}.wo_b",
         )
         self.indexer = Indexer(config, layer_id, quant_config, f"{prefix}.indexer") if kind is LayerKind.CSA else None
-        self.compressor = (
-            Compressor(config, layer_id, kind, dim, indexer=False) if kind is not LayerKind.SWA else None
-        )
+        self.compressor = Compressor(config, layer_id, kind, dim, indexer=False) if kind is not LayerKind.SWA else None
         self.register_buffer("frequencies", config.rope(kind).frequencies(), persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:

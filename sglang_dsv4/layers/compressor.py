@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from dsv4_kernels.kv_layout import RowFormat
-from dsv4_kernels.linear import linear_fp32
-from dsv4_kernels.quant import fp4_qdq, fp8_qdq, hadamard
-from dsv4_kernels.rope import apply_rope
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import Tensor, nn
 
+from dsv4_kernels.kv_layout import RowFormat
+from dsv4_kernels.linear import linear_fp32
+from dsv4_kernels.quant import fp4_qdq, fp8_qdq, hadamard
+from dsv4_kernels.rope import apply_rope
 from sglang_dsv4.config import INDEX_BLOCK, KV_BLOCK, Config, LayerKind
 from sglang_dsv4.layers.linear import plain_linear_config
 from sglang_dsv4.layers.norm import RMSNorm

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from dsv4_kernels.hyper_connection import hc_head, hc_post, hc_pre
 from torch import Tensor, nn
 
+from dsv4_kernels.hyper_connection import hc_head, hc_post, hc_pre
 from sglang_dsv4.config import Config
 
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from dsv4_kernels.linear import linear
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
+from dsv4_kernels.linear import linear
 from sglang_dsv4.config import Config, ConfigError
 
 
@@ -40,7 +40,15 @@ class ReferenceLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,  # noqa: ANN401 - SGLang's hook: weight_loader and more
     ) -> None:
-        """Register `weight [sum(output_partition_sizes), input_size_per_partition]` in `params_dtype`."""
+        """Register `weight [sum(output_partition_sizes), input_size_per_partition]` in `params_dtype`.
+
+        Raises:
+            ConfigError: a rank's share of the input would cut a quantisation block, and so change its scale.
+        """
+        block = self.activation_block
+        if block is not None and input_size_per_partition != input_size and input_size_per_partition % block:
+            ranks = input_size // input_size_per_partition
+            raise ConfigError("tp_size", ranks, f"a size that splits {input_size} channels into multiples of {block}")
         weight = nn.Parameter(
             torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype), requires_grad=False
         )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from dsv4_kernels.linear import linear_fp32
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from torch import Tensor
 
+from dsv4_kernels.linear import linear_fp32
 from sglang_dsv4.config import Config
 from sglang_dsv4.layers.linear import builds_on_cpu
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from dsv4_kernels.moe import experts_forward, swiglu
-from dsv4_kernels.router import route_hash, route_topk
 from sglang.srt.distributed import tensor_model_parallel_all_reduce
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.moe import get_moe_a2a_backend
@@ -16,6 +14,8 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
+from dsv4_kernels.moe import experts_forward, swiglu
+from dsv4_kernels.router import route_hash, route_topk
 from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.layers.linear import builds_on_cpu
 
@@ -70,6 +70,11 @@ class ReferenceExperts(nn.Module):
         for field, ranks in shares.items():
             if getattr(config, field) % ranks:
                 raise ConfigError(field, getattr(config, field), f"a multiple of the {ranks} ranks that share it")
+        # A rank's channels are whole quantisation blocks: a cut one would get another scale.
+        block = config.activation_block or 1
+        if parallel.moe_tp_size > 1 and config.moe_intermediate_size // parallel.moe_tp_size % block:
+            accepted = f"a multiple of {block} for each of {parallel.moe_tp_size} ranks, with FP8 activations on"
+            raise ConfigError("moe_intermediate_size", config.moe_intermediate_size, accepted)
         self.swiglu_limit = config.swiglu_limit
         self.activation_block = config.activation_block
         self.num_local_experts = config.n_routed_experts // parallel.moe_ep_size

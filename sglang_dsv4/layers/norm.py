@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from dsv4_kernels.norm import rms_norm
 from torch import Tensor, nn
+
+from dsv4_kernels.norm import rms_norm
 
 
 class RMSNorm(nn.Module):

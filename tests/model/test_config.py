@@ -218,9 +218,7 @@ def test_ratios_without_the_mtp_entry() -> None:
         ("full", False, QuantSwitches.full()),
     ],
 )
-def test_switches(
-    variable: str, quantised: bool, expected: QuantSwitches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_switches(variable: str, quantised: bool, expected: QuantSwitches, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_DSV4_QAT", variable)
     fields = FLASH if quantised else {k: v for k, v in FLASH.items() if k != "quantization_config"}
     config = Config.from_hf(Fields(**fields))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from dsv4_kernels.quant import dequantise_fp4_weight, dequantise_fp8_weight, quantise_fp8_weight
 from model.harness import Harness
 from safetensors.torch import load_file
 from sglang.srt.model_loader.weight_utils import (
@@ -19,6 +18,7 @@ from sglang.srt.model_loader.weight_utils import (
 )
 from torch import Tensor, nn
 
+from dsv4_kernels.quant import dequantise_fp4_weight, dequantise_fp8_weight, quantise_fp8_weight
 from sglang_dsv4.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.weights import CheckpointError, cut_tensors, main_model_tensors, mtp_tensors
 
@@ -87,9 +87,7 @@ def empty(model: nn.Module) -> None:
 
 def unfilled(model: nn.Module) -> list[str]:
     return [
-        name
-        for name, p in model.named_parameters()
-        if (p.isnan().any() if p.is_floating_point() else (p < 0).any())
+        name for name, p in model.named_parameters() if (p.isnan().any() if p.is_floating_point() else (p < 0).any())
     ]
 
 
