@@ -1,0 +1,91 @@
+"""The same numbers through the whole server: HTTP, scheduler, chunked prefill, mixed batches, sampler's log-probabilities.
+
+An fp32 checkpoint of the server's own preset, compared with transformers at every prompt and output position.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+import torch
+from model.compare import MARGIN, TOLERANCE
+from model.oracle import TransformersOracle, read_dequantised
+from serving.server import Server, running_server
+from sglang_dsv4.random_checkpoint import PRESETS, hf_config, write_checkpoint
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 127, 128, 129, 130, 255, 256, 257, 511, 512, 513, 1030)
+DECODED = 6
+ASKED = list(range(0, PRESETS["tiny"].vocab_size, 8))  # ids whose log-probabilities are asked for; each has all logits in it
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fp32")
+    write_checkpoint(folder, PRESETS["tiny"], seed=3, quantised=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint):
+    return TransformersOracle(hf_config(PRESETS["tiny"], quantised=False), read_dequantised(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def fp32_server(checkpoint, tmp_path_factory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("fp32-server") / "log"
+    flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "7")
+    with running_server(checkpoint, log, *flags, "--chunked-prefill-size", "256") as server:
+        yield server
+
+
+def generate(server, prompt):
+    """(log-probabilities of ASKED at prompt positions 0.. and at each output step [n, len(ASKED)], output ids)."""
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"max_new_tokens": DECODED, "temperature": 0, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "token_ids_logprob": ASKED,
+    }
+    response = requests.post(f"{server.url}/generate", json=body, timeout=300)
+    assert response.status_code == 200, response.text
+    result = response.json()
+    info = result["meta_info"]
+    # The first prompt token has no prediction before it; entry i of the rest was predicted at position i - 1.
+    rows = [row for row in info["input_token_ids_logprobs"] if row] + info["output_token_ids_logprobs"]
+    assert all([entry[1] for entry in row] == ASKED for row in rows)
+    return torch.tensor([[entry[0] for entry in row] for row in rows]), result["output_ids"]
+
+
+def check(oracle, prompt, answer):
+    """The prompt's positions from transformers' whole-sequence logits, with our own output ids appended."""
+    actual, output = answer
+    expected = oracle.run(torch.tensor(prompt + output[:-1]))
+    assert len(actual) == len(prompt) - 1 + DECODED == len(expected.logits)
+    comparable = expected.margins > MARGIN
+    assert (~comparable).sum() <= 2
+    difference = (actual - expected.logits.log_softmax(-1)[:, ASKED]).abs().amax(1)
+    assert difference[comparable].max() <= TOLERANCE, f"prompt of {len(prompt)}: {difference[comparable].max():.1e}"
+    chosen = expected.logits[len(prompt) - 1 :].argmax(-1)
+    top = expected.logits[len(prompt) - 1 :].topk(2).values
+    clear = (top[:, 0] - top[:, 1] > 2 * TOLERANCE) & comparable[len(prompt) - 1 :]
+    assert torch.equal(torch.tensor(output)[clear], chosen[clear])
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(200, PRESETS["tiny"].vocab_size, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@pytest.mark.parametrize("prompt", prompts(), ids=[str(n) for n in LENGTHS])
+def test_prompt_alone(fp32_server, oracle, prompt):
+    check(oracle, prompt, generate(fp32_server, prompt))
+
+
+def test_prompts_together(fp32_server, oracle):
+    """All at once against seven running requests: waiting, mixed batches, slots and pages that others have used."""
+    with ThreadPoolExecutor(len(LENGTHS)) as pool:
+        answers = list(pool.map(lambda prompt: generate(fp32_server, prompt), prompts()))
+    for prompt, answer in zip(prompts(), answers, strict=True):
+        check(oracle, prompt, answer)
