@@ -15,8 +15,10 @@ BIN   := $(VENV)/bin
 # Set-up runs again when one of these files changes, and only then.
 SETUP_INPUTS := requirements-cpu.txt requirements-test.txt pyproject.toml setup_venv.sh
 STAMP := $(VENV)/.ready-$(shell cat $(SETUP_INPUTS) | cksum | cut -d' ' -f1)
-# More threads than cores make small matrix products slower; the server and pytest compete for them.
+# At most 4: the tiny model's products are small. Threads that spin while they wait for each other make a busy machine
+# many times slower, so they sleep.
 THREADS := $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -gt 4 ] && echo 4 || echo $$n)
+ENV     := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
 
 .PHONY: help setup serve test test-slow lint format clean
 .DEFAULT_GOAL := help
@@ -36,14 +38,13 @@ checkpoints/tiny/config.json: $(STAMP)
 	@$(BIN)/python -m sglang_dsv4.random_checkpoint checkpoints/tiny --preset tiny
 
 serve: $(STAMP) $(if $(filter checkpoints/tiny,$(MODEL)),checkpoints/tiny/config.json)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} \
-	    $(BIN)/python -m sglang_dsv4.quickstart --model-path "$(MODEL)" --port $(PORT) $(SERVE_ARGS)
+	@$(ENV) $(BIN)/python -m sglang_dsv4.quickstart --model-path "$(MODEL)" --port $(PORT) $(SERVE_ARGS)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/python -m pytest -m "not slow and not gpu" $(TEST_ARGS)
+	$(ENV) $(BIN)/python -m pytest -m "not slow and not gpu" $(TEST_ARGS)
 
 test-slow: $(STAMP)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/python -m pytest -m "slow and not gpu" $(TEST_ARGS)
+	$(ENV) $(BIN)/python -m pytest -m "slow and not gpu" $(TEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -8,7 +8,8 @@ machines with no GPU: :mod:`sglang_dsv4.cpu_platform` (entry point) and :mod:`sg
 what               through                                                                    process
 =================  =========================================================================  =======================
 model              ``SGLANG_EXTERNAL_MODEL_PACKAGE`` (inherited by the spawned processes)     all
-default arguments  resolution hook ``handle_model_specific_adjustments``                      launcher
+default arguments  resolution hooks ``handle_model_specific_adjustments``,
+                   ``handle_cuda_graph_config``                                               launcher
 attention backend  ``register_attention_backend("dsv4")``, replaces the in-tree factory       scheduler
 prefix cache       ``register_radix_cache_backend("dsv4")``, chosen by a default argument     scheduler
 KV pool            AROUND ``KVCacheConfigurator._build_dsv4_kv_pool``: it has no registry     scheduler
@@ -83,6 +84,34 @@ def _install_default_arguments() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
     register_resolution_hook("handle_model_specific_adjustments")(_resolve_default_arguments)
+    register_resolution_hook("handle_cuda_graph_config")(_resolve_cuda_graphs)
+
+
+def _resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
+    """No CUDA graphs while an operator of the forward waits for the device; kernels that don't bring them back."""
+    arguments = compat.resolving_view(server_args)
+    if compat.is_ours(compat.model_config_of(server_args).hf_config.architectures) and arguments.device == "cuda":
+        waiting = operators_that_wait("cuda")
+        if waiting:
+            logger.warning(
+                "sglang_dsv4: CUDA graphs are off, these operators run as references: %s", ", ".join(waiting)
+            )
+            compat.declare_resolution(
+                server_args, "sglang_dsv4", disable_decode_cuda_graph=True, disable_prefill_cuda_graph=True
+            )
+    previous(server_args)
+
+
+def operators_that_wait(device: str) -> list[str]:
+    """The operators of a decode step whose implementation on ``device`` can't be captured in a CUDA graph."""
+    import torch
+    from dsv4_kernels import registry
+
+    return [
+        operator
+        for operator in ("sparse_attention", "index_topk")
+        if not registry.chosen(operator, torch.device(device), torch.bfloat16).graph_safe
+    ]
 
 
 def _resolve_default_arguments(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:

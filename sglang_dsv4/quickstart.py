@@ -75,6 +75,7 @@ def main() -> int:
     command = [
         *(sys.executable, "-m", "sglang.launch_server"),
         *("--model-path", str(arguments.model_path), "--host", HOST, "--port", str(arguments.port)),
+        *("--uvicorn-access-log-exclude-prefixes", "/health"),  # polled below
         *server_flags,
     ]
     print("+", shlex.join(command), flush=True)

@@ -2,7 +2,7 @@
 
     python -m sglang_dsv4.random_checkpoint OUT [--preset tiny|flash|pro] [--seed 0] [--unquantised]
 
-`tiny` is what ``make serve`` serves: every kind of layer, both routers, the MTP module, 15 MB. `flash` and `pro` have
+`tiny` is what ``make serve`` serves: every kind of layer, both routers, the MTP module, 20 MB. `flash` and `pro` have
 the released models' attention, indexer and hyper-connection dimensions and 6 and 5 of their layers, with a hidden size,
 experts and a vocabulary small enough for a CPU (0.6 and 1.1 GB). ``--unquantised`` writes every weight in fp32 and
 no quantization_config: what a tight comparison with another implementation needs.
@@ -80,7 +80,7 @@ PRESETS: dict[str, Shape] = {
         o_lora_rank=128,
         index_n_heads=8,
         index_topk=64,
-        moe_intermediate_size=128,
+        moe_intermediate_size=256,  # 128 a rank under --tp 2: SGLang's quantised experts need multiples of 128
         n_routed_experts=8,
         num_experts_per_tok=2,
         num_hash_layers=1,

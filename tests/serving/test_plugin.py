@@ -75,6 +75,20 @@ def test_unsupported_flags_are_refused_by_name(field: str, value: object, flag: 
         plugin.refuse_unsupported_arguments(arguments(**{field: value}))
 
 
+def test_cuda_graphs_wait_for_kernels() -> None:
+    """References read lengths on the host; a kernel that is registered as safe for graphs takes them off the list."""
+    from dsv4_kernels import registry
+
+    before = plugin.operators_that_wait("cuda")
+    assert set(before) <= {"sparse_attention", "index_topk"}
+    registry.register("index_topk", "test_kernel", "nowhere:nothing", lambda device, dtype: True, 1000, graph_safe=True)
+    try:
+        assert "index_topk" not in plugin.operators_that_wait("cuda")
+    finally:
+        registry._table["index_topk"].pop("test_kernel")
+    assert plugin.operators_that_wait("cuda") == before
+
+
 def test_a_failure_stops_our_model_and_no_other() -> None:
     with compat.remembering_failures("installing hooks"):
         raise ImportError("no such thing")
