@@ -29,12 +29,12 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): $(SETUP_INPUTS)
+$(STAMP):
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH_INDEX="$(TORCH_INDEX)" sh setup_venv.sh
 	@rm -f $(VENV)/.ready-* && touch $@
 
 # Only the default checkpoint is ours to write; MODEL=… names one that exists.
-checkpoints/tiny/config.json: $(STAMP)
+checkpoints/tiny/config.json: $(STAMP) sglang_dsv4/random_checkpoint.py sglang_dsv4/random_tokenizer.py
 	@$(BIN)/python -m sglang_dsv4.random_checkpoint checkpoints/tiny --preset tiny
 
 serve: $(STAMP) $(if $(filter checkpoints/tiny,$(MODEL)),checkpoints/tiny/config.json)

@@ -105,6 +105,7 @@ def _resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs
 def operators_that_wait(device: str) -> list[str]:
     """The operators of a decode step whose implementation on ``device`` can't be captured in a CUDA graph."""
     import torch
+
     from dsv4_kernels import registry
 
     return [
