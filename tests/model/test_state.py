@@ -9,6 +9,7 @@ import pytest
 import torch
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from model.compare import assert_equal_logits
+from model.oracle import OracleRun
 
 DRAFTS = 4
 
@@ -113,6 +114,52 @@ def test_minimal_state_is_enough(served, length, mode):
     assert_equal_logits(torch.cat(logits), served.expected[1], f"{length} tokens, then {mode}")
 
 
+@pytest.mark.parametrize(
+    "pool, lost",
+    [
+        ("window rings", 200 - 127),
+        ("window rings", 199),
+        ("CSA entries", 3),
+        ("CSA compressor state", 196),
+        ("CSA compressor state", 200),
+        ("indexer keys", 0),
+        ("indexer compressor state", 197),
+        ("HCA entries", 0),
+        ("HCA compressor state", 128),
+        ("HCA compressor state", 200),
+    ],
+)
+def test_one_row_less_is_too_little(served, pool, lost):
+    """The poison reaches the logits: without any one of the rows of the minimal state they are wrong.
+
+    `lost` is the position of a raw row or window row, or the number of an entry, of a request of 201 tokens; the 60 that
+    follow close an HCA group, and their indexer scores every key.
+    """
+    harness, tokens = served.harness, served.corpus[1]
+    request = harness.open()
+    harness.step([(request, tokens[:201].tolist())])
+    keep, geometry = minimal_state(harness, [request]), harness.pool.geometry
+    slots = harness.runner.req_to_token_pool.req_to_token[request.row]
+    if pool == "window rings":
+        row = request.row * geometry.ring_rows + (lost + 1) % geometry.ring_rows
+    elif pool.endswith("state"):
+        rows = geometry.state_rows(128 if pool.startswith("HCA") else 4)
+        row = request.row * rows + lost % rows
+    else:
+        ratio = 128 if pool.startswith("HCA") else 4
+        row = int(slots[lost * ratio]) // ratio
+    assert (keep[pool] == row).sum() == 1
+    keep[pool] = keep[pool][keep[pool] != row]
+    poison(harness, keep)
+    (logits,) = harness.step([(request, tokens[201:261].tolist())])
+    harness.close(request)
+    expected = served.expected[1]
+    with pytest.raises(AssertionError, match="differ by more than"):
+        assert_equal_logits(logits, OracleRun(expected.logits[201:261], expected.margins[201:261]))
+    # A NaN key is a choice gone wrong, of an entry that may be read.
+    assert torch.isnan(logits).any() == (not pool.startswith("indexer"))
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 130])
 @pytest.mark.parametrize("leftovers", ["old rows", "NaN"])
 def test_slot_reuse_after_a_longer_request(served, length, leftovers):
@@ -125,7 +172,7 @@ def test_slot_reuse_after_a_longer_request(served, length, leftovers):
     if leftovers == "NaN":
         poison(harness, {})
     request = harness.open()
-    assert request.row == slot
+    assert request.row == slot, "this test is about a slot that was used before"
     tokens = served.corpus[2]
     logits = harness.step([(request, tokens[:length].tolist())])
     for position in range(length, length + 12):
@@ -189,6 +236,23 @@ def test_rejected_drafts_leave_no_trace(speculative, prompt, accepted):
     logits += harness.step([(request, tokens[start : start + 6].tolist())])
     harness.close(request)
     assert_equal_logits(torch.cat(logits), speculative.expected[2], f"prompt {prompt}, {accepted} of {DRAFTS} accepted")
+
+
+def test_rings_have_room_for_drafts(served, speculative):
+    plain, drafting = served.harness.pool.geometry, speculative.harness.pool.geometry
+    assert (plain.ring_rows, plain.state_rows(4), plain.state_rows(128)) == (128, 8, 128)
+    assert (drafting.ring_rows, drafting.state_rows(4), drafting.state_rows(128)) == (256, 16, 256)
+
+
+def test_verify_gives_the_bits_of_decode(speculative):
+    harness, tokens = speculative.harness, speculative.corpus[3]
+    expected = harness.run(tokens[:140], decode_from=120)
+    request = harness.open()
+    logits = harness.step([(request, tokens[:120].tolist())])
+    for start in range(120, 140, DRAFTS):
+        logits += harness.step([(request, tokens[start : start + DRAFTS].tolist())], "verify")
+    harness.close(request)
+    assert torch.equal(torch.cat(logits), expected)
 
 
 def test_verify_of_several_requests(speculative):
