@@ -113,15 +113,7 @@ class Dsv4AttentionBackend(AttentionBackend):
         if mode.is_idle():
             self.forward_metadata = self._extend([], [], forward_batch)
         elif self._is_uniform(forward_batch):
-            inputs = self._uniform_inputs(forward_batch)
-            longest = forward_batch.seq_lens_cpu
-            if longest is None and self.device.type == "cpu":
-                longest = forward_batch.seq_lens
-            pages = self._max_pages
-            if longest is not None and longest.numel():
-                tokens = int(longest.max()) + inputs.tokens_per_request + (self.draft_step or 0)
-                pages = min(pages, -(-tokens // FULL_PAGE_TOKENS))
-            self.forward_metadata = self._uniform(inputs, pages)
+            self.forward_metadata = self._uniform(self._uniform_inputs(forward_batch), self._num_pages(forward_batch))
         elif mode.is_extend_or_draft_extend_or_mixed() and not mode.is_split_prefill():
             prefix_lens, extend_lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
             assert prefix_lens is not None and extend_lens is not None, "extend batches carry their lengths on the host"
@@ -189,6 +181,18 @@ class Dsv4AttentionBackend(AttentionBackend):
             raise NotImplementedError(f"forward mode {mode.name} cannot be replayed as a CUDA graph")
         # A padding request of a graph may be shorter than the tokens it is given.
         return UniformInputs(first.clamp(min=0), batch.req_pool_indices.long(), k)
+
+    def _num_pages(self, batch: ForwardBatch) -> int:
+        """Columns of an eager batch's page table: all that the context could need, or fewer if the host knows."""
+        lengths = None
+        if self.device.type == "cpu":
+            lengths = batch.seq_lens
+        elif batch.forward_mode.is_decode() and self.draft_step is None:
+            lengths = batch.seq_lens_cpu  # of a speculative step the host may know an older state
+        if lengths is None or not lengths.numel():
+            return self._max_pages
+        tokens = int(lengths.max()) + max(1, self.token_to_kv_pool.geometry.draft_tokens)
+        return min(self._max_pages, -(-tokens // FULL_PAGE_TOKENS))
 
     def _uniform(self, inputs: UniformInputs, num_pages: int) -> ForwardMetadata:
         pool = self.token_to_kv_pool

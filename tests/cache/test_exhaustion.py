@@ -1,8 +1,8 @@
 """The pool runs out, in SGLang's own engine: back-pressure, retraction or a refusal, and never another request's rows.
 
-A pool of 5 pages and 3 request slots takes 9 requests, and SGLang is told to retract running ones every few steps: slots
-and pages change hands all the time, in the middle of groups and windows. What a request answers must be what it answers
-alone.
+A pool of 5 pages and 3 request slots takes 9 requests, and SGLang is told to retract running ones every few steps:
+slots and pages change hands all the time, in the middle of groups and windows. What a request answers must be what it
+answers alone.
 """
 
 from __future__ import annotations
