@@ -54,5 +54,5 @@ def test_two_ranks(checkpoint: Path, ep_size: int) -> None:
         logits = harness.run(torch.cat([prompt, output]))[len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, output[:, None]).squeeze(1)
         actual = torch.tensor([row[0] for row in answer["meta_info"]["output_token_logprobs"]])
-        torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE, msg=f"prompt of {len(prompt)}")
+        torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
         assert torch.equal(logits.argmax(-1), output)
