@@ -1,0 +1,70 @@
+"""The draft's chain of steps, and what the prefix cache refuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cache.harness import Engine, Sequences
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_dsv4.attention_backend import Dsv4AttentionBackend, create_draft_decode_backend, create_draft_extend_backend
+from sglang_dsv4.geometry import PoolGeometry
+from sglang_dsv4.prefix_cache import create_prefix_cache
+
+DRAFT = PoolGeometry(ratios=(0,), row_dim=16, rope_dim=4, index_dim=8, draft_tokens=4, dtype=torch.float32)
+STEPS = 4
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_draft_steps_equal_decode(graph: bool) -> None:
+    """Step i writes and reads as a decode step at position committed + i would."""
+    sequences = Sequences(DRAFT, 320)
+    decode, draft = Engine(DRAFT, sequences), Engine(DRAFT, sequences)
+    for engine in (decode, draft):
+        engine.forward(ForwardMode.EXTEND, [(0, 255), (1, 2)])
+    factory = SimpleNamespace(topk=1, draft_model_runner=draft.runner, speculative_num_steps=STEPS)
+    name, chain = create_draft_decode_backend(factory)
+    assert name == "dsv4"
+    assert len(chain.attn_backends) == STEPS
+
+    batch = draft.batch(ForwardMode.DECODE, [(0, STEPS), (1, STEPS)])
+    batch.seq_lens = torch.tensor([draft.length[0], draft.length[1]])
+    batch.batch_size = 2
+    if graph:
+        chain.init_cuda_graph_state(max_bs=2, max_num_tokens=2)
+        chain.init_forward_metadata_out_graph(batch)
+        chain.init_forward_metadata_in_graph(batch)
+        chain.on_after_cuda_graph_warmup()
+    else:
+        chain.init_forward_metadata(batch)
+    for i, backend in enumerate(chain.attn_backends[:-1]):  # the last step only samples
+        draft.backend = backend
+        tokens = [(r, draft.length[r] + i) for r in (0, 1)]
+        expected = decode.forward(ForwardMode.DECODE, [(0, 1), (1, 1)])
+        for row, token in zip(draft.layer(0, tokens), tokens, strict=True):
+            assert torch.equal(row, expected[token][0])
+
+
+def test_draft_trees_are_refused() -> None:
+    with pytest.raises(ValueError, match="--speculative-eagle-topk must be 1, not 4"):
+        create_draft_decode_backend(SimpleNamespace(topk=4))
+
+
+def test_draft_extend_runs_on_the_draft_runner() -> None:
+    engine = Engine(DRAFT, Sequences(DRAFT, 8))
+    name, backend = create_draft_extend_backend(SimpleNamespace(draft_model_runner=engine.runner))
+    assert name == "dsv4"
+    assert backend.token_to_kv_pool is engine.pool
+
+
+def test_another_pool_is_refused() -> None:
+    """SGLang goes on when a plugin's hook fails; with its own pool our backend must not."""
+    with pytest.raises(TypeError, match=r"needs sglang-dsv4's KV pool, found .*SimpleNamespace: is the"):
+        Dsv4AttentionBackend(SimpleNamespace(token_to_kv_pool=SimpleNamespace()))
+
+
+def test_hierarchical_cache_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not support --enable-hierarchical-cache"):
+        create_prefix_cache(SimpleNamespace(enable_hierarchical_cache=True))
