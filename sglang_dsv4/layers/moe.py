@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.distributed import tensor_model_parallel_all_reduce
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from sglang.srt.layers.moe import get_moe_a2a_backend
+from sglang.srt.layers.moe import get_moe_a2a_backend, get_moe_runner_backend
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.runtime_context import get_parallel
@@ -21,6 +21,10 @@ from sglang_dsv4.layers.linear import builds_on_cpu
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
+
+
+RUNNERS_WITH_CLAMP = ("auto", "triton", "deep_gemm", "marlin", "flashinfer_mxfp4", "flashinfer_cutlass", "humming")
+"""SGLang's MoE runners that apply `swiglu_limit`; the others take it and ignore it."""
 
 
 class Gate(nn.Module):
@@ -125,9 +129,15 @@ class FusedExperts(FusedMoE):
     """Routed experts in SGLang's fused kernels and quantisation methods, for a GPU.
 
     Routing weights come in with `routed_scaling_factor` already in them, so SGLang is given none to apply.
+
+    Raises:
+        ConfigError: a MoE runner that would leave out the clamp of gate and up.
     """
 
     def __init__(self, config: Config, layer_id: int, quant_config: QuantizationConfig | None, prefix: str) -> None:
+        runner = get_moe_runner_backend().value
+        if runner not in RUNNERS_WITH_CLAMP:
+            raise ConfigError("moe_runner_backend", runner, " or ".join(map(repr, RUNNERS_WITH_CLAMP)))
         super().__init__(
             num_experts=config.n_routed_experts,
             hidden_size=config.hidden_size,
@@ -139,6 +149,7 @@ class FusedExperts(FusedMoE):
             inplace=False,  # x is also the shared expert's input
             routed_scaling_factor=None,
             swiglu_limit=config.swiglu_limit,
+            uses_expert_location=False,  # the router's ids are the experts' own: no expert is moved or doubled
         )
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
