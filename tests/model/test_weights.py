@@ -1,11 +1,12 @@
 """Loading official checkpoints: all of a file is used, none of the model is left empty, and mistakes are named.
 
-The model is the `tiny` preset, with every kind of layer, both routers and an MTP module. A checkpoint is a dict of
+The model has the `tiny` preset's layers, with every kind of layer, both routers and an MTP module. A checkpoint is a dict of
 tensors here; only the cut-short files go through SGLang's reader.
 """
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,14 @@ from sglang_dsv4.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.weights import CheckpointError, cut_tensors, main_model_tensors, mtp_tensors
 
 Checkpoint = dict[str, Tensor]
-SHAPE = PRESETS["tiny"]
+SHAPE = replace(  # the messages below name shapes
+    PRESETS["tiny"],
+    hidden_size=256,
+    num_attention_heads=8,
+    q_lora_rank=128,
+    moe_intermediate_size=128,
+    n_routed_experts=8,
+)
 QUANTISED = "layers.1.attn.wq_b"
 EXPERT = "layers.2.ffn.experts.3.w2"
 
@@ -56,7 +64,7 @@ def dequantised(checkpoint: Checkpoint, name: str) -> Tensor:
 
 @pytest.fixture(scope="module")
 def harness(folder: Path) -> Harness:
-    return Harness(folder, dtype="bfloat16", max_total_tokens=512, max_requests=2)
+    return Harness(folder, dtype="bfloat16", max_total_tokens=1024, max_requests=2)
 
 
 @pytest.fixture(scope="module")
