@@ -117,12 +117,15 @@ def operators_that_wait(device: str) -> list[str]:
 
 def _resolve_default_arguments(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
     """Chooses what the user left open; SGLang's own step for this architecture (`previous`) runs after it."""
-    architectures = compat.model_config_of(server_args).hf_config.architectures
-    if compat.is_ours(architectures):
-        compat.require_ready(architectures)
-        refuse_unsupported_arguments(compat.resolving_view(server_args))
-        defaults = default_arguments(compat.resolving_view(server_args))
-        compat.declare_resolution(server_args, "sglang_dsv4", **defaults)
+    hf_config = compat.model_config_of(server_args).hf_config
+    if compat.is_ours(hf_config.architectures):
+        compat.require_ready(hf_config.architectures)
+        arguments = compat.resolving_view(server_args)
+        refuse_unsupported_arguments(arguments)
+        compat.declare_resolution(server_args, "sglang_dsv4", **default_arguments(arguments, hf_config))
+        if arguments.device == "cpu":
+            ranks = arguments.tp_size * arguments.pp_size * arguments.dp_size
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(ranks, sorted(os.sched_getaffinity(0))))
     previous(server_args)
 
 
@@ -141,7 +144,19 @@ def refuse_unsupported_arguments(arguments: Any) -> None:  # Any: ServerArgs, or
         )
 
 
-def default_arguments(arguments: Any) -> dict[str, Any]:  # Any: ServerArgs, or SGLang's view of it
+def cores_of_ranks(ranks: int, cores: list[int]) -> str:
+    """``SGLANG_CPU_OMP_THREADS_BIND``, the cores of each rank as ``0,1|2,3``: SGLang wants it beyond one rank a node.
+
+    More ranks than cores share them.
+    """
+    share = max(1, len(cores) // ranks)
+    groups = [[cores[(rank * share + index) % len(cores)] for index in range(share)] for rank in range(ranks)]
+    return "|".join(",".join(map(str, group)) for group in groups)
+
+
+def default_arguments(
+    arguments: Any, hf_config: Any
+) -> dict[str, Any]:  # arguments: ServerArgs, or SGLang's view of it
     """The arguments that a DeepSeek-V4 server needs and its user did not set.
 
     Returns: field of ServerArgs -> value. Never a field that the user set.
@@ -150,6 +165,8 @@ def default_arguments(arguments: Any) -> dict[str, Any]:  # Any: ServerArgs, or 
     if arguments.radix_cache_backend is None:
         defaults["radix_cache_backend"] = NAME
     if arguments.device == "cpu":
+        if arguments.dtype == "auto" and str(hf_config.dtype) in ("torch.float32", "float32"):
+            defaults["dtype"] = "float32"  # SGLang would make float16 of it
         if arguments.kv_cache_dtype == "auto":
             defaults["kv_cache_dtype"] = "bfloat16"  # plain rows in the model's dtype
         if arguments.max_total_tokens is None:

@@ -44,14 +44,14 @@ class Server:
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=300, max_retries=0)
 
-    def chat(self, text: str, **options: Any) -> Any:  # noqa: ANN401
+    def chat(self, text: str, **options: Any) -> Any:
         """One greedy chat turn; the response as the openai client returns it."""
         options = {"max_tokens": 16, "temperature": 0, **options}
         return self.client().chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": text}], **options
         )
 
-    def generate(self, input_ids: list[int], **sampling_params: Any) -> dict[str, Any]:  # noqa: ANN401
+    def generate(self, input_ids: list[int], **sampling_params: Any) -> dict[str, Any]:
         """SGLang's own endpoint, greedy by default, with the log-probability of each output token."""
         sampling_params = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True, **sampling_params}
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}

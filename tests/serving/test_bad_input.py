@@ -11,11 +11,11 @@ from serving.server import POOL_TOKENS, VOCAB_SIZE, Server
 USER = [{"role": "user", "content": "hi"}]
 
 
-def chat(**fields: Any) -> tuple[str, dict[str, Any]]:  # noqa: ANN401
+def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/chat/completions", {"model": "tiny", "messages": USER, "max_tokens": 4, **fields}
 
 
-def generate(input_ids: list[int], **sampling_params: Any) -> tuple[str, dict[str, Any]]:  # noqa: ANN401
+def generate(input_ids: list[int], **sampling_params: Any) -> tuple[str, dict[str, Any]]:
     return "/generate", {"input_ids": input_ids, "sampling_params": {"max_new_tokens": 4, **sampling_params}}
 
 

@@ -22,9 +22,10 @@ def clean_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "_live", None)
 
 
-def arguments(**fields: Any) -> SimpleNamespace:  # noqa: ANN401
+def arguments(**fields: Any) -> SimpleNamespace:
     unset = {
         "device": "cpu",
+        "dtype": "auto",
         "kv_cache_dtype": "auto",
         "max_total_tokens": None,
         "max_running_requests": None,
@@ -35,8 +36,12 @@ def arguments(**fields: Any) -> SimpleNamespace:  # noqa: ANN401
     return SimpleNamespace(**{**unset, **fields})
 
 
+FLOAT_CONFIG = SimpleNamespace(dtype="float32")
+CONFIG = SimpleNamespace(dtype="bfloat16")
+
+
 def test_a_cpu_user_needs_no_flags() -> None:
-    assert plugin.default_arguments(arguments()) == {
+    assert plugin.default_arguments(arguments(), CONFIG) == {
         "radix_cache_backend": "dsv4",
         "kv_cache_dtype": "bfloat16",
         "max_total_tokens": 65536,
@@ -44,13 +49,33 @@ def test_a_cpu_user_needs_no_flags() -> None:
     }
 
 
+@pytest.mark.parametrize("dtype", ["float32", "torch.float32"])
+def test_float32_weights_stay_float32_on_a_cpu(dtype: str) -> None:
+    """SGLang's `--dtype auto` makes float16 of them."""
+    assert plugin.default_arguments(arguments(), SimpleNamespace(dtype=dtype))["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "expected"),
+    [
+        (1, [0, 1], "0,1"),
+        (2, [0, 1], "0|1"),
+        (2, [0, 1, 2, 3, 4], "0,1|2,3"),
+        (4, [3, 7], "3|7|3|7"),
+    ],
+)
+def test_cores_are_shared_out_among_ranks(ranks: int, cores: list[int], expected: str) -> None:
+    assert plugin.cores_of_ranks(ranks, cores) == expected
+
+
 def test_a_gpu_keeps_sglangs_sizes() -> None:
-    assert plugin.default_arguments(arguments(device="cuda")) == {"radix_cache_backend": "dsv4"}
+    assert plugin.default_arguments(arguments(device="cuda"), CONFIG) == {"radix_cache_backend": "dsv4"}
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("dtype", "bfloat16"),
         ("kv_cache_dtype", "fp8_e4m3"),
         ("max_total_tokens", 512),
         ("max_running_requests", 1),
@@ -58,7 +83,7 @@ def test_a_gpu_keeps_sglangs_sizes() -> None:
     ],
 )
 def test_what_the_user_set_is_left_alone(field: str, value: object) -> None:
-    assert field not in plugin.default_arguments(arguments(**{field: value}))
+    assert field not in plugin.default_arguments(arguments(**{field: value}), FLOAT_CONFIG)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from serving.server import Server, output_logprobs
 PROMPT = [0, *range(40, 90)]
 
 
-def tokens(server: Server, **sampling_params: Any) -> list[int]:  # noqa: ANN401
+def tokens(server: Server, **sampling_params: Any) -> list[int]:
     return server.generate(PROMPT, **sampling_params)["output_ids"]
 
 
