@@ -41,10 +41,10 @@ _TRANSFORMERS_KINDS = {"sliding_attention": 0, "compressed_sparse_attention": 4,
 
 
 class ConfigError(ValueError):
-    """A config that this model can't serve: names the field, its value and what is accepted."""
+    """A config or a server option that this model can't serve: names it, its value and what is accepted."""
 
     def __init__(self, field: str, value: object, accepted: str) -> None:
-        super().__init__(f"config field {field!r} is {value!r}; accepted: {accepted}")
+        super().__init__(f"DeepSeek-V4 can't be served: {field!r} is {value!r}; accepted: {accepted}")
 
 
 class LayerKind(Enum):

@@ -1,7 +1,7 @@
 """Loading official checkpoints: all of a file is used, none of the model is left empty, and mistakes are named.
 
-The model has the `tiny` preset's layers, with every kind of layer, both routers and an MTP module. A checkpoint is a dict of
-tensors here; only the cut-short files go through SGLang's reader.
+The model has the `tiny` preset's layers: every kind, both routers and an MTP module. A checkpoint is a dict of tensors
+here; only the cut-short files go through SGLang's reader.
 """
 
 import weakref
