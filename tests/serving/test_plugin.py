@@ -32,6 +32,7 @@ def arguments(**fields: Any) -> SimpleNamespace:
         "radix_cache_backend": None,
         "enable_streaming_session": False,
         "disaggregation_mode": "null",
+        "speculative_algorithm": None,
     }
     return SimpleNamespace(**{**unset, **fields})
 
@@ -92,6 +93,7 @@ def test_what_the_user_set_is_left_alone(field: str, value: object) -> None:
         ("enable_streaming_session", True, "--enable-streaming-session"),
         ("disaggregation_mode", "prefill", "--disaggregation-mode prefill"),
         ("disaggregation_mode", "decode", "--disaggregation-mode decode"),
+        ("speculative_algorithm", "EAGLE", "--speculative-algorithm EAGLE on a CPU"),
     ],
 )
 def test_unsupported_flags_are_refused_by_name(field: str, value: object, flag: str) -> None:
