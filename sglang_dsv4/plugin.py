@@ -139,8 +139,8 @@ def refuse_unsupported_arguments(arguments: Any) -> None:  # Any: ServerArgs, or
         raise ValueError("sglang-dsv4 does not support --enable-streaming-session: a session's rows are not kept")
     if arguments.speculative_algorithm is not None and arguments.device == "cpu":
         raise ValueError(
-            f"sglang-dsv4 does not support --speculative-algorithm {arguments.speculative_algorithm} on a CPU: SGLang's "
-            "decode step of it launches Triton kernels (mem_cache/allocation.py, get_last_loc)"
+            f"sglang-dsv4 does not support --speculative-algorithm {arguments.speculative_algorithm} on a CPU: "
+            "SGLang's decode step of it launches Triton kernels (mem_cache/allocation.py, get_last_loc)"
         )
     if arguments.disaggregation_mode != "null":
         raise ValueError(

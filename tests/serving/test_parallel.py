@@ -17,8 +17,8 @@ PROMPT = [0, *range(40, 340)]
 def test_two_ranks_answer_as_one(quantised: bool, tmp_path: Path) -> None:
     """The ranks' partial sums are added in another order than one rank adds them.
 
-    In fp32 that moves a log-probability by some 1e-6 (32 products of a random network, each 1e-7); 1e-3 is far below the
-    distance of the likeliest two tokens. With quantised activations a random network turns 1e-6 into 0.1, so only
+    In fp32 that moves a log-probability by some 1e-6 (32 products of a random network, each 1e-7); 1e-3 is far below
+    the distance of the likeliest two tokens. With quantised activations a random network turns 1e-6 into 0.1, so only
     the first token, which nothing was fed back into, is compared, and loosely.
     """
     write_checkpoint(tmp_path / "model", PRESETS["tiny"], quantised=quantised)
