@@ -1,8 +1,7 @@
 """How logits are compared with an oracle that may have taken a tied choice differently."""
 
-from torch import Tensor
-
 from model.oracle import OracleRun
+from torch import Tensor
 
 TOLERANCE = 1e-4
 """Of logits whose standard deviation is about 1.4; fp32 rounding alone reaches 2e-5 in transformers itself."""

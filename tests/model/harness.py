@@ -81,9 +81,7 @@ class Harness:
         )
         arguments.update(server_args)
         self.server_args = ServerArgs(**arguments)
-        self._context = create_context(
-            self.server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0)
-        )
+        self._context = create_context(self.server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
         with self._active():
             _prepare_process(self.server_args)
             self.model_config = ModelConfig.from_server_args(self.server_args)
@@ -209,7 +207,9 @@ class Harness:
         ends = starts if mode == "verify" else [s + n for s, n in zip(starts, lengths, strict=True)]
         seq_lens = torch.tensor(ends)
         reqs = [
-            SimpleNamespace(rid=str(i), lora_id=None, extend_end=end, full_untruncated_fill_ids=range(end), token_type_ids=None)
+            SimpleNamespace(
+                rid=str(i), lora_id=None, extend_end=end, full_untruncated_fill_ids=range(end), token_type_ids=None
+            )
             for i, end in enumerate(ends)
         ]
         token_ids = torch.tensor([int(token) for _, tokens in parts for token in tokens])
@@ -247,7 +247,7 @@ class Harness:
     # -- conveniences -----------------------------------------------------------------------------------------------
 
     def run(self, tokens: Tensor, chunk_tokens: int | None = None, decode_from: int | None = None) -> Tensor:
-        """Logits [num_tokens, vocab] of one request alone: prefill in chunks, then token by token from `decode_from`."""
+        """Logits [num_tokens, vocab] of one request alone: prefill in chunks, decode from `decode_from` on."""
         return self.run_many([tokens], chunk_tokens, [decode_from])[0]
 
     def run_many(

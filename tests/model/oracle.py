@@ -2,8 +2,8 @@
 
 Nothing here imports sglang_dsv4 or dsv4_kernels. `configuration()` is a config.json of the released format with small
 dimensions, `random_weights()` its tensors with every parameter non-trivial (norms, biases, sinks, ape, mHC), and
-`TransformersOracle` returns logits at every position, together with the margin by which each position's discrete choices
-(CSA top-k, router top-k) were decided: a position whose margin is within rounding cannot be compared.
+`TransformersOracle` returns logits at every position, together with the margin by which each position's discrete
+choices (CSA top-k, router top-k) were decided: a position whose margin is within rounding cannot be compared.
 """
 
 import json
@@ -102,9 +102,7 @@ def configuration(ratios: Iterable[int] = FLASH_LIKE, **overrides: Any) -> dict[
         rms_norm_eps=1e-6,
         rope_theta=10000,
         compress_rope_theta=160000,
-        rope_scaling=dict(
-            beta_fast=32, beta_slow=1, factor=16, original_max_position_embeddings=65536, type="yarn"
-        ),
+        rope_scaling=dict(beta_fast=32, beta_slow=1, factor=16, original_max_position_embeddings=65536, type="yarn"),
         max_position_embeddings=1048576,
         num_nextn_predict_layers=1,
         initializer_range=0.02,

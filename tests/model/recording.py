@@ -6,18 +6,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from model.harness import Harness
+from torch import Tensor
 
 
 class Recording:
     """Tensors by (name, layer), concatenated over the forwards; token axis first.
 
     "attn.in", "attn.out", "ffn.in", "ffn.out": normed inputs and outputs of the sublayers. "block.in", "block.out":
-    streams. "kv", "entries", "index_keys": rows on their way to the pools. "q", "attended": in and out of the attention
-    kernel. "index_q", "index_weights", "selected" [num_tokens, num_entries] bool: the indexer. "experts", "weights": the
-    router.
+    streams. "kv", "entries", "index_keys": rows on their way to the pools. "q", "attended": in and out of the
+    attention kernel. "index_q", "index_weights", "selected" [num_tokens, num_entries] bool: the indexer. "experts",
+    "weights": the router.
     """
 
     def __init__(self) -> None:

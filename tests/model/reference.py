@@ -214,7 +214,7 @@ class Reference:
     def attention(
         self, x: Tensor, layer: str, ratio: int, trace: Trace | None = None, selected: Tensor | None = None
     ) -> Tensor:
-        """Attention sublayer on normed input x [T, d]; `selected` [T, num_entries] bool replaces the indexer's choice."""
+        """Attention sublayer on normed x [T, d]; `selected` [T, num_entries] bool takes the indexer's place."""
         config, w = self.config, self.weights
         trace = trace or Trace()
         prefix = layer + "attn."

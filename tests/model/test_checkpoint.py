@@ -15,8 +15,9 @@ from model.harness import Draft, Harness
 from model.oracle import OracleRun, TransformersOracle, read_dequantised
 from model.recording import recording
 from model.reference import FULL, Reference
-from sglang_dsv4.random_checkpoint import PRESETS, hf_config, write_checkpoint
 from torch import Tensor
+
+from sglang_dsv4.random_checkpoint import PRESETS, hf_config, write_checkpoint
 
 SPECULATION = dict(
     speculative_algorithm="EAGLE",
@@ -52,17 +53,17 @@ def assert_main_model_equals_transformers(checkpoint: Checkpoint, tokens: Tensor
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return write(tmp_path_factory.mktemp("tiny"), "tiny")
 
 
-def test_quantised_checkpoint_in_fp32(tiny):
+def test_quantised_checkpoint_in_fp32(tiny: Checkpoint) -> None:
     """Dequantised weights, no fake-quantisers: the tight comparison, from the released format."""
     expected = assert_main_model_equals_transformers(tiny, random_tokens(tiny, 400))
     assert (expected.margins <= 1e-5).sum() <= 2
 
 
-def test_mtp_of_a_quantised_checkpoint(tiny):
+def test_mtp_of_a_quantised_checkpoint(tiny: Checkpoint) -> None:
     harness = Harness(tiny.folder, qat="off", **SPECULATION)
     draft = Draft(harness)
     tokens = random_tokens(tiny, 150)
@@ -74,7 +75,7 @@ def test_mtp_of_a_quantised_checkpoint(tiny):
     assert (logits - expected).abs().max() < TOLERANCE
 
 
-def test_a_quantised_checkpoint_runs_the_release_s_quantisers(tiny):
+def test_a_quantised_checkpoint_runs_the_release_s_quantisers(tiny: Checkpoint) -> None:
     """Without SGLANG_DSV4_QAT: the default follows the checkpoint. Sublayers from the same input, choices as ours."""
     harness = Harness(tiny.folder)
     tokens = random_tokens(tiny, 200)
@@ -93,7 +94,7 @@ def test_a_quantised_checkpoint_runs_the_release_s_quantisers(tiny):
             assert error.median() < 2e-6 and (error > 1e-5).float().mean() <= 0.03, f"layer {layer} {name}: {error}"
 
 
-def test_experts_stored_as_fp8(tiny, tmp_path):
+def test_experts_stored_as_fp8(tiny: Checkpoint, tmp_path: Path) -> None:
     """V4-*-Base: experts in FP8; the format is told by the tensor's dtype."""
     from safetensors.torch import load_file, save_file
 
@@ -110,12 +111,14 @@ def test_experts_stored_as_fp8(tiny, tmp_path):
             tensors[name.removesuffix("weight") + "scale"] = scale.to(torch.float8_e8m0fnu)
         save_file(tensors, tmp_path / shard.name, metadata={"format": "pt"})
     for name in ("config.json", "model.safetensors.index.json"):
-        (tmp_path / name).write_text((tiny.folder / name).read_text().replace('"expert_dtype": "fp4"', '"expert_dtype": "fp8"'))
+        (tmp_path / name).write_text(
+            (tiny.folder / name).read_text().replace('"expert_dtype": "fp4"', '"expert_dtype": "fp8"')
+        )
     base = Checkpoint(tmp_path, tiny.config | {"expert_dtype": "fp8"}, read_dequantised(tmp_path))
     assert_main_model_equals_transformers(base, random_tokens(base, 140))
 
 
-def test_real_attention_dimensions(tmp_path):
+def test_real_attention_dimensions(tmp_path: Path) -> None:
     """Rows of 512 with 64 rotated, 64 x 128 indexer heads, long enough for HCA entries; few heads and a small rest."""
     checkpoint = write(
         tmp_path, "flash", quantised=False, compress_ratios=(0, 4, 128), hidden_size=128, num_attention_heads=8,
@@ -127,7 +130,7 @@ def test_real_attention_dimensions(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset, count", [("flash", 2200), ("pro", 400)])
-def test_presets_with_real_attention(tmp_path, preset, count):
+def test_presets_with_real_attention(tmp_path: Path, preset: str, count: int) -> None:
     """The shapes of section 11.1, top-k 512 in force at 2,200 tokens: fp32 against transformers, then the release's
     quantisers in bf16 against the reference in fp32, to the bounds of section 11.1's table."""
     checkpoint = write(tmp_path, preset)
@@ -136,7 +139,7 @@ def test_presets_with_real_attention(tmp_path, preset, count):
 
 
 @pytest.mark.slow
-def test_bf16_with_quantisers_at_real_dimensions(tmp_path):
+def test_bf16_with_quantisers_at_real_dimensions(tmp_path: Path) -> None:
     """The bounds of section 11.1 (rel-L2 per token, flash-like, 300 tokens): medians 4e-2 and 1.5e-2."""
     checkpoint = write(tmp_path, "flash")
     harness = Harness(checkpoint.folder, dtype="bfloat16")

@@ -1,28 +1,32 @@
 """On a CPU a token's logits do not depend, by a single bit, on what shares its forward: other requests, the chunk
-boundaries of its own prompt, prefill or decode. Greedy outputs are then the same alone and in a batch, and a prefix that is
-restored from a cache can be compared exactly with one that is computed."""
+boundaries of its own prompt, prefill or decode. Greedy outputs are the same alone and in a batch, and a prefix that
+is restored from a cache can be compared exactly with one that is computed."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from model.oracle import QUANTISABLE
+from model.served import Served
+from torch import Tensor
 
 PROMPT = 290
 DECODE_FROM = 281
 
 
 @pytest.fixture(scope="module", params=["float32-off", "float32-full", "bfloat16-off", "bfloat16-full"])
-def served(request, serve):
+def served(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
     dtype, qat = request.param.split("-")
     return serve("flash-like", dtype=dtype, qat=qat, **QUANTISABLE)
 
 
 @pytest.fixture(scope="module")
-def whole(served):
+def whole(served: Served) -> list[Tensor]:
     """Logits of each prompt alone and in one piece."""
     return [served.harness.run(tokens[:PROMPT]) for tokens in served.corpus[:5]]
 
 
-def assert_same_bits(actual, expected):
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     assert torch.isfinite(expected).all()
     different = (actual != expected).any(-1)
     assert not different.any(), (
@@ -32,23 +36,23 @@ def assert_same_bits(actual, expected):
 
 
 @pytest.mark.parametrize("chunk_tokens", [3, 32, 64, 100, 256])
-def test_chunking(served, whole, chunk_tokens):
+def test_chunking(served: Served, whole: list[Tensor], chunk_tokens: int | None) -> None:
     assert_same_bits(served.harness.run(served.corpus[0][:PROMPT], chunk_tokens), whole[0])
 
 
-def test_one_token_at_a_time(served, whole):
+def test_one_token_at_a_time(served: Served, whole: list[Tensor]) -> None:
     """As prefill chunks of one token, and as decode; over the first HCA entry's edge."""
     tokens = served.corpus[0][:140]
     assert_same_bits(served.harness.run(tokens, 64, decode_from=100), whole[0][:140])
     assert_same_bits(served.harness.run(tokens[:24], 1), whole[0][:24])
 
 
-def test_decode(served, whole):
+def test_decode(served: Served, whole: list[Tensor]) -> None:
     assert_same_bits(served.harness.run(served.corpus[0][:PROMPT], 256, decode_from=DECODE_FROM), whole[0])
 
 
 @pytest.mark.parametrize("requests", [2, 5])
-def test_batch(served, whole, requests):
+def test_batch(served: Served, whole: list[Tensor], requests: int) -> None:
     """Requests of different lengths, joining and leaving, with shuffled pages: the same bits as alone."""
     served.harness.shuffle_free_pages(seed=requests)
     lengths = [PROMPT, 130, 257, 31, 200][:requests]
@@ -58,7 +62,7 @@ def test_batch(served, whole, requests):
         assert_same_bits(actual, expected[: len(actual)])
 
 
-def test_same_prompt_in_every_slot(served, whole):
+def test_same_prompt_in_every_slot(served: Served, whole: list[Tensor]) -> None:
     prompts = [served.corpus[1][:70]] * 5
     for actual in served.harness.run_many(prompts, 16, [66] * 5):
         assert_same_bits(actual, whole[1][:70])

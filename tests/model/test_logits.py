@@ -4,9 +4,12 @@ Requests run through SGLang's ModelRunner with our plugin (see harness.py), alon
 chunks of 1 to 256 tokens (most below the page size of 256) and token-by-token decode after them.
 """
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from model.compare import MARGIN, assert_equal_logits
+from model.served import Served
 
 SHORT = tuple(range(1, 10))
 EDGES = (127, 128, 129, 130, 255, 256, 257)  # the window, HCA's group, the page
@@ -15,11 +18,11 @@ DECODED = 5  # tokens decoded after each prompt: one CSA group closes
 
 
 @pytest.fixture(scope="module", params=["flash-like", "pro-like"])
-def served(request, serve):
+def served(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
     return serve(request.param)
 
 
-def test_few_positions_are_excluded(served):
+def test_few_positions_are_excluded(served: Served) -> None:
     margins = torch.cat([run.margins for run in served.expected])
     print(f"{int((margins <= MARGIN).sum())} of {len(margins)} positions excluded; smallest margin {margins.min():.1e}")
     assert (margins <= MARGIN).sum() <= 0.002 * len(margins)
@@ -27,7 +30,7 @@ def test_few_positions_are_excluded(served):
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 32, 64, 256])
 @pytest.mark.parametrize("lengths", [SHORT[:5], SHORT[5:], EDGES], ids=["1-5", "6-9", "127-257"])
-def test_prompts_together(served, lengths, chunk_tokens):
+def test_prompts_together(served: Served, lengths: Sequence[int], chunk_tokens: int | None) -> None:
     """All prompts of a group in one batch: they finish their prefill, decode and leave at different steps."""
     check_together(served, lengths, chunk_tokens)
 
@@ -35,11 +38,11 @@ def test_prompts_together(served, lengths, chunk_tokens):
 @pytest.mark.parametrize(
     "chunk_tokens", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 32, 64, 256]
 )
-def test_long_prompts_together(served, chunk_tokens):
+def test_long_prompts_together(served: Served, chunk_tokens: int | None) -> None:
     check_together(served, LONG, chunk_tokens)
 
 
-def check_together(served, lengths, chunk_tokens):
+def check_together(served: Served, lengths: Sequence[int], chunk_tokens: int | None) -> None:
     # Each length on its own sequence where the corpus has one that is long enough, so that neighbours differ.
     order = sorted(range(len(served.corpus)), key=lambda i: -len(served.corpus[i]))
     chosen = [[i for i in order if len(served.corpus[i]) >= n + DECODED] for n in lengths]
@@ -53,28 +56,30 @@ def check_together(served, lengths, chunk_tokens):
 
 @pytest.mark.parametrize("chunk_tokens", [64, None], ids=["chunks-of-64", "whole"])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 127, 128, 129, 256, 513])
-def test_prompt_alone(served, length, chunk_tokens):
+def test_prompt_alone(served: Served, length: int, chunk_tokens: int | None) -> None:
     prompt = served.corpus[0][: length + DECODED]
     actual = served.harness.run(prompt, chunk_tokens, decode_from=length)
     assert_equal_logits(actual, served.expected[0], f"prompt of {length} alone")
 
 
 @pytest.mark.parametrize("start", [1, 120, 250])
-def test_token_by_token_decode(served, start):
+def test_token_by_token_decode(served: Served, start: int) -> None:
     """From the first tokens on; over the window's, a page's and both compressors' edges."""
     sequence = 3
     tokens = served.corpus[sequence][: start + 24]
-    assert_equal_logits(served.harness.run(tokens, decode_from=start), served.expected[sequence], f"decode from {start}")
+    assert_equal_logits(
+        served.harness.run(tokens, decode_from=start), served.expected[sequence], f"decode from {start}"
+    )
 
 
 @pytest.mark.slow
-def test_a_whole_sequence_by_decode(served):
+def test_a_whole_sequence_by_decode(served: Served) -> None:
     tokens = served.corpus[0]
     assert_equal_logits(served.harness.run(tokens, decode_from=1), served.expected[0], "decode from 1")
 
 
 @pytest.mark.parametrize("requests", [1, 2, 7])
-def test_requests_that_come_and_go(served, requests):
+def test_requests_that_come_and_go(served: Served, requests: int) -> None:
     """Joined at different steps, chunk sizes that no boundary divides, decoding beside others' prefill."""
     lengths = [300, 140, 260, 140, 33, 130, 5][:requests]
     order = [3, 5, 4, 6, 1, 2, 0][:requests]

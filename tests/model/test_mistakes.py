@@ -7,11 +7,18 @@ specification's words.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from model.compare import TOLERANCE, assert_equal_logits, worst_difference
+from model.served import Served
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from torch import Tensor, nn
+
+from sglang_dsv4.attention_backend import Window
 from sglang_dsv4.layers import attention, compressor, hyper_connection, moe
+from sglang_dsv4.metadata import ForwardMetadata
 
 PROMPT = 420  # three HCA entries, 105 CSA entries of which 24 are selected
 CHUNK = 96
@@ -22,17 +29,17 @@ NEGLIGIBLE = 100 * TOLERANCE
 class Plant:
     """What a mistake changes: the live model and backend, with pytest's undo."""
 
-    served: object
+    served: Served
     patch: pytest.MonkeyPatch
 
     @property
-    def layers(self) -> list:
+    def layers(self) -> list[nn.Module]:
         return list(self.served.harness.model.model.layers)
 
-    def ratio(self, layer) -> int:
+    def ratio(self, layer: nn.Module) -> int:
         return self.served.config["compress_ratios"][self.layers.index(layer)]
 
-    def parameter(self, module, name: str, value: torch.Tensor) -> None:
+    def parameter(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         """Swaps a parameter's or buffer's values."""
         self.patch.setattr(getattr(module, name), "data", value)
 
@@ -44,8 +51,8 @@ class Plant:
         """Calls change(metadata) after the backend has derived it."""
         backend = self.served.harness.backend
 
-        def wrap(original):
-            def init(forward_batch):
+        def wrap(original: Callable) -> Callable:
+            def init(forward_batch: ForwardBatch) -> None:
                 original(forward_batch)
                 change(backend.forward_metadata)
 
@@ -65,9 +72,9 @@ class Plant:
                         self.parameter(module, "frequencies", value.to(module.frequencies.dtype))
 
 
-def neox_rope(plant):
-    def replacement(original):
-        def rope(x, positions, frequencies, inverse=False):
+def neox_rope(plant: Plant) -> None:
+    def replacement(original: Callable) -> Callable:
+        def rope(x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool = False) -> Tensor:
             count = len(frequencies)
             interleave = torch.arange(2 * count).view(2, count).T.flatten()
             tail = x[..., -2 * count :][..., interleave]
@@ -79,39 +86,39 @@ def neox_rope(plant):
     plant.rope(replacement)
 
 
-def no_inverse_rope(plant):
-    def replacement(original):
+def no_inverse_rope(plant: Plant) -> None:
+    def replacement(original: Callable) -> Callable:
         return lambda x, p, f, inverse=False: x if inverse else original(x, p, f)
 
     plant.rope(replacement)
 
 
-def no_sink(plant):
+def no_sink(plant: Plant) -> None:
     for layer in plant.layers:
         plant.parameter(layer.attn, "attn_sink", torch.full_like(layer.attn.attn_sink, -torch.inf))
 
 
-def comb_transposed(plant):
+def comb_transposed(plant: Plant) -> None:
     original = hyper_connection.hc_post
     plant.patch.setattr(
         hyper_connection, "hc_post", lambda y, x, post, comb: original(y, x, post, comb.transpose(1, 2).contiguous())
     )
 
 
-def five_sinkhorn_iterations(plant):
+def five_sinkhorn_iterations(plant: Plant) -> None:
     for layer in plant.layers:
         plant.patch.setattr(layer.hc_attn, "iterations", 5)
         plant.patch.setattr(layer.hc_ffn, "iterations", 5)
 
 
-def post_without_factor_two(plant):
+def post_without_factor_two(plant: Plant) -> None:
     original = hyper_connection.hc_post
     plant.patch.setattr(hyper_connection, "hc_post", lambda y, x, post, comb: original(y, x, post / 2, comb))
 
 
-def window_minus_one(plant):
-    def wrap(original):
-        def window(layer_id, kv):
+def window_minus_one(plant: Plant) -> None:
+    def wrap(original: Callable) -> Callable:
+        def window(layer_id: int, kv: Tensor) -> Window:
             rows = original(layer_id, kv)
             index = rows[1].clone()
             index[:, 0] = -1
@@ -122,9 +129,9 @@ def window_minus_one(plant):
     plant.backend("window", wrap)
 
 
-def window_plus_one(plant):
-    def wrap(original):
-        def window(layer_id, kv):
+def window_plus_one(plant: Plant) -> None:
+    def wrap(original: Callable) -> Callable:
+        def window(layer_id: int, kv: Tensor) -> Window:
             rows = original(layer_id, kv)
             before = (rows.index[:, :1] - 1).where(rows.index[:, :1] > 0, -1)
             return rows._replace(index=torch.cat([before, rows.index], 1))
@@ -135,19 +142,19 @@ def window_plus_one(plant):
 
 
 def plain_theta(theta: float) -> Callable:
-    def mistake(plant):
+    def mistake(plant: Plant) -> None:
         dim = plant.served.config["qk_rope_head_dim"]
         plant.frequencies((4, 128), theta ** -(torch.arange(0, dim, 2) / dim))
 
     return mistake
 
 
-def yarn_on_window_layers(plant):
+def yarn_on_window_layers(plant: Plant) -> None:
     plant.frequencies((0,), plant.served.reference.frequencies(4))
 
 
-def mscale(plant):
-    def wrap(original):
+def mscale(plant: Plant) -> None:
+    def wrap(original: Callable) -> Callable:
         factor = 0.1 * torch.tensor(16.0).log().item() + 1
         return lambda layer, q, window, selected, sink, scale: original(
             layer, q, window, selected, sink, scale * factor**2
@@ -156,7 +163,7 @@ def mscale(plant):
     plant.backend("attend", wrap)
 
 
-def each_compressor(plant, ratio: int, main: bool = True, indexer: bool = True) -> list:
+def each_compressor(plant: Plant, ratio: int, main: bool = True, indexer: bool = True) -> list:
     chosen = []
     for layer in plant.layers:
         if plant.ratio(layer) == ratio:
@@ -165,12 +172,12 @@ def each_compressor(plant, ratio: int, main: bool = True, indexer: bool = True) 
     return chosen
 
 
-def ape_zero(plant):
+def ape_zero(plant: Plant) -> None:
     for module in each_compressor(plant, 4) + each_compressor(plant, 128):
         plant.parameter(module, "ape", torch.zeros_like(module.ape))
 
 
-def csa_halves_swapped(plant):
+def csa_halves_swapped(plant: Plant) -> None:
     for module in each_compressor(plant, 4):
         half = module.wkv.shape[0] // 2
         plant.parameter(module, "wkv", module.wkv.data.roll(half, 0))
@@ -178,38 +185,38 @@ def csa_halves_swapped(plant):
         plant.parameter(module, "ape", module.ape.data.roll(half, 1))
 
 
-def entry_rope_at_last_token(plant):
+def entry_rope_at_last_token(plant: Plant) -> None:
     plant.backend("entry_positions", lambda original: lambda ratio: original(ratio) + ratio - 1)
 
 
-def hca_visible_one_late(plant):
-    def change(metadata):
+def hca_visible_one_late(plant: Plant) -> None:
+    def change(metadata: ForwardMetadata) -> None:
         metadata.visible[128] = (metadata.positions // 128).int()
 
     plant.metadata(change)
 
 
-def csa_visible_one_late(plant):
-    def change(metadata):
+def csa_visible_one_late(plant: Plant) -> None:
+    def change(metadata: ForwardMetadata) -> None:
         metadata.visible[4] = (metadata.positions // 4).int()
 
     plant.metadata(change)
 
 
-def indexer_without_causal_mask(plant):
+def indexer_without_causal_mask(plant: Plant) -> None:
     """A query of a chunk also sees the entries that the chunk closes after it."""
 
-    def change(metadata):
+    def change(metadata: ForwardMetadata) -> None:
         last = metadata.visible[4].amax()
         metadata.visible[4] = torch.full_like(metadata.visible[4], int(last))
 
     plant.metadata(change)
 
 
-def no_overlap_between_chunks(plant):
+def no_overlap_between_chunks(plant: Plant) -> None:
     """The previous group's half is forgotten at the start of each forward."""
 
-    def change(metadata):
+    def change(metadata: ForwardMetadata) -> None:
         plan = metadata.compress[4]
         first = plan.positions == plan.positions.amin()
         plan.sources[first, :4] = -1
@@ -217,15 +224,15 @@ def no_overlap_between_chunks(plant):
     plant.metadata(change)
 
 
-def no_routed_scaling(plant):
+def no_routed_scaling(plant: Plant) -> None:
     for layer in plant.layers:
         plant.patch.setattr(layer.ffn.gate, "scale", 1.0)
 
 
-def weights_from_biased_scores(plant):
+def weights_from_biased_scores(plant: Plant) -> None:
     original = moe.route_topk
 
-    def route(x, gate_weight, bias, top_k, scale):
+    def route(x: Tensor, gate_weight: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
         _, experts = original(x, gate_weight, bias, top_k, scale)
         score = torch.nn.functional.softplus(x.float() @ gate_weight.float().T).sqrt() + bias
         weights = score.gather(1, experts.long())
@@ -234,11 +241,11 @@ def weights_from_biased_scores(plant):
     plant.patch.setattr(moe, "route_topk", route)
 
 
-def weights_not_normalised(plant):
+def weights_not_normalised(plant: Plant) -> None:
     for name in ("route_topk", "route_hash"):
         original = getattr(moe, name)
 
-        def route(x, gate_weight, *rest, original=original):
+        def route(x: Tensor, gate_weight: Tensor, *rest: Any, original: Callable = original) -> tuple[Tensor, Tensor]:
             _, experts = original(x, gate_weight, *rest)
             score = torch.nn.functional.softplus(x.float() @ gate_weight.float().T).sqrt()
             return score.gather(1, experts.long()) * rest[-1], experts
@@ -246,46 +253,46 @@ def weights_not_normalised(plant):
         plant.patch.setattr(moe, name, route)
 
 
-def no_clamp(plant):
+def no_clamp(plant: Plant) -> None:
     for layer in plant.layers:
         plant.patch.setattr(layer.ffn.experts, "swiglu_limit", 1e9)
         plant.patch.setattr(layer.ffn.shared_experts, "swiglu_limit", 1e9)
 
 
-def no_shared_clamp(plant):
+def no_shared_clamp(plant: Plant) -> None:
     for layer in plant.layers:
         plant.patch.setattr(layer.ffn.shared_experts, "swiglu_limit", 1e9)
 
 
-def two_sided_gate_clamp(plant):
-    def mistake(gate, up, limit):
+def two_sided_gate_clamp(plant: Plant) -> None:
+    def mistake(gate: Tensor, up: Tensor, limit: float) -> Tensor:
         gate, up = gate.float().clamp(-1.0, limit), up.float().clamp(-limit, limit)
         return torch.nn.functional.silu(gate) * up
 
     plant.patch.setattr(moe, "swiglu", mistake)
 
 
-def top_k_all(plant):
+def top_k_all(plant: Plant) -> None:
     plant.backend("select", lambda original: lambda layer, q, weights, top_k: original(layer, q, weights, PROMPT))
 
 
-def top_k_minus_one(plant):
+def top_k_minus_one(plant: Plant) -> None:
     plant.backend("select", lambda original: lambda layer, q, weights, top_k: original(layer, q, weights, top_k - 1))
 
 
-def hash_by_top_k(plant):
-    def route(x, gate_weight, expert_table, token_ids, scale):
+def hash_by_top_k(plant: Plant) -> None:
+    def route(
+        x: Tensor, gate_weight: Tensor, expert_table: Tensor, token_ids: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
         bias = torch.zeros(gate_weight.shape[0])
         return moe.route_topk(x, gate_weight, bias, expert_table.shape[1], scale)
 
     plant.patch.setattr(moe, "route_hash", route)
 
 
-def no_query_norm(plant):
+def no_query_norm(plant: Plant) -> None:
     original = attention.rms_norm
-    plant.patch.setattr(
-        attention, "rms_norm", lambda x, weight, eps: x if weight is None else original(x, weight, eps)
-    )
+    plant.patch.setattr(attention, "rms_norm", lambda x, weight, eps: x if weight is None else original(x, weight, eps))
 
 
 MISTAKES = {
@@ -322,20 +329,20 @@ MISTAKES = {
 
 
 @pytest.fixture(scope="module", params=["flash-like", "pro-like"])
-def served(request, serve):
+def served(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
     return serve(request.param)
 
 
-def prompt_logits(served):
+def prompt_logits(served: Served) -> Tensor:
     return served.harness.run(served.corpus[1][:PROMPT], CHUNK, decode_from=PROMPT - 4)
 
 
-def test_no_mistake(served):
+def test_no_mistake(served: Served) -> None:
     assert_equal_logits(prompt_logits(served), served.expected[1])
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_planted(served, mistake, monkeypatch):
+def test_planted(served: Served, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake == "YaRN on SWA layers" and 0 not in served.config["compress_ratios"][:-1]:
         pytest.skip("a pro-like schedule has no window-only layer but the MTP module's")
     MISTAKES[mistake](Plant(served, monkeypatch))
@@ -346,14 +353,14 @@ def test_planted(served, mistake, monkeypatch):
     assert worst_difference(actual, served.expected[1]) > NEGLIGIBLE
 
 
-def test_every_mistake_was_undone(served):
+def test_every_mistake_was_undone(served: Served) -> None:
     assert_equal_logits(prompt_logits(served), served.expected[1])
 
 
-def test_stale_overlap_in_a_reused_slot(served, monkeypatch):
+def test_stale_overlap_in_a_reused_slot(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The release's own bug: entry 0 reads the group before it from the slot, where another request's rows are."""
 
-    def change(metadata):
+    def change(metadata: ForwardMetadata) -> None:
         plan, backend = metadata.compress[4], served.harness.backend
         rows = backend.token_to_kv_pool.geometry.state_rows(4)
         first = (plan.positions == 0).nonzero().flatten()

@@ -1,12 +1,17 @@
 """The multi-token prediction module (specification, section 7), which transformers does not have: its equations term by
 term against reference.py, its prefill against its own decode, and chained drafts."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from model.compare import TOLERANCE
-from model.harness import Draft
+from model.harness import Draft, Request
 from model.oracle import QUANTISABLE
+from model.served import Served
+from torch import Tensor
 
+Rows = tuple[Tensor, Tensor]  # logits [T, vocab], streams [T, hc_mult * d] or [T, hc_mult, d]
 PROMPT = 270  # past the window twice over
 SPECULATION = dict(
     speculative_algorithm="EAGLE",
@@ -19,7 +24,7 @@ SPECULATION = dict(
 class Drafted:
     """A target and its MTP module, and one served sequence with the target's streams."""
 
-    def __init__(self, served):
+    def __init__(self, served: Served) -> None:
         self.served, self.harness = served, served.harness
         self.draft = Draft(self.harness)
         self.tokens = served.corpus[3][: PROMPT + 4]
@@ -28,16 +33,16 @@ class Drafted:
         ((_, streams),) = self.harness.step_with_streams([(self.request, self.tokens[:-1].tolist())])
         self.streams = streams
 
-    def part(self, start, end, streams=None):
+    def part(self, start: int, end: int, streams: Tensor | None = None) -> tuple[Request, int, list[int], Tensor]:
         """The draft's input for positions [start, end)."""
         own = self.streams[start:end] if streams is None else streams
         return self.request, start, self.tokens[start + 1 : end + 1].tolist(), own
 
-    def prefill(self):
+    def prefill(self) -> Rows:
         ((logits, streams),) = self.draft.step([self.part(0, PROMPT)])
         return logits, streams
 
-    def expected(self, streams=None):
+    def expected(self, streams: Tensor | None = None) -> Rows:
         """(logits, streams [T, n, d]) of the reference from the target's streams."""
         streams = self.streams[:PROMPT] if streams is None else streams
         folded = streams.unflatten(-1, (self.served.config["hc_mult"], -1))
@@ -46,35 +51,35 @@ class Drafted:
 
 
 @pytest.fixture(scope="module")
-def drafted(serve):
+def drafted(serve: Callable[..., Served]) -> Drafted:
     return Drafted(serve("flash-like", server_args=SPECULATION))
 
 
 @pytest.fixture(scope="module", params=["float32-full", "bfloat16-full"])
-def quantised(request, serve):
+def quantised(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Drafted:
     dtype, qat = request.param.split("-")
     return Drafted(serve("flash-like", dtype=dtype, qat=qat, server_args=SPECULATION, **QUANTISABLE))
 
 
-def assert_close(actual, expected):
+def assert_close(actual: Rows, expected: Rows) -> None:
     difference = (actual[0] - expected[0]).abs().max().item()
     assert difference <= TOLERANCE, f"logits differ by {difference:.1e}"
     scale = expected[1].abs().max()
     assert (actual[1] - expected[1].flatten(1)).abs().max() <= TOLERANCE * scale
 
 
-def test_the_target_is_unaffected_by_speculation(drafted):
+def test_the_target_is_unaffected_by_speculation(drafted: Drafted) -> None:
     ((logits, _),) = drafted.harness.step_with_streams([(drafted.harness.open(), drafted.tokens[:200].tolist())])
     expected = drafted.served.expected[3]
     assert (logits - expected.logits[:200]).abs().max() <= TOLERANCE
 
 
-def test_equations(drafted):
+def test_equations(drafted: Drafted) -> None:
     assert_close(drafted.prefill(), drafted.expected())
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 64, 100])
-def test_prefill_in_chunks(drafted, chunk_tokens):
+def test_prefill_in_chunks(drafted: Drafted, chunk_tokens: int | None) -> None:
     expected = drafted.prefill()
     count = 12 if chunk_tokens == 1 else PROMPT
     parts = [
@@ -86,7 +91,7 @@ def test_prefill_in_chunks(drafted, chunk_tokens):
 
 
 @pytest.mark.parametrize("decode_from", [1, 5, 126, 255])
-def test_prefill_is_its_own_decode(drafted, decode_from):
+def test_prefill_is_its_own_decode(drafted: Drafted, decode_from: int) -> None:
     expected = drafted.prefill()
     drafted.draft.step([drafted.part(0, decode_from)])
     for position in range(decode_from, decode_from + 5):
@@ -96,7 +101,7 @@ def test_prefill_is_its_own_decode(drafted, decode_from):
 
 
 @pytest.mark.parametrize("drafts", [2, 3])
-def test_chained_drafts(drafted, drafts):
+def test_chained_drafts(drafted: Drafted, drafts: int) -> None:
     """A draft of a draft reads the module's own streams in place of the target's."""
     streams = drafted.streams[:PROMPT]
     (actual,) = drafted.draft.step([drafted.part(0, PROMPT)])
@@ -108,7 +113,7 @@ def test_chained_drafts(drafted, drafts):
     assert_close(actual, tuple(rows[-1:] for rows in expected))
 
 
-def test_requests_of_a_batch(drafted):
+def test_requests_of_a_batch(drafted: Drafted) -> None:
     """Two requests in one draft forward, each as alone."""
     harness, alone = drafted.harness, drafted.prefill()
     other = harness.open()
@@ -121,8 +126,8 @@ def test_requests_of_a_batch(drafted):
     assert torch.equal(first[0], alone[0]) and torch.equal(second[0], expected[0])
 
 
-def test_with_quantisers(quantised):
-    """The same input, quantised by the reference too: fp32 agrees but for flips, bf16 to its rounding (section 11.1)."""
+def test_with_quantisers(quantised: Drafted) -> None:
+    """The same input, quantised by the reference too: fp32 agrees but for flips, bf16 to its rounding."""
     logits, streams = quantised.prefill()
     _, expected = quantised.expected(quantised.streams[:PROMPT].float())
     error = (streams.float() - expected.flatten(1)).norm(dim=1) / expected.flatten(1).norm(dim=1)
@@ -133,7 +138,7 @@ def test_with_quantisers(quantised):
     assert torch.isfinite(logits).all()
 
 
-def test_decode_with_quantisers_is_bitwise_prefill(quantised):
+def test_decode_with_quantisers_is_bitwise_prefill(quantised: Drafted) -> None:
     expected = quantised.prefill()
     quantised.draft.step([quantised.part(0, 200)])
     for position in range(200, 205):
@@ -141,26 +146,26 @@ def test_decode_with_quantisers_is_bitwise_prefill(quantised):
         assert torch.equal(logits[0], expected[0][position]) and torch.equal(streams[0], expected[1][position])
 
 
-def swapped_projections(drafted, patch):
+def swapped_projections(drafted: Drafted, patch: pytest.MonkeyPatch) -> None:
     e, h = drafted.draft.model.model.e_proj.weight, drafted.draft.model.model.h_proj.weight
     one, other = e.data.clone(), h.data.clone()
     patch.setattr(e, "data", other)
     patch.setattr(h, "data", one)
 
 
-def unit_weight(name):
-    def mistake(drafted, patch):
+def unit_weight(name: str) -> Callable[[Drafted, pytest.MonkeyPatch], None]:
+    def mistake(drafted: Drafted, patch: pytest.MonkeyPatch) -> None:
         weight = getattr(drafted.draft.model.model, name).weight
         patch.setattr(weight, "data", torch.ones_like(weight))
 
     return mistake
 
 
-def hidden_norm_over_all_streams(drafted, patch):
+def hidden_norm_over_all_streams(drafted: Drafted, patch: pytest.MonkeyPatch) -> None:
     model = drafted.draft.model.model
     norm = model.hnorm
 
-    def over_all(x):
+    def over_all(x: Tensor) -> Tensor:
         flat = x.flatten(-2).float()
         scale = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm.eps)
         return ((flat * scale).view_as(x) * norm.weight).to(x.dtype)
@@ -168,22 +173,22 @@ def hidden_norm_over_all_streams(drafted, patch):
     patch.setattr(norm, "forward", over_all)
 
 
-def head_mix_of_the_main_model(drafted, patch):
+def head_mix_of_the_main_model(drafted: Drafted, patch: pytest.MonkeyPatch) -> None:
     ours, main = drafted.draft.model.model.hc_head, drafted.harness.model.model.hc_head
     for name in ("fn", "base", "scale"):
         patch.setattr(getattr(ours, name), "data", getattr(main, name).data)
 
 
-def yarn(drafted, patch):
+def yarn(drafted: Drafted, patch: pytest.MonkeyPatch) -> None:
     frequencies = drafted.draft.model.model.decoder.attn.frequencies
     patch.setattr(frequencies, "data", drafted.served.reference.frequencies(4).float())
 
 
-def this_token_s_embedding(drafted, patch):
+def this_token_s_embedding(drafted: Drafted, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(drafted, "tokens", drafted.tokens.roll(1))
 
 
-def streams_of_the_next_token(drafted, patch):
+def streams_of_the_next_token(drafted: Drafted, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(drafted, "streams", drafted.streams.roll(-1, 0))
 
 
@@ -201,7 +206,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_planted(drafted, mistake, monkeypatch):
+def test_planted(drafted: Drafted, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = drafted.expected()
     with monkeypatch.context() as patch:
         MISTAKES[mistake](drafted, patch)
@@ -211,5 +216,5 @@ def test_planted(drafted, mistake, monkeypatch):
         assert_close(actual, expected)
 
 
-def test_every_mistake_was_undone(drafted):
+def test_every_mistake_was_undone(drafted: Drafted) -> None:
     assert_close(drafted.prefill(), drafted.expected())

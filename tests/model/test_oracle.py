@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from model.conftest import SCHEDULES
-from model.oracle import TransformersOracle, configuration, random_weights
+from model.oracle import OracleRun, TransformersOracle, configuration, random_weights
 from model.reference import (
     _E4M3,
     Reference,
@@ -12,12 +11,15 @@ from model.reference import (
     fp8_qdq,
     hadamard,
 )
+from model.served import SCHEDULES
+from torch import Tensor
 
 TOKENS = 600
+Both = tuple[TransformersOracle, Reference, Tensor, OracleRun]
 
 
 @pytest.fixture(scope="module", params=SCHEDULES)
-def both(request):
+def both(request: pytest.FixtureRequest) -> Both:
     config = configuration(SCHEDULES[request.param])
     weights = random_weights(config, seed=0)
     tokens = torch.randint(2, config["vocab_size"], (TOKENS,), generator=torch.Generator().manual_seed(7))
@@ -26,7 +28,7 @@ def both(request):
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 64, 256])
-def test_transformers_does_not_depend_on_chunking(both, chunk_tokens):
+def test_transformers_does_not_depend_on_chunking(both: Both, chunk_tokens: int | None) -> None:
     oracle, _, tokens, whole = both
     count = 140 if chunk_tokens == 1 else TOKENS
     chunked = oracle.run(tokens[:count], chunk_tokens)
@@ -34,13 +36,13 @@ def test_transformers_does_not_depend_on_chunking(both, chunk_tokens):
     assert (chunked.logits - whole.logits[:count])[comparable].abs().max() < 5e-5
 
 
-def test_reference_without_quantisers_equals_transformers(both):
+def test_reference_without_quantisers_equals_transformers(both: Both) -> None:
     _, reference, tokens, whole = both
     comparable = whole.margins > 1e-5
     assert (reference.logits(tokens) - whole.logits)[comparable].abs().max() < 5e-5
 
 
-def test_yarn_frequencies_are_the_specification_s():
+def test_yarn_frequencies_are_the_specification_s() -> None:
     config = configuration(qk_rope_head_dim=64, head_dim=512)
     frequencies = Reference(config, {}).frequencies(4)
     listed = {0: 1.0, 1: 6.876560450e-01, 14: 5.286856554e-03, 15: 3.635538509e-03, 16: 2.265624935e-03}
@@ -49,12 +51,12 @@ def test_yarn_frequencies_are_the_specification_s():
         assert frequencies[i].item() == pytest.approx(value, rel=1e-6)
 
 
-def test_e4m3_table_is_torch_s():
+def test_e4m3_table_is_torch_s() -> None:
     assert torch.equal(_E4M3, torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("magnitude", [1e-8, 1e-3, 1.0, 100.0, 1e6])
-def test_fp8_codes_are_those_of_a_round_to_nearest_even_cast(magnitude):
+def test_fp8_codes_are_those_of_a_round_to_nearest_even_cast(magnitude: float) -> None:
     x = magnitude * torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     codes, scales = fp8_codes(x, 128)
     step = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
@@ -64,7 +66,7 @@ def test_fp8_codes_are_those_of_a_round_to_nearest_even_cast(magnitude):
     assert torch.equal(fp8_qdq(x, 128), (cast.float() * step[..., None]).flatten(-2))
 
 
-def test_quantiser_ties_go_to_the_even_code():
+def test_quantiser_ties_go_to_the_even_code() -> None:
     values = torch.tensor([1.0625, 1.1875, 0.25, 0.75, 1.25, 2.5, 3.5, 5.0, 448.0])
     codes, _ = fp8_codes(torch.nn.functional.pad(values, (0, 119)), 128)
     assert codes[:2].tolist() == [56, 58]  # halfway between codes 56, 57 and between 57, 58
@@ -74,7 +76,7 @@ def test_quantiser_ties_go_to_the_even_code():
     assert codes[:9].tolist() == [0, 2, 2, 4, 4, 6, 6, 14, 7]
 
 
-def test_hadamard_is_the_orthonormal_sylvester_matrix():
+def test_hadamard_is_the_orthonormal_sylvester_matrix() -> None:
     matrix = torch.ones(1, 1)
     for _ in range(7):
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])

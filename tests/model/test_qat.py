@@ -1,63 +1,72 @@
 """The release's fake-quantisers on: each sublayer from the input that ours had, against an independent reference that
 quantises (reference.py).
 
-Never whole-model logits: on random weights one quantiser turns a 1e-6 perturbation into 0.1 (specification, section 11.1).
-The indexer's and the router's choices are handed to the reference, and are compared by themselves.
+Never whole-model logits: on random weights the quantisers turn a 1e-6 perturbation into 0.1 (specification, section
+11.1). The indexer's and the router's choices are handed to the reference, and are compared by themselves.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
+from model.harness import Request
 from model.oracle import QUANTISABLE
-from model.recording import recording
+from model.recording import Recording, recording
 from model.reference import FULL, Quant, Reference, Trace, fp4_codes, fp8_codes
+from model.served import Served
+from torch import Tensor
+
+from dsv4_kernels.kv_layout import KVRows
 
 PROMPT, CHUNK, DECODE_FROM = 300, 64, 290
 LAYERS = range(6)
 EXACT = 1e-5
+ByteRows = tuple[Served, Request, Recording]
 
 
-def relative_error(actual, expected):
+def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
     """L2 of the difference over L2 of the expected value, per token (or entry)."""
     actual, expected = actual.float().flatten(1), expected.float().flatten(1)
     return (actual - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-9)
 
 
-def assert_exact_but_for_flips(actual, expected, what):
+def assert_exact_but_for_flips(actual: Tensor, expected: Tensor, what: str) -> None:
     """Same arithmetic: fp32 rounding, but where it moves a value over a quantiser's threshold (one step of one of
     >= 64 channels, a few tokens in a hundred)."""
     error = relative_error(actual, expected)
-    summary = f"{what}: median {error.median():.1e}, max {error.max():.1e}, {(error > EXACT).sum()} of {len(error)} flips"
+    summary = (
+        f"{what}: median {error.median():.1e}, max {error.max():.1e}, {(error > EXACT).sum()} of {len(error)} flips"
+    )
     assert error.median() < 2e-6 and (error > EXACT).float().mean() <= 0.03 and error.max() < 3e-2, summary
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    served: object
-    tokens: torch.Tensor
-    record: object
+    served: Served
+    tokens: Tensor
+    record: Recording
 
-    def ratio(self, layer):
+    def ratio(self, layer: int) -> int:
         return self.served.config["compress_ratios"][layer]
 
-    def selected(self, layer):
+    def selected(self, layer: int) -> Tensor | None:
         """Ours [T, num_entries] bool, or None where there is no indexer."""
         return self.record("selected", layer)[:, : PROMPT // 4] if self.ratio(layer) == 4 else None
 
-    def attention(self, reference, layer, selected=None):
+    def attention(self, reference: Reference, layer: int, selected: Tensor | None = None) -> dict[str, Tensor]:
         """(output, internal tensors) of the reference from our input, in the reference's dtype."""
         trace = Trace()
         x = self.record("attn.in", layer).to(reference.dtype)
         output = reference.attention(x, f"layers.{layer}.", self.ratio(layer), trace, selected)
         return trace.values | {"out": output}
 
-    def moe(self, reference, layer):
+    def moe(self, reference: Reference, layer: int) -> Tensor:
         x = self.record("ffn.in", layer).to(reference.dtype)
         return reference.moe(x, f"layers.{layer}.", self.tokens, experts=self.record("experts", layer))
 
 
-def record_run(served):
+def record_run(served: Served) -> Run:
     tokens = served.corpus[3][:PROMPT]
     with recording(served.harness) as record:
         served.harness.run(tokens, CHUNK, DECODE_FROM)
@@ -65,17 +74,17 @@ def record_run(served):
 
 
 @pytest.fixture(scope="module", params=["kv", "full"])
-def fp32_run(request, serve):
+def fp32_run(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Run:
     return record_run(serve("flash-like", qat=request.param, **QUANTISABLE))
 
 
 @pytest.fixture(scope="module")
-def bf16_run(serve):
+def bf16_run(serve: Callable[..., Served]) -> Run:
     return record_run(serve("flash-like", dtype="bfloat16", qat="full", **QUANTISABLE))
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_attention(fp32_run, layer):
+def test_attention(fp32_run: Run, layer: int) -> None:
     expected = fp32_run.attention(fp32_run.served.reference, layer, fp32_run.selected(layer))
     for name in ("q", "kv", "entries", "attended"):
         if name in expected:
@@ -84,7 +93,7 @@ def test_attention(fp32_run, layer):
 
 
 @pytest.mark.parametrize("layer", [i for i in LAYERS if i in (2, 4)])
-def test_indexer(fp32_run, layer):
+def test_indexer(fp32_run: Run, layer: int) -> None:
     """Queries, keys and head weights, and the sets: they may differ only where the last choice was a close one."""
     expected = fp32_run.attention(fp32_run.served.reference, layer)
     for name in ("index_q", "index_keys", "index_weights"):
@@ -101,7 +110,7 @@ def test_indexer(fp32_run, layer):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_moe(fp32_run, layer):
+def test_moe(fp32_run: Run, layer: int) -> None:
     reference, x = fp32_run.served.reference, fp32_run.record("ffn.in", layer)
     assert_exact_but_for_flips(fp32_run.record("ffn.out", layer), fp32_run.moe(reference, layer), f"layer {layer}")
     weights, experts = reference.route(x, f"layers.{layer}.ffn.", fp32_run.tokens)
@@ -114,7 +123,7 @@ def test_moe(fp32_run, layer):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_block(fp32_run, layer):
+def test_block(fp32_run: Run, layer: int) -> None:
     """Streams in, streams out: both hyper-connections around both sublayers; the reference makes its own choices."""
     served = fp32_run.served
     expected = served.reference.block(
@@ -125,7 +134,7 @@ def test_block(fp32_run, layer):
 
 
 @pytest.mark.parametrize("switch", ["kv_fp8", "indexer_fp4", "activations_fp8"])
-def test_a_missing_quantiser_shows(serve, switch):
+def test_a_missing_quantiser_shows(serve: Callable[..., Served], switch: str) -> None:
     """The comparisons above can fail: a reference without one of the quantisers is far off."""
     run = record_run(serve("flash-like", qat="full", **QUANTISABLE))
     without = Reference(run.served.config, run.served.weights, dataclasses.replace(FULL, **{switch: False}))
@@ -141,15 +150,19 @@ def test_a_missing_quantiser_shows(serve, switch):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_bf16_is_as_close_as_the_reference_in_bf16(bf16_run, layer):
-    """bf16 and fp32 round differently before each quantiser, so they differ by 2-5e-2. Ours may not differ more from fp32
-    than the reference's own equations do when every activation is rounded to bf16 (and a tenth of its median)."""
+def test_bf16_is_as_close_as_the_reference_in_bf16(bf16_run: Run, layer: int) -> None:
+    """bf16 and fp32 round differently before each quantiser, so they differ by 2-5e-2. Ours may not differ more from
+    fp32 than the reference's own equations do when every activation is rounded to bf16 (and a tenth of its median)."""
     served, selected = bf16_run.served, bf16_run.selected(layer)
     in_bf16 = Reference(served.config, served.weights, FULL, torch.bfloat16)
     exact, rounded = (bf16_run.attention(r, layer, selected) for r in (served.reference, in_bf16))
     pairs = {name: (bf16_run.record(name, layer), exact[name], rounded[name]) for name in ("q", "kv", "attended")}
     pairs["attention"] = (bf16_run.record("attn.out", layer), exact["out"], rounded["out"])
-    pairs["moe"] = (bf16_run.record("ffn.out", layer), bf16_run.moe(served.reference, layer), bf16_run.moe(in_bf16, layer))
+    pairs["moe"] = (
+        bf16_run.record("ffn.out", layer),
+        bf16_run.moe(served.reference, layer),
+        bf16_run.moe(in_bf16, layer),
+    )
     for name, (ours, expected, theirs) in pairs.items():
         error, allowed = relative_error(ours, expected), relative_error(theirs, expected)
         limit = 1.1 * allowed.median()
@@ -166,11 +179,9 @@ REAL_ROWS = dict(
 
 
 @pytest.fixture(scope="module")
-def byte_rows(serve):
+def byte_rows(serve: Callable[..., Served]) -> ByteRows:
     """bf16 model whose pools hold 584-byte rows, and what its attention layers gave them, not quantised yet."""
-    served = serve(
-        "flash-like", dtype="bfloat16", qat="full", server_args=dict(kv_cache_dtype="fp8_e4m3"), **REAL_ROWS
-    )
+    served = serve("flash-like", dtype="bfloat16", qat="full", server_args=dict(kv_cache_dtype="fp8_e4m3"), **REAL_ROWS)
     request = served.harness.open()
     with recording(served.harness) as record:
         served.harness.step([(request, served.corpus[3][:200].tolist())])
@@ -179,14 +190,14 @@ def byte_rows(serve):
     return served, request, record
 
 
-def expected_row_bytes(rows):
+def expected_row_bytes(rows: Tensor) -> tuple[Tensor, Tensor]:
     """The 584-byte row of section 4.1: 448 e4m3, 64 bf16, then 7 ue8m0 and a zero."""
     codes, scales = fp8_codes(rows[:, :448], 64)
     rope = rows[:, 448:].bfloat16().contiguous().view(torch.uint8)
     return torch.cat([codes, rope], 1), torch.cat([scales, torch.zeros_like(scales[:, :1])], 1)
 
 
-def stored_row_bytes(table, rows):
+def stored_row_bytes(table: KVRows, rows: Tensor) -> tuple[Tensor, Tensor]:
     """(data, scales) of 584-byte rows; 64 of them in a page of 37,440 bytes: all data, all scales, padding."""
     assert table.storage.shape[1] == 37440
     data = table.storage[:, : 64 * 576].unflatten(1, (64, 576)).flatten(0, 1)
@@ -195,7 +206,7 @@ def stored_row_bytes(table, rows):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_row_bytes(byte_rows, layer):
+def test_row_bytes(byte_rows: ByteRows, layer: int) -> None:
     served, request, record = byte_rows
     pool, ratio = served.harness.pool, served.config["compress_ratios"][layer]
     table = served.harness.runner.req_to_token_pool.req_to_token
@@ -213,7 +224,7 @@ def test_row_bytes(byte_rows, layer):
 
 
 @pytest.mark.parametrize("layer", [2, 4])
-def test_index_row_bytes(byte_rows, layer):
+def test_index_row_bytes(byte_rows: ByteRows, layer: int) -> None:
     """68 bytes: two e2m1 codes a byte, even channel low; then a scale for each 32 channels."""
     served, request, record = byte_rows
     table, keys = served.harness.pool.index_keys(layer), record("index_keys", layer)
@@ -221,11 +232,13 @@ def test_index_row_bytes(byte_rows, layer):
     codes, scales = fp4_codes(keys)
     pages = table.storage
     assert pages.shape[1] == 64 * 68
-    assert torch.equal(pages[:, : 64 * 64].unflatten(1, (64, 64)).flatten(0, 1)[slots], codes[:, ::2] | codes[:, 1::2] << 4)
+    assert torch.equal(
+        pages[:, : 64 * 64].unflatten(1, (64, 64)).flatten(0, 1)[slots], codes[:, ::2] | codes[:, 1::2] << 4
+    )
     assert torch.equal(pages[:, 64 * 64 :].unflatten(1, (64, 4)).flatten(0, 1)[slots], scales)
 
 
-def test_byte_rows_and_plain_rows_give_the_same_bits(byte_rows, serve):
+def test_byte_rows_and_plain_rows_give_the_same_bits(byte_rows: ByteRows, serve: Callable[..., Served]) -> None:
     """A plain row holds the fake-quantised values, so nothing downstream can tell the formats apart."""
     plain = serve("flash-like", dtype="bfloat16", qat="full", **REAL_ROWS)
     tokens = plain.corpus[4][:280]
@@ -234,7 +247,7 @@ def test_byte_rows_and_plain_rows_give_the_same_bits(byte_rows, serve):
     assert torch.isfinite(expected).all() and torch.equal(actual, expected)
 
 
-def test_switches(serve):
+def test_switches(serve: Callable[..., Served]) -> None:
     """off, kv and full are three different models."""
     logits = {}
     for qat in ("off", "kv", "full"):

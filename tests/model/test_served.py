@@ -1,10 +1,11 @@
-"""The same numbers through the whole server: HTTP, scheduler, chunked prefill, mixed batches, sampler's log-probabilities.
+"""The same numbers through the whole server: HTTP, scheduler, chunked prefill, mixed batches, log-probabilities.
 
 An fp32 checkpoint of the server's own preset, compared with transformers at every prompt and output position.
 """
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import requests
@@ -12,34 +13,38 @@ import torch
 from model.compare import MARGIN, TOLERANCE
 from model.oracle import TransformersOracle, read_dequantised
 from serving.server import Server, running_server
+from torch import Tensor
+
 from sglang_dsv4.random_checkpoint import PRESETS, hf_config, write_checkpoint
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 127, 128, 129, 130, 255, 256, 257, 511, 512, 513, 1030)
 DECODED = 6
-ASKED = list(range(0, PRESETS["tiny"].vocab_size, 8))  # ids whose log-probabilities are asked for; each has all logits in it
+ASKED = list(
+    range(0, PRESETS["tiny"].vocab_size, 8)
+)  # ids whose log-probabilities are asked for; each has all logits in it
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fp32")
     write_checkpoint(folder, PRESETS["tiny"], seed=3, quantised=False)
     return folder
 
 
 @pytest.fixture(scope="module")
-def oracle(checkpoint):
+def oracle(checkpoint: Path) -> TransformersOracle:
     return TransformersOracle(hf_config(PRESETS["tiny"], quantised=False), read_dequantised(checkpoint))
 
 
 @pytest.fixture(scope="module")
-def fp32_server(checkpoint, tmp_path_factory) -> Iterator[Server]:
+def fp32_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("fp32-server") / "log"
     flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "7")
     with running_server(checkpoint, log, *flags, "--chunked-prefill-size", "256") as server:
         yield server
 
 
-def generate(server, prompt):
+def generate(server: Server, prompt: list[int]) -> tuple[Tensor, list[int]]:
     """(log-probabilities of ASKED at prompt positions 0.. and at each output step [n, len(ASKED)], output ids)."""
     body = {
         "input_ids": prompt,
@@ -58,7 +63,7 @@ def generate(server, prompt):
     return torch.tensor([[entry[0] for entry in row] for row in rows]), result["output_ids"]
 
 
-def check(oracle, prompt, answer):
+def check(oracle: TransformersOracle, prompt: list[int], answer: tuple[Tensor, list[int]]) -> None:
     """The prompt's positions from transformers' whole-sequence logits, with our own output ids appended."""
     actual, output = answer
     expected = oracle.run(torch.tensor(prompt + output[:-1]))
@@ -73,17 +78,17 @@ def check(oracle, prompt, answer):
     assert torch.equal(torch.tensor(output)[clear], chosen[clear])
 
 
-def prompts():
+def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(11)
     return [torch.randint(200, PRESETS["tiny"].vocab_size, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
 @pytest.mark.parametrize("prompt", prompts(), ids=[str(n) for n in LENGTHS])
-def test_prompt_alone(fp32_server, oracle, prompt):
+def test_prompt_alone(fp32_server: Server, oracle: TransformersOracle, prompt: list[int]) -> None:
     check(oracle, prompt, generate(fp32_server, prompt))
 
 
-def test_prompts_together(fp32_server, oracle):
+def test_prompts_together(fp32_server: Server, oracle: TransformersOracle) -> None:
     """All at once against seven running requests: waiting, mixed batches, slots and pages that others have used."""
     with ThreadPoolExecutor(len(LENGTHS)) as pool:
         answers = list(pool.map(lambda prompt: generate(fp32_server, prompt), prompts()))

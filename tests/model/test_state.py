@@ -4,23 +4,28 @@ Everything else in the pools is set to NaN, which one wrong read carries into th
 """
 
 import math
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from dsv4_kernels.kv_layout import KVRows, RowFormat
 from model.compare import assert_equal_logits
+from model.harness import Harness, Mode, Request
 from model.oracle import OracleRun
+from model.served import Served
+from torch import Tensor
+
+from dsv4_kernels.kv_layout import KVRows, RowFormat
 
 DRAFTS = 4
 
 
 @pytest.fixture(scope="module", params=["flash-like", "pro-like"])
-def served(request, serve):
+def served(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
     return serve(request.param)
 
 
 @pytest.fixture(scope="module", params=["flash-like", "pro-like"])
-def speculative(request, serve):
+def speculative(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
     """Rings with room for drafts, as a server with --speculative-algorithm EAGLE has them."""
     return serve(
         request.param,
@@ -33,7 +38,7 @@ def speculative(request, serve):
     )
 
 
-def poison(harness, keep):
+def poison(harness: Harness, keep: dict[str, Tensor]) -> None:
     """Sets every row of every pool to NaN, except the sinks (slot 0, page 0) and those that `keep` names.
 
     `keep` is {pool name: row numbers}, for all layers of that pool.
@@ -62,12 +67,12 @@ def poison(harness, keep):
             table.copy_rows(rows, kept, torch.arange(len(rows)))
 
 
-def minimal_state(harness, requests):
+def minimal_state(harness: Harness, requests: Sequence[Request]) -> dict[str, Tensor]:
     """The rows that section 3.6 lists, of all `requests`."""
     geometry, table = harness.pool.geometry, harness.runner.req_to_token_pool.req_to_token
     keep = {}
 
-    def add(name, rows):
+    def add(name: str, rows: Tensor) -> None:
         keep[name] = torch.cat([keep.get(name, torch.arange(0)), rows])
 
     for request in requests:
@@ -87,7 +92,7 @@ def minimal_state(harness, requests):
     return keep
 
 
-def poison_second_halves(harness, requests):
+def poison_second_halves(harness: Harness, requests: Sequence[Request]) -> None:
     """Of the group before the open one, CSA needs the first half of the channels only."""
     pool = harness.pool
     rows = pool.geometry.state_rows(4)
@@ -101,7 +106,7 @@ def poison_second_halves(harness, requests):
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6, 7, 8, 126, 127, 128, 129, 131, 255, 256, 257, 300])
 @pytest.mark.parametrize("mode", ["extend", "decode"])
-def test_minimal_state_is_enough(served, length, mode):
+def test_minimal_state_is_enough(served: Served, length: int, mode: Mode) -> None:
     harness, tokens = served.harness, served.corpus[1]
     request = harness.open()
     logits = harness.step([(request, tokens[:length].tolist())])
@@ -129,11 +134,11 @@ def test_minimal_state_is_enough(served, length, mode):
         ("HCA compressor state", 200),
     ],
 )
-def test_one_row_less_is_too_little(served, pool, lost):
+def test_one_row_less_is_too_little(served: Served, pool: str, lost: int) -> None:
     """The poison reaches the logits: without any one of the rows of the minimal state they are wrong.
 
-    `lost` is the position of a raw row or window row, or the number of an entry, of a request of 201 tokens; the 60 that
-    follow close an HCA group, and their indexer scores every key.
+    `lost` is the position of a raw row or window row, or the number of an entry, of a request of 201 tokens; the 60
+    that follow close an HCA group, and their indexer scores every key.
     """
     harness, tokens = served.harness, served.corpus[1]
     request = harness.open()
@@ -162,7 +167,7 @@ def test_one_row_less_is_too_little(served, pool, lost):
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 130])
 @pytest.mark.parametrize("leftovers", ["old rows", "NaN"])
-def test_slot_reuse_after_a_longer_request(served, length, leftovers):
+def test_slot_reuse_after_a_longer_request(served: Served, length: int, leftovers: str) -> None:
     """The next request takes the same slot and pages; its first tokens must not see what is in them."""
     harness = served.harness
     long = harness.open()
@@ -181,8 +186,10 @@ def test_slot_reuse_after_a_longer_request(served, length, leftovers):
     assert_equal_logits(torch.cat(logits), served.expected[2], f"{length} tokens in a used slot")
 
 
-@pytest.mark.parametrize("cuts", [(1, 2, 3, 5, 8), (126, 127, 130, 131), (3, 250, 255, 258, 261), (5, 133, 134)], ids=str)
-def test_chunk_edges_inside_groups(served, cuts):
+@pytest.mark.parametrize(
+    "cuts", [(1, 2, 3, 5, 8), (126, 127, 130, 131), (3, 250, 255, 258, 261), (5, 133, 134)], ids=str
+)
+def test_chunk_edges_inside_groups(served: Served, cuts: tuple[int, ...]) -> None:
     harness, tokens = served.harness, served.corpus[4]
     request, logits = harness.open(), []
     for start, end in zip((0, *cuts), (*cuts, cuts[-1] + 20), strict=True):
@@ -192,7 +199,7 @@ def test_chunk_edges_inside_groups(served, cuts):
     assert_equal_logits(torch.cat(logits), served.expected[4], f"cuts at {cuts}")
 
 
-def test_requests_do_not_see_each_other(served):
+def test_requests_do_not_see_each_other(served: Served) -> None:
     """Three requests with interleaved pages; only their own minimal state survives each step."""
     harness = served.harness
     requests = [harness.open() for _ in range(3)]
@@ -212,7 +219,7 @@ def test_requests_do_not_see_each_other(served):
         assert_equal_logits(torch.cat(logits[i]), served.expected[i + 1], f"request {i}")
 
 
-def wrong_drafts(tokens, start, accepted):
+def wrong_drafts(tokens: Tensor, start: int, accepted: int) -> list[int]:
     """DRAFTS tokens of which the first `accepted` are the sequence's own."""
     drafts = tokens[start : start + DRAFTS].clone()
     drafts[accepted:] = (drafts[accepted:] + 17) % 100 + 2
@@ -221,7 +228,7 @@ def wrong_drafts(tokens, start, accepted):
 
 @pytest.mark.parametrize("prompt", [1, 2, 3, 4, 6, 7, 124, 125, 126, 127, 128, 253, 254, 255])
 @pytest.mark.parametrize("accepted", [1, 2, 3, 4])
-def test_rejected_drafts_leave_no_trace(speculative, prompt, accepted):
+def test_rejected_drafts_leave_no_trace(speculative: Served, prompt: int, accepted: int) -> None:
     """Drafts that were rejected had closed CSA and HCA groups and wrapped the rings; what follows must not know."""
     harness, tokens = speculative.harness, speculative.corpus[2]
     request = harness.open()
@@ -238,13 +245,13 @@ def test_rejected_drafts_leave_no_trace(speculative, prompt, accepted):
     assert_equal_logits(torch.cat(logits), speculative.expected[2], f"prompt {prompt}, {accepted} of {DRAFTS} accepted")
 
 
-def test_rings_have_room_for_drafts(served, speculative):
+def test_rings_have_room_for_drafts(served: Served, speculative: Served) -> None:
     plain, drafting = served.harness.pool.geometry, speculative.harness.pool.geometry
     assert (plain.ring_rows, plain.state_rows(4), plain.state_rows(128)) == (128, 8, 128)
     assert (drafting.ring_rows, drafting.state_rows(4), drafting.state_rows(128)) == (256, 16, 256)
 
 
-def test_verify_gives_the_bits_of_decode(speculative):
+def test_verify_gives_the_bits_of_decode(speculative: Served) -> None:
     harness, tokens = speculative.harness, speculative.corpus[3]
     expected = harness.run(tokens[:140], decode_from=120)
     request = harness.open()
@@ -255,7 +262,7 @@ def test_verify_gives_the_bits_of_decode(speculative):
     assert torch.equal(torch.cat(logits), expected)
 
 
-def test_verify_of_several_requests(speculative):
+def test_verify_of_several_requests(speculative: Served) -> None:
     """Requests with different histories accept different numbers of drafts in the same steps."""
     harness = speculative.harness
     prompts, accepts = [5, 126, 254], [1, 3, 4]
@@ -265,9 +272,7 @@ def test_verify_of_several_requests(speculative):
         logits[i].append(part)
     starts = list(prompts)
     for _ in range(4):
-        parts = [
-            (r, wrong_drafts(speculative.corpus[i], starts[i], accepts[i])) for i, r in enumerate(requests)
-        ]
+        parts = [(r, wrong_drafts(speculative.corpus[i], starts[i], accepts[i])) for i, r in enumerate(requests)]
         for i, part in enumerate(harness.step(parts, "verify")):
             logits[i].append(part[: accepts[i]])
             starts[i] += accepts[i]
