@@ -20,7 +20,7 @@ token ids          AFTER ``scheduler.validate_input_length``: SGLang checks no p
 CPU platform       AROUND ``reject_out_of_tree_path``, for our own KV pool only               scheduler
 CPU config         AROUND ``model_runner.adjust_config_with_unaligned_cpu_tp``: kept as it is  scheduler
 CPU quantisation   AROUND ``loader._get_quantization_config``: weights are dequantised at load      scheduler
-self-check         BEFORE ``ModelRunner.load_model``, AFTER ``Scheduler.__init__``            scheduler
+self-check         BEFORE ``ModelRunner.load_model``, BEFORE and AFTER ``Scheduler.__init__`` scheduler
 =================  =========================================================================  =======================
 
 ``SGLANG_DSV4=off`` turns all of it off. Nothing here decides anything for a model of another architecture.
@@ -137,11 +137,6 @@ def refuse_unsupported_arguments(arguments: Any) -> None:  # Any: ServerArgs, or
     """
     if arguments.enable_streaming_session:
         raise ValueError("sglang-dsv4 does not support --enable-streaming-session: a session's rows are not kept")
-    if arguments.speculative_algorithm is not None and arguments.device == "cpu":
-        raise ValueError(
-            f"sglang-dsv4 does not support --speculative-algorithm {arguments.speculative_algorithm} on a CPU: "
-            "SGLang's decode step of it launches Triton kernels (mem_cache/allocation.py, get_last_loc)"
-        )
     if arguments.disaggregation_mode != "null":
         raise ValueError(
             f"sglang-dsv4 does not support --disaggregation-mode {arguments.disaggregation_mode}: "
@@ -207,6 +202,7 @@ def _install_self_check() -> None:
     """Not remembered but fatal: without these two hooks nobody would notice that the others are missing."""
     try:
         _hook("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _check_before_load, "BEFORE")
+        _hook("sglang.srt.managers.scheduler.Scheduler.__init__", _refuse_speculation_on_cpu, "BEFORE")
         _hook("sglang.srt.managers.scheduler.Scheduler.__init__", _check_scheduler, "AFTER")
     except Exception as error:
         # SystemExit is the one exception that SGLang's plugin loader does not swallow.
@@ -315,6 +311,19 @@ def _check_before_load(runner: ModelRunner) -> None:
     compat.require_ready(architectures)
     if compat.is_ours(architectures):
         compat.require_our_model_classes()
+
+
+def _refuse_speculation_on_cpu(scheduler: Scheduler, server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
+    """In the scheduler and not among the arguments: the MTP module itself does run on a CPU, and tests run it."""
+    from sglang.srt.platforms import current_platform
+
+    if server_args.speculative_algorithm is None or current_platform.device_type != "cpu":
+        return
+    if compat.is_ours(compat.model_config_of(server_args).hf_config.architectures):
+        raise compat.StartupError(
+            f"sglang-dsv4 does not serve with --speculative-algorithm {server_args.speculative_algorithm} on a CPU: "
+            "SGLang's decode step of it launches Triton kernels (mem_cache/allocation.py, get_last_loc)."
+        )
 
 
 def _check_scheduler(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:

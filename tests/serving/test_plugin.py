@@ -32,7 +32,6 @@ def arguments(**fields: Any) -> SimpleNamespace:
         "radix_cache_backend": None,
         "enable_streaming_session": False,
         "disaggregation_mode": "null",
-        "speculative_algorithm": None,
     }
     return SimpleNamespace(**{**unset, **fields})
 
@@ -93,7 +92,6 @@ def test_what_the_user_set_is_left_alone(field: str, value: object) -> None:
         ("enable_streaming_session", True, "--enable-streaming-session"),
         ("disaggregation_mode", "prefill", "--disaggregation-mode prefill"),
         ("disaggregation_mode", "decode", "--disaggregation-mode decode"),
-        ("speculative_algorithm", "EAGLE", "--speculative-algorithm EAGLE on a CPU"),
     ],
 )
 def test_unsupported_flags_are_refused_by_name(field: str, value: object, flag: str) -> None:
@@ -114,6 +112,23 @@ def test_cuda_graphs_wait_for_kernels() -> None:
     finally:
         registry._table["index_topk"].pop("test_kernel")
     assert plugin.operators_that_wait("cuda") == before
+
+
+@pytest.mark.parametrize(
+    ("architectures", "refused"), [(OURS, True), (["LlamaForCausalLM"], False)], ids=["ours", "other"]
+)
+def test_speculation_on_a_cpu_is_refused_before_anything_is_loaded(
+    architectures: list[str], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=architectures))
+    monkeypatch.setattr(compat, "model_config_of", lambda arguments: config, raising=False)
+    asked, unasked = (SimpleNamespace(speculative_algorithm=name) for name in ("EAGLE", None))
+    plugin._refuse_speculation_on_cpu(None, unasked)  # type: ignore[arg-type]
+    if not refused:
+        plugin._refuse_speculation_on_cpu(None, asked)  # type: ignore[arg-type]
+        return
+    with pytest.raises(compat.StartupError, match="--speculative-algorithm EAGLE on a CPU"):
+        plugin._refuse_speculation_on_cpu(None, asked)  # type: ignore[arg-type]
 
 
 def test_a_failure_stops_our_model_and_no_other() -> None:
