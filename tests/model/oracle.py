@@ -25,6 +25,12 @@ QUANTISABLE = dict(
     hidden_size=128, q_lora_rank=128, o_lora_rank=128, moe_intermediate_size=128, head_dim=128, qk_rope_head_dim=64,
     num_attention_heads=4, index_n_heads=8, index_head_dim=64, num_hash_layers=2,
 )  # fmt: skip
+# Rows and indexer keys of the released dimensions, which the byte formats demand.
+REAL_ROWS = dict(
+    hidden_size=128, q_lora_rank=128, o_lora_rank=128, moe_intermediate_size=128, head_dim=512, qk_rope_head_dim=64,
+    num_attention_heads=4, index_n_heads=8, index_head_dim=128,
+)  # fmt: skip
+
 
 # (official fragment, transformers fragment), applied in order; DeepSeek-V4 specification, section 6.
 _RENAMES = (

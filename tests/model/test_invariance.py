@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from model.oracle import QUANTISABLE
+from model.oracle import QUANTISABLE, REAL_ROWS
 from model.served import Served
 from torch import Tensor
 
@@ -66,3 +66,15 @@ def test_same_prompt_in_every_slot(served: Served, whole: list[Tensor]) -> None:
     prompts = [served.corpus[1][:70]] * 5
     for actual in served.harness.run_many(prompts, 16, [66] * 5):
         assert_same_bits(actual, whole[1][:70])
+
+
+@pytest.mark.parametrize("dtype, rows", [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8_e4m3")])
+def test_rows_of_the_released_dimensions(serve: Callable[..., Served], dtype: str, rows: str) -> None:
+    """512 channels, pro-like layers, plain and 584-byte rows; chunks, decode and batch at once."""
+    served = serve("pro-like", dtype=dtype, qat="full", server_args=dict(kv_cache_dtype=rows), **REAL_ROWS)
+    lengths = (265, 130, 20)
+    prompts = [served.corpus[i][:n] for i, n in enumerate(lengths)]
+    whole = [served.harness.run(prompt) for prompt in prompts]
+    served.harness.shuffle_free_pages()
+    for actual, expected in zip(served.harness.run_many(prompts, 70, (258, 126, 9), (0, 1, 0)), whole, strict=True):
+        assert_same_bits(actual, expected)

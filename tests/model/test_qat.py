@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from model.harness import Request
-from model.oracle import QUANTISABLE
+from model.oracle import QUANTISABLE, REAL_ROWS
 from model.recording import Recording, recording
 from model.reference import FULL, Quant, Reference, Trace, fp4_codes, fp8_codes
 from model.served import Served
@@ -171,11 +171,6 @@ def test_bf16_is_as_close_as_the_reference_in_bf16(bf16_run: Run, layer: int) ->
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------
-
-REAL_ROWS = dict(
-    hidden_size=128, q_lora_rank=128, o_lora_rank=128, moe_intermediate_size=128, head_dim=512, qk_rope_head_dim=64,
-    num_attention_heads=4, index_n_heads=8, index_head_dim=128,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

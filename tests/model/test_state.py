@@ -10,7 +10,7 @@ import pytest
 import torch
 from model.compare import assert_equal_logits
 from model.harness import Harness, Mode, Request
-from model.oracle import OracleRun
+from model.oracle import REAL_ROWS, OracleRun
 from model.served import Served
 from torch import Tensor
 
@@ -117,6 +117,23 @@ def test_minimal_state_is_enough(served: Served, length: int, mode: Mode) -> Non
         logits += harness.step([(request, tokens[start : start + count].tolist())], mode)
     harness.close(request)
     assert_equal_logits(torch.cat(logits), served.expected[1], f"{length} tokens, then {mode}")
+
+
+@pytest.mark.parametrize("length", [3, 129, 257])
+@pytest.mark.parametrize("mode", ["extend", "decode"])
+def test_minimal_state_of_byte_rows(serve: Callable[..., Served], length: int, mode: Mode) -> None:
+    """584-byte rows and FP4 keys, everything else all ones (NaN in every format): the same bits as undisturbed."""
+    served = serve("flash-like", dtype="bfloat16", qat="full", server_args=dict(kv_cache_dtype="fp8_e4m3"), **REAL_ROWS)
+    harness, tokens = served.harness, served.corpus[1][: length + 8]
+    expected = harness.run(tokens)
+    request = harness.open()
+    logits = harness.step([(request, tokens[:length].tolist())])
+    count = 8 if mode == "extend" else 1
+    for start in range(length, length + 8, count):
+        poison(harness, minimal_state(harness, [request]))
+        logits += harness.step([(request, tokens[start : start + count].tolist())], mode)
+    harness.close(request)
+    assert torch.isfinite(expected).all() and torch.equal(torch.cat(logits), expected)
 
 
 @pytest.mark.parametrize(
