@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_kernels.invariant import padded_to_full_rows, tree_sum
+from dsv4_kernels.invariant import at_least_as_many_as_threads, padded_to_full_rows, tree_sum
 from dsv4_kernels.kv_layout import KVRows
 
 KEY_TILE = 64
@@ -61,10 +61,11 @@ def index_scores(
         # Places after the last entry repeat it and are masked below.
         key = keys.gather(entry_rows(page_table[request], entry.clamp(max=last), entries_per_page)).float()
         for tokens in of_request.split(max(1, TILE_PRODUCTS // (q.shape[1] * KEY_TILE))):
-            q32 = padded_to_full_rows(q[tokens].float(), 1)
-            weights = padded_to_full_rows(head_weights[tokens], 1).unsqueeze(2)
+            computed = at_least_as_many_as_threads(tokens)
+            q32 = padded_to_full_rows(q[computed].float(), 1)
+            weights = padded_to_full_rows(head_weights[computed], 1).unsqueeze(2)
             tiles = [_tile_scores(q32, weights, tile) for tile in key.split(KEY_TILE)]
-            masked = torch.cat(tiles, 1).masked_fill_(entry >= visible[tokens].unsqueeze(1), -torch.inf)
+            masked = torch.cat(tiles, 1)[: len(tokens)].masked_fill_(entry >= visible[tokens].unsqueeze(1), -torch.inf)
             scores[tokens, : last + 1] = masked[:, : last + 1]
     return scores
 

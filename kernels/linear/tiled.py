@@ -1,18 +1,18 @@
 """The products on a CPU, in row tiles of few fixed heights, so that a row's bits do not depend on the other rows.
 
-A BLAS chooses its kernel by the number of rows m. Measured with PyTorch 2.13 (MKL 2024.2, oneDNN 3.12) on an AVX-512
-CPU, k from 24 to 4,096, n from 8 to 4,096, against the rows of a product with m = 512:
+A BLAS chooses its kernel by the number of rows m and of threads. Measured with PyTorch 2.13 (MKL 2024.2, oneDNN 3.12)
+on an AVX-512 CPU, 1 to 4 threads, k from 24 to 4,096, n from 8 to 4,096, m from 1 to 300 against the rows of m = 512:
 
-    fp32 (MKL)      m = 1, 2, 3 differ (vector kernels); with two threads m = 5, 6, 7 too, where a row's bits even
-                    depend on its place in the tile; every multiple of 4 from 4 to 512 is bit-identical, with one and
-                    with two threads
-    bf16 (oneDNN)   every m is bit-identical, with one and with two threads
+    fp32, MKL       m = 1, 2, 3 differ; with two threads m = 5, 7, 9 too; with three, a product of one row block and
+                    large k differs from the same product with one thread
+    fp32, oneDNN    m = 1 differs (a vector kernel); all other m are bit-identical, with any number of threads; from 8
+                    rows on it is 1.5 to 2 times as fast as MKL here
+    bf16, oneDNN    every m is bit-identical, with any number of threads
 
-So rows are always multiplied in tiles of TILE_ROWS rows, the last tile padded with zeros. 8 keeps the decoding of a
-few requests cheap (fp32: 1.2 times the time of 4 rows, half that of 32), and 256 runs within 5 % of an undivided
-product. That the heights agree is a property of the library and the machine, not a theorem: the first time a weight's
-shape meets a tile above the smallest, both are computed from random rows and compared. Where they differ, the larger
-height is not used for that shape, which is slower and logged.
+So products go to oneDNN (`torch.nn.functional.linear` sends fp32 to MKL), in tiles of TILE_ROWS rows, the last tile
+padded with zeros: few heights also mean few kernels to generate. That the heights agree is a property of the library
+and the machine, not a theorem: the first time a weight's shape meets a tile above the smallest, both are computed from
+random rows and compared. Where they differ, the larger height is not used for that shape, which is slower and logged.
 """
 
 from __future__ import annotations
@@ -63,10 +63,16 @@ def _multiply(x: Tensor, weight: Tensor) -> Tensor:
 def _tile_product(x: Tensor, weight: Tensor, rows: int) -> Tensor:
     """[m, k] @ weight.T with m <= rows, computed with exactly `rows` rows."""
     if x.shape[0] == rows:
-        return torch.nn.functional.linear(x.contiguous(), weight)
+        return _product(x.contiguous(), weight)
     padded = x.new_zeros(rows, x.shape[1])
     padded[: x.shape[0]] = x
-    return torch.nn.functional.linear(padded, weight)[: x.shape[0]]
+    return _product(padded, weight)[: x.shape[0]]
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    if x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return torch.nn.functional.linear(x, weight)
 
 
 def _tiles(num_rows: int, weight: Tensor) -> Iterator[tuple[int, int, int]]:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from dsv4_kernels.indexer.ref import entry_rows as rows_of_entries
-from dsv4_kernels.invariant import padded_to_full_rows
+from dsv4_kernels.invariant import at_least_as_many_as_threads, padded_to_full_rows
 from dsv4_kernels.kv_layout import KVRows
 
 KEY_TILE = 64
 """Keys of one product."""
 GATHERED_BYTES = 4 * 2**20
-"""Bound on the fp32 rows gathered at a time (at least one token's); larger temporaries cost page faults."""
+"""Bound on the fp32 rows gathered at a time (at least one token's a thread); larger temporaries cost page faults."""
 
 
 def sparse_attention(
@@ -51,9 +51,10 @@ def sparse_attention(
 
     keys_per_token = sum(rows.shape[1] for _, rows in tables)
     step = max(1, GATHERED_BYTES // max(4 * keys_per_token * q.shape[2], 1))
-    for begin in range(0, q.shape[0], step):
-        tokens = slice(begin, begin + step)
-        weighted, reference, total = _attend(q[tokens], [(table, rows[tokens]) for table, rows in tables], scale)
+    for tokens in torch.arange(q.shape[0], device=q.device).split(max(step, torch.get_num_threads())):
+        computed = at_least_as_many_as_threads(tokens)
+        partial = _attend(q[computed], [(table, rows[computed]) for table, rows in tables], scale)
+        weighted, reference, total = (x[: len(tokens)] for x in partial)
         out[tokens] = _divided(weighted, reference, total, sink).to(out.dtype)
         lse[tokens] = reference + torch.log(total)
     return (out, lse) if return_lse or not normalised else out

@@ -46,9 +46,9 @@ def test_the_bias_selects_but_does_not_weigh() -> None:
 
 
 def test_of_equal_scores_the_lower_expert_wins() -> None:
-    """All 12 experts equal but for one: it comes first, then the lowest ids."""
-    gate = torch.ones(12, 4)
-    bias = torch.zeros(12)
+    """All 256 experts equal but for one: it comes first, then the lowest ids."""
+    gate = torch.ones(256, 4)
+    bias = torch.zeros(256)
     bias[7] = 1.0
     _, experts = route_topk(torch.ones(70, 4), gate, bias, top_k=5, scale=1.0)
     assert experts.tolist() == [[7, 0, 1, 2, 3]] * 70
