@@ -34,6 +34,7 @@ CASES = {
     "min_p-above-one": (*chat(min_p=1.5), "min_p"),
     "top_k-below-minus-one": (*generate([5], top_k=-2), "top_k"),
     "frequency-penalty-out-of-range": (*chat(frequency_penalty=3), "frequency_penalty"),
+    "bias-of-an-unknown-token": (*chat(logit_bias={str(VOCAB_SIZE): 1.0}), "logit_bias"),
     "negative-max-tokens": (*chat(max_tokens=-1), "max"),
     "temperature-not-a-number": (*chat(temperature="warm"), "temperature"),
     "messages-missing": ("/v1/chat/completions", {"model": "tiny"}, "messages"),
