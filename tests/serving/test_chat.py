@@ -94,7 +94,7 @@ def test_constrained_output_is_valid_json(server: Server, kind: str) -> None:
     schema = {
         "type": "object",
         "properties": {
-            "name": {"type": "string", "maxLength": 6},
+            "name": {"type": "string", "pattern": "^[a-z]{1,6}$"},
             "age": {"type": "integer", "minimum": 0, "maximum": 99},
         },
         "required": ["name", "age"],
