@@ -18,7 +18,8 @@ case $(uname -sm) in
 *) stop "Linux on x86_64 is needed: the SGLang wheel exists for nothing else; this is $(uname -sm)." ;;
 esac
 
-if [ ! -x "$VENV/bin/python" ]; then
+# Not just a python in it: a set-up that was cut short, or a Debian without python3.11-venv, leaves one without pip.
+if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
     echo "[1/4] virtual environment in $VENV"
     "$PYTHON" -m venv "$VENV" || stop "Could not create $VENV. On Debian and Ubuntu the package python3.11-venv is needed."
 fi

@@ -372,11 +372,6 @@ class Dsv4DraftBackend:
         """Nothing to restore: buffers are inputs only."""
 
 
-def create_backend(runner: ModelRunner) -> Dsv4AttentionBackend:
-    """Factory for SGLang's attention registry, name "dsv4"."""
-    return Dsv4AttentionBackend(runner)
-
-
 def create_draft_decode_backend(factory: DraftBackendFactory) -> tuple[str, Dsv4DraftBackend]:
     """In place of `DraftBackendFactory._create_dsv4_decode_backend`: the steps of a draft chain."""
     if factory.topk != 1:

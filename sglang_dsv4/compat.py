@@ -37,7 +37,6 @@ SGLANG_NAMES: dict[str, str] = {
     "DeepSeekV4TokenToKVPool": "sglang.srt.mem_cache.deepseek_v4_memory_pool:DeepSeekV4TokenToKVPool",
     "UnifiedRadixCache": "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache",
     "create_unified_radix_cache": "sglang.srt.mem_cache.registry:create_unified_radix_cache",
-    "is_deepseek_v4": "sglang.srt.configs.model_config:is_deepseek_v4",
     "model_config_of": "sglang.srt.arg_groups.model_override_base:model_config_of",
     "declare_resolution": "sglang.srt.arg_groups.overrides:declare_resolution",
     "resolving_view": "sglang.srt.arg_groups.model_override_base:resolving_view",

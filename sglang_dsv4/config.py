@@ -72,7 +72,7 @@ class LayerSchedule:
     def __post_init__(self) -> None:
         known = {kind.ratio for kind in LayerKind}
         for layer_id, ratio in enumerate(self.ratios):
-            if ratio not in known:
+            if type(ratio) is not int or ratio not in known:
                 raise ConfigError(f"compress_ratios[{layer_id}]", ratio, "0 (window only), 4 (CSA) or 128 (HCA)")
         if not self.ratios:
             raise ConfigError("compress_ratios", self.ratios, "one ratio for each decoder layer, at least one")
@@ -236,6 +236,7 @@ class Config:
         fields = _Fields(hf_config)
         fields.require("model_type", ("deepseek_v4",))
         num_layers = fields.positive_int("num_hidden_layers")
+        fields.require("num_nextn_predict_layers", (0, 1))
         num_mtp = fields.integer("num_nextn_predict_layers", minimum=0)
         quantised = _quantised_checkpoint(fields)
         theta, compress_theta, yarn = _rope_fields(fields)
@@ -382,8 +383,10 @@ def _schedule(fields: _Fields, num_layers: int, num_mtp: int) -> LayerSchedule:
             raise ConfigError("layer_types", unknown[0], " or ".join(_TRANSFORMERS_KINDS))
         ratios = [_TRANSFORMERS_KINDS[kind] for kind in kinds]
         _check_compress_rates(fields)
+    if not isinstance(ratios, list | tuple):
+        raise ConfigError("compress_ratios", ratios, f"a list of {num_layers + num_mtp} ratios")
     ratios = tuple(ratios)
-    if len(ratios) == num_layers + 3 and num_mtp != 3 and not any(ratios[num_layers:]):
+    if len(ratios) == num_layers + 3 and not any(ratios[num_layers:]):
         raise ConfigError(
             "compress_ratios", f"{len(ratios)} entries", f"{num_layers + num_mtp} entries; DSpark drafts are not served"
         )
@@ -431,7 +434,11 @@ def _rope_fields(fields: _Fields) -> tuple[float, float, YarnScaling | None]:
         main, scaled = parameters["main"], parameters["compress"]
         if main.get("rope_type", "default") != "default":
             raise ConfigError("rope_parameters['main']['rope_type']", main["rope_type"], "'default'")
-    theta = main.get("rope_theta") or fields.positive("rope_theta")
+    theta = main.get("rope_theta")
+    if theta is None:
+        theta = fields.positive("rope_theta")
+    elif isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
+        raise ConfigError("rope_theta", theta, "a number > 0")
     return float(theta), fields.positive("compress_rope_theta"), _yarn(scaled)
 
 

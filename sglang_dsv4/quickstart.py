@@ -65,6 +65,9 @@ def main() -> int:
     if not (arguments.model_path / "config.json").is_file():
         print(f"No checkpoint at {arguments.model_path}: there is no config.json in it.", file=sys.stderr)
         return 1
+    if not 1 <= arguments.port <= 65535:
+        print(f"{arguments.port} is no port: name one from 1 to 65535, as in make serve PORT=30001", file=sys.stderr)
+        return 1
     if not port_is_free(arguments.port):
         print(
             f"Port {arguments.port} is taken by another program. Choose another one: make serve PORT=30001",

@@ -110,7 +110,7 @@ def test_cuda_graphs_wait_for_kernels() -> None:
     try:
         assert "index_topk" not in plugin.operators_that_wait("cuda")
     finally:
-        registry._table["index_topk"].pop("test_kernel")
+        registry.unregister("index_topk", "test_kernel")
     assert plugin.operators_that_wait("cuda") == before
 
 

@@ -101,6 +101,13 @@ def test_quickstart_says_that_the_port_is_taken(checkpoint: Path) -> None:
     assert done.stderr.strip() == f"Port {port} is taken by another program. Choose another one: make serve PORT=30001"
 
 
+def test_quickstart_says_that_there_is_no_such_port(checkpoint: Path) -> None:
+    """It used to end in the socket's OverflowError."""
+    done = quickstart("--model-path", str(checkpoint), "--port", "70000")
+    assert done.returncode == 1
+    assert done.stderr.strip().startswith("70000 is no port")
+
+
 def test_quickstart_says_that_there_is_no_checkpoint(tmp_path: Path) -> None:
     done = quickstart("--model-path", str(tmp_path), "--port", str(free_port()))
     assert done.returncode == 1
