@@ -5,6 +5,7 @@ An fp32 checkpoint of the server's own preset, compared with transformers at eve
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,28 +20,30 @@ from sglang_dsv4.random_checkpoint import PRESETS, hf_config, write_checkpoint
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 127, 128, 129, 130, 255, 256, 257, 511, 512, 513, 1030)
 DECODED = 6
-ASKED = list(
-    range(0, PRESETS["tiny"].vocab_size, 8)
-)  # ids whose log-probabilities are asked for; each has all logits in it
+# 32 indexer heads: a score of exactly 0 (no head's ReLU open), and with it a tie, does not occur.
+SHAPE = replace(PRESETS["tiny"], index_n_heads=32, moe_intermediate_size=128)
+SEED = 10  # every decision of these prompts is clearer than MARGIN
+ASKED = list(range(0, SHAPE.vocab_size, 8))  # ids whose log-probabilities are asked for; each has all logits in it
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fp32")
-    write_checkpoint(folder, PRESETS["tiny"], seed=3, quantised=False)
+    write_checkpoint(folder, SHAPE, seed=SEED, quantised=False)
     return folder
 
 
 @pytest.fixture(scope="module")
 def oracle(checkpoint: Path) -> TransformersOracle:
-    return TransformersOracle(hf_config(PRESETS["tiny"], quantised=False), read_dequantised(checkpoint))
+    return TransformersOracle(hf_config(SHAPE, quantised=False), read_dequantised(checkpoint))
 
 
 @pytest.fixture(scope="module")
 def fp32_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("fp32-server") / "log"
     flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "7")
-    with running_server(checkpoint, log, *flags, "--chunked-prefill-size", "256") as server:
+    # Mixed batches: while one request prefills, the others' decode steps ride along.
+    with running_server(checkpoint, log, *flags, "--chunked-prefill-size", "256", "--enable-mixed-chunk") as server:
         yield server
 
 
@@ -80,7 +83,7 @@ def check(oracle: TransformersOracle, prompt: list[int], answer: tuple[Tensor, l
 
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(11)
-    return [torch.randint(200, PRESETS["tiny"].vocab_size, (n,), generator=generator).tolist() for n in LENGTHS]
+    return [torch.randint(200, SHAPE.vocab_size, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
 @pytest.mark.parametrize("prompt", prompts(), ids=[str(n) for n in LENGTHS])
