@@ -16,7 +16,7 @@ KV pool            AROUND ``KVCacheConfigurator._build_dsv4_kv_pool``: it has no
 pool sizing        AROUND ``create_memory_pool_configurator``: it has no registry             scheduler
 MTP draft          AROUND the two ``DraftBackendFactory._create_dsv4_*``: no registry         scheduler
 longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admission_pages``   scheduler
-token ids          AFTER ``scheduler.validate_input_length``: SGLang checks no prompt's ids       scheduler
+token ids          AFTER ``scheduler.validate_input_length``: SGLang leaves some ids unchecked    scheduler
 CPU platform       AROUND ``reject_out_of_tree_path``, for our own KV pool only               scheduler
 CPU config         AROUND ``model_runner.adjust_config_with_unaligned_cpu_tp``: kept as it is  scheduler
 CPU quantisation   AROUND ``loader._get_quantization_config``: weights are dequantised at load      scheduler
@@ -296,14 +296,23 @@ def _allow_our_kv_pool(original: Callable[..., None], platform: Any, *, subsyste
 
 
 def _refuse_unknown_token_ids(error: str | None, req: Req, *args: Any, **kwargs: Any) -> str | None:
-    """The reason for a 400, or None. An id outside the vocabulary would index past the embedding and end the server."""
-    if error is not None or compat.live_parts() is None or not req.origin_input_ids:
+    """The reason for a 400, or None. An index outside the vocabulary would end the server.
+
+    A refused request still runs one token, beside others: so what its sampling would index with is taken out as well.
+    """
+    if compat.live_parts() is None:
         return error
-    lowest, highest = min(req.origin_input_ids), max(req.origin_input_ids)
-    if lowest >= 0 and highest < req.vocab_size:
-        return None
-    unknown = lowest if lowest < 0 else highest
-    return f"Token id {unknown} is not in the vocabulary; valid ids are 0 to {req.vocab_size - 1}."
+    for what, ids in (("Token", req.origin_input_ids), ("Stop token", req.sampling_params.stop_token_ids)):
+        unknown = [token for token in (min(ids), max(ids)) if not 0 <= token < req.vocab_size] if ids else []
+        if unknown:
+            last = req.vocab_size - 1
+            error = error or f"{what} id {unknown[0]} is not in the vocabulary; valid ids are 0 to {last}."
+            if what == "Stop token":
+                req.sampling_params.stop_token_ids = None  # read by the penaliser of min_new_tokens
+    if req.logprob.top_logprobs_num > req.vocab_size:
+        error = error or f"top_logprobs_num is {req.logprob.top_logprobs_num}; the vocabulary has {req.vocab_size}."
+        req.logprob.top_logprobs_num = 0
+    return error
 
 
 def _check_before_load(runner: ModelRunner) -> None:

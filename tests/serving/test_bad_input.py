@@ -27,6 +27,13 @@ CASES = {
     "unknown-token-id": (*generate([5, VOCAB_SIZE]), str(VOCAB_SIZE)),
     "far-too-large-token-id": (*generate([2**31 - 1]), "vocab"),
     "negative-token-id": (*generate([-1]), "-1"),
+    # These two ended the server: the penaliser and topk index with them.
+    "unknown-stop-token-id": (*generate([5], min_new_tokens=2, stop_token_ids=[VOCAB_SIZE + 1]), str(VOCAB_SIZE + 1)),
+    "more-top-logprobs-than-tokens": (
+        "/generate",
+        {**generate([5])[1], "return_logprob": True, "top_logprobs_num": VOCAB_SIZE + 1},
+        "top_logprobs_num",
+    ),
     "no-tokens": (*generate([]), "empty"),
     "negative-temperature": (*chat(temperature=-0.1), "temperature"),
     "top_p-above-one": (*chat(top_p=1.5), "top_p"),

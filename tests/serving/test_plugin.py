@@ -216,21 +216,44 @@ def test_model_module_that_fails_to_import_is_an_error(monkeypatch: pytest.Monke
         compat.require_our_model_classes()
 
 
+def request_of(ids: list[int], stop: set[int] | None = None, top_logprobs: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(
+        origin_input_ids=ids,
+        vocab_size=1024,
+        sampling_params=SimpleNamespace(stop_token_ids=stop),
+        logprob=SimpleNamespace(top_logprobs_num=top_logprobs),
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "named"),
+    [
+        (request_of([3, 1024]), "Token id 1024 "),
+        (request_of([-1, 3]), "Token id -1 "),
+        (request_of([3], stop={7, 5000}), "Stop token id 5000 "),
+        (request_of([], stop={-7}), "Stop token id -7 "),
+        (request_of([3], top_logprobs=1025), "top_logprobs_num is 1025"),
+    ],
+    ids=["too-large", "negative", "stop", "negative-stop", "top-logprobs"],
+)
+def test_unknown_token_ids_get_a_reason(
+    request_: SimpleNamespace, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert plugin._refuse_unknown_token_ids(None, request_) is None  # type: ignore[arg-type]  # another model
+    monkeypatch.setattr(compat, "_live", object())
+    reason = plugin._refuse_unknown_token_ids(None, request_)  # type: ignore[arg-type]
+    assert reason is not None and named in reason
+    # SGLang runs a refused request for a token, with its sampling parameters.
+    assert request_.sampling_params.stop_token_ids is None and request_.logprob.top_logprobs_num == 0
+    assert plugin._refuse_unknown_token_ids("too long", request_) == "too long"  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("ids", [[0, 1023], [5], []], ids=["whole-range", "one", "none"])
 def test_known_token_ids_pass(ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "_live", object())
-    request = SimpleNamespace(origin_input_ids=ids, vocab_size=1024)
+    request = request_of(ids, stop={0, 1023}, top_logprobs=1024)
     assert plugin._refuse_unknown_token_ids(None, request) is None  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("ids", "named"), [([3, 1024], "1024"), ([-1, 3], "-1")], ids=["too-large", "negative"])
-def test_unknown_token_ids_get_a_reason(ids: list[int], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = SimpleNamespace(origin_input_ids=ids, vocab_size=1024)
-    assert plugin._refuse_unknown_token_ids(None, request) is None  # type: ignore[arg-type]  # another model
-    monkeypatch.setattr(compat, "_live", object())
-    reason = plugin._refuse_unknown_token_ids(None, request)  # type: ignore[arg-type]
-    assert reason is not None and f"Token id {named} " in reason
-    assert plugin._refuse_unknown_token_ids("too long", request) == "too long"  # type: ignore[arg-type]
+    assert request.sampling_params.stop_token_ids == {0, 1023} and request.logprob.top_logprobs_num == 1024
 
 
 @pytest.mark.parametrize("value", ["off", "OFF", "0", "false"])
