@@ -27,7 +27,9 @@ CASES = {
     "unknown-token-id": (*generate([5, VOCAB_SIZE]), str(VOCAB_SIZE)),
     "far-too-large-token-id": (*generate([2**31 - 1]), "vocab"),
     "negative-token-id": (*generate([-1]), "-1"),
-    # These two ended the server: the penaliser and topk index with them.
+    # These ended the server: the embedding of nothing has no last row, the penaliser and topk index with what they get.
+    "no-text": ("/generate", {"text": "", "sampling_params": {"max_new_tokens": 4}}, "empty"),
+    "no-prompt": ("/v1/completions", {"model": "tiny", "prompt": "", "max_tokens": 4}, "empty"),
     "unknown-stop-token-id": (*generate([5], min_new_tokens=2, stop_token_ids=[VOCAB_SIZE + 1]), str(VOCAB_SIZE + 1)),
     "more-top-logprobs-than-tokens": (
         "/generate",

@@ -30,13 +30,13 @@ def wait_until_idle(server: Server) -> None:
 
 
 def test_long_prompts_wait_for_room(server: Server) -> None:
-    """12 prompts of 4 pages and more over 24 pages: at most 5 fit at a time."""
-    prompts = [prompt(seed, 900 + 13 * seed) for seed in range(12)]
-    assert sum(-(-len(ids) // PAGE) for ids in prompts) > 1.5 * POOL_TOKENS / PAGE
-    with ThreadPoolExecutor(12) as pool:
+    """9 prompts of 4 pages over 24 pages: at most 5 fit at a time."""
+    prompts = [prompt(seed, 900 + 13 * seed) for seed in range(9)]
+    assert sum(-(-len(ids) // PAGE) for ids in prompts) >= 1.5 * POOL_TOKENS / PAGE
+    with ThreadPoolExecutor(len(prompts)) as pool:
         together = list(pool.map(server.generate, prompts))
     assert all(len(result["output_ids"]) == 16 for result in together)
-    for index in (0, 11):
+    for index in (0, 8):
         alone = server.generate(prompts[index])
         assert together[index]["output_ids"] == alone["output_ids"]
         assert output_logprobs(together[index]) == output_logprobs(alone)
@@ -47,9 +47,9 @@ def test_growing_answers_are_retracted_and_finished(server: Server) -> None:
     """16 requests that fit when they start (a page each) and not when they have grown (two pages each)."""
     prompts = [prompt(seed + 50, 200 + seed) for seed in range(MAX_RUNNING)]
     with ThreadPoolExecutor(MAX_RUNNING) as pool:
-        results = list(pool.map(lambda ids: server.generate(ids, max_new_tokens=120), prompts))
-    assert all(len(result["output_ids"]) == 120 for result in results)
-    alone = server.generate(prompts[3], max_new_tokens=120)
+        results = list(pool.map(lambda ids: server.generate(ids, max_new_tokens=72), prompts))
+    assert all(len(result["output_ids"]) == 72 for result in results)
+    alone = server.generate(prompts[3], max_new_tokens=72)
     assert results[3]["output_ids"] == alone["output_ids"]
     assert server.is_alive()
 
@@ -66,7 +66,7 @@ def test_short_prompt_after_a_long_one_does_not_see_its_slot(server: Server) -> 
     """Prompts of 1 to 5 tokens read compressor rows that a slot's last owner may have left behind."""
     short = [prompt(7, length) for length in range(1, 6)]
     before = [output_logprobs(server.generate(ids)) for ids in short]
-    server.generate(prompt(8, 1500))
+    server.generate(prompt(8, 700))
     assert [output_logprobs(server.generate(ids)) for ids in short] == before
 
 
