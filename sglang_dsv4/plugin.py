@@ -309,6 +309,8 @@ def _refuse_unknown_token_ids(error: str | None, req: Req, *args: Any, **kwargs:
             error = error or f"{what} id {unknown[0]} is not in the vocabulary; valid ids are 0 to {last}."
             if what == "Stop token":
                 req.sampling_params.stop_token_ids = None  # read by the penaliser of min_new_tokens
+    if not len(req.origin_input_ids):  # `"text": ""`; of no input ids SGLang itself says so
+        error = error or "The prompt is empty: it has no token."
     if req.logprob.top_logprobs_num > req.vocab_size:
         error = error or f"top_logprobs_num is {req.logprob.top_logprobs_num}; the vocabulary has {req.vocab_size}."
         req.logprob.top_logprobs_num = 0
