@@ -17,6 +17,7 @@ pool sizing        AROUND ``create_memory_pool_configurator``: it has no registr
 MTP draft          AROUND the two ``DraftBackendFactory._create_dsv4_*``: no registry         scheduler
 longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admission_pages``   scheduler
 token ids          AFTER ``scheduler.validate_input_length``: SGLang leaves some ids unchecked    scheduler
+sampling seeds     four hooks of the sampler, see :mod:`sglang_dsv4.sampling`                  scheduler
 CPU platform       AROUND ``reject_out_of_tree_path``, for our own KV pool only               scheduler
 CPU config         AROUND ``model_runner.adjust_config_with_unaligned_cpu_tp``: kept as it is  scheduler
 CPU quantisation   AROUND ``loader._get_quantization_config``: weights are dequantised at load      scheduler
@@ -183,6 +184,8 @@ def _install_scheduler_hooks() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
+    from sglang_dsv4 import sampling
+
     register_attention_backend(NAME)(_create_attention_backend)
     register_radix_cache_backend(NAME, _create_prefix_cache)
     configurator = "sglang.srt.mem_cache.kv_cache_configurator"
@@ -193,6 +196,12 @@ def _install_scheduler_hooks() -> None:
     _hook(f"{drafts}._create_dsv4_decode_backend", _create_draft_decode_backend, "AROUND")
     _hook(f"{drafts}._create_dsv4_prefill_backend", _create_draft_extend_backend, "AROUND")
     _hook("sglang.srt.managers.scheduler.validate_input_length", _refuse_unknown_token_ids, "AFTER")
+    batch_info = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+    _hook(f"{batch_info}.adjusted_from_schedule_batch", sampling.fill_seeds, "AFTER")
+    _hook(f"{batch_info}.merge_batch", sampling.align_seeds, "BEFORE")
+    sampler = "sglang.srt.layers.sampler"
+    _hook(f"{sampler}.top_k_top_p_min_p_sampling_from_probs_torch", sampling.apply_min_p_first, "AROUND")
+    _hook(f"{sampler}.multinomial_with_seed", sampling.draw, "AROUND")
     _hook("sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp", _keep_config, "AROUND")
     _hook("sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator", _size_pools, "AROUND")
     _hook("sglang.srt.model_loader.loader._get_quantization_config", _skip_gpu_quantisation, "AROUND")
@@ -311,10 +320,23 @@ def _refuse_unknown_token_ids(error: str | None, req: Req, *args: Any, **kwargs:
                 req.sampling_params.stop_token_ids = None  # read by the penaliser of min_new_tokens
     if not len(req.origin_input_ids):  # `"text": ""`; of no input ids SGLang itself says so
         error = error or "The prompt is empty: it has no token."
+    if req.sampling_params.sampling_seed is not None:
+        from sglang_dsv4 import sampling
+
+        if sampling.seed_of(req) is not None and (reason := sampling.reason_against_seeds(*_sampling_setup())):
+            error = error or reason
+            req.sampling_params.sampling_seed = None
     if req.logprob.top_logprobs_num > req.vocab_size:
         error = error or f"top_logprobs_num is {req.logprob.top_logprobs_num}; the vocabulary has {req.vocab_size}."
         req.logprob.top_logprobs_num = 0
     return error
+
+
+def _sampling_setup() -> tuple[str, str | None]:
+    """The server's sampling backend and its speculative algorithm."""
+    from sglang.srt.runtime_context import get_exec, get_server_args
+
+    return get_exec().kernel.sampling_backend, get_server_args().speculative_algorithm
 
 
 def _check_before_load(runner: ModelRunner) -> None:
@@ -340,7 +362,10 @@ def _refuse_speculation_on_cpu(scheduler: Scheduler, server_args: ServerArgs, *a
 def _check_scheduler(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     if not compat.is_ours(scheduler.model_config.hf_config.architectures):
         return
+    from sglang_dsv4 import sampling
+
     compat.require_ready(scheduler.model_config.hf_config.architectures)
     live = compat.require_live(scheduler)
+    sampling.start(scheduler)
     parts = ", ".join(f"{part.replace('_', ' ')} {value.__qualname__}" for part, value in vars(live).items())
     logger.info("sglang_dsv4 %s is live on SGLang %s: %s", compat.our_version(), compat.sglang_version(), parts)

@@ -220,7 +220,7 @@ def request_of(ids: list[int], stop: set[int] | None = None, top_logprobs: int =
     return SimpleNamespace(
         origin_input_ids=ids,
         vocab_size=1024,
-        sampling_params=SimpleNamespace(stop_token_ids=stop),
+        sampling_params=SimpleNamespace(stop_token_ids=stop, sampling_seed=None, top_k=50),
         logprob=SimpleNamespace(top_logprobs_num=top_logprobs),
     )
 
@@ -247,6 +247,28 @@ def test_unknown_token_ids_get_a_reason(
     # SGLang runs a refused request for a token, with its sampling parameters.
     assert request_.sampling_params.stop_token_ids is None and request_.logprob.top_logprobs_num == 0
     assert plugin._refuse_unknown_token_ids("too long", request_) == "too long"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("setup", "named"),
+    [(("flashinfer", None), "--sampling-backend pytorch"), (("pytorch", "EAGLE"), "--speculative-algorithm")],
+    ids=["flashinfer", "speculation"],
+)
+def test_a_seed_that_cannot_be_honoured_gets_a_reason(
+    setup: tuple[str, str | None], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flashinfer's sampler asserts that there are no seeds."""
+    monkeypatch.setattr(compat, "_live", object())
+    monkeypatch.setattr(plugin, "_sampling_setup", lambda: setup)
+    greedy, seeded = request_of([5]), request_of([5])
+    greedy.sampling_params.sampling_seed = seeded.sampling_params.sampling_seed = 7
+    greedy.sampling_params.top_k = 1  # draws nothing: its seed does no harm
+    assert plugin._refuse_unknown_token_ids(None, greedy) is None  # type: ignore[arg-type]
+    assert named in (plugin._refuse_unknown_token_ids(None, seeded) or "")  # type: ignore[arg-type]
+    assert seeded.sampling_params.sampling_seed is None
+    seeded.sampling_params.sampling_seed = 7
+    monkeypatch.setattr(plugin, "_sampling_setup", lambda: ("pytorch", None))
+    assert plugin._refuse_unknown_token_ids(None, seeded) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ids", [[0, 1023], [5]], ids=["whole-range", "one"])

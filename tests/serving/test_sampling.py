@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from serving.server import Server, output_logprobs
 
+from sglang_dsv4 import sampling
+
 PROMPT = [0, *range(40, 90)]
+LIMITS = [{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}, {"frequency_penalty": 1.0}]
+LIMIT_IDS = ["none", "top_k", "top_p", "min_p", "frequency_penalty"]
 
 
 def tokens(server: Server, **sampling_params: Any) -> list[int]:
@@ -64,3 +70,69 @@ def test_stop_token_ends_the_answer(server: Server) -> None:
 
 def test_log_probabilities_do_not_depend_on_sampling_of_others(server: Server) -> None:
     assert output_logprobs(server.generate(PROMPT)) == output_logprobs(server.generate(PROMPT))
+
+
+@pytest.mark.parametrize("options", LIMITS, ids=LIMIT_IDS)
+def test_a_seed_decides_the_answer(server: Server, options: dict[str, float]) -> None:
+    """SGLang drops seeds unless it runs deterministically, which our backend does not offer."""
+    drawn = [tuple(tokens(server, temperature=1.5, sampling_seed=seed, **options)) for seed in (1, 1, 2, -5)]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn)) == 3
+
+
+def test_a_seed_decides_beside_every_other_kind_of_request(server: Server) -> None:
+    """Seeded requests come into a running batch of unseeded ones and outlive others: batches merge and are filtered."""
+    alone = [tokens(server, temperature=1.5, sampling_seed=1, **options) for options in LIMITS]
+    others = [{"temperature": 0.0}, *({"temperature": 1.5, **options} for options in LIMITS)]
+    with ThreadPoolExecutor(16) as pool:
+        beside = [pool.submit(tokens, server, max_new_tokens=8 * n, **o) for n, o in enumerate(others, 1)]
+        seeded = [pool.submit(tokens, server, temperature=1.5, sampling_seed=1, **options) for options in LIMITS]
+        assert [future.result() for future in seeded] == alone
+        assert beside[0].result() == tokens(server, max_new_tokens=8)  # the greedy one
+    assert server.is_alive()
+
+
+def test_unseeded_requests_beside_a_seeded_one_differ(server: Server) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        seeded = pool.submit(tokens, server, temperature=1.5, sampling_seed=1, max_new_tokens=64)
+        drawn = {tuple(f.result()) for f in [pool.submit(tokens, server, temperature=1.5) for _ in range(4)]}
+        seeded.result()
+    assert len(drawn) == 4
+
+
+def test_the_chat_api_takes_a_seed(server: Server) -> None:
+    answers = [server.chat("seed", temperature=1.5, seed=seed).choices[0].message.content for seed in (3, 3, 4)]
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_seeded_draws_follow_the_distribution() -> None:
+    """Each count is binomial: 5 standard deviations of it, over 20 tokens, are missed by chance once in 10^5 runs."""
+    draws = 20_000
+    probs = torch.softmax(torch.randn(20, generator=torch.Generator().manual_seed(0)), 0)
+    for seeds, positions in (
+        (torch.arange(draws), torch.full((draws,), 7)),
+        (torch.full((draws,), -3), torch.arange(draws)),
+    ):
+        drawn = sampling.draw(torch.multinomial, probs.log().expand(draws, -1), seeds, positions)
+        counts = drawn.flatten().bincount(minlength=20)
+        assert ((counts - draws * probs).abs() <= 5 * (draws * probs * (1 - probs)).sqrt()).all()
+
+
+def test_min_p_before_the_other_limits_is_min_p_after_them() -> None:
+    """Compared with SGLang's own order, on the distribution that is left."""
+    from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch as limited
+
+    g = torch.Generator().manual_seed(0)
+    probs = torch.softmax(3 * torch.randn(64, 40, generator=g), 1)
+    top_ks = torch.randint(1, 40, (64,), generator=g)
+    top_ps, min_ps = torch.rand(2, 64, generator=g) * torch.tensor([[1.0], [0.2]])
+    arguments = (top_ks, top_ps, min_ps, True)
+    _, expected, order, _ = limited(probs.clone(), *arguments, None, None, return_filtered_probs=True)
+
+    def without_seeds(probs: torch.Tensor, *rest: Any) -> torch.Tensor:
+        assert rest[3] is False
+        _, left, indices, _ = limited(probs, *rest[:4], None, None, return_filtered_probs=True)
+        return torch.zeros_like(probs).scatter_(1, indices.long(), left)
+
+    got = sampling.apply_min_p_first(without_seeds, probs.clone(), *arguments, torch.arange(64), torch.arange(64))
+    assert torch.equal(got, torch.zeros_like(probs).scatter_(1, order.long(), expected))

@@ -1,0 +1,113 @@
+"""A request's ``sampling_seed`` (``seed`` in the chat API) decides its tokens, whatever else is in the batch.
+
+SGLang 0.5.23 reads seeds only under ``--enable-deterministic-inference``, which refuses our attention backend; otherwise
+it drops them without a word. Its sampler does take seeds, one a row: so as soon as one request of a batch has one, every
+row gets one, random where none was asked for. What keeps a seeded row independent of the others:
+
+* the draw is keyed by (seed, position) of the row alone;
+* SGLang draws over the sorted vocabulary if some row limits top_k or top_p and over the unsorted one if none does, and
+  the draw depends on which: a batch with seeds is always sorted;
+* min_p of any row is applied before SGLang's function, which refuses it beside seeds.
+
+On CUDA only SGLang's pytorch sampler takes seeds; flashinfer's asserts and would end the server. It is the faster one
+and every request would pay for another choice, so a seed gets a 400 there that names ``--sampling-backend pytorch``.
+The rejection sampling of speculative decoding draws elsewhere, so seeds get a 400 there as well.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglang_dsv4 import compat
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+_unseeded = random.Random()
+"""Seeds of requests that have none. All ranks of a server draw the same ones: each must choose the same tokens."""
+
+
+def start(scheduler: Scheduler) -> None:
+    """Puts the ranks in step; they share ``random_seed``."""
+    _unseeded.seed(scheduler.random_seed)
+
+
+def seed_of(req: Req) -> int | None:
+    """The seed that a request asks for; None also if it is greedy and draws nothing."""
+    return req.sampling_params.sampling_seed if req.sampling_params.top_k > 1 else None
+
+
+def reason_against_seeds(sampling_backend: str, speculative_algorithm: str | None) -> str | None:
+    """Why this server can't honour a seed, for a 400; None if it can."""
+    if speculative_algorithm is not None:
+        return "sampling_seed (seed) is not supported by a server with --speculative-algorithm; send none."
+    if sampling_backend != "pytorch":
+        return (
+            f"sampling_seed (seed) is not supported by this server's sampling backend {sampling_backend!r}; send none, "
+            "or start the server with --sampling-backend pytorch."
+        )
+    return None
+
+
+def fill_seeds(result: None, info: SamplingBatchInfo, batch: ScheduleBatch, vocab_size: int) -> None:
+    """Gives each request of a new batch a seed if one of them asks for one."""
+    seeds = [seed_of(req) for req in batch.reqs]
+    if compat.live_parts() is not None and any(seed is not None for seed in seeds):
+        _set_seeds(info, seeds)
+
+
+def align_seeds(info: SamplingBatchInfo, other: SamplingBatchInfo) -> None:
+    """Before two batches become one: SGLang drops the seeds of one if the other has none."""
+    for this, that in ((info, other), (other, info)):
+        if this.sampling_seed is None and that.sampling_seed is not None:
+            _set_seeds(this, [None] * len(this))
+
+
+def _set_seeds(info: SamplingBatchInfo, seeds: list[int | None]) -> None:
+    filled = [_unseeded.getrandbits(63) if seed is None else seed for seed in seeds]
+    info.sampling_seed = torch.tensor(filled, dtype=torch.int64).to(info.device, non_blocking=True)
+    info.need_top_k_sampling = True  # always over the sorted vocabulary; "all" stays the limit of who set none
+
+
+def apply_min_p_first(
+    original: Callable[..., Any],
+    probs: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    min_ps: Tensor,
+    need_min_p_sampling: bool,
+    sampling_seed: Tensor | None,
+    positions: Tensor,
+    **options: Any,
+) -> Any:
+    """Around SGLang's ``top_k_top_p_min_p_sampling_from_probs_torch`` [batch, vocab], for a batch with seeds.
+
+    The order makes no difference: min_p compares with the likeliest token, which no limit removes, and what it removes
+    is the tail, which the cumulative sums of top_p do not reach before everything that stays.
+    """
+    if need_min_p_sampling and sampling_seed is not None:
+        probs = probs.masked_fill(probs < probs.amax(1, keepdim=True) * min_ps.view(-1, 1), 0.0)
+        need_min_p_sampling = False
+    return original(probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **options)
+
+
+def draw(original: Callable[..., Tensor], logprobs: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
+    """Around SGLang's ``multinomial_with_seed``: ``argmax(logprobs + gumbel noise)``, [batch, vocab] -> [batch, 1].
+
+    SGLang's hash of (seed, position, column) is a Triton kernel. On a CPU the noise comes from Philox, keyed likewise.
+    """
+    if logprobs.device.type != "cpu":
+        return original(logprobs, seed, positions)
+    noise = torch.empty(logprobs.shape, dtype=torch.float64)
+    for row, (key, position) in enumerate(zip(seed.tolist(), positions.tolist(), strict=True)):
+        generator = np.random.Generator(np.random.Philox(key=[key % 2**64, position]))
+        noise[row] = torch.from_numpy(generator.standard_exponential(logprobs.shape[1]))
+    return (logprobs.double() - noise.log_()).argmax(1, keepdim=True)
