@@ -1,8 +1,8 @@
 """A request's ``sampling_seed`` (``seed`` in the chat API) decides its tokens, whatever else is in the batch.
 
-SGLang 0.5.23 reads seeds only under ``--enable-deterministic-inference``, which refuses our attention backend; otherwise
-it drops them without a word. Its sampler does take seeds, one a row: so as soon as one request of a batch has one, every
-row gets one, random where none was asked for. What keeps a seeded row independent of the others:
+SGLang 0.5.23 reads seeds only under ``--enable-deterministic-inference``, which refuses our attention backend, and
+otherwise drops them without a word. Its sampler does take seeds, one a row: so as soon as one request of a batch has
+one, every row gets one, random where none was asked for. What keeps a seeded row independent of the others:
 
 * the draw is keyed by (seed, position) of the row alone;
 * SGLang draws over the sorted vocabulary if some row limits top_k or top_p and over the unsorted one if none does, and
@@ -108,6 +108,6 @@ def draw(original: Callable[..., Tensor], logprobs: Tensor, seed: Tensor, positi
         return original(logprobs, seed, positions)
     noise = torch.empty(logprobs.shape, dtype=torch.float64)
     for row, (key, position) in enumerate(zip(seed.tolist(), positions.tolist(), strict=True)):
-        generator = np.random.Generator(np.random.Philox(key=[key % 2**64, position]))
+        generator = np.random.Generator(np.random.Philox(key=np.array([key % 2**64, position], np.uint64)))
         noise[row] = torch.from_numpy(generator.standard_exponential(logprobs.shape[1]))
     return (logprobs.double() - noise.log_()).argmax(1, keepdim=True)

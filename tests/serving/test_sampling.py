@@ -112,6 +112,7 @@ def test_seeded_draws_follow_the_distribution() -> None:
     for seeds, positions in (
         (torch.arange(draws), torch.full((draws,), 7)),
         (torch.full((draws,), -3), torch.arange(draws)),
+        (torch.arange(draws) - 2**63, torch.full((draws,), 7)),
     ):
         drawn = sampling.draw(torch.multinomial, probs.log().expand(draws, -1), seeds, positions)
         counts = drawn.flatten().bincount(minlength=20)
