@@ -390,11 +390,12 @@ def _read(weights: Iterable[tuple[str, Tensor]], checkpoint: str) -> Iterator[tu
         cut = [line for path in files for line in cut_tensors(path)]
         if not cut:
             raise
-        raise CheckpointError(f"the checkpoint is cut short; fetch it again: {_first(cut, len(cut))}") from error
+        lost = _first(cut, len(cut))
+        raise CheckpointError(f"the checkpoint is cut short or damaged; fetch it again: {lost}") from error
 
 
 def cut_tensors(path: Path) -> list[str]:
-    """What a safetensors file has lost by being cut short: one line a tensor, or one for its header.
+    """What a safetensors file has lost by being cut short or damaged: one line a tensor, or one for its header.
 
     Args:
         path: the file. Only its header is read.
@@ -406,11 +407,15 @@ def cut_tensors(path: Path) -> list[str]:
         begin = 8 + header_bytes
         if file_bytes < begin:
             return [f"{path.name} ends at byte {file_bytes}, within its header of {begin} bytes"]
-        header = json.loads(file.read(header_bytes))
-    header.pop("__metadata__", None)
+        content = file.read(header_bytes)
+    try:
+        header = json.loads(content)
+        header.pop("__metadata__", None)
+        ends = sorted((begin + entry["data_offsets"][1], name, tuple(entry["shape"])) for name, entry in header.items())
+    except (ValueError, TypeError, LookupError, AttributeError):  # no JSON, or JSON that is no table of tensors
+        return [f"the first {begin} bytes of {path.name} are no safetensors header"]
     return [
-        f"{name!r} {tuple(entry['shape'])} ends at byte {begin + entry['data_offsets'][1]} of {path.name}, which has "
-        f"{file_bytes}"
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][1])
-        if begin + entry["data_offsets"][1] > file_bytes
+        f"{name!r} {shape} ends at byte {end} of {path.name}, which has {file_bytes}"
+        for end, name, shape in ends
+        if end > file_bytes
     ]

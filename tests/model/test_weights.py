@@ -306,6 +306,22 @@ def test_a_file_cut_short_is_named(
         main.load_weights(weights)
 
 
+@pytest.mark.parametrize(
+    "header",
+    [b"\x00" * 40, b"<!DOCTYPE html>" * 3, b"[1, 2]", b'{"a": {"dtype": "F32"}}', b'{"a": 1}', b"\xff\xfe"],
+    ids=["zeros", "a-web-page", "a-list", "no-offsets", "no-table", "no-text"],
+)
+def test_a_file_with_a_damaged_header_is_named(
+    main: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bytes
+) -> None:
+    """It used to end in a JSONDecodeError about "line 1 column 1"."""
+    file = tmp_path / "model-00001-of-00002.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    monkeypatch.setattr(main.config, "_name_or_path", str(tmp_path))
+    with pytest.raises(CheckpointError, match=rf"damaged.*bytes of {file.name} are no safetensors header"):
+        main.load_weights(safetensors_weights_iterator([str(file)]))
+
+
 def test_cut_tensors_lists_what_is_lost(folder: Path, tmp_path: Path) -> None:
     source = sorted(folder.glob("*.safetensors"))[0]
     assert cut_tensors(source) == []
