@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
+import os
 import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 TESTED_SGLANG = "0.5.23"
 ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepseekV4ForCausalLMNextN")
 OUR_PACKAGE = "sglang_dsv4"
+OUR_MODELS = f"{OUR_PACKAGE}.models"
+MODEL_PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
 # Names of SGLang that are not part of a documented extension point. One line each, nowhere else.
 SGLANG_NAMES: dict[str, str] = {
@@ -98,13 +101,19 @@ def require_ready(architectures: list[str] | None) -> None:
     """Raises unless our plugin is fully in place for a model of these architectures; other models pass.
 
     Raises:
-        StartupError: another SGLang version, a failure in our plugin, or a model package that can't be imported.
+        StartupError: another SGLang version, a failure in our plugin, or another package's models asked for.
     """
     if not is_ours(architectures):
         return
     problems = [f"{what} failed: {error!r}" for what, error in _failures]
     if sglang_version() != TESTED_SGLANG:
         problems.insert(0, f"SGLang {sglang_version()} is installed; this version was tested with {TESTED_SGLANG} only")
+    package = os.environ.get(MODEL_PACKAGE_VARIABLE)
+    if package not in (None, OUR_MODELS):  # the plugin sets it unless the user did
+        problems.append(
+            f"the environment variable {MODEL_PACKAGE_VARIABLE} is {package!r}, so SGLang would not find our model "
+            f"{OUR_MODELS!r}: unset it, SGLang takes one such package only"
+        )
     if problems:
         raise StartupError(_explain(problems)) from (_failures[0][1] if _failures else None)
 

@@ -37,7 +37,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4 import compat
-from sglang_dsv4.shims import is_off
+from sglang_dsv4.shims import is_off, require_known_switch
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -64,10 +64,11 @@ CPU_MAX_RUNNING_REQUESTS = 32
 
 def setup() -> None:
     """Installs everything. Never raises for what concerns DeepSeek-V4 only: compat stops the server when it matters."""
+    require_known_switch()
     if is_off():
         logger.info("sglang_dsv4 is off (SGLANG_DSV4=off): SGLang runs its own code.")
         return
-    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "sglang_dsv4.models")
+    os.environ.setdefault(compat.MODEL_PACKAGE_VARIABLE, compat.OUR_MODELS)
     with compat.remembering_failures("setting default arguments"):
         _install_default_arguments()
     # The scheduler process is the one that has imported SGLang's scheduler before it loads plugins. Elsewhere the

@@ -39,12 +39,34 @@ PTH_LINE = (
     'u.find_spec("sglang_dsv4") and __import__("sglang_dsv4.shims", fromlist=["activate"]).activate()\n'
 )
 
+ON_WORDS = ("on", "1", "true")
+OFF_WORDS = ("off", "0", "false")
+
 _keep_alive: list[Any] = []  # torch.library.Library objects undefine their operators when they are collected
 
 
 def is_off() -> bool:
     """Whether ``SGLANG_DSV4=off`` turns this whole package off."""
-    return os.environ.get("SGLANG_DSV4", "on").strip().lower() in ("off", "0", "false")
+    return _switch() in OFF_WORDS
+
+
+def require_known_switch() -> None:
+    """Ends the process if ``SGLANG_DSV4`` is neither of the words for on nor of those for off.
+
+    For the server's processes only: this module itself is loaded by every Python process of the environment.
+
+    Raises:
+        SystemExit: the one exception that SGLang's plugin loader does not swallow.
+    """
+    if _switch() not in (*ON_WORDS, *OFF_WORDS):
+        raise SystemExit(
+            f"SGLANG_DSV4 is {os.environ['SGLANG_DSV4']!r}; expected one of {', '.join(OFF_WORDS)} to turn sglang-dsv4 "
+            f"off, one of {', '.join(ON_WORDS)} to keep it on, or no such variable (on)."
+        )
+
+
+def _switch() -> str:
+    return os.environ.get("SGLANG_DSV4", "").strip().lower() or "on"
 
 
 class CpuImportHook:

@@ -148,6 +148,14 @@ def test_another_sglang_version_stops_our_model(monkeypatch: pytest.MonkeyPatch)
         compat.require_ready(OURS)
 
 
+def test_another_model_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang looks into one external package; with the user's own there it would serve its own DeepSeek-V4."""
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "my.models")
+    compat.require_ready(["LlamaForCausalLM"])
+    with pytest.raises(compat.StartupError, match=r"(?s)SGLANG_EXTERNAL_MODEL_PACKAGE is 'my\.models'.*unset it"):
+        compat.require_ready(OURS)
+
+
 def test_everything_in_place_passes() -> None:
     compat.require_ready(OURS)
 
@@ -237,9 +245,7 @@ def request_of(ids: list[int], stop: set[int] | None = None, top_logprobs: int =
     ],
     ids=["too-large", "negative", "stop", "negative-stop", "top-logprobs", "empty"],
 )
-def test_unknown_token_ids_get_a_reason(
-    request_: SimpleNamespace, named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_token_ids_get_a_reason(request_: SimpleNamespace, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plugin._refuse_unknown_token_ids(None, request_) is None  # type: ignore[arg-type]  # another model
     monkeypatch.setattr(compat, "_live", object())
     reason = plugin._refuse_unknown_token_ids(None, request_)  # type: ignore[arg-type]
@@ -291,6 +297,23 @@ def test_off_turns_everything_off(value: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys, "meta_path", [])
     shims.activate()
     assert sys.meta_path == []
+
+
+@pytest.mark.parametrize("value", ["no", "disabled", "flase"])
+def test_an_unknown_switch_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left the package on without a word. SGLang's plugin loader swallows every Exception; SystemExit is none."""
+    monkeypatch.setenv("SGLANG_DSV4", value)
+    with pytest.raises(SystemExit, match=rf"SGLANG_DSV4 is '{value}'; expected one of off, 0, false .*on, 1, true"):
+        plugin.setup()
+    monkeypatch.setattr(sys, "meta_path", [])
+    shims.activate()  # at the start of every Python program: no place to stop
+
+
+@pytest.mark.parametrize("value", ["on", "1", "True ", ""])
+def test_words_for_on(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_DSV4", value)
+    shims.require_known_switch()
+    assert not shims.is_off()
 
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
