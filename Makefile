@@ -54,4 +54,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) checkpoints build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) checkpoints/tiny build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

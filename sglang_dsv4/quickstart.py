@@ -9,6 +9,7 @@ library only, so that a missing dependency shows as SGLang's own message and not
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import shlex
 import signal
@@ -21,18 +22,23 @@ import urllib.request
 from pathlib import Path
 
 HOST = "127.0.0.1"
+DEFAULT_CHECKPOINT = Path("checkpoints/tiny")  # as in the Makefile; written by sglang_dsv4.random_checkpoint
 START_TIMEOUT_S = 600  # a machine under load; a quiet one needs less than a minute
 
 
-def port_is_free(port: int) -> bool:
-    """Whether a server can bind ``port`` on loopback now."""
+def why_port_is_unusable(port: int) -> str | None:
+    """What keeps a server from binding ``port`` on loopback now; None if nothing does."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
-        except OSError:
-            return False
-    return True
+        except PermissionError:
+            return f"Port {port} is reserved for privileged users (as those below 1024 usually are)."
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return f"Port {port} is taken by another program."
+            return f"Port {port} can't be used: {error.strerror}."
+    return None
 
 
 def is_ready(port: int) -> bool:
@@ -55,6 +61,14 @@ def next_command(port: int, model: str) -> str:
     )
 
 
+def what_to_type(port: int, model: Path) -> str:
+    """The chat call, and for the default checkpoint what to expect of the answer."""
+    command = next_command(port, str(model))
+    if model != DEFAULT_CHECKPOINT:
+        return command
+    return f"{command}\n\nThe answer is noise: {model} has random weights. MODEL=<checkpoint folder> serves your own."
+
+
 def main() -> int:
     """Runs the server until it ends or Ctrl-C; returns its exit status, 1 for what kept it from starting."""
     parser = argparse.ArgumentParser(description="Serve a DeepSeek-V4 checkpoint on loopback.")
@@ -68,11 +82,9 @@ def main() -> int:
     if not 1 <= arguments.port <= 65535:
         print(f"{arguments.port} is no port: name one from 1 to 65535, as in make serve PORT=30001", file=sys.stderr)
         return 1
-    if not port_is_free(arguments.port):
-        print(
-            f"Port {arguments.port} is taken by another program. Choose another one: make serve PORT=30001",
-            file=sys.stderr,
-        )
+    obstacle = why_port_is_unusable(arguments.port)
+    if obstacle is not None:
+        print(f"{obstacle} Choose another one: make serve PORT=30001", file=sys.stderr)
         return 1
 
     command = [
@@ -98,7 +110,7 @@ def main() -> int:
             time.sleep(0.5)
         print(
             f"\nReady after {time.monotonic() - begin:.0f} s at http://{HOST}:{arguments.port}. Ctrl-C stops it. "
-            f"In another terminal:\n\n{next_command(arguments.port, str(arguments.model_path))}\n",
+            f"In another terminal:\n\n{what_to_type(arguments.port, arguments.model_path)}\n",
             flush=True,
         )
         return server.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -13,6 +14,10 @@ from pathlib import Path
 import pytest
 import requests
 from serving.server import Server, free_port, run_until_it_stops, running_server
+
+from sglang_dsv4 import quickstart as quickstart_module
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # Put in front of the path of every process of the server; `site` imports it when Python starts.
 BREAK_AN_IMPORT = """
@@ -101,6 +106,52 @@ def test_quickstart_says_that_the_port_is_taken(checkpoint: Path) -> None:
     assert done.stderr.strip() == f"Port {port} is taken by another program. Choose another one: make serve PORT=30001"
 
 
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), "Port 80 is reserved for privileged users"),
+        (OSError(errno.EADDRINUSE, "Address already in use"), "Port 80 is taken by another program."),
+        (OSError(errno.EADDRNOTAVAIL, "Cannot assign"), "Port 80 can't be used: Cannot assign."),
+    ],
+    ids=["privileged", "taken", "other"],
+)
+def test_quickstart_says_what_is_wrong_with_the_port(
+    error: OSError, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Port 80 "was taken by another program". Whoever runs this test may be privileged, so the kernel is not asked."""
+
+    class Socket(socket.socket):
+        def bind(self, address: object) -> None:
+            raise error
+
+    monkeypatch.setattr(quickstart_module.socket, "socket", Socket)
+    assert (quickstart_module.why_port_is_unusable(80) or "").startswith(named)
+
+
+def test_quickstart_says_that_random_weights_answer_noise() -> None:
+    assert "noise" in quickstart_module.what_to_type(30000, Path("checkpoints/tiny"))
+    assert "noise" not in quickstart_module.what_to_type(30000, Path("checkpoints/mine"))
+
+
+def test_clean_leaves_the_users_checkpoints(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("tiny", "mine"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("failing", ["none", "test", "lint"])
+def test_continuous_integration_runs_both_and_fails_with_either(failing: str, tmp_path: Path) -> None:
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    rules = [f"{goal}:\n\t@echo {goal}{'; exit 1' if goal == failing else ''}\n" for goal in ("test", "lint")]
+    (tmp_path / "Makefile").write_text("".join(rules))
+    done = subprocess.run([tmp_path / ".ci" / "run"], capture_output=True, text=True)
+    assert done.stdout.split() == ["test", "lint"]
+    assert (done.returncode == 0) == (failing == "none")
+
+
 def test_quickstart_says_that_there_is_no_such_port(checkpoint: Path) -> None:
     """It used to end in the socket's OverflowError."""
     done = quickstart("--model-path", str(checkpoint), "--port", "70000")
@@ -115,8 +166,7 @@ def test_quickstart_says_that_there_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_setup_says_that_python_is_missing(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[2]
-    shutil.copy(root / "setup_venv.sh", tmp_path)
+    shutil.copy(ROOT / "setup_venv.sh", tmp_path)
     env = {**os.environ, "PYTHON": "python3.11-that-is-not-here", "VENV": ".venv", "TORCH_INDEX": ""}
     done = subprocess.run(["sh", "setup_venv.sh"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 1
