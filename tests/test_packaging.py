@@ -76,6 +76,13 @@ def test_wheel_has_no_top_level_kernels_module(wheel: Path) -> None:
         assert {name.split("/")[0] for name in archive.namelist() if ".dist-info" not in name} == set(FOLDERS)
 
 
+def test_a_later_python_may_install_the_wheel(wheel: Path) -> None:
+    """A GPU host with Python 3.12 was refused; only the CPU set-up (setup_venv.sh) needs 3.11 itself."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("/METADATA"))
+        assert "Requires-Python: >=3.11\n" in archive.read(name).decode()
+
+
 @pytest.mark.parametrize("folder", ["kernels", "radix_cache", "tests"])
 def test_folder_is_no_package_in_the_checkout(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
