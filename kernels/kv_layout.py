@@ -42,6 +42,22 @@ def index_row_bytes_fp4(row_dim: int) -> tuple[int, int]:
     return row_dim // 2, row_dim // FP4_SCALE_GROUP
 
 
+def entry_rows(page_table: Tensor, request: Tensor | int, entry: Tensor, entries_per_page: int) -> Tensor:
+    """Rows of entries in their pool, which is addressed through the page tables of requests.
+
+    Args:
+        page_table: [B, P] integer page numbers.
+        request: integer row(s) of page_table, broadcast against entry.
+        entry: [...] int64, each below P * entries_per_page.
+        entries_per_page: entries of one page.
+
+    Returns:
+        [...] int64.
+    """
+    page = page_table[request, entry // entries_per_page].long()
+    return page * entries_per_page + entry % entries_per_page
+
+
 def pack_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantises rows into the 584-byte format.
 

@@ -17,14 +17,15 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4_kernels.kv_layout import RowFormat
+from dsv4_kernels.kv_layout import ROPE_DIM, ROW_DIM, RowFormat
 
 FULL_PAGE_TOKENS = 256
 SWA_RATIO = 0
 CSA_RATIO = 4
 HCA_RATIO = 128
 RATIOS = (SWA_RATIO, CSA_RATIO, HCA_RATIO)
-FP8_ROW_DIM, FP8_ROPE_DIM, FP4_INDEX_DIM = 512, 64, 128
+FP4_INDEX_DIM = 128
+"""Of the release; `index_row_bytes_fp4` itself takes any multiple of 32."""
 
 
 def overlap_groups(ratio: int) -> int:
@@ -70,9 +71,9 @@ class PoolGeometry:
         unknown = sorted(set(self.ratios) - set(RATIOS))
         if unknown:
             raise ValueError(f"compress_ratios: expected values from {RATIOS}, found {unknown}")
-        if self.row_format is RowFormat.FP8 and (self.row_dim, self.rope_dim) != (FP8_ROW_DIM, FP8_ROPE_DIM):
+        if self.row_format is RowFormat.FP8 and (self.row_dim, self.rope_dim) != (ROW_DIM, ROPE_DIM):
             raise ValueError(
-                f"the fp8 row format holds rows of {FP8_ROW_DIM} channels with {FP8_ROPE_DIM} rotated; this model has "
+                f"the fp8 row format holds rows of {ROW_DIM} channels with {ROPE_DIM} rotated; this model has "
                 f"head_dim={self.row_dim}, qk_rope_head_dim={self.rope_dim}: use --kv-cache-dtype auto or bfloat16"
             )
         if self.index_format is RowFormat.INDEX_FP4 and self.index_dim != FP4_INDEX_DIM:

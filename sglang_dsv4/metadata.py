@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsv4_kernels.kv_layout import entry_rows
 from sglang_dsv4.geometry import FULL_PAGE_TOKENS, PoolGeometry, entries_per_page, overlap_groups
 
 
@@ -85,12 +86,6 @@ def _runs(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
     owner = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts, output_size=total)
     begin = counts.cumsum(0) - counts
     return owner, torch.arange(total, device=counts.device) - begin.index_select(0, owner)
-
-
-def _entry_rows(page_table: Tensor, owner: Tensor, positions: Tensor, ratio: int) -> Tensor:
-    """Entry-pool rows [M] int64 of the entries whose groups begin at `positions` [M] of requests `owner` [M]."""
-    page = page_table[owner, positions // FULL_PAGE_TOKENS].long()
-    return page * entries_per_page(ratio) + positions % FULL_PAGE_TOKENS // ratio
 
 
 def extend_metadata(
@@ -164,7 +159,7 @@ def extend_metadata(
         state_positions = needed_from[state_owner] + state_offset
         compress[ratio] = CompressPlan(
             sources=sources.int(),
-            slots=_entry_rows(page_table, group_owner, group_positions, ratio),
+            slots=entry_rows(page_table, group_owner, group_positions // ratio, entries_per_page(ratio)),
             positions=group_positions,
             state_write_tokens=begin[state_owner] + state_positions - prefix[state_owner],
             state_write_rows=req_slots[state_owner] * S + state_positions % S,
@@ -239,7 +234,7 @@ def uniform_metadata(
         in_batch = request_slots * S + (group_owner * k - first)[:, None] + raw
         sources = torch.where(raw < first[:, None], in_state, in_batch).masked_fill_(raw < 0, -1)
         in_table = group_positions.clamp(max=page_table.shape[1] * FULL_PAGE_TOKENS - 1)  # of an open group, else as is
-        row = _entry_rows(page_table, group_owner, in_table, ratio)
+        row = entry_rows(page_table, group_owner, in_table // ratio, entries_per_page(ratio))
         compress[ratio] = CompressPlan(
             sources=sources.masked_fill_(~closes[:, None], -1).int(),
             slots=torch.where(closes, row, 0),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_kernels.invariant import at_least_as_many_as_threads, padded_to_full_rows, tree_sum
-from dsv4_kernels.kv_layout import KVRows
+from dsv4_kernels.kv_layout import KVRows, entry_rows
 
 KEY_TILE = 64
 """Entries of one product. Every product of a token has the same shape, so its bits do not depend on the batch."""
@@ -35,7 +35,8 @@ def index_topk(
         entry = torch.arange(num_entries, device=q.device).expand(num_tokens, -1)
     rows = torch.full((num_tokens, top_k), -1, dtype=torch.int32, device=q.device)
     if num_entries:
-        chosen = entry_rows(page_table[token_to_request.long()], entry.clamp(max=num_entries - 1), entries_per_page)
+        within = entry.clamp(max=num_entries - 1)
+        chosen = entry_rows(page_table, token_to_request.long().unsqueeze(1), within, entries_per_page)
         rows[:, : entry.shape[1]] = torch.where(entry < visible.unsqueeze(1), chosen, -1)
     return rows
 
@@ -59,7 +60,7 @@ def index_scores(
             continue
         entry = torch.arange(0, last + 1 + -(last + 1) % KEY_TILE, device=q.device)
         # Places after the last entry repeat it and are masked below.
-        key = keys.gather(entry_rows(page_table[request], entry.clamp(max=last), entries_per_page)).float()
+        key = keys.gather(entry_rows(page_table, request, entry.clamp(max=last), entries_per_page)).float()
         for tokens in of_request.split(max(1, TILE_PRODUCTS // (q.shape[1] * KEY_TILE))):
             computed = at_least_as_many_as_threads(tokens)
             q32 = padded_to_full_rows(q[computed].float(), 1)
@@ -74,18 +75,3 @@ def _tile_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """q [t, Hi, Di], weights [t, Hi, 1], keys [KEY_TILE, Di], all fp32 -> scores [t, KEY_TILE]."""
     products = torch.bmm(q, keys.T.expand(len(q), -1, -1)).relu_()
     return tree_sum(products.mul_(weights), 1)
-
-
-def entry_rows(page_table: Tensor, entry: Tensor, entries_per_page: int) -> Tensor:
-    """Rows of entries.
-
-    Args:
-        page_table: [..., P] integer page numbers.
-        entry: [..., N] int64, each below P * entries_per_page.
-        entries_per_page: entries of one page.
-
-    Returns:
-        [..., N] int64.
-    """
-    page = page_table.long().gather(-1, entry // entries_per_page)
-    return page * entries_per_page + entry % entries_per_page

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsv4_kernels.indexer.ref import entry_rows as rows_of_entries
 from dsv4_kernels.invariant import at_least_as_many_as_threads, padded_to_full_rows
 from dsv4_kernels.kv_layout import KVRows
+from dsv4_kernels.kv_layout import entry_rows as rows_of_entries
 
 KEY_TILE = 64
 """Keys of one product."""
@@ -43,7 +43,7 @@ def sparse_attention(
     tables = [(window, _padded_to_tiles(window_rows))]
     if entries is not None:
         if entry_rows is None:
-            entry_rows = _dense_rows(page_table[token_to_request.long()], entries_per_page, visible)
+            entry_rows = _dense_rows(page_table, token_to_request.long(), entries_per_page, visible)
         tables.append((entries, _padded_to_tiles(entry_rows)))
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype if normalised else torch.float32, device=q.device)
@@ -121,9 +121,10 @@ def _padded_to_tiles(rows: Tensor) -> Tensor:
     return torch.nn.functional.pad(rows[:, :length], (0, -length % KEY_TILE), value=-1)
 
 
-def _dense_rows(page_table: Tensor, entries_per_page: int, visible: Tensor) -> Tensor:
-    """Page tables [T, P] and visible lengths [T] -> row lists [T, max(visible)], -1 from visible on."""
+def _dense_rows(page_table: Tensor, request: Tensor, entries_per_page: int, visible: Tensor) -> Tensor:
+    """Page tables [B, P]; request and visible length of tokens [T] -> row lists [T, max(visible)], -1 from there on."""
     num_entries = int(visible.max()) if visible.numel() else 0
     entry = torch.arange(num_entries, device=visible.device).expand(len(visible), -1)
     readable = entry < visible.unsqueeze(1)
-    return torch.where(readable, rows_of_entries(page_table, torch.where(readable, entry, 0), entries_per_page), -1)
+    rows = rows_of_entries(page_table, request[:, None], torch.where(readable, entry, 0), entries_per_page)
+    return torch.where(readable, rows, -1)
