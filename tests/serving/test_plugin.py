@@ -105,12 +105,17 @@ def test_cuda_graphs_wait_for_kernels() -> None:
     from dsv4_kernels import registry
 
     before = plugin.operators_that_wait("cuda")
-    assert set(before) <= {"sparse_attention", "index_topk"}
-    registry.register("index_topk", "test_kernel", "nowhere:nothing", lambda device, dtype: True, 1000, graph_safe=True)
+    for name, priority, graph_safe in (("waiting", 1000, False), ("capturable", 1001, True)):
+        registry.register(
+            "index_topk", name, "nowhere:nothing", lambda device, dtype: True, priority, graph_safe=graph_safe
+        )
     try:
         assert "index_topk" not in plugin.operators_that_wait("cuda")
+        registry.unregister("index_topk", "capturable")
+        assert "index_topk" in plugin.operators_that_wait("cuda")
     finally:
-        registry.unregister("index_topk", "test_kernel")
+        for name in {"waiting", "capturable"} & set(registry.available("index_topk")):
+            registry.unregister("index_topk", name)
     assert plugin.operators_that_wait("cuda") == before
 
 
