@@ -9,6 +9,10 @@ one, every row gets one, random where none was asked for. What keeps a seeded ro
   the draw depends on which: a batch with seeds is always sorted;
 * min_p of any row is applied before SGLang's function, which refuses it beside seeds.
 
+Not covered: a request with a penalty repeats its tokens when it runs alone; beside others it was seen not to. Probable
+reason: SGLang feeds a penaliser the last token that it has processed, which under overlapped scheduling need not be the
+last one (``cumulate_penalty_output_tokens``).
+
 On CUDA only SGLang's pytorch sampler takes seeds; flashinfer's asserts and would end the server. It is the faster one
 and every request would pay for another choice, so a seed gets a 400 there that names ``--sampling-backend pytorch``.
 The rejection sampling of speculative decoding draws elsewhere, so seeds get a 400 there as well.
