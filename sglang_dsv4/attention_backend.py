@@ -28,6 +28,7 @@ from dsv4_kernels.sparse_attention import sparse_attention
 from sglang_dsv4.geometry import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, SWA_RATIO, entries_per_page
 from sglang_dsv4.kv_pool import Dsv4KVPool
 from sglang_dsv4.metadata import ForwardMetadata, extend_metadata, page_table_of, uniform_metadata
+from sglang_dsv4.tail_storage import ChunkWrites, chunk_writes
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -80,6 +81,7 @@ class Dsv4AttentionBackend(AttentionBackend):
         self.forward_metadata: ForwardMetadata | None = None
         self._max_pages = -(-self.req_to_token.shape[1] // FULL_PAGE_TOKENS)
         self._workspace: KVRows | None = None
+        self._tail_writes: ChunkWrites | None = None
         self._graph_buffers: UniformInputs | None = None
         self._graph_inputs: UniformInputs | None = None
 
@@ -109,14 +111,18 @@ class Dsv4AttentionBackend(AttentionBackend):
             NotImplementedError: a forward mode of a feature that is not supported.
         """
         self._workspace = None
+        self._tail_writes = None
         mode = forward_batch.forward_mode
         if mode.is_idle():
             self.forward_metadata = self._extend([], [], forward_batch)
         elif self._is_uniform(forward_batch):
-            self.forward_metadata = self._uniform(self._uniform_inputs(forward_batch), self._num_pages(forward_batch))
+            inputs = self._uniform_inputs(forward_batch)
+            self._save_full_pages(forward_batch, inputs.tokens_per_request)
+            self.forward_metadata = self._uniform(inputs, self._num_pages(forward_batch))
         elif mode.is_extend_or_draft_extend_or_mixed() and not mode.is_split_prefill():
             prefix_lens, extend_lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
             assert prefix_lens is not None and extend_lens is not None, "extend batches carry their lengths on the host"
+            self._tail_writes = self._prepare_tails(forward_batch, prefix_lens, extend_lens)
             self._claim_slots(forward_batch, prefix_lens)
             self.forward_metadata = self._extend(prefix_lens, extend_lens, forward_batch)
         else:
@@ -145,6 +151,8 @@ class Dsv4AttentionBackend(AttentionBackend):
             k = live.tokens_per_request
             inputs.first_positions.copy_(live.first_positions[:bs])
             inputs.req_slots.copy_(live.req_slots[:bs])
+            if not in_capture:
+                self._save_full_pages(forward_batch, k)
         self._graph_inputs = UniformInputs(inputs.first_positions, inputs.req_slots, k)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
@@ -236,6 +244,64 @@ class Dsv4AttentionBackend(AttentionBackend):
                 )
             pool.tail_generation[slot] = generation
 
+    # -- tail checkpoints: resumed, and taken, before the forward that would move on ----------------------------------
+
+    def _prepare_tails(
+        self, batch: ForwardBatch, prefix_lens: list[int], extend_lens: list[int]
+    ) -> ChunkWrites | None:
+        """Restore the tails of requests that begin behind a cached prefix; choose what this forward's chunks leave.
+
+        Restores come before reservations, which may evict what they read.
+        """
+        pool, slots = self.token_to_kv_pool, batch.req_pool_indices_cpu
+        tails, storage = pool.tails, pool.tail_storage
+        if tails is None or batch.rids is None or slots is None:
+            return None
+        requests = list(zip(batch.rids, slots.tolist(), prefix_lens, extend_lens, strict=True))
+        resumed = []
+        for request, slot, begin, _ in requests:
+            checkpoint_id, report = tails.resume(request, slot, begin)
+            if checkpoint_id is not None:
+                resumed.append((slot, checkpoint_id))
+            if report is not None:
+                pool.on_prefix_report(request, report)
+        self._issue_tail_copies()
+        for slot, checkpoint_id in resumed:
+            storage.restore(slot, tails.restore(checkpoint_id))
+            pool.tail_generation[slot] = self.req_to_token_pool.req_generation[slot]
+        writes, first_token = [], 0
+        for request, _, begin, count in requests:
+            if count == 1:  # a decoding request in a mixed batch
+                saved = tails.decode(request, begin, 1)
+                if saved is not None:
+                    storage.snapshot(*saved)
+            else:
+                chosen = tails.extend(request, begin, begin + count)
+                writes.extend((first_token, begin, begin + count, write) for write in chosen)
+            first_token += count
+        return chunk_writes(writes, self.device)
+
+    def _issue_tail_copies(self) -> None:
+        pool = self.token_to_kv_pool
+        for request_slot, write in pool.tails.take_snapshots():
+            pool.tail_storage.snapshot(request_slot, write)
+        pool.tail_storage.issue(pool.tails.copies())
+
+    def _save_full_pages(self, batch: ForwardBatch, tokens_per_request: int) -> None:
+        """Save the rings of requests whose decoding has filled a page, before this forward overwrites them."""
+        pool = self.token_to_kv_pool
+        if pool.tails is None or batch.rids is None or self.draft_step is not None:
+            return
+        self._issue_tail_copies()
+        lengths = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu.tolist()
+        for i, request in enumerate(batch.rids):
+            begin = None
+            if lengths is not None:
+                begin = lengths[i] if batch.forward_mode.is_target_verify() else lengths[i] - tokens_per_request
+            saved = pool.tails.decode(request, begin, tokens_per_request)
+            if saved is not None:
+                pool.tail_storage.snapshot(*saved)
+
     # -- once a layer ------------------------------------------------------------------------------------------------
 
     def window(self, layer_id: int, kv: Tensor) -> Window:
@@ -258,6 +324,8 @@ class Dsv4AttentionBackend(AttentionBackend):
             rows.copy_rows(places[:gathered], ring, meta.window_gather)
             rows.scatter(places[gathered:], kv)
         ring.scatter(meta.ring_write_rows, kv.index_select(0, meta.ring_write_tokens))
+        if self._tail_writes is not None:
+            self.token_to_kv_pool.tail_storage.write_window(layer_id, self._tail_writes, kv)
         return Window(rows, meta.window_rows)
 
     def compress(self, layer_id: int, kv: Tensor, score: Tensor, *, indexer: bool = False) -> Tensor:
@@ -278,6 +346,8 @@ class Dsv4AttentionBackend(AttentionBackend):
         # After the entries: a new row may take the place of one that they are made of.
         raw = torch.stack([kv, score], dim=1).index_select(0, plan.state_write_tokens)
         state.index_copy_(0, plan.state_write_rows, raw)
+        if self._tail_writes is not None and ratio == CSA_RATIO:
+            pool.tail_storage.write_overlap(layer_id, self._tail_writes, kv, score, indexer=indexer)
         return entries
 
     def entry_positions(self, ratio: int) -> Tensor:

@@ -39,6 +39,7 @@ MODEL_PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 SGLANG_NAMES: dict[str, str] = {
     "DeepSeekV4TokenToKVPool": "sglang.srt.mem_cache.deepseek_v4_memory_pool:DeepSeekV4TokenToKVPool",
     "UnifiedRadixCache": "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache",
+    "UnifiedTreeCore": "sglang.srt.mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore",
     "create_unified_radix_cache": "sglang.srt.mem_cache.registry:create_unified_radix_cache",
     "model_config_of": "sglang.srt.arg_groups.model_override_base:model_config_of",
     "declare_resolution": "sglang.srt.arg_groups.overrides:declare_resolution",

@@ -16,7 +16,7 @@ A new request in an old slot reads only rows that it has written itself: positio
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -27,11 +27,15 @@ from sglang.srt.runtime_context import get_exec
 from dsv4_kernels.kv_layout import KVRows
 from sglang_dsv4.compat import DeepSeekV4TokenToKVPool
 from sglang_dsv4.geometry import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, PoolGeometry
-from sglang_dsv4.pool_sizing import PoolPlan, geometry_of
+from sglang_dsv4.pool_sizing import PoolPlan, geometry_of, tail_slots
+from sglang_dsv4.tail_storage import TailStorage
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+    from dsv4_radix_cache.accounting import PrefixReport
+    from dsv4_radix_cache.requests import TailRequests
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,9 @@ class Dsv4KVPool(DeepSeekV4TokenToKVPool):
         plan: what was allocated, to the byte. A draft worker's tensors are also in its target's plan.
         tail_generation: [request_slots] int64 on the host: `ReqToTokenPool.req_generation` of the request whose rows
             are in a slot's rings, 0 if none. A request that continues a prefix must find its own number there.
+        tail_storage: bytes of the tail checkpoints; None without prefix reuse.
+        tails: which request takes and gets which checkpoint; set by the prefix cache, None without one.
+        on_prefix_report: called with a request's id and the account of its prompt when it starts.
     """
 
     def __init__(
@@ -53,6 +60,7 @@ class Dsv4KVPool(DeepSeekV4TokenToKVPool):
         full_tokens: int,
         request_slots: int,
         device: str,
+        tail_slots: int = 0,
         enable_memory_saver: bool = False,
     ) -> None:
         layers = geometry.layers()
@@ -68,7 +76,7 @@ class Dsv4KVPool(DeepSeekV4TokenToKVPool):
             end_layer=geometry.first_layer + len(layers),
         )
         self.geometry = geometry
-        self.plan = PoolPlan.of(geometry, full_tokens, request_slots)
+        self.plan = PoolPlan.of(geometry, full_tokens, request_slots, tail_slots)
         # What SGLang's DSV4 code asks of a pool before it decides who owns the sliding window.
         self.needs_paged_swa_allocator = False
         self.request_window = None
@@ -82,12 +90,16 @@ class Dsv4KVPool(DeepSeekV4TokenToKVPool):
         self.sliding_window = geometry.window_tokens
         self.present_ratios = geometry.compressed
 
+        self.tails: TailRequests | None = None
+        self.on_prefix_report: Callable[[str, PrefixReport], None] = lambda request, report: None
         self.tail_generation = torch.zeros(request_slots, dtype=torch.int64)
         self._tensors: dict[str, dict[int, KVRows | torch.Tensor]] = {}
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             for spec in self.plan.pools:
-                if spec.name != "draft window rings":  # the draft worker allocates its own
+                # The draft worker allocates its own rings; checkpoints are laid out slot by slot (tail_storage).
+                if spec.name != "draft window rings" and spec.per != "checkpoint":
                     self._tensors[spec.name] = {layer: spec.allocate(device) for layer in spec.layers}
+            self.tail_storage = TailStorage(self, tail_slots) if tail_slots else None
         self.mem_usage = self.get_kv_size_bytes() / (1 << 30)
 
     # -- what attention reads and writes -----------------------------------------------------------------------------
@@ -127,6 +139,9 @@ class Dsv4KVPool(DeepSeekV4TokenToKVPool):
         for name, layers in self._tensors.items():
             for layer_id, rows in layers.items():
                 yield name, layer_id, rows.storage if isinstance(rows, KVRows) else rows
+        if self.tail_storage is not None:
+            for name, storage in self.tail_storage.tensors():
+                yield name, self.geometry.first_layer, storage  # all layers in one
 
     # -- what the scheduler asks -------------------------------------------------------------------------------------
 
@@ -211,10 +226,12 @@ def build_kv_pool(
         max_running_requests: not used: the request slots are counted where they are handed out.
         in_tree_sizes: sizes of SGLang's own pools.
     """
+    request_slots = req_to_token_pool.req_to_token.shape[0]
     pool = Dsv4KVPool(
         geometry_of(kvc),
         full_tokens=full_max_total_num_tokens,
-        request_slots=req_to_token_pool.req_to_token.shape[0],
+        request_slots=request_slots,
+        tail_slots=0 if kvc.is_draft_worker else tail_slots(full_max_total_num_tokens, request_slots),
         device=kvc.device,
         enable_memory_saver=get_exec().features.enable_memory_saver,
     )

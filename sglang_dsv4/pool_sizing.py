@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
-from sglang.srt.runtime_context import get_schedule, get_spec, max_speculative_num_draft_tokens
+from sglang.srt.runtime_context import get_memory, get_schedule, get_spec, max_speculative_num_draft_tokens
 
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from sglang_dsv4.config import Config
 from sglang_dsv4.geometry import CSA_RATIO, FULL_PAGE_TOKENS, SWA_RATIO, PoolGeometry
+from sglang_dsv4.tail_options import TailOptions
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigResult, KVCacheConfigurator
@@ -41,7 +42,7 @@ class PoolSpec:
     name: str
     layers: tuple[int, ...]
     rows: int  # per layer
-    per: str  # "token" or "request": what the rows grow with
+    per: str  # "token", "request" or "checkpoint": what the rows grow with
     rows_per_unit: float
     row_format: RowFormat | None  # None: raw compressor rows, fp32 [rows, 2, row_dim]
     row_dim: int
@@ -83,17 +84,23 @@ class PoolPlan:
     Attributes:
         full_tokens: tokens that SGLang may hand out, a multiple of 256. FULL page 0, the sink, comes on top.
         request_slots: running requests + 1; slot 0 is the sink.
+        tail_slots: tail checkpoints on the device, without the landing slot.
         pools: every kind of tensor that is allocated.
     """
 
     geometry: PoolGeometry
     full_tokens: int
     request_slots: int
+    tail_slots: int
     pools: tuple[PoolSpec, ...]
 
     @classmethod
-    def of(cls, geometry: PoolGeometry, full_tokens: int, request_slots: int) -> PoolPlan:
-        """The plan for `full_tokens` and `request_slots`; pools without layers are left out."""
+    def of(cls, geometry: PoolGeometry, full_tokens: int, request_slots: int, tail_slots: int = 0) -> PoolPlan:
+        """The plan for `full_tokens`, `request_slots` and `tail_slots`; pools without layers are left out.
+
+        `tail_slots` are the device slots of tail checkpoints (tail_storage.py). If there are any, one more is
+        allocated: what is restored from the host lands there.
+        """
         if full_tokens % FULL_PAGE_TOKENS:
             raise ValueError(f"{full_tokens} tokens are not a multiple of the page of {FULL_PAGE_TOKENS}")
         g = geometry
@@ -120,7 +127,18 @@ class PoolPlan:
                 pools.append(PoolSpec("indexer keys", layers, entries, "token", 1 / ratio, **keys))
                 dim = g.state_dim(ratio, indexer=True)
                 pools.append(rings("indexer compressor state", layers, states, row_dim=dim, **state))
-        return cls(geometry, full_tokens, request_slots, tuple(p for p in pools if p.layers))
+        if tail_slots:
+            kept, csa = tail_slots + 1, g.layers(CSA_RATIO)
+            window = {"row_format": g.row_format, **rows}
+            raw = {"row_format": None, "rope_dim": 0, "dtype": torch.float32}
+
+            def tails(part: str, layers: tuple[int, ...], count: int, **how: Any) -> PoolSpec:  # noqa: ANN401
+                return PoolSpec(f"tail checkpoint {part}", layers, kept * count, "checkpoint", count, **how)
+
+            pools.append(tails("windows", g.layers(), g.window_tokens, **window))
+            pools.append(tails("overlaps", csa, CSA_RATIO, row_dim=g.row_dim, **raw))
+            pools.append(tails("indexer overlaps", csa, CSA_RATIO, row_dim=g.index_dim, **raw))
+        return cls(geometry, full_tokens, request_slots, tail_slots, tuple(p for p in pools if p.layers))
 
     @property
     def total_bytes(self) -> int:
@@ -137,6 +155,11 @@ class PoolPlan:
         """Marginal bytes of one more request slot."""
         return sum(p.bytes_per_unit for p in self.pools if p.per == "request")
 
+    @property
+    def bytes_per_checkpoint(self) -> float:
+        """Bytes of one tail checkpoint."""
+        return sum(p.bytes_per_unit for p in self.pools if p.per == "checkpoint")
+
     def as_dict(self) -> dict[str, Any]:
         """The plan as plain JSON values."""
         return {
@@ -146,6 +169,8 @@ class PoolPlan:
             "total_bytes": self.total_bytes,
             "bytes_per_token": self.bytes_per_token,
             "bytes_per_request": self.bytes_per_request,
+            "tail_slots": self.tail_slots,
+            "bytes_per_checkpoint": self.bytes_per_checkpoint,
             "pools": [
                 {
                     "name": p.name,
@@ -161,22 +186,26 @@ class PoolPlan:
 
     def table(self) -> str:
         """The plan as a table for people."""
-        header = ("pool", "layers", "rows/layer", "format", "bytes", "bytes/token", "bytes/request")
+        units = {"token": self.bytes_per_token, "request": self.bytes_per_request}
+        if self.tail_slots:
+            units["checkpoint"] = self.bytes_per_checkpoint
+        header = ("pool", "layers", "rows/layer", "format", "bytes", *(f"bytes/{unit}" for unit in units))
         lines = [header]
         for p in self.pools:
             cost = f"{p.bytes_per_unit:,.2f}".removesuffix(".00")
-            each = (cost, "") if p.per == "token" else ("", cost)
+            each = tuple(cost if p.per == unit else "" for unit in units)
             lines.append((p.name, str(len(p.layers)), f"{p.rows:,}", p.format_name, f"{p.total_bytes:,}", *each))
-        totals = (f"{self.bytes_per_token:,.2f}", f"{self.bytes_per_request:,.0f}")
+        totals = (f"{cost:,.2f}" if unit == "token" else f"{cost:,.0f}" for unit, cost in units.items())
         lines.append(("total", "", "", "", f"{self.total_bytes:,}", *totals))
         widths = [max(len(line[c]) for line in lines) for c in range(len(header))]
         text = [
             "  ".join(line[c].ljust(w) if c in (0, 3) else line[c].rjust(w) for c, w in enumerate(widths))
             for line in lines
         ]
+        tails = f"{self.tail_slots:,} tail checkpoints, " if self.tail_slots else ""
         title = (
             f"DeepSeek-V4 pools: {self.full_tokens:,} tokens in pages of {FULL_PAGE_TOKENS}, "
-            f"{self.request_slots - 1:,} requests, {format_bytes(self.total_bytes)}"
+            f"{self.request_slots - 1:,} requests, {tails}{format_bytes(self.total_bytes)}"
         )
         return "\n".join([title, *(line.rstrip() for line in text)])
 
@@ -190,11 +219,17 @@ def format_bytes(count: float) -> str:
     return f"{count:.4g} GiB"
 
 
-def largest_plan(geometry: PoolGeometry, available_bytes: int, slots_for: Callable[[int], int]) -> PoolPlan:
+def largest_plan(
+    geometry: PoolGeometry,
+    available_bytes: int,
+    slots_for: Callable[[int], int],
+    tails_for: Callable[[int, int], int] = lambda full_tokens, request_slots: 0,
+) -> PoolPlan:
     """The plan with the most FULL tokens that fits in `available_bytes`.
 
     Args:
         slots_for: request slots for a number of FULL tokens; must not fall when the tokens grow.
+        tails_for: tail checkpoints for numbers of FULL tokens and request slots; must not fall either.
 
     Raises:
         ValueError: not even `MIN_FULL_TOKENS` fit; the message has the numbers and what to change.
@@ -202,7 +237,8 @@ def largest_plan(geometry: PoolGeometry, available_bytes: int, slots_for: Callab
 
     def plan(pages: int) -> PoolPlan:
         tokens = pages * FULL_PAGE_TOKENS
-        return PoolPlan.of(geometry, tokens, slots_for(tokens))
+        slots = slots_for(tokens)
+        return PoolPlan.of(geometry, tokens, slots, tails_for(tokens, slots))
 
     smallest = plan(MIN_FULL_TOKENS // FULL_PAGE_TOKENS)
     if smallest.total_bytes > available_bytes:
@@ -275,7 +311,7 @@ class Dsv4PoolConfigurator(MemoryPoolConfigurator):
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
         """Sizes from a byte budget (--mem-fraction-static of the GPU's, or of the host's memory on a CPU)."""
-        return self._config(largest_plan(self.geometry, available_bytes, self._request_slots).full_tokens)
+        return self._config(largest_plan(self.geometry, available_bytes, self._request_slots, tail_slots).full_tokens)
 
     def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
         """Sizes from --max-total-tokens, rounded down to whole pages."""
@@ -295,6 +331,13 @@ class Dsv4PoolConfigurator(MemoryPoolConfigurator):
             full_max_total_num_tokens=full_tokens,
             swa_max_total_num_tokens=full_tokens,
         )
+
+
+def tail_slots(full_tokens: int, request_slots: int) -> int:
+    """Tail checkpoints on the device of a target worker; none with --disable-radix-cache."""
+    if get_memory().disable_radix_cache:
+        return 0
+    return TailOptions.from_environment().slots_on_device(full_tokens, request_slots)
 
 
 def reserve_admission_pages(result: KVCacheConfigResult, *args: object, **kwargs: object) -> KVCacheConfigResult:

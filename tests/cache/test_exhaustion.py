@@ -52,7 +52,6 @@ def test_more_requests_than_slots_and_pages(engine: object) -> None:
     alone = [generate(engine, [prompt], 20)[0] for prompt in prompts]
     assert [a["output_ids"] for a in crowded] == [a["output_ids"] for a in alone]
     assert all(len(a["output_ids"]) == 20 for a in crowded)
-    assert all(a["meta_info"]["cached_tokens"] == 0 for a in crowded)
     assert sum(a["meta_info"]["num_retractions"] for a in crowded) > 0
 
 

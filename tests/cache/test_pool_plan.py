@@ -155,15 +155,28 @@ def configurator(monkeypatch: pytest.MonkeyPatch) -> Dsv4PoolConfigurator:
     """The configurator of a flash-like fp8 worker whose user asked for 16 running requests."""
     monkeypatch.setattr(pool_sizing, "geometry_of", lambda kvc: geometry(FLASH, fp8=True))
     monkeypatch.setattr(pool_sizing, "get_schedule", lambda: SimpleNamespace(max_running_requests=16))
+    monkeypatch.setattr(pool_sizing, "get_memory", lambda: SimpleNamespace(disable_radix_cache=False))
     kvc = SimpleNamespace(page_size=256, attn_dp_size=1, model_config=SimpleNamespace(context_len=65536))
     return Dsv4PoolConfigurator(kvc)
 
 
 def test_sizes_from_a_byte_budget(configurator: Dsv4PoolConfigurator) -> None:
     config = configurator.calculate_pool_sizes(2**30, 256)
-    plan = PoolPlan.of(configurator.geometry, config.full_max_total_num_tokens, 17)
-    assert config.max_total_num_tokens == config.full_max_total_num_tokens
-    assert plan.total_bytes <= 2**30 < plan.total_bytes + 2 * 256 * plan.bytes_per_token
+    tokens = config.full_max_total_num_tokens
+    plan = PoolPlan.of(configurator.geometry, tokens, 17, tail_slots=16 + -(-tokens // 4096))
+    assert config.max_total_num_tokens == tokens
+    step = 2 * 256 * plan.bytes_per_token + plan.bytes_per_checkpoint
+    assert plan.total_bytes <= 2**30 < plan.total_bytes + step
+
+
+def test_tail_checkpoints_cost_what_the_specification_says() -> None:
+    """128 window rows a layer; a CSA layer's 4 half rows of the main and of the indexer compressor, fp32."""
+    plan = PoolPlan.of(geometry(FLASH, fp8=True), 256 * 1000, 33, tail_slots=10)
+    layers, csa = len(plan.geometry.ratios), len(plan.geometry.layers(4))
+    assert plan.bytes_per_checkpoint == layers * 2 * 37440 + csa * 4 * 2 * (512 + 128) * 4
+    kept = [p for p in plan.pools if p.per == "checkpoint"]
+    assert sum(p.total_bytes for p in kept) == 11 * plan.bytes_per_checkpoint  # one more: the landing slot
+    assert "10 tail checkpoints" in plan.table()
 
 
 @pytest.mark.parametrize(("asked", "given"), [(768, 768), (1023, 768), (65536, 65536)])

@@ -32,6 +32,7 @@ class Request:
     num_tokens: int = 0
     num_allocated: int = 0  # >= num_tokens after a speculative rollback
     tokens: list[int] = field(default_factory=list)
+    rid: str = ""  # its name towards a prefix cache; without one any will do
 
 
 class Harness:
@@ -208,7 +209,11 @@ class Harness:
         seq_lens = torch.tensor(ends)
         reqs = [
             SimpleNamespace(
-                rid=str(i), lora_id=None, extend_end=end, full_untruncated_fill_ids=range(end), token_type_ids=None
+                rid=parts[i][0].rid or str(i),
+                lora_id=None,
+                extend_end=end,
+                full_untruncated_fill_ids=range(end),
+                token_type_ids=None,
             )
             for i, end in enumerate(ends)
         ]

@@ -1,0 +1,71 @@
+"""Why a prefix match stopped where it did: every prompt token is a hit or is recomputed for exactly one reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from dsv4_radix_cache.ring import PAGE_TOKENS
+
+
+class Stop(Enum):
+    """Why a token of a prompt was recomputed, or where a request's prefix hit ended."""
+
+    NO_BLOCK = "no block"  # its compressed blocks are not stored
+    NO_TAIL = "no tail"  # the blocks are stored, and no checkpoint at or after them on the path
+    PAGE_REMAINDER = "page remainder"  # less than one page follows, or the token is needed to have something to compute
+    PROMPT_LOGPROBS = "prompt logprobs"  # the request asked for logprobs of its prompt from there on
+    SALT = "salt"  # not one page of the prompt is stored under the request's cache_salt or extra_key
+
+
+@dataclass(frozen=True)
+class PrefixReport:
+    """How far a request's prompt was taken from the cache. Token counts; `hit + sum(recomputed) == prompt_tokens`."""
+
+    prompt_tokens: int
+    hit_tokens: int
+    recomputed: dict[Stop, int]
+    stop: Stop
+    tier: str | None  # where the tail came from: "device", "host", or None when nothing was hit
+
+    def as_meta(self) -> dict[str, object]:
+        """The form in which a response's meta_info carries it."""
+        return {
+            "position": self.hit_tokens,
+            "stopped_by": self.stop.value,
+            "tail_from": self.tier,
+            "recomputed": {stop.value: tokens for stop, tokens in self.recomputed.items() if tokens},
+        }
+
+
+def explain(
+    prompt_tokens: int, hit_tokens: int, block_tokens: int, limit_tokens: int, salted: bool, tier: str | None
+) -> PrefixReport:
+    """Account for every token of a prompt.
+
+    Args:
+        prompt_tokens: its length; at least 1.
+        hit_tokens: tokens taken from the cache, up to the checkpoint that the match ended at.
+        block_tokens: tokens whose compressed blocks are stored, in a row from position 0 (>= hit_tokens).
+        limit_tokens: the match was not allowed to go beyond it (a request that wants logprobs of its prompt).
+        salted: whether the request has a cache namespace of its own. Whether *another* namespace holds the prompt is
+            not looked up: the answer would tell one tenant what another one asked.
+        tier: where the tail comes from.
+
+    Raises:
+        ValueError: the counts contradict each other.
+    """
+    whole = max(0, prompt_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
+    usable = min(whole, limit_tokens // PAGE_TOKENS * PAGE_TOKENS)
+    if not 0 <= hit_tokens <= usable or block_tokens < hit_tokens:
+        raise ValueError(f"prompt {prompt_tokens}, hit {hit_tokens}, blocks {block_tokens}: not a prefix match")
+    blocks = min(block_tokens, usable)
+    missing = Stop.SALT if salted and blocks == 0 else Stop.NO_BLOCK
+    recomputed = {
+        Stop.NO_TAIL: blocks - hit_tokens,
+        missing: usable - blocks,
+        Stop.PROMPT_LOGPROBS: whole - usable,
+        Stop.PAGE_REMAINDER: prompt_tokens - whole,
+    }
+    stop = next(reason for reason, tokens in recomputed.items() if tokens)
+    return PrefixReport(prompt_tokens, hit_tokens, recomputed, stop, tier if hit_tokens else None)

@@ -1,0 +1,132 @@
+"""What is live, what the memory is spent on, and what a cache of that size keeps.
+
+python -m sglang_dsv4.doctor                                  the installation
+python -m sglang_dsv4.doctor MODEL [--tokens N] [--requests N] [--rows fp8|plain]    and the plan for a checkpoint
+python -m sglang_dsv4.doctor --url http://127.0.0.1:30000     and a running server
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from dsv4_kernels import registry
+from dsv4_kernels.kv_layout import RowFormat
+from sglang_dsv4 import compat, shims
+from sglang_dsv4.config import Config
+from sglang_dsv4.geometry import PoolGeometry
+from sglang_dsv4.tail_options import TailOptions
+
+CONVERSATIONS = (4_096, 32_768, 131_072, 1_048_576)
+
+
+def installation() -> list[str]:
+    """Versions, whether the plugin runs, and which implementation each op would take here."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found, tested = compat.sglang_version(), compat.TESTED_SGLANG
+    verdict = "the tested version" if found == tested else f"NOT the tested version, {tested}: the server will refuse"
+    lines = [
+        f"sglang-dsv4 {compat.our_version()}, {'OFF (SGLANG_DSV4)' if shims.is_off() else 'on'}",
+        f"SGLang {found}: {verdict}",
+        f"torch {torch.__version__} on {torch.cuda.get_device_name() if device.type == 'cuda' else 'a CPU'}",
+        "ops:",
+    ]
+    for op in registry.ops():
+        lines.append(f"  {op:18} {', '.join(registry.available(op))}")
+    return lines
+
+
+def plan(model: Path, tokens: int, requests: int, rows: str) -> list[str]:
+    """The memory plan of a checkpoint, and what would be kept under it.
+
+    Raises:
+        ValueError: a config that can't be served.
+    """
+    from sglang_dsv4.pool_sizing import PoolPlan, format_bytes
+
+    config = Config.from_hf(SimpleNamespace(**json.loads((model / "config.json").read_text())))
+    fp8 = rows == "fp8"
+    geometry = PoolGeometry(
+        ratios=tuple(config.schedule.ratios[: config.num_hidden_layers]),
+        row_dim=config.head_dim,
+        rope_dim=config.qk_rope_head_dim,
+        index_dim=config.index_head_dim,
+        window_tokens=config.sliding_window,
+        row_format=RowFormat.FP8 if fp8 else RowFormat.PLAIN,
+        index_format=RowFormat.INDEX_FP4 if fp8 and config.qat.indexer_fp4 else RowFormat.PLAIN,
+    )
+    options = TailOptions.from_environment()
+    slots = options.slots_on_device(tokens, requests + 1)
+    plan = PoolPlan.of(geometry, tokens // 256 * 256, requests + 1, slots)
+    host = options.slots_on_host(slots, int(plan.bytes_per_checkpoint))
+    lines = [
+        plan.table(),
+        "",
+        f"tail checkpoints: one every {options.interval_tokens:,} prefilled tokens, {slots:,} on the device, "
+        f"{host:,} in host memory ({format_bytes(host * plan.bytes_per_checkpoint)})",
+        f"{'conversation':>14} {'kept whole':>11} {'checkpoints each':>17}",
+    ]
+    for length in CONVERSATIONS:
+        if length <= tokens:
+            each = length // options.interval_tokens + 1
+            lines.append(f"{length:>14,} {tokens // length:>11,} {each:>17,}")
+    lines.append(
+        "A conversation needs one checkpoint, its end, to be continued; the others bound what a divergence inside it "
+        "costs."
+    )
+    return lines
+
+
+def server(url: str) -> list[str]:
+    """What a running server says of itself.
+
+    Raises:
+        ConnectionError: nobody answers there.
+    """
+    lines = []
+    try:
+        with urllib.request.urlopen(f"{url}/server_info", timeout=10) as answer:
+            info = json.load(answer)
+    except (urllib.error.URLError, TimeoutError) as error:
+        raise ConnectionError(f"no server answers at {url}: {error}") from error
+    for key in ("model_path", "radix_cache_backend", "attention_backend", "kv_cache_dtype", "max_total_num_tokens"):
+        lines.append(f"{key}: {info.get(key)}")
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+    except urllib.error.URLError:
+        return [*lines, "no metrics: the server was started without --enable-metrics"]
+    return lines + sorted(line for line in text.splitlines() if line.startswith(("sglang_dsv4:", "sglang:kv_cache")))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report; 1 if something that was asked for is missing."""
+    parser = argparse.ArgumentParser(prog="python -m sglang_dsv4.doctor", description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", type=Path, help="a checkpoint's folder")
+    parser.add_argument("--tokens", type=int, default=65_536, help="tokens of the pool (--max-total-tokens)")
+    parser.add_argument("--requests", type=int, default=32, help="running requests (--max-running-requests)")
+    parser.add_argument("--rows", choices=("fp8", "plain"), default="fp8" if torch.cuda.is_available() else "plain")
+    parser.add_argument("--url", help="of a running server")
+    chosen = parser.parse_args(arguments)
+    print("\n".join(installation()))
+    try:
+        if chosen.model is not None:
+            print("\n" + "\n".join(plan(chosen.model, chosen.tokens, chosen.requests, chosen.rows)))
+        if chosen.url is not None:
+            print("\n" + "\n".join(server(chosen.url.rstrip("/"))))
+    except (OSError, ValueError) as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""A cached answer equals the cold one, bit for bit, with everything that is not restored poisoned with NaN.
+
+The reference path is invariant to chunking and batch composition (fixed tiles, canonical key order), so the comparison
+is `torch.equal` on the logits of every computed position. A fault planted in each restored part must break it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from radix.served import ServedEngine
+from torch import Tensor
+
+from dsv4_kernels.kv_layout import RowFormat
+from dsv4_radix_cache.requests import Restore
+from sglang_dsv4.random_checkpoint import PRESETS, write_checkpoint
+
+VOCABULARY = PRESETS["tiny"].vocab_size
+REMAINDERS = {
+    "0-mod-4": 0,
+    "1-mod-256": 1,
+    "3-mod-4": 3,
+    "127-mod-128": 127,
+    "1-mod-128": 129,
+    "255-mod-256": 255,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    write_checkpoint(path, dataclasses.replace(PRESETS["tiny"], index_topk=16))
+    return path
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "fp8_e4m3"], ids=["plain-rows", "fp8-rows"])
+def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[ServedEngine]:
+    """Rows of head_dim 512, so that both formats exist. Three device slots: most checkpoints are on the host."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SGLANG_DSV4_TAIL_SLOTS", "3")
+        environment.setenv("SGLANG_DSV4_TAIL_HOST_SLOTS", "12")
+        yield ServedEngine(folder, dtype="bfloat16", kv_cache_dtype=request.param, max_total_tokens=4096)
+
+
+def some(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(10, VOCABULARY) for _ in range(count)]
+
+
+def cold(engine: ServedEngine, prompt: list[int], output: list[int]) -> Tensor:
+    engine.flush()
+    hit, logits = engine.serve(prompt, output)
+    assert hit == 0 and logits.isfinite().all()
+    engine.flush()
+    return logits
+
+
+def assert_equals_cold(logits: Tensor, expected: Tensor, hit: int) -> None:
+    expected = expected[hit:]
+    assert logits.shape == expected.shape
+    assert torch.equal(logits, expected), (
+        f"after a hit of {hit}: first differing position {hit + int((logits != expected).any(1).nonzero()[0])}, "
+        f"largest difference {(logits - expected).abs().nan_to_num(torch.inf).max():.3g}"
+    )
+
+
+@pytest.mark.parametrize("remainder", REMAINDERS.values(), ids=REMAINDERS)
+def test_a_hit_equals_a_miss(engine: ServedEngine, remainder: int) -> None:
+    """A shared prefix of 512 + remainder tokens, another end, and decoding over a page boundary."""
+    prefix, output = some(1, 512 + remainder), some(2, 8)
+    prompt = prefix + some(3, -(len(prefix) + 5) % 256)
+    expected = cold(engine, prompt, output)
+    engine.serve(prefix, some(4, 5))
+    hit, logits = engine.serve(prompt, output)
+    assert hit == 512
+    assert_equals_cold(logits, expected, hit)
+
+
+def test_going_on_from_what_was_decoded(engine: ServedEngine) -> None:
+    """The checkpoint that decoding took of the ring, not one of a prefill."""
+    prompt, output = some(5, 500), some(6, 20)
+    full = [*prompt, *output, *some(7, 30)]
+    expected = cold(engine, full, [])
+    engine.serve(prompt, output)
+    hit, logits = engine.serve(full)
+    assert hit == 512
+    assert_equals_cold(logits, expected, hit)
+
+
+def test_after_a_split(engine: ServedEngine) -> None:
+    """A learned branch point inside a stored stretch: the third request with that prefix starts there."""
+    prefix = some(8, 700)
+    prompt = prefix + some(9, 60)
+    expected = cold(engine, prompt, [])
+    engine.serve(prefix + some(10, 600))
+    assert engine.serve(prefix + some(11, 50))[0] == 0
+    hit, logits = engine.serve(prompt)
+    assert hit == 512
+    assert_equals_cold(logits, expected, hit)
+
+
+def test_after_a_round_trip_through_the_host(engine: ServedEngine) -> None:
+    """Three device slots: others' checkpoints push this one to the host, from where it is restored and promoted."""
+    prompt = some(12, 600)
+    expected = cold(engine, prompt, some(13, 3))
+    engine.serve(prompt)
+    for seed in range(20, 24):
+        engine.serve(some(seed, 300))
+    before = engine.tails.store.counters.hits_host
+    hit, logits = engine.serve(prompt, some(13, 3))
+    assert hit == 512 and engine.tails.store.counters.hits_host == before + 1
+    assert_equals_cold(logits, expected, hit)
+
+
+def test_from_the_host_without_promotion(engine: ServedEngine) -> None:
+    """Running requests hold every device slot: the checkpoint is restored through the landing slot."""
+    prompt = some(14, 600)
+    expected = cold(engine, prompt, [])
+    engine.serve(prompt)
+    with engine.active():
+        holding = [engine.start(some(seed, 250)) for seed in (30, 31, 32)]
+        for running in holding:
+            engine.decode(running, some(33, 12))
+    assert engine.tails.store.device.in_use == 3
+    before = engine.tails.store.counters.promotions
+    hit, logits = engine.serve(prompt)
+    assert hit == 512 and engine.tails.store.counters.promotions == before
+    assert_equals_cold(logits, expected, hit)
+    with engine.active():
+        for running in holding:
+            engine.finish(running)
+
+
+def test_under_eviction_pressure(engine: ServedEngine) -> None:
+    """Requests of twice the pool: whatever is still hit is exact."""
+    prompts = [some(40 + i, 1300 + 100 * i) for i in range(4)]
+    expected = [cold(engine, prompt, []) for prompt in prompts]
+    hits = []
+    for step, i in enumerate((0, 1, 0, 2, 3, 1, 2, 2)):
+        hit, logits = engine.serve(prompts[i])
+        hits.append(hit)
+        assert_equals_cold(logits, expected[i], hit)
+        engine.serve(some(100 + step, 700))
+    evicted = [bool(hit) for hit in hits]
+    assert evicted == [False, False, True, False, False, False, True, True], hits
+
+
+def one_row(pool: object, layer: int, name: str, row: int) -> Tensor:
+    return getattr(pool, name)(layer)[row]
+
+
+def break_window_row(engine: ServedEngine, slot: int, restore: Restore) -> None:
+    """The oldest row that a query reads, of one layer, becomes another."""
+    g, rows = engine.pool.geometry, engine.pool.window(engine.pool.geometry.layers()[-1])
+    row = slot * g.ring_rows + (restore.position - 127) % g.ring_rows
+    rows.copy_rows(torch.tensor([row]), rows, torch.tensor([row + 1]))
+
+
+def break_layer(engine: ServedEngine, slot: int, restore: Restore) -> None:
+    """One layer's ring was not restored: it holds another request's rows."""
+    g, rows = engine.pool.geometry, engine.pool.window(0)
+    first = slot * g.ring_rows
+    places = torch.arange(first, first + g.ring_rows)
+    rows.copy_rows(places, rows, places.flip(0))
+
+
+def break_half_row(name: str, part: int) -> Callable[[ServedEngine, int, Restore], None]:
+    def fault(engine: ServedEngine, slot: int, restore: Restore) -> None:
+        g = engine.pool.geometry
+        row = slot * g.state_rows(4) + (restore.position - 1) % g.state_rows(4)
+        half = one_row(engine.pool, g.layers(4)[0], name, row)[part]
+        dim = half.shape[0] // 2
+        half[:dim] = -3 * half[:dim] + 1
+
+    return fault
+
+
+FAULTS = {
+    "one-window-row": break_window_row,
+    "one-layer": break_layer,
+    "half-row-kv": break_half_row("compressor_state", 0),
+    "half-row-score": break_half_row("compressor_state", 1),
+    "indexer-half-row-kv": break_half_row("indexer_state", 0),
+    "indexer-half-row-score": break_half_row("indexer_state", 1),
+}
+
+
+@pytest.fixture(scope="module")
+def unbroken(engine: ServedEngine) -> Tensor:
+    return cold(engine, some(50, 600) + some(52, 200), some(51, 2))
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, "nothing-restored", "another-position"])
+def test_a_planted_fault_is_seen(
+    engine: ServedEngine, unbroken: Tensor, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Each restored part matters, and NaN in what was left out shows. The parts are the same in both row formats."""
+    if engine.pool.geometry.row_format is RowFormat.FP8 and fault not in ("one-window-row", "nothing-restored"):
+        pytest.skip("half rows are fp32 in either format: tested with plain rows")
+    prefix, output = some(50, 600), some(51, 2)
+    prompt, expected = prefix + some(52, 200), unbroken
+    engine.serve(prefix)
+    storage = engine.pool.tail_storage
+    restore_right = storage.restore
+
+    def restore_wrong(slot: int, restore: Restore) -> None:
+        if fault == "nothing-restored":
+            return
+        if fault == "another-position":
+            store = engine.tails.store
+            other = next(i for i in store.ids() if store[i].position == 256)
+            restore_right(slot, Restore(256, *store.source(other)))
+            return
+        restore_right(slot, restore)
+        FAULTS[fault](engine, slot, restore)
+
+    if fault == "another-position":
+        engine.serve(prefix[:300])
+    monkeypatch.setattr(storage, "restore", restore_wrong)
+    hit, logits = engine.serve(prompt, output)
+    assert hit == 512
+    assert not torch.equal(logits, expected[hit:])
+    engine.flush()

@@ -1,0 +1,208 @@
+"""Prefix reuse through SGLang's own server: exact under concurrency, chunked prefill, overlap, retraction, abort and
+flush; and what the server says about it.
+
+Two servers: with SGLang's overlap scheduling, and without it but with requests retracted every few steps. Both have few
+pages, fewer device slots for checkpoints than there are prefixes, and prefill in chunks of two pages.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from serving.server import Server, running_server
+
+from sglang_dsv4.random_checkpoint import PRESETS, write_checkpoint
+
+FLAGS = ("--max-total-tokens", "10240", "--max-running-requests", "6", "--chunked-prefill-size", "512")
+TAILS = {"SGLANG_DSV4_TAIL_SLOTS": "9", "SGLANG_DSV4_TAIL_HOST_SLOTS": "40", "SGLANG_DSV4_TAIL_INTERVAL": "512"}
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    write_checkpoint(path, PRESETS["tiny"])
+    return path
+
+
+@pytest.fixture(scope="module", params=["overlap", "no-overlap-retracting"])
+def server(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    retracting = request.param != "overlap"
+    flags = (*FLAGS, "--disable-overlap-schedule") if retracting else (*FLAGS, "--enable-metrics")
+    with running_server(folder, log, *flags, env=TAILS | (RETRACT if retracting else {})) as running:
+        yield running
+
+
+def some(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(10, 1000) for _ in range(count)]
+
+
+def flush(server: Server) -> None:
+    for _ in range(100):
+        if requests.post(f"{server.url}/flush_cache", timeout=60).status_code == 200:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the server does not become idle")
+
+
+def answer(result: dict[str, Any]) -> list[tuple[float, int]]:
+    """Tokens and their logprobs, which must agree to the last bit."""
+    return [(entry[0], entry[1]) for entry in result["meta_info"]["output_token_logprobs"]]
+
+
+def cold(server: Server, prompt: list[int], tokens: int) -> list[tuple[float, int]]:
+    flush(server)
+    result = server.generate(prompt, max_new_tokens=tokens)
+    assert result["meta_info"]["prefix_cache"][0]["position"] == 0
+    return answer(result)
+
+
+@pytest.mark.parametrize("remainder", [0, 1, 3, 127, 129, 255])
+def test_cached_equals_cold(server: Server, remainder: int) -> None:
+    prefix = some(1, 1024 + remainder)
+    prompt = prefix + some(2, 40)
+    expected = cold(server, prompt, 6)
+    flush(server)
+    server.generate(prefix, max_new_tokens=2)
+    result = server.generate(prompt, max_new_tokens=6)
+    assert result["meta_info"]["prefix_cache"][0]["position"] == 1024
+    assert answer(result) == expected
+
+
+def test_concurrent_requests_with_shared_prefixes(server: Server) -> None:
+    """Twelve at once on six slots, over three prefixes: some hit, some race, some wait; all answer as they do alone."""
+    prefixes = [some(10 + i, 700 + 150 * i) for i in range(3)]
+    prompts = [prefixes[i % 3] + some(20 + i, 30 + 17 * i) for i in range(12)]
+    expected = [cold(server, prompt, 12) for prompt in prompts]
+    flush(server)
+    with ThreadPoolExecutor(12) as pool:
+        for _round in range(2):
+            results = list(pool.map(lambda prompt: server.generate(prompt, max_new_tokens=12), prompts))
+            assert [answer(r) for r in results] == expected
+    assert sum(r["meta_info"]["cached_tokens"] for r in results) > 5000
+
+
+def test_a_conversation(server: Server) -> None:
+    """Every turn goes on from the last full page of the turn before, which decoding may have filled."""
+    history, hits = some(40, 480), []
+    for turn in range(4):
+        result = server.generate(history, max_new_tokens=40)
+        hits.append((result["meta_info"]["prefix_cache"][0]["position"], len(history)))
+        expected = answer(result)
+        whole = history + [token for _, token in expected]
+        history = whole + some(50 + turn, 30)
+    for (position, _), (_, before) in zip(hits[1:], hits[:-1], strict=True):
+        assert position >= (before + 39) // 256 * 256 - 256
+    assert hits[-1][0] == (hits[-2][1] + 39) // 256 * 256
+    assert cold(server, history, 8) == answer(server.generate(history, max_new_tokens=8))
+
+
+def test_abort_gives_everything_back(server: Server) -> None:
+    """Requests aborted while queued, prefilling and decoding; then every page and every slot can be used again."""
+    flush(server)
+    prompt = some(60, 3000)
+
+    def stop_all() -> None:
+        time.sleep(0.7)
+        requests.post(f"{server.url}/abort_request", json={"rid": "", "abort_all": True}, timeout=60)
+
+    stopper = threading.Thread(target=stop_all)
+    stopper.start()
+    with ThreadPoolExecutor(8) as pool:
+        body = {"sampling_params": {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True}}
+        calls = [
+            pool.submit(
+                requests.post,
+                f"{server.url}/generate",
+                json={**body, "input_ids": prompt[i:]},
+                timeout=300,
+            )
+            for i in range(8)
+        ]
+        statuses = [call.result().status_code for call in calls]
+    stopper.join()
+    assert len(statuses) == 8
+    expected = cold(server, prompt, 4)
+    assert answer(server.generate(prompt, max_new_tokens=4)) == expected
+    flush(server)
+    assert server.is_alive()
+
+
+def test_salts_are_separate_and_said(server: Server) -> None:
+    flush(server)
+    prompt = some(70, 600)
+    url, sampling = f"{server.url}/generate", {"max_new_tokens": 2, "temperature": 0}
+
+    def ask(**how: str) -> dict[str, Any]:
+        body = {"input_ids": prompt, "sampling_params": sampling, **how}
+        return requests.post(url, json=body, timeout=300).json()["meta_info"]["prefix_cache"][0]
+
+    ask()
+    assert ask()["position"] == 512
+    salted = ask(extra_key="tenant")
+    assert (salted["position"], salted["stopped_by"]) == (0, "salt")
+    assert ask(extra_key="tenant")["position"] == 512
+
+
+def test_a_response_says_where_its_hit_ended(server: Server) -> None:
+    flush(server)
+    shared = some(80, 900)
+    server.generate(shared + some(81, 2000), max_new_tokens=2)
+    report = server.generate(shared + some(82, 400), max_new_tokens=2)["meta_info"]["prefix_cache"][0]
+    assert report == {
+        "position": 512,
+        "stopped_by": "no tail",
+        "tail_from": "device",
+        "recomputed": {"no tail": 256, "no block": 512, "page remainder": 20},
+    }
+    again = server.generate(shared + some(83, 400), max_new_tokens=2)["meta_info"]["prefix_cache"][0]
+    assert (again["position"], again["stopped_by"]) == (768, "no block")
+
+
+def test_metrics(server: Server) -> None:
+    """Prometheus, through SGLang's /metrics: the account adds up, and the memory is not zero."""
+    if requests.get(f"{server.url}/metrics", timeout=60).status_code != 200:
+        pytest.skip("this server was started without --enable-metrics")
+    flush(server)
+
+    def read() -> dict[str, float]:
+        lines = requests.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+
+    def total(values: dict[str, float], name: str, label: str = "") -> float:
+        return sum(value for key, value in values.items() if key.startswith(name) and label in key)
+
+    before = read()
+    prompt = some(90, 1300)
+    for _ in range(2):
+        server.generate(prompt, max_new_tokens=2)
+    after = read()
+
+    def gained(name: str, label: str = "") -> float:
+        return total(after, name, label) - total(before, name, label)
+
+    assert gained("sglang_dsv4:prefix_hit_tokens_total", 'tail="device"') == 1280
+    assert gained("sglang_dsv4:prefix_recomputed_tokens_total", 'reason="no block"') == 1280
+    assert gained("sglang_dsv4:prefix_recomputed_tokens_total", 'reason="page remainder"') == 40
+    for tier, slots in (("device", 9), ("host", 40)):
+        assert total(after, "sglang_dsv4:tail_slots{", f'tier="{tier}"') == slots
+        assert total(after, "sglang_dsv4:tail_bytes{", f'tier="{tier}"') > slots * 500_000
+    assert total(after, "sglang:kv_cache_memory_usage_gb") > 0
+
+
+def test_nothing_was_broken_on_the_way(server: Server) -> None:
+    """SGLang's idle check asks our tree and store for their invariants; a leak would have ended the server."""
+    flush(server)
+    assert server.is_alive()
+    assert "is live on SGLang" in server.log and "Dsv4PrefixCache" in server.log
+    assert "Traceback" not in server.log, server.log[server.log.index("Traceback") :][:3000]

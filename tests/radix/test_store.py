@@ -1,0 +1,299 @@
+"""The checkpoint store against a naive model: 10,000 random operations, and the eviction policy case by case."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from dsv4_radix_cache.invariants import check
+from dsv4_radix_cache.policy import PASSED_WEIGHT, CreditHeap, value_tokens
+from dsv4_radix_cache.slots import Holder, SlotPool
+from dsv4_radix_cache.store import CheckpointStore, Tier
+
+
+class Memory:
+    """What the two tiers' slots hold, moved only by what the store says: finds a slot that was reused too early."""
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self.store = store
+        self.device: dict[int, object] = {}
+        self.host: dict[int, object] = {}
+
+    def issue(self) -> None:
+        for copy in self.store.take_copies():
+            if copy.to is Tier.HOST:
+                self.host[copy.host_slot] = self.device[copy.device_slot]
+            else:
+                self.device[copy.device_slot] = self.host[copy.host_slot]
+
+    def read(self, checkpoint_id: int) -> object:
+        tier, slot = self.store.source(checkpoint_id)
+        return (self.device if tier is Tier.DEVICE else self.host)[slot]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Random calls. The model is a dict: id -> (payload, path), and a path is a tuple of branch choices."""
+
+    checkpoints = Bundle("checkpoints")
+
+    @initialize(device=st.integers(0, 6), host=st.integers(0, 8))
+    def build(self, device: int, host: int) -> None:
+        self.store = CheckpointStore(device, host)
+        self.memory = Memory(self.store)
+        self.cached: dict[int, str] = {}  # id -> payload
+        self.writing: dict[int, str] = {}
+        self.pinned: dict[int, int] = {}
+
+    def forget(self, lost: list[int]) -> None:
+        for checkpoint_id in lost:
+            assert not self.pinned.get(checkpoint_id), "a pinned checkpoint was lost"
+            del self.cached[checkpoint_id]
+
+    @rule(target=checkpoints, depth=st.integers(1, 9))
+    def reserve(self, depth: int) -> int:
+        checkpoint, lost = self.store.reserve(depth * 256)
+        self.forget(lost)
+        if checkpoint is None:
+            unlosable = self.writing.keys() | {i for i, n in self.pinned.items() if n and i in self.cached}
+            assert self.store.device.in_use + len(unlosable & self.cached.keys()) >= self.store.device.capacity
+            return 0
+        assert checkpoint.id not in self.cached and checkpoint.id not in self.writing, "an id was reused"
+        self.writing[checkpoint.id] = f"tail {checkpoint.id}"
+        self.memory.device[checkpoint.device_slot] = self.writing[checkpoint.id]
+        return checkpoint.id
+
+    @rule(checkpoint_id=checkpoints, choice=st.integers(0, 99), adopt=st.booleans())
+    def publish(self, checkpoint_id: int, choice: int, adopt: bool) -> None:
+        if checkpoint_id not in self.writing:
+            return
+        position = self.store[checkpoint_id].position
+        earlier = [None, *(i for i in self.cached if self.store[i].position < position)]
+        before = earlier[choice % len(earlier)]
+        later = [i for i in self.cached if self.store[i].before == before and self.store[i].position > position]
+        after = later if adopt else []
+        self.cached[checkpoint_id] = self.writing.pop(checkpoint_id)
+        self.forget(self.store.publish(checkpoint_id, before, after))
+
+    @rule(checkpoint_id=checkpoints)
+    def hit(self, checkpoint_id: int) -> None:
+        if checkpoint_id not in self.cached:
+            return
+        self.store.hit(checkpoint_id)
+        self.memory.issue()
+        assert self.memory.read(checkpoint_id) == self.cached[checkpoint_id]
+
+    @rule(checkpoint_id=checkpoints)
+    def pin(self, checkpoint_id: int) -> None:
+        if checkpoint_id in self.cached:
+            self.store.pin(checkpoint_id)
+            self.pinned[checkpoint_id] = self.pinned.get(checkpoint_id, 0) + 1
+
+    @rule(checkpoint_id=checkpoints)
+    def unpin(self, checkpoint_id: int) -> None:
+        if self.pinned.get(checkpoint_id):
+            self.store.unpin(checkpoint_id)
+            self.pinned[checkpoint_id] -= 1
+
+    @rule()
+    def issue(self) -> None:
+        self.memory.issue()
+
+    @rule(checkpoint_id=consumes(checkpoints))
+    def release(self, checkpoint_id: int) -> None:
+        if checkpoint_id in self.cached or checkpoint_id in self.writing:
+            self.cached.pop(checkpoint_id, None)
+            self.writing.pop(checkpoint_id, None)
+            self.pinned.pop(checkpoint_id, None)
+            self.store.release(checkpoint_id)
+
+    @rule(really=st.integers(0, 30))
+    def flush(self, really: int) -> None:
+        if really == 0:
+            self.store.reset()
+            self.cached, self.writing, self.pinned = {}, {}, {}
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        check(self.store)
+        assert set(self.store.ids()) == self.cached.keys() | self.writing.keys()
+        assert self.store.device.in_use == len(self.writing)
+        waiting = {checkpoint_id for _, checkpoint_id in self.store._copies}
+        for checkpoint_id in self.cached.keys() - waiting:
+            assert self.memory.read(checkpoint_id) == self.cached[checkpoint_id]
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(
+    max_examples=100,
+    stateful_step_count=100,  # 100 x 100 = 10,000 operations
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+@pytest.mark.parametrize("host", [0, 40], ids=["no-host-tier", "host-tier"])
+def test_one_long_run_of_10_000_operations(host: int) -> None:
+    """One store, never rebuilt, with more slots than the machine above: drift shows only over time."""
+    rng = random.Random(5)
+    store = CheckpointStore(16, host)
+    memory = Memory(store)
+    payloads: dict[int, str] = {}
+    cached: set[int] = set()
+    for step in range(10_000):
+        action = rng.random()
+        if action < 0.4:
+            checkpoint, lost = store.reserve(rng.randint(1, 40) * 256)
+            if checkpoint is not None:
+                payloads[checkpoint.id] = memory.device[checkpoint.device_slot] = f"tail {checkpoint.id}"
+        elif action < 0.7 and (writing := [i for i in payloads if i not in cached]):
+            checkpoint = store[rng.choice(writing)]
+            earlier = [i for i in cached if store[i].position < checkpoint.position]
+            before = rng.choice(earlier) if earlier and rng.random() < 0.8 else None
+            cached.add(checkpoint.id)
+            lost = store.publish(checkpoint.id, before)
+        elif action < 0.85 and cached:
+            chosen = rng.choice(sorted(cached))
+            store.hit(chosen)
+            memory.issue()
+            assert memory.read(chosen) == payloads[chosen], f"step {step}"
+            lost = []
+        elif action < 0.93 and payloads:
+            chosen = rng.choice(sorted(payloads))
+            store.release(chosen)
+            del payloads[chosen]
+            cached.discard(chosen)
+            lost = []
+        else:
+            memory.issue()
+            lost = []
+        for checkpoint_id in lost:
+            del payloads[checkpoint_id]
+            cached.remove(checkpoint_id)
+        if step % 50 == 0:
+            check(store)
+        assert len(store) == len(payloads)
+    check(store)
+    assert store.counters.lost > 100, "the run never came under pressure"
+
+
+def publish(store: CheckpointStore, position: int, before: int | None = None) -> int:
+    checkpoint, _ = store.reserve(position)
+    store.publish(checkpoint.id, before)
+    store.take_copies()
+    return checkpoint.id
+
+
+def test_losing_the_device_slot_costs_nothing_once_the_host_has_a_copy() -> None:
+    store = CheckpointStore(1, 4)
+    first = publish(store, 256)
+    second, lost = store.reserve(512)
+    assert lost == [] and store.source(first) == (Tier.HOST, store[first].host_slot)
+    assert second.device_slot == 0 and store.counters.device_drops == 1
+
+
+def test_a_hit_on_the_host_is_promoted_over_the_least_recently_used_device_copy() -> None:
+    store = CheckpointStore(2, 4)
+    first, second, third = (publish(store, 256) for _ in range(3))
+    assert store.source(first)[0] is Tier.HOST
+    assert store.hit(first) is Tier.HOST
+    [copy] = store.take_copies()
+    assert copy.to is Tier.DEVICE and store.source(first) == (Tier.DEVICE, copy.device_slot)
+    assert store.source(second)[0] is Tier.HOST and store.source(third)[0] is Tier.DEVICE
+
+
+def test_slots_of_running_requests_are_never_taken() -> None:
+    store = CheckpointStore(2, 0)
+    held = [store.reserve(256)[0], store.reserve(512)[0]]
+    assert store.reserve(768) == (None, []) and store.counters.refused == 1
+    assert all(c.id in store for c in held)
+
+
+def test_the_cheap_checkpoint_goes_before_the_dear_one() -> None:
+    """Ends at 256 (after 0) and at 8192: losing the second costs 32 times as many tokens, although it is older."""
+    store = CheckpointStore(2, 0)
+    dear = publish(store, 8192)
+    cheap = publish(store, 256)
+    _, lost = store.reserve(512)
+    assert lost == [cheap] and dear in store
+
+
+def test_a_long_prompt_thins_out_itself_and_not_the_end_of_another_session() -> None:
+    """Two 1M-token sessions alternate with slots for 64 checkpoints, 512 taken by each visit: both ends survive."""
+    store = CheckpointStore(64, 0)
+    ends = []
+    for _session in range(2):
+        before = None
+        for position in range(2048, 2**20 + 1, 2048):
+            before = publish(store, position, before if before in store else None)
+        ends.append(before)
+    assert ends[0] in store and ends[1] in store
+    check(store)
+
+
+def test_a_neighbour_lost_makes_the_next_one_dearer() -> None:
+    store = CheckpointStore(3, 0)
+    first = publish(store, 2048)
+    second = publish(store, 4096, first)
+    third = publish(store, 6144, second)
+    assert store.value(store[second]) == 2048 * PASSED_WEIGHT and store.value(store[third]) == 2048
+    _, lost = store.reserve(256)
+    assert lost == [first]
+    assert store.value(store[second]) == 4096 * PASSED_WEIGHT
+
+
+@pytest.mark.parametrize(
+    ("successors", "hits", "weight"),
+    [(0, 0, 1.0), (1, 0, PASSED_WEIGHT), (2, 0, 1.0), (1, 1, 1.0)],
+    ids=["end", "passed", "branch-point", "passed-but-hit"],
+)
+def test_value_is_gap_times_likelihood(successors: int, hits: int, weight: float) -> None:
+    assert value_tokens(1024, successors, hits) == 1024 * weight
+
+
+def test_a_pinned_checkpoint_may_move_but_is_not_lost() -> None:
+    store = CheckpointStore(1, 0)
+    pinned = publish(store, 256)
+    store.pin(pinned)
+    assert store.reserve(512) == (None, [])
+    store.unpin(pinned)
+    assert store.reserve(512)[1] == [pinned]
+
+
+def test_stale_ids_are_told_from_live_ones() -> None:
+    store = CheckpointStore(2, 2)
+    gone = publish(store, 256)
+    store.reset()
+    fresh = publish(store, 256)
+    assert fresh != gone and gone not in store
+    with pytest.raises(KeyError, match=f"checkpoint {gone} is not live"):
+        store.hit(gone)
+
+
+def test_slot_pool_says_its_sums() -> None:
+    pool = SlotPool("device checkpoints", 2)
+    slot = pool.acquire(Holder.REQUEST)
+    pool.transfer(slot, Holder.TREE)
+    assert (pool.free, pool.cached, pool.in_use) == (1, 1, 0)
+    pool._held[Holder.TREE] = 5  # a planted leak
+    with pytest.raises(AssertionError, match=r"free 1 \+ cached 5 \+ in use 0 != total 2"):
+        pool.check()
+    with pytest.raises(ValueError, match="slot 0 is not held"):
+        SlotPool("host checkpoints", 1).release(0)
+
+
+def test_credit_heap_orders_and_forgets() -> None:
+    heap = CreditHeap()
+    for item, credit in [(1, 5.0), (2, 3.0), (3, 4.0)]:
+        heap.put(item, credit)
+    heap.put(2, 9.0)
+    heap.discard(3)
+    assert heap.least(lambda _: True) == 1
+    assert heap.least(lambda item: item != 1) == 2
+    assert heap.least(lambda _: False) is None
+    assert heap.least(lambda _: True) == 1 and len(heap) == 2

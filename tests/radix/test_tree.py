@@ -1,0 +1,320 @@
+"""Tail checkpoints on SGLang's radix tree: match, insert, split, lock, evict, retract, flush, and 10,000 random
+operations against a model of which prefixes carry a checkpoint.
+
+The engine is SGLang's own (benchmarks/prefix_replay.py), without a model. In place of bytes, a checkpoint's payload is
+the token prefix that it was taken of, so a slot that was reused too early, a stale id or a wrong position is seen when
+a request resumes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import prefix_replay
+import pytest
+from prefix_replay import PAGE, ReplayEngine, Running, tail_engine
+
+from dsv4_radix_cache.invariants import check
+from dsv4_radix_cache.slots import Holder
+from dsv4_radix_cache.store import Tier
+from sglang_dsv4.tail_component import TAIL
+
+
+class CheckedEngine(ReplayEngine):
+    """A replay whose checkpoints hold the prefix that they stand for."""
+
+    device: dict[int, tuple[int, ...]]
+    host: dict[int, tuple[int, ...]]
+    rings: dict[int, tuple[int, ...]]  # by request slot: the tokens that its rings are of
+
+    @classmethod
+    def of(cls, engine: ReplayEngine) -> CheckedEngine:
+        checked = cls(engine.cache, engine.allocator, engine.tails, engine.chunk_tokens)
+        checked.device, checked.host, checked.rings = {}, {}, {}
+        return checked
+
+    def issue(self) -> None:
+        for slot, write in self.tails.take_snapshots():
+            assert len(self.rings[slot]) == write.position, "the rings have moved on"
+            self.device[write.device_slot] = self.rings[slot]
+        for copy in self.tails.copies():
+            if copy.to is Tier.HOST:
+                self.host[copy.host_slot] = self.device[copy.device_slot]
+            else:
+                self.device[copy.device_slot] = self.host[copy.host_slot]
+
+    def forward_extend(self, req: object, begin: int, end: int) -> None:
+        tokens = tuple(req.full_untruncated_fill_ids)
+        checkpoint_id, _ = self.tails.resume(req.rid, req.kv.req_pool_idx, begin)
+        self.issue()
+        if checkpoint_id is not None:
+            restore = self.tails.restore(checkpoint_id)
+            memory = self.device if restore.tier is Tier.DEVICE else self.host
+            assert restore.position == begin
+            assert memory[restore.slot] == tokens[:begin], f"the tail at {begin} is another prefix's"
+        for write in self.tails.extend(req.rid, begin, end):
+            self.device[write.device_slot] = tokens[: write.position]
+        self.rings[req.kv.req_pool_idx] = tokens[:end]
+
+    def forward_decode(self, req: object, position: int) -> None:
+        self.issue()
+        saved = self.tails.decode(req.rid, position, 1)
+        if saved is not None:
+            slot, write = saved
+            assert len(self.rings[slot]) == write.position, "the rings have moved on"
+            self.device[write.device_slot] = self.rings[slot]
+        tokens = tuple(req.origin_input_ids) + tuple(req.output_ids)
+        self.rings[req.kv.req_pool_idx] = tokens[: position + 1]
+
+    def check(self) -> None:
+        """Slots, pages, and: exactly the cached checkpoints hang on nodes, at their positions."""
+        check(self.tails.store)
+        self.cache.sanity_check()
+        core, component = self.cache.tree_core, self.cache.components[TAIL]
+        on_nodes = component.checkpoints()
+        store = self.tails.store
+        assert set(on_nodes) == {i for i in store.ids() if store[i].holder is Holder.TREE}
+        carriers = {n.id for n in core._collect_all_nodes() if n.component_data[TAIL].value is not None}
+        assert set(on_nodes.values()) == carriers
+        for checkpoint_id, node_id in on_nodes.items():
+            assert len(self.cache.path_device_indices(node_id)) == store[checkpoint_id].position
+
+    def check_idle(self) -> None:
+        """Nothing runs: no slot is in use, no pin and no lock is left, every page is free or cached."""
+        self.check()
+        assert self.tails.store.device.in_use == 0 and len(self.tails) == 0
+        assert all(not self.tails.store[i].pins for i in self.tails.store.ids())
+        assert self.cache.protected_size() == 0
+        free, cached = self.allocator.available_size(), self.cache.evictable_size()
+        assert free + cached == self.allocator.size, f"free {free} + cached {cached} != total {self.allocator.size}"
+
+
+@pytest.fixture(scope="module")
+def tokens() -> random.Random:
+    return random.Random(11)
+
+
+def some(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(1000, 100_000) for _ in range(count)]
+
+
+@pytest.fixture
+def engine() -> Iterator[CheckedEngine]:
+    made = CheckedEngine.of(tail_engine(full_tokens=65536, device_slots=32, host_slots=64))
+    yield made
+    made.check_idle()
+
+
+def test_the_same_prompt_hits_up_to_its_page_remainder(engine: CheckedEngine, tokens: random.Random) -> None:
+    for length in (1, 255, 256, 257, 511, 512, 513, 5000):
+        prompt = some(tokens, length)
+        assert engine.run(prompt, [7]).hit_tokens == 0
+        assert engine.run(prompt, [7]).hit_tokens == (length - 1) // PAGE * PAGE, f"prompt of {length}"
+
+
+def test_a_conversation_goes_on_from_its_last_page(engine: CheckedEngine, tokens: random.Random) -> None:
+    history, before = some(tokens, 700), 0
+    for turn in range(6):
+        done = engine.run(history, some(tokens, 300))
+        assert done.hit_tokens == before // PAGE * PAGE, f"turn {turn}"
+        before = done.length
+        history = [*done.req.origin_input_ids, *done.req.output_ids, *some(tokens, 90)]
+
+
+def test_a_conversation_that_ends_with_its_page_loses_nothing(engine: CheckedEngine, tokens: random.Random) -> None:
+    """511 tokens and an answer of 2: [0, 512) is computed, and no forward comes that would save the ring first."""
+    prompt = some(tokens, 511)
+    done = engine.run(prompt, some(tokens, 2))
+    assert done.length == 512
+    whole = [*prompt, *done.req.output_ids, *some(tokens, 50)]
+    assert engine.run(whole, [7]).hit_tokens == 512
+
+
+def test_a_diverging_request_leaves_a_checkpoint_for_the_third(engine: CheckedEngine, tokens: random.Random) -> None:
+    """Learned branch point: 1,100 shared tokens, the interval is 2,048."""
+    shared = some(tokens, 1100)
+    hits = [engine.run(shared + some(tokens, 3000), [7]).hit_tokens for _ in range(3)]
+    assert hits == [0, 0, 1024]
+
+
+def test_interval_checkpoints_bound_what_a_divergence_costs(engine: CheckedEngine, tokens: random.Random) -> None:
+    prompt = some(tokens, 9000)
+    engine.run(prompt, [7])
+    assert engine.run(prompt[:5000] + some(tokens, 500), [7]).hit_tokens == 4096
+
+
+def test_a_split_leaves_the_checkpoint_at_the_end_it_belongs_to(engine: CheckedEngine, tokens: random.Random) -> None:
+    prompt = some(tokens, 1500)
+    engine.run(prompt, [7])
+    engine.run(prompt[:600] + some(tokens, 400), [7])  # splits the leaf at 512
+    engine.check()
+    assert engine.run(prompt, [7]).hit_tokens == 1280
+    assert engine.run(prompt[:600] + some(tokens, 400), [7]).hit_tokens == 512
+
+
+def test_evicted_pages_take_their_checkpoint_along(engine: CheckedEngine, tokens: random.Random) -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    prompt = some(tokens, 3000)
+    engine.run(prompt, [7])
+    held = len(engine.tails.store)
+    engine.cache.evict(EvictParams(num_tokens=PAGE))
+    engine.check()
+    assert len(engine.tails.store) < held
+    assert engine.run(prompt, [7]).hit_tokens == 2048
+
+
+def test_a_lost_checkpoint_leaves_the_pages(tokens: random.Random) -> None:
+    engine = CheckedEngine.of(tail_engine(full_tokens=65536, device_slots=2))
+    first, others = some(tokens, 700), [some(tokens, 900) for _ in range(3)]
+    engine.run(first, [7])
+    for other in others:
+        engine.run(other, [7])
+    again = engine.admit(first)
+    assert (again.hit_tokens, again.req.tail_match.block_tokens) == (0, 512)
+    engine.retract(again)
+    engine.check_idle()
+
+
+def test_an_admitted_requests_checkpoint_is_not_lost_before_it_is_restored(tokens: random.Random) -> None:
+    engine = CheckedEngine.of(tail_engine(full_tokens=65536, device_slots=1))
+    prompt = some(tokens, 700)
+    engine.run(prompt, [7])
+    waiting = engine.admit(prompt)
+    assert waiting.hit_tokens == 512
+    engine.run(some(tokens, 900), [7])  # finds no slot: the only one is pinned
+    engine.prefill_chunk(waiting)
+    engine.finish(waiting)
+    engine.check_idle()
+
+
+def test_equal_requests_side_by_side_keep_one_checkpoint(engine: CheckedEngine, tokens: random.Random) -> None:
+    prompt = some(tokens, 700)
+    pair = [engine.admit(prompt), engine.admit(prompt)]
+    for running in pair:
+        engine.prefill_chunk(running)
+        engine.check()
+    for running in pair:
+        engine.decode(running, some(tokens, 3))
+        engine.finish(running)
+    assert len(engine.tails.store) == 1
+
+
+def test_retraction_and_abort_give_everything_back(engine: CheckedEngine, tokens: random.Random) -> None:
+    """A retracted request keeps its published chunks, loses what it decoded, and is computed again."""
+    prompt = some(tokens, 20_000)
+    running = engine.admit(prompt)
+    engine.prefill_chunk(running)
+    engine.prefill_chunk(running)
+    engine.retract(running)
+    assert engine.tails.store.device.in_use == 0
+    again = engine.start(prompt)
+    assert again.hit_tokens == 16384
+    engine.decode(again, some(tokens, 700))
+    assert engine.tails.store.device.in_use == 1
+    engine.retract(again)
+    assert engine.tails.store.device.in_use == 0
+
+
+def test_salts_and_extra_keys_are_namespaces(engine: CheckedEngine, tokens: random.Random) -> None:
+    prompt = some(tokens, 700)
+    engine.run(prompt, [7])
+    for how in ({"cache_salt": "a"}, {"extra_key": "b"}):
+        assert engine.run(prompt, [7], **how).hit_tokens == 0
+        assert engine.run(prompt, [7], **how).hit_tokens == 512
+
+
+def test_flush_empties_every_pool(engine: CheckedEngine, tokens: random.Random) -> None:
+    prompt = some(tokens, 5000)
+    engine.run(prompt, some(tokens, 300))
+    engine.flush()
+    engine.check_idle()
+    assert len(engine.tails.store) == 0 and engine.tails.store.device.free == 32
+    assert engine.run(prompt, [7]).hit_tokens == 0
+
+
+def test_a_prefix_without_its_tail_is_refused(engine: CheckedEngine, tokens: random.Random) -> None:
+    with pytest.raises(RuntimeError, match="begins at 256, but it was never matched"):
+        engine.tails.resume("nobody", 1, 256)
+    engine.tails.finished("nobody")
+
+
+def longest_stored(engine: CheckedEngine, prompt: Sequence[int]) -> int:
+    """The naive model: the longest prefix of the prompt that some live cached checkpoint stands for."""
+    store = engine.tails.store
+    best = 0
+    for checkpoint_id in store.ids():
+        c = store[checkpoint_id]
+        payload = engine.host[c.host_slot] if c.device_slot is None else engine.device.get(c.device_slot)
+        if c.holder is Holder.TREE and best < c.position < len(prompt) and tuple(prompt[: c.position]) == payload:
+            best = c.position
+    return best
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("device", "host"), [(6, 0), (6, 20), (40, 40)], ids=["no-host", "tiers", "roomy"])
+def test_random_requests(seed: int, device: int, host: int) -> None:
+    """Requests that branch off each other, run side by side, are retracted and flushed, in 40 pages.
+
+    Every start compares the hit with the naive model and the restored tail with its prefix; 12 runs of 850 operations.
+    """
+    rng = random.Random(seed)
+    made = tail_engine(
+        full_tokens=40 * PAGE,
+        device_slots=device,
+        host_slots=host,
+        context_tokens=16 * PAGE,
+        requests=4,
+        chunk_tokens=3 * PAGE,
+        interval_tokens=2 * PAGE,
+    )
+    engine = CheckedEngine.of(made)
+    stems: list[list[int]] = [[rng.randrange(1000, 100_000)]]
+    running: list[Running] = []
+    hits = 0
+    for _step in range(850):
+        action = rng.random()
+        if action < 0.35 and len(running) < 3:
+            stem = rng.choice(stems)
+            prompt = stem[: rng.randint(1, len(stem))] + some(rng, rng.choice([1, 3, 40, 128, 256, 300, 700]))
+            prompt = prompt[: 10 * PAGE]
+            engine.issue()
+            expected = longest_stored(engine, prompt)
+            request = engine.admit(prompt)
+            assert request.hit_tokens == expected
+            hits += bool(expected)
+            running.append(request)
+        elif action < 0.75 and running:
+            request = rng.choice(running)
+            if request.length < request.prompt_tokens:
+                engine.prefill_chunk(request)
+            elif len(request.req.output_ids) < 500:
+                engine.decode(request, some(rng, rng.randint(1, 200)))
+        elif action < 0.93 and running:
+            request = running.pop(rng.randrange(len(running)))
+            if request.length < request.prompt_tokens or rng.random() < 0.2:
+                engine.retract(request)
+            else:
+                engine.finish(request)
+                stems.append([*request.req.origin_input_ids, *request.req.output_ids])
+                stems = stems[-12:]
+        elif action > 0.996:
+            while running:
+                engine.retract(running.pop())
+            engine.flush()
+        engine.check()
+    while running:
+        engine.retract(running.pop())
+    engine.check_idle()
+    assert hits > 10 and (
+        device > 20 or engine.tails.store.counters.lost + engine.tails.store.counters.device_drops > 20
+    )
+
+
+def test_the_paged_policy_runs_in_the_same_engine(tokens: random.Random) -> None:
+    """The comparison of benchmarks/prefix_simulation.py drives SGLang's own policy with the same calls."""
+    engine = prefix_replay.paged_engine(full_tokens=65536, swa_tokens=8192)
+    prompt = some(tokens, 1500)
+    assert [engine.run(prompt, some(tokens, 300)).hit_tokens for _ in range(2)] == [0, 1280]
+    engine.cache.sanity_check()
