@@ -77,12 +77,16 @@ class _Request:
 class TailRequests:
     """The requests of one engine, keyed by their id, over one store."""
 
-    def __init__(self, store: CheckpointStore, placement: Placement, ring_rows: int, state_rows: int) -> None:
-        """`ring_rows` and `state_rows` of a request's rings: 128 and 8, or 256 and 16 with speculation."""
+    def __init__(
+        self, store: CheckpointStore, placement: Placement, ring_rows: int, state_rows: int, draft_tokens: int = 0
+    ) -> None:
+        """`ring_rows` and `state_rows` of a request's rings: 128 and 8, or 256 and 16 with speculation, which writes
+        up to `draft_tokens` a step, not all of which are kept."""
         self.store = store
         self.placement = placement
         self.ring_rows = ring_rows
         self.state_rows = state_rows
+        self.draft_tokens = draft_tokens
         self.on_lost: Callable[[list[int]], None] = lambda lost: None
         self.on_resumed: Callable[[int], None] = lambda checkpoint_id: None
         self.skipped = 0  # page boundaries that decode passed without a checkpoint
@@ -196,6 +200,9 @@ class TailRequests:
     def ended(self, request: str, length: int) -> None:
         """A request ends with [0, length) computed. If that fills its last page exactly, no later forward has saved the
         ring: it is saved before the next one, whoever gets the slot."""
+        state = self._requests.get(request)
+        if state is not None:  # one step may have written behind the end, and one more be under way
+            state.written_end = max(state.written_end, length + 2 * self.draft_tokens)
         saved = self.decode(request, length, 0)
         if saved is not None:
             self._snapshots.append(saved)

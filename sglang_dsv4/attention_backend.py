@@ -77,7 +77,9 @@ class Dsv4AttentionBackend(AttentionBackend):
         self.device = torch.device(runner.device)
         self.draft_step = draft_step
         # Host copies of the lengths are read where they exist; decode needs none, so a GPU's scheduler can run ahead.
-        self.needs_cpu_seq_lens = self.device.type == "cpu"
+        # With speculation, which pages are full depends on what was accepted.
+        saves_verified_pages = pool.geometry.draft_tokens > 0 and pool.tail_storage is not None
+        self.needs_cpu_seq_lens = self.device.type == "cpu" or saves_verified_pages
         self.forward_metadata: ForwardMetadata | None = None
         self._max_pages = -(-self.req_to_token.shape[1] // FULL_PAGE_TOKENS)
         self._workspace: KVRows | None = None
@@ -229,7 +231,9 @@ class Dsv4AttentionBackend(AttentionBackend):
     def _claim_slots(self, batch: ForwardBatch, prefix_lens: list[int]) -> None:
         """Note whose rows a slot's rings hold, and refuse a prefix that came without them.
 
-        A prefix from the radix tree has entries but no window rows; computing on would read another request's.
+        A prefix from the radix tree has entries, and its window rows come from a tail checkpoint; without one,
+        computing on would read another request's. A draft's rows are in no checkpoint: they are cleared. What it
+        proposes for the next 127 tokens is accepted less often then; what is answered is the target's business.
         """
         slots = batch.req_pool_indices_cpu
         if slots is None:  # speculative and dummy batches; the target's prefill has claimed their slots
@@ -237,7 +241,9 @@ class Dsv4AttentionBackend(AttentionBackend):
         pool, generations = self.token_to_kv_pool, self.req_to_token_pool.req_generation
         for slot, prefix in zip(slots.tolist(), prefix_lens, strict=False):
             owner, generation = int(pool.tail_generation[slot]), int(generations[slot])
-            if prefix and owner != generation:
+            if prefix and owner != generation and pool.is_draft:
+                pool.clear_window(slot)
+            elif prefix and owner != generation:
                 raise RuntimeError(
                     f"request slot {slot} continues a prefix of {prefix} tokens, but its window rows are not there "
                     f"(they are generation {owner}'s, this is {generation}): a prefix must come with its tail"
@@ -294,6 +300,7 @@ class Dsv4AttentionBackend(AttentionBackend):
             return
         self._issue_tail_copies()
         lengths = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu.tolist()
+        assert lengths is not None or not pool.geometry.draft_tokens, "with speculation, the host knows the lengths"
         for i, request in enumerate(batch.rids):
             begin = None
             if lengths is not None:

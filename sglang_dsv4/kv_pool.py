@@ -61,6 +61,7 @@ class Dsv4KVPool(DeepSeekV4TokenToKVPool):
         request_slots: int,
         device: str,
         tail_slots: int = 0,
+        is_draft: bool = False,
         enable_memory_saver: bool = False,
     ) -> None:
         layers = geometry.layers()
@@ -90,6 +91,7 @@ class Dsv4KVPool(DeepSeekV4TokenToKVPool):
         self.sliding_window = geometry.window_tokens
         self.present_ratios = geometry.compressed
 
+        self.is_draft = is_draft
         self.tails: TailRequests | None = None
         self.on_prefix_report: Callable[[str, PrefixReport], None] = lambda request, report: None
         self.tail_generation = torch.zeros(request_slots, dtype=torch.int64)
@@ -123,6 +125,14 @@ class Dsv4KVPool(DeepSeekV4TokenToKVPool):
     def indexer_state(self, layer_id: int) -> torch.Tensor:
         """Raw rows of a CSA layer's indexer compressor: [request_slots * state_rows, 2, 2 * index_dim] fp32."""
         return self._of("indexer compressor state", layer_id)
+
+    def clear_window(self, request_slot: int) -> None:
+        """Zero the window rings of a request slot, in every layer."""
+        for layer_id in self.geometry.layers():
+            rows = self.window(layer_id)
+            per_row = rows.num_rows // rows.storage.shape[0]  # rows in one of the storage's: 1, or 64 in a byte format
+            first, end = (slot * self.geometry.ring_rows // per_row for slot in (request_slot, request_slot + 1))
+            rows.storage[first:end] = 0
 
     def _kind(self, layer_id: int) -> str:
         return {CSA_RATIO: "CSA", HCA_RATIO: "HCA"}.get(self.geometry.layer_ratio(layer_id), "SWA")
@@ -232,6 +242,7 @@ def build_kv_pool(
         full_tokens=full_max_total_num_tokens,
         request_slots=request_slots,
         tail_slots=0 if kvc.is_draft_worker else tail_slots(full_max_total_num_tokens, request_slots),
+        is_draft=kvc.is_draft_worker,
         device=kvc.device,
         enable_memory_saver=get_exec().features.enable_memory_saver,
     )

@@ -113,4 +113,4 @@ def activate_tails(pool: Dsv4KVPool) -> TailRequests:
         host_slots,
         format_bytes(storage.slot_bytes * host_slots),
     )
-    return TailRequests(store, Placement(options.interval_tokens), g.ring_rows, g.state_rows(CSA_RATIO))
+    return TailRequests(store, Placement(options.interval_tokens), g.ring_rows, g.state_rows(CSA_RATIO), g.draft_tokens)

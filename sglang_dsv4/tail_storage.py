@@ -60,14 +60,23 @@ def chunk_writes(writes: Sequence[tuple[int, int, int, Write]], device: torch.de
 
 
 class TailSlots:
-    """The slots of one tier as three tensors, the slot in the second dimension so that one slot is one strided copy."""
+    """The slots of one tier as three tensors [layers, slots, ...].
 
-    def __init__(self, geometry: PoolGeometry, slots: int, device: torch.device | str, pin: bool = False) -> None:
+    On the device a layer's slots are contiguous, which is what kernels write; on the host a slot's layers are, so that
+    a copy between the tiers is three transfers from or to pinned memory that never wait.
+    """
+
+    def __init__(
+        self, geometry: PoolGeometry, slots: int, device: torch.device | str, *, slot_first: bool, pin: bool = False
+    ) -> None:
         g, layers, csa = geometry, geometry.layers(), geometry.layers(CSA_RATIO)
         one = KVRows.allocate(slots * WINDOW_TOKENS, g.row_format, g.row_dim, g.rope_dim, g.dtype, "meta").storage
 
         def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin)
+            if not slot_first:
+                return torch.zeros(shape, dtype=dtype, device=device)
+            shape = (shape[1], shape[0], *shape[2:])
+            return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin).transpose(0, 1)
 
         self.window = zeros((len(layers), slots, one.shape[0] // max(1, slots), one.shape[1]), one.dtype)
         self.overlap = zeros((len(csa), slots, OVERLAP_TOKENS, 2, g.row_dim), torch.float32)
@@ -118,14 +127,15 @@ class TailStorage:
                 f"{geometry.window_tokens}: start with --disable-radix-cache"
             )
         self.pool = pool
-        self.device = TailSlots(geometry, device_slots + 1, pool.device)
-        self.host = TailSlots(geometry, 0, "cpu")
+        self.device = TailSlots(geometry, device_slots + 1, pool.device, slot_first=False)
+        self.host = TailSlots(geometry, 0, "cpu", slot_first=True)
         self.device_slots = self.landing_slot = device_slots
         self.slot_bytes = self.device.nbytes // (device_slots + 1)
 
     def add_host(self, host_slots: int) -> None:
         """Allocate the host tier, pinned where the device is a GPU."""
-        self.host = TailSlots(self.pool.geometry, host_slots, "cpu", pin=torch.device(self.pool.device).type == "cuda")
+        pin = torch.device(self.pool.device).type == "cuda"
+        self.host = TailSlots(self.pool.geometry, host_slots, "cpu", slot_first=True, pin=pin)
 
     def issue(self, copies: Sequence[Copy]) -> None:
         """Copies between the tiers, in order."""

@@ -59,6 +59,26 @@ def test_draft_extend_runs_on_the_draft_runner() -> None:
     assert backend.token_to_kv_pool is engine.pool
 
 
+@pytest.mark.parametrize("is_draft", [False, True], ids=["target", "draft"])
+def test_a_prefix_without_window_rows(is_draft: bool) -> None:
+    """The target must not go on; a draft's rows are cleared, and no other request's."""
+    engine = Engine(DRAFT, Sequences(DRAFT, 320))
+    engine.forward(ForwardMode.EXTEND, [(0, 300), (1, 300)])
+    pool, ring = engine.pool, engine.pool.window(0).storage
+    pool.is_draft = is_draft
+    slot, other = engine.slot[0], engine.slot[1]
+    engine.generation[slot] += 1
+    batch = SimpleNamespace(req_pool_indices_cpu=torch.tensor([slot]))
+    if not is_draft:
+        with pytest.raises(RuntimeError, match="a prefix must come with its tail"):
+            engine.backend._claim_slots(batch, [256])
+        return
+    engine.backend._claim_slots(batch, [256])
+    rows = ring.unflatten(0, (-1, DRAFT.ring_rows))
+    assert not rows[slot].any() and rows[other].any()
+    assert pool.tail_generation[slot] == engine.generation[slot]
+
+
 def test_another_pool_is_refused() -> None:
     """SGLang goes on when a plugin's hook fails; with its own pool our backend must not."""
     with pytest.raises(TypeError, match=r"needs sglang-dsv4's KV pool, found .*SimpleNamespace: is the"):

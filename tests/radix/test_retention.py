@@ -1,5 +1,7 @@
-"""What is kept, at a tenth of the simulation's size: the bounds that the policy must reach (benchmarks/prefix_simulation.py
-has the comparison with SGLang's at equal memory)."""
+"""What is kept, at a tenth of the simulation's size: the bounds that the policy must reach.
+
+benchmarks/prefix_simulation.py has the same traces, larger, and the comparison with SGLang's own policy.
+"""
 
 from __future__ import annotations
 

@@ -206,3 +206,12 @@ def test_nothing_was_broken_on_the_way(server: Server) -> None:
     assert server.is_alive()
     assert "is live on SGLang" in server.log and "Dsv4PrefixCache" in server.log
     assert "Traceback" not in server.log, server.log[server.log.index("Traceback") :][:3000]
+
+
+def test_doctor_asks_the_server(server: Server) -> None:
+    from sglang_dsv4 import doctor
+
+    lines = doctor.server(server.url)
+    assert "radix_cache_backend: dsv4" in lines
+    counted = any(line.startswith("sglang_dsv4:tail_slots") for line in lines)
+    assert counted != any(line.startswith("no metrics") for line in lines)

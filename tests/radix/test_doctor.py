@@ -1,0 +1,54 @@
+"""`python -m sglang_dsv4.doctor`: the installation, the plan of a checkpoint, and a server that isn't there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sglang_dsv4 import doctor
+from sglang_dsv4.random_checkpoint import PRESETS, hf_config
+from sglang_dsv4.tail_options import TailOptions
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(PRESETS["flash"])))
+    return tmp_path
+
+
+def test_installation_names_versions_and_implementations() -> None:
+    text = "\n".join(doctor.installation())
+    assert "SGLang 0.5.23: the tested version" in text
+    assert any(line.split() == ["sparse_attention", "ref"] for line in text.splitlines())
+
+
+@pytest.mark.parametrize("rows", ["fp8", "plain"])
+def test_plan_says_what_is_kept(model: Path, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_DSV4_TAIL_HOST_SLOTS", "77")
+    lines = doctor.plan(model, tokens=65_536, requests=8, rows=rows)
+    assert "8 requests, 24 tail checkpoints" in lines[0]
+    assert any("24 on the device, 77 in host memory" in line for line in lines)
+    assert ["32,768", "2", "17"] in [line.split() for line in lines]
+
+
+def test_a_missing_server_or_model_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--url", "http://127.0.0.1:9"]) == 1
+    assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err
+    assert doctor.main([str(tmp_path / "nothing")]) == 1
+    assert "nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("SGLANG_DSV4_TAIL_INTERVAL", "1000", "multiple of 256 tokens, got 1000"),
+        ("SGLANG_DSV4_TAIL_SLOTS", "many", "SGLANG_DSV4_TAIL_SLOTS must be a number of at least 0, got 'many'"),
+        ("SGLANG_DSV4_TAIL_HOST_SLOTS", "-1", "SGLANG_DSV4_TAIL_HOST_SLOTS must be"),
+    ],
+)
+def test_bad_options_are_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        TailOptions.from_environment()
