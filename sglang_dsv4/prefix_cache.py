@@ -84,11 +84,12 @@ def create_prefix_cache(ctx: TreeCacheBuildContext) -> Dsv4PrefixCache:
             "sglang-dsv4 does not support --enable-hierarchical-cache: it would move pages to the host without the "
             "window rows at their ends. Tail checkpoints have a host tier of their own (SGLANG_DSV4_TAIL_HOST_SLOTS)"
         )
-    if ctx.disable_radix_cache:
-        ctx.params.disable = True
-        logger.info("Prefix reuse is off (--disable-radix-cache): every request is computed from its first token.")
-        return Dsv4PrefixCache(ctx.params)
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    if ctx.disable_radix_cache or pool.tail_storage is None:
+        why = "--disable-radix-cache" if ctx.disable_radix_cache else "SGLANG_DSV4_TAIL_SLOTS=0"
+        ctx.params.disable = True
+        logger.info("Prefix reuse is off (%s): every request is computed from its first token.", why)
+        return Dsv4PrefixCache(ctx.params)
     tails = activate_tails(pool)
     cache = Dsv4PrefixCache(ctx.params, tails)
     pool.tails = tails
@@ -100,7 +101,6 @@ def create_prefix_cache(ctx: TreeCacheBuildContext) -> Dsv4PrefixCache:
 def activate_tails(pool: Dsv4KVPool) -> TailRequests:
     """The ledger and the host tier of a pool's tail checkpoints."""
     options, storage = TailOptions.from_environment(), pool.tail_storage
-    assert storage is not None, "the pool was built without tail checkpoints"
     storage.add_host(options.slots_on_host(storage.device_slots, storage.slot_bytes))
     g, host_slots = pool.geometry, storage.host.slots
     store = CheckpointStore(storage.device_slots, host_slots)
