@@ -96,11 +96,16 @@ class Dsv4KVPool(DeepSeekV4TokenToKVPool):
         self.on_prefix_report: Callable[[str, PrefixReport], None] = lambda request, report: None
         self.tail_generation = torch.zeros(request_slots, dtype=torch.int64)
         self._tensors: dict[str, dict[int, KVRows | torch.Tensor]] = {}
+        self._stacks: dict[str, torch.Tensor] = {}
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             for spec in self.plan.pools:
                 # The draft worker allocates its own rings; checkpoints are laid out slot by slot (tail_storage).
                 if spec.name != "draft window rings" and spec.per != "checkpoint":
-                    self._tensors[spec.name] = {layer: spec.allocate(device) for layer in spec.layers}
+                    if spec.per == "request":
+                        self._stacks[spec.name], rows = spec.allocate_stack(device)
+                        self._tensors[spec.name] = dict(zip(spec.layers, rows, strict=True))
+                    else:
+                        self._tensors[spec.name] = {layer: spec.allocate(device) for layer in spec.layers}
             self.tail_storage = TailStorage(self, tail_slots) if tail_slots else None
         self.mem_usage = self.get_kv_size_bytes() / (1 << 30)
 
@@ -133,6 +138,10 @@ class Dsv4KVPool(DeepSeekV4TokenToKVPool):
             per_row = rows.num_rows // rows.storage.shape[0]  # rows in one of the storage's: 1, or 64 in a byte format
             first, end = (slot * self.geometry.ring_rows // per_row for slot in (request_slot, request_slot + 1))
             rows.storage[first:end] = 0
+
+    def stack(self, name: str) -> torch.Tensor:
+        """Storage of all layers of a pool of request slots, [layers, ...]: what a tail checkpoint copies at once."""
+        return self._stacks[name]
 
     def _kind(self, layer_id: int) -> str:
         return {CSA_RATIO: "CSA", HCA_RATIO: "HCA"}.get(self.geometry.layer_ratio(layer_id), "SWA")

@@ -9,6 +9,7 @@ sink) pays its rings, which do not grow with the context.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,6 +56,15 @@ class PoolSpec:
         if self.row_format is None:
             return torch.zeros((rows, 2, self.row_dim), dtype=torch.float32, device=device)
         return KVRows.allocate(rows, self.row_format, self.row_dim, self.rope_dim, self.dtype, device, fill=0)
+
+    def allocate_stack(self, device: str | torch.device) -> tuple[torch.Tensor, list[KVRows | torch.Tensor]]:
+        """All layers' storage in one zero tensor [layers, ...], and each layer's part of it."""
+        one = self.allocate("meta")
+        storage = one.storage if isinstance(one, KVRows) else one
+        stack = torch.zeros((len(self.layers), *storage.shape), dtype=storage.dtype, device=device)
+        if isinstance(one, KVRows):
+            return stack, [dataclasses.replace(one, storage=layer) for layer in stack]
+        return stack, list(stack)
 
     @property
     def layer_bytes(self) -> int:

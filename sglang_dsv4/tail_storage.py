@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dsv4_kernels.kv_layout import KVRows, RowFormat
+from dsv4_kernels.kv_layout import KVRows
 from dsv4_radix_cache.requests import Restore, Write
 from dsv4_radix_cache.ring import OVERLAP_TOKENS, WINDOW_TOKENS, chunk_rows, overlap_span, window_span
 from dsv4_radix_cache.store import Copy, Tier
@@ -151,13 +151,13 @@ class TailStorage:
         if restore.tier is Tier.HOST:
             self.device.copy_slot(self.landing_slot, self.host, slot)
             slot = self.landing_slot
-        rings, saved = self._ring_views(request_slot, restore.position), self._slot_views(slot)
-        torch._foreach_copy_(rings, saved)
+        for ring, saved in zip(self._rings(request_slot, restore.position), self.device.parts(), strict=True):
+            ring.copy_(saved[:, slot])
 
     def snapshot(self, request_slot: int, write: Write) -> None:
         """Save the rings of a request that has reached `write.position` (or a little more, if they are wide)."""
-        rings, saved = self._ring_views(request_slot, write.position), self._slot_views(write.device_slot)
-        torch._foreach_copy_(saved, rings)
+        for ring, saved in zip(self._rings(request_slot, write.position), self.device.parts(), strict=True):
+            saved[:, write.device_slot].copy_(ring)
 
     def write_window(self, layer_id: int, writes: ChunkWrites, kv: Tensor) -> None:
         """Window rows of a chunk's checkpoints, from `kv [T, row_dim]`, the rows that the ring gets too."""
@@ -175,24 +175,17 @@ class TailStorage:
         names = ("tail checkpoint windows", "tail checkpoint overlaps", "tail checkpoint indexer overlaps")
         return list(zip(names, self.device.parts(), strict=True))
 
-    def _slot_views(self, slot: int) -> list[Tensor]:
-        g, views = self.pool.geometry, [self.device.window[i, slot] for i in range(self.device.window.shape[0])]
-        for layer in g.layers(CSA_RATIO):
-            views += [self.device.overlap_rows(layer, indexer=indexer)[slot] for indexer in (False, True)]
-        return views
-
-    def _ring_views(self, request_slot: int, position: int) -> list[Tensor]:
-        """The same rows in the rings of a request, in the same order and shapes."""
+    def _rings(self, request_slot: int, position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The same rows in the rings of a request: views [layers, ...] of the shapes of `part[:, slot]`."""
         pool, g = self.pool, self.pool.geometry
         span = window_span(position, g.ring_rows)
-        first = request_slot * g.ring_rows + span.begin
-        unit = 1 if g.row_format is RowFormat.PLAIN else WINDOW_TOKENS // self.device.window.shape[2]
-        views = [pool.window(layer).storage[first // unit : (first + span.rows) // unit] for layer in g.layers()]
+        unit = WINDOW_TOKENS // self.device.window.shape[2]  # rows in one row of the storage: 1, or 64 in a byte format
+        first = (request_slot * g.ring_rows + span.begin) // unit
+        window = pool.stack("window rings")[:, first : first + span.rows // unit]
         if not g.layers(CSA_RATIO):
-            return views
+            return window, self.device.overlap[:, 0], self.device.index_overlap[:, 0]
         span = overlap_span(position, g.state_rows(CSA_RATIO))
         first = request_slot * g.state_rows(CSA_RATIO) + span.begin
-        for layer in g.layers(CSA_RATIO):
-            views.append(pool.compressor_state(layer)[first : first + span.rows, :, : g.row_dim])
-            views.append(pool.indexer_state(layer)[first : first + span.rows, :, : g.index_dim])
-        return views
+        rows = slice(first, first + span.rows)
+        main = pool.stack("CSA compressor state")[:, rows, :, : g.row_dim]
+        return window, main, pool.stack("indexer compressor state")[:, rows, :, : g.index_dim]

@@ -146,8 +146,7 @@ def test_under_eviction_pressure(engine: ServedEngine) -> None:
         hits.append(hit)
         assert_equals_cold(logits, expected[i], hit)
         engine.serve(some(100 + step, 700))
-    evicted = [bool(hit) for hit in hits]
-    assert evicted == [False, False, True, False, False, False, True, True], hits
+    assert [bool(hit) for hit in hits] == [False, False, True, False, False, False, False, True], hits
 
 
 def one_row(pool: object, layer: int, name: str, row: int) -> Tensor:

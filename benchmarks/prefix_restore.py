@@ -1,0 +1,128 @@
+"""What moving one tail checkpoint costs, with the row sizes of V4-Flash or V4-Pro.
+
+    python benchmarks/prefix_restore.py [--model flash|pro] [--device cuda|cpu] [--json FILE]
+
+    restore     device slot -> the rings of a request
+    from host   pinned host slot -> landing slot -> rings
+    snapshot    rings -> device slot (a decoding request fills a page)
+    to host     device slot -> pinned host slot (write-through)
+
+Each is checked byte for byte first. Median of the wall time from launch to completion, and of the launch alone, which
+is what the scheduler's thread pays. Rings and slots are picked at random, so the L2 cache is cold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dsv4_kernels.kv_layout import KVRows, RowFormat
+from dsv4_radix_cache.requests import Restore, Write
+from dsv4_radix_cache.store import Copy, Tier
+from sglang_dsv4.geometry import CSA_RATIO, HCA_RATIO, PoolGeometry
+from sglang_dsv4.tail_storage import TailStorage
+
+FLASH = (0, 0) + (CSA_RATIO, HCA_RATIO) * 20 + (CSA_RATIO,)
+PRO = (HCA_RATIO, HCA_RATIO) + (CSA_RATIO, HCA_RATIO) * 29 + (CSA_RATIO,)
+REQUESTS, SLOTS, POSITION = 64, 64, 4096
+
+
+class Rings:
+    """As much of a KV pool as a checkpoint touches: stacks of all layers."""
+
+    def __init__(self, geometry: PoolGeometry, device: torch.device) -> None:
+        g = self.geometry = geometry
+        self.device = device
+        ring = KVRows.allocate(REQUESTS * g.ring_rows, g.row_format, g.row_dim, g.rope_dim, g.dtype, "meta").storage
+        states, csa = REQUESTS * g.state_rows(CSA_RATIO), len(g.layers(CSA_RATIO))
+        self._stacks = {
+            "window rings": torch.randint(255, (len(g.ratios), *ring.shape), dtype=ring.dtype, device=device),
+            "CSA compressor state": torch.randn(csa, states, 2, 2 * g.row_dim, device=device),
+            "indexer compressor state": torch.randn(csa, states, 2, 2 * g.index_dim, device=device),
+        }
+
+    def stack(self, name: str) -> Tensor:
+        """[layers, rows, ...]."""
+        return self._stacks[name]
+
+
+def main() -> None:
+    """Check, measure, print a table and one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=("flash", "pro"), default="flash")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    geometry = PoolGeometry(
+        ratios=FLASH if arguments.model == "flash" else PRO,
+        row_format=RowFormat.FP8,
+        index_format=RowFormat.INDEX_FP4,
+    )
+    rings = Rings(geometry, device)
+    storage = TailStorage(rings, SLOTS)
+    storage.add_host(SLOTS)
+    rng = random.Random(0)
+
+    def synchronise() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def image(request: int) -> list[Tensor]:
+        return [view.clone() for view in storage._rings(request, POSITION)]
+
+    saved = image(5)
+    storage.snapshot(5, Write(POSITION, 9))
+    storage.issue([Copy(Tier.HOST, 9, 17)])
+    storage.device.window[:, 9] = 0
+    storage.restore(6, Restore(POSITION, Tier.HOST, 17))
+    storage.issue([Copy(Tier.DEVICE, 11, 17)])
+    storage.restore(7, Restore(POSITION, Tier.DEVICE, 11))
+    synchronise()
+    for request in (6, 7):
+        assert all(torch.equal(a, b) for a, b in zip(saved, image(request), strict=True)), "the bytes differ"
+
+    def one(call: Callable[[int, int], None]) -> tuple[float, float]:
+        launches, totals = [], []
+        for _ in range(60):
+            request, slot = rng.randrange(REQUESTS), rng.randrange(SLOTS)
+            synchronise()
+            began = time.perf_counter()
+            call(request, slot)
+            launched = time.perf_counter()
+            synchronise()
+            launches.append((launched - began) * 1e6)
+            totals.append((time.perf_counter() - began) * 1e6)
+        return statistics.median(launches[10:]), statistics.median(totals[10:])
+
+    calls: dict[str, Callable[[int, int], None]] = {
+        "restore": lambda request, slot: storage.restore(request, Restore(POSITION, Tier.DEVICE, slot)),
+        "from host": lambda request, slot: storage.restore(request, Restore(POSITION, Tier.HOST, slot)),
+        "snapshot": lambda request, slot: storage.snapshot(request, Write(POSITION, slot)),
+        "to host": lambda request, slot: storage.issue([Copy(Tier.HOST, slot, slot)]),
+    }
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"{arguments.model} on {name}, torch {torch.__version__}: {storage.slot_bytes / 1e6:.2f} MB a checkpoint")
+    print(f"{'':10} {'launch us':>10} {'total us':>10} {'GB/s':>8}")
+    rows = {}
+    for what, call in calls.items():
+        launch, total = one(call)
+        rows[what] = {"launch_us": round(launch, 1), "total_us": round(total, 1)}
+        print(f"{what:10} {launch:10.1f} {total:10.1f} {storage.slot_bytes / total / 1e3:8.1f}")
+    result = {"benchmark": "prefix_restore", "model": arguments.model, "device": name, "bytes": storage.slot_bytes}
+    line = json.dumps({**result, "torch": torch.__version__, "results": rows})
+    if arguments.json:
+        arguments.json.write_text(line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()
