@@ -215,3 +215,19 @@ def test_doctor_asks_the_server(server: Server) -> None:
     assert "radix_cache_backend: dsv4" in lines
     counted = any(line.startswith("sglang_dsv4:tail_slots") for line in lines)
     assert counted != any(line.startswith("no metrics") for line in lines)
+
+
+@pytest.mark.slow
+def test_two_ranks_keep_the_same_prefixes(tmp_path: Path) -> None:
+    """Each rank has a tree and a store of its own, which must take the same decisions; SGLang compares them."""
+    write_checkpoint(tmp_path / "model", PRESETS["tiny"], quantised=False)
+    prompt = some(95, 860)
+    env = TAILS | {"SGLANG_DSV4_TAIL_SLOTS": "4", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with running_server(tmp_path / "model", tmp_path / "log", *FLAGS, "--tp", "2", env=env) as server:
+        expected = cold(server, prompt, 8)
+        for seed in (1, 2, 3):
+            server.generate(prompt[:600] + some(seed, 300), max_new_tokens=2)
+            result = server.generate(prompt, max_new_tokens=8)
+            assert answer(result) == expected and result["meta_info"]["prefix_cache"][0]["position"] == 768
+        flush(server)
+        assert server.is_alive() and "Traceback" not in server.log
