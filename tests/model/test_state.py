@@ -46,6 +46,9 @@ def poison(harness: Harness, keep: dict[str, Tensor]) -> None:
     pool = harness.pool
     geometry = pool.geometry
     for name, layer, storage in pool.tensors():
+        if name.startswith("tail checkpoint"):
+            storage.view(torch.uint8).fill_(0xFF)  # NaN in every format; no request here resumes from a checkpoint
+            continue
         ratio = geometry.layer_ratio(layer)
         if name == "window rings":
             sink = geometry.ring_rows
