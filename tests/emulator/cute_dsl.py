@@ -16,10 +16,8 @@ call the real runtime and are refused.
 import contextlib
 import ctypes
 import functools
-import hashlib
 import os
 import struct
-import subprocess
 import tempfile
 import types
 import weakref
@@ -29,63 +27,19 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+
 from device import Device
-from tensor_map import ElementType, Swizzle, TensorMapError, encode
+from host_callbacks import HostCallbacks, build_library, unpack_launch
 
-HERE = Path(__file__).resolve().parent
-BUILD_DIR = HERE / ".build"
-
-_CUDA_SUCCESS, _INVALID_VALUE, _INVALID_IMAGE, _LAUNCH_FAILURE = 0, 1, 200, 719
+_RUNTIME_SOURCE = Path(__file__).resolve().parent / "fake_runtime.c"
 _KDL_CUDA = 2
 _FATBIN_MAGIC = 0xBA55ED50
-
-_LAUNCH = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_uint64,
-    ctypes.c_char_p,
-    ctypes.POINTER(ctypes.c_uint),
-    ctypes.c_uint64,
-    ctypes.POINTER(ctypes.c_void_p),
-)
-_LOAD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p)
-_U32S, _U64S = ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_uint64)
-_ENCODE = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_uint,
-    ctypes.c_uint,
-    ctypes.c_uint64,
-    _U64S,
-    _U64S,
-    _U32S,
-    _U32S,
-    ctypes.c_uint,
-    ctypes.c_uint,
-    ctypes.c_uint,
-)
 
 # Compiled functions, cubins and loaded libraries outlive the block that made them: kernels are
 # commonly compiled once and cached by their owner.
 _compiled: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _ptx_of_cubin: dict[bytes, str] = {}
 _ptx_of_library: dict[int, str] = {}
-
-
-@functools.cache
-def runtime_library() -> Path:
-    """fake_runtime.c, built once per content."""
-    source = HERE / "fake_runtime.c"
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    # The DSL hands the library to a JIT that looks it up by its usual name.
-    library = BUILD_DIR / f"runtime-{digest}" / "libcute_dsl_runtime.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        partial = library.with_suffix(f".{os.getpid()}")
-        subprocess.run(
-            ["gcc", "-shared", "-fPIC", "-O1", "-o", str(partial), str(source)], check=True
-        )
-        partial.rename(library)
-    return library
 
 
 class _DeviceView:
@@ -124,54 +78,11 @@ def _is_numpy(value: object) -> bool:
 
 
 class _Attachment:
-    """The callbacks of one block, and the first error that one of them met."""
+    """One block's device and callbacks."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.error: BaseException | None = None
-        self._callbacks = (
-            _LAUNCH(self._guard(self._launch, _LAUNCH_FAILURE)),
-            _LOAD(self._guard(self._load, _INVALID_IMAGE)),
-            _ENCODE(self._guard(self._encode_tensor_map, _INVALID_VALUE)),
-        )
-
-    def install(self, library: ctypes.CDLL) -> None:
-        library.fake_runtime_set_callbacks(*self._callbacks)
-
-    def raise_pending(self) -> None:
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
-
-    def raising(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, with the error that was kept instead of the CUDA error that echoes it."""
-
-        @functools.wraps(call)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            try:
-                result = call(*args, **kwargs)
-            except Exception:
-                self.raise_pending()
-                raise
-            self.raise_pending()
-            return result
-
-        return wrapped
-
-    def _guard(self, function: Callable[..., None], error_code: int) -> Callable[..., int]:
-        """No exception can cross the host code: keep the first, and return a CUDA error."""
-
-        def guarded(*args: Any) -> int:
-            if self.error is not None:
-                return error_code
-            try:
-                function(*args)
-            except BaseException as error:  # raised again by raise_pending
-                self.error = error
-                return error_code
-            return _CUDA_SUCCESS
-
-        return guarded
+        self.callbacks = HostCallbacks(self._launch, self._load)
 
     def _load(self, library: int, image: int) -> None:
         contents = _fatbin_bytes(image)
@@ -185,50 +96,19 @@ class _Attachment:
         )
 
     def _launch(self, library: int, kernel: bytes, dims: Any, smem: int, arguments: Any) -> None:
-        from device import program_of
-
         ptx, name = _ptx_of_library[library], kernel.decode()
-        sizes = [size for _, _, size in program_of(ptx).parameters(name)]
-        params = [ctypes.string_at(arguments[i], size) for i, size in enumerate(sizes)]
-        grid, block, cluster = ((dims[i], dims[i + 1], dims[i + 2]) for i in (0, 3, 6))
-        self.device.launch(ptx, name, grid, block, cluster, smem, params)
-
-    def _encode_tensor_map(
-        self,
-        target: int,
-        data_type: int,
-        rank: int,
-        address: int,
-        sizes: Any,
-        strides: Any,
-        box: Any,
-        element_strides: Any,
-        interleave: int,
-        swizzle: int,
-        oob_fill: int,
-    ) -> None:
-        if interleave:
-            raise TensorMapError("interleaved tensor maps are not supported")
-        tensor_map = encode(
-            address,
-            ElementType(data_type),
-            sizes[:rank],
-            strides[: rank - 1],
-            box[:rank],
-            swizzle=Swizzle(swizzle),
-            element_strides=element_strides[:rank],
-            oob_nan=bool(oob_fill),
-        )
-        ctypes.memmove(target, tensor_map, len(tensor_map))
+        self.device.launch(ptx, name, *unpack_launch(ptx, name, dims, smem, arguments))
 
 
 @contextlib.contextmanager
 def attached(
     device: Device, *, arch: str = "sm_100a", multiprocessors: int = 148, lineinfo: bool = True
-) -> Iterator[_Attachment]:
+) -> Iterator[None]:
     """CuTe DSL launches go to `device` until the block ends."""
     attachment = _Attachment(device)
-    library_path = str(runtime_library())
+    callbacks = attachment.callbacks
+    # The DSL hands the library to a JIT that looks it up by its usual name.
+    library_path = str(build_library(_RUNTIME_SOURCE, "libcute_dsl_runtime.so"))
     runtime = ctypes.CDLL(library_path, mode=ctypes.RTLD_GLOBAL)
     with contextlib.ExitStack() as stack:
         dump_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="emulated-"))
@@ -258,12 +138,12 @@ def attached(
                 stack.enter_context(mock.patch.object(dsl.envar, name, value))
         for target, name, replacement in _replacements(attachment, multiprocessors):
             stack.enter_context(mock.patch.object(target, name, replacement))
-        attachment.install(runtime)
+        runtime.fake_runtime_set_callbacks(callbacks.launch, callbacks.load, callbacks.encode)
         try:
-            yield attachment
+            yield
         finally:
             runtime.fake_runtime_set_callbacks(None, None, None)
-    attachment.raise_pending()
+    callbacks.raise_pending()
 
 
 def _replacements(attachment: _Attachment, multiprocessors: int) -> Iterator[tuple[Any, str, Any]]:
@@ -294,13 +174,17 @@ def _compile_and_call(attachment: _Attachment) -> Iterator[tuple[Any, str, Any]]
             raise RuntimeError(
                 f"{self.function_name} was compiled outside `with emulated():`; compile it inside"
             )
-        attachment.raising(original_load)(self)
+        attachment.callbacks.raising(original_load)(self)
         return []  # nothing for the function to unload through the real CUDA runtime
 
     yield CudaDialectJitCompiledFunction, "_load_cuda_library", load
     yield CudaDialectJitCompiledFunction, "num_devices", property(lambda self: 1)
 
-    yield JitExecutor, "run_compiled_program", attachment.raising(JitExecutor.run_compiled_program)
+    yield (
+        JitExecutor,
+        "run_compiled_program",
+        attachment.callbacks.raising(JitExecutor.run_compiled_program),
+    )
 
     try:
         import tvm_ffi
@@ -324,7 +208,7 @@ def _compile_and_call(attachment: _Attachment) -> Iterator[tuple[Any, str, Any]]
             named = {name: on_device(value) for name, value in kwargs.items()}
             return call(self, *map(on_device, args), **named)
 
-        return attachment.raising(wrapped)
+        return attachment.callbacks.raising(wrapped)
 
     for function_type in (
         provider.TVMFFIJitCompiledFunction,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from device_memory import DeviceMemory
 from emulator import MemoryMap, Options, Program, Report, launch
 from tensor_map import ElementType, Swizzle, encode
@@ -28,6 +29,10 @@ def program_of(ptx: str) -> Program:
     if key not in _programs:
         _programs[key] = Program.from_ptx(ptx)
     return _programs[key]
+
+
+def parameter_bytes(ptx: str, kernel: str) -> list[int]:
+    return [parameter.nbytes for parameter in program_of(ptx).kernel(kernel).function.params]
 
 
 @dataclass(frozen=True)
@@ -205,7 +210,7 @@ class Device:
         dynamic_smem_bytes: int = 0,
     ) -> Report:
         """Launches a kernel of a PTX text with explicit arguments, one per `.param`."""
-        sizes = [size for _, _, size in program_of(text).parameters(kernel)]
+        sizes = parameter_bytes(text, kernel)
         if len(sizes) != len(args):
             raise ValueError(f"{kernel} has {len(sizes)} parameters, got {len(args)} arguments")
         params = [self._encode(arg, size) for arg, size in zip(args, sizes, strict=True)]
