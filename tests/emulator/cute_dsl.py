@@ -161,9 +161,9 @@ def _compile_and_call(attachment: _Attachment) -> Iterator[tuple[Any, str, Any]]
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original_init(self, *args, **kwargs)
-        if self.__ptx__ is not None:
+        if self.has_gpu_module:
             _compiled.add(self)
-            _ptx_of_cubin[bytes(self.__cubin__)] = self.__ptx__
+            _ptx_of_cubin[self.__cubin__] = self.__ptx__
 
     yield JitCompiledFunction, "__init__", init
 
@@ -180,11 +180,17 @@ def _compile_and_call(attachment: _Attachment) -> Iterator[tuple[Any, str, Any]]
     yield CudaDialectJitCompiledFunction, "_load_cuda_library", load
     yield CudaDialectJitCompiledFunction, "num_devices", property(lambda self: 1)
 
-    yield (
-        JitExecutor,
-        "run_compiled_program",
-        attachment.callbacks.raising(JitExecutor.run_compiled_program),
-    )
+    def called(call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call of compiled host code, which launches kernels or works on tensors by itself."""
+
+        @functools.wraps(call)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with attachment.device.memory.on_device():
+                return call(*args, **kwargs)
+
+        return attachment.callbacks.raising(wrapped)
+
+    yield JitExecutor, "run_compiled_program", called(JitExecutor.run_compiled_program)
 
     try:
         import tvm_ffi
@@ -203,12 +209,14 @@ def _compile_and_call(attachment: _Attachment) -> Iterator[tuple[Any, str, Any]]
         return value
 
     def converting(call: Callable[..., Any]) -> Callable[..., Any]:
+        call = called(call)
+
         @functools.wraps(call)
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
             named = {name: on_device(value) for name, value in kwargs.items()}
             return call(self, *map(on_device, args), **named)
 
-        return attachment.callbacks.raising(wrapped)
+        return wrapped
 
     for function_type in (
         provider.TVMFFIJitCompiledFunction,

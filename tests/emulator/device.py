@@ -172,13 +172,12 @@ class Device:
         dynamic_smem_bytes: int,
         params: list[bytes],
     ) -> Report:
-        self.memory.upload()
-        recording = None
-        if self._record:
-            before = [(e.address, e.name, self._read(e)) for e in self.memory.extents()]
-            dims = (grid, block, cluster, dynamic_smem_bytes)
-            recording = Recording(ptx, kernel, *dims, params, before)
-        try:
+        with self.memory.on_device():
+            recording = None
+            if self._record:
+                before = [(e.address, e.name, self._read(e)) for e in self.memory.extents()]
+                dims = (grid, block, cluster, dynamic_smem_bytes)
+                recording = Recording(ptx, kernel, *dims, params, before)
             report = launch(
                 program_of(ptx),
                 kernel,
@@ -190,11 +189,9 @@ class Device:
                 memory=_memory_map(self.memory),
                 options=self.options,
             )
-        finally:
-            self.memory.download()
-        if recording is not None:
-            recording.results.extend(self._read(e) for e in self.memory.extents())
-            self.recordings.append(recording)
+            if recording is not None:
+                recording.results.extend(self._read(e) for e in self.memory.extents())
+                self.recordings.append(recording)
         self.reports.append(report)
         return report
 

@@ -11,6 +11,7 @@ Bounds are those of the tensors that were passed, not of their storages: a kerne
 slice may not read beyond it.
 """
 
+import contextlib
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -106,6 +107,7 @@ class DeviceMemory:
     def __init__(self) -> None:
         self._storages: dict[tuple[int, int], _Storage] = {}
         self._next = ARENA_BASE
+        self._depth = 0
 
     def __enter__(self) -> "DeviceMemory":
         mapped = _libc.mmap(
@@ -141,6 +143,8 @@ class DeviceMemory:
         if storage is None:
             storage = self._place(base, nbytes, owner)
             self._storages[(base, nbytes)] = storage
+            if self._depth:
+                ctypes.memmove(storage.device_address, base, nbytes)
         address = storage.device_address + offset
         if extent_bytes and (offset, extent_bytes) not in storage.extents:
             label = f"{name} {_describe(array)}".strip()
@@ -161,7 +165,20 @@ class DeviceMemory:
         for storage in self._storages.values():
             yield from storage.extents.values()
 
-    def upload(self) -> None:
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Inside, the arena holds the tensors' contents; after, the tensors do. May be nested."""
+        if self._depth == 0:
+            self._upload()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._download()
+
+    def _upload(self) -> None:
         """Copies every storage to the device, and drops those that nobody else holds any more."""
         for key, storage in list(self._storages.items()):
             if _is_released(storage.owner):
@@ -169,7 +186,7 @@ class DeviceMemory:
             elif storage.host_address:
                 ctypes.memmove(storage.device_address, storage.host_address, storage.nbytes)
 
-    def download(self) -> None:
+    def _download(self) -> None:
         """Copies back what a launch changed; unchanged host memory may be read-only."""
         for storage in self._storages.values():
             host, device, nbytes = storage.host_address, storage.device_address, storage.nbytes

@@ -208,6 +208,14 @@ void cuda_dialect_assert_success(int error) {
     abort();
   }
 }
-// TVM-FFI-compiled host code returns what these return; host.py raises the error that it kept.
-int CuteDSLRT_TVMFFISetRaisedCudaError(int error) { return -1; }
-int CuteDSLRT_TVMFFISetRaisedCudaLaunchError(int error) { return -1; }
+// TVM-FFI-compiled host code reports an error through a function that it passes: the message comes
+// in parts. host.py raises the error that it kept instead.
+typedef void (*RaiseParts)(const char *kind, const char **parts, int num_parts);
+static void raise_in_tvm_ffi(RaiseParts raise) {
+  const char *parts[] = {"the emulator stopped a launch"};
+  if (raise) raise("RuntimeError", parts, 1);
+}
+void CuteDSLRT_TVMFFISetRaisedCudaError(RaiseParts raise, int error) { raise_in_tvm_ffi(raise); }
+void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(RaiseParts raise, int error) {
+  raise_in_tvm_ffi(raise);
+}

@@ -90,28 +90,36 @@ def _dense_gemms() -> list[Case]:
             quick=True,
         ),
         Case(
-            "dense_gemm ragged",
+            "dense_gemm ragged, TMA store",
             plain,
-            "--mnkl 200,136,72,2 --mma_tiler_mn 128,128",
+            "--mnkl 200,136,72,2 --mma_tiler_mn 128,128 --use_tma_store",
         ),
-        Case("tutorial nvfp4_gemm_0", f"{CUTE}/tutorial/tutorial_gemm/nvfp4_gemm_0.py"),
-        Case("tutorial nvfp4_gemm_1", f"{CUTE}/tutorial/tutorial_gemm/nvfp4_gemm_1.py"),
+        Case(
+            "tutorial nvfp4_gemm_0",
+            f"{CUTE}/tutorial/tutorial_gemm/nvfp4_gemm_0.py",
+            "--mnkl 256,256,512,1",
+        ),
+        Case(
+            "tutorial nvfp4_gemm_1",
+            f"{CUTE}/tutorial/tutorial_gemm/nvfp4_gemm_1.py",
+            "--mnkl 512,512,512,1",
+        ),
         Case(
             "blockscaled nvfp4",
             f"{CUTE}/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent.py",
-            "--ab_dtype Float4E2M1FN --sf_dtype Float8E4M3FN --sf_vec_size 16 --c_dtype Float16 "
+            "--a_dtype Float4E2M1FN --b_dtype Float4E2M1FN --sf_dtype Float8E4M3FN --sf_vec_size 16 --c_dtype Float16 "
             "--mma_tiler_mn 128,128 --cluster_shape_mn 1,1 --mnkl 256,256,256,1",
         ),
         Case(
             "blockscaled mxfp4 2-CTA",
             f"{CUTE}/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent.py",
-            "--ab_dtype Float4E2M1FN --sf_dtype Float8E8M0FNU --sf_vec_size 32 --c_dtype Float16 "
+            "--a_dtype Float4E2M1FN --b_dtype Float4E2M1FN --sf_dtype Float8E8M0FNU --sf_vec_size 32 --c_dtype Float16 "
             "--mma_tiler_mn 256,128 --cluster_shape_mn 2,1 --mnkl 256,256,256,1",
         ),
         Case(
             "blockscaled mxfp8",
             f"{CUTE}/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent.py",
-            "--ab_dtype Float8E4M3FN --sf_dtype Float8E8M0FNU --sf_vec_size 32 --c_dtype BFloat16 "
+            "--a_dtype Float8E4M3FN --b_dtype Float8E4M3FN --sf_dtype Float8E8M0FNU --sf_vec_size 32 --c_dtype BFloat16 "
             "--mma_tiler_mn 128,128 --cluster_shape_mn 1,1 --mnkl 256,256,256,1",
         ),
     ]
@@ -181,6 +189,28 @@ def _flash_attention_4() -> list[Case]:
     ]
 
 
+def _flash_mla() -> list[Case]:
+    def case(name: str, arguments: str) -> Case:
+        return Case(f"FlashMLA {name}", "FlashMLA", arguments, "flash_mla.py")
+
+    return [
+        case("sparse prefill, 64 heads", "prefill --heads 64 --queries 2 --keys 1024 --topk 512"),
+        case("sparse prefill, 128 heads", "prefill --heads 128 --queries 2 --keys 1024 --topk 512"),
+        case(
+            "sparse decode, 64 heads, fp8 pages",
+            "decode --heads 64 --batch 2 --keys 1024 --topk 512",
+        ),
+        case(
+            "sparse decode, 64 heads, fp8 pages, split",
+            "decode --heads 64 --batch 1 --keys 1024 --topk 512 --parts-per-request 2",
+        ),
+        case(
+            "sparse decode, 128 heads, fp8 pages",
+            "decode --heads 128 --batch 2 --keys 1024 --topk 512",
+        ),
+    ]
+
+
 def _primitives() -> list[Case]:
     names = {
         "tcgen05": (
@@ -224,5 +254,6 @@ CASES: list[Case] = [
     *_dense_gemms(),
     *_attention(),
     *_flash_attention_4(),
+    *_flash_mla(),
     *_primitives(),
 ]
