@@ -13,7 +13,9 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 
-import decode_sync  # noqa: F401  (registers its instruction families)
+import decode_copy  # noqa: F401  (these three register instruction families)
+import decode_sync  # noqa: F401
+import decode_tcgen05  # noqa: F401
 from build import build_core
 from decoder import AUX, Decoder, Instruction
 from errors import EmulationError, ErrorKind, UnknownInstruction
@@ -48,6 +50,8 @@ class Checks:
     exited_cta: str = "error"
     # The compiler waits for the registers of a tcgen05.ld by itself: released CUTLASS kernels rely on it.
     tmem_wait: str = "warn"
+    # So do kernels that free tensor memory which another warp may still be reading: it harms the next CTA only.
+    tmem_freed: str = "warn"
 
 
 @dataclasses.dataclass(frozen=True)

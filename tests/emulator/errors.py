@@ -28,6 +28,7 @@ class ErrorKind(enum.IntEnum):
     trap = 17
     instruction_limit = 18
     internal = 19
+    tmem_freed = 20
 
 
 class EmulationError(Exception):

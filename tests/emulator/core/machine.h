@@ -65,7 +65,7 @@ struct Program {
 enum class ErrorKind : u32 {
   Race, ProxyFence, UninitialisedSmem, UninitialisedTmem, OutOfBounds, TmemOverlap, DivergentCollective,
   MisalignedDescriptor, Misaligned, TxCount, TmemLeak, Deadlock, IllegalInstruction, Mbarrier, Barrier, ExitedCta,
-  TmemWait, Trap, InstructionLimit, Internal, Count
+  TmemWait, Trap, InstructionLimit, Internal, TmemFreed, Count
 };
 enum class Level : u8 { Off, Warn, Error };
 
@@ -204,7 +204,7 @@ struct Cta {
   std::unique_ptr<Shadow> smem_shadow, tmem_shadow;
   std::unordered_map<u32, Mbarrier> mbarriers;  // by shared-memory offset
   NamedBarrier barriers[16];
-  std::vector<TmemAllocation> tmem_allocations;
+  std::vector<TmemAllocation> tmem_allocations, tmem_freed;
   bool tmem_permit = true;
   std::vector<std::unique_ptr<Warp>> warps;
   u32 live_warps = 0;

@@ -92,12 +92,12 @@ void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 byt
 }
 
 void tmem_access(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 column, u32 count, u16 lanes, bool write,
-                 const Actor &a, const char *what) {
+                 const Actor &a, const char *what, bool also_read) {
   if (!machine.track_order) return;
   Shadow &s = *cta.tmem_shadow;
   for (u32 c = column; c < column + count; c++) {
     u32 g = lane16 * 512 + c;
-    if (!write && (s.written(g) & lanes) != lanes) {
+    if ((!write || also_read) && (s.written(g) & lanes) != lanes) {
       u32 missing = (u32)__builtin_ctz((u16)(lanes & ~s.written(g)));
       report(ErrorKind::UninitialisedTmem, &w, &in,
              "%s reads tensor memory lane %u column %u (CTA rank %u), which nothing has written since it was allocated",

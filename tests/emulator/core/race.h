@@ -37,7 +37,7 @@ Free free_running(Warp &w);
 void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 bytes, bool write, const Actor &a);
 // Tensor memory: `lanes` of 16 lanes from lane16 * 16, columns [column, column + count).
 void tmem_access(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 column, u32 count, u16 lanes, bool write,
-                 const Actor &a, const char *what);
+                 const Actor &a, const char *what, bool also_read = false);
 // An access to a CTA of the cluster that is not the warp's own: the CTA must still be there.
 void touch_peer(Warp &w, const Instruction &in, Cta &cta, const Actor &a);
 

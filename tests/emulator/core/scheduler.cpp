@@ -267,6 +267,7 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
         cta.mbarriers.clear();
         for (auto &b : cta.barriers) b = NamedBarrier{};
         cta.tmem_allocations.clear();
+        cta.tmem_freed.clear();
         cta.tmem_permit = true;
         cta.remote_accesses.clear();
         cta.remote_lines.clear();
