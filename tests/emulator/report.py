@@ -14,14 +14,6 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass
-class Warning_:
-    kind: str
-    ptx_line: int
-    count: int
-    message: str
-
-
-@dataclasses.dataclass
 class Report:
     kernel: str
     grid: tuple[int, int, int]
@@ -39,7 +31,7 @@ class Report:
     bytes: dict[str, int]
     shared_wavefronts: int
     shared_conflicts: int                  # wavefronts beyond the conflict-free number
-    warnings: list[Warning_]
+    warnings: list[str]                    # "kind at ptx line n, k times: text"
     cycles: dict[str, float]               # lower bound by unit, per SM, all CTAs spread over the SMs
 
 
@@ -125,7 +117,7 @@ def make_report(k: Kernel, grid: tuple[int, int, int], block: tuple[int, int, in
     found = []
     for line in warnings.splitlines():
         kind, at, count, text = line.split("\t", 3)
-        found.append(Warning_(ErrorKind(int(kind)).name, int(at), int(count), text))
+        found.append(f"{ErrorKind(int(kind)).name} at ptx line {at}, {count} times: {text}")
     return Report(kernel=k.name, grid=grid, block=block, cluster=cluster, instructions=int(counters[0]),
                   by_class=dict(by_class), by_form=dict(by_form), executed_lines=dict(executed_lines),
                   blocked_lines=dict(blocked_lines), unexecuted=unexecuted, mma_flops=counters[12], sfu_operations=sfu,
