@@ -178,6 +178,8 @@ class Device:
                 before = [(e.address, e.name, self._read(e)) for e in self.memory.extents()]
                 dims = (grid, block, cluster, dynamic_smem_bytes)
                 recording = Recording(ptx, kernel, *dims, params, before)
+                # Kept also if the launch fails, so that the failure can be replayed.
+                self.recordings.append(recording)
             report = launch(
                 program_of(ptx),
                 kernel,
@@ -191,7 +193,6 @@ class Device:
             )
             if recording is not None:
                 recording.results.extend(self._read(e) for e in self.memory.extents())
-                self.recordings.append(recording)
         self.reports.append(report)
         return report
 

@@ -34,6 +34,10 @@ class _CudaIsCpu(TorchFunctionMode):
             return True
         if function is torch.Tensor.cuda:
             return args[0].clone()
+        if function is torch._scaled_mm:
+            named = dict(zip(("input", "mat2", "scale_a", "scale_b"), args, strict=False)) | kwargs
+            if named["scale_a"].dim() == 1:
+                return _block_scaled_mm(**named)
         to_cuda = any(map(_is_cuda, (*args, *kwargs.values())))
         args = tuple("cpu" if _is_cuda(value) else value for value in args)
         kwargs = {name: "cpu" if _is_cuda(value) else value for name, value in kwargs.items()}
@@ -42,6 +46,43 @@ class _CudaIsCpu(TorchFunctionMode):
         if to_cuda and args and result is args[0]:
             return result.clone()
         return result
+
+
+def _scale_per_row(scale: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
+    """[rows, blocks] of block scales that lie as tcgen05 wants them: tiles of 128 rows x 4 blocks,
+    each 32 rows by 4 groups of 32 rows by 4 blocks."""
+    row_tiles, block_tiles = -(-rows // 128), -(-blocks // 4)
+    tiles = scale.float().reshape(row_tiles, block_tiles, 32, 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(row_tiles * 128, block_tiles * 4)[:rows, :blocks]
+
+
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def _values(matrix: torch.Tensor) -> torch.Tensor:
+    """[rows, k] of a row-major f8 matrix, or of one with two e2m1 values in a byte."""
+    if matrix.dtype != torch.float4_e2m1fn_x2:
+        return matrix.float()
+    pairs = matrix.view(torch.uint8).long()
+    return torch.stack([_E2M1[pairs & 15], _E2M1[pairs >> 4]], -1).flatten(-2)
+
+
+def _block_scaled_mm(
+    input: torch.Tensor,
+    mat2: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """torch._scaled_mm with block scales, in float32: torch has it on CUDA only."""
+    scaled = []
+    for matrix, scale in ((_values(input), scale_a), (_values(mat2.T), scale_b)):
+        rows, k = matrix.shape
+        block = 16 if scale.dtype == torch.float8_e4m3fn else 32
+        factors = _scale_per_row(scale, rows, k // block).repeat_interleave(block, 1)
+        scaled.append(matrix * factors)
+    return (scaled[0] @ scaled[1].T).to(out_dtype)
 
 
 class _Event:

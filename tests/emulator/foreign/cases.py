@@ -107,19 +107,22 @@ def _dense_gemms() -> list[Case]:
         Case(
             "blockscaled nvfp4",
             f"{CUTE}/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent.py",
-            "--a_dtype Float4E2M1FN --b_dtype Float4E2M1FN --sf_dtype Float8E4M3FN --sf_vec_size 16 --c_dtype Float16 "
+            "--a_dtype Float4E2M1FN --b_dtype Float4E2M1FN "
+            "--sf_dtype Float8E4M3FN --sf_vec_size 16 --c_dtype Float16 "
             "--mma_tiler_mn 128,128 --cluster_shape_mn 1,1 --mnkl 256,256,256,1",
         ),
         Case(
             "blockscaled mxfp4 2-CTA",
             f"{CUTE}/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent.py",
-            "--a_dtype Float4E2M1FN --b_dtype Float4E2M1FN --sf_dtype Float8E8M0FNU --sf_vec_size 32 --c_dtype Float16 "
+            "--a_dtype Float4E2M1FN --b_dtype Float4E2M1FN "
+            "--sf_dtype Float8E8M0FNU --sf_vec_size 32 --c_dtype Float16 "
             "--mma_tiler_mn 256,128 --cluster_shape_mn 2,1 --mnkl 256,256,256,1",
         ),
         Case(
             "blockscaled mxfp8",
             f"{CUTE}/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent.py",
-            "--a_dtype Float8E4M3FN --b_dtype Float8E4M3FN --sf_dtype Float8E8M0FNU --sf_vec_size 32 --c_dtype BFloat16 "
+            "--a_dtype Float8E4M3FN --b_dtype Float8E4M3FN "
+            "--sf_dtype Float8E8M0FNU --sf_vec_size 32 --c_dtype BFloat16 "
             "--mma_tiler_mn 128,128 --cluster_shape_mn 1,1 --mnkl 256,256,256,1",
         ),
     ]

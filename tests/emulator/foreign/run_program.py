@@ -30,7 +30,10 @@ def driver_answers() -> Iterator[None]:
     """The host calls by which programs look for a device, or time a kernel."""
     import cuda.bindings.driver as driver
     import cuda.bindings.runtime as runtime
+    import cutlass
+    import cutlass.cuda
     import cutlass.cute.testing as cute_testing
+    import cutlass.testing
 
     success = driver.CUresult.CUDA_SUCCESS
     replacements: list[tuple[Any, str, Any]] = [
@@ -38,6 +41,8 @@ def driver_answers() -> Iterator[None]:
         (driver, "cuDeviceGetCount", lambda: (success, 1)),
         (runtime, "cudaGetDeviceCount", lambda: (runtime.cudaError_t.cudaSuccess, 1)),
         (cute_testing, "benchmark", lambda *args, **kwargs: 1.0),
+        (cutlass.testing, "benchmark", lambda *args, **kwargs: 1.0),
+        (cutlass.cuda, "initialize_cuda_context", lambda *args, **kwargs: None),
     ]
     with contextlib.ExitStack() as stack:
         for target, name, replacement in replacements:
