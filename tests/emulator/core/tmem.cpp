@@ -111,8 +111,11 @@ Target tmem_target(Warp &w, const Instruction &in, u32 lanes, Operand address_op
   i64 shape = in.aux[0];
   u32 address = (u32)lane_address(w, address_operand, first_lane(lanes), in.aux[2]);
   for (int i : lanes_of(lanes))
-    if ((u32)lane_address(w, address_operand, i, in.aux[2]) != address)
-      fail(ErrorKind::DivergentCollective, &w, &in, "%s: the lanes of the warp give different addresses", what);
+    if ((u32)lane_address(w, address_operand, i, in.aux[2]) != address) {
+      // PTX leaves this undefined; a released kernel does it, and the first lane's address is what it means.
+      warn(ErrorKind::DivergentCollective, &in, std::string(what) + ": the lanes of the warp give different addresses");
+      break;
+    }
   Target t{tmem_lane(address), tmem_column(address), 0, (u32)in.aux[4], in.aux[3] != 0};
   u32 rows = shape == k32x32b ? 32 : 16;
   if (t.lane % rows)
