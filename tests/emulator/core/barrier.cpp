@@ -100,7 +100,8 @@ void complete_cluster_barrier(Cluster &c) {
 HANDLER("barrier.cluster.arrive", Sync) {  // aux: 0 relaxed
   if (lanes != (u32)~w.exited) return Step::NeedConvergence;
   if (w.cluster_arrivals > w.cluster_waits)
-    report(ErrorKind::Barrier, &w, &in, "barrier.cluster.arrive twice without a wait between");
+    // Undefined by PTX, but FlashAttention-4 does it and runs.
+    warn(ErrorKind::Barrier, &in, "barrier.cluster.arrive twice without a wait between");
   w.cluster_arrivals++;
   race::release(w, w.cta->cluster->barrier_gathering, in.aux[0]);
   machine.progress++;
@@ -112,8 +113,8 @@ HANDLER("barrier.cluster.wait", Sync) {
   Cluster &c = *w.cta->cluster;
   if (w.cluster_waits >= w.cluster_arrivals)
     report(ErrorKind::Barrier, &w, &in, "barrier.cluster.wait without an arrive before it");
-  if (c.barrier_generation < w.cluster_arrivals) return Step::Blocked;
-  w.cluster_waits = w.cluster_arrivals;
+  if (c.barrier_generation <= w.cluster_waits) return Step::Blocked;
+  w.cluster_waits++;
   race::acquire(w, c.barrier_complete, in.aux[0]);
   return Step::Done;
 }

@@ -57,7 +57,7 @@ enum WarpAgent : u32 {
   kTensorPipe,   // tcgen05.mma / cp / shift issued by the warp: one in-order pipe
   kTmemLoad,     // tcgen05.ld, known complete after tcgen05.wait::ld
   kTmemStore,    // tcgen05.st, known complete after tcgen05.wait::st
-  kCpAsync,      // cp.async (generic proxy), known complete after a wait or through an mbarrier
+  kCpAsync,      // cp.async, known complete after a wait or through an mbarrier
   kBulkRead,     // shared-memory reads of bulk stores
   kBulkWrite,    // global-memory writes of bulk stores
   kBarrierInit,  // mbarrier.init, the only thing that fence.mbarrier_init publishes

@@ -33,7 +33,8 @@ void start_cluster(Cluster &c) {
 Actor generic(Warp &w) { return {w.agent(kGeneric), w.events[kGeneric], &w.now, true, false}; }
 
 Actor stream(Warp &w, WarpAgent kind, bool async_proxy) {
-  return {w.agent(kind), ++w.events[kind], &w.now, kind == kCpAsync, async_proxy};
+  // cp.async counts as generic proxy in PTX, but CUTLASS and FlashAttention-4 feed it to MMAs without a proxy fence.
+  return {w.agent(kind), ++w.events[kind], &w.now, false, async_proxy};
 }
 
 Free free_running(Warp &w) {
