@@ -2,7 +2,8 @@
 
 A launch of a right kernel is recorded once. Then each synchronisation instruction that the launch
 executed is deleted, one at a time, and the launch is replayed under seven schedules. A mutant is
-caught when the emulator raises an error or when the memory that it leaves differs.
+caught when the emulator raises an error, when the memory that it leaves differs, or when it warns
+of something new.
 
     python mutation.py RECORDING.npz [--reasons FILE.json] [--write NAME] [--only CLASS]
 
@@ -108,6 +109,10 @@ def without(ptx: str, site: Site) -> str:
     return ptx[:first] + kept + ptx[found.end() :]
 
 
+def _without_count(warning: str) -> str:
+    return re.sub(r", \d+ times", "", warning)
+
+
 class MutationTest:
     """One recorded launch and what its unchanged replays executed."""
 
@@ -115,12 +120,14 @@ class MutationTest:
         self.recording = recording
         self.executed: Counter[int] = Counter()
         self.blocked: Counter[int] = Counter()
+        self.warnings: set[str] = set()
         instructions = 0
         for schedule, seed in SCHEDULES:
             report, memory = recording.replay(Options(schedule=schedule, seed=seed))
             assert memory == recording.results, f"the right kernel differs under {schedule} {seed}"
             self.executed.update(report.executed_lines)
             self.blocked.update(report.blocked_lines)
+            self.warnings.update(map(_without_count, report.warnings))
             instructions = max(instructions, report.instructions)
         self.limit = RUNAWAY_FACTOR * instructions
 
@@ -147,7 +154,7 @@ class MutationTest:
         for schedule, seed in SCHEDULES:
             options = Options(schedule=schedule, seed=seed, max_instructions=self.limit)
             try:
-                _, memory = self.recording.replay(options, ptx)
+                report, memory = self.recording.replay(options, ptx)
             except EmulationError as error:
                 kind = error.kind.name
                 return Outcome(site, kind, f"{schedule} {seed}", str(error).splitlines()[0])
@@ -155,6 +162,9 @@ class MutationTest:
                 raise AssertionError(f"the mutant of line {site.line} is not PTX") from error
             if memory != self.recording.results:
                 return Outcome(site, "wrong result", f"{schedule} {seed}")
+            new = set(map(_without_count, report.warnings)) - self.warnings
+            if new:
+                return Outcome(site, "new warning", f"{schedule} {seed}", min(new))
         return Outcome(site)
 
 
