@@ -615,21 +615,33 @@ def _atom(d: Decoder, s: Statement, m: re.Match[str]) -> None:
 
 
 
-@family("ldmatrix stmatrix", r"(?P<op>ld|st)matrix\.sync\.aligned\.m8n8\.x(?P<n>[124])(?P<trans>\.trans)?\.shared(?:::cta)?\.b16")
+# CUTLASS's C++ writes the count before the shape, the manual after it.
+@family("ldmatrix stmatrix", r"(?P<op>ld|st)matrix\.sync\.aligned\.(?:m8n8\.x(?P<n>[124])(?P<trans>\.trans)?"
+        r"|x(?P<n2>[124])(?P<trans2>\.trans)?\.m8n8)\.shared(?:::cta)?\.b16")
 def _matrix(d: Decoder, s: Statement, m: re.Match[str]) -> None:
+    _emit_matrix(d, s, m["op"], m["op"] + "matrix", int(m["n"] or m["n2"]), bool(m["trans"] or m["trans2"]))
+
+
+@family("ldmatrix", r"(?P<op>ld)matrix\.sync\.aligned\.m16n16\.x(?P<n>[12])\.trans\.shared(?:::cta)?\.b8")
+@family("stmatrix", r"(?P<op>st)matrix\.sync\.aligned\.m16n8\.x(?P<n>[124])\.trans\.shared(?:::cta)?\.b8")
+def _matrix_bytes(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     load = m["op"] == "ld"
+    _emit_matrix(d, s, m["op"], "ldmatrix.m16n16.b8" if load else "stmatrix.m16n8.b8", int(m["n"]) * (2 if load else 1), True)
+
+
+def _emit_matrix(d: Decoder, s: Statement, op: str, handler: str, count: int, transposed: bool) -> None:
+    load = op == "ld"
     registers, address = s.operands if load else reversed(s.operands)
     names = _vector(registers)
-    if len(names) != int(m["n"]):
-        raise d.unknown(f"{m['n']} registers expected")
+    if len(names) != count:
+        raise d.unknown(f"{count} registers expected")
     rows = [d.destination(x, "b32") if load else d.source(x, "b32") for x in names]
     operand, offset = d.address(address)
     if (operand >> 29 & 3) == 1:
         t = d.temporary("b32")
         d.emit("cvt.u32.u64", [t, operand])
         operand = t
-    d.emit(m["op"] + "matrix", [*rows, operand], (len(rows), int(m["trans"] is not None), offset))
-
+    d.emit(handler, [*rows, operand], (len(rows), int(transposed), offset))
 
 
 # ---- no effect on results -------------------------------------------------------------------------------------------

@@ -297,7 +297,25 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
   race::start_cluster(c);
 }
 
+// A bulk store reads shared memory until its group is waited for; the CTA must not exit before.
+static void check_bulk_stores(Warp &w) {
+  for (auto &[lane, groups] : w.bulk_groups) {
+    const AsyncOp *open = nullptr;
+    for (auto &g : groups.closed)
+      if (!g.ops.empty()) open = g.ops[0].get();
+    if (!groups.open.empty()) open = groups.open[0].get();
+    if (!open) continue;
+    Instruction at{};
+    at.line = open->line;
+    report(ErrorKind::ExitedCta, &w, &at,
+           "lane %d exits while this bulk store may still read shared memory: cp.async.bulk.wait_group(.read) is missing%s", lane,
+           groups.open.empty() ? "" : " (the store is in no committed group)");
+    return;
+  }
+}
+
 static void finish_warp(Cluster &c, Warp &w) {
+  check_bulk_stores(w);
   settle_everything(w);
   machine.executed += w.executed;
   race::warp_exits(w);
