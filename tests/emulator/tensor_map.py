@@ -3,7 +3,7 @@
 Kernels from CuTe DSL bring their own (the DSL's host code packs them). This encoder serves PTX that
 is run with explicit arguments, and the driver call `cuTensorMapEncodeTiled` where host code makes
 one. The layout is not public: it was read off what the driver and the DSL write (README.md).
-Not here: im2col maps, interleaved layouts, sub-byte elements and swizzles with 32-byte atoms.
+Not here: im2col maps, interleaved layouts, elements that TMA unpacks, swizzles with 32-byte atoms.
 """
 
 import struct
@@ -30,6 +30,9 @@ class ElementType(IntEnum):
     F32_FTZ = 10
     TF32 = 11
     TF32_FTZ = 12
+    U4_ALIGN8 = 13  # packed in shared memory too
+    U4_ALIGN16 = 14
+    U6_ALIGN16 = 15
 
 
 class Swizzle(IntEnum):
@@ -53,6 +56,7 @@ ELEMENT_BITS: dict[ElementType, int] = {
     ElementType.F32_FTZ: 32,
     ElementType.TF32: 32,
     ElementType.TF32_FTZ: 32,
+    ElementType.U4_ALIGN8: 4,
 }
 
 # The descriptor's own numbering. TF32 is F32 (or F32_FTZ) with a flag.
@@ -70,6 +74,7 @@ _TYPE_CODE: dict[ElementType, int] = {
     ElementType.BF16: 10,
     ElementType.TF32: 7,
     ElementType.TF32_FTZ: 8,
+    ElementType.U4_ALIGN8: 11,
 }
 _TF32_FLAG = 1 << 16
 _OOB_NAN_FLAG = 1 << 15
@@ -105,6 +110,7 @@ def encode(
     """
     rank = len(sizes)
     element_strides = tuple(element_strides or (1,) * rank)
+    _require(element_type in _TYPE_CODE, f"element type {element_type.name} is not modelled")
     bits = ELEMENT_BITS[element_type]
     _require(1 <= rank <= MAX_RANK, f"rank {rank} is not in 1..{MAX_RANK}")
     _require(
@@ -129,7 +135,7 @@ def encode(
         span is None or inner_bytes <= span,
         f"inner box of {inner_bytes} bytes exceeds the {swizzle.name} span",
     )
-    is_float = element_type >= ElementType.F16
+    is_float = ElementType.F16 <= element_type <= ElementType.TF32_FTZ
     _require(not oob_nan or is_float, f"NaN fill needs a floating-point type, not {element_type}")
 
     # Dimensions beyond the rank keep zero fields, as the driver leaves them.

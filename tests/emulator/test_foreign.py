@@ -13,8 +13,8 @@ import pytest
 FOREIGN = Path(__file__).resolve().parent / "foreign"
 sys.path.insert(0, str(FOREIGN))
 
-from cases import CASES, Case
-from suite import run_case
+from cases import CASES, Case  # noqa: E402
+from suite import run_case  # noqa: E402
 
 
 @pytest.mark.parametrize(

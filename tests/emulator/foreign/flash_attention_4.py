@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
-from run_program import driver_answers, summary  # noqa: E402
+from run_program import checks_with_warnings, driver_answers, summary  # noqa: E402
 
 from host import Device, emulated  # noqa: E402
 from torch_as_cuda import torch_as_cuda  # noqa: E402
@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--schedule", default="eager")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path)
+    parser.add_argument("--warn", default="", help="error kinds to report as warnings")
     parser.add_argument("--recording", type=Path, help="save the launch here, for mutation.py")
     parser.add_argument("--max-error", type=float, default=4e-3)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -150,7 +151,11 @@ def main() -> None:
     start = time.monotonic()
     recording = options.recording is not None
     with fa4_device(
-        schedule=options.schedule, seed=options.seed, record=recording, lineinfo=not recording
+        schedule=options.schedule,
+        seed=options.seed,
+        checks=checks_with_warnings(options.warn),
+        record=recording,
+        lineinfo=not recording,
     ) as device:
         forward = import_forward(options.checkout)
         sizes = {"queries": options.queries, "keys": options.keys}

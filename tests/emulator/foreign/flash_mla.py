@@ -24,7 +24,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
 from flash_attention_4 import relative_error  # noqa: E402
-from run_program import summary  # noqa: E402
+from run_program import checks_with_warnings, summary  # noqa: E402
 
 from host import Device, Options  # noqa: E402
 from host_callbacks import BUILD_DIR, HostCallbacks, build_library, unpack_launch  # noqa: E402
@@ -214,6 +214,7 @@ def main() -> None:
     parser.add_argument("--schedule", default="eager")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path)
+    parser.add_argument("--warn", default="", help="error kinds to report as warnings")
     parser.add_argument("--max-error", type=float, default=4e-3)
     commands = parser.add_subparsers(dest="command", required=True)
     prefill_parser, decode_parser = commands.add_parser("prefill"), commands.add_parser("decode")
@@ -230,7 +231,9 @@ def main() -> None:
     cutlass = options.cutlass or options.checkout.parent / "cutlass"
     library, ptx = build(options.checkout, cutlass, KERNELS[options.command, options.heads])
     start = time.monotonic()
-    with Device(Options(schedule=options.schedule, seed=options.seed)) as device:
+    checks = checks_with_warnings(options.warn)
+    emulation = Options(schedule=options.schedule, seed=options.seed, checks=checks)
+    with Device(emulation) as device:
         callbacks = attach(device, ptx)
         driver = ctypes.CDLL(str(library))
 

@@ -21,6 +21,7 @@ from unittest import mock
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from emulator import Checks  # noqa: E402
 from host import Device, emulated  # noqa: E402
 from torch_as_cuda import torch_as_cuda  # noqa: E402
 
@@ -67,9 +68,16 @@ def run_program(program: Path, arguments: list[str], **options: Any) -> Device:
     return device
 
 
+def checks_with_warnings(kinds: str) -> Checks:
+    """The usual checks, but these comma-separated kinds only warn."""
+    return Checks(**{kind: "warn" for kind in kinds.split(",") if kind})
+
+
 def summary(device: Device, seconds: float) -> dict[str, Any]:
+    """What a run leaves: its time, its launches, and the instruction forms that they executed."""
     return {
         "seconds": round(seconds, 2),
+        "forms": sorted({form for report in device.reports for form in report.by_form}),
         "launches": [
             {
                 "kernel": report.kernel,
@@ -89,12 +97,17 @@ def main() -> None:
     parser.add_argument("--schedule", default="eager")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path)
+    parser.add_argument("--warn", default="", help="error kinds to report as warnings")
     parser.add_argument("program", type=Path)
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     start = time.monotonic()
     device = run_program(
-        options.program, options.arguments, schedule=options.schedule, seed=options.seed
+        options.program,
+        options.arguments,
+        schedule=options.schedule,
+        seed=options.seed,
+        checks=checks_with_warnings(options.warn),
     )
     result = summary(device, time.monotonic() - start)
     print(f"[emulator] {result['seconds']} s, {len(device.reports)} launches", flush=True)
