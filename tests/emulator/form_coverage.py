@@ -1,10 +1,10 @@
-"""The coverage rule: our kernels use no instruction form that no known-right foreign kernel executed.
+"""The coverage rule: ours use only instruction forms that known-right foreign kernels execute.
 
-A form is an opcode with all its modifiers, and for tcgen05.mma also kind, CTA group, operand sources
-and majors, and shape. What the foreign suite executed is in results/foreign_forms.json, written by
-foreign/suite.py; there the emulator's semantics were seen to give right results.
+A form is an opcode with all its modifiers, and for tcgen05.mma also kind, CTA group, operand
+sources and majors, and shape. What the foreign suite executed is in results/foreign_forms.json,
+written by foreign/suite.py; there the emulator's semantics were seen to give right results.
 
-    python coverage.py RECORDING.npz [--write NAME]
+    python form_coverage.py RECORDING.npz [--write NAME]
 
 lists the forms of a recorded launch: every instruction of its kernel, executed or not, and the MMA
 shapes that it executed.
