@@ -173,7 +173,7 @@ class _Body:
                 if self.scope.parent is not None:
                     self.scope = self.scope.parent
                 i += 1
-            elif text.startswith(".loc", i):
+            elif text.startswith((".loc ", ".loc\t"), i):
                 end = text.find("\n", i)
                 end = n if end < 0 else end
                 parts = text[i:end].replace(",", " ").split()
