@@ -92,6 +92,12 @@ void check_shape(const Warp &w, const Instruction &in, const Mma &x) {
 void track_operand(Warp &w, const Instruction &in, Cta &c, const SmemDescriptor &d, bool mn_major, Packing p, u32 rows,
                    u32 k, const race::Actor &actor, const char *operand) {
   u32 outer = mn_major ? k : rows, inner = mn_major ? rows / p.per_chunk : k / p.per_chunk;
+  // Groups of 8 rows lie a stride apart; a stride of 0 repeats one group on purpose.
+  if (d.swizzle_mode && outer > 8 && d.stride && d.stride < 8 * d.width)
+    report(ErrorKind::MisalignedDescriptor, &w, &in,
+           "%s: the descriptor's stride of %u bytes is less than the %u bytes of 8 rows of the %u-byte swizzle, so rows "
+           "overlap: a stride in elements, or of another layout?",
+           operand, d.stride, 8 * d.width, d.width);
   for (u32 o = 0; o < outer; o++)
     for (u32 i = 0; i < inner; i++) {
       u32 offset = mn_major ? d.mn_major(i, o) : d.k_major(o, i);
@@ -312,6 +318,12 @@ HANDLER("tcgen05.mma", Plain) {
       if (x.a_in_tmem) {
         u32 columns = x.k * x.a_packing.bits / 32;
         check_tmem_columns(w, in, c, tmem_column(x.a_tmem), columns, "operand A of tcgen05.mma");
+        u32 a_column = tmem_column(x.a_tmem);
+        bool same_lanes = !x.half_lanes() || tmem_lane(x.a_tmem) == x.d_lane;
+        if (same_lanes && a_column < x.d_column + width && x.d_column < a_column + columns)
+          report(ErrorKind::TmemOverlap, &w, &in,
+                 "operand A in tensor memory columns [%u, %u) and the accumulator in [%u, %u) overlap", a_column,
+                 a_column + columns, x.d_column, x.d_column + width);
         for (u32 l = 0; l < 8; l++)
           if (!x.half_lanes() || l % 2 == tmem_lane(x.a_tmem) / 16)
             race::tmem_access(w, in, c, l, tmem_column(x.a_tmem), columns, 0xffff, false, actor, "tcgen05.mma (operand A)");

@@ -92,10 +92,32 @@ void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 byt
   }
 }
 
+// An accumulator's columns are last written together: all by one MMA, or all by stores. Where both meet in one
+// accumulator, a region that is stored lies over it.
+static void check_one_region(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 column, u32 count, u16 lanes) {
+  const Shadow &s = *cta.tmem_shadow;
+  u16 lane = (u16)(lanes & -lanes);
+  const Access *first = s.last_write(lane16 * 512 + column, lane);
+  u32 fixed = cta.cluster->warp_count * kWarpAgents;
+  for (u32 c = column + 1; first && c < column + count; c++) {
+    const Access *other = s.last_write(lane16 * 512 + c, lane);
+    if (!other || other->agent >= fixed || first->agent >= fixed) return;
+    bool mma[2] = {first->agent % kWarpAgents == kTensorPipe, other->agent % kWarpAgents == kTensorPipe};
+    if (mma[0] == mma[1]) continue;
+    const Access *stored = mma[0] ? other : first;
+    report(ErrorKind::TmemOverlap, &w, &in,
+           "tcgen05.mma accumulates onto tensor memory columns [%u, %u) (CTA rank %u), of which column %u was last written "
+           "by the store at ptx line %d and others by the MMA at ptx line %d: two live regions overlap",
+           column, column + count, cta.rank, mma[0] ? c : column, stored->line, (mma[0] ? first : other)->line);
+    return;
+  }
+}
+
 void tmem_access(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 column, u32 count, u16 lanes, bool write,
                  const Actor &a, const char *what, bool also_read) {
   if (!machine.track_order) return;
   Shadow &s = *cta.tmem_shadow;
+  if (also_read) check_one_region(w, in, cta, lane16, column, count, lanes);
   for (u32 c = column; c < column + count; c++) {
     u32 g = lane16 * 512 + c;
     if ((!write || also_read) && (s.written(g) & lanes) != lanes) {

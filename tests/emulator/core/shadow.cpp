@@ -60,6 +60,13 @@ bool Shadow::access(u32 g, const Access &a, const ClockPair &known, bool async_p
   return ok;
 }
 
+const Access *Shadow::last_write(u32 g, u16 unit) const {
+  // New accesses go to the head of the list.
+  for (i32 n = heads_[g].first; n >= 0; n = pool_[n].next)
+    if (pool_[n].a.write && pool_[n].a.mask & unit) return &pool_[n].a;
+  return nullptr;
+}
+
 void Shadow::forget(u32 first, u32 count) {
   for (u32 g = first; g < first + count && g < written_.size(); g++) written_[g] = 0;
 }

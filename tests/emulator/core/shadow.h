@@ -32,6 +32,8 @@ class Shadow {
   bool access(u32 g, const Access &a, const ClockPair &known, bool async_proxy, Conflict *conflict);
 
   u16 written(u32 g) const { return written_[g]; }
+  // The latest write to a unit of granule `g`, or null.
+  const Access *last_write(u32 g, u16 unit) const;
   void mark_written(u32 g, u16 mask) { written_[g] |= mask; }
   void forget(u32 first, u32 count);         // contents become undefined, ordering is kept
   size_t granules() const { return heads_.size(); }
