@@ -2,6 +2,7 @@
 
 import hashlib
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,6 +154,7 @@ class Device:
         self.memory = DeviceMemory()
         self.reports: list[Report] = []
         self.recordings: list[Recording] = []
+        self.launch_cpu_seconds = 0.0
         self._record = record
 
     def __enter__(self) -> "Device":
@@ -180,8 +182,10 @@ class Device:
                 recording = Recording(ptx, kernel, *dims, params, before)
                 # Kept also if the launch fails, so that the failure can be replayed.
                 self.recordings.append(recording)
+            program = program_of(ptx)
+            start = time.process_time()
             report = launch(
-                program_of(ptx),
+                program,
                 kernel,
                 grid,
                 block,
@@ -191,6 +195,7 @@ class Device:
                 memory=_memory_map(self.memory),
                 options=self.options,
             )
+            self.launch_cpu_seconds += time.process_time() - start
             if recording is not None:
                 recording.results.extend(self._read(e) for e in self.memory.extents())
         self.reports.append(report)

@@ -5,11 +5,11 @@ executed is deleted, one at a time, and the launch is replayed under seven sched
 caught when the emulator raises an error, when the memory that it leaves differs, or when it warns
 of something new.
 
-    python mutation.py RECORDING.npz [--reasons FILE.json] [--write NAME] [--only CLASS]
+    python mutation.py RECORDING.npz [--case NAME] [--write] [--only CLASS]
 
 A wait that never had to wait under any of the seven schedules is not a mutant: its deletion changes
-nothing that these runs could show. What is not caught is listed, with its reason from the reasons
-file: {"class: PTX text": "why"}.
+nothing that these runs could show. What is not caught is listed with its reason, which a person
+wrote into results/mutation_reasons.json: {case: {PTX text, or "PTX text @ line": why}}.
 """
 
 import argparse
@@ -56,6 +56,7 @@ CLASSES: dict[str, str] = {
 
 # A mutant may loop for ever; a right launch needs far less than this many times its own length.
 RUNAWAY_FACTOR = 30
+NOT_ANALYSED = "not analysed"
 
 
 @dataclass(frozen=True)
@@ -205,8 +206,12 @@ def as_json(result: Result, reasons: dict[str, str]) -> dict[str, Any]:
     }
 
 
+def reasons_for(case: str) -> dict[str, str]:
+    return json.loads((RESULTS / "mutation_reasons.json").read_text()).get(case, {})
+
+
 def reason_of(site: Site, reasons: dict[str, str]) -> str:
-    return reasons.get(f"{site.class_name} @ {site.line}", "not analysed")
+    return reasons.get(f"{site.text} @ {site.line}") or reasons.get(site.text, NOT_ANALYSED)
 
 
 def readable(document: dict[str, Any]) -> str:
@@ -238,18 +243,19 @@ def readable(document: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recording", type=Path)
-    parser.add_argument("--reasons", type=Path)
-    parser.add_argument("--write", help="the case's name in results/mutation_NAME.json and .md")
+    parser.add_argument("--case", default="", help="the case's name; default: the file's")
+    parser.add_argument(
+        "--write", action="store_true", help="to results/mutation_CASE.json and .md"
+    )
     parser.add_argument("--only", default="", help="one class")
     options = parser.parse_args()
-    reasons = json.loads(options.reasons.read_text()) if options.reasons else {}
-    case = options.write or options.recording.stem
+    case = options.case or options.recording.stem
     result = run(case, Recording.load(options.recording), options.only)
-    document = as_json(result, reasons)
+    document = as_json(result, reasons_for(case))
     print(readable(document))
     if options.write:
         RESULTS.mkdir(exist_ok=True)
-        base = RESULTS / f"mutation_{options.write}"
+        base = RESULTS / f"mutation_{case}"
         base.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
         base.with_suffix(".md").write_text(readable(document))
 

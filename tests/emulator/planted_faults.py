@@ -5,9 +5,11 @@ compiled PTX. `kinds` are the error kinds that may report it and `says` a patter
 must hold: to stop is not enough, it has to name the cause.
 """
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +20,7 @@ from host import EmulationError, Options, emulated
 if TYPE_CHECKING:
     from kernels.attention import Plan
 
+RESULTS = Path(__file__).resolve().parent / "results"
 SCHEDULES = [("eager", 0), ("late", 1), ("random", 1), ("random_warps", 1), ("random", 2)]
 # A planted fault may make a kernel loop for ever; the right one needs 22 thousand.
 MAX_INSTRUCTIONS = 400_000
@@ -293,3 +296,21 @@ def faults() -> list[Fault]:
             edit=substitute(r"elect\.sync\s+%r\d+\|(%p\d+)[^;]*;", r"mov.pred \1, -1;", nth=2),
         ),
     ]
+
+
+def main() -> None:
+    """Writes results/planted_faults.json: what each fault was caught by, and the message."""
+    right, error = record()
+    assert not error, error
+    document = []
+    for fault in faults():
+        caught = catch(fault, right)
+        assert caught is not None, f"not caught: {fault.name}"
+        message = caught.message.partition("\n    ")[0]
+        document.append({"fault": fault.name, "kind": caught.kind, "message": message})
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "planted_faults.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

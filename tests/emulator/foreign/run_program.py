@@ -77,6 +77,7 @@ def summary(device: Device, seconds: float) -> dict[str, Any]:
     """What a run leaves: its time, its launches, and the instruction forms that they executed."""
     return {
         "seconds": round(seconds, 2),
+        "launch_cpu_seconds": round(device.launch_cpu_seconds, 3),
         "forms": sorted({form for report in device.reports for form in report.by_form}),
         "launches": [
             {

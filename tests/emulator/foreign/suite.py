@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -54,7 +55,7 @@ def _run_once(case: Case, schedule: str, seed: int, warn: tuple[str, ...]) -> di
         if warn:
             arguments = ["--warn", ",".join(warn), *arguments]
         environment = os.environ | {"PYTHONWARNINGS": "ignore"}
-        start = time.monotonic()
+        start, before = time.monotonic(), _children_cpu_seconds()
         try:
             process = subprocess.run(
                 [sys.executable, str(HERE / script), *arguments],
@@ -67,9 +68,15 @@ def _run_once(case: Case, schedule: str, seed: int, warn: tuple[str, ...]) -> di
         except subprocess.TimeoutExpired:
             return result | {"status": "failed", "reason": f"over {TIMEOUT_SECONDS} s"}
         result["wall_seconds"] = round(time.monotonic() - start, 1)
+        result["cpu_seconds"] = round(_children_cpu_seconds() - before, 1)
         if process.returncode:
             return result | {"status": "failed", "reason": _last_error(process)}
         return result | {"status": "passed"} | json.loads(report.read_text())
+
+
+def _children_cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _last_error(process: "subprocess.CompletedProcess[str]") -> str:
@@ -90,8 +97,11 @@ def readable(results: list[dict[str, Any]]) -> str:
         f"{passed} of {len(results)} passed. Written by foreign/suite.py. A program checks itself;",
         "where a runner of ours does, `error` is relative to float64.",
         "",
-        "| case | arguments | result | kernel launches | warp instructions | s | error |",
-        "|---|---|---|---|---|---|---|",
+        "`CPU s` is of the whole program, compilation and reference included; `emulation` of the",
+        "launches alone.",
+        "",
+        "| case | arguments | result | launches | warp instructions | emulation s | CPU s | error |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
         launches = result.get("launches", [])
@@ -103,7 +113,8 @@ def readable(results: list[dict[str, Any]]) -> str:
             _verdict(result),
             str(len(launches)) if launches else "",
             f"{instructions:,.0f}" if launches else "",
-            str(result.get("wall_seconds", "")),
+            str(result.get("launch_cpu_seconds", "")),
+            str(result.get("cpu_seconds", "")),
             f"{error:.1e}" if error is not None else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")
