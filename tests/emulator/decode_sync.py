@@ -17,13 +17,14 @@ def _bar_warp(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     d.emit("bar.warp", [d.source(s.operands[0], "b32")])
 
 
-@family("bar barrier", r"(?:bar|barrier)(?:\.cta)?\.(?P<kind>sync|arrive)(?:\.aligned)?")
+@family("bar barrier", r"(?P<word>bar|barrier)(?:\.cta)?\.(?P<kind>sync|arrive)(?P<aligned>\.aligned)?")
 def _bar(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     arrive = m["kind"] == "arrive"
     if arrive and len(s.operands) != 2:
         raise d.unknown("bar.arrive needs a thread count")
     count = d.source(s.operands[1], "b32") if len(s.operands) > 1 else NONE
-    d.emit("bar", [d.source(s.operands[0], "b32"), count], (int(arrive),))
+    unaligned = m["word"] == "barrier" and m["aligned"] is None
+    d.emit("bar", [d.source(s.operands[0], "b32"), count], (int(arrive), 0, int(unaligned)))
 
 
 @family("bar barrier", r"(?:bar|barrier)(?:\.cta)?\.red\.(?P<op>and|or|popc)(?:\.aligned)?\.(?P<type>pred|u32)")
@@ -110,7 +111,7 @@ def _arrive(d: Decoder, s: Statement, m: re.Match[str]) -> None:
             int(state != NONE), int(m["kind"] == "arrive_drop")))
 
 
-@family("mbarrier", r"mbarrier\.(?P<kind>expect_tx|complete_tx)(?:\.relaxed)?" + _MB_SCOPE + _MB_SPACE)
+@family("mbarrier", r"mbarrier\.(?P<kind>expect_tx|complete_tx)(?:\.shared::cluster)?(?:\.relaxed)?" + _MB_SCOPE + r"(?:\.shared(?:::cta|::cluster)?)?\.b64")
 def _tx(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     operand, offset = d.address(s.operands[0])
     d.emit("mbarrier." + m["kind"], [operand, d.source(s.operands[1], "b32")], (offset,))

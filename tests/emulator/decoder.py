@@ -595,7 +595,7 @@ _ATOM_REGISTER = {"f16x2": "b32", "bf16x2": "b32", "bf16": "b16"}
 
 
 @family("atom red", r"(?P<head>atom|red)(?:\.(?P<order>relaxed|acquire|release|acq_rel))?" + _SCOPE
-        + r"(?:\.(?P<space>global|shared::cta|shared::cluster|shared))?\.(?P<op>\w+)(?:\.noftz)?" + _EVICT
+        + r"(?:\.(?P<space>global|shared::cta|shared::cluster|shared))?" + _SCOPE + r"\.(?P<op>\w+)(?:\.noftz)?" + _EVICT
         + r"(?:\.v(?P<vec>[248]))?\.(?P<type>\w+)")
 def _atom(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     has_dst = m["head"] == "atom"

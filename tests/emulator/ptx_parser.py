@@ -84,6 +84,7 @@ _FUNCTION = re.compile(r"(?:\.(?:visible|weak|extern)\s+)?\.func\b[^;{]*([;{])",
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?"
                     r"([\w$]+)(?:\[(\d+)\])?$")
 _LABEL = re.compile(r"([$A-Za-z_%][\w$]*)\s*:(?!:)")
+_OPCODE = re.compile(r"[a-z][\w.:]*")
 _REG_RANGE = re.compile(r"([%\w$]+)<(\d+)>$")
 _GUARD = re.compile(r"@(!?)\s*([%\w$]+)\s+")
 _VARIABLE = re.compile(r"(?:\.(?:visible|weak|extern)\s+)?\.(shared|local|global|const)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+"
@@ -234,10 +235,13 @@ class _Body:
         if m:
             guard, negated = m.group(2), bool(m.group(1))
             body = text[m.end():]
-        parts = body.split(None, 1)
-        operands = split_operands(parts[1]) if len(parts) > 1 else []
+        opcode = _OPCODE.match(body)
+        if not opcode:
+            raise UnknownInstruction(text, self.line, "this is no statement")
+        # Inline assembly may put the operands right behind the opcode.
+        operands = split_operands(body[opcode.end():].strip())
         self.function.statements.append(
-            Statement(parts[0], operands, guard, negated, self.line, self.source, self.scope, text))
+            Statement(opcode.group(0), operands, guard, negated, self.line, self.source, self.scope, text))
 
 
 def _matching_brace(text: str, start: int) -> int:

@@ -27,7 +27,7 @@ void complete_named_barrier(Cta &c, NamedBarrier &b) {
   machine.progress++;
 }
 
-// aux: 0 arrive only. Operands: barrier, thread count or none.
+// aux: 0 arrive only, 2 not .aligned: parts of a warp may arrive one by one. Operands: barrier, thread count or none.
 static Step named_barrier(Warp &w, const Instruction &in, u32 lanes, u32 vote) {
   Group &g = w.groups[w.current];
   u32 everyone = ~w.exited;
@@ -40,7 +40,8 @@ static Step named_barrier(Warp &w, const Instruction &in, u32 lanes, u32 vote) {
     race::acquire(w, b.complete);
     return Step::Done;
   }
-  if (lanes != everyone) return Step::NeedConvergence;
+  bool part = in.aux[2] && lanes != everyone;
+  if (lanes != everyone && !part) return Step::NeedConvergence;
   bool all = in.op[1] == kNone;
   u32 threads = machine.block[0] * machine.block[1] * machine.block[2];
   u32 expected = all ? (threads + 31) / 32 * 32 : uniform<u32>(w, in.op[1], lanes);
@@ -53,7 +54,7 @@ static Step named_barrier(Warp &w, const Instruction &in, u32 lanes, u32 vote) {
   b.expected = expected;
   b.everyone = all;
   b.line = in.line;
-  b.arrived += kLanes;
+  b.arrived += part ? (u32)__builtin_popcount(lanes) : kLanes;
   if (b.arrived > expected) fail(ErrorKind::Barrier, &w, &in, "barrier %u: more than %u threads arrived", id, expected);
   b.true_lanes += (u32)__builtin_popcount(vote & lanes);
   b.lanes += (u32)__builtin_popcount(lanes);
@@ -94,6 +95,7 @@ void complete_cluster_barrier(Cluster &c) {
     if (!anyone || !all) return;
     c.barrier_generation++;
     c.barrier_complete = c.barrier_gathering;
+    c.barrier_executed_complete = c.barrier_executed;
     machine.progress++;
   }
 }
@@ -104,6 +106,7 @@ HANDLER("barrier.cluster.arrive", Sync) {  // aux: 0 relaxed
     warn(ErrorKind::Barrier, &in, "barrier.cluster.arrive twice without a wait between");
   w.cluster_arrivals++;
   race::release(w, w.cta->cluster->barrier_gathering, in.aux[0]);
+  race::executed(w, w.cta->cluster->barrier_executed);
   machine.progress++;
   complete_cluster_barrier(*w.cta->cluster);
   return Step::Done;
@@ -116,6 +119,7 @@ HANDLER("barrier.cluster.wait", Sync) {
   if (c.barrier_generation <= w.cluster_waits) return Step::Blocked;
   w.cluster_waits++;
   race::acquire(w, c.barrier_complete, in.aux[0]);
+  if (machine.track_order) w.cta->exit_clock.join(c.barrier_executed_complete);
   return Step::Done;
 }
 

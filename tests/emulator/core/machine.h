@@ -219,6 +219,7 @@ struct Cluster {
   u32 sequence = 0;
   u64 barrier_generation = 0;
   ClockPair barrier_gathering, barrier_complete;
+  Clock barrier_executed, barrier_executed_complete;  // what lies before the arrivals, .relaxed or not: enough for exits
   std::vector<Warp *> live;
   std::vector<AsyncPtr> free_running;  // TMA loads, bulk copies: no order among themselves
   u32 next_slot = 0;                   // agents handed out beyond the warps' fixed ones

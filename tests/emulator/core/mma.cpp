@@ -160,7 +160,7 @@ void apply_scales(Cta &c, const Mma &x, float *a, float *bt) {
       float s = scale_factor(c, x, x.a_scale, x.a_scale_id, r % 32, r / 32, j);
       for (u32 k = j * block; k < (j + 1) * block; k++) a[(size_t)r * x.k + k] *= s;
     }
-    for (u32 n = 0; n < x.n; n++) {
+    for (u32 n = 0; bt && n < x.n; n++) {
       u32 half = x.segments() == 2 ? n / (x.n / 2) : 0, nn = x.segments() == 2 ? n % (x.n / 2) : n;
       float s = scale_factor(c, x, x.b_scale, x.b_scale_id, nn % 32 + 64 * half, nn / 32, j);
       for (u32 k = j * block; k < (j + 1) * block; k++) bt[(size_t)k * x.n + n] *= s;
@@ -181,8 +181,11 @@ __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), opt
 }
 
 void execute(Cluster &cluster, u32 first_rank, const Mma &x) {
-  static thread_local std::vector<float> a, a2, bt, bt_scaled, temp;
-  a.resize((size_t)x.rows * x.k);
+  static thread_local std::vector<float> a, bt, bt_scaled, temp;
+  // A in tensor memory has a copy for every column segment of D, on that segment's lanes; they may differ.
+  u32 segments = x.segments(), copies = x.a_in_tmem ? segments : 1;
+  size_t a_size = (size_t)x.rows * x.k;
+  a.resize(a_size * copies);
   bt.resize((size_t)x.n * x.k);
   temp.resize(x.n);
   u32 n_cta = x.n / x.group;
@@ -190,32 +193,25 @@ void execute(Cluster &cluster, u32 first_rank, const Mma &x) {
     load_operand(*cluster.ctas[first_rank + h], x.b_desc, x.b_mn_major, x.b, x.b_packing, n_cta, x.k, bt.data() + h * n_cta, 1, x.n);
   for (u32 h = 0; h < x.group; h++) {
     Cta &c = *cluster.ctas[first_rank + h];
-    const float *b_use = bt.data(), *a_upper = a.data();
-    if (x.a_in_tmem) {
-      load_a_from_tmem(c, x, 0, a.data());
-      if (x.segments() == 2 && !x.weight_stationary) {  // the other lane half has its own copy of A
-        a2.resize(a.size());
-        load_a_from_tmem(c, x, 64, a2.data());
-        a_upper = a2.data();
-      }
-    } else {
+    const float *b_use = bt.data();
+    if (x.a_in_tmem)
+      for (u32 copy = 0; copy < copies; copy++) load_a_from_tmem(c, x, 128 / segments * copy, a.data() + copy * a_size);
+    else
       load_operand(c, x.a_desc, x.a_mn_major, x.a, x.a_packing, x.rows, x.k, a.data(), x.k, 1);
-    }
     if (x.negate)
-      for (auto *v : {&a, &a2})
-        for (float &f : *v) f = -f;
+      for (float &f : a) f = -f;
     if (x.scales_per_k) {
       bt_scaled = bt;
-      apply_scales(c, x, a.data(), bt_scaled.data());
+      for (u32 copy = 0; copy < copies; copy++) apply_scales(c, x, a.data() + copy * a_size, copy ? nullptr : bt_scaled.data());
       b_use = bt_scaled.data();
     }
-    u32 segments = x.segments(), width = x.n / segments;
+    u32 width = x.n / segments;
     for (u32 r = 0; r < x.rows; r++)
       for (u32 s = 0; s < segments; s++) {
         u32 lane = x.lane_of(r) + 128 / segments * s;
         if (x.has_disabled && x.disabled[lane / 32 + (x.group == 2 ? 4 * h : 0)] >> (lane % 32) & 1) continue;
         u32 *cells = tmem_row(c, lane) + x.d_column;
-        const float *row_a = (s ? a_upper : a.data()) + (size_t)r * x.k;
+        const float *row_a = a.data() + (copies > 1 ? s : 0) * a_size + (size_t)r * x.k;
         if (x.d_format == 2) {
           for (u32 j = 0; j < width; j++) {
             i64 sum = x.accumulate ? (i32)cells[j] : 0;
@@ -298,8 +294,6 @@ HANDLER("tcgen05.mma", Plain) {
       x.a_tmem = (u32)lane_address(w, in.op[1], i, in.aux[4]);
       if (x.a_packing.bits == 6 || (x.a_packing.bits == 4 && !dense4))
         fail(ErrorKind::IllegalInstruction, &w, &in, "A of 4 or 6 bits in tensor memory is not modelled for kind::%s", kKindNames[x.kind]);
-      if (x.weight_stationary && x.m != 128)
-        fail(ErrorKind::IllegalInstruction, &w, &in, ".ws with A in tensor memory is modelled for M=128 only");
       if (x.a_mn_major) fail(ErrorKind::IllegalInstruction, &w, &in, "A in tensor memory is K-major");
     } else {
       x.a_desc = read_smem_descriptor(w, in, row<u64>(w, in.op[1])[i], "A");

@@ -191,6 +191,12 @@ void learn_agent(Warp &w, Agent agent, u32 event) {
   if (machine.track_order) w.now.order.raise(agent, event);
 }
 
+void executed(Warp &w, Clock &into) {
+  if (!machine.track_order) return;
+  into.join(w.now.order);
+  w.now.order.raise(w.agent(kGeneric), ++w.events[kGeneric]);
+}
+
 void warp_exits(Warp &w) {
   if (machine.track_order) w.cta->exit_clock.join(w.now.order);
 }
