@@ -100,7 +100,7 @@ def readable(results: list[dict[str, Any]]) -> str:
         "`CPU s` is of the whole program, compilation and reference included; `emulation` of the",
         "launches alone.",
         "",
-        "| case | arguments | result | launches | warp instructions | emulation s | CPU s | error |",
+        "| case | arguments | result | launches | instructions | emulation s | CPU s | error |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
