@@ -5,7 +5,7 @@ executed is deleted, one at a time, and the launch is replayed under seven sched
 caught when the emulator raises an error, when the memory that it leaves differs, or when it warns
 of something new.
 
-    python mutation.py RECORDING.npz [--case NAME] [--write] [--only CLASS]
+    python mutation.py RECORDING.npz [--case NAME] [--write] [--only CLASSES] [--sample N]
 
 A wait that never had to wait under any of the seven schedules is not a mutant: its deletion changes
 nothing that these runs could show. What is not caught is listed with its reason, which a person
@@ -14,7 +14,9 @@ wrote into results/mutation_reasons.json: {case: {PTX text, or "PTX text @ line"
 
 import argparse
 import json
+import random
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -232,17 +234,18 @@ def readable(document: dict[str, Any]) -> str:
     lines = [
         f"# Mutation test: {document['case']}",
         "",
-        "| class | caught | mutants |",
-        "|---|---|---|",
+        "| class | caught | mutants tried | possible |",
+        "|---|---|---|---|",
     ]
     for name, counts in document["classes"].items():
-        lines.append(f"| {name} | {counts['caught']} | {counts['mutants']} |")
+        cells = (name, counts["caught"], counts["mutants"], counts["possible"])
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     lines += [
         "",
         f"{document['waits that never waited']} waits never had to wait and are no mutants.",
     ]
     lines += [
-        f"Caught by: {document['caught by']}. {document['seconds']} s.",
+        f"Caught by: {document['caught by']}. {document['cpu_seconds']} s of CPU.",
         "",
         "Not caught:",
         "",
@@ -261,10 +264,12 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="to results/mutation_CASE.json and .md"
     )
-    parser.add_argument("--only", default="", help="one class")
+    parser.add_argument("--only", default="", help="classes, separated by commas")
+    parser.add_argument("--sample", type=int, help="at most so many mutants of a class")
     options = parser.parse_args()
     case = options.case or options.recording.stem
-    result = run(case, Recording.load(options.recording), options.only)
+    only = tuple(options.only.split(",")) if options.only else ()
+    result = run(case, Recording.load(options.recording), only, options.sample)
     document = as_json(result, reasons_for(case))
     print(readable(document))
     if options.write:
