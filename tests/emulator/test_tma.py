@@ -126,3 +126,18 @@ def test_phase_alternates() -> None:
     mbarrier.test_wait.parity.shared::cta.b64 %p2, [%r103], %r2; @!%p2 trap; xor.b32 %r2, %r2, 1; mbarrier.test_wait.parity.shared::cta.b64 %p2, [%r103], %r2; @%p2 trap;
     add.u32 %r1, %r1, 1; setp.lt.u32 %p3, %r1, 5; @%p3 bra L; st.global.u32 [%rd100], %r1; E:""", out)
     assert out[0] == 5
+
+
+@pytest.mark.parametrize("schedule", ["eager", "late", "random"])
+def test_two_halves_of_a_warp_wait_for_deferred_loads(schedule: str) -> None:
+    """Both halves spin at different places; neither may keep the loads from completing."""
+    t = aligned(np.arange(8, dtype=np.uint32))
+    out = np.zeros(32, np.uint32)
+    run("""setp.ne.u32 %p1, %r101, 0; @%p1 bra I; mbarrier.init.shared::cta.b64 [%r103], 1; mbarrier.init.shared::cta.b64 [%r103+8], 1;
+    fence.mbarrier_init.release.cluster; mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r103], 16; mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r103+8], 16;
+    add.u32 %r1, %r103, 64; cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd100], 16, [%r103];
+    add.u32 %r2, %r103, 80; cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%rd100+16], 16, [%r103+8]; I: bar.warp.sync -1;
+    setp.lt.u32 %p2, %r101, 16; @%p2 bra A; B: mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r103+8], 0; @!%p3 bra B; ld.shared.u32 %r3, [%r103+80]; bra J;
+    A: mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r103], 0; @!%p3 bra A; ld.shared.u32 %r3, [%r103+64]; J:
+    mul.wide.u32 %rd1, %r101, 4; add.s64 %rd2, %rd101, %rd1; st.global.u32 [%rd2], %r3;""", t, out, schedule=schedule)
+    np.testing.assert_array_equal(out, np.repeat([0, 4], 16))

@@ -100,6 +100,7 @@ struct Group {
   u32 pc, mask;
   bool waiting_to_converge;
   u64 ticket;
+  bool waited = false;  // in this turn of its warp
 };
 
 // Groups of asynchronous operations that a thread closes with commit_group and waits for with wait_group.

@@ -59,6 +59,7 @@ static void merge_groups(Warp &w) {
       if (w.groups[a].pc == w.groups[b].pc && !w.groups[a].ticket && !w.groups[b].ticket) {
         w.groups[a].mask |= w.groups[b].mask;
         w.groups[a].waiting_to_converge = false;
+        w.groups[a].waited = false;
         w.groups.erase(w.groups.begin() + (long)b);
       } else {
         b++;
@@ -79,22 +80,22 @@ static void exit_lanes(Warp &w, u32 lanes) {
 static Turn run_warp(Warp &w, int quantum) {
   const Instruction *code = machine.program->code.data();
   u64 *executions = machine.executions.data(), *lane_executions = machine.lane_executions.data();
-  int passed_over = -1;  // the group that waited last: give the others a chance
+  for (auto &g : w.groups) g.waited = false;  // a group that waits lets the others of its warp run
   while (quantum-- > 0) {
     if (w.groups.empty()) {
       w.finished = true;
       return Turn::Waiting;
     }
     if (w.groups.size() > 1) {
-      size_t before = w.groups.size();
       merge_groups(w);
-      if (w.groups.size() != before) passed_over = -1;
       int best = -1;
-      for (int k = 0; k < (int)w.groups.size(); k++)
-        if (!w.groups[k].waiting_to_converge && k != passed_over && (best < 0 || w.groups[k].pc < w.groups[best].pc))
-          best = k;
+      bool any_waited = false;
+      for (int k = 0; k < (int)w.groups.size(); k++) {
+        any_waited |= w.groups[k].waited;
+        if (!w.groups[k].waiting_to_converge && !w.groups[k].waited && (best < 0 || w.groups[k].pc < w.groups[best].pc)) best = k;
+      }
       if (best < 0) {
-        if (passed_over < 0) {
+        if (!any_waited) {
           const Instruction &at = code[w.groups[0].pc];
           std::string where;
           for (auto &g : w.groups) {
@@ -158,7 +159,6 @@ static Turn run_warp(Warp &w, int quantum) {
         g->mask &= ~lanes;
         g->pc++;
         w.groups.push_back(taken);
-        passed_over = -1;
         break;
       }
       case Kind::Exit:
@@ -167,7 +167,6 @@ static Turn run_warp(Warp &w, int quantum) {
           break;
         }
         exit_lanes(w, lanes);
-        passed_over = -1;
         break;
       case Kind::Sync: {
         if (!lanes) {
@@ -183,14 +182,14 @@ static Turn run_warp(Warp &w, int quantum) {
             break;
           case Step::Yield:
             g->pc++;
-            if (w.groups.size() == 1 || passed_over == (int)w.current) return Turn::Waiting;
-            passed_over = (int)w.current;
+            if (w.groups.size() == 1) return Turn::Waiting;
+            g->waited = true;
             break;
           case Step::Blocked:
             executions[in.index]--;
             lane_executions[in.index] -= (u32)__builtin_popcount(lanes);
-            if (w.groups.size() == 1 || passed_over == (int)w.current) return Turn::Waiting;
-            passed_over = (int)w.current;
+            if (w.groups.size() == 1) return Turn::Waiting;
+            g->waited = true;
             break;
           case Step::NeedConvergence:
             executions[in.index]--;
@@ -278,7 +277,7 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
         for (u32 k = 0; k < cta.warps.size(); k++) {
           Warp &w = *cta.warps[k];
           u32 lanes = (k + 1) * kLanes <= threads ? kAllLanes : (1u << (threads % kLanes)) - 1;
-          w.groups = {{0, lanes, false, 0}};
+          w.groups = {{0, lanes, false, 0, false}};
           w.exited = ~lanes;
           w.finished = false;
           w.executed = 0;
