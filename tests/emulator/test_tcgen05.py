@@ -171,7 +171,7 @@ def test_accumulating_into_fresh_tensor_memory_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("idesc", "text"), [
-    (1 << 4 | 1 << 17 | 8 << 24, "no shape M=128 N=8"), (1 << 4 | 8 << 17 | 6 << 24, "no shape M=96"), (3 << 7 | 1 << 4 | 8 << 17 | 8 << 24, "format 3 of A")])
+    (1 << 4 | 33 << 17 | 8 << 24, "no shape M=128 N=264"), (1 << 4 | 8 << 17 | 6 << 24, "no shape M=96"), (3 << 7 | 1 << 4 | 8 << 17 | 8 << 24, "format 3 of A")])
 def test_illegal_shapes(idesc: int, text: str) -> None:
     with pytest.raises(EmulationError, match=text):
         run(PROLOGUE.format(words=64) + f"@%p2 bra M1; mov.b64 %rd1, {_descriptor(128, 256, 32)}; mov.b32 %r1, {idesc}; setp.ne.u32 %p6, %r100, 0;"
