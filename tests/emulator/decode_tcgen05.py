@@ -30,10 +30,16 @@ def _relinquish(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     d.emit("tcgen05.relinquish", [])
 
 
-@family("tcgen05", r"tcgen05\.fence::(?:before|after)_thread_sync")
+@family("tcgen05", r"tcgen05\.fence::(?P<side>before|after)_thread_sync")
 def _fence(d: Decoder, s: Statement, m: re.Match[str]) -> None:
-    """Orders nothing here: known-right kernels leave these fences out (README.md)."""
-    d.emit("nop", [])
+    """Checked under Checks.tcgen05_fence only: known-right kernels leave these fences out (README.md)."""
+    d.emit("tcgen05.fence", [], (int(m["side"] == "after"),))
+
+
+@family("tcgen05", r"tcgen05\.shift" + _GROUP + r"\.down")
+def _shift(d: Decoder, s: Statement, m: re.Match[str]) -> None:
+    operand, offset = d.address(s.operands[0])
+    d.emit("tcgen05.shift", [operand], (offset, int(m["group"])))
 
 
 @family("tcgen05", r"tcgen05\.wait::(?P<kind>ld|st)\.sync\.aligned")
@@ -90,7 +96,7 @@ _SCALES = {("mxf8f6f4", None): 1, ("mxf8f6f4", "scale_vec::1X"): 1, ("mxf8f6f4",
 
 
 @family("tcgen05", r"tcgen05\.mma(?P<ws>\.ws)?" + _GROUP + r"\.kind::(?P<kind>\w+)(?P<scaled>\.block_scale)?"
-        r"(?:\.(?P<vec>scale_vec::[124]X|block16|block32))?(?:\.collector::(?:a|b[0-3])::(?:discard|lastuse|fill|use))?")
+        r"(?:\.(?P<vec>scale_vec::[124]X|block16|block32))?(?P<ashift>\.ashift)?(?:\.collector::(?:a|b[0-3])::(?:discard|lastuse|fill|use))?")
 def _mma(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     kind = m["kind"]
     if kind not in _KINDS:
@@ -126,7 +132,7 @@ def _mma(d: Decoder, s: Statement, m: re.Match[str]) -> None:
         raise d.unknown("a zero-column mask is not modelled" if m["ws"] else "too many operands")
     d.emit("tcgen05.mma", [accumulator, a_operand, b_operand, descriptor, enable, scale_a, scale_b, *disable],
            (int(m["group"]), _KINDS[kind], int(in_tmem), len(disable), a_offset, d_offset, int(m["ws"] is not None), scales,
-            input_scale))
+            input_scale, int(m["ashift"] is not None)))
 
 
 def _plain_address(d: Decoder, text: str) -> int:

@@ -52,6 +52,9 @@ class Checks:
     tmem_wait: str = "warn"
     # So do kernels that free tensor memory which another warp may still be reading: it harms the next CTA only.
     tmem_freed: str = "warn"
+    # Pairs of tcgen05.fence around every barrier that orders tensor memory between warps: PTX asks for them, released
+    # kernels leave them out.
+    tcgen05_fence: str = "off"
 
 
 @dataclasses.dataclass(frozen=True)

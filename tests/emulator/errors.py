@@ -29,6 +29,7 @@ class ErrorKind(enum.IntEnum):
     instruction_limit = 18
     internal = 19
     tmem_freed = 20
+    tcgen05_fence = 21
 
 
 class EmulationError(Exception):

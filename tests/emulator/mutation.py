@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from device import Recording, program_of
-from emulator import EmulationError, Options, UnknownInstruction
+from emulator import Checks, EmulationError, Options, UnknownInstruction
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -59,6 +59,7 @@ CLASSES: dict[str, str] = {
 # A mutant may loop for ever; a right launch needs far less than this many times its own length.
 RUNAWAY_FACTOR = 30
 NOT_ANALYSED = "not analysed"
+USUAL = Checks()
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,17 @@ def _without_count(warning: str) -> str:
 class MutationTest:
     """One recorded launch and what its unchanged replays executed."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, checks: Checks = USUAL) -> None:
         self.recording = recording
+        self.checks = checks
         self.executed: Counter[int] = Counter()
         self.blocked: Counter[int] = Counter()
         self.warnings: set[str] = set()
         instructions = 0
         for schedule, seed in SCHEDULES:
-            report, memory = recording.replay(Options(schedule=schedule, seed=seed))
+            report, memory = recording.replay(
+                Options(schedule=schedule, seed=seed, checks=checks)
+            )
             assert memory == recording.results, f"the right kernel differs under {schedule} {seed}"
             self.executed.update(report.executed_lines)
             self.blocked.update(report.blocked_lines)
@@ -156,7 +160,9 @@ class MutationTest:
     def run(self, site: Site) -> Outcome:
         ptx = without(self.recording.ptx, site)
         for schedule, seed in SCHEDULES:
-            options = Options(schedule=schedule, seed=seed, max_instructions=self.limit)
+            options = Options(
+                schedule=schedule, seed=seed, checks=self.checks, max_instructions=self.limit
+            )
             try:
                 report, memory = self.recording.replay(options, ptx)
             except EmulationError as error:
@@ -173,11 +179,15 @@ class MutationTest:
 
 
 def run(
-    case: str, recording: Recording, only: tuple[str, ...] = (), sample: int | None = None
+    case: str,
+    recording: Recording,
+    only: tuple[str, ...] = (),
+    sample: int | None = None,
+    checks: Checks = USUAL,
 ) -> Result:
     """sample: at most so many mutants of a class, chosen by a fixed seed."""
     start = time.process_time()
-    test, result = MutationTest(recording), Result(case)
+    test, result = MutationTest(recording, checks), Result(case)
     by_class: dict[str, list[Site]] = {}
     for site in test.sites():
         if only and site.class_name not in only:
@@ -266,10 +276,14 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="classes, separated by commas")
     parser.add_argument("--sample", type=int, help="at most so many mutants of a class")
+    parser.add_argument(
+        "--tcgen05-fence", action="store_true", help="check these fences, as our own kernels do"
+    )
     options = parser.parse_args()
     case = options.case or options.recording.stem
     only = tuple(options.only.split(",")) if options.only else ()
-    result = run(case, Recording.load(options.recording), only, options.sample)
+    checks = Checks(tcgen05_fence="error" if options.tcgen05_fence else "off")
+    result = run(case, Recording.load(options.recording), only, options.sample, checks)
     document = as_json(result, reasons_for(case))
     print(readable(document))
     if options.write:

@@ -11,18 +11,19 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from emulator import Options
+from emulator import Checks, Options
 from mutation import NOT_ANALYSED, MutationTest, reason_of, reasons_for, run, without
 from planted_faults import record
 
 ENOUGH = 0.95
+OWN = Checks(tcgen05_fence="error")
 
 
 def test_every_class_is_caught() -> None:
     """Whatever is not caught has a reason in results/mutation_reasons.json."""
     recording, error = record()
     assert not error
-    result = run("attention", recording)
+    result = run("attention", recording, checks=OWN)
     reasons = reasons_for("attention")
     unexplained = [o.site for o in result.missed() if reason_of(o.site, reasons) == NOT_ANALYSED]
     assert not unexplained

@@ -138,3 +138,33 @@ def test_checks_can_be_switched_off() -> None:
     report = run(body, np.zeros(64, np.uint32), threads=64, checks=Checks(race="warn"))
     assert any(w.startswith("race") for w in report.warnings)
     assert not run(body, np.zeros(64, np.uint32), threads=64, checks=Checks(order=False)).warnings
+
+
+# tcgen05.fence: the allocation, the stores and the loads of another warp, an MMA-free version of a producer and a consumer.
+FENCED = """setp.ne.u32 %p1, %r102, 0; @%p1 bra S; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r103], 32; S:
+tcgen05.fence::before_thread_sync; /*alloc_before*/
+bar.sync 0; ld.shared.u32 %r1, [%r103];
+tcgen05.fence::after_thread_sync; /*alloc_after*/
+setp.eq.u32 %p2, %r102, 4; and.b32 %r5, %r102, 3; setp.ne.u32 %p4, %r5, 0; @%p4 bra J; @%p2 bra L;
+bar.sync 2, 64; tcgen05.fence::after_thread_sync; /*ld_after*/
+tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r2}, [%r1]; tcgen05.wait::ld.sync.aligned; tcgen05.fence::before_thread_sync; bra J;
+L: tcgen05.st.sync.aligned.32x32b.x1.b32 [%r1], {%r101}; tcgen05.wait::st.sync.aligned;
+tcgen05.fence::before_thread_sync; /*st_before*/
+bar.sync 2, 64;
+J: bar.sync 0; @%p1 bra Z;
+tcgen05.fence::after_thread_sync; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 32; Z:"""
+
+
+@pytest.mark.parametrize("mark", ["", "alloc_before", "alloc_after", "ld_after", "st_before"])
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_tensor_fences_are_checked_on_request(mark: str, schedule: str, seed: int) -> None:
+    body = re.sub(rf"tcgen05\.fence::\w+; /\*{mark}\*/", "", FENCED) if mark else FENCED
+    assert (body != FENCED) == bool(mark)
+    run(body, np.zeros(1, np.uint32), threads=160, schedule=schedule, seed=seed)  # by default they are optional
+    asked = {"threads": 160, "schedule": schedule, "seed": seed, "checks": Checks(tcgen05_fence="error")}
+    if not mark:
+        run(body, np.zeros(1, np.uint32), **asked)
+        return
+    with pytest.raises(EmulationError) as e:
+        run(body, np.zeros(1, np.uint32), **asked)
+    assert e.value.kind.name == "tcgen05_fence" and "tcgen05.fence" in e.value.message

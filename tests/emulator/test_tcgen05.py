@@ -297,3 +297,84 @@ def test_misuse(body: str, kind: ErrorKind) -> None:
     with pytest.raises(EmulationError) as e:
         run(body, np.zeros(1, np.uint32))
     assert e.value.kind is kind
+
+
+# ---- shift
+
+
+@pytest.mark.parametrize("quarter", [0, 3])
+def test_shift(quarter: int) -> None:
+    """In one quarter, 8 columns: lane r takes what lane r + 1 holds; the last lane and all other cells stay."""
+    out = np.zeros((128, 12), np.uint32)
+    values = ", ".join(f"%r{110 + c}" for c in range(12))
+    fill = "".join(f"add.u32 %r{110 + c}, %r109, {c};" for c in range(12))
+    run(PROLOGUE.format(words=64) + f"""shl.b32 %r60, %r102, 21; add.u32 %r61, %r104, %r60; shl.b32 %r109, %r100, 8; {fill}
+    tcgen05.st.sync.aligned.32x32b.x4.b32 [%r61], {{%r110, %r111, %r112, %r113}}; tcgen05.st.sync.aligned.32x32b.x8.b32 [%r61+4], {{{values.split(", ", 4)[4]}}};
+    tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync; bar.sync 0; tcgen05.fence::after_thread_sync;
+    @%p2 bra M1; add.u32 %r2, %r104, {quarter << 21 | 2}; tcgen05.shift.cta_group::1.down [%r2];""" + COMMIT_AND_WAIT
+        + READ_OUT.format(row_bytes=48, columns=12, first=0) + EPILOGUE, np.zeros(64, np.uint32), out, threads=128, schedule="late")
+    expected = (np.arange(128)[:, None] << 8 | np.arange(12)).astype(np.uint32)
+    expected[32 * quarter:32 * quarter + 31, 2:10] = expected[32 * quarter + 1:32 * quarter + 32, 2:10].copy()
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_shift_is_ordered_like_an_mma() -> None:
+    with pytest.raises(EmulationError) as e:
+        run(PROLOGUE.format(words=64) + """shl.b32 %r60, %r102, 21; add.u32 %r61, %r104, %r60; mov.u32 %r1, 0;
+        tcgen05.st.sync.aligned.32x32b.x8.b32 [%r61], {%r1, %r1, %r1, %r1, %r1, %r1, %r1, %r1}; bar.sync 0;
+        @%p2 bra M1; tcgen05.shift.cta_group::1.down [%r104];""" + COMMIT_AND_WAIT + EPILOGUE, np.zeros(64, np.uint32), np.zeros(1, np.uint32), threads=128)
+    assert e.value.kind is ErrorKind.race and "tcgen05.st" in e.value.message
+
+
+def test_mma_with_ashift() -> None:
+    """The product is with A as it was; the second MMA sees it shifted by one lane in every quarter."""
+    a, a_bytes = _operand("f16", "bf16", 128, 16)
+    b, b_bytes = _operand("f16", "bf16", 64, 16)
+    image = np.zeros(16384, np.uint8)
+    db = _k_major(b_bytes, 32, 0x800, image) + (0x800 >> 4)
+    words = image[0x800:].copy().view(np.uint32)
+    idesc = 1 << 4 | 1 << 7 | 1 << 10 | 8 << 17 | 8 << 24
+    out = np.zeros((128, 128), np.float32)
+    run(PROLOGUE.format(words=len(words)) + f"""shl.b32 %r60, %r102, 21; add.u32 %r61, %r104, %r60; mul.wide.u32 %rd1, %r100, 32; add.s64 %rd2, %rd102, %rd1;
+    ld.global.v4.b32 {{%r1, %r2, %r3, %r4}}, [%rd2]; ld.global.v4.b32 {{%r5, %r6, %r7, %r8}}, [%rd2+16];
+    tcgen05.st.sync.aligned.32x32b.x8.b32 [%r61+128], {{%r1, %r2, %r3, %r4, %r5, %r6, %r7, %r8}}; tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync; bar.sync 1, 128;
+    @%p2 bra M1; mov.b64 %rd2, {db}; mov.b32 %r1, {idesc}; setp.ne.u32 %p6, %r100, 0; add.u32 %r2, %r104, 128; add.u32 %r3, %r104, 64;
+    tcgen05.mma.cta_group::1.kind::f16.ashift [%r104], [%r2], %rd2, %r1, %p6; tcgen05.mma.cta_group::1.kind::f16 [%r3], [%r2], %rd2, %r1, %p6;"""
+        + COMMIT_AND_WAIT + READ_OUT.format(row_bytes=512, columns=128, first=0) + EPILOGUE, aligned(words), out, aligned(a_bytes), threads=128, schedule="late")
+    shifted = a.reshape(4, 32, 16)
+    shifted = np.concatenate([shifted[:, 1:], shifted[:, -1:]], axis=1).reshape(128, 16)
+    np.testing.assert_array_equal(out, np.concatenate([a @ b.T, shifted @ b.T], axis=1))
+
+
+# ---- pairs of CTAs: CTA r holds rows r * M/2.. of A and columns r * N/2.. of B; CTA 0 issues.
+
+
+@pytest.mark.parametrize(("m", "n"), [(256, 64), (256, 256), (128, 64), (128, 256)])
+@pytest.mark.parametrize("schedule", ["eager", "late", "random"])
+def test_two_cta_mma(m: int, n: int, schedule: str) -> None:
+    """M=256: each CTA has 128 rows. M=128: each has 64, columns N/2.. of them on lanes 64..."""
+    a, a_bytes = _operand("f16", "f16", m, 16)
+    b, b_bytes = _operand("f16", "f16", n, 16)
+    base_a, base_b, size = 0x800, 0x800 + 8192, 16384
+    images = np.zeros((2, size), np.uint8)
+    for r in range(2):
+        full = np.zeros(0x800 + size, np.uint8)
+        da = _k_major(a_bytes[r * m // 2:(r + 1) * m // 2], 32, base_a, full) + (base_a >> 4)
+        db = _k_major(b_bytes[r * n // 2:(r + 1) * n // 2], 32, base_b, full) + (base_b >> 4)
+        images[r] = full[0x800:]
+    columns = n if m == 256 else n // 2
+    out = np.zeros((2, 128, columns), np.float32)
+    idesc = 1 << 4 | n // 8 << 17 | m // 16 << 24
+    prologue = PROLOGUE.replace("cta_group::1", "cta_group::2").format(words=size // 4).replace("bar.sync 0;", "barrier.cluster.arrive; barrier.cluster.wait;")
+    run(f"""mov.u32 %r110, %cluster_ctarank; mul.wide.u32 %rd90, %r110, {size}; add.s64 %rd100, %rd100, %rd90; mul.wide.u32 %rd90, %r110, {128 * columns * 4}; add.s64 %rd101, %rd101, %rd90;
+    """ + prologue + f"""setp.ne.u32 %p7, %r110, 0; or.pred %p8, %p7, %p2; @%p8 bra M1; mov.b64 %rd1, {da}; mov.b64 %rd2, {db}; mov.b32 %r1, {idesc}; setp.ne.u32 %p6, %r100, 0;
+    tcgen05.mma.cta_group::2.kind::f16 [%r104], %rd1, %rd2, %r1, %p6; mov.b16 %h1, 3;
+    tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r103], %h1; M1:
+    """ + COMMIT_AND_WAIT.splitlines()[1] + READ_OUT.format(row_bytes=4 * columns, columns=columns, first=0)
+        + "barrier.cluster.arrive; barrier.cluster.wait; @%p1 bra Z; tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r104, 512; Z:",
+        aligned(images), out, threads=128, grid=2, cluster=2, smem=32768, schedule=schedule, seed=3)
+    expected = (a @ b.T).astype(np.float32)
+    for r in range(2):
+        rows = expected[r * m // 2:(r + 1) * m // 2]
+        lanes = rows if m == 256 else np.concatenate([rows[:, :n // 2], rows[:, n // 2:]])
+        np.testing.assert_array_equal(out[r], lanes)

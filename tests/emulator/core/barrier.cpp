@@ -133,6 +133,10 @@ HANDLER("fence.mbarrier_init", Plain) {
   race::barrier_init_fence(w);
   return Step::Done;
 }
+HANDLER("tcgen05.fence", Plain) {  // aux: 0 after_thread_sync
+  race::tensor_fence(w, in.aux[0]);
+  return Step::Done;
+}
 HANDLER("fence.proxy.async", Plain) {
   race::proxy_fence(w);
   return Step::Done;

@@ -6,13 +6,15 @@
 //
 // Every clock is a pair. `order` is happens-before. `fenced` is the part of it that additionally lies before a
 // fence.proxy.async on the path: the async proxy may read a generic-proxy write only if `fenced` covers it (PTX ISA,
-// "Memory Consistency Model: proxy-preserved base causality order").
+// "Memory Consistency Model: proxy-preserved base causality order"). A third clock, `tensor`, is the part that
+// tcgen05.fence::before_thread_sync and ::after_thread_sync (or a commit) carried over; it is kept for Checks.tcgen05_fence.
 #pragma once
 #include <algorithm>
 #include <vector>
 #include "types.h"
 
 using Agent = u32;
+constexpr Agent kNoAgent = ~0u;
 
 class Clock {
  public:
@@ -40,14 +42,16 @@ class Clock {
 };
 
 struct ClockPair {
-  Clock order, fenced;
+  Clock order, fenced, tensor;
   void join(const ClockPair &o) {
     order.join(o.order);
     fenced.join(o.fenced);
+    tensor.join(o.tensor);
   }
   void clear() {
     order.clear();
     fenced.clear();
+    tensor.clear();
   }
 };
 

@@ -65,7 +65,7 @@ struct Program {
 enum class ErrorKind : u32 {
   Race, ProxyFence, UninitialisedSmem, UninitialisedTmem, OutOfBounds, TmemOverlap, DivergentCollective,
   MisalignedDescriptor, Misaligned, TxCount, TmemLeak, Deadlock, IllegalInstruction, Mbarrier, Barrier, ExitedCta,
-  TmemWait, Trap, InstructionLimit, Internal, TmemFreed, Count
+  TmemWait, Trap, InstructionLimit, Internal, TmemFreed, TensorFence, Count
 };
 enum class Level : u8 { Off, Warn, Error };
 
@@ -134,6 +134,8 @@ struct Warp {
   ClockPair released;     // what its last release fence published (for .relaxed arrivals)
   ClockPair to_acquire;   // what .relaxed waits saw, taken over by the next acquire fence
   ClockPair pipe;         // start clocks of everything in its tensor pipe
+  Clock tensor_published; // what its last tcgen05.fence::before_thread_sync covered
+  Clock tensor_seen;      // what barriers brought, usable after the next tcgen05.fence::after_thread_sync
   u32 events[kWarpAgents] = {};
   Agent agent(WarpAgent k) const { return global_index * kWarpAgents + k; }
 
@@ -189,6 +191,8 @@ struct TmemAllocation {
   u32 column, columns;
   i32 line;
   i32 warp;
+  Agent agent = 0;  // the event of the allocation
+  u32 event = 0;
 };
 
 class Shadow;

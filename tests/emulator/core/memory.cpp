@@ -381,22 +381,20 @@ HANDLER("stmatrix", Sync) {
   return Step::Done;
 }
 
-// The transposing byte forms. Register k of thread t holds byte b = j0 + 2 * j1 from row 2 * (t % 4) + j0 + 8 * k, byte
-// t / 4 + 8 * j1 (CUTLASS copy_traits_sm100.hpp). aux: 0 registers, 2 offset.
+// The transposing byte forms. Register k of thread t holds, after ldmatrix.m16n16, rows 4 * (t % 4) + 0..3 of matrix k / 2 at
+// byte t / 4 + 8 * (k % 2) (CuTe DSL's LdMatrix16x16x8bOp; CUTLASS C++ permutes the registers before its traits hold);
+// for stmatrix.m16n8, byte b = j0 + 2 * j1 goes to row 2 * (t % 4) + j0 + 8 * k, byte t / 4 + 8 * j1. aux: 0 registers, 2 offset.
 HANDLER("ldmatrix.m16n16.b8", Sync) {
   if (lanes != (u32)~w.exited) return Step::NeedConvergence;
   u32 n = (u32)in.aux[0], addresses[kLanes];
   memcpy(addresses, row<u32>(w, in.op[n]), sizeof addresses);
   const u8 *rows[32];
-  for (u32 r = 0; r < 8 * n; r++) {
-    u32 thread = (r & 1) + 2 * (r >> 3 & 1) + 4 * (r >> 1 & 3) + 16 * (r >> 4);
-    rows[r] = matrix_row(w, in, addresses[thread] + (u32)in.aux[2], false);
-  }
+  for (u32 r = 0; r < 8 * n; r++) rows[r] = matrix_row(w, in, addresses[r] + (u32)in.aux[2], false);
   for (u32 k = 0; k < n; k++) {
     u32 *d = row<u32>(w, in.op[k]);
     for (u32 t = 0; t < kLanes; t++) {
       u32 v = 0;
-      for (u32 b = 0; b < 4; b++) v |= (u32)rows[2 * (t % 4) + (b & 1) + 8 * k][t / 4 + 8 * (b >> 1)] << (8 * b);
+      for (u32 b = 0; b < 4; b++) v |= (u32)rows[4 * (t % 4) + b + 16 * (k / 2)][t / 4 + 8 * (k % 2)] << (8 * b);
       d[t] = v;
     }
   }

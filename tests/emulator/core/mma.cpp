@@ -22,6 +22,7 @@ struct Mma {
   Kind_ kind;
   u32 group;                 // CTAs that take part
   bool weight_stationary, a_in_tmem;
+  bool shift_a;              // .ashift: A moves up by one lane per quarter after the product
   u32 m, n, k, rows;         // rows of A and D in each CTA
   Element a, b;
   Packing a_packing, b_packing;
@@ -230,12 +231,16 @@ void execute(Cluster &cluster, u32 first_rank, const Mma &x) {
           for (u32 j = 0; j < width; j++) cells[j] = float_to_half(acc[j]);
       }
   }
+  if (x.shift_a)
+    for (u32 h = 0; h < x.group; h++)
+      for (u32 lane = 0; lane < 128; lane += 32)
+        shift_rows(*cluster.ctas[first_rank + h], lane, tmem_column(x.a_tmem), x.k * x.a_packing.bits / 32);
 }
 
 }  // namespace
 
 // aux: 0 cta_group, 1 kind, 2 A in tensor memory, 3 disable registers, 4 offset of A, 5 offset of D, 6 .ws, 7 scale factors
-// along K (0: none), 8 input scale or -1.
+// along K (0: none), 8 input scale or -1, 9 .ashift.
 // Operands: D, A, B, instruction descriptor, enable-input-d, scale A or none, scale B or none, disable registers..
 HANDLER("tcgen05.mma", Plain) {
   for (int i : lanes_of(lanes)) {
@@ -246,6 +251,7 @@ HANDLER("tcgen05.mma", Plain) {
     x.weight_stationary = in.aux[6];
     x.scales_per_k = (u32)in.aux[7];
     x.input_scale = (i32)in.aux[8];
+    x.shift_a = in.aux[9];
     Cluster &cluster = *w.cta->cluster;
     if (x.group == 2 && (w.cta->rank & 1 || cluster.ctas.size() < 2))
       fail(ErrorKind::IllegalInstruction, &w, &in, "cta_group::2 is issued by the even CTA of a pair");
@@ -281,6 +287,8 @@ HANDLER("tcgen05.mma", Plain) {
       x.b_scale = row<u32>(w, in.op[6])[i] & 0x3fffffff;
     }
     check_shape(w, in, x);
+    if (x.shift_a && (!x.a_in_tmem || x.weight_stationary || x.m / x.group != 128))
+      fail(ErrorKind::IllegalInstruction, &w, &in, ".ashift needs A in tensor memory and 128 rows in each CTA");
     x.rows = x.m / x.group;
     if ((x.a_mn_major && x.a_packing.bits < 8) || (x.b_mn_major && x.b_packing.bits < 8) ||
         ((x.a_mn_major || x.b_mn_major) && dense4))
@@ -321,6 +329,8 @@ HANDLER("tcgen05.mma", Plain) {
         for (u32 l = 0; l < 8; l++)
           if (!x.half_lanes() || l % 2 == tmem_lane(x.a_tmem) / 16)
             race::tmem_access(w, in, c, l, tmem_column(x.a_tmem), columns, 0xffff, false, actor, "tcgen05.mma (operand A)");
+        for (u32 lane = 0; x.shift_a && lane < 128; lane += 32)
+          track_shift(w, in, c, lane, tmem_column(x.a_tmem), columns, actor, "tcgen05.mma (.ashift)");
         machine.counters.tmem_read += (u64)x.rows * columns * 4;
       } else {
         track_operand(w, in, c, x.a_desc, x.a_mn_major, x.a_packing, x.rows, x.k, actor, "operand A of tcgen05.mma");
@@ -373,6 +383,7 @@ HANDLER("tcgen05.commit", Plain) {
     if (machine.track_order) {
       publish->order.raise(actor.agent, actor.event);
       publish->fenced.raise(actor.agent, actor.event);
+      publish->tensor.raise(actor.agent, actor.event);  // a commit implies fence::before_thread_sync
     }
     std::vector<u32> targets;
     for (int r : lanes_of(mask)) {

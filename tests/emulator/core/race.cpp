@@ -23,6 +23,8 @@ void start_cluster(Cluster &c) {
       w->released.clear();
       w->to_acquire.clear();
       w->pipe.clear();
+      w->tensor_published.clear();
+      w->tensor_seen.clear();
       w->slots.clear();
       for (u32 &e : w->events) e = 0;
       w->events[kGeneric] = 1;
@@ -41,6 +43,7 @@ Free free_running(Warp &w) {
   Cluster &c = *w.cta->cluster;
   Free f;
   f.start = w.now;
+  f.start.tensor.clear();
   // A slot may be used again once its last operation is known to be complete: then later knowledge implies earlier.
   u32 fixed = c.warp_count * kWarpAgents;
   for (Agent a : w.slots)
@@ -60,7 +63,12 @@ Free free_running(Warp &w) {
                                               bool write, const Conflict &c) {
   char buffer[96];
   const char *who = describe(*w.cta->cluster, c.earlier.agent, buffer, sizeof buffer);
-  if (c.fence_only)
+  if (c.tensor_only)
+    report(ErrorKind::TensorFence, &w, &in,
+           "%s %s 0x%x (CTA rank %u): a barrier orders it after %s by %s at ptx line %d, but tcgen05.fence does not: "
+           "::before_thread_sync before that side's arrival or ::after_thread_sync after this side's wait is missing",
+           write ? "writes" : "reads", memory, at, cta.rank, c.earlier.write ? "the write" : "the read", who, c.earlier.line);
+  else if (c.fence_only)
     report(ErrorKind::ProxyFence, &w, &in,
            "the async proxy reads %s 0x%x (CTA rank %u), which %s wrote through the generic proxy at ptx line %d: no "
            "fence.proxy.async lies between",
@@ -118,6 +126,15 @@ void tmem_access(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 colum
   if (!machine.track_order) return;
   Shadow &s = *cta.tmem_shadow;
   if (also_read) check_one_region(w, in, cta, lane16, column, count, lanes);
+  Agent own = tracks_tensor_fences() ? w.agent(kGeneric) : kNoAgent;
+  if (own != kNoAgent)
+    for (auto &t : cta.tmem_allocations)
+      if (column >= t.column && column < t.column + t.columns && t.agent - own >= kWarpAgents && a.known->tensor[t.agent] < t.event) {
+        report(ErrorKind::TensorFence, &w, &in,
+               "%s: tcgen05.fence does not order it after the tcgen05.alloc at ptx line %d: ::before_thread_sync before the "
+               "allocating warp's arrival or ::after_thread_sync after this warp's wait is missing", what, t.line);
+        break;
+      }
   for (u32 c = column; c < column + count; c++) {
     u32 g = lane16 * 512 + c;
     if ((!write || also_read) && (s.written(g) & lanes) != lanes) {
@@ -128,7 +145,7 @@ void tmem_access(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 colum
       s.mark_written(g, lanes);
     }
     Conflict conflict;
-    if (!s.access(g, {a.agent, a.event, in.line, lanes, write, false, false}, *a.known, false, &conflict)) {
+    if (!s.access(g, {a.agent, a.event, in.line, lanes, write, false, false}, *a.known, false, &conflict, own)) {
       char place[64];
       u32 lane = lane16 * 16 + (u32)__builtin_ctz(conflict.earlier.mask & lanes ? conflict.earlier.mask & lanes : lanes);
       snprintf(place, sizeof place, "tensor memory lane %u column %u, address", lane, c);
@@ -147,18 +164,24 @@ void touch_peer(Warp &w, const Instruction &in, Cta &cta, const Actor &a) {
 
 void release(Warp &w, ClockPair &into, bool relaxed) {
   if (!machine.track_order) return;
-  if (relaxed) {
-    into.join(w.released);
-    return;
+  // Without tcgen05.fence::before_thread_sync nothing of the warp's own is handed on to the tensor core of others.
+  if (tracks_tensor_fences()) {
+    into.tensor.join(w.tensor_published);
+    into.tensor.join(w.tensor_seen);
   }
-  into.join(w.now);
+  const ClockPair &known = relaxed ? w.released : w.now;
+  into.order.join(known.order);
+  into.fenced.join(known.fenced);
+  if (relaxed) return;
   w.now.order.raise(w.agent(kGeneric), ++w.events[kGeneric]);
 }
 
 void acquire(Warp &w, const ClockPair &from, bool relaxed) {
   if (!machine.track_order) return;
-  if (relaxed) w.to_acquire.join(from);
-  else w.now.join(from);
+  if (tracks_tensor_fences()) w.tensor_seen.join(from.tensor);
+  ClockPair &into = relaxed ? w.to_acquire : w.now;
+  into.order.join(from.order);
+  into.fenced.join(from.fenced);
 }
 
 void release_fence(Warp &w) {
@@ -184,8 +207,18 @@ void proxy_fence(Warp &w) {
   w.now.order.raise(w.agent(kGeneric), ++w.events[kGeneric]);
 }
 
+bool tracks_tensor_fences() { return machine.track_order && machine.level[(int)ErrorKind::TensorFence] != Level::Off; }
+
+void tensor_fence(Warp &w, bool after) {
+  if (!tracks_tensor_fences()) return;
+  if (after) w.now.tensor.join(w.tensor_seen);
+  else w.tensor_published.join(w.now.tensor);
+}
+
 void learn(Warp &w, WarpAgent kind, u32 event) {
-  if (machine.track_order) w.now.order.raise(w.agent(kind), event);
+  if (!machine.track_order) return;
+  w.now.order.raise(w.agent(kind), event);
+  w.now.tensor.raise(w.agent(kind), event);
 }
 void learn_agent(Warp &w, Agent agent, u32 event) {
   if (machine.track_order) w.now.order.raise(agent, event);

@@ -48,11 +48,14 @@ void release_fence(Warp &w);
 void acquire_fence(Warp &w);
 void barrier_init_fence(Warp &w);
 void proxy_fence(Warp &w);
+void tensor_fence(Warp &w, bool after);
 void learn(Warp &w, WarpAgent kind, u32 event);  // the warp waited for its own stream
 void learn_agent(Warp &w, Agent agent, u32 event);
 // Execution order alone, which even a .relaxed barrier gives: `into` gets all that the warp has done.
 void executed(Warp &w, Clock &into);
 void warp_exits(Warp &w);
 void cta_ends(Cta &c);
+// Whether Checks.tcgen05_fence is on.
+bool tracks_tensor_fences();
 
 }  // namespace race

@@ -186,12 +186,14 @@ static Turn run_warp(Warp &w, int quantum) {
             g->waited = true;
             break;
           case Step::Blocked:
+            w.executed--;  // tried again later: one execution
             executions[in.index]--;
             lane_executions[in.index] -= (u32)__builtin_popcount(lanes);
             if (w.groups.size() == 1) return Turn::Waiting;
             g->waited = true;
             break;
           case Step::NeedConvergence:
+            w.executed--;  // tried again later: one execution
             executions[in.index]--;
             lane_executions[in.index] -= (u32)__builtin_popcount(lanes);
             if (w.groups.size() == 1)

@@ -10,7 +10,7 @@ i32 Shadow::allocate() {
   return (i32)pool_.size() - 1;
 }
 
-bool Shadow::access(u32 g, const Access &a, const ClockPair &known, bool async_proxy, Conflict *conflict) {
+bool Shadow::access(u32 g, const Access &a, const ClockPair &known, bool async_proxy, Conflict *conflict, Agent own) {
   i32 *link = &heads_[g].first;
   bool ok = true, merged = false;
   while (*link >= 0) {
@@ -27,6 +27,9 @@ bool Shadow::access(u32 g, const Access &a, const ClockPair &known, bool async_p
         ok = false;
       } else if (async_proxy && !a.write && e.write && e.generic && known.fenced[e.agent] < e.event) {
         *conflict = {e, true};
+        ok = false;
+      } else if (own != kNoAgent && e.agent - own >= kWarpAgents && known.tensor[e.agent] < e.event) {
+        *conflict = {e, false, true};
         ok = false;
       }
     }

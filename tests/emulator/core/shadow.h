@@ -21,6 +21,7 @@ struct Access {
 struct Conflict {
   Access earlier;
   bool fence_only;  // ordered, but no proxy fence lies between
+  bool tensor_only = false;  // ordered, but not by the tcgen05.fence pair
 };
 
 class Shadow {
@@ -28,8 +29,9 @@ class Shadow {
   explicit Shadow(size_t granules) : heads_(granules), written_(granules, 0) {}
 
   // Records an access to `mask` of granule `g`; returns false and fills `conflict` if an earlier access is not ordered
-  // before it. `known` is what the accessing agent knows at the start of the access.
-  bool access(u32 g, const Access &a, const ClockPair &known, bool async_proxy, Conflict *conflict);
+  // before it. `known` is what the accessing agent knows at the start of the access. If `own` is given, accesses by other
+  // warps than that of agents [own, own + kWarpAgents) must be ordered by tcgen05.fence too.
+  bool access(u32 g, const Access &a, const ClockPair &known, bool async_proxy, Conflict *conflict, Agent own = kNoAgent);
 
   u16 written(u32 g) const { return written_[g]; }
   // The latest write to a unit of granule `g`, or null.

@@ -23,6 +23,16 @@ void check_tmem_columns(const Warp &w, const Instruction &in, Cta &c, u32 column
        what, column, column + count, c.rank, live.empty() ? " none" : live.c_str());
 }
 
+void track_shift(Warp &w, const Instruction &in, Cta &c, u32 lane, u32 column, u32 columns, const race::Actor &a, const char *what) {
+  for (u32 half = 0; half < 2; half++) {
+    race::tmem_access(w, in, c, lane / 16 + half, column, columns, 0xffff, false, a, what);
+    race::tmem_access(w, in, c, lane / 16 + half, column, columns, half ? 0x7fff : 0xffff, true, a, what);
+  }
+}
+void shift_rows(Cta &c, u32 lane, u32 column, u32 columns) {
+  for (u32 r = 0; r < 31; r++) memcpy(tmem_row(c, lane + r) + column, tmem_row(c, lane + r + 1) + column, columns * 4);
+}
+
 // aux: 0 address offset, 1 cta_group. Operands: shared address of the result, columns.
 HANDLER("tcgen05.alloc", Sync) {
   if (lanes != (u32)~w.exited) return Step::NeedConvergence;
@@ -35,7 +45,9 @@ HANDLER("tcgen05.alloc", Sync) {
     bool free = true;
     for (auto &a : c.tmem_allocations) free &= column + n <= a.column || a.column + a.columns <= column;
     if (!free) continue;
-    c.tmem_allocations.push_back({column, n, in.line, (i32)w.index});
+    u32 event = ++w.events[kTmemStore];
+    race::learn(w, kTmemStore, event);
+    c.tmem_allocations.push_back({column, n, in.line, (i32)w.index, w.agent(kTmemStore), event});
     auto &freed = c.tmem_freed;
     freed.erase(std::remove_if(freed.begin(), freed.end(),
                                [&](auto &a) { return a.column < column + n && column < a.column + a.columns; }),
@@ -62,6 +74,18 @@ HANDLER("tcgen05.dealloc", Sync) {
         if (c.tmem_shadow->unordered(g / n * kTmemColumns + column + g % n, w.agent(kGeneric), w.now.order, &open)) {
           report(ErrorKind::TmemFreed, &w, &in,
                  "tcgen05.dealloc while the %s at ptx line %d is not ordered before it: the columns may be given away too early",
+                 open.write ? "write" : "read", open.line);
+          break;
+        }
+    }
+    if (race::tracks_tensor_fences()) {
+      Access open;
+      for (u32 g = 0; g < 8 * n; g++)
+        if (c.tmem_shadow->unordered(g / n * kTmemColumns + column + g % n, w.agent(kGeneric), w.now.tensor, &open) &&
+            open.agent - w.agent(kGeneric) >= kWarpAgents) {
+          report(ErrorKind::TensorFence, &w, &in,
+                 "tcgen05.dealloc: tcgen05.fence does not order it after the %s at ptx line %d: ::before_thread_sync before "
+                 "that side's arrival or ::after_thread_sync after this side's wait is missing",
                  open.write ? "write" : "read", open.line);
           break;
         }
@@ -256,6 +280,33 @@ HANDLER("tcgen05.cp", Plain) {
                                        c.smem.data() + d.k_major((u32)first + r, k), 16);
                           }
                         }
+                      }));
+  }
+  return Step::Done;
+}
+
+// ---- shift: 31 lanes of a quarter, 32 bytes each, take the contents of the next lane ------------------------------
+
+// aux: 0 address offset, 1 cta_group. Operand: tensor-memory address.
+HANDLER("tcgen05.shift", Plain) {
+  for (int i : lanes_of(lanes)) {
+    u32 address = (u32)lane_address(w, in.op[0], i, in.aux[0]), lane = tmem_lane(address), column = tmem_column(address);
+    if (lane % 32 || lane >= 128)
+      fail(ErrorKind::IllegalInstruction, &w, &in, "tcgen05.shift: lane %u is not a multiple of 32 below 128", lane);
+    Cluster &cluster = *w.cta->cluster;
+    u32 group = (u32)in.aux[1], rank = w.cta->rank;
+    if (group == 2 && (rank & 1 || cluster.ctas.size() < 2))
+      fail(ErrorKind::IllegalInstruction, &w, &in, "cta_group::2 is issued by the even CTA of a pair");
+    race::Actor actor = race::stream(w, kTensorPipe, true);
+    if (machine.track_order) w.pipe.join(w.now);
+    for (u32 h = 0; h < group; h++) {
+      Cta &c = *cluster.ctas[rank + h];
+      if (&c != w.cta) race::touch_peer(w, in, c, actor);
+      check_tmem_columns(w, in, c, column, kShiftColumns, "tcgen05.shift");
+      track_shift(w, in, c, lane, column, kShiftColumns, actor, "tcgen05.shift");
+    }
+    issue_tensor_pipe(w, make_async(in, "tcgen05.shift", [&cluster, rank, group, lane, column] {
+                        for (u32 h = 0; h < group; h++) shift_rows(*cluster.ctas[rank + h], lane, column, kShiftColumns);
                       }));
   }
   return Step::Done;
