@@ -18,7 +18,7 @@ _TYPE_BYTES = {"u32": 4, "s32": 4, "b32": 4, "u64": 8, "s64": 8, "b64": 8, "f32"
 class _Modifiers:
     """The modifiers after the instruction's name, taken one by one; `finish` refuses what is left."""
 
-    def __init__(self, d: Decoder, text: str):
+    def __init__(self, d: Decoder, text: str) -> None:
         self.d = d
         # "shared::cluster.global" gives the direction and is kept in order; everything else is a set.
         self.left = [x for x in text.split(".") if x]
@@ -49,7 +49,8 @@ def _wait(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     d.emit("bulk.wait_group", [], (d.immediate(s.operands[0]), int(m["read"] is not None)))
 
 
-@family("cp", r"cp\.async\.bulk\.prefetch\.(?:tensor\.\dd\.L2\.global(?:\.tile(?:::gather4)?)?|L2\.global)(?:\.L2::cache_hint)?")
+@family("cp", r"cp\.async\.bulk\.prefetch\.(?:tensor\.\dd\.L2\.global(?:"
+        r"\.tile(?:::gather4)?)?|L2\.global)(?:\.L2::cache_hint)?")
 def _prefetch(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     d.emit("nop", [])
 
@@ -193,7 +194,8 @@ def _cp_arrive(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     d.emit("cp.async.mbarrier.arrive", [operand], (offset, int(m["noinc"] is not None)))
 
 
-@family("st", r"st\.async(?:\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes(?:\.v(?P<vec>[24]))?\.(?P<type>[bus](?:32|64)|f32|f64)")
+@family("st", r"st\.async(?:\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes"
+        r"(?:\.v(?P<vec>[24]))?\.(?P<type>[bus](?:32|64)|f32|f64)")
 def _st_async(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     values = split_operands(s.operands[1][1:-1]) if s.operands[1].startswith("{") else [s.operands[1]]
     if len(values) != int(m["vec"] or 1):
@@ -205,7 +207,8 @@ def _st_async(d: Decoder, s: Statement, m: re.Match[str]) -> None:
            (offset, len(values), nbytes, barrier_offset))
 
 
-@family("red", r"red\.async(?:\.relaxed\.cluster)?\.shared::cluster\.mbarrier::complete_tx::bytes\.(?P<op>\w+)\.(?P<type>u32|s32|u64|b32)")
+@family("red", r"red\.async(?:\.relaxed\.cluster)?\.shared::cluster\.mbarrier::complete_tx::bytes"
+        r"\.(?P<op>\w+)\.(?P<type>u32|s32|u64|b32)")
 def _red_async(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     dst, offset = d.address(s.operands[0])
     barrier, barrier_offset = d.address(s.operands[2])
@@ -214,7 +217,8 @@ def _red_async(d: Decoder, s: Statement, m: re.Match[str]) -> None:
            (offset, 1, nbytes, barrier_offset, _REDUCTIONS[m["op"]] + 1, _REDUCTION_TYPES[m["type"]]))
 
 
-@family("clusterlaunchcontrol", r"clusterlaunchcontrol\.try_cancel\.async(?:\.shared::cta)?\.mbarrier::complete_tx::bytes"
+@family("clusterlaunchcontrol", r"clusterlaunchcontrol\.try_cancel\.async"
+        r"(?:\.shared::cta)?\.mbarrier::complete_tx::bytes"
         r"(?P<all>\.multicast::cluster::all)?\.b128")
 def _try_cancel(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     dst, offset = d.address(s.operands[0])
@@ -227,7 +231,8 @@ def _is_canceled(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     d.emit("clc.is_canceled", [d.destination(s.operands[0], "pred"), d.source(s.operands[1], "b128")])
 
 
-@family("clusterlaunchcontrol", r"clusterlaunchcontrol\.query_cancel\.get_first_ctaid(?:::(?P<dim>[xyz])\.b32|\.v4\.b32)\.b128")
+@family("clusterlaunchcontrol", r"clusterlaunchcontrol\.query_cancel\.get_first_ctaid"
+        r"(?:::(?P<dim>[xyz])\.b32|\.v4\.b32)\.b128")
 def _first_cta(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     names = split_operands(s.operands[0][1:-1]) if s.operands[0].startswith("{") else [s.operands[0]]
     d.emit("clc.first_cta", [*(d.destination(n, "b32") for n in names), d.source(s.operands[1], "b128")])

@@ -111,7 +111,8 @@ def _arrive(d: Decoder, s: Statement, m: re.Match[str]) -> None:
             int(state != NONE), int(m["kind"] == "arrive_drop")))
 
 
-@family("mbarrier", r"mbarrier\.(?P<kind>expect_tx|complete_tx)(?:\.shared::cluster)?(?:\.relaxed)?" + _MB_SCOPE + r"(?:\.shared(?:::cta|::cluster)?)?\.b64")
+@family("mbarrier", r"mbarrier\.(?P<kind>expect_tx|complete_tx)(?:\.shared::cluster)?"
+        r"(?:\.relaxed)?" + _MB_SCOPE + r"(?:\.shared(?:::cta|::cluster)?)?\.b64")
 def _tx(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     operand, offset = d.address(s.operands[0])
     d.emit("mbarrier." + m["kind"], [operand, d.source(s.operands[1], "b32")], (offset,))
@@ -139,7 +140,8 @@ def _shfl(d: Decoder, s: Statement, m: re.Match[str]) -> None:
 @family("elect", r"elect\.sync")
 def _elect(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     dst, _, p = s.operands[0].partition("|")
-    d.emit("elect", [d.destination(dst.strip(), "b32"), d.destination(p.strip(), "pred"), d.source(s.operands[1], "b32")])
+    d.emit("elect", [d.destination(dst.strip(), "b32"), d.destination(p.strip(), "pred"),
+                    d.source(s.operands[1], "b32")])
 
 
 @family("vote", r"vote\.sync\.(?P<mode>all|any|uni)\.pred|vote\.sync\.(?P<ballot>ballot)\.b32")

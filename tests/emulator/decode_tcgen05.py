@@ -80,7 +80,8 @@ _CP = {"128x256b": ((0, 32, 64, 96), 128, 32), "128x128b": ((0, 32, 64, 96), 128
        "32x128b.warpx4": ((0, 0, 0, 0), 32, 16)}
 
 
-@family("tcgen05", r"tcgen05\.cp" + _GROUP + r"\.(?P<shape>128x256b|128x128b|64x128b\.warpx2::(?:02_13|01_23)|32x128b\.warpx4)")
+@family("tcgen05", r"tcgen05\.cp" + _GROUP + r"\.(?P<shape>128x256b|128x128b|64x128b"
+        r"\.warpx2::(?:02_13|01_23)|32x128b\.warpx4)")
 def _cp(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     quarters, rows, nbytes = _CP[m["shape"]]
     base, offset = d.address(s.operands[0])
@@ -96,7 +97,8 @@ _SCALES = {("mxf8f6f4", None): 1, ("mxf8f6f4", "scale_vec::1X"): 1, ("mxf8f6f4",
 
 
 @family("tcgen05", r"tcgen05\.mma(?P<ws>\.ws)?" + _GROUP + r"\.kind::(?P<kind>\w+)(?P<scaled>\.block_scale)?"
-        r"(?:\.(?P<vec>scale_vec::[124]X|block16|block32))?(?P<ashift>\.ashift)?(?:\.collector::(?:a|b[0-3])::(?:discard|lastuse|fill|use))?")
+        r"(?:\.(?P<vec>scale_vec::[124]X|block16|block32))?(?P<ashift>\.ashift)?"
+        r"(?:\.collector::(?:a|b[0-3])::(?:discard|lastuse|fill|use))?")
 def _mma(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     kind = m["kind"]
     if kind not in _KINDS:
@@ -131,8 +133,8 @@ def _mma(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     if a:
         raise d.unknown("a zero-column mask is not modelled" if m["ws"] else "too many operands")
     d.emit("tcgen05.mma", [accumulator, a_operand, b_operand, descriptor, enable, scale_a, scale_b, *disable],
-           (int(m["group"]), _KINDS[kind], int(in_tmem), len(disable), a_offset, d_offset, int(m["ws"] is not None), scales,
-            input_scale, int(m["ashift"] is not None)))
+           (int(m["group"]), _KINDS[kind], int(in_tmem), len(disable), a_offset, d_offset, int(m["ws"] is not None),
+            scales, input_scale, int(m["ashift"] is not None)))
 
 
 def _plain_address(d: Decoder, text: str) -> int:
@@ -144,7 +146,8 @@ def _plain_address(d: Decoder, text: str) -> int:
     return operand
 
 
-@family("tcgen05", r"tcgen05\.commit" + _GROUP + r"\.mbarrier::arrive::one(?:\.shared::cluster)?(?P<multicast>\.multicast::cluster)?\.b64")
+@family("tcgen05", r"tcgen05\.commit" + _GROUP + r"\.mbarrier::arrive::one"
+        r"(?:\.shared::cluster)?(?P<multicast>\.multicast::cluster)?\.b64")
 def _commit(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     operand, offset = d.address(s.operands[0])
     mask = d.source(s.operands[1], "b16") if m["multicast"] else NONE

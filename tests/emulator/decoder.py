@@ -21,7 +21,8 @@ AUX = 10
 
 SPECIAL_REGISTERS = {name: i for i, name in enumerate(
     "tid.x tid.y tid.z ctaid.x ctaid.y ctaid.z ntid.x ntid.y ntid.z nctaid.x nctaid.y nctaid.z laneid warpid "
-    "cluster_ctarank cluster_nctarank cluster_ctaid.x cluster_ctaid.y cluster_ctaid.z cluster_nctaid.x cluster_nctaid.y "
+    "cluster_ctarank cluster_nctarank cluster_ctaid.x cluster_ctaid.y cluster_ctaid.z cluster_nctaid.x "
+    "cluster_nctaid.y "
     "cluster_nctaid.z clusterid.x clusterid.y clusterid.z nclusterid.x nclusterid.y nclusterid.z clock smid nsmid "
     "dynamic_smem_size total_smem_size lanemask_lt lanemask_le lanemask_eq lanemask_ge lanemask_gt nwarpid "
     "is_explicit_cluster reserved_smem_offset_end reserved_smem_offset_begin".split())}
@@ -35,7 +36,8 @@ ORDERS = {"": 0, "weak": 0, "volatile": 1, "relaxed": 1, "acquire": 2, "release"
 class Instruction:
     __slots__ = ("aux", "guard", "handler", "label", "line", "opcode", "operands", "scope", "shape", "source", "text")
 
-    def __init__(self, handler: str, operands: list[int], aux: tuple[int, ...], guard: int, statement: Statement):
+    def __init__(self, handler: str, operands: list[int], aux: tuple[int, ...], guard: int,
+                 statement: Statement) -> None:
         self.handler, self.operands, self.guard = handler, operands, guard
         self.aux = [int(a) for a in aux] + [0] * (AUX - len(aux))
         self.line, self.source, self.text = statement.line, statement.source, statement.text
@@ -67,7 +69,7 @@ def family(words: str, pattern: str) -> Callable:
 class Decoder:
     """Decodes one function."""
 
-    def __init__(self, function: Function, module: Module, global_addresses: dict[str, int]):
+    def __init__(self, function: Function, module: Module, global_addresses: dict[str, int]) -> None:
         self.function, self.module = function, module
         self.global_addresses = global_addresses
         self.params: dict[str, Param] = {p.name: p for p in function.params}
@@ -95,7 +97,8 @@ class Decoder:
             except UnknownInstruction:
                 raise
             except (KeyError, ValueError, IndexError, AttributeError, TypeError) as e:
-                raise UnknownInstruction(statement.text, statement.line, f"not understood ({type(e).__name__}: {e})") from e
+                raise UnknownInstruction(statement.text, statement.line,
+                                         f"not understood ({type(e).__name__}: {e})") from e
         self.start_of.append(len(self.instructions))
         self._resolve_labels()
 
@@ -245,7 +248,8 @@ class Decoder:
 
     def check_width(self, operand: int, kind: str, text: str) -> None:
         if (operand >> 29 & 3) != _width_class(TYPE_BYTES[kind]):
-            raise self.unknown(f"operand {text} is declared .{self.types.get(operand)}, but the instruction takes .{kind}")
+            raise self.unknown(f"operand {text} is declared .{self.types.get(operand)}, but the instruction "
+                               f"takes .{kind}")
 
     def destination(self, text: str, kind: str) -> int:
         if text == "_":
@@ -517,7 +521,8 @@ def _vector(text: str) -> list[str]:
 
 
 @family("ld", r"ld(?:\.(?P<order>weak|volatile|relaxed|acquire))?" + _SCOPE
-        + r"(?P<mmio>\.mmio)?(?:\.(?P<space>global|shared::cta|shared::cluster|shared|local|const|param::entry|param::func|param))?"
+        + r"(?P<mmio>\.mmio)?"
+        r"(?:\.(?P<space>global|shared::cta|shared::cluster|shared|local|const|param::entry|param::func|param))?"
           r"(?:\.c[agsvu]|\.lu)?(?P<nc>\.nc)?" + _EVICT + r"(?:\.v(?P<vec>[248]))?\.(?P<type>\w+)")
 def _ld(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     space = SPACES[m["space"] or ""]
@@ -595,7 +600,8 @@ _ATOM_REGISTER = {"f16x2": "b32", "bf16x2": "b32", "bf16": "b16"}
 
 
 @family("atom red", r"(?P<head>atom|red)(?:\.(?P<order>relaxed|acquire|release|acq_rel))?" + _SCOPE
-        + r"(?:\.(?P<space>global|shared::cta|shared::cluster|shared))?" + _SCOPE + r"\.(?P<op>\w+)(?:\.noftz)?" + _EVICT
+        + r"(?:\.(?P<space>global|shared::cta|shared::cluster|shared))?" + _SCOPE
+        + r"\.(?P<op>\w+)(?:\.noftz)?" + _EVICT
         + r"(?:\.v(?P<vec>[248]))?\.(?P<type>\w+)")
 def _atom(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     has_dst = m["head"] == "atom"
@@ -626,7 +632,8 @@ def _matrix(d: Decoder, s: Statement, m: re.Match[str]) -> None:
 @family("stmatrix", r"(?P<op>st)matrix\.sync\.aligned\.m16n8\.x(?P<n>[124])\.trans\.shared(?:::cta)?\.b8")
 def _matrix_bytes(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     load = m["op"] == "ld"
-    _emit_matrix(d, s, m["op"], "ldmatrix.m16n16.b8" if load else "stmatrix.m16n8.b8", int(m["n"]) * (2 if load else 1), True)
+    _emit_matrix(d, s, m["op"], "ldmatrix.m16n16.b8" if load else "stmatrix.m16n8.b8",
+                 int(m["n"]) * (2 if load else 1), True)
 
 
 def _emit_matrix(d: Decoder, s: Statement, op: str, handler: str, count: int, transposed: bool) -> None:
@@ -647,7 +654,8 @@ def _emit_matrix(d: Decoder, s: Statement, op: str, handler: str, count: int, tr
 # ---- no effect on results -------------------------------------------------------------------------------------------
 
 
-@family("prefetch prefetchu", r"prefetch(?:u)?(?:\.global|\.local|\.param|\.const)?(?:\.L1|\.L2|\.tensormap)(?:::evict_\w+)?")
+@family("prefetch prefetchu", r"prefetch(?:u)?(?:\.global|\.local|\.param|\.const)?"
+        r"(?:\.L1|\.L2|\.tensormap)(?:::evict_\w+)?")
 @family("discard", r"discard(?:\.global)?\.L2")
 @family("applypriority", r"applypriority(?:\.global)?\.L2::evict_normal")
 @family("griddepcontrol", r"griddepcontrol\.(?:wait|launch_dependents)")

@@ -12,12 +12,13 @@ import ctypes
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import decode_copy  # noqa: F401  (these three register instruction families)
 import decode_sync  # noqa: F401
 import decode_tcgen05  # noqa: F401
 from build import build_core
-from decoder import AUX, Decoder, Instruction
+from decoder import Decoder, Instruction
 from errors import EmulationError, ErrorKind, UnknownInstruction
 from ptx_parser import Module, parse
 from report import Report, make_report
@@ -60,7 +61,8 @@ class Checks:
 @dataclasses.dataclass(frozen=True)
 class Options:
     """How to run. Schedules: `eager` performs asynchronous work at once and runs warps in order; `random` defers it and
-    runs warps in random order; `late` defers it as long as anybody can go on without it; `random_warps` only shuffles."""
+    runs warps in random order; `late` defers it as long as anybody can go on without it; `random_warps` only
+    shuffles."""
 
     schedule: str = "eager"
     seed: int = 0
@@ -91,15 +93,16 @@ class MemoryMap:
 
 
 class _LaunchArguments(ctypes.Structure):
-    _fields_ = [("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("cluster", ctypes.c_uint32 * 3),
-                ("schedule", ctypes.c_uint32), ("dynamic_smem", ctypes.c_uint64), ("seed", ctypes.c_uint64),
-                ("max_instructions", ctypes.c_uint64), ("params", ctypes.c_void_p), ("params_bytes", ctypes.c_uint64),
+    _fields_: ClassVar = [("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3),
+                ("cluster", ctypes.c_uint32 * 3), ("schedule", ctypes.c_uint32), ("dynamic_smem", ctypes.c_uint64),
+                ("seed", ctypes.c_uint64), ("max_instructions", ctypes.c_uint64),
+                ("params", ctypes.c_void_p), ("params_bytes", ctypes.c_uint64),
                 ("ranges", ctypes.c_void_p), ("range_names", ctypes.c_void_p), ("range_count", ctypes.c_uint64),
                 ("check_global", ctypes.c_uint32), ("track_order", ctypes.c_uint32), ("level", ctypes.c_uint8 * 32)]
 
 
 class _LaunchResult(ctypes.Structure):
-    _fields_ = [("failed", ctypes.c_int32), ("kind", ctypes.c_int32), ("line", ctypes.c_int32),
+    _fields_: ClassVar = [("failed", ctypes.c_int32), ("kind", ctypes.c_int32), ("line", ctypes.c_int32),
                 ("warp", ctypes.c_int32), ("cta", ctypes.c_uint32 * 3), ("pad", ctypes.c_uint32),
                 ("counters", ctypes.c_double * 16)]
 
@@ -117,7 +120,7 @@ def _core() -> ctypes.CDLL:
 class Kernel:
     """One decoded `.entry`, loaded into the core."""
 
-    def __init__(self, name: str, decoder: Decoder):
+    def __init__(self, name: str, decoder: Decoder) -> None:
         self.name = name
         self.function = decoder.function
         self.param_bytes = decoder.function.param_bytes
@@ -137,8 +140,9 @@ class Kernel:
         constants = bytes(decoder.constants)
         self._handle = lib.emu_program(
             n, names, (ctypes.c_int64 * len(table))(*table), (ctypes.c_uint32 * max(1, len(operands)))(*operands),
-            len(operands), constants, len(constants), (ctypes.c_uint32 * max(1, len(decoder.jump_tables)))(*decoder.jump_tables),
-            len(decoder.jump_tables), decoder.register_bytes + 512, decoder.predicates + 1, decoder.local_bytes,
+            len(operands), constants, len(constants),
+            (ctypes.c_uint32 * max(1, len(decoder.jump_tables)))(*decoder.jump_tables), len(decoder.jump_tables),
+            decoder.register_bytes + 512, decoder.predicates + 1, decoder.local_bytes,
             decoder.static_smem_bytes)
         assert self._handle, "the core refused the program"
 
@@ -154,7 +158,7 @@ class Kernel:
 class Program:
     """A PTX module. Kernels are decoded when first asked for, so that an unused one may hold anything."""
 
-    def __init__(self, module: Module):
+    def __init__(self, module: Module) -> None:
         self.module = module
         self._kernels: dict[str, Kernel] = {}
         # Module-scope .global and .const variables live in one host buffer for as long as the program does.

@@ -36,7 +36,7 @@ class EmulationError(Exception):
     """A kernel did something that is wrong, or that a GPU need not execute as intended."""
 
     def __init__(self, kind: ErrorKind, message: str, *, ptx_line: int, source: str | None, ptx_text: str | None,
-                 warp: int, cta: tuple[int, int, int]):
+                 warp: int, cta: tuple[int, int, int]) -> None:
         self.kind = kind
         self.message = message
         self.ptx_line = ptx_line
@@ -52,7 +52,7 @@ class EmulationError(Exception):
 class UnknownInstruction(Exception):
     """An instruction, modifier or directive that is not in the decoder's tables."""
 
-    def __init__(self, text: str, line: int, reason: str = "not in the decoder's tables"):
+    def __init__(self, text: str, line: int, reason: str = "not in the decoder's tables") -> None:
         self.text = text
         self.line = line
         self.reason = reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 import numpy as np
+
 from emulator import Checks, MemoryMap, Options, Program, Report, launch
 
 HEADER = """.version 9.0
@@ -29,7 +30,8 @@ ret;
 
 
 def run(body: str, *args: np.ndarray | int, threads: int = 32, grid: int = 1, cluster: int = 1, smem: int = 65536,
-        read_only: tuple[int, ...] = (), checks: Checks | None = None, schedule: str = "eager", seed: int = 0) -> Report:
+        read_only: tuple[int, ...] = (), checks: Checks | None = None, schedule: str = "eager",
+        seed: int = 0) -> Report:
     """Run `body` with the given arrays (by address) and integers; every access is checked against the arrays."""
     memory = MemoryMap()
     values = []
@@ -40,7 +42,8 @@ def run(body: str, *args: np.ndarray | int, threads: int = 32, grid: int = 1, cl
         else:
             values.append(struct.pack("<Q", a & (1 << 64) - 1))
     program = Program.from_ptx(kernel(body, len(args)))
-    return launch(program, "k", (grid, 1, 1), (threads, 1, 1), cluster=(cluster, 1, 1), dynamic_smem_bytes=smem, params=values,
+    return launch(program, "k", (grid, 1, 1), (threads, 1, 1), cluster=(cluster, 1, 1), dynamic_smem_bytes=smem,
+                  params=values,
                   memory=memory, options=Options(schedule=schedule, seed=seed, checks=checks or Checks(),
                                                  max_instructions=50_000_000))
 

@@ -36,7 +36,7 @@ class Variable:
 class Scope:
     """A pair of braces: registers, labels and variables declared inside."""
 
-    def __init__(self, parent: Scope | None):
+    def __init__(self, parent: Scope | None) -> None:
         self.parent = parent
         self.registers: dict[str, str] = {}      # name -> type
         self.register_ranges: dict[str, tuple[str, int]] = {}  # prefix -> type, count
@@ -87,7 +87,8 @@ _LABEL = re.compile(r"([$A-Za-z_%][\w$]*)\s*:(?!:)")
 _OPCODE = re.compile(r"[a-z][\w.:]*")
 _REG_RANGE = re.compile(r"([%\w$]+)<(\d+)>$")
 _GUARD = re.compile(r"@(!?)\s*([%\w$]+)\s+")
-_VARIABLE = re.compile(r"(?:\.(?:visible|weak|extern)\s+)?\.(shared|local|global|const)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+"
+_VARIABLE = re.compile(r"(?:\.(?:visible|weak|extern)\s+)?\.(shared|local|global|const)\s+"
+                       r"(?:\.align\s+(\d+)\s+)?\.(\w+)\s+"
                        r"([\w$]+)((?:\[\d*\])*)\s*(?:=\s*(.*))?$", re.S)
 
 
@@ -113,7 +114,7 @@ def split_operands(text: str) -> list[str]:
             out.append(text[start:i].strip())
             start = i + 1
     tail = text[start:].strip()
-    return out + [tail] if tail else out
+    return [*out, tail] if tail else out
 
 
 def _variable(text: str, line: int) -> Variable:
@@ -153,7 +154,7 @@ def _params(text: str, line: int) -> list[Param]:
 class _Body:
     """Scans one function body."""
 
-    def __init__(self, function: Function, text: str, line: int, files: dict[int, str]):
+    def __init__(self, function: Function, text: str, line: int, files: dict[int, str]) -> None:
         self.function, self.text, self.line, self.files = function, text, line, files
         self.scope = Scope(None)
         self.source: str | None = None

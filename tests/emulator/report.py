@@ -42,10 +42,10 @@ SFU_LANES_PER_CLOCK = 16
 SHARED_BYTES_PER_CLOCK = 128
 TMEM_READ_BYTES_PER_CLOCK = 512    # 16 B per clock and lane group of a warp, four warps (CUTLASS sm100 TMEM notes)
 SMS = 148                          # B200
-# Dense flops per clock and SM: B200 datasheet 2.25 PFLOP/s f16 at 148 SMs and 1.85 GHz is 8192; f8 and f6 twice, f4 four
-# times, tf32 half of it.
-TENSOR_FLOPS_PER_CLOCK = {"f16": 8192, "tf32": 4096, "f8f6f4": 16384, "mxf8f6f4": 16384, "mxf4": 32768, "mxf4nvf4": 32768,
-                          "i8": 16384}
+# Dense flops per clock and SM: B200 datasheet 2.25 PFLOP/s f16 at 148 SMs and 1.85 GHz is 8192; f8 and f6 twice, f4
+# four times, tf32 half of it.
+TENSOR_FLOPS_PER_CLOCK = {"f16": 8192, "tf32": 4096, "f8f6f4": 16384, "mxf8f6f4": 16384, "mxf4": 32768,
+                          "mxf4nvf4": 32768, "i8": 16384}
 HBM_BYTES_PER_CLOCK = 8.0e12 / 1.85e9
 
 _SFU = re.compile(r"(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh)\.approx")
@@ -99,7 +99,8 @@ def make_report(k: Kernel, grid: tuple[int, int, int], block: tuple[int, int, in
         if m:
             flops = 2.0 * int(m[2]) * int(m[3]) * int(m[4]) * int(value)
             tensor_cycles += flops / TENSOR_FLOPS_PER_CLOCK[m[1]]
-    names = ("global_read", "global_written", "shared_read", "shared_written", "tmem_read", "tmem_written", "tma_loaded",
+    names = ("global_read", "global_written", "shared_read", "shared_written", "tmem_read", "tmem_written",
+             "tma_loaded",
              "tma_stored", "dsmem")
     nbytes = {name: int(counters[1 + j]) for j, name in enumerate(names)}
     accesses, waves = int(counters[10]), int(counters[11])

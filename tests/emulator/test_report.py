@@ -2,9 +2,16 @@
 
 import numpy as np
 import pytest
+
 from handwritten import run
-from report import (ALU_LANES_PER_CLOCK, HBM_BYTES_PER_CLOCK, SFU_LANES_PER_CLOCK, TENSOR_FLOPS_PER_CLOCK,
-                    TMEM_READ_BYTES_PER_CLOCK, classify)
+from report import (
+    ALU_LANES_PER_CLOCK,
+    HBM_BYTES_PER_CLOCK,
+    SFU_LANES_PER_CLOCK,
+    TENSOR_FLOPS_PER_CLOCK,
+    TMEM_READ_BYTES_PER_CLOCK,
+    classify,
+)
 from test_tcgen05 import COMMIT_AND_WAIT, EPILOGUE, PROLOGUE, READ_OUT, SMEM_IMAGE, _descriptor
 
 # What handwritten.py puts before a body of one parameter: ld.param, and four moves or shifts that count as alu or move.
