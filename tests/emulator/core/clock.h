@@ -1,0 +1,70 @@
+// Vector clocks of the happens-before checker.
+//
+// An *agent* is anything whose accesses are ordered among themselves: the generic instructions of a warp, the tensor
+// pipe fed by a warp, the tcgen05.ld stream of a warp, one slot of a warp's TMA loads, ... Component i of a clock is the
+// last event of agent i that is known to have happened.
+//
+// Every clock is a pair. `order` is happens-before. `fenced` is the part of it that additionally lies before a
+// fence.proxy.async on the path: the async proxy may read a generic-proxy write only if `fenced` covers it (PTX ISA,
+// "Memory Consistency Model: proxy-preserved base causality order"). A third clock, `tensor`, is the part that
+// tcgen05.fence::before_thread_sync and ::after_thread_sync (or a commit) carried over; it is kept for Checks.tcgen05_fence.
+#pragma once
+#include <algorithm>
+#include <vector>
+#include "types.h"
+
+using Agent = u32;
+constexpr Agent kNoAgent = ~0u;
+
+class Clock {
+ public:
+  u32 operator[](Agent a) const { return a < v_.size() ? v_[a] : 0; }
+  void raise(Agent a, u32 event) {
+    if (a >= v_.size()) v_.resize(a + 1, 0);
+    if (v_[a] < event) v_[a] = event;
+  }
+  void join(const Clock &o) {
+    if (o.v_.size() > v_.size()) v_.resize(o.v_.size(), 0);
+    u32 *__restrict d = v_.data();
+    const u32 *__restrict s = o.v_.data();
+    for (size_t i = 0, n = o.v_.size(); i < n; i++) d[i] = std::max(d[i], s[i]);
+  }
+  bool covers(const Clock &o) const {
+    for (size_t i = 0; i < o.v_.size(); i++)
+      if (o.v_[i] > (*this)[(Agent)i]) return false;
+    return true;
+  }
+  size_t size() const { return v_.size(); }
+  void clear() { v_.clear(); }
+
+ private:
+  std::vector<u32> v_;
+};
+
+struct ClockPair {
+  Clock order, fenced, tensor;
+  void join(const ClockPair &o) {
+    order.join(o.order);
+    fenced.join(o.fenced);
+    tensor.join(o.tensor);
+  }
+  void clear() {
+    order.clear();
+    fenced.clear();
+    tensor.clear();
+  }
+};
+
+// The fixed agents of every warp; TMA loads and other free-running operations get agents beyond these (see Race).
+enum WarpAgent : u32 {
+  kGeneric,      // instructions of the warp itself
+  kTensorPipe,   // tcgen05.mma / cp / shift issued by the warp: one in-order pipe
+  kTmemLoad,     // tcgen05.ld, known complete after tcgen05.wait::ld
+  kTmemStore,    // tcgen05.st, known complete after tcgen05.wait::st
+  kCpAsync,      // cp.async, known complete after a wait or through an mbarrier
+  kBulkRead,     // shared-memory reads of bulk stores
+  kBulkWrite,    // global-memory writes of bulk stores
+  kBarrierInit,  // mbarrier.init, the only thing that fence.mbarrier_init publishes
+  kWgmma,        // wgmma.mma_async (sm_90a)
+  kWarpAgents
+};

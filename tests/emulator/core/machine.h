@@ -1,0 +1,331 @@
+// The machine that is emulated: program, warps, CTAs, clusters, and the state that a launch shares.
+#pragma once
+#include <cstdarg>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+#include "clock.h"
+#include "types.h"
+
+struct Warp;
+struct Cta;
+struct Cluster;
+struct Machine;
+struct Instruction;
+
+// ---- program ---------------------------------------------------------------------------------------------------
+
+// What a handler tells the scheduler.
+enum class Step : u8 {
+  Done,            // go on with the next instruction
+  Blocked,         // nothing done; try the same instruction again later
+  Yield,           // done, and the warp should let others run (a wait that found nothing)
+  NeedConvergence  // nothing done; the lanes that take part have not all arrived
+};
+using Handler = Step (*)(Warp &, const Instruction &, u32 lanes);
+
+enum class Kind : u8 { Plain, Sync, Branch, BranchIndexed, Exit };
+
+// An operand: bit 31 constant pool, bits 30..29 element size (4 << n bytes; 3 = predicate), bit 28 predicate negated,
+// low 28 bits byte offset of the 32-lane row (predicate: its index).
+using Operand = u32;
+constexpr Operand kNone = 0xffffffffu;
+static inline u32 operand_offset(Operand o) { return o & 0x0fffffffu; }
+static inline bool operand_is_predicate(Operand o) { return (o >> 29 & 3) == 3; }
+static inline u32 operand_bytes(Operand o) { return 4u << (o >> 29 & 3); }
+constexpr Operand kTruePredicate = 3u << 29;  // predicate 0 is constantly true
+
+constexpr int kAux = 10;
+struct Instruction {
+  Handler run;
+  Kind kind;
+  u16 operand_count;
+  Operand guard;
+  const Operand *op;
+  i32 line;
+  u32 index;
+  i64 aux[kAux];
+};
+
+struct Program {
+  std::vector<Instruction> code;
+  std::vector<Operand> operands;
+  std::vector<u32> jump_tables;
+  std::vector<u8> constants;
+  u32 register_bytes = 0, predicates = 0, local_bytes = 0, static_smem_bytes = 0;
+};
+
+// ---- errors ----------------------------------------------------------------------------------------------------
+
+// Same order as emulator.py's ErrorKind.
+enum class ErrorKind : u32 {
+  Race, ProxyFence, UninitialisedSmem, UninitialisedTmem, OutOfBounds, TmemOverlap, DivergentCollective,
+  MisalignedDescriptor, Misaligned, TxCount, TmemLeak, Deadlock, IllegalInstruction, Mbarrier, Barrier, ExitedCta,
+  TmemWait, Trap, InstructionLimit, Internal, TmemFreed, TensorFence, Count
+};
+enum class Level : u8 { Off, Warn, Error };
+
+struct Failure {
+  ErrorKind kind;
+  std::string text;
+  i32 line;
+  i32 warp;
+  u32 cta[3];
+};
+
+// ---- asynchronous work -----------------------------------------------------------------------------------------
+
+struct AsyncOp {
+  std::function<void()> effect;
+  const char *what = "";
+  i32 line = 0;
+  bool done = false;
+  void complete() {
+    if (done) return;
+    done = true;
+    effect();
+    effect = nullptr;
+  }
+};
+using AsyncPtr = std::shared_ptr<AsyncOp>;
+
+// ---- warps -----------------------------------------------------------------------------------------------------
+
+// Lanes that share a program counter. `ticket` is nonzero while the group is parked inside a blocking barrier.
+struct Group {
+  u32 pc, mask;
+  bool waiting_to_converge;
+  u64 ticket;
+  bool waited = false;  // in this turn of its warp
+};
+
+// Groups of asynchronous operations that a thread closes with commit_group and waits for with wait_group.
+struct BulkGroups {
+  std::vector<AsyncPtr> open;
+  u32 open_event = 0;
+  struct Closed {
+    std::vector<AsyncPtr> ops;
+    u32 event;
+  };
+  std::deque<Closed> closed;
+};
+
+struct Warp {
+  ~Warp();
+  Cta *cta = nullptr;
+  u32 index = 0;                      // within the CTA
+  u32 global_index = 0;               // within the cluster
+  u8 *base[2] = {nullptr, nullptr};   // registers, constants
+  std::vector<u32> predicate;
+  std::vector<u8> local;
+  std::vector<Group> groups;
+  u32 current = 0;
+  u32 exited = 0;
+  bool finished = false;
+  u64 executed = 0;
+  u32 register_limit = 0;
+
+  // happens-before state
+  ClockPair now;          // what this warp knows
+  ClockPair released;     // what its last release fence published (for .relaxed arrivals)
+  ClockPair to_acquire;   // what .relaxed waits saw, taken over by the next acquire fence
+  ClockPair pipe;         // start clocks of everything in its tensor pipe
+  Clock tensor_published; // what its last tcgen05.fence::before_thread_sync covered
+  Clock tensor_seen;      // what barriers brought, usable after the next tcgen05.fence::after_thread_sync
+  u32 events[kWarpAgents] = {};
+  Agent agent(WarpAgent k) const { return global_index * kWarpAgents + k; }
+
+  // asynchronous work in program order
+  std::deque<AsyncPtr> tensor_pipe;
+  struct PendingTmem {
+    AsyncPtr op;
+    bool is_load;
+    u32 event;
+    const Instruction *from;
+    u32 first_row, rows;  // of `from`: the registers a load fills
+  };
+  std::deque<PendingTmem> tmem_pending;
+  std::deque<AsyncPtr> cp_async_pending;
+  std::map<int, BulkGroups> bulk_groups;      // by lane
+  std::map<int, BulkGroups> cp_async_groups;  // key 0: the warp executes these together
+  std::vector<AsyncPtr> wgmma_open;
+  std::deque<std::vector<AsyncPtr>> wgmma_closed;
+  std::vector<Agent> slots;                   // agents of this warp's TMA loads
+
+  std::vector<u64> pending_rows;              // register rows that a tcgen05.ld has yet to fill, one bit per 128 bytes
+
+  u64 cluster_arrivals = 0, cluster_waits = 0;
+  struct {
+    u32 address = 0, phase = 0;
+    i32 line = -1;
+  } last_wait;                                // for the deadlock dump
+};
+
+// ---- shared structures -----------------------------------------------------------------------------------------
+
+struct NamedBarrier {
+  u32 arrived = 0, expected = 0;
+  bool everyone = false;
+  u64 generation = 0;
+  u32 true_lanes = 0, lanes = 0, last_true_lanes = 0, last_lanes = 0;
+  i32 line = 0;
+  ClockPair gathering, complete;
+};
+
+struct Mbarrier {
+  u32 pending = 0, expected = 0;
+  i64 tx = 0;
+  u32 phase = 0;
+  bool live = false;
+  Agent init_agent = 0;
+  u32 init_event = 0;
+  i32 init_line = 0;
+  ClockPair gathering, complete;
+};
+
+struct TmemAllocation {
+  u32 column, columns;
+  i32 line;
+  i32 warp;
+  Agent agent = 0;  // the event of the allocation
+  u32 event = 0;
+};
+
+class Shadow;
+
+struct Cta {
+  Cta();
+  ~Cta();
+  Cta(Cta &&) noexcept;
+  Cluster *cluster = nullptr;
+  u32 rank = 0;
+  u32 id[3] = {0, 0, 0};
+  std::vector<u8> smem;
+  std::vector<u32> tmem;  // [lane][column]
+  std::unique_ptr<Shadow> smem_shadow, tmem_shadow;
+  std::unordered_map<u32, Mbarrier> mbarriers;  // by shared-memory offset
+  NamedBarrier barriers[16];
+  std::vector<TmemAllocation> tmem_allocations, tmem_freed;
+  bool tmem_permit = true;
+  std::vector<std::unique_ptr<Warp>> warps;
+  u32 live_warps = 0;
+  Clock remote_accesses;                 // accesses to this CTA's memory by agents of its peers
+  std::map<Agent, i32> remote_lines;     // and the last instruction of each
+  Clock exit_clock;                      // what its warps knew when they exited
+  u64 counters[16] = {};
+};
+
+struct Cluster {
+  std::vector<std::unique_ptr<Cta>> ctas;
+  u32 sequence = 0;
+  u64 barrier_generation = 0;
+  ClockPair barrier_gathering, barrier_complete;
+  Clock barrier_executed, barrier_executed_complete;  // what lies before the arrivals, .relaxed or not: enough for exits
+  std::vector<Warp *> live;
+  std::vector<AsyncPtr> free_running;  // TMA loads, bulk copies: no order among themselves
+  u32 next_slot = 0;                   // agents handed out beyond the warps' fixed ones
+  std::vector<u32> slot_events;
+  u32 warp_count = 0;
+};
+
+struct GlobalRange {
+  u64 begin, end;
+  bool writable;
+  std::string name;
+};
+
+enum class Schedule : u32 { Eager, Random, Late, RandomWarps };
+
+// Counters of one launch; Python turns them into the report.
+struct Counters {
+  u64 global_read = 0, global_written = 0, shared_read = 0, shared_written = 0, tmem_read = 0, tmem_written = 0;
+  u64 tma_loaded = 0, tma_stored = 0, dsmem = 0;
+  u64 shared_accesses = 0, shared_wavefronts = 0;
+  double mma_flops = 0;
+};
+
+struct Machine {
+  const Program *program = nullptr;
+  u32 grid[3], block[3], cluster_shape[3];
+  u64 dynamic_smem = 0;
+  const u8 *params = nullptr;
+  Schedule schedule = Schedule::Eager;
+  u64 random_state = 1;
+  u64 progress = 0;  // counts everything that may unblock somebody
+  u64 executed = 0, limit = 0;
+  Level level[(int)ErrorKind::Count];
+  bool track_order = true;
+  std::vector<GlobalRange> ranges;
+  bool check_global = false;
+  std::map<std::pair<u32, i32>, std::pair<std::string, u64>> warnings;
+  std::vector<u64> executions, lane_executions, blocked;
+  std::map<std::string, u64> shapes;
+  Counters counters;
+  std::vector<std::unique_ptr<Cluster>> active;
+
+  u64 random() {
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return random_state;
+  }
+  bool deferring() const { return schedule == Schedule::Random || schedule == Schedule::Late; }
+  bool random_order() const { return schedule != Schedule::Eager; }
+};
+extern Machine machine;
+
+[[noreturn]] void fail(ErrorKind kind, const Warp *w, const Instruction *in, const char *format, ...)
+    __attribute__((format(printf, 4, 5)));
+// Raises, records a warning, or does nothing, as the launch's checks say.
+void report(ErrorKind kind, const Warp *w, const Instruction *in, const char *format, ...)
+    __attribute__((format(printf, 4, 5)));
+void warn(ErrorKind kind, const Instruction *in, const std::string &text);
+
+// ---- operands --------------------------------------------------------------------------------------------------
+
+template <class T>
+static inline T *row(Warp &w, Operand o) {
+  return reinterpret_cast<T *>(w.base[o >> 31] + operand_offset(o));
+}
+static inline u32 predicate_of(const Warp &w, Operand o) {
+  u32 v = w.predicate[operand_offset(o)];
+  return (o >> 28 & 1) ? ~v : v;
+}
+static inline void set_predicate(Warp &w, Operand o, u32 lanes, u32 bits) {
+  if (o == kNone) return;
+  u32 &p = w.predicate[operand_offset(o)];
+  p = (p & ~lanes) | (bits & lanes);
+}
+// A value that must be the same in all lanes that take part: that of the lowest one.
+template <class T>
+static inline T uniform(Warp &w, Operand o, u32 lanes) {
+  return row<T>(w, o)[first_lane(lanes)];
+}
+static inline u64 lane_address(Warp &w, Operand o, int lane, i64 offset) {
+  if (operand_bytes(o) == 4) return (u32)(row<u32>(w, o)[lane] + (u32)offset);
+  return row<u64>(w, o)[lane] + (u64)offset;
+}
+
+// ---- handler registry ------------------------------------------------------------------------------------------
+
+struct HandlerEntry {
+  Handler run;
+  Kind kind;
+};
+std::unordered_map<std::string, HandlerEntry> &handlers();
+struct RegisterHandler {
+  RegisterHandler(const char *name, Kind kind, Handler run) { handlers()[name] = {run, kind}; }
+};
+#define EMU_CONCAT2(a, b) a##b
+#define EMU_CONCAT(a, b) EMU_CONCAT2(a, b)
+// HANDLER("name", Plain) { ... return Step::Done; }   with w, in, lanes in scope
+#define HANDLER_IMPL(id, name, kind)                                                  \
+  static Step EMU_CONCAT(handler_, id)(Warp & w, const Instruction &in, u32 lanes);   \
+  static RegisterHandler EMU_CONCAT(register_, id)(name, Kind::kind, EMU_CONCAT(handler_, id)); \
+  static Step EMU_CONCAT(handler_, id)([[maybe_unused]] Warp & w, [[maybe_unused]] const Instruction &in, \
+                                       [[maybe_unused]] u32 lanes)
+#define HANDLER(name, kind) HANDLER_IMPL(__COUNTER__, name, kind)

@@ -1,0 +1,253 @@
+#include "race.h"
+#include "memory.h"
+
+namespace race {
+
+static const char *describe(const Cluster &cluster, Agent agent, char *buffer, size_t size) {
+  u32 fixed = cluster.warp_count * kWarpAgents;
+  if (agent >= fixed) return "a TMA or bulk copy";
+  static const char *const kind[] = {"", " through tcgen05.mma/cp", " through tcgen05.ld", " through tcgen05.st",
+                                     " through cp.async", " through a bulk store", " through a bulk store",
+                                     " through mbarrier.init", " through wgmma"};
+  u32 warp = agent / kWarpAgents, per_cta = cluster.warp_count / (u32)cluster.ctas.size();
+  snprintf(buffer, size, "warp %u of CTA rank %u%s", warp % per_cta, warp / per_cta, kind[agent % kWarpAgents]);
+  return buffer;
+}
+
+void start_cluster(Cluster &c) {
+  c.next_slot = 0;
+  c.slot_events.clear();
+  for (auto &cta : c.ctas)
+    for (auto &w : cta->warps) {
+      w->now.clear();
+      w->released.clear();
+      w->to_acquire.clear();
+      w->pipe.clear();
+      w->tensor_published.clear();
+      w->tensor_seen.clear();
+      w->slots.clear();
+      for (u32 &e : w->events) e = 0;
+      w->events[kGeneric] = 1;
+      w->now.order.raise(w->agent(kGeneric), 1);
+    }
+}
+
+Actor generic(Warp &w) { return {w.agent(kGeneric), w.events[kGeneric], &w.now, true, false}; }
+
+Actor stream(Warp &w, WarpAgent kind, bool async_proxy) {
+  // cp.async counts as generic proxy in PTX, but CUTLASS and FlashAttention-4 feed it to MMAs without a proxy fence.
+  return {w.agent(kind), ++w.events[kind], &w.now, false, async_proxy};
+}
+
+Free free_running(Warp &w) {
+  Cluster &c = *w.cta->cluster;
+  Free f;
+  f.start = w.now;
+  f.start.tensor.clear();
+  // A slot may be used again once its last operation is known to be complete: then later knowledge implies earlier.
+  u32 fixed = c.warp_count * kWarpAgents;
+  for (Agent a : w.slots)
+    if (w.now.order[a] >= c.slot_events[a - fixed]) {
+      f.agent = a;
+      f.event = ++c.slot_events[a - fixed];
+      return f;
+    }
+  f.agent = fixed + c.next_slot++;
+  f.event = 1;
+  c.slot_events.push_back(1);
+  w.slots.push_back(f.agent);
+  return f;
+}
+
+[[gnu::noinline]] static void report_conflict(Warp &w, const Instruction &in, Cta &cta, const char *memory, u32 at,
+                                              bool write, const Conflict &c) {
+  char buffer[96];
+  const char *who = describe(*w.cta->cluster, c.earlier.agent, buffer, sizeof buffer);
+  if (c.tensor_only)
+    report(ErrorKind::TensorFence, &w, &in,
+           "%s %s 0x%x (CTA rank %u): a barrier orders it after %s by %s at ptx line %d, but tcgen05.fence does not: "
+           "::before_thread_sync before that side's arrival or ::after_thread_sync after this side's wait is missing",
+           write ? "writes" : "reads", memory, at, cta.rank, c.earlier.write ? "the write" : "the read", who, c.earlier.line);
+  else if (c.fence_only)
+    report(ErrorKind::ProxyFence, &w, &in,
+           "the async proxy reads %s 0x%x (CTA rank %u), which %s wrote through the generic proxy at ptx line %d: no "
+           "fence.proxy.async lies between",
+           memory, at, cta.rank, who, c.earlier.line);
+  else
+    report(ErrorKind::Race, &w, &in,
+           "%s %s 0x%x (CTA rank %u) while %s by %s at ptx line %d is not ordered before it: a wait, barrier or commit "
+           "is missing",
+           write ? "writes" : "reads", memory, at, cta.rank, c.earlier.write ? "the write" : "the read", who,
+           c.earlier.line);
+}
+
+void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 bytes, bool write, const Actor &a) {
+  if (!machine.track_order || !bytes) return;
+  if (&cta != w.cta) touch_peer(w, in, cta, a);
+  Shadow &s = *cta.smem_shadow;
+  u32 end = offset + bytes;
+  for (u32 g = offset / 16; g * 16 < end; g++) {
+    u32 lo = g * 16 < offset ? offset - g * 16 : 0, hi = std::min(16u, end - g * 16);
+    u16 mask = (u16)(((1u << hi) - 1) & ~((1u << lo) - 1));
+    if (!write && (s.written(g) & mask) != mask) {
+      report(ErrorKind::UninitialisedSmem, &w, &in,
+             "reads shared memory 0x%x (CTA rank %u), which nothing has written", g * 16 + lo, cta.rank);
+      s.mark_written(g, mask);
+    }
+    Conflict conflict;
+    if (!s.access(g, {a.agent, a.event, in.line, mask, write, a.generic, a.atomic}, *a.known, a.async_proxy, &conflict))
+      report_conflict(w, in, cta, "shared memory", g * 16 + lo, write, conflict);
+  }
+}
+
+// An accumulator's columns are last written together: all by one MMA, or all by stores. Where both meet in one
+// accumulator, a region that is stored lies over it.
+static void check_one_region(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 column, u32 count, u16 lanes) {
+  const Shadow &s = *cta.tmem_shadow;
+  u16 lane = (u16)(lanes & -lanes);
+  const Access *first = s.last_write(lane16 * 512 + column, lane);
+  u32 fixed = cta.cluster->warp_count * kWarpAgents;
+  for (u32 c = column + 1; first && c < column + count; c++) {
+    const Access *other = s.last_write(lane16 * 512 + c, lane);
+    if (!other || other->agent >= fixed || first->agent >= fixed) return;
+    bool mma[2] = {first->agent % kWarpAgents == kTensorPipe, other->agent % kWarpAgents == kTensorPipe};
+    if (mma[0] == mma[1]) continue;
+    const Access *stored = mma[0] ? other : first;
+    report(ErrorKind::TmemOverlap, &w, &in,
+           "tcgen05.mma accumulates onto tensor memory columns [%u, %u) (CTA rank %u), of which column %u was last written "
+           "by the store at ptx line %d and others by the MMA at ptx line %d: two live regions overlap",
+           column, column + count, cta.rank, mma[0] ? c : column, stored->line, (mma[0] ? first : other)->line);
+    return;
+  }
+}
+
+void tmem_access(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 column, u32 count, u16 lanes, bool write,
+                 const Actor &a, const char *what, bool also_read) {
+  if (!machine.track_order) return;
+  Shadow &s = *cta.tmem_shadow;
+  if (also_read) check_one_region(w, in, cta, lane16, column, count, lanes);
+  Agent own = tracks_tensor_fences() ? w.agent(kGeneric) : kNoAgent;
+  if (own != kNoAgent)
+    for (auto &t : cta.tmem_allocations)
+      if (column >= t.column && column < t.column + t.columns && t.agent - own >= kWarpAgents && a.known->tensor[t.agent] < t.event) {
+        report(ErrorKind::TensorFence, &w, &in,
+               "%s: tcgen05.fence does not order it after the tcgen05.alloc at ptx line %d: ::before_thread_sync before the "
+               "allocating warp's arrival or ::after_thread_sync after this warp's wait is missing", what, t.line);
+        break;
+      }
+  for (u32 c = column; c < column + count; c++) {
+    u32 g = lane16 * 512 + c;
+    if ((!write || also_read) && (s.written(g) & lanes) != lanes) {
+      u32 missing = (u32)__builtin_ctz((u16)(lanes & ~s.written(g)));
+      report(ErrorKind::UninitialisedTmem, &w, &in,
+             "%s reads tensor memory lane %u column %u (CTA rank %u), which nothing has written since it was allocated",
+             what, lane16 * 16 + missing, c, cta.rank);
+      s.mark_written(g, lanes);
+    }
+    Conflict conflict;
+    if (!s.access(g, {a.agent, a.event, in.line, lanes, write, false, false}, *a.known, false, &conflict, own)) {
+      char place[64];
+      u32 lane = lane16 * 16 + (u32)__builtin_ctz(conflict.earlier.mask & lanes ? conflict.earlier.mask & lanes : lanes);
+      snprintf(place, sizeof place, "tensor memory lane %u column %u, address", lane, c);
+      report_conflict(w, in, cta, place, lane << 16 | c, write, conflict);
+    }
+  }
+}
+
+void touch_peer(Warp &w, const Instruction &in, Cta &cta, const Actor &a) {
+  if (cta.live_warps == 0)
+    report(ErrorKind::ExitedCta, &w, &in, "accesses shared memory of CTA rank %u, which has exited", cta.rank);
+  if (!machine.track_order) return;
+  cta.remote_accesses.raise(a.agent, a.event);
+  cta.remote_lines[a.agent] = in.line;
+}
+
+void release(Warp &w, ClockPair &into, bool relaxed) {
+  if (!machine.track_order) return;
+  // Without tcgen05.fence::before_thread_sync nothing of the warp's own is handed on to the tensor core of others.
+  if (tracks_tensor_fences()) {
+    into.tensor.join(w.tensor_published);
+    into.tensor.join(w.tensor_seen);
+  }
+  const ClockPair &known = relaxed ? w.released : w.now;
+  into.order.join(known.order);
+  into.fenced.join(known.fenced);
+  if (relaxed) return;
+  w.now.order.raise(w.agent(kGeneric), ++w.events[kGeneric]);
+}
+
+void acquire(Warp &w, const ClockPair &from, bool relaxed) {
+  if (!machine.track_order) return;
+  if (tracks_tensor_fences()) w.tensor_seen.join(from.tensor);
+  ClockPair &into = relaxed ? w.to_acquire : w.now;
+  into.order.join(from.order);
+  into.fenced.join(from.fenced);
+}
+
+void release_fence(Warp &w) {
+  if (!machine.track_order) return;
+  w.released.join(w.now);
+  w.now.order.raise(w.agent(kGeneric), ++w.events[kGeneric]);
+}
+
+void acquire_fence(Warp &w) {
+  if (!machine.track_order) return;
+  w.now.join(w.to_acquire);
+}
+
+void barrier_init_fence(Warp &w) {
+  if (!machine.track_order) return;
+  w.released.order.raise(w.agent(kBarrierInit), w.events[kBarrierInit]);
+}
+
+void proxy_fence(Warp &w) {
+  if (!machine.track_order) return;
+  w.now.fenced.join(w.now.order);
+  // What comes after the fence is a new event: it is not fenced.
+  w.now.order.raise(w.agent(kGeneric), ++w.events[kGeneric]);
+}
+
+bool tracks_tensor_fences() { return machine.track_order && machine.level[(int)ErrorKind::TensorFence] != Level::Off; }
+
+void tensor_fence(Warp &w, bool after) {
+  if (!tracks_tensor_fences()) return;
+  if (after) w.now.tensor.join(w.tensor_seen);
+  else w.tensor_published.join(w.now.tensor);
+}
+
+void learn(Warp &w, WarpAgent kind, u32 event) {
+  if (!machine.track_order) return;
+  w.now.order.raise(w.agent(kind), event);
+  w.now.tensor.raise(w.agent(kind), event);
+}
+void learn_agent(Warp &w, Agent agent, u32 event) {
+  if (machine.track_order) w.now.order.raise(agent, event);
+}
+
+void executed(Warp &w, Clock &into) {
+  if (!machine.track_order) return;
+  into.join(w.now.order);
+  w.now.order.raise(w.agent(kGeneric), ++w.events[kGeneric]);
+}
+
+void warp_exits(Warp &w) {
+  if (machine.track_order) w.cta->exit_clock.join(w.now.order);
+}
+
+void cta_ends(Cta &cta) {
+  if (!machine.track_order) return;
+  for (auto &[agent, line] : cta.remote_lines)
+    if (cta.exit_clock[agent] < cta.remote_accesses[agent]) {
+      char buffer[96];
+      const char *who = describe(*cta.cluster, agent, buffer, sizeof buffer);
+      Instruction at{};
+      at.line = line;
+      report(ErrorKind::ExitedCta, cta.warps[0].get(), &at,
+             "%s accesses memory of CTA rank %u, but nothing makes that CTA wait for it before it exits (a cluster "
+             "barrier or a wait is missing at the end)",
+             who, cta.rank);
+      return;
+    }
+}
+
+}  // namespace race

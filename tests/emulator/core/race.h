@@ -1,0 +1,61 @@
+// Happens-before: who did what, what was ordered before it, and what a synchronisation hands on.
+#pragma once
+#include "machine.h"
+#include "shadow.h"
+
+namespace race {
+
+// The performer of an access: an agent, its event number, and what it knew when the access started.
+struct Actor {
+  Agent agent;
+  u32 event;
+  const ClockPair *known;
+  bool generic;      // generic proxy
+  bool async_proxy;  // reads shared memory through the async proxy
+  bool atomic = false;
+};
+
+void start_cluster(Cluster &c);
+Actor generic(Warp &w);
+// A new event on one of the warp's in-order streams.
+Actor stream(Warp &w, WarpAgent kind, bool async_proxy);
+// A free-running operation of its own: it knows what the warp knows now. Its clock must be kept by the caller.
+struct Free {
+  Agent agent;
+  u32 event;
+  ClockPair start;
+  Actor actor(bool generic_proxy = false) const { return {agent, event, &start, generic_proxy, !generic_proxy}; }
+  ClockPair finished() const {
+    ClockPair c = start;
+    c.order.raise(agent, event);
+    c.fenced.raise(agent, event);
+    return c;
+  }
+};
+Free free_running(Warp &w);
+
+void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 bytes, bool write, const Actor &a);
+// Tensor memory: `lanes` of 16 lanes from lane16 * 16, columns [column, column + count).
+void tmem_access(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 column, u32 count, u16 lanes, bool write,
+                 const Actor &a, const char *what, bool also_read = false);
+// An access to a CTA of the cluster that is not the warp's own: the CTA must still be there.
+void touch_peer(Warp &w, const Instruction &in, Cta &cta, const Actor &a);
+
+// Synchronisation of the generic program.
+void release(Warp &w, ClockPair &into, bool relaxed = false);
+void acquire(Warp &w, const ClockPair &from, bool relaxed = false);
+void release_fence(Warp &w);
+void acquire_fence(Warp &w);
+void barrier_init_fence(Warp &w);
+void proxy_fence(Warp &w);
+void tensor_fence(Warp &w, bool after);
+void learn(Warp &w, WarpAgent kind, u32 event);  // the warp waited for its own stream
+void learn_agent(Warp &w, Agent agent, u32 event);
+// Execution order alone, which even a .relaxed barrier gives: `into` gets all that the warp has done.
+void executed(Warp &w, Clock &into);
+void warp_exits(Warp &w);
+void cta_ends(Cta &c);
+// Whether Checks.tcgen05_fence is on.
+bool tracks_tensor_fences();
+
+}  // namespace race

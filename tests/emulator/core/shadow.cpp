@@ -1,0 +1,91 @@
+#include "shadow.h"
+
+i32 Shadow::allocate() {
+  if (free_ >= 0) {
+    i32 n = free_;
+    free_ = pool_[n].next;
+    return n;
+  }
+  pool_.push_back({});
+  return (i32)pool_.size() - 1;
+}
+
+bool Shadow::access(u32 g, const Access &a, const ClockPair &known, bool async_proxy, Conflict *conflict, Agent own) {
+  i32 *link = &heads_[g].first;
+  bool ok = true, merged = false;
+  while (*link >= 0) {
+    i32 n = *link;
+    Access &e = pool_[n].a;
+    u16 overlap = e.mask & a.mask;
+    if (!overlap) {
+      link = &pool_[n].next;
+      continue;
+    }
+    if ((a.write || e.write) && e.agent != a.agent && !(a.atomic && e.atomic) && ok) {
+      if (known.order[e.agent] < e.event) {
+        *conflict = {e, false};
+        ok = false;
+      } else if (async_proxy && !a.write && e.write && e.generic && known.fenced[e.agent] < e.event) {
+        *conflict = {e, true};
+        ok = false;
+      } else if (own != kNoAgent && e.agent - own >= kWarpAgents && known.tensor[e.agent] < e.event) {
+        *conflict = {e, false, true};
+        ok = false;
+      }
+    }
+    // An atomic write is not ordered after other atomics, so it replaces only what its own agent did.
+    bool replaced = (a.write && !(a.atomic && e.atomic && e.agent != a.agent)) || (!e.write && e.agent == a.agent);
+    if (replaced) {
+      // The same reader again over the same units: refresh in place, the common case of a loop.
+      if (!a.write && e.mask == a.mask) {
+        e.event = a.event;
+        e.line = a.line;
+        merged = true;
+        link = &pool_[n].next;
+        continue;
+      }
+      e.mask &= (u16)~a.mask;
+      if (!e.mask) {
+        *link = pool_[n].next;
+        pool_[n].next = free_;
+        free_ = n;
+        continue;
+      }
+    }
+    link = &pool_[n].next;
+  }
+  if (!merged) {
+    i32 n = allocate();
+    pool_[n] = {a, heads_[g].first};
+    heads_[g].first = n;
+  }
+  if (a.write) written_[g] |= a.mask;
+  return ok;
+}
+
+const Access *Shadow::last_write(u32 g, u16 unit) const {
+  // New accesses go to the head of the list.
+  for (i32 n = heads_[g].first; n >= 0; n = pool_[n].next)
+    if (pool_[n].a.write && pool_[n].a.mask & unit) return &pool_[n].a;
+  return nullptr;
+}
+
+void Shadow::forget(u32 first, u32 count) {
+  for (u32 g = first; g < first + count && g < written_.size(); g++) written_[g] = 0;
+}
+
+bool Shadow::unordered(u32 g, Agent self, const Clock &known, Access *out) const {
+  for (i32 n = heads_[g].first; n >= 0; n = pool_[n].next)
+    if (pool_[n].a.agent != self && known[pool_[n].a.agent] < pool_[n].a.event) {
+      *out = pool_[n].a;
+      return true;
+    }
+  return false;
+}
+
+void Shadow::reset() {
+  for (auto &h : heads_) h.first = -1;
+  std::fill(written_.begin(), written_.end(), 0);
+  pool_.clear();
+  free_ = -1;
+}

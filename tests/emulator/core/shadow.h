@@ -1,0 +1,59 @@
+// Shadow state of one memory (a CTA's shared or tensor memory): who touched each unit last, and what was ever written.
+//
+// A unit is a byte of shared memory or one lane of a tensor-memory column; 16 units make a granule (16 bytes, or 16 lanes
+// of a column). A granule keeps a short list of accesses, each with the mask of units it still stands for: a write
+// replaces what it covers, a read replaces earlier reads by the same agent.
+#pragma once
+#include <vector>
+#include "clock.h"
+#include "types.h"
+
+struct Access {
+  Agent agent;
+  u32 event;
+  i32 line;
+  u16 mask;
+  bool write;
+  bool generic;  // written through the generic proxy: the async proxy needs a fence to read it
+  bool atomic = false;  // strong access: does not conflict with other strong accesses
+};
+
+struct Conflict {
+  Access earlier;
+  bool fence_only;  // ordered, but no proxy fence lies between
+  bool tensor_only = false;  // ordered, but not by the tcgen05.fence pair
+};
+
+class Shadow {
+ public:
+  explicit Shadow(size_t granules) : heads_(granules), written_(granules, 0) {}
+
+  // Records an access to `mask` of granule `g`; returns false and fills `conflict` if an earlier access is not ordered
+  // before it. `known` is what the accessing agent knows at the start of the access. If `own` is given, accesses by other
+  // warps than that of agents [own, own + kWarpAgents) must be ordered by tcgen05.fence too.
+  bool access(u32 g, const Access &a, const ClockPair &known, bool async_proxy, Conflict *conflict, Agent own = kNoAgent);
+
+  u16 written(u32 g) const { return written_[g]; }
+  // The latest write to a unit of granule `g`, or null.
+  const Access *last_write(u32 g, u16 unit) const;
+  void mark_written(u32 g, u16 mask) { written_[g] |= mask; }
+  void forget(u32 first, u32 count);         // contents become undefined, ordering is kept
+  size_t granules() const { return heads_.size(); }
+  void reset();
+  // Accesses to a granule that `known` does not cover (for frees).
+  bool unordered(u32 g, Agent self, const Clock &known, Access *out) const;
+
+ private:
+  struct Node {
+    Access a;
+    i32 next;
+  };
+  struct Head {
+    i32 first = -1;
+  };
+  i32 allocate();
+  std::vector<Head> heads_;
+  std::vector<u16> written_;
+  std::vector<Node> pool_;
+  i32 free_ = -1;
+};

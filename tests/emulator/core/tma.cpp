@@ -1,0 +1,382 @@
+// Asynchronous copies: cp.async, bulk copies, and TMA tensor copies (PTX ISA "Data Movement: Asynchronous copy").
+//
+// A load is a free-running operation: it knows what its issuing warp knew, and whoever waits for the mbarrier learns of
+// its completion. A store reads shared memory through the async proxy; its completion is learnt through bulk groups.
+#include <array>
+#include "alu.h"
+#include "async.h"
+#include "mbarrier.h"
+#include "memory.h"
+#include "race.h"
+#include "tensor_map.h"
+
+void atomic_update(u8 *p, i64 op, i64 type, const void *operand, const void *swap);
+
+namespace {
+
+void check_aligned(const Warp &w, const Instruction &in, u64 address, u64 alignment, const char *what) {
+  if (address % alignment)
+    fail(ErrorKind::Misaligned, &w, &in, "%s 0x%llx is not %llu-byte aligned", what, (unsigned long long)address,
+         (unsigned long long)alignment);
+}
+
+// The copy into one CTA of what a load brings: ordering now, data and mbarrier when it completes.
+void issue_load(Warp &w, const Instruction &in, Cta &target, u32 offset, u32 bytes, u32 mbarrier_address,
+                std::function<void(u8 *)> copy) {
+  race::Free op = race::free_running(w);
+  race::Actor actor = op.actor();
+  race::shared_access(w, in, target, offset, bytes, true, actor);
+  mbarrier_at(w, in, mbarrier_address, actor, "complete_tx of an asynchronous copy");
+  machine.counters.tma_loaded += bytes;
+  Warp *warp = &w;
+  const Instruction *instruction = &in;
+  u8 *smem = target.smem.data();
+  issue_free(w, make_async(in, "load", [=, finished = op.finished(), copy = std::move(copy)] {
+               copy(smem);
+               mbarrier_complete_tx(*warp, *instruction, mbarrier_address, bytes, &finished);
+             }));
+}
+
+// Which mbarrier the copy into CTA `rank` signals.
+u32 barrier_for(const Warp &w, const Instruction &in, u32 rank, u32 address, bool multicast, bool pair) {
+  if (multicast) {
+    u32 target = pair ? (rank & ~1u) | (shared_rank(address) & 1) : rank;
+    return shared_address(target, shared_offset(address));
+  }
+  u32 owner = shared_rank(address);
+  if (owner != rank && !(pair && (owner ^ rank) == 1))
+    report(ErrorKind::IllegalInstruction, &w, &in,
+           "the mbarrier is in CTA rank %u and the data goes to CTA rank %u: only .cta_group::2 may signal the other CTA of "
+           "the pair",
+           owner, rank);
+  return address;
+}
+
+u32 destinations(const Warp &w, const Instruction &in, bool multicast, u32 mask, u32 dst) {
+  if (!multicast) return 1u << shared_rank(dst);
+  mask &= 0xffff;
+  if (!mask || mask >> w.cta->cluster->ctas.size())
+    fail(ErrorKind::OutOfBounds, &w, &in, "multicast mask 0x%x names a CTA beyond the cluster of %zu", mask,
+         w.cta->cluster->ctas.size());
+  return mask;
+}
+
+void issue_store(Warp &w, const Instruction &in, int lane, u32 source, u32 bytes, std::function<void(const u8 *)> copy) {
+  Cta &cta = shared_owner(w, in, source, bytes, "bulk store");
+  if (&cta != w.cta) fail(ErrorKind::IllegalInstruction, &w, &in, "a bulk store reads the own CTA's shared memory only");
+  race::Actor actor = race::stream(w, kBulkRead, true);
+  race::shared_access(w, in, cta, shared_offset(source), bytes, false, actor);
+  w.events[kBulkWrite] = actor.event;
+  machine.counters.tma_stored += bytes;
+  const u8 *smem = cta.smem.data();
+  AsyncPtr op = make_async(in, "store", [=, copy = std::move(copy)] { copy(smem); });
+  issue_free(w, op);
+  BulkGroups &groups = w.bulk_groups[lane];
+  groups.open.push_back(op);
+  groups.open_event = actor.event;
+}
+
+void close_group(BulkGroups &groups, u32 event) {
+  u32 last = groups.open.empty() ? event : groups.open_event;
+  groups.closed.push_back({std::move(groups.open), last});
+  groups.open.clear();
+}
+
+}  // namespace
+
+// ---- tensor copies ---------------------------------------------------------------------------------------------
+
+// aux: 0 coordinates, 1 dst offset, 2 mbarrier offset, 3 multicast, 4 cta_group::2, 5 gather4.
+// Operands: dst, map, coordinates.., mbarrier, mask or none.
+HANDLER("tma.load", Plain) {
+  u32 n = (u32)in.aux[0];
+  for (int i : lanes_of(lanes)) {
+    TensorMap map = read_tensor_map(w, in, row<u64>(w, in.op[1])[i]);
+    bool gather = in.aux[5];
+    if (map.rank != (gather ? 2 : n))
+      fail(ErrorKind::MisalignedDescriptor, &w, &in, "the tensor map has rank %u, the instruction %u", map.rank, gather ? 2 : n);
+    i32 c[5] = {};
+    for (u32 k = 0; k < n; k++) c[k] = (i32)row<u32>(w, in.op[2 + k])[i];
+    u32 dst = (u32)lane_address(w, in.op[0], i, in.aux[1]), mb = (u32)lane_address(w, in.op[2 + n], i, in.aux[2]);
+    check_aligned(w, in, shared_offset(dst), 128, "TMA destination");
+    if (gather && map.box[1] != 1)
+      fail(ErrorKind::MisalignedDescriptor, &w, &in, "tile::gather4 needs a box of one row, the map has %u", map.box[1]);
+    u32 bytes = (u32)map.box_bytes() * (gather ? 4 : 1);
+    u32 mask = destinations(w, in, in.aux[3], in.aux[3] ? row<u32>(w, in.op[3 + n])[i] : 0, dst);
+    for (int r : lanes_of(mask)) {
+      Cta &target = shared_owner(w, in, shared_address((u32)r, shared_offset(dst)), bytes, "TMA load");
+      u32 offset = shared_offset(dst), row_bytes = (u32)map.box_bytes();
+      Warp *warp = &w;
+      const Instruction *instruction = &in;
+      std::array<i32, 5> at{c[0], c[1], c[2], c[3], c[4]};
+      issue_load(w, in, target, offset, bytes, barrier_for(w, in, (u32)r, mb, in.aux[3], in.aux[4]), [=](u8 *smem) {
+        if (!gather) {
+          copy_box(warp, instruction, map, at.data(), smem, offset, BoxCopy::Load, 0);
+          return;
+        }
+        for (u32 k = 0; k < 4; k++) {
+          const i32 row_at[5] = {at[0], at[1 + k], 0, 0, 0};
+          copy_box(warp, instruction, map, row_at, smem, offset + k * row_bytes, BoxCopy::Load, 0);
+        }
+      });
+    }
+  }
+  return Step::Done;
+}
+// aux: 0 coordinates, 1 smem offset, 2 reduction + 1 or 0, 5 scatter4. Operands: map, coordinates.., smem.
+HANDLER("tma.store", Plain) {
+  u32 n = (u32)in.aux[0];
+  for (int i : lanes_of(lanes)) {
+    TensorMap map = read_tensor_map(w, in, row<u64>(w, in.op[0])[i]);
+    bool scatter = in.aux[5];
+    if (map.rank != (scatter ? 2 : n))
+      fail(ErrorKind::MisalignedDescriptor, &w, &in, "the tensor map has rank %u, the instruction %u", map.rank, scatter ? 2 : n);
+    std::array<i32, 5> c{};
+    for (u32 k = 0; k < n; k++) c[k] = (i32)row<u32>(w, in.op[1 + k])[i];
+    u32 source = (u32)lane_address(w, in.op[1 + n], i, in.aux[1]);
+    check_aligned(w, in, shared_offset(source), 128, "TMA source");
+    u32 row_bytes = (u32)map.box_bytes(), offset = shared_offset(source);
+    BoxCopy kind = in.aux[2] ? BoxCopy::Reduce : BoxCopy::Store;
+    i64 reduction = in.aux[2] - 1;
+    Warp *warp = &w;
+    const Instruction *instruction = &in;
+    issue_store(w, in, i, source, row_bytes * (scatter ? 4 : 1), [=](const u8 *smem) {
+      u8 *s = const_cast<u8 *>(smem);  // copy_box only reads it here
+      if (!scatter) {
+        copy_box(warp, instruction, map, c.data(), s, offset, kind, reduction);
+        return;
+      }
+      for (u32 k = 0; k < 4; k++) {
+        const i32 row_at[5] = {c[0], c[1 + k], 0, 0, 0};
+        copy_box(warp, instruction, map, row_at, s, offset + k * row_bytes, kind, reduction);
+      }
+    });
+  }
+  return Step::Done;
+}
+
+// ---- bulk copies -----------------------------------------------------------------------------------------------
+
+// global -> shared. aux: 0 dst offset, 1 src offset, 2 mbarrier offset, 3 multicast. Operands: dst, src, size, mbarrier,
+// mask or none.
+HANDLER("bulk.load", Plain) {
+  for (int i : lanes_of(lanes)) {
+    u32 dst = (u32)lane_address(w, in.op[0], i, in.aux[0]), bytes = row<u32>(w, in.op[2])[i];
+    u64 src = lane_address(w, in.op[1], i, in.aux[1]);
+    u32 mb = (u32)lane_address(w, in.op[3], i, in.aux[2]);
+    check_aligned(w, in, dst, 16, "bulk copy destination");
+    check_aligned(w, in, src, 16, "bulk copy source");
+    check_aligned(w, in, bytes, 16, "bulk copy size");
+    const u8 *from = global_data(&w, &in, src, bytes, false, "bulk load");
+    u32 mask = destinations(w, in, in.aux[3], in.aux[3] ? row<u32>(w, in.op[4])[i] : 0, dst), offset = shared_offset(dst);
+    for (int r : lanes_of(mask)) {
+      Cta &target = shared_owner(w, in, shared_address((u32)r, offset), bytes, "bulk load");
+      issue_load(w, in, target, offset, bytes, barrier_for(w, in, (u32)r, mb, in.aux[3], false),
+                 [=](u8 *smem) { memcpy(smem + offset, from, bytes); });
+    }
+  }
+  return Step::Done;
+}
+// shared::cta -> shared::cluster. aux as above; 3: reduction + 1 or 0, 4: its type.
+HANDLER("bulk.peer", Plain) {
+  for (int i : lanes_of(lanes)) {
+    u32 dst = (u32)lane_address(w, in.op[0], i, in.aux[0]), bytes = row<u32>(w, in.op[2])[i];
+    u32 src = (u32)lane_address(w, in.op[1], i, in.aux[1]), mb = (u32)lane_address(w, in.op[3], i, in.aux[2]);
+    check_aligned(w, in, dst, 16, "bulk copy destination");
+    check_aligned(w, in, src, 16, "bulk copy source");
+    check_aligned(w, in, bytes, 16, "bulk copy size");
+    Cta &source = shared_owner(w, in, src, bytes, "bulk copy");
+    Cta &target = shared_owner(w, in, dst, bytes, "bulk copy");
+    race::Free op = race::free_running(w);
+    race::shared_access(w, in, source, shared_offset(src), bytes, false, op.actor());
+    race::shared_access(w, in, target, shared_offset(dst), bytes, true, op.actor());
+    mbarrier_at(w, in, mb, op.actor(), "complete_tx of an asynchronous copy");
+    machine.counters.dsmem += bytes;
+    u8 *to = shared_data(target, dst);
+    const u8 *from = shared_data(source, src);
+    i64 reduction = in.aux[3] - 1, type = in.aux[4];
+    Warp *warp = &w;
+    const Instruction *instruction = &in;
+    issue_free(w, make_async(in, "copy to a peer", [=, finished = op.finished()] {
+                 if (reduction < 0) memcpy(to, from, bytes);
+                 else
+                   for (u32 k = 0; k < bytes; k += type == 2 || type == 3 ? 8 : 4)
+                     atomic_update(to + k, reduction, type, from + k, nullptr);
+                 mbarrier_complete_tx(*warp, *instruction, mb, bytes, &finished);
+               }));
+  }
+  return Step::Done;
+}
+// shared -> global. aux: 0 dst offset, 1 src offset, 2 reduction + 1 or 0, 3 its type, 4 bytes per element.
+HANDLER("bulk.store", Plain) {
+  for (int i : lanes_of(lanes)) {
+    u64 dst = lane_address(w, in.op[0], i, in.aux[0]);
+    u32 src = (u32)lane_address(w, in.op[1], i, in.aux[1]), bytes = row<u32>(w, in.op[2])[i];
+    check_aligned(w, in, dst, 16, "bulk copy destination");
+    check_aligned(w, in, src, 16, "bulk copy source");
+    check_aligned(w, in, bytes, 16, "bulk copy size");
+    u8 *to = global_data(&w, &in, dst, bytes, true, "bulk store");
+    u32 offset = shared_offset(src);
+    i64 reduction = in.aux[2] - 1, type = in.aux[3], element = in.aux[4];
+    issue_store(w, in, i, src, bytes, [=](const u8 *smem) {
+      if (reduction < 0) memcpy(to, smem + offset, bytes);
+      else
+        for (i64 k = 0; k < bytes; k += element) atomic_update(to + k, reduction, type, smem + offset + k, nullptr);
+    });
+  }
+  return Step::Done;
+}
+HANDLER("bulk.commit_group", Plain) {
+  for (int i : lanes_of(lanes)) close_group(w.bulk_groups[i], 0);
+  return Step::Done;
+}
+// aux: 0 groups that may remain, 1 wait for the reads of the sources only.
+HANDLER("bulk.wait_group", Plain) {
+  for (int i : lanes_of(lanes)) {
+    BulkGroups &groups = w.bulk_groups[i];
+    while (groups.closed.size() > (size_t)in.aux[0]) {
+      for (auto &op : groups.closed.front().ops) op->complete();
+      race::learn(w, kBulkRead, groups.closed.front().event);
+      if (!in.aux[1]) race::learn(w, kBulkWrite, groups.closed.front().event);
+      groups.closed.pop_front();
+    }
+  }
+  machine.progress++;
+  return Step::Done;
+}
+
+// ---- cp.async: 4, 8 or 16 bytes per lane, through the generic proxy ----------------------------------------------
+
+// aux: 0 bytes, 1 dst offset, 2 src offset, 3 third operand: 0 none, 1 source size, 2 ignore-source predicate.
+HANDLER("cp.async", Plain) {
+  u32 n = (u32)in.aux[0];
+  race::Actor actor = race::stream(w, kCpAsync, false);
+  struct Copy {
+    u8 *to;
+    const u8 *from;
+    u32 bytes;
+  };
+  std::vector<Copy> copies;
+  u32 ignore = in.aux[3] == 2 ? predicate_of(w, in.op[2]) : 0;
+  for (int i : lanes_of(lanes)) {
+    u32 dst = (u32)lane_address(w, in.op[0], i, in.aux[1]);
+    u64 src = lane_address(w, in.op[1], i, in.aux[2]);
+    u32 bytes = in.aux[3] == 1 ? row<u32>(w, in.op[2])[i] : ignore >> i & 1 ? 0 : n;
+    if (bytes > n) fail(ErrorKind::IllegalInstruction, &w, &in, "cp.async: source size %u exceeds %u", bytes, n);
+    check_aligned(w, in, dst, n, "cp.async destination");
+    check_aligned(w, in, src, n, "cp.async source");
+    Cta &cta = shared_owner(w, in, dst, n, "cp.async");
+    race::shared_access(w, in, cta, shared_offset(dst), n, true, actor);
+    copies.push_back({shared_data(cta, dst), bytes ? global_data(&w, &in, src, bytes, false, "cp.async") : nullptr, bytes});
+    machine.counters.global_read += bytes;
+    machine.counters.shared_written += n;
+  }
+  AsyncPtr op = make_async(in, "cp.async", [=] {
+    for (const Copy &c : copies) {
+      if (c.bytes) memcpy(c.to, c.from, c.bytes);
+      memset(c.to + c.bytes, 0, n - c.bytes);
+    }
+  });
+  issue_cp_async(w, op);
+  BulkGroups &groups = w.cp_async_groups[0];
+  groups.open.push_back(op);
+  groups.open_event = actor.event;
+  return Step::Done;
+}
+HANDLER("cp.async.commit_group", Plain) {
+  close_group(w.cp_async_groups[0], w.events[kCpAsync]);
+  return Step::Done;
+}
+// aux: 0 groups that may remain, or -1 for everything (also what no group holds).
+HANDLER("cp.async.wait_group", Plain) {
+  BulkGroups &groups = w.cp_async_groups[0];
+  if (in.aux[0] < 0) {
+    for (auto &op : groups.open) op->complete();
+    groups.open.clear();
+    race::learn(w, kCpAsync, w.events[kCpAsync]);
+  }
+  while (groups.closed.size() > (size_t)std::max<i64>(in.aux[0], 0)) {
+    for (auto &op : groups.closed.front().ops) op->complete();
+    race::learn(w, kCpAsync, groups.closed.front().event);
+    groups.closed.pop_front();
+  }
+  return Step::Done;
+}
+// The mbarrier gets an arrival per lane when the lane's earlier cp.async are complete. aux: 0 offset, 1 noinc.
+HANDLER("cp.async.mbarrier.arrive", Plain) {
+  auto publish = std::make_shared<ClockPair>();
+  race::release(w, *publish);
+  if (machine.track_order) publish->order.raise(w.agent(kCpAsync), w.events[kCpAsync]);
+  std::map<u32, u32> arrivals;
+  for (int i : lanes_of(lanes)) arrivals[(u32)lane_address(w, in.op[0], i, in.aux[0])]++;
+  for (auto [address, count] : arrivals) {
+    Mbarrier &b = mbarrier_at(w, in, address, race::generic(w), "cp.async.mbarrier.arrive");
+    if (!in.aux[1]) b.pending += count;
+    Warp *warp = &w;
+    const Instruction *instruction = &in;
+    u32 a = address, n = count;
+    issue_cp_async(w, make_async(in, "arrival of cp.async",
+                                 [=] { mbarrier_arrive(*warp, *instruction, a, n, publish.get()); }));
+  }
+  return Step::Done;
+}
+
+// st.async / red.async to a peer's shared memory. aux: 0 dst offset, 1 elements, 2 bytes per element, 3 mbarrier offset,
+// 4 reduction + 1 or 0, 5 its type. Operands: values.., dst, mbarrier.
+HANDLER("st.async", Plain) {
+  u32 n = (u32)in.aux[1], bytes = (u32)in.aux[2];
+  for (int i : lanes_of(lanes)) {
+    u32 dst = (u32)lane_address(w, in.op[n], i, in.aux[0]), mb = (u32)lane_address(w, in.op[n + 1], i, in.aux[3]);
+    check_aligned(w, in, dst, n * bytes, "st.async destination");
+    Cta &target = shared_owner(w, in, dst, n * bytes, "st.async");
+    race::Free op = race::free_running(w);
+    race::shared_access(w, in, target, shared_offset(dst), n * bytes, true, op.actor(true));
+    mbarrier_at(w, in, mb, op.actor(true), "complete_tx of st.async");
+    std::array<u8, 16> data{};
+    for (u32 k = 0; k < n; k++) {
+      if (bytes == 8) memcpy(&data[k * 8], &row<u64>(w, in.op[k])[i], 8);
+      else memcpy(&data[k * bytes], &row<u32>(w, in.op[k])[i], bytes);
+    }
+    u8 *to = shared_data(target, dst);
+    i64 reduction = in.aux[4] - 1, type = in.aux[5];
+    Warp *warp = &w;
+    const Instruction *instruction = &in;
+    machine.counters.dsmem += n * bytes;
+    issue_free(w, make_async(in, "st.async", [=, finished = op.finished()] {
+                 if (reduction < 0) memcpy(to, data.data(), n * bytes);
+                 else atomic_update(to, reduction, type, data.data(), nullptr);
+                 mbarrier_complete_tx(*warp, *instruction, mb, n * bytes, &finished);
+               }));
+  }
+  return Step::Done;
+}
+
+// ---- clusterlaunchcontrol: there is never another CTA to take over ------------------------------------------------
+
+// aux: 0 dst offset, 1 mbarrier offset, 2 multicast to the whole cluster.
+HANDLER("clc.try_cancel", Plain) {
+  for (int i : lanes_of(lanes)) {
+    u32 dst = (u32)lane_address(w, in.op[0], i, in.aux[0]), mb = (u32)lane_address(w, in.op[1], i, in.aux[1]);
+    check_aligned(w, in, shared_offset(dst), 16, "clusterlaunchcontrol response");
+    for (u32 r = 0; r < w.cta->cluster->ctas.size(); r++) {
+      if (!in.aux[2] && r != w.cta->rank) continue;
+      u32 offset = shared_offset(dst);
+      Cta &target = shared_owner(w, in, shared_address(r, offset), 16, "clusterlaunchcontrol");
+      issue_load(w, in, target, offset, 16, shared_address(r, shared_offset(mb)),
+                 [=](u8 *smem) { memset(smem + offset, 0, 16); });
+    }
+  }
+  return Step::Done;
+}
+HANDLER("clc.is_canceled", Plain) {
+  u32 bits = 0;
+  for (int i : lanes_of(lanes)) bits |= (u32)((u64)row<u128>(w, in.op[1])[i] & 1) << i;
+  set_predicate(w, in.op[0], lanes, bits);
+  return Step::Done;
+}
+// aux: 0 dimension. Only asked after is_canceled, which is never true here.
+HANDLER("clc.first_cta", Plain) {
+  for (u32 k = 0; k + 1 < in.operand_count; k++)
+    if (in.op[k] != kNone) each_lane<u32>(w, in.op[k], lanes, [](int) { return 0u; });
+  return Step::Done;
+}

@@ -1,0 +1,261 @@
+"""An emulated device: its memory, its launches, their reports and, if asked, their recordings."""
+
+import hashlib
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from device_memory import DeviceMemory
+from emulator import MemoryMap, Options, Program, Report, launch
+from tensor_map import ElementType, Swizzle, encode
+
+if TYPE_CHECKING:
+    import torch
+
+    Array = np.ndarray | torch.Tensor
+
+Dim3 = tuple[int, int, int]
+
+_programs: dict[str, Program] = {}
+
+
+def program_of(ptx: str) -> Program:
+    """The decoded program of a PTX text; decoding takes longer than many launches."""
+    key = hashlib.sha256(ptx.encode()).hexdigest()
+    if key not in _programs:
+        _programs[key] = Program.from_ptx(ptx)
+    return _programs[key]
+
+
+def parameter_bytes(ptx: str, kernel: str) -> list[int]:
+    return [parameter.nbytes for parameter in program_of(ptx).kernel(kernel).function.params]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """All that one launch depended on, taken before it, and the memory that it left.
+
+    The addresses are the arena's, so they hold in any process.
+    """
+
+    ptx: str
+    kernel: str
+    grid: Dim3
+    block: Dim3
+    cluster: Dim3
+    dynamic_smem_bytes: int
+    params: list[bytes]
+    memory: list[tuple[int, str, bytes]]  # (address, name, bytes) before the launch
+    results: list[bytes] = field(default_factory=list)  # the same ranges after it
+
+    def save(self, path: Path) -> None:
+        lengths = [len(contents) for _, _, contents in self.memory]
+        np.savez_compressed(
+            path,
+            ptx=np.frombuffer(self.ptx.encode(), np.uint8),
+            kernel=self.kernel,
+            dims=np.array([self.grid, self.block, self.cluster]),
+            dynamic_smem_bytes=self.dynamic_smem_bytes,
+            params=np.frombuffer(b"".join(self.params), np.uint8),
+            param_bytes=np.array([len(p) for p in self.params], np.int64),
+            addresses=np.array([address for address, _, _ in self.memory], np.int64),
+            names=np.array([name for _, name, _ in self.memory]),
+            lengths=np.array(lengths, np.int64),
+            before=np.frombuffer(b"".join(c for _, _, c in self.memory), np.uint8),
+            after=np.frombuffer(b"".join(self.results), np.uint8),
+        )
+
+    @staticmethod
+    def load(path: Path) -> "Recording":
+        with np.load(path) as file:
+            f = {key: file[key] for key in file.files}
+
+        def split(joined: np.ndarray, lengths: np.ndarray) -> list[bytes]:
+            return [p.tobytes() for p in np.split(joined, np.cumsum(lengths)[:-1])]
+
+        grid, block, cluster = (tuple(int(n) for n in row) for row in f["dims"])
+        before = split(f["before"], f["lengths"])
+        places = zip(f["addresses"].tolist(), f["names"].tolist(), before, strict=True)
+        return Recording(
+            ptx=f["ptx"].tobytes().decode(),
+            kernel=str(f["kernel"]),
+            grid=grid,
+            block=block,
+            cluster=cluster,
+            dynamic_smem_bytes=int(f["dynamic_smem_bytes"]),
+            params=split(f["params"], f["param_bytes"]),
+            memory=[(address, name, contents) for address, name, contents in places],
+            results=split(f["after"], f["lengths"]),
+        )
+
+    def replay(self, options: Options, ptx: str | None = None) -> tuple[Report, list[bytes]]:
+        """Launches again, perhaps with changed PTX; returns the report and the memory left."""
+        with DeviceMemory() as memory:
+            for address, name, contents in self.memory:
+                memory.place_at(address, contents, name)
+            report = launch(
+                program_of(self.ptx) if ptx is None else Program.from_ptx(ptx),
+                self.kernel,
+                self.grid,
+                self.block,
+                cluster=self.cluster,
+                dynamic_smem_bytes=self.dynamic_smem_bytes,
+                params=self.params,
+                memory=_memory_map(memory),
+                options=options,
+            )
+            return report, [memory.read(address, len(c)) for address, _, c in self.memory]
+
+
+@dataclass(frozen=True)
+class TensorMapOf:
+    """A tensor map over an array, encoded when the array's device address is known."""
+
+    array: "Array"
+    box: tuple[int, ...]  # elements, innermost first
+    element_type: ElementType
+    swizzle: Swizzle = Swizzle.NONE
+    sizes: tuple[int, ...] | None = None  # innermost first; default: the array's shape
+    strides_bytes: tuple[int, ...] | None = None  # of dimensions 1..; default: the array's
+    element_strides: tuple[int, ...] | None = None
+    oob_nan: bool = False
+
+    def encode_at(self, address: int) -> bytes:
+        shape = tuple(self.array.shape)
+        sizes = self.sizes or shape[::-1]
+        strides = self.strides_bytes
+        if strides is None:
+            strides = _strides_bytes(self.array)[::-1][1:]
+        return encode(
+            address,
+            self.element_type,
+            sizes,
+            strides,
+            self.box,
+            swizzle=self.swizzle,
+            element_strides=self.element_strides,
+            oob_nan=self.oob_nan,
+        )
+
+
+Argument = "Array | TensorMapOf | int | float | bytes | np.generic"
+
+
+class Device:
+    """One emulated GPU. `with Device(options) as device:` owns the process's device memory."""
+
+    def __init__(self, options: Options, *, record: bool = False) -> None:
+        self.options = options
+        self.memory = DeviceMemory()
+        self.reports: list[Report] = []
+        self.recordings: list[Recording] = []
+        self.launch_cpu_seconds = 0.0
+        self._record = record
+
+    def __enter__(self) -> "Device":
+        self.memory.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.memory.__exit__(*exc)
+
+    def launch(
+        self,
+        ptx: str,
+        kernel: str,
+        grid: Dim3,
+        block: Dim3,
+        cluster: Dim3,
+        dynamic_smem_bytes: int,
+        params: list[bytes],
+    ) -> Report:
+        with self.memory.on_device():
+            recording = None
+            if self._record:
+                before = [(e.address, e.name, self._read(e)) for e in self.memory.extents()]
+                dims = (grid, block, cluster, dynamic_smem_bytes)
+                recording = Recording(ptx, kernel, *dims, params, before)
+                # Kept also if the launch fails, so that the failure can be replayed.
+                self.recordings.append(recording)
+            program = program_of(ptx)
+            start = time.process_time()
+            report = launch(
+                program,
+                kernel,
+                grid,
+                block,
+                cluster=cluster,
+                dynamic_smem_bytes=dynamic_smem_bytes,
+                params=params,
+                memory=_memory_map(self.memory),
+                options=self.options,
+            )
+            self.launch_cpu_seconds += time.process_time() - start
+            if recording is not None:
+                recording.results.extend(self._read(e) for e in self.memory.extents())
+        self.reports.append(report)
+        return report
+
+    def run_ptx(
+        self,
+        text: str,
+        kernel: str,
+        grid: int | Sequence[int],
+        block: int | Sequence[int],
+        args: Sequence[Argument],
+        *,
+        cluster: int | Sequence[int] = 1,
+        dynamic_smem_bytes: int = 0,
+    ) -> Report:
+        """Launches a kernel of a PTX text with explicit arguments, one per `.param`."""
+        sizes = parameter_bytes(text, kernel)
+        if len(sizes) != len(args):
+            raise ValueError(f"{kernel} has {len(sizes)} parameters, got {len(args)} arguments")
+        params = [self._encode(arg, size) for arg, size in zip(args, sizes, strict=True)]
+        return self.launch(
+            text, kernel, _dim3(grid), _dim3(block), _dim3(cluster), dynamic_smem_bytes, params
+        )
+
+    def _read(self, extent: "object") -> bytes:
+        return self.memory.read(extent.address, extent.nbytes)
+
+    def _encode(self, argument: Argument, size: int) -> bytes:
+        if isinstance(argument, TensorMapOf):
+            encoded = argument.encode_at(self.memory.address_of(argument.array, "tensor map of"))
+        elif isinstance(argument, bytes):
+            encoded = argument
+        elif isinstance(argument, np.generic):
+            encoded = argument.tobytes()
+        elif isinstance(argument, int):
+            encoded = (argument & (1 << 8 * size) - 1).to_bytes(size, "little")
+        elif isinstance(argument, float):
+            encoded = struct.pack("<f" if size == 4 else "<d", argument)
+        else:
+            encoded = self.memory.address_of(argument).to_bytes(8, "little")
+        if len(encoded) != size:
+            raise ValueError(f"the parameter has {size} bytes, the argument {len(encoded)}")
+        return encoded
+
+
+def _memory_map(memory: DeviceMemory) -> MemoryMap:
+    memory_map = MemoryMap()
+    for extent in memory.extents():
+        memory_map.add(extent.address, extent.nbytes, extent.name)
+    return memory_map
+
+
+def _dim3(value: int | Sequence[int]) -> Dim3:
+    dims = (value,) if isinstance(value, int) else tuple(value)
+    x, y, z = dims + (1,) * (3 - len(dims))
+    return x, y, z
+
+
+def _strides_bytes(array: "Array") -> tuple[int, ...]:
+    if isinstance(array, np.ndarray):
+        return array.strides
+    return tuple(stride * array.element_size() for stride in array.stride())

@@ -1,0 +1,184 @@
+"""FlashAttention-4's sm_100 kernels against float64, on the emulator.
+
+    python flash_attention_4.py --checkout PATH forward --head-dim 128 --queries 256 --keys 256 ...
+    python flash_attention_4.py --checkout PATH mla --queries 2 --keys 1024 --topk 512
+
+The error that is reported is ||o - reference|| / ||reference|| over the whole output. Outputs are
+bf16 and P is bf16, so about 2e-3 is what a right kernel gives.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import torch  # noqa: E402
+from run_program import checks_with_warnings, driver_answers, summary  # noqa: E402
+
+from host import Device, emulated  # noqa: E402
+from torch_as_cuda import torch_as_cuda  # noqa: E402
+
+MLA_HEADS, MLA_ROPE_DIM, MLA_LATENT_DIM = 128, 64, 512
+
+
+def import_forward(checkout: Path) -> Any:
+    """`_flash_attn_fwd` without the package's __init__, which needs the compiled CUDA extension."""
+    os.environ.setdefault("FLASH_ATTENTION_ARCH", "sm_100")
+    package = types.ModuleType("flash_attn")
+    package.__path__ = [str(checkout / "flash_attn")]
+    sys.modules["flash_attn"] = package
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    return _flash_attn_fwd
+
+
+def reference(
+    q: torch.Tensor,  # [1, queries, heads, dim]
+    k: torch.Tensor,  # [1, keys, kv_heads, dim]
+    v: torch.Tensor,  # [1, keys, kv_heads, dim_v]
+    *,
+    scale: float,
+    causal: bool = False,
+    q_latent: torch.Tensor | None = None,  # [1, queries, heads, dim_v]: scored against v
+    indices: torch.Tensor | None = None,  # [1, queries, topk], -1: no key
+) -> torch.Tensor:
+    """Attention in float64: softmax(scale * (q k^T + q_latent v^T)) v over the allowed keys."""
+    group = q.shape[2] // k.shape[2]
+    keys, values = (x.double().repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bshd,bthd->bhst", q.double(), keys)
+    if q_latent is not None:
+        scores += torch.einsum("bshd,bthd->bhst", q_latent.double(), values)
+    scores *= scale
+    num_queries, num_keys = scores.shape[-2:]
+    if causal:
+        hidden = torch.ones(num_queries, num_keys).triu(num_keys - num_queries + 1).bool()
+        scores = scores.masked_fill(hidden, -math.inf)
+    if indices is not None:
+        allowed = torch.zeros(1, num_queries, num_keys + 1, dtype=torch.bool)
+        slots = indices.long()
+        allowed.scatter_(2, torch.where(slots < 0, num_keys, slots), True)
+        scores = scores.masked_fill(~allowed[:, None, :, :num_keys], -math.inf)
+    return torch.einsum("bhst,bthd->bshd", scores.softmax(-1), values)
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+@contextlib.contextmanager
+def fa4_device(**options: Any) -> Iterator[Device]:
+    with emulated(**options) as device, torch_as_cuda(), driver_answers():
+        yield device
+
+
+def run_forward(
+    forward: Any,
+    *,
+    head_dim: int,
+    queries: int,
+    keys: int,
+    heads: int,
+    kv_heads: int,
+    causal: bool,
+) -> float:
+    q = torch.randn(1, queries, heads, head_dim).bfloat16()
+    k = torch.randn(1, keys, kv_heads, head_dim).bfloat16()
+    v = torch.randn(1, keys, kv_heads, head_dim).bfloat16()
+    out = forward(q, k, v, causal=causal, return_lse=True)[0]
+    return relative_error(out, reference(q, k, v, scale=head_dim**-0.5, causal=causal))
+
+
+def run_mla(forward: Any, *, queries: int, keys: int, topk: int | None, padding: int) -> float:
+    """topk: gathered keys per query, the last `padding` of them -1; None: dense and causal."""
+    q = torch.randn(1, queries, MLA_HEADS, MLA_ROPE_DIM).bfloat16()
+    k = torch.randn(1, keys, 1, MLA_ROPE_DIM).bfloat16()
+    q_latent = torch.randn(1, queries, MLA_HEADS, MLA_LATENT_DIM).bfloat16()
+    v = torch.randn(1, keys, 1, MLA_LATENT_DIM).bfloat16()
+    scale = (MLA_ROPE_DIM + MLA_LATENT_DIM) ** -0.5
+    indices = None
+    if topk is not None:
+        indices = torch.stack([torch.randperm(keys)[:topk] for _ in range(queries)])[None].int()
+        indices[:, :, topk - padding :] = -1
+    causal = topk is None
+    out = forward(
+        q,
+        k,
+        v,
+        qv=q_latent,
+        gather_kv_indices=indices,
+        causal=causal,
+        softmax_scale=scale,
+        return_lse=True,
+    )[0]
+    expected = reference(q, k, v, scale=scale, causal=causal, q_latent=q_latent, indices=indices)
+    return relative_error(out, expected)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkout", type=Path, required=True)
+    parser.add_argument("--schedule", default="eager")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--warn", default="", help="error kinds to report as warnings")
+    parser.add_argument("--recording", type=Path, help="save the launch here, for mutation.py")
+    parser.add_argument("--max-error", type=float, default=4e-3)
+    commands = parser.add_subparsers(dest="command", required=True)
+    forward_parser = commands.add_parser("forward")
+    forward_parser.add_argument("--head-dim", type=int, required=True)
+    forward_parser.add_argument("--heads", type=int, required=True)
+    forward_parser.add_argument("--kv-heads", type=int, required=True)
+    forward_parser.add_argument("--causal", action="store_true")
+    mla_parser = commands.add_parser("mla")
+    mla_parser.add_argument("--topk", type=int)
+    mla_parser.add_argument("--padding", type=int, default=0)
+    for command in (forward_parser, mla_parser):
+        command.add_argument("--queries", type=int, required=True)
+        command.add_argument("--keys", type=int, required=True)
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    start = time.monotonic()
+    recording = options.recording is not None
+    with fa4_device(
+        schedule=options.schedule,
+        seed=options.seed,
+        checks=checks_with_warnings(options.warn),
+        record=recording,
+        lineinfo=not recording,
+    ) as device:
+        forward = import_forward(options.checkout)
+        sizes = {"queries": options.queries, "keys": options.keys}
+        if options.command == "forward":
+            error = run_forward(
+                forward,
+                head_dim=options.head_dim,
+                heads=options.heads,
+                kv_heads=options.kv_heads,
+                causal=options.causal,
+                **sizes,
+            )
+        else:
+            error = run_mla(forward, topk=options.topk, padding=options.padding, **sizes)
+    result = summary(device, time.monotonic() - start) | {"relative_error": error}
+    print(f"[emulator] {result['seconds']} s, relative error {error:.2e}", flush=True)
+    if options.report:
+        options.report.write_text(json.dumps(result))
+    if options.recording:
+        device.recordings[-1].save(options.recording)
+    if not error <= options.max_error:
+        raise SystemExit(f"relative error {error:.2e} exceeds {options.max_error:.2e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Runs a third-party CuTe DSL program, unmodified, on the emulator; reports its launches as JSON.
+
+    python run_program.py [--schedule late] [--seed 3] [--report out.json] program.py [arguments]
+
+The program checks its own results; a failed check or an EmulationError fails this script.
+Nothing about the program is changed but where its kernels run: benchmarks return at once, and the
+few host calls that need a CUDA driver are answered.
+"""
+
+import argparse
+import contextlib
+import json
+import runpy
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from emulator import Checks  # noqa: E402
+from host import Device, emulated  # noqa: E402
+from torch_as_cuda import torch_as_cuda  # noqa: E402
+
+
+@contextlib.contextmanager
+def driver_answers() -> Iterator[None]:
+    """The host calls by which programs look for a device, or time a kernel."""
+    import cuda.bindings.driver as driver
+    import cuda.bindings.runtime as runtime
+    import cutlass
+    import cutlass.cuda
+    import cutlass.cute.testing as cute_testing
+    import cutlass.testing
+
+    success = driver.CUresult.CUDA_SUCCESS
+    replacements: list[tuple[Any, str, Any]] = [
+        (driver, "cuInit", lambda flags: (success,)),
+        (driver, "cuDeviceGetCount", lambda: (success, 1)),
+        (runtime, "cudaGetDeviceCount", lambda: (runtime.cudaError_t.cudaSuccess, 1)),
+        (cute_testing, "benchmark", lambda *args, **kwargs: 1.0),
+        (cutlass.testing, "benchmark", lambda *args, **kwargs: 1.0),
+        (cutlass.cuda, "initialize_cuda_context", lambda *args, **kwargs: None),
+    ]
+    with contextlib.ExitStack() as stack:
+        for target, name, replacement in replacements:
+            stack.enter_context(mock.patch.object(target, name, replacement))
+        yield
+
+
+def run_program(program: Path, arguments: list[str], **options: Any) -> Device:
+    """Runs the program as `python program.py arguments`; returns the device, with its reports."""
+    argv, path = [str(program), *arguments], [str(program.resolve().parent), *sys.path]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys, "argv", argv))
+        stack.enter_context(mock.patch.object(sys, "path", path))
+        device = stack.enter_context(emulated(**options))
+        stack.enter_context(torch_as_cuda())
+        stack.enter_context(driver_answers())
+        try:
+            runpy.run_path(str(program), run_name="__main__")
+        except SystemExit as exit_request:
+            if exit_request.code not in (None, 0):
+                raise
+    return device
+
+
+def checks_with_warnings(kinds: str) -> Checks:
+    """The usual checks, but these comma-separated kinds only warn."""
+    return Checks(**{kind: "warn" for kind in kinds.split(",") if kind})
+
+
+def summary(device: Device, seconds: float) -> dict[str, Any]:
+    """What a run leaves: its time, its launches, and the instruction forms that they executed."""
+    return {
+        "seconds": round(seconds, 2),
+        "launch_cpu_seconds": round(device.launch_cpu_seconds, 3),
+        "forms": sorted({form for report in device.reports for form in report.by_form}),
+        "launches": [
+            {
+                "kernel": report.kernel,
+                "grid": report.grid,
+                "block": report.block,
+                "cluster": report.cluster,
+                "instructions": report.instructions,
+                "warnings": report.warnings,
+            }
+            for report in device.reports
+        ],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedule", default="eager")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--warn", default="", help="error kinds to report as warnings")
+    parser.add_argument("program", type=Path)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    start = time.monotonic()
+    device = run_program(
+        options.program,
+        options.arguments,
+        schedule=options.schedule,
+        seed=options.seed,
+        checks=checks_with_warnings(options.warn),
+    )
+    result = summary(device, time.monotonic() - start)
+    print(f"[emulator] {result['seconds']} s, {len(device.reports)} launches", flush=True)
+    if options.report:
+        options.report.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

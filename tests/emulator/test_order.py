@@ -1,0 +1,170 @@
+"""The happens-before checker: right programs pass under every schedule, and each of them with one line taken out fails.
+
+A line that may be taken out carries a mark `/*name*/`; the test removes it and expects the named kind of error.
+"""
+
+import re
+
+import numpy as np
+import pytest
+from emulator import Checks, EmulationError
+from handwritten import aligned, run
+from test_tma import _map
+
+SCHEDULES = [("eager", 0), ("late", 0), ("random", 1), ("random", 2), ("random_warps", 3)]
+
+# Warps exchange through shared memory; the second barrier protects the buffer before it is written again.
+EXCHANGE = """shl.b32 %r1, %r100, 2; add.u32 %r2, %r103, %r1; xor.b32 %r3, %r1, 128; add.u32 %r3, %r103, %r3;
+st.shared.u32 [%r2], %r100;
+bar.sync 0; /*full*/
+ld.shared.u32 %r4, [%r3];
+bar.sync 0; /*empty*/
+add.u32 %r4, %r4, 1; st.shared.u32 [%r2], %r4; bar.sync 0; ld.shared.u32 %r5, [%r2];
+mul.wide.u32 %rd1, %r100, 4; add.s64 %rd2, %rd100, %rd1; st.global.u32 [%rd2], %r5;"""
+
+# Two stages of TMA loads, consumed by the other warp.
+PIPELINE = """setp.ne.u32 %p1, %r100, 0; @%p1 bra I; mbarrier.init.shared::cta.b64 [%r103], 1; mbarrier.init.shared::cta.b64 [%r103+8], 32;
+I: bar.sync 0; /*init*/
+mov.u32 %r10, 0; add.u32 %r11, %r103, 1024; setp.eq.u32 %p2, %r102, 0; @!%p2 bra CONSUME;
+PRODUCE: setp.ne.u32 %p3, %r101, 0; @%p3 bra END;
+P0: xor.b32 %r12, %r10, 1; and.b32 %r12, %r12, 1;
+E0: mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r103+8], %r12; @!%p4 bra E0; /*empty*/
+mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r103], 512;
+cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r11], [%rd101, {0, %r13}], [%r103];
+add.u32 %r10, %r10, 1; shl.b32 %r13, %r10, 2; setp.lt.u32 %p5, %r10, 4; @%p5 bra P0; bra END;
+CONSUME: mov.u32 %r20, 0;
+C0: and.b32 %r12, %r10, 1;
+F0: mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r103], %r12; @!%p4 bra F0; /*full*/
+shl.b32 %r1, %r101, 4; add.u32 %r1, %r11, %r1; ld.shared.u32 %r2, [%r1]; add.u32 %r20, %r20, %r2;
+mbarrier.arrive.shared::cta.b64 _, [%r103+8]; /*release*/
+add.u32 %r10, %r10, 1; setp.lt.u32 %p5, %r10, 4; @%p5 bra C0;
+mul.wide.u32 %rd1, %r101, 4; add.s64 %rd2, %rd102, %rd1; st.global.u32 [%rd2], %r20; END:"""
+
+# Threads write a tile that TMA stores.
+STORE = """shl.b32 %r1, %r100, 2; add.u32 %r2, %r103, %r1; st.shared.u32 [%r2], %r100;
+fence.proxy.async.shared::cta; /*fence*/
+bar.sync 0; /*barrier*/
+setp.ne.u32 %p1, %r100, 0; @%p1 bra E; cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd101, {0, 0}], [%r103]; cp.async.bulk.commit_group;
+cp.async.bulk.wait_group.read 0; /*read*/
+E: bar.sync 0; st.shared.u32 [%r2], %r1;"""
+
+# Tensor memory handed from a storing warp to a loading one of the same quarter (warps 0 and 4).
+TMEM = """setp.ne.u32 %p1, %r102, 0; @%p1 bra S; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r103], 32; S:
+bar.sync 0; /*alloc*/
+ld.shared.u32 %r1, [%r103]; setp.eq.u32 %p2, %r102, 4; and.b32 %r5, %r102, 3; setp.ne.u32 %p4, %r5, 0; @%p4 bra J;
+@%p2 bra L; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r1], {%r101};
+tcgen05.wait::st.sync.aligned; /*wait_st*/
+tcgen05.fence::before_thread_sync; bar.arrive 1, 64; bar.sync 2, 64; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r1], {%r100}; tcgen05.wait::st.sync.aligned; bra J;
+L: bar.sync 1, 64;
+tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r2}, [%r1];
+tcgen05.wait::ld.sync.aligned; /*wait_ld*/
+bar.arrive 2, 64; mul.wide.u32 %rd1, %r101, 4; add.s64 %rd2, %rd100, %rd1; st.global.u32 [%rd2], %r2; J: bar.sync 0; @%p1 bra Z;
+tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 32; Z:"""
+
+# A peer's shared memory is written, and the CTA stays until it has been.
+CLUSTER = """mov.u32 %r1, %cluster_ctarank; xor.b32 %r2, %r1, 1; shl.b32 %r3, %r101, 2; add.u32 %r4, %r103, %r3; mapa.shared::cluster.u32 %r5, %r4, %r2;
+st.shared.u32 [%r4], %r101; barrier.cluster.arrive; barrier.cluster.wait; /*start*/
+st.shared::cluster.u32 [%r5], %r101;
+barrier.cluster.arrive; barrier.cluster.wait; /*end*/
+ld.shared.u32 %r6, [%r4]; mad.lo.u32 %r7, %r1, 32, %r101; mul.wide.u32 %rd1, %r7, 4; add.s64 %rd2, %rd100, %rd1; st.global.u32 [%rd2], %r6;"""
+
+# Remote arrivals only: nothing is read, so only the exit can be too early.
+LAST_ARRIVAL = """mov.u32 %r1, %cluster_ctarank; setp.ne.u32 %p1, %r101, 0; @%p1 bra I; mbarrier.init.shared::cta.b64 [%r103], 1; fence.mbarrier_init.release.cluster; /*init_fence*/
+I: barrier.cluster.arrive.relaxed; barrier.cluster.wait; setp.ne.u32 %p2, %r1, 0; @!%p2 bra E; @%p1 bra E; mov.u32 %r3, 0; mapa.shared::cluster.u32 %r2, %r103, %r3;
+mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r2];
+E: barrier.cluster.arrive; barrier.cluster.wait; /*stay*/"""
+
+
+def _tiles() -> np.ndarray:
+    return aligned(np.arange(16 * 32, dtype=np.uint32).reshape(16, 32))
+
+
+def _arguments(name: str) -> dict:
+    if name == "PIPELINE":
+        t = _tiles()
+        return {"args": (t, _map(t, (32, 4)), np.zeros(32, np.uint32)), "threads": 64}
+    if name == "STORE":
+        t = _tiles()
+        return {"args": (t, _map(t, (32, 4))), "threads": 128}
+    return {"args": (np.zeros(256, np.uint32),), "threads": {"EXCHANGE": 64, "TMEM": 160}.get(name, 32),
+            **({"grid": 2, "cluster": 2} if name in ("CLUSTER", "LAST_ARRIVAL") else {})}
+
+
+PROGRAMS = {"EXCHANGE": EXCHANGE, "PIPELINE": PIPELINE, "STORE": STORE, "TMEM": TMEM, "CLUSTER": CLUSTER, "LAST_ARRIVAL": LAST_ARRIVAL}
+
+
+def _run(name: str, body: str, schedule: str, seed: int) -> tuple:
+    a = _arguments(name)
+    args = a.pop("args")
+    return args, run(body, *args, schedule=schedule, seed=seed, checks=Checks(tmem_freed="error"), **a)
+
+
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_right_programs_pass(name: str, schedule: str, seed: int) -> None:
+    _run(name, PROGRAMS[name], schedule, seed)
+
+
+@pytest.mark.parametrize(("name", "mark", "kinds"), [
+    ("EXCHANGE", "full", "race uninitialised_smem"), ("EXCHANGE", "empty", "race"),
+    ("PIPELINE", "init", "race mbarrier"), ("PIPELINE", "empty", "race mbarrier"), ("PIPELINE", "full", "race uninitialised_smem"),
+    ("PIPELINE", "release", "deadlock"), ("STORE", "fence", "proxy_fence"), ("STORE", "barrier", "race uninitialised_smem proxy_fence"),
+    ("STORE", "read", "race"), ("TMEM", "alloc", "race uninitialised_smem"), ("TMEM", "wait_st", "race"), ("TMEM", "wait_ld", "race"),
+    ("CLUSTER", "start", "race exited_cta"), ("CLUSTER", "end", "race exited_cta"), ("LAST_ARRIVAL", "init_fence", "race"),
+    ("LAST_ARRIVAL", "stay", "exited_cta")])
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_without_one_synchronisation(name: str, mark: str, kinds: str, schedule: str, seed: int) -> None:
+    lines = PROGRAMS[name].splitlines()
+    (line,) = [x for x in lines if f"/*{mark}*/" in x]
+    # What is deleted is the last statement, or the last two of a barrier's halves or a wait's loop; labels stay.
+    label = re.match(r"\w+:(?!:)", line)
+    keep = label.group(0) if label else ""
+    deleted = {"start": "barrier.cluster.arrive; barrier.cluster.wait;", "end": "barrier.cluster.arrive; barrier.cluster.wait;",
+               "stay": "barrier.cluster.arrive; barrier.cluster.wait;", "init_fence": "fence.mbarrier_init.release.cluster;"}.get(mark)
+    changed = line.replace(deleted, "") if deleted else keep
+    with pytest.raises(EmulationError) as e:
+        _run(name, "\n".join(changed if x is line else x for x in lines), schedule, seed)
+    assert e.value.kind.name in kinds.split(), str(e.value)
+
+
+def test_race_message_names_both_sides() -> None:
+    with pytest.raises(EmulationError) as e:
+        _run("EXCHANGE", EXCHANGE.replace("bar.sync 0; /*empty*/", ""), "eager", 0)
+    assert "warp" in e.value.message and "ptx line" in e.value.message and "ld.shared" in e.value.ptx_text
+
+
+def test_checks_can_be_switched_off() -> None:
+    body = EXCHANGE.replace("bar.sync 0; /*empty*/", "")
+    report = run(body, np.zeros(64, np.uint32), threads=64, checks=Checks(race="warn"))
+    assert any(w.startswith("race") for w in report.warnings)
+    assert not run(body, np.zeros(64, np.uint32), threads=64, checks=Checks(order=False)).warnings
+
+
+# tcgen05.fence: the allocation, the stores and the loads of another warp, an MMA-free version of a producer and a consumer.
+FENCED = """setp.ne.u32 %p1, %r102, 0; @%p1 bra S; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r103], 32; S:
+tcgen05.fence::before_thread_sync; /*alloc_before*/
+bar.sync 0; ld.shared.u32 %r1, [%r103];
+tcgen05.fence::after_thread_sync; /*alloc_after*/
+setp.eq.u32 %p2, %r102, 4; and.b32 %r5, %r102, 3; setp.ne.u32 %p4, %r5, 0; @%p4 bra J; @%p2 bra L;
+bar.sync 2, 64; tcgen05.fence::after_thread_sync; /*ld_after*/
+tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r2}, [%r1]; tcgen05.wait::ld.sync.aligned; tcgen05.fence::before_thread_sync; bra J;
+L: tcgen05.st.sync.aligned.32x32b.x1.b32 [%r1], {%r101}; tcgen05.wait::st.sync.aligned;
+tcgen05.fence::before_thread_sync; /*st_before*/
+bar.sync 2, 64;
+J: bar.sync 0; @%p1 bra Z;
+tcgen05.fence::after_thread_sync; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 32; Z:"""
+
+
+@pytest.mark.parametrize("mark", ["", "alloc_before", "alloc_after", "ld_after", "st_before"])
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_tensor_fences_are_checked_on_request(mark: str, schedule: str, seed: int) -> None:
+    body = re.sub(rf"tcgen05\.fence::\w+; /\*{mark}\*/", "", FENCED) if mark else FENCED
+    assert (body != FENCED) == bool(mark)
+    run(body, np.zeros(1, np.uint32), threads=160, schedule=schedule, seed=seed)  # by default they are optional
+    asked = {"threads": 160, "schedule": schedule, "seed": seed, "checks": Checks(tcgen05_fence="error")}
+    if not mark:
+        run(body, np.zeros(1, np.uint32), **asked)
+        return
+    with pytest.raises(EmulationError) as e:
+        run(body, np.zeros(1, np.uint32), **asked)
+    assert e.value.kind.name == "tcgen05_fence" and "tcgen05.fence" in e.value.message

@@ -1,0 +1,148 @@
+"""Programs written for CUDA tensors, run with CPU tensors.
+
+Third-party examples create their tensors with `device="cuda"`, ask for the device's properties and
+time with events. Inside `with torch_as_cuda():` such calls are answered for CPU tensors and one
+B200. Only what the suite's programs use is here.
+"""
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+COMPUTE_CAPABILITY = (10, 0)
+MULTIPROCESSORS = 148
+L2_CACHE_BYTES = 126 << 20
+
+
+def _is_cuda(value: object) -> bool:
+    return isinstance(value, str | torch.device) and str(value).startswith("cuda")
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """Replaces CUDA devices among the arguments of every torch function."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if function == torch.Tensor.is_cuda.__get__:
+            return True
+        if function is torch.Tensor.cuda:
+            return args[0].clone()
+        if function is torch._scaled_mm:
+            named = dict(zip(("input", "mat2", "scale_a", "scale_b"), args, strict=False)) | kwargs
+            if named["scale_a"].dim() == 1:
+                return _block_scaled_mm(**named)
+        to_cuda = any(map(_is_cuda, (*args, *kwargs.values())))
+        args = tuple("cpu" if _is_cuda(value) else value for value in args)
+        kwargs = {name: "cpu" if _is_cuda(value) else value for name, value in kwargs.items()}
+        result = function(*args, **kwargs)
+        # A copy to the device is a copy: a program may compare the original after the kernel ran.
+        if to_cuda and args and result is args[0]:
+            return result.clone()
+        return result
+
+
+def _scale_per_row(scale: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
+    """[rows, blocks] of block scales that lie as tcgen05 wants them: tiles of 128 rows x 4 blocks,
+    each 32 rows by 4 groups of 32 rows by 4 blocks."""
+    row_tiles, block_tiles = -(-rows // 128), -(-blocks // 4)
+    tiles = scale.float().reshape(row_tiles, block_tiles, 32, 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(row_tiles * 128, block_tiles * 4)[:rows, :blocks]
+
+
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def _values(matrix: torch.Tensor) -> torch.Tensor:
+    """[rows, k] of a row-major f8 matrix, or of one with two e2m1 values in a byte."""
+    if matrix.dtype != torch.float4_e2m1fn_x2:
+        return matrix.float()
+    pairs = matrix.view(torch.uint8).long()
+    return torch.stack([_E2M1[pairs & 15], _E2M1[pairs >> 4]], -1).flatten(-2)
+
+
+def _block_scaled_mm(
+    input: torch.Tensor,
+    mat2: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """torch._scaled_mm with block scales, in float32: torch has it on CUDA only."""
+    scaled = []
+    for matrix, scale in ((_values(input), scale_a), (_values(mat2.T), scale_b)):
+        rows, k = matrix.shape
+        block = 16 if scale.dtype == torch.float8_e4m3fn else 32
+        factors = _scale_per_row(scale, rows, k // block).repeat_interleave(block, 1)
+        scaled.append(matrix * factors)
+    return (scaled[0] @ scaled[1].T).to(out_dtype)
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, *args: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: "_Event") -> float:
+        return 1.0
+
+
+class _Graph:
+    def replay(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def torch_as_cuda() -> Iterator[None]:
+    properties = types.SimpleNamespace(
+        name="emulated",
+        major=COMPUTE_CAPABILITY[0],
+        minor=COMPUTE_CAPABILITY[1],
+        multi_processor_count=MULTIPROCESSORS,
+        L2_cache_size=L2_CACHE_BYTES,
+        total_memory=1 << 37,
+    )
+    stream = types.SimpleNamespace(
+        cuda_stream=0, device_index=0, synchronize=lambda: None, wait_stream=lambda other: None
+    )
+
+    @contextlib.contextmanager
+    def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "get_device_capability": lambda device=None: COMPUTE_CAPABILITY,
+        "get_device_name": lambda device=None: properties.name,
+        "get_device_properties": lambda device=None: properties,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "Stream": lambda *args, **kwargs: stream,
+        "stream": nothing,
+        "device": nothing,
+        "graph": nothing,
+        "CUDAGraph": _Graph,
+        "Event": _Event,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        stack.enter_context(_CudaIsCpu())
+        yield

@@ -1,0 +1,229 @@
+"""Wrong-emulator controls: would the tests notice if the emulator were wrong?
+
+Each control is the core with one semantic deliberately wrong, made by replacing a line of its
+source. Known-right kernels are replayed on it; a control is killed when at least one of them ends
+with an error or with another result.
+
+    python wrong_semantics.py [--write]
+
+A control whose line is no longer in the core stops with an error: it must be restated, not skipped.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+MAX_INSTRUCTIONS = 2_000_000
+
+
+@dataclass(frozen=True)
+class Control:
+    name: str
+    edits: tuple[tuple[str, str, str], ...]  # file of the core, text, replacement
+
+
+_UNSWIZZLED_MMA = (
+    "descriptor.cpp",
+    "  if (version != 1)",
+    "  d.swizzle_mode = 0;\n  if (version != 1)",
+)
+
+CONTROLS: list[Control] = [
+    Control(
+        "no swizzle at all",
+        (
+            _UNSWIZZLED_MMA,
+            (
+                "tensor_map.cpp",
+                "swizzle_offset(offset + done + x, map.swizzle)",
+                "offset + done + x",
+            ),
+        ),
+    ),
+    Control("no swizzle in MMA operands", (_UNSWIZZLED_MMA,)),
+    Control(
+        "leading and stride byte offsets exchanged",
+        (
+            (
+                "descriptor.cpp",
+                "  d.layout = (u32)(bits >> 61 & 7);",
+                "  d.layout = (u32)(bits >> 61 & 7);\n  std::swap(d.leading, d.stride);",
+            ),
+        ),
+    ),
+    Control(
+        "M=64 accumulators in lanes 0..63",
+        (("mma.cpp", "row / 16 * 32 + row % 16 + d_lane", "row + d_lane"),),
+    ),
+    Control(
+        "2-CTA: the halves of B exchanged",
+        (
+            (
+                "mma.cpp",
+                "load_operand(*cluster.ctas[first_rank + h], x.b_desc",
+                "load_operand(*cluster.ctas[first_rank + (x.group == 2 ? 1 - h : h)], x.b_desc",
+            ),
+        ),
+    ),
+    Control(
+        "2-CTA M=128: columns not split over lane halves",
+        (("mma.cpp", "return group == 2 && m == 128 ? 2 : 1;", "return 1;"),),
+    ),
+    Control(
+        "N-major bit ignored",
+        (("mma.cpp", "x.b_mn_major = id >> 16 & 1;", "x.b_mn_major = false;"),),
+    ),
+    Control(
+        "A in tensor memory: elements of a column in reverse",
+        (
+            (
+                "mma.cpp",
+                "(k % per_column * x.a_packing.bits)",
+                "((per_column - 1 - k % per_column) * x.a_packing.bits)",
+            ),
+        ),
+    ),
+    Control(
+        "mbarrier parity inverted",
+        (("mbarrier.cpp", "if (b.phase == phase) {", "if (b.phase != phase) {"),),
+    ),
+    Control(
+        "every warp accesses the first 32 lanes of tensor memory",
+        (
+            (
+                "tmem.cpp",
+                "u32 factor = t.packed ? 2 : 1;",
+                "t.lane %= 32;\n  u32 factor = t.packed ? 2 : 1;",
+            ),
+        ),
+    ),
+    Control(
+        "no fill outside of a TMA tensor",
+        (
+            (
+                "tensor_map.cpp",
+                "if (a > 0 || b < (i64)n) fill_outside(map, s, n);",
+                "(void)fill_outside;",
+            ),
+        ),
+    ),
+    Control(
+        "the accumulate predicate ignored",
+        (
+            (
+                "mma.cpp",
+                "x.accumulate = ",
+                "x.accumulate = true || ",
+            ),
+        ),
+    ),
+]
+
+
+def variant(control: Control, folder: Path) -> Path:
+    """A copy of the core's sources with the control's edits."""
+    core = folder / "core"
+    shutil.copytree(HERE / "core", core)
+    for name, text, replacement in control.edits:
+        source = (core / name).read_text()
+        if text not in source:
+            raise SystemExit(
+                f"{control.name!r}: {name} no longer has {text!r}; restate the control"
+            )
+        (core / name).write_text(source.replace(text, replacement))
+    return core
+
+
+def save_right_kernels(folder: Path) -> list[str]:
+    """Recordings of right kernels, checked against their references; returns their names."""
+    import torch
+
+    from host import emulated
+    from kernels.attention import attention, attention_ref
+    from kernels.gemm import SHAPES, gemm, gemm_inputs, gemm_ref
+
+    names = []
+
+    def keep(name: str, device: Any) -> None:
+        device.recordings[-1].save(folder / f"{name}.npz")
+        names.append(name)
+
+    torch.manual_seed(0)
+    tensors = [torch.randn(rows, 64).half() for rows in (128, 320, 320)]
+    with emulated(record=True, lineinfo=False) as device:
+        out = attention(*tensors)
+        expected = attention_ref(*tensors)
+        assert (out.double() - expected).norm() < 1e-3 * expected.norm()
+        keep("attention", device)
+        for shape in SHAPES:
+            for k in (64, 40):
+                a, b = gemm_inputs(shape, k)
+                assert torch.equal(gemm(a, b, shape), gemm_ref(a, b))
+                keep(f"gemm m{shape.m} {shape.ctas} CTA k{k}", device)
+    return names
+
+
+def verdicts(core: Path, recordings: Path) -> dict[str, str]:
+    """Of each recorded kernel on the core built from these sources: "" or how it was noticed."""
+    import build
+
+    build.CORE = core
+    from device import Recording
+    from emulator import EmulationError, Options
+
+    results = {}
+    options = Options(max_instructions=MAX_INSTRUCTIONS)
+    for path in sorted(recordings.glob("*.npz")):
+        recording = Recording.load(path)
+        try:
+            _, memory = recording.replay(options)
+            results[path.stem] = "" if memory == recording.results else "wrong result"
+        except EmulationError as error:
+            results[path.stem] = error.kind.name
+    return results
+
+
+def run(control: Control, recordings: Path) -> dict[str, str]:
+    """In a process of its own, which loads the changed core."""
+    with tempfile.TemporaryDirectory() as folder:
+        core = variant(control, Path(folder))
+        command = [sys.executable, __file__, "--core", str(core), "--recordings", str(recordings)]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--core", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--recordings", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.core:
+        print(json.dumps(verdicts(options.core, options.recordings)))
+        return
+    start, document = time.monotonic(), []
+    with tempfile.TemporaryDirectory() as folder:
+        kernels = save_right_kernels(Path(folder))
+        for control in CONTROLS:
+            found = run(control, Path(folder))
+            killers = {name: how for name, how in found.items() if how}
+            document.append({"control": control.name, "killed by": killers})
+            print("killed " if killers else "SURVIVED", control.name, killers, flush=True)
+    if options.write:
+        RESULTS.mkdir(exist_ok=True)
+        seconds = round(time.monotonic() - start, 1)
+        text = json.dumps({"kernels": kernels, "seconds": seconds, "controls": document}, indent=1)
+        (RESULTS / "wrong_semantics.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
