@@ -49,9 +49,7 @@ def build_core(verbose: bool = False) -> Path:
     headers = b"".join(p.read_bytes() for p in sorted(CORE.glob("*.h")))
     common = _digest(version, " ".join(FLAGS).encode(), headers)
     sources = sorted(CORE.glob("*.cpp"))
-    objects = {
-        src: cache / f"{src.stem}-{_digest(common.encode(), src.read_bytes())}.o" for src in sources
-    }
+    objects = {src: cache / f"{src.stem}-{_digest(common.encode(), src.read_bytes())}.o" for src in sources}
     library = cache / f"core-{_digest(*[o.name.encode() for o in objects.values()])}.so"
     if library.exists():
         return library
@@ -64,9 +62,7 @@ def build_core(verbose: bool = False) -> Path:
         subprocess.run([compiler, *FLAGS, "-c", str(src), "-o", str(temporary)], check=True)
         os.replace(temporary, obj)
     temporary = library.with_suffix(f".{os.getpid()}.tmp")
-    subprocess.run(
-        [compiler, "-shared", "-o", str(temporary), *map(str, objects.values())], check=True
-    )
+    subprocess.run([compiler, "-shared", "-o", str(temporary), *map(str, objects.values())], check=True)
     os.replace(temporary, library)
     return library
 

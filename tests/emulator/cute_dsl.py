@@ -27,7 +27,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-
 from device import Device
 from host_callbacks import HostCallbacks, build_library, unpack_launch
 
@@ -171,9 +170,7 @@ def _compile_and_call(attachment: _Attachment) -> Iterator[tuple[Any, str, Any]]
 
     def load(self: Any) -> list[Any]:
         if self not in _compiled:
-            raise RuntimeError(
-                f"{self.function_name} was compiled outside `with emulated():`; compile it inside"
-            )
+            raise RuntimeError(f"{self.function_name} was compiled outside `with emulated():`; compile it inside")
         attachment.callbacks.raising(original_load)(self)
         return []  # nothing for the function to unload through the real CUDA runtime
 

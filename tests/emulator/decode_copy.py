@@ -49,8 +49,11 @@ def _wait(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     d.emit("bulk.wait_group", [], (d.immediate(s.operands[0]), int(m["read"] is not None)))
 
 
-@family("cp", r"cp\.async\.bulk\.prefetch\.(?:tensor\.\dd\.L2\.global(?:"
-        r"\.tile(?:::gather4)?)?|L2\.global)(?:\.L2::cache_hint)?")
+@family(
+    "cp",
+    r"cp\.async\.bulk\.prefetch\.(?:tensor\.\dd\.L2\.global(?:"
+    r"\.tile(?:::gather4)?)?|L2\.global)(?:\.L2::cache_hint)?",
+)
 def _prefetch(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     d.emit("nop", [])
 
@@ -69,8 +72,12 @@ def _tensor(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     gather = mods.take("tile::gather4")
     multicast = mods.take("multicast::cluster")
     pair = mods.take("cta_group::1", "cta_group::2") == "cta_group::2"
-    if not mods.take("mbarrier::complete_tx::bytes") or not mods.take("shared::cluster", "shared::cta") \
-            or not mods.take("global") or m["reduce"]:
+    if (
+        not mods.take("mbarrier::complete_tx::bytes")
+        or not mods.take("shared::cluster", "shared::cta")
+        or not mods.take("global")
+        or m["reduce"]
+    ):
         raise d.unknown("not a form of cp.async.bulk.tensor that is modelled")
     mods.finish()
     operands = list(s.operands)
@@ -84,8 +91,11 @@ def _tensor(d: Decoder, s: Statement, m: re.Match[str]) -> None:
         raise d.unknown("wrong number of operands")
     mask = _mask(d, operands[3]) if multicast else NONE
     rows = [dst, d.source(map_text, "b64"), *(d.source(c, "b32") for c in coordinates), barrier, mask]
-    d.emit("tma.load", rows, (len(coordinates), dst_offset, barrier_offset, int(multicast is not None), int(pair),
-                              int(gather is not None)))
+    d.emit(
+        "tma.load",
+        rows,
+        (len(coordinates), dst_offset, barrier_offset, int(multicast is not None), int(pair), int(gather is not None)),
+    )
 
 
 def _mask(d: Decoder, text: str) -> int:
@@ -109,8 +119,11 @@ def _tensor_store(d: Decoder, s: Statement, m: re.Match[str], mods: _Modifiers, 
     if len(coordinates) != (5 if scatter else rank) or len(s.operands) != 2 + (hint is not None):
         raise d.unknown("wrong number of operands")
     source, offset = _smem(d, s.operands[1])
-    d.emit("tma.store", [d.source(map_text, "b64"), *(d.source(c, "b32") for c in coordinates), source],
-           (len(coordinates), offset, reduction, 0, 0, int(scatter is not None)))
+    d.emit(
+        "tma.store",
+        [d.source(map_text, "b64"), *(d.source(c, "b32") for c in coordinates), source],
+        (len(coordinates), offset, reduction, 0, 0, int(scatter is not None)),
+    )
 
 
 @family("cp", r"cp(?P<reduce>\.reduce)?\.async\.bulk(?P<rest>\.(?:shared|global)[\w.:]*)")
@@ -136,8 +149,11 @@ def _bulk(d: Decoder, s: Statement, m: re.Match[str]) -> None:
             raise d.unknown("wrong number of operands")
         dst, dst_offset = d.address(operands[0])
         src, src_offset = d.address(operands[1])
-        d.emit("bulk.store", [dst, src, d.source(operands[2], "b32")],
-               (dst_offset, src_offset, reduction, _REDUCTION_TYPES[kind], _TYPE_BYTES[kind]))
+        d.emit(
+            "bulk.store",
+            [dst, src, d.source(operands[2], "b32")],
+            (dst_offset, src_offset, reduction, _REDUCTION_TYPES[kind], _TYPE_BYTES[kind]),
+        )
         return
     if not mods.take("mbarrier::complete_tx::bytes"):
         raise d.unknown("a load needs .mbarrier::complete_tx::bytes")
@@ -151,11 +167,17 @@ def _bulk(d: Decoder, s: Statement, m: re.Match[str]) -> None:
         if len(operands) != 4 + (multicast is not None) + (hint is not None):
             raise d.unknown("wrong number of operands")
         mask = _mask(d, operands[4]) if multicast else NONE
-        d.emit("bulk.load", [dst, src, size, barrier, mask],
-               (dst_offset, src_offset, barrier_offset, int(multicast is not None)))
+        d.emit(
+            "bulk.load",
+            [dst, src, size, barrier, mask],
+            (dst_offset, src_offset, barrier_offset, int(multicast is not None)),
+        )
     elif direction == ["shared::cluster", "shared::cta"] and len(operands) == 4:
-        d.emit("bulk.peer", [dst, src, size, barrier],
-               (dst_offset, src_offset, barrier_offset, reduction, _REDUCTION_TYPES[kind]))
+        d.emit(
+            "bulk.peer",
+            [dst, src, size, barrier],
+            (dst_offset, src_offset, barrier_offset, reduction, _REDUCTION_TYPES[kind]),
+        )
     else:
         raise d.unknown("not a direction that is modelled")
 
@@ -194,8 +216,11 @@ def _cp_arrive(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     d.emit("cp.async.mbarrier.arrive", [operand], (offset, int(m["noinc"] is not None)))
 
 
-@family("st", r"st\.async(?:\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes"
-        r"(?:\.v(?P<vec>[24]))?\.(?P<type>[bus](?:32|64)|f32|f64)")
+@family(
+    "st",
+    r"st\.async(?:\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes"
+    r"(?:\.v(?P<vec>[24]))?\.(?P<type>[bus](?:32|64)|f32|f64)",
+)
 def _st_async(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     values = split_operands(s.operands[1][1:-1]) if s.operands[1].startswith("{") else [s.operands[1]]
     if len(values) != int(m["vec"] or 1):
@@ -203,23 +228,35 @@ def _st_async(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     dst, offset = d.address(s.operands[0])
     barrier, barrier_offset = d.address(s.operands[2])
     nbytes = _TYPE_BYTES[m["type"]]
-    d.emit("st.async", [*(d.source(v, f"b{8 * nbytes}") for v in values), dst, barrier],
-           (offset, len(values), nbytes, barrier_offset))
+    d.emit(
+        "st.async",
+        [*(d.source(v, f"b{8 * nbytes}") for v in values), dst, barrier],
+        (offset, len(values), nbytes, barrier_offset),
+    )
 
 
-@family("red", r"red\.async(?:\.relaxed\.cluster)?\.shared::cluster\.mbarrier::complete_tx::bytes"
-        r"\.(?P<op>\w+)\.(?P<type>u32|s32|u64|b32)")
+@family(
+    "red",
+    r"red\.async(?:\.relaxed\.cluster)?\.shared::cluster\.mbarrier::complete_tx::bytes"
+    r"\.(?P<op>\w+)\.(?P<type>u32|s32|u64|b32)",
+)
 def _red_async(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     dst, offset = d.address(s.operands[0])
     barrier, barrier_offset = d.address(s.operands[2])
     nbytes = _TYPE_BYTES[m["type"]]
-    d.emit("st.async", [d.source(s.operands[1], f"b{8 * nbytes}"), dst, barrier],
-           (offset, 1, nbytes, barrier_offset, _REDUCTIONS[m["op"]] + 1, _REDUCTION_TYPES[m["type"]]))
+    d.emit(
+        "st.async",
+        [d.source(s.operands[1], f"b{8 * nbytes}"), dst, barrier],
+        (offset, 1, nbytes, barrier_offset, _REDUCTIONS[m["op"]] + 1, _REDUCTION_TYPES[m["type"]]),
+    )
 
 
-@family("clusterlaunchcontrol", r"clusterlaunchcontrol\.try_cancel\.async"
-        r"(?:\.shared::cta)?\.mbarrier::complete_tx::bytes"
-        r"(?P<all>\.multicast::cluster::all)?\.b128")
+@family(
+    "clusterlaunchcontrol",
+    r"clusterlaunchcontrol\.try_cancel\.async"
+    r"(?:\.shared::cta)?\.mbarrier::complete_tx::bytes"
+    r"(?P<all>\.multicast::cluster::all)?\.b128",
+)
 def _try_cancel(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     dst, offset = d.address(s.operands[0])
     barrier, barrier_offset = d.address(s.operands[1])
@@ -231,8 +268,11 @@ def _is_canceled(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     d.emit("clc.is_canceled", [d.destination(s.operands[0], "pred"), d.source(s.operands[1], "b128")])
 
 
-@family("clusterlaunchcontrol", r"clusterlaunchcontrol\.query_cancel\.get_first_ctaid"
-        r"(?:::(?P<dim>[xyz])\.b32|\.v4\.b32)\.b128")
+@family(
+    "clusterlaunchcontrol",
+    r"clusterlaunchcontrol\.query_cancel\.get_first_ctaid"
+    r"(?:::(?P<dim>[xyz])\.b32|\.v4\.b32)\.b128",
+)
 def _first_cta(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     names = split_operands(s.operands[0][1:-1]) if s.operands[0].startswith("{") else [s.operands[0]]
     d.emit("clc.first_cta", [*(d.destination(n, "b32") for n in names), d.source(s.operands[1], "b128")])

@@ -32,8 +32,11 @@ def _bar_red(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     a = s.operands
     count = d.source(a[2], "b32") if len(a) > 3 else NONE
     result = d.destination(a[0], "b32" if m["op"] == "popc" else "pred")
-    d.emit("bar.red", [d.source(a[1], "b32"), count, result, d.predicate(a[-1])],
-           (0, {"and": 0, "or": 1, "popc": 2}[m["op"]]))
+    d.emit(
+        "bar.red",
+        [d.source(a[1], "b32"), count, result, d.predicate(a[-1])],
+        (0, {"and": 0, "or": 1, "popc": 2}[m["op"]]),
+    )
 
 
 @family("barrier", r"barrier\.cluster\.arrive(?:\.(?P<order>release|relaxed))?(?:\.aligned)?")
@@ -95,8 +98,12 @@ def _inval(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     d.emit("mbarrier.inval", [operand], (offset,))
 
 
-@family("mbarrier", r"mbarrier\.(?P<kind>arrive|arrive_drop)(?P<tx>\.expect_tx)?(?:\.(?P<order>release|relaxed))?"
-        + _MB_SCOPE + _MB_SPACE)
+@family(
+    "mbarrier",
+    r"mbarrier\.(?P<kind>arrive|arrive_drop)(?P<tx>\.expect_tx)?(?:\.(?P<order>release|relaxed))?"
+    + _MB_SCOPE
+    + _MB_SPACE,
+)
 def _arrive(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     a = list(s.operands)
     state = NONE
@@ -106,25 +113,44 @@ def _arrive(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     value = d.source(a[1], "b32") if len(a) > 1 else NONE
     if m["tx"] and value == NONE:
         raise d.unknown("expect_tx needs a byte count")
-    d.emit("mbarrier.arrive", [operand, value, state],
-           (offset, int(value != NONE and not m["tx"]), _flag(m["tx"]), int(m["order"] == "relaxed"),
-            int(state != NONE), int(m["kind"] == "arrive_drop")))
+    d.emit(
+        "mbarrier.arrive",
+        [operand, value, state],
+        (
+            offset,
+            int(value != NONE and not m["tx"]),
+            _flag(m["tx"]),
+            int(m["order"] == "relaxed"),
+            int(state != NONE),
+            int(m["kind"] == "arrive_drop"),
+        ),
+    )
 
 
-@family("mbarrier", r"mbarrier\.(?P<kind>expect_tx|complete_tx)(?:\.shared::cluster)?"
-        r"(?:\.relaxed)?" + _MB_SCOPE + r"(?:\.shared(?:::cta|::cluster)?)?\.b64")
+@family(
+    "mbarrier",
+    r"mbarrier\.(?P<kind>expect_tx|complete_tx)(?:\.shared::cluster)?"
+    r"(?:\.relaxed)?" + _MB_SCOPE + r"(?:\.shared(?:::cta|::cluster)?)?\.b64",
+)
 def _tx(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     operand, offset = d.address(s.operands[0])
     d.emit("mbarrier." + m["kind"], [operand, d.source(s.operands[1], "b32")], (offset,))
 
 
-@family("mbarrier", r"mbarrier\.(?P<kind>try_wait|test_wait)(?P<parity>\.parity)?(?:\.(?P<order>acquire|relaxed))?"
-        + _MB_SCOPE + _MB_SPACE)
+@family(
+    "mbarrier",
+    r"mbarrier\.(?P<kind>try_wait|test_wait)(?P<parity>\.parity)?(?:\.(?P<order>acquire|relaxed))?"
+    + _MB_SCOPE
+    + _MB_SPACE,
+)
 def _wait(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     operand, offset = d.address(s.operands[1])
     phase = d.source(s.operands[2], "b32" if m["parity"] else "b64")
-    d.emit("mbarrier.wait", [d.destination(s.operands[0], "pred"), operand, phase],
-           (offset, _flag(m["parity"]), int(m["order"] == "relaxed"), int(m["kind"] == "test_wait")))
+    d.emit(
+        "mbarrier.wait",
+        [d.destination(s.operands[0], "pred"), operand, phase],
+        (offset, _flag(m["parity"]), int(m["order"] == "relaxed"), int(m["kind"] == "test_wait")),
+    )
 
 
 # ---- warp collectives
@@ -133,41 +159,82 @@ def _wait(d: Decoder, s: Statement, m: re.Match[str]) -> None:
 @family("shfl", r"shfl\.sync\.(?P<mode>idx|up|down|bfly)\.b32")
 def _shfl(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     dst, _, p = s.operands[0].partition("|")
-    d.emit("shfl", [d.destination(dst.strip(), "b32"), d.destination(p.strip(), "pred") if p else NONE,
-                    *(d.source(x, "b32") for x in s.operands[1:5])], (["idx", "up", "down", "bfly"].index(m["mode"]),))
+    d.emit(
+        "shfl",
+        [
+            d.destination(dst.strip(), "b32"),
+            d.destination(p.strip(), "pred") if p else NONE,
+            *(d.source(x, "b32") for x in s.operands[1:5]),
+        ],
+        (["idx", "up", "down", "bfly"].index(m["mode"]),),
+    )
 
 
 @family("elect", r"elect\.sync")
 def _elect(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     dst, _, p = s.operands[0].partition("|")
-    d.emit("elect", [d.destination(dst.strip(), "b32"), d.destination(p.strip(), "pred"),
-                    d.source(s.operands[1], "b32")])
+    d.emit(
+        "elect", [d.destination(dst.strip(), "b32"), d.destination(p.strip(), "pred"), d.source(s.operands[1], "b32")]
+    )
 
 
 @family("vote", r"vote\.sync\.(?P<mode>all|any|uni)\.pred|vote\.sync\.(?P<ballot>ballot)\.b32")
 def _vote(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     mode = ["all", "any", "uni"].index(m["mode"]) if m["mode"] else 3
-    d.emit("vote", [d.destination(s.operands[0], "b32" if mode == 3 else "pred"), d.predicate(s.operands[1]),
-                    d.source(s.operands[2], "b32")], (mode,))
+    d.emit(
+        "vote",
+        [
+            d.destination(s.operands[0], "b32" if mode == 3 else "pred"),
+            d.predicate(s.operands[1]),
+            d.source(s.operands[2], "b32"),
+        ],
+        (mode,),
+    )
 
 
 @family("match", r"match\.(?P<mode>any|all)\.sync\.b(?P<bits>32|64)")
 def _match(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     dst, _, p = s.operands[0].partition("|")
-    d.emit("match", [d.destination(dst.strip(), "b32"), d.destination(p.strip(), "pred") if p else NONE,
-                     d.source(s.operands[1], f"b{m['bits']}"), d.source(s.operands[2], "b32")],
-           (int(m["mode"] == "all"), 0, int(m["bits"] == "64")))
+    d.emit(
+        "match",
+        [
+            d.destination(dst.strip(), "b32"),
+            d.destination(p.strip(), "pred") if p else NONE,
+            d.source(s.operands[1], f"b{m['bits']}"),
+            d.source(s.operands[2], "b32"),
+        ],
+        (int(m["mode"] == "all"), 0, int(m["bits"] == "64")),
+    )
 
 
-_REDUX = {"add.s32": 0, "add.u32": 0, "max.s32": 1, "min.s32": 2, "max.u32": 3, "min.u32": 4, "and.b32": 5, "or.b32": 6,
-          "xor.b32": 7, "max.f32": 8, "min.f32": 9, "max.NaN.f32": 10, "min.NaN.f32": 11, "max.abs.f32": 12,
-          "min.abs.f32": 13, "max.abs.NaN.f32": 14, "min.abs.NaN.f32": 15}
+_REDUX = {
+    "add.s32": 0,
+    "add.u32": 0,
+    "max.s32": 1,
+    "min.s32": 2,
+    "max.u32": 3,
+    "min.u32": 4,
+    "and.b32": 5,
+    "or.b32": 6,
+    "xor.b32": 7,
+    "max.f32": 8,
+    "min.f32": 9,
+    "max.NaN.f32": 10,
+    "min.NaN.f32": 11,
+    "max.abs.f32": 12,
+    "min.abs.f32": 13,
+    "max.abs.NaN.f32": 14,
+    "min.abs.NaN.f32": 15,
+}
 
 
 @family("redux", r"redux\.sync\.(?P<op>[\w.]+)")
 def _redux(d: Decoder, s: Statement, m: re.Match[str]) -> None:
-    d.emit("redux", [d.destination(s.operands[0], "b32"), *(d.source(x, "b32") for x in s.operands[1:3])],
-           (_REDUX[m["op"]],))
+    d.emit(
+        "redux",
+        [d.destination(s.operands[0], "b32"), *(d.source(x, "b32") for x in s.operands[1:3])],
+        (_REDUX[m["op"]],),
+    )
 
 
 @family("setmaxnreg", r"setmaxnreg\.(?P<op>inc|dec)\.sync\.aligned\.u32")

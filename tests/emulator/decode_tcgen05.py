@@ -50,8 +50,11 @@ def _wait(d: Decoder, s: Statement, m: re.Match[str]) -> None:
 _SHAPES = {"32x32b": (0, 1), "16x64b": (1, 1), "16x128b": (2, 2), "16x256b": (3, 4), "16x32bx2": (4, 1)}
 
 
-@family("tcgen05", r"tcgen05\.(?P<op>ld|st)\.sync\.aligned\.(?P<shape>32x32b|16x64b|16x128b|16x256b|16x32bx2)"
-        r"\.x(?P<n>\d+)(?P<pack>\.(?:un)?pack::16b)?\.b32")
+@family(
+    "tcgen05",
+    r"tcgen05\.(?P<op>ld|st)\.sync\.aligned\.(?P<shape>32x32b|16x64b|16x128b|16x256b|16x32bx2)"
+    r"\.x(?P<n>\d+)(?P<pack>\.(?:un)?pack::16b)?\.b32",
+)
 def _ld_st(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     load = m["op"] == "ld"
     if m["pack"] and m["pack"] != (".pack::16b" if load else ".unpack::16b"):
@@ -70,18 +73,28 @@ def _ld_st(d: Decoder, s: Statement, m: re.Match[str]) -> None:
         raise d.unknown(f"{int(m['n']) * registers_each} registers expected")
     base, offset = d.address(address)
     rows = [d.destination(x, "b32") if load else d.source(x, "b32") for x in names]
-    d.emit("tcgen05." + m["op"], [*rows, base] if load else [base, *rows],
-           (shape, len(names), offset, int(m["pack"] is not None), split))
+    d.emit(
+        "tcgen05." + m["op"],
+        [*rows, base] if load else [base, *rows],
+        (shape, len(names), offset, int(m["pack"] is not None), split),
+    )
 
 
 # Which source row each quarter of the lanes receives first; rows; bytes per row.
-_CP = {"128x256b": ((0, 32, 64, 96), 128, 32), "128x128b": ((0, 32, 64, 96), 128, 16),
-       "64x128b.warpx2::02_13": ((0, 32, 0, 32), 64, 16), "64x128b.warpx2::01_23": ((0, 0, 32, 32), 64, 16),
-       "32x128b.warpx4": ((0, 0, 0, 0), 32, 16)}
+_CP = {
+    "128x256b": ((0, 32, 64, 96), 128, 32),
+    "128x128b": ((0, 32, 64, 96), 128, 16),
+    "64x128b.warpx2::02_13": ((0, 32, 0, 32), 64, 16),
+    "64x128b.warpx2::01_23": ((0, 0, 32, 32), 64, 16),
+    "32x128b.warpx4": ((0, 0, 0, 0), 32, 16),
+}
 
 
-@family("tcgen05", r"tcgen05\.cp" + _GROUP + r"\.(?P<shape>128x256b|128x128b|64x128b"
-        r"\.warpx2::(?:02_13|01_23)|32x128b\.warpx4)")
+@family(
+    "tcgen05",
+    r"tcgen05\.cp" + _GROUP + r"\.(?P<shape>128x256b|128x128b|64x128b"
+    r"\.warpx2::(?:02_13|01_23)|32x128b\.warpx4)",
+)
 def _cp(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     quarters, rows, nbytes = _CP[m["shape"]]
     base, offset = d.address(s.operands[0])
@@ -90,15 +103,26 @@ def _cp(d: Decoder, s: Statement, m: re.Match[str]) -> None:
 
 _KINDS = {"f16": 0, "tf32": 1, "f8f6f4": 2, "i8": 3, "mxf8f6f4": 4, "mxf4": 5, "mxf4nvf4": 6}
 # Scale factors along K of one instruction: by kind and by the qualifier (old and new spelling).
-_SCALES = {("mxf8f6f4", None): 1, ("mxf8f6f4", "scale_vec::1X"): 1, ("mxf8f6f4", "block32"): 1,
-           ("mxf4", None): 2, ("mxf4", "scale_vec::2X"): 2, ("mxf4", "block32"): 2,
-           ("mxf4nvf4", "scale_vec::2X"): 2, ("mxf4nvf4", "block32"): 2,
-           ("mxf4nvf4", "scale_vec::4X"): 4, ("mxf4nvf4", "block16"): 4}
+_SCALES = {
+    ("mxf8f6f4", None): 1,
+    ("mxf8f6f4", "scale_vec::1X"): 1,
+    ("mxf8f6f4", "block32"): 1,
+    ("mxf4", None): 2,
+    ("mxf4", "scale_vec::2X"): 2,
+    ("mxf4", "block32"): 2,
+    ("mxf4nvf4", "scale_vec::2X"): 2,
+    ("mxf4nvf4", "block32"): 2,
+    ("mxf4nvf4", "scale_vec::4X"): 4,
+    ("mxf4nvf4", "block16"): 4,
+}
 
 
-@family("tcgen05", r"tcgen05\.mma(?P<ws>\.ws)?" + _GROUP + r"\.kind::(?P<kind>\w+)(?P<scaled>\.block_scale)?"
-        r"(?:\.(?P<vec>scale_vec::[124]X|block16|block32))?(?P<ashift>\.ashift)?"
-        r"(?:\.collector::(?:a|b[0-3])::(?:discard|lastuse|fill|use))?")
+@family(
+    "tcgen05",
+    r"tcgen05\.mma(?P<ws>\.ws)?" + _GROUP + r"\.kind::(?P<kind>\w+)(?P<scaled>\.block_scale)?"
+    r"(?:\.(?P<vec>scale_vec::[124]X|block16|block32))?(?P<ashift>\.ashift)?"
+    r"(?:\.collector::(?:a|b[0-3])::(?:discard|lastuse|fill|use))?",
+)
 def _mma(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     kind = m["kind"]
     if kind not in _KINDS:
@@ -132,9 +156,22 @@ def _mma(d: Decoder, s: Statement, m: re.Match[str]) -> None:
         a.pop(0)  # a zero-column mask that masks nothing
     if a:
         raise d.unknown("a zero-column mask is not modelled" if m["ws"] else "too many operands")
-    d.emit("tcgen05.mma", [accumulator, a_operand, b_operand, descriptor, enable, scale_a, scale_b, *disable],
-           (int(m["group"]), _KINDS[kind], int(in_tmem), len(disable), a_offset, d_offset, int(m["ws"] is not None),
-            scales, input_scale, int(m["ashift"] is not None)))
+    d.emit(
+        "tcgen05.mma",
+        [accumulator, a_operand, b_operand, descriptor, enable, scale_a, scale_b, *disable],
+        (
+            int(m["group"]),
+            _KINDS[kind],
+            int(in_tmem),
+            len(disable),
+            a_offset,
+            d_offset,
+            int(m["ws"] is not None),
+            scales,
+            input_scale,
+            int(m["ashift"] is not None),
+        ),
+    )
 
 
 def _plain_address(d: Decoder, text: str) -> int:
@@ -146,8 +183,11 @@ def _plain_address(d: Decoder, text: str) -> int:
     return operand
 
 
-@family("tcgen05", r"tcgen05\.commit" + _GROUP + r"\.mbarrier::arrive::one"
-        r"(?:\.shared::cluster)?(?P<multicast>\.multicast::cluster)?\.b64")
+@family(
+    "tcgen05",
+    r"tcgen05\.commit" + _GROUP + r"\.mbarrier::arrive::one"
+    r"(?:\.shared::cluster)?(?P<multicast>\.multicast::cluster)?\.b64",
+)
 def _commit(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     operand, offset = d.address(s.operands[0])
     mask = d.source(s.operands[1], "b16") if m["multicast"] else NONE

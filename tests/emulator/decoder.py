@@ -19,25 +19,40 @@ TRUE_PREDICATE = 3 << 29
 RESERVED_SMEM = 1024
 AUX = 10
 
-SPECIAL_REGISTERS = {name: i for i, name in enumerate(
-    "tid.x tid.y tid.z ctaid.x ctaid.y ctaid.z ntid.x ntid.y ntid.z nctaid.x nctaid.y nctaid.z laneid warpid "
-    "cluster_ctarank cluster_nctarank cluster_ctaid.x cluster_ctaid.y cluster_ctaid.z cluster_nctaid.x "
-    "cluster_nctaid.y "
-    "cluster_nctaid.z clusterid.x clusterid.y clusterid.z nclusterid.x nclusterid.y nclusterid.z clock smid nsmid "
-    "dynamic_smem_size total_smem_size lanemask_lt lanemask_le lanemask_eq lanemask_ge lanemask_gt nwarpid "
-    "is_explicit_cluster reserved_smem_offset_end reserved_smem_offset_begin".split())}
+SPECIAL_REGISTERS = {
+    name: i
+    for i, name in enumerate(
+        "tid.x tid.y tid.z ctaid.x ctaid.y ctaid.z ntid.x ntid.y ntid.z nctaid.x nctaid.y nctaid.z laneid warpid "
+        "cluster_ctarank cluster_nctarank cluster_ctaid.x cluster_ctaid.y cluster_ctaid.z cluster_nctaid.x "
+        "cluster_nctaid.y "
+        "cluster_nctaid.z clusterid.x clusterid.y clusterid.z nclusterid.x nclusterid.y nclusterid.z clock smid nsmid "
+        "dynamic_smem_size total_smem_size lanemask_lt lanemask_le lanemask_eq lanemask_ge lanemask_gt nwarpid "
+        "is_explicit_cluster reserved_smem_offset_end reserved_smem_offset_begin".split()
+    )
+}
 SPECIAL_REGISTERS |= {"clock64": 28, "globaltimer": 28, "globaltimer_lo": 28}
 
-SPACES = {"global": 0, "const": 0, "shared": 1, "shared::cta": 1, "shared::cluster": 1, "": 2, "local": 3, "param": 4,
-          "param::entry": 4, "param::func": 4}
+SPACES = {
+    "global": 0,
+    "const": 0,
+    "shared": 1,
+    "shared::cta": 1,
+    "shared::cluster": 1,
+    "": 2,
+    "local": 3,
+    "param": 4,
+    "param::entry": 4,
+    "param::func": 4,
+}
 ORDERS = {"": 0, "weak": 0, "volatile": 1, "relaxed": 1, "acquire": 2, "release": 3, "acq_rel": 4}
 
 
 class Instruction:
     __slots__ = ("aux", "guard", "handler", "label", "line", "opcode", "operands", "scope", "shape", "source", "text")
 
-    def __init__(self, handler: str, operands: list[int], aux: tuple[int, ...], guard: int,
-                 statement: Statement) -> None:
+    def __init__(
+        self, handler: str, operands: list[int], aux: tuple[int, ...], guard: int, statement: Statement
+    ) -> None:
         self.handler, self.operands, self.guard = handler, operands, guard
         self.aux = [int(a) for a in aux] + [0] * (AUX - len(aux))
         self.line, self.source, self.text = statement.line, statement.source, statement.text
@@ -80,12 +95,12 @@ class Decoder:
         self.predicates = 1  # predicate 0 is constantly true
         self.local_bytes = 0
         self.rows: dict[tuple[int, str], int] = {}  # (scope, register) -> operand
-        self.types: dict[int, str] = {}             # operand -> declared type
+        self.types: dict[int, str] = {}  # operand -> declared type
         self.variables: dict[tuple[int, str], int] = {}
         self.jump_tables: list[int] = []
         self.jump_labels: list[tuple[list[str], Scope]] = []
         self.carry: int | None = None
-        self.start_of: list[int] = []               # statement index -> instruction index
+        self.start_of: list[int] = []  # statement index -> instruction index
         self.static_smem_bytes = 0
         self.shared_offsets: dict[str, int] = {}
         self._place_shared()
@@ -97,8 +112,9 @@ class Decoder:
             except UnknownInstruction:
                 raise
             except (KeyError, ValueError, IndexError, AttributeError, TypeError) as e:
-                raise UnknownInstruction(statement.text, statement.line,
-                                         f"not understood ({type(e).__name__}: {e})") from e
+                raise UnknownInstruction(
+                    statement.text, statement.line, f"not understood ({type(e).__name__}: {e})"
+                ) from e
         self.start_of.append(len(self.instructions))
         self._resolve_labels()
 
@@ -222,8 +238,11 @@ class Decoder:
             number = int(digits, 8) if re.fullmatch(r"0[0-7]+", digits) else int(digits, 0)
             return sign * number
         if re.fullmatch(r"-?\d+\.\d*(?:[eE][-+]?\d+)?", text):
-            return struct.unpack("<I", struct.pack("<f", float(text)))[0] if kind == "f32" else \
-                struct.unpack("<Q", struct.pack("<d", float(text)))[0]
+            return (
+                struct.unpack("<I", struct.pack("<f", float(text)))[0]
+                if kind == "f32"
+                else struct.unpack("<Q", struct.pack("<d", float(text)))[0]
+            )
         return None
 
     def unknown(self, reason: str) -> UnknownInstruction:
@@ -248,8 +267,9 @@ class Decoder:
 
     def check_width(self, operand: int, kind: str, text: str) -> None:
         if (operand >> 29 & 3) != _width_class(TYPE_BYTES[kind]):
-            raise self.unknown(f"operand {text} is declared .{self.types.get(operand)}, but the instruction "
-                               f"takes .{kind}")
+            raise self.unknown(
+                f"operand {text} is declared .{self.types.get(operand)}, but the instruction takes .{kind}"
+            )
 
     def destination(self, text: str, kind: str) -> int:
         if text == "_":
@@ -372,8 +392,13 @@ class Decoder:
             t = self.temporary("b32")
             self.emit(handler, [t, *sources], aux)
             signed = m is not None and m.group(1) == "s"
-            self.emit({True: {"8": "cvt.s64.s8", "16": "cvt.s64.s16", "32": "cvt.s64.s32"}[m.group(2)] if m else "",
-                       False: "cvt.u64.u32"}[signed], [dst, t])
+            self.emit(
+                {
+                    True: {"8": "cvt.s64.s8", "16": "cvt.s64.s16", "32": "cvt.s64.s32"}[m.group(2)] if m else "",
+                    False: "cvt.u64.u32",
+                }[signed],
+                [dst, t],
+            )
             return
         if (dst >> 29 & 3) != _width_class(TYPE_BYTES[types[0]]):
             raise self.unknown(f"destination {s.operands[0]} does not hold .{types[0]}")
@@ -415,8 +440,10 @@ class Decoder:
         if v.space == "shared":
             self.emit("mov.shared", [operand], (self.shared_offsets[name] + offset, TYPE_BYTES[kind]))
         else:
-            self.emit("mov.b64" if TYPE_BYTES[kind] == 8 else "mov.b32",
-                      [operand, self.constant(self.symbol_address(name) + offset, TYPE_BYTES[kind])])
+            self.emit(
+                "mov.b64" if TYPE_BYTES[kind] == 8 else "mov.b32",
+                [operand, self.constant(self.symbol_address(name) + offset, TYPE_BYTES[kind])],
+            )
         return True
 
     def _resolve_labels(self) -> None:
@@ -445,16 +472,28 @@ def _setp(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     if len(s.operands) != (4 if combine else 3):
         raise d.unknown("wrong number of operands")
     other = d.predicate(s.operands[3]) if combine else NONE
-    d.emit("setp." + suffix, [d.destination(p.strip(), "pred"), d.destination(q.strip(), "pred") if q else NONE, other,
-                              d.source(s.operands[1], kind), d.source(s.operands[2], kind)], (combine,))
+    d.emit(
+        "setp." + suffix,
+        [
+            d.destination(p.strip(), "pred"),
+            d.destination(q.strip(), "pred") if q else NONE,
+            other,
+            d.source(s.operands[1], kind),
+            d.source(s.operands[2], kind),
+        ],
+        (combine,),
+    )
 
 
 @family("set", r"set\.(?P<op>\w+)\.(?P<to>u32|s32|f32)\.(?P<type>(?:ftz\.)?\w+)")
 def _set(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     suffix, kind = COMPARISONS[f"{m['op']}.{m['type']}"]
     yes = 0x3F800000 if m["to"] == "f32" else 0xFFFFFFFF
-    d.emit("set." + suffix, [d.destination(s.operands[0], "b32"), d.source(s.operands[1], kind),
-                             d.source(s.operands[2], kind)], (0, yes))
+    d.emit(
+        "set." + suffix,
+        [d.destination(s.operands[0], "b32"), d.source(s.operands[1], kind), d.source(s.operands[2], kind)],
+        (0, yes),
+    )
 
 
 @family("bra", r"bra(?:\.uni)?")
@@ -480,7 +519,6 @@ def _exit(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     d.emit("exit", [])
 
 
-
 @family("call", r"call(?:\.uni)?")
 def _call(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     """Only the two functions of the device runtime that kernels use: printf does nothing, an assertion stops."""
@@ -497,17 +535,17 @@ def _trap(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     d.emit("trap", [])
 
 
-
 @family("add addc sub subc", r"(?P<op>addc|subc|add|sub)(?P<cc>\.cc)?\.(?P<type>[us](?:32|64))")
 def _carry(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     if d.carry is None:
         d.carry = d.temporary("pred") & 0x0FFFFFFF
     width = m["type"][1:]
     op = "addc" if m["op"].startswith("add") else "subc"
-    d.emit(f"{op}.u{width}", [d.destination(s.operands[0], f"b{width}"),
-                              *(d.source(x, f"b{width}") for x in s.operands[1:3])],
-           (d.carry, int(m["op"].endswith("c")), int(m["cc"] is not None)))
-
+    d.emit(
+        f"{op}.u{width}",
+        [d.destination(s.operands[0], f"b{width}"), *(d.source(x, f"b{width}") for x in s.operands[1:3])],
+        (d.carry, int(m["op"].endswith("c")), int(m["cc"] is not None)),
+    )
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -520,10 +558,12 @@ def _vector(text: str) -> list[str]:
     return split_operands(text[1:-1]) if text.startswith("{") else [text]
 
 
-@family("ld", r"ld(?:\.(?P<order>weak|volatile|relaxed|acquire))?" + _SCOPE
-        + r"(?P<mmio>\.mmio)?"
-        r"(?:\.(?P<space>global|shared::cta|shared::cluster|shared|local|const|param::entry|param::func|param))?"
-          r"(?:\.c[agsvu]|\.lu)?(?P<nc>\.nc)?" + _EVICT + r"(?:\.v(?P<vec>[248]))?\.(?P<type>\w+)")
+@family(
+    "ld",
+    r"ld(?:\.(?P<order>weak|volatile|relaxed|acquire))?" + _SCOPE + r"(?P<mmio>\.mmio)?"
+    r"(?:\.(?P<space>global|shared::cta|shared::cluster|shared|local|const|param::entry|param::func|param))?"
+    r"(?:\.c[agsvu]|\.lu)?(?P<nc>\.nc)?" + _EVICT + r"(?:\.v(?P<vec>[248]))?\.(?P<type>\w+)",
+)
 def _ld(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     space = SPACES[m["space"] or ""]
     nbytes, count = TYPE_BYTES[m["type"]], int(m["vec"] or 1)
@@ -566,9 +606,13 @@ def _ldu(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     raise d.unknown("ldu is not modelled")
 
 
-@family("st", r"st(?:\.(?P<order>weak|volatile|relaxed|release))?" + _SCOPE
-        + r"(?P<mmio>\.mmio)?(?:\.(?P<space>global|shared::cta|shared::cluster|shared|local|param::func|param))?"
-          r"(?:\.wb|\.c[gs]|\.wt)?" + _EVICT + r"(?:\.v(?P<vec>[248]))?\.(?P<type>\w+)")
+@family(
+    "st",
+    r"st(?:\.(?P<order>weak|volatile|relaxed|release))?"
+    + _SCOPE
+    + r"(?P<mmio>\.mmio)?(?:\.(?P<space>global|shared::cta|shared::cluster|shared|local|param::func|param))?"
+    r"(?:\.wb|\.c[gs]|\.wt)?" + _EVICT + r"(?:\.v(?P<vec>[248]))?\.(?P<type>\w+)",
+)
 def _st(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     space = SPACES[m["space"] or ""]
     if space == 4:
@@ -594,15 +638,34 @@ def _st(d: Decoder, s: Statement, m: re.Match[str]) -> None:
 
 
 _ATOM_OPS = {"add": 0, "max": 1, "min": 2, "exch": 3, "cas": 4, "and": 5, "or": 6, "xor": 7, "inc": 8, "dec": 9}
-_ATOM_TYPES = {"u32": 0, "b32": 0, "s32": 1, "u64": 2, "b64": 2, "s64": 3, "f32": 4, "f64": 5, "f16x2": 6, "bf16x2": 7,
-               "f16": 8, "bf16": 9, "b128": 10}
+_ATOM_TYPES = {
+    "u32": 0,
+    "b32": 0,
+    "s32": 1,
+    "u64": 2,
+    "b64": 2,
+    "s64": 3,
+    "f32": 4,
+    "f64": 5,
+    "f16x2": 6,
+    "bf16x2": 7,
+    "f16": 8,
+    "bf16": 9,
+    "b128": 10,
+}
 _ATOM_REGISTER = {"f16x2": "b32", "bf16x2": "b32", "bf16": "b16"}
 
 
-@family("atom red", r"(?P<head>atom|red)(?:\.(?P<order>relaxed|acquire|release|acq_rel))?" + _SCOPE
-        + r"(?:\.(?P<space>global|shared::cta|shared::cluster|shared))?" + _SCOPE
-        + r"\.(?P<op>\w+)(?:\.noftz)?" + _EVICT
-        + r"(?:\.v(?P<vec>[248]))?\.(?P<type>\w+)")
+@family(
+    "atom red",
+    r"(?P<head>atom|red)(?:\.(?P<order>relaxed|acquire|release|acq_rel))?"
+    + _SCOPE
+    + r"(?:\.(?P<space>global|shared::cta|shared::cluster|shared))?"
+    + _SCOPE
+    + r"\.(?P<op>\w+)(?:\.noftz)?"
+    + _EVICT
+    + r"(?:\.v(?P<vec>[248]))?\.(?P<type>\w+)",
+)
 def _atom(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     has_dst = m["head"] == "atom"
     kind, count = m["type"], int(m["vec"] or 1)
@@ -616,14 +679,28 @@ def _atom(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     elif len(values) != count:
         raise d.unknown(f"{count} values expected")
     order = ORDERS[m["order"] or "relaxed"]
-    d.emit("atom", [*rows, operand, *values], (SPACES[m["space"] or ""], _ATOM_OPS[m["op"]], _ATOM_TYPES[kind],
-                                               int(has_dst), offset, order, count, int(m["op"] == "cas")))
-
+    d.emit(
+        "atom",
+        [*rows, operand, *values],
+        (
+            SPACES[m["space"] or ""],
+            _ATOM_OPS[m["op"]],
+            _ATOM_TYPES[kind],
+            int(has_dst),
+            offset,
+            order,
+            count,
+            int(m["op"] == "cas"),
+        ),
+    )
 
 
 # CUTLASS's C++ writes the count before the shape, the manual after it.
-@family("ldmatrix stmatrix", r"(?P<op>ld|st)matrix\.sync\.aligned\.(?:m8n8\.x(?P<n>[124])(?P<trans>\.trans)?"
-        r"|x(?P<n2>[124])(?P<trans2>\.trans)?\.m8n8)\.shared(?:::cta)?\.b16")
+@family(
+    "ldmatrix stmatrix",
+    r"(?P<op>ld|st)matrix\.sync\.aligned\.(?:m8n8\.x(?P<n>[124])(?P<trans>\.trans)?"
+    r"|x(?P<n2>[124])(?P<trans2>\.trans)?\.m8n8)\.shared(?:::cta)?\.b16",
+)
 def _matrix(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     _emit_matrix(d, s, m["op"], m["op"] + "matrix", int(m["n"] or m["n2"]), bool(m["trans"] or m["trans2"]))
 
@@ -632,8 +709,9 @@ def _matrix(d: Decoder, s: Statement, m: re.Match[str]) -> None:
 @family("stmatrix", r"(?P<op>st)matrix\.sync\.aligned\.m16n8\.x(?P<n>[124])\.trans\.shared(?:::cta)?\.b8")
 def _matrix_bytes(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     load = m["op"] == "ld"
-    _emit_matrix(d, s, m["op"], "ldmatrix.m16n16.b8" if load else "stmatrix.m16n8.b8",
-                 int(m["n"]) * (2 if load else 1), True)
+    _emit_matrix(
+        d, s, m["op"], "ldmatrix.m16n16.b8" if load else "stmatrix.m16n8.b8", int(m["n"]) * (2 if load else 1), True
+    )
 
 
 def _emit_matrix(d: Decoder, s: Statement, op: str, handler: str, count: int, transposed: bool) -> None:
@@ -654,8 +732,11 @@ def _emit_matrix(d: Decoder, s: Statement, op: str, handler: str, count: int, tr
 # ---- no effect on results -------------------------------------------------------------------------------------------
 
 
-@family("prefetch prefetchu", r"prefetch(?:u)?(?:\.global|\.local|\.param|\.const)?"
-        r"(?:\.L1|\.L2|\.tensormap)(?:::evict_\w+)?")
+@family(
+    "prefetch prefetchu",
+    r"prefetch(?:u)?(?:\.global|\.local|\.param|\.const)?"
+    r"(?:\.L1|\.L2|\.tensormap)(?:::evict_\w+)?",
+)
 @family("discard", r"discard(?:\.global)?\.L2")
 @family("applypriority", r"applypriority(?:\.global)?\.L2::evict_normal")
 @family("griddepcontrol", r"griddepcontrol\.(?:wait|launch_dependents)")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-
 from device_memory import DeviceMemory
 from emulator import MemoryMap, Options, Program, Report, launch
 from tensor_map import ElementType, Swizzle, encode
@@ -217,9 +216,7 @@ class Device:
         if len(sizes) != len(args):
             raise ValueError(f"{kernel} has {len(sizes)} parameters, got {len(args)} arguments")
         params = [self._encode(arg, size) for arg, size in zip(args, sizes, strict=True)]
-        return self.launch(
-            text, kernel, _dim3(grid), _dim3(block), _dim3(cluster), dynamic_smem_bytes, params
-        )
+        return self.launch(text, kernel, _dim3(grid), _dim3(block), _dim3(cluster), dynamic_smem_bytes, params)
 
     def _read(self, extent: "object") -> bytes:
         return self.memory.read(extent.address, extent.nbytes)

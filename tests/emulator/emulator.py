@@ -23,8 +23,17 @@ from errors import EmulationError, ErrorKind, UnknownInstruction
 from ptx_parser import Module, parse
 from report import Report, make_report
 
-__all__ = ["Checks", "EmulationError", "ErrorKind", "MemoryMap", "Options", "Program", "Report", "UnknownInstruction",
-           "launch"]
+__all__ = [
+    "Checks",
+    "EmulationError",
+    "ErrorKind",
+    "MemoryMap",
+    "Options",
+    "Program",
+    "Report",
+    "UnknownInstruction",
+    "launch",
+]
 
 SCHEDULES = {"eager": 0, "random": 1, "late": 2, "random_warps": 3}
 OFF, WARN, ERROR = 0, 1, 2
@@ -93,18 +102,35 @@ class MemoryMap:
 
 
 class _LaunchArguments(ctypes.Structure):
-    _fields_: ClassVar = [("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3),
-                ("cluster", ctypes.c_uint32 * 3), ("schedule", ctypes.c_uint32), ("dynamic_smem", ctypes.c_uint64),
-                ("seed", ctypes.c_uint64), ("max_instructions", ctypes.c_uint64),
-                ("params", ctypes.c_void_p), ("params_bytes", ctypes.c_uint64),
-                ("ranges", ctypes.c_void_p), ("range_names", ctypes.c_void_p), ("range_count", ctypes.c_uint64),
-                ("check_global", ctypes.c_uint32), ("track_order", ctypes.c_uint32), ("level", ctypes.c_uint8 * 32)]
+    _fields_: ClassVar = [
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("cluster", ctypes.c_uint32 * 3),
+        ("schedule", ctypes.c_uint32),
+        ("dynamic_smem", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("max_instructions", ctypes.c_uint64),
+        ("params", ctypes.c_void_p),
+        ("params_bytes", ctypes.c_uint64),
+        ("ranges", ctypes.c_void_p),
+        ("range_names", ctypes.c_void_p),
+        ("range_count", ctypes.c_uint64),
+        ("check_global", ctypes.c_uint32),
+        ("track_order", ctypes.c_uint32),
+        ("level", ctypes.c_uint8 * 32),
+    ]
 
 
 class _LaunchResult(ctypes.Structure):
-    _fields_: ClassVar = [("failed", ctypes.c_int32), ("kind", ctypes.c_int32), ("line", ctypes.c_int32),
-                ("warp", ctypes.c_int32), ("cta", ctypes.c_uint32 * 3), ("pad", ctypes.c_uint32),
-                ("counters", ctypes.c_double * 16)]
+    _fields_: ClassVar = [
+        ("failed", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
+        ("line", ctypes.c_int32),
+        ("warp", ctypes.c_int32),
+        ("cta", ctypes.c_uint32 * 3),
+        ("pad", ctypes.c_uint32),
+        ("counters", ctypes.c_double * 16),
+    ]
 
 
 @functools.cache
@@ -139,11 +165,20 @@ class Kernel:
             operands += i.operands
         constants = bytes(decoder.constants)
         self._handle = lib.emu_program(
-            n, names, (ctypes.c_int64 * len(table))(*table), (ctypes.c_uint32 * max(1, len(operands)))(*operands),
-            len(operands), constants, len(constants),
-            (ctypes.c_uint32 * max(1, len(decoder.jump_tables)))(*decoder.jump_tables), len(decoder.jump_tables),
-            decoder.register_bytes + 512, decoder.predicates + 1, decoder.local_bytes,
-            decoder.static_smem_bytes)
+            n,
+            names,
+            (ctypes.c_int64 * len(table))(*table),
+            (ctypes.c_uint32 * max(1, len(operands)))(*operands),
+            len(operands),
+            constants,
+            len(constants),
+            (ctypes.c_uint32 * max(1, len(decoder.jump_tables)))(*decoder.jump_tables),
+            len(decoder.jump_tables),
+            decoder.register_bytes + 512,
+            decoder.predicates + 1,
+            decoder.local_bytes,
+            decoder.static_smem_bytes,
+        )
         assert self._handle, "the core refused the program"
 
     @property
@@ -188,8 +223,11 @@ class Program:
         return self._kernels[name]
 
     def global_ranges(self) -> list[tuple[int, int, str, bool]]:
-        return [(self.global_addresses[n], self.global_addresses[n] + (self.module.variables[n].nbytes or 0), n, True)
-                for n in self.global_addresses if self.module.variables[n].nbytes]
+        return [
+            (self.global_addresses[n], self.global_addresses[n] + (self.module.variables[n].nbytes or 0), n, True)
+            for n in self.global_addresses
+            if self.module.variables[n].nbytes
+        ]
 
 
 def _pack_params(kernel: Kernel, params: Sequence[bytes] | bytes) -> bytes:
@@ -205,14 +243,22 @@ def _pack_params(kernel: Kernel, params: Sequence[bytes] | bytes) -> bytes:
     for p, value in zip(wanted, params, strict=True):
         if len(value) != p.nbytes:
             raise ValueError(f"parameter {p.name} has {p.nbytes} bytes, got {len(value)}")
-        buffer[p.offset:p.offset + p.nbytes] = value
+        buffer[p.offset : p.offset + p.nbytes] = value
     return bytes(buffer)
 
 
-def launch(program: Program, kernel: str, grid: tuple[int, int, int], block: tuple[int, int, int], *,
-           cluster: tuple[int, int, int] = (1, 1, 1), dynamic_smem_bytes: int = 0,
-           params: Sequence[bytes] | bytes = (), memory: MemoryMap | None = None,
-           options: Options | None = None) -> Report:
+def launch(
+    program: Program,
+    kernel: str,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    *,
+    cluster: tuple[int, int, int] = (1, 1, 1),
+    dynamic_smem_bytes: int = 0,
+    params: Sequence[bytes] | bytes = (),
+    memory: MemoryMap | None = None,
+    options: Options | None = None,
+) -> Report:
     """Run one kernel to its end. Raises EmulationError at the first thing that is wrong."""
     options = options or Options()
     k = program.kernel(kernel)
@@ -246,8 +292,16 @@ def launch(program: Program, kernel: str, grid: tuple[int, int, int], block: tup
     lib.emu_launch(k.handle, ctypes.byref(a), ctypes.byref(result), *counts)
     if result.failed:
         raise _error(k, result, lib.emu_message().decode(errors="replace"))
-    return make_report(k, grid, block, cluster, list(result.counters), [list(c) for c in counts],
-                       lib.emu_warnings().decode(errors="replace"), lib.emu_shapes().decode())
+    return make_report(
+        k,
+        grid,
+        block,
+        cluster,
+        list(result.counters),
+        [list(c) for c in counts],
+        lib.emu_warnings().decode(errors="replace"),
+        lib.emu_shapes().decode(),
+    )
 
 
 def _check_shape(k: Kernel, grid: Iterable[int], block: tuple[int, ...], cluster: tuple[int, ...], smem: int) -> None:
@@ -268,5 +322,12 @@ def _check_shape(k: Kernel, grid: Iterable[int], block: tuple[int, ...], cluster
 
 def _error(k: Kernel, result: _LaunchResult, message: str) -> EmulationError:
     at = next((i for i in k.instructions if i.line == result.line), None)
-    return EmulationError(ErrorKind(result.kind), message, ptx_line=result.line, source=at.source if at else None,
-                          ptx_text=at.text if at else None, warp=result.warp, cta=tuple(result.cta))
+    return EmulationError(
+        ErrorKind(result.kind),
+        message,
+        ptx_line=result.line,
+        source=at.source if at else None,
+        ptx_text=at.text if at else None,
+        warp=result.warp,
+        cta=tuple(result.cta),
+    )

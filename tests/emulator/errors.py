@@ -35,8 +35,17 @@ class ErrorKind(enum.IntEnum):
 class EmulationError(Exception):
     """A kernel did something that is wrong, or that a GPU need not execute as intended."""
 
-    def __init__(self, kind: ErrorKind, message: str, *, ptx_line: int, source: str | None, ptx_text: str | None,
-                 warp: int, cta: tuple[int, int, int]) -> None:
+    def __init__(
+        self,
+        kind: ErrorKind,
+        message: str,
+        *,
+        ptx_line: int,
+        source: str | None,
+        ptx_text: str | None,
+        warp: int,
+        cta: tuple[int, int, int],
+    ) -> None:
         self.kind = kind
         self.message = message
         self.ptx_line = ptx_line

@@ -158,7 +158,10 @@ def _floats() -> None:
 # Forms with one operand more, told apart by their operand count.
 THREE_INPUT: dict[str, Form] = {
     f"{op}{ftz}{nan}.f32": Form(f"{op}3{nan}{ftz}.f32", ("f32",) * 4)
-    for op in ("min", "max") for ftz in ("", ".ftz") for nan in ("", ".NaN") if not (ftz and nan)
+    for op in ("min", "max")
+    for ftz in ("", ".ftz")
+    for nan in ("", ".NaN")
+    if not (ftz and nan)
 }
 
 _BITS = {"u8": 8, "s8": 8, "u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64}
@@ -254,7 +257,7 @@ def _moves() -> None:
     _same("cvta.to.shared.u64 cvta.to.shared::cta.u64 cvta.to.shared::cluster.u64", "cvta.to.shared", "b64 b64")
     _add("cvta.local.u64", "cvta.local", "b64 b64")
     _add("cvta.to.local.u64", "cvta.to.local", "b64 b64")
-    for space in ("shared::cluster", ):
+    for space in ("shared::cluster",):
         _add(f"mapa.{space}.u32", "mapa.u32", "b32 b32 b32")
         _add(f"mapa.{space}.u64", "mapa.u64", "b64 b64 b32")
         _add(f"getctarank.{space}.u32", "getctarank.u32", "b32 b32")

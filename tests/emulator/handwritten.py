@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 
 import numpy as np
-
 from emulator import Checks, MemoryMap, Options, Program, Report, launch
 
 HEADER = """.version 9.0
@@ -20,7 +19,8 @@ def kernel(body: str, params: int) -> str:
     declared = ", ".join(f".param .b64 p{i}" for i in range(params))
     loads = "\n".join(f"ld.param.b64 %rd{100 + i}, [p{i}];" for i in range(params))
     return f"""{HEADER}.visible .entry k({declared}) {{
-.reg .pred %p<40>; .reg .b16 %h<200>; .reg .b32 %r<400>; .reg .f32 %f<200>; .reg .b64 %rd<200>; .reg .f64 %d<20>; .reg .b128 %q<8>;
+.reg .pred %p<40>; .reg .b16 %h<200>; .reg .b32 %r<400>; .reg .f32 %f<200>; .reg .b64 %rd<200>;
+.reg .f64 %d<20>; .reg .b128 %q<8>;
 {loads}
 mov.u32 %r100, %tid.x; mov.u32 %r101, %laneid; shr.u32 %r102, %r100, 5; mov.b32 %r103, smem;
 {body}
@@ -29,9 +29,18 @@ ret;
 """
 
 
-def run(body: str, *args: np.ndarray | int, threads: int = 32, grid: int = 1, cluster: int = 1, smem: int = 65536,
-        read_only: tuple[int, ...] = (), checks: Checks | None = None, schedule: str = "eager",
-        seed: int = 0) -> Report:
+def run(
+    body: str,
+    *args: np.ndarray | int,
+    threads: int = 32,
+    grid: int = 1,
+    cluster: int = 1,
+    smem: int = 65536,
+    read_only: tuple[int, ...] = (),
+    checks: Checks | None = None,
+    schedule: str = "eager",
+    seed: int = 0,
+) -> Report:
     """Run `body` with the given arrays (by address) and integers; every access is checked against the arrays."""
     memory = MemoryMap()
     values = []
@@ -42,16 +51,23 @@ def run(body: str, *args: np.ndarray | int, threads: int = 32, grid: int = 1, cl
         else:
             values.append(struct.pack("<Q", a & (1 << 64) - 1))
     program = Program.from_ptx(kernel(body, len(args)))
-    return launch(program, "k", (grid, 1, 1), (threads, 1, 1), cluster=(cluster, 1, 1), dynamic_smem_bytes=smem,
-                  params=values,
-                  memory=memory, options=Options(schedule=schedule, seed=seed, checks=checks or Checks(),
-                                                 max_instructions=50_000_000))
+    return launch(
+        program,
+        "k",
+        (grid, 1, 1),
+        (threads, 1, 1),
+        cluster=(cluster, 1, 1),
+        dynamic_smem_bytes=smem,
+        params=values,
+        memory=memory,
+        options=Options(schedule=schedule, seed=seed, checks=checks or Checks(), max_instructions=50_000_000),
+    )
 
 
 def aligned(array: np.ndarray, alignment: int = 128) -> np.ndarray:
     """A copy whose address is a multiple of `alignment`, as TMA wants it."""
     raw = np.zeros(array.nbytes + alignment, np.uint8)
     start = -raw.ctypes.data % alignment
-    out = raw[start:start + array.nbytes].view(array.dtype).reshape(array.shape)
+    out = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     out[...] = array
     return out

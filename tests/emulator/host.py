@@ -64,6 +64,4 @@ def run_ptx(
 ) -> Report:
     """Runs one kernel of a PTX text; arrays among the arguments are read and written in place."""
     with Device(Options(**options)) as device:
-        return device.run_ptx(
-            text, kernel, grid, block, args, cluster=cluster, dynamic_smem_bytes=dynamic_smem_bytes
-        )
+        return device.run_ptx(text, kernel, grid, block, args, cluster=cluster, dynamic_smem_bytes=dynamic_smem_bytes)

@@ -20,9 +20,7 @@ _U32, _U64, _INT, _POINTER = ctypes.c_uint, ctypes.c_uint64, ctypes.c_int, ctype
 _U32S, _U64S, _POINTERS = (ctypes.POINTER(t) for t in (_U32, _U64, _POINTER))
 _LAUNCH = ctypes.CFUNCTYPE(_INT, _U64, ctypes.c_char_p, _U32S, _U64, _POINTERS)
 _LOAD = ctypes.CFUNCTYPE(_INT, _U64, _POINTER)
-_ENCODE = ctypes.CFUNCTYPE(
-    _INT, _POINTER, _U32, _U32, _U64, _U64S, _U64S, _U32S, _U32S, _U32, _U32, _U32
-)
+_ENCODE = ctypes.CFUNCTYPE(_INT, _POINTER, _U32, _U32, _U64, _U64S, _U64S, _U32S, _U32S, _U32, _U32, _U32)
 
 
 def build_library(source: Path, name: str) -> Path:

@@ -129,9 +129,7 @@ class MutationTest:
         self.warnings: set[str] = set()
         instructions = 0
         for schedule, seed in SCHEDULES:
-            report, memory = recording.replay(
-                Options(schedule=schedule, seed=seed, checks=checks)
-            )
+            report, memory = recording.replay(Options(schedule=schedule, seed=seed, checks=checks))
             assert memory == recording.results, f"the right kernel differs under {schedule} {seed}"
             self.executed.update(report.executed_lines)
             self.blocked.update(report.blocked_lines)
@@ -160,9 +158,7 @@ class MutationTest:
     def run(self, site: Site) -> Outcome:
         ptx = without(self.recording.ptx, site)
         for schedule, seed in SCHEDULES:
-            options = Options(
-                schedule=schedule, seed=seed, checks=self.checks, max_instructions=self.limit
-            )
+            options = Options(schedule=schedule, seed=seed, checks=self.checks, max_instructions=self.limit)
             try:
                 report, memory = self.recording.replay(options, ptx)
             except EmulationError as error:
@@ -261,9 +257,7 @@ def readable(document: dict[str, Any]) -> str:
         "",
     ]
     for missed in document["not caught"]:
-        lines.append(
-            f"- line {missed['line']} ({missed['class']}): `{missed['text']}` — {missed['reason']}"
-        )
+        lines.append(f"- line {missed['line']} ({missed['class']}): `{missed['text']}` — {missed['reason']}")
     return "\n".join(lines) + "\n"
 
 
@@ -271,14 +265,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recording", type=Path)
     parser.add_argument("--case", default="", help="the case's name; default: the file's")
-    parser.add_argument(
-        "--write", action="store_true", help="to results/mutation_CASE.json and .md"
-    )
+    parser.add_argument("--write", action="store_true", help="to results/mutation_CASE.json and .md")
     parser.add_argument("--only", default="", help="classes, separated by commas")
     parser.add_argument("--sample", type=int, help="at most so many mutants of a class")
-    parser.add_argument(
-        "--tcgen05-fence", action="store_true", help="check these fences, as our own kernels do"
-    )
+    parser.add_argument("--tcgen05-fence", action="store_true", help="check these fences, as our own kernels do")
     options = parser.parse_args()
     case = options.case or options.recording.stem
     only = tuple(options.only.split(",")) if options.only else ()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-
 from device import Recording
 from host import EmulationError, Options, emulated
 
@@ -195,9 +194,7 @@ def faults() -> list[Fault]:
             "wait on the wrong phase",
             "race uninitialised_tmem deadlock",
             r"race|(never|nothing has) written|wait|phase",
-            edit=substitute(
-                r"(mbarrier\.try_wait[\w.:]*\s+%p\d+, \[%r\d+\], )(%r\d+)", r"\g<1>1", nth=2
-            ),
+            edit=substitute(r"(mbarrier\.try_wait[\w.:]*\s+%p\d+, \[%r\d+\], )(%r\d+)", r"\g<1>1", nth=2),
         ),
         # ---- missing waits, fences, commits
         Fault(

@@ -11,8 +11,27 @@ from dataclasses import dataclass, field
 
 from errors import UnknownInstruction
 
-TYPE_BYTES = {"pred": 0, "b8": 1, "s8": 1, "u8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "f16x2": 4,
-              "b32": 4, "u32": 4, "s32": 4, "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "b128": 16}
+TYPE_BYTES = {
+    "pred": 0,
+    "b8": 1,
+    "s8": 1,
+    "u8": 1,
+    "b16": 2,
+    "u16": 2,
+    "s16": 2,
+    "f16": 2,
+    "bf16": 2,
+    "f16x2": 4,
+    "b32": 4,
+    "u32": 4,
+    "s32": 4,
+    "f32": 4,
+    "b64": 8,
+    "u64": 8,
+    "s64": 8,
+    "f64": 8,
+    "b128": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +57,7 @@ class Scope:
 
     def __init__(self, parent: Scope | None) -> None:
         self.parent = parent
-        self.registers: dict[str, str] = {}      # name -> type
+        self.registers: dict[str, str] = {}  # name -> type
         self.register_ranges: dict[str, tuple[str, int]] = {}  # prefix -> type, count
         self.labels: dict[str, int] = {}
         self.variables: dict[str, Variable] = {}
@@ -81,15 +100,20 @@ class Module:
 _COMMENT = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|/\*.*?\*/', re.S)
 _ENTRY = re.compile(r"(?:\.(?:visible|weak)\s+)?\.entry\s+([\w$]+)\s*(?:\((.*?)\))?\s*([^{;]*)\{", re.S)
 _FUNCTION = re.compile(r"(?:\.(?:visible|weak|extern)\s+)?\.func\b[^;{]*([;{])", re.S)
-_PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?"
-                    r"([\w$]+)(?:\[(\d+)\])?$")
+_PARAM = re.compile(
+    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?"
+    r"([\w$]+)(?:\[(\d+)\])?$"
+)
 _LABEL = re.compile(r"([$A-Za-z_%][\w$]*)\s*:(?!:)")
 _OPCODE = re.compile(r"[a-z][\w.:]*")
 _REG_RANGE = re.compile(r"([%\w$]+)<(\d+)>$")
 _GUARD = re.compile(r"@(!?)\s*([%\w$]+)\s+")
-_VARIABLE = re.compile(r"(?:\.(?:visible|weak|extern)\s+)?\.(shared|local|global|const)\s+"
-                       r"(?:\.align\s+(\d+)\s+)?\.(\w+)\s+"
-                       r"([\w$]+)((?:\[\d*\])*)\s*(?:=\s*(.*))?$", re.S)
+_VARIABLE = re.compile(
+    r"(?:\.(?:visible|weak|extern)\s+)?\.(shared|local|global|const)\s+"
+    r"(?:\.align\s+(\d+)\s+)?\.(\w+)\s+"
+    r"([\w$]+)((?:\[\d*\])*)\s*(?:=\s*(.*))?$",
+    re.S,
+)
 
 
 def _strip_comments(text: str) -> str:
@@ -235,14 +259,15 @@ class _Body:
         body = text
         if m:
             guard, negated = m.group(2), bool(m.group(1))
-            body = text[m.end():]
+            body = text[m.end() :]
         opcode = _OPCODE.match(body)
         if not opcode:
             raise UnknownInstruction(text, self.line, "this is no statement")
         # Inline assembly may put the operands right behind the opcode.
-        operands = split_operands(body[opcode.end():].strip())
+        operands = split_operands(body[opcode.end() :].strip())
         self.function.statements.append(
-            Statement(opcode.group(0), operands, guard, negated, self.line, self.source, self.scope, text))
+            Statement(opcode.group(0), operands, guard, negated, self.line, self.source, self.scope, text)
+        )
 
 
 def _matching_brace(text: str, start: int) -> int:
@@ -255,7 +280,7 @@ def _matching_brace(text: str, start: int) -> int:
             depth -= 1
             if depth == 0:
                 return m.start()
-    raise UnknownInstruction(text[start:start + 80], 0, "a brace is not closed")
+    raise UnknownInstruction(text[start : start + 80], 0, "a brace is not closed")
 
 
 def parse(ptx: str) -> Module:
@@ -272,7 +297,7 @@ def parse(ptx: str) -> Module:
         if m is None:
             outside.append((text[at:], text.count("\n", 0, at) + 1))
             break
-        outside.append((text[at:m.start()], text.count("\n", 0, at) + 1))
+        outside.append((text[at : m.start()], text.count("\n", 0, at) + 1))
         if m is func:
             at = m.end() if m.group(1) == ";" else _matching_brace(text, m.end()) + 1
             continue
@@ -283,7 +308,7 @@ def parse(ptx: str) -> Module:
             d = re.search(rf"\.{key}\s+([\d,\s]+)", m.group(3))
             if d:
                 setattr(function, attribute, tuple(int(x) for x in d.group(1).split(",") if x.strip()))
-        _Body(function, text[m.end():end], line, files).scan()
+        _Body(function, text[m.end() : end], line, files).scan()
         module.functions[function.name] = function
         at = end + 1
     for chunk, line in outside:

@@ -19,20 +19,20 @@ class Report:
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     cluster: tuple[int, int, int]
-    instructions: int                      # warp instructions executed
-    by_class: dict[str, int]               # warp instructions by class
-    by_form: dict[str, int]                # warp instructions by opcode, with the shape where one matters
-    executed_lines: dict[int, int]         # ptx line -> warp executions
-    blocked_lines: dict[int, int]          # ptx line of a wait -> how often it found nothing
-    unexecuted: int                        # decoded instructions that never ran
+    instructions: int  # warp instructions executed
+    by_class: dict[str, int]  # warp instructions by class
+    by_form: dict[str, int]  # warp instructions by opcode, with the shape where one matters
+    executed_lines: dict[int, int]  # ptx line -> warp executions
+    blocked_lines: dict[int, int]  # ptx line of a wait -> how often it found nothing
+    unexecuted: int  # decoded instructions that never ran
     mma_flops: float
     sfu_operations: int
     alu_operations: int
     bytes: dict[str, int]
     shared_wavefronts: int
-    shared_conflicts: int                  # wavefronts beyond the conflict-free number
-    warnings: list[str]                    # "kind at ptx line n, k times: text"
-    cycles: dict[str, float]               # lower bound by unit, per SM, all CTAs spread over the SMs
+    shared_conflicts: int  # wavefronts beyond the conflict-free number
+    warnings: list[str]  # "kind at ptx line n, k times: text"
+    cycles: dict[str, float]  # lower bound by unit, per SM, all CTAs spread over the SMs
 
 
 # Lane operations per clock and SM, sm_100 (CUDA C++ Programming Guide, "Arithmetic Instructions", compute capability
@@ -40,24 +40,36 @@ class Report:
 ALU_LANES_PER_CLOCK = 128
 SFU_LANES_PER_CLOCK = 16
 SHARED_BYTES_PER_CLOCK = 128
-TMEM_READ_BYTES_PER_CLOCK = 512    # 16 B per clock and lane group of a warp, four warps (CUTLASS sm100 TMEM notes)
-SMS = 148                          # B200
+TMEM_READ_BYTES_PER_CLOCK = 512  # 16 B per clock and lane group of a warp, four warps (CUTLASS sm100 TMEM notes)
+SMS = 148  # B200
 # Dense flops per clock and SM: B200 datasheet 2.25 PFLOP/s f16 at 148 SMs and 1.85 GHz is 8192; f8 and f6 twice, f4
 # four times, tf32 half of it.
-TENSOR_FLOPS_PER_CLOCK = {"f16": 8192, "tf32": 4096, "f8f6f4": 16384, "mxf8f6f4": 16384, "mxf4": 32768,
-                          "mxf4nvf4": 32768, "i8": 16384}
+TENSOR_FLOPS_PER_CLOCK = {
+    "f16": 8192,
+    "tf32": 4096,
+    "f8f6f4": 16384,
+    "mxf8f6f4": 16384,
+    "mxf4": 32768,
+    "mxf4nvf4": 32768,
+    "i8": 16384,
+}
 HBM_BYTES_PER_CLOCK = 8.0e12 / 1.85e9
 
 _SFU = re.compile(r"(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh)\.approx")
 _CLASSES = (
-    ("mma", re.compile(r"tcgen05\.mma|wgmma\.mma|mma\.")), ("tmem", re.compile(r"tcgen05\.")),
-    ("tma", re.compile(r"cp\.(reduce\.)?async\.bulk")), ("mbarrier", re.compile(r"mbarrier\.")),
-    ("cp.async", re.compile(r"cp\.async")), ("sfu", _SFU),
+    ("mma", re.compile(r"tcgen05\.mma|wgmma\.mma|mma\.")),
+    ("tmem", re.compile(r"tcgen05\.")),
+    ("tma", re.compile(r"cp\.(reduce\.)?async\.bulk")),
+    ("mbarrier", re.compile(r"mbarrier\.")),
+    ("cp.async", re.compile(r"cp\.async")),
+    ("sfu", _SFU),
     ("barrier", re.compile(r"bar\.|barrier\.|fence|membar")),
     ("warp", re.compile(r"shfl|vote|redux|match|elect|activemask")),
     ("shared", re.compile(r"(ld|st|atom|red)\.(\w+\.)*shared|ldmatrix|stmatrix")),
-    ("global", re.compile(r"(ld|st|atom|red)\b")), ("control", re.compile(r"bra|brx|ret|exit|call|nanosleep")),
-    ("convert", re.compile(r"cvt")), ("move", re.compile(r"mov|selp|prmt")),
+    ("global", re.compile(r"(ld|st|atom|red)\b")),
+    ("control", re.compile(r"bra|brx|ret|exit|call|nanosleep")),
+    ("convert", re.compile(r"cvt")),
+    ("move", re.compile(r"mov|selp|prmt")),
 )
 
 
@@ -68,8 +80,16 @@ def classify(opcode: str) -> str:
     return "alu"
 
 
-def make_report(k: Kernel, grid: tuple[int, int, int], block: tuple[int, int, int], cluster: tuple[int, int, int],
-                counters: list[float], counts: list[list[int]], warnings: str, shapes: str) -> Report:
+def make_report(
+    k: Kernel,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    cluster: tuple[int, int, int],
+    counters: list[float],
+    counts: list[list[int]],
+    warnings: str,
+    shapes: str,
+) -> Report:
     executions, lanes, blocked = counts
     by_class: Counter[str] = Counter()
     by_form: Counter[str] = Counter()
@@ -99,9 +119,17 @@ def make_report(k: Kernel, grid: tuple[int, int, int], block: tuple[int, int, in
         if m:
             flops = 2.0 * int(m[2]) * int(m[3]) * int(m[4]) * int(value)
             tensor_cycles += flops / TENSOR_FLOPS_PER_CLOCK[m[1]]
-    names = ("global_read", "global_written", "shared_read", "shared_written", "tmem_read", "tmem_written",
-             "tma_loaded",
-             "tma_stored", "dsmem")
+    names = (
+        "global_read",
+        "global_written",
+        "shared_read",
+        "shared_written",
+        "tmem_read",
+        "tmem_written",
+        "tma_loaded",
+        "tma_stored",
+        "dsmem",
+    )
     nbytes = {name: int(counters[1 + j]) for j, name in enumerate(names)}
     accesses, waves = int(counters[10]), int(counters[11])
     ctas = grid[0] * grid[1] * grid[2]
@@ -119,8 +147,23 @@ def make_report(k: Kernel, grid: tuple[int, int, int], block: tuple[int, int, in
     for line in warnings.splitlines():
         kind, at, count, text = line.split("\t", 3)
         found.append(f"{ErrorKind(int(kind)).name} at ptx line {at}, {count} times: {text}")
-    return Report(kernel=k.name, grid=grid, block=block, cluster=cluster, instructions=int(counters[0]),
-                  by_class=dict(by_class), by_form=dict(by_form), executed_lines=dict(executed_lines),
-                  blocked_lines=dict(blocked_lines), unexecuted=unexecuted, mma_flops=counters[12], sfu_operations=sfu,
-                  alu_operations=alu, bytes=nbytes, shared_wavefronts=waves, shared_conflicts=max(0, waves - accesses),
-                  warnings=found, cycles=cycles)
+    return Report(
+        kernel=k.name,
+        grid=grid,
+        block=block,
+        cluster=cluster,
+        instructions=int(counters[0]),
+        by_class=dict(by_class),
+        by_form=dict(by_form),
+        executed_lines=dict(executed_lines),
+        blocked_lines=dict(blocked_lines),
+        unexecuted=unexecuted,
+        mma_flops=counters[12],
+        sfu_operations=sfu,
+        alu_operations=alu,
+        bytes=nbytes,
+        shared_wavefronts=waves,
+        shared_conflicts=max(0, waves - accesses),
+        warnings=found,
+        cycles=cycles,
+    )

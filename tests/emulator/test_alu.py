@@ -21,28 +21,31 @@ def _apply(op: str, a: np.ndarray, b: np.ndarray, c: np.ndarray, register: str, 
         text = text.replace("?", name, 1)
     t = "b32" if width == 4 else "b64"
     body = f"mul.wide.u32 %rd60, %r100, {width};\n" + "\n".join(
-        f"add.s64 %rd{70 + i}, %rd10{i}, %rd60; ld.global.{t} %{register}{i + 1}, [%rd{70 + i}];" for i in range(3))
+        f"add.s64 %rd{70 + i}, %rd10{i}, %rd60; ld.global.{t} %{register}{i + 1}, [%rd{70 + i}];" for i in range(3)
+    )
     body += f"\n{text.replace('D', f'%{register}9', 1)};\nadd.s64 %rd80, %rd103, %rd60; st.global.{t} [%rd80], %{register}9;"
     run(body, a, b, c, out)
     return out
 
 
-I = np.int64
+INT64 = np.int64
 U32_CASES = {
     "add.u32 D, ?, ?": lambda a, b, c: a + b,
     "sub.s32 D, ?, ?": lambda a, b, c: a - b,
     "mul.lo.s32 D, ?, ?": lambda a, b, c: a * b,
     "mul.hi.u32 D, ?, ?": lambda a, b, c: ((a.astype(np.uint64) * b) >> np.uint64(32)).astype(np.uint32),
-    "mul.hi.s32 D, ?, ?": lambda a, b, c: ((a.view(np.int32).astype(I) * b.view(np.int32)) >> 32).astype(np.uint32),
+    "mul.hi.s32 D, ?, ?": lambda a, b, c: ((a.view(np.int32).astype(INT64) * b.view(np.int32)) >> 32).astype(np.uint32),
     "mad.lo.u32 D, ?, ?, ?": lambda a, b, c: a * b + c,
     "min.s32 D, ?, ?": lambda a, b, c: np.minimum(a.view(np.int32), b.view(np.int32)).view(np.uint32),
     "max.u32 D, ?, ?": lambda a, b, c: np.maximum(a, b),
     "and.b32 D, ?, ?": lambda a, b, c: a & b,
     "xor.b32 D, ?, ?": lambda a, b, c: a ^ b,
     "not.b32 D, ?": lambda a, b, c: ~a,
-    "neg.s32 D, ?": lambda a, b, c: (0 - a.astype(I)).astype(np.uint32),
-    "abs.s32 D, ?": lambda a, b, c: np.abs(a.view(np.int32).astype(I)).astype(np.uint32),
-    "shl.b32 D, ?, ?": lambda a, b, c: np.where(b > 31, 0, a.astype(np.uint64) << np.minimum(b, 31).astype(np.uint64)).astype(np.uint32),
+    "neg.s32 D, ?": lambda a, b, c: (0 - a.astype(INT64)).astype(np.uint32),
+    "abs.s32 D, ?": lambda a, b, c: np.abs(a.view(np.int32).astype(INT64)).astype(np.uint32),
+    "shl.b32 D, ?, ?": lambda a, b, c: np.where(
+        b > 31, 0, a.astype(np.uint64) << np.minimum(b, 31).astype(np.uint64)
+    ).astype(np.uint32),
     "shr.u32 D, ?, ?": lambda a, b, c: np.where(b > 31, 0, a >> np.minimum(b, 31)).astype(np.uint32),
     "shr.s32 D, ?, ?": lambda a, b, c: (a.view(np.int32) >> np.minimum(b, 31).astype(np.int32)).view(np.uint32),
     "popc.b32 D, ?": lambda a, b, c: np.array([bin(x).count("1") for x in a], np.uint32),
@@ -52,14 +55,20 @@ U32_CASES = {
     "lop3.b32 D, ?, ?, ?, 0xCA": lambda a, b, c: (a & b) | (~a & c),
     "lop3.b32 D, ?, ?, ?, 0x96": lambda a, b, c: a ^ b ^ c,
     "shf.l.wrap.b32 D, ?, ?, ?": lambda a, b, c: np.array(
-        [((int(y) << 32 | int(x)) << (int(z) & 31) >> 32) & 0xFFFFFFFF for x, y, z in zip(a, b, c, strict=True)], np.uint32),
+        [((int(y) << 32 | int(x)) << (int(z) & 31) >> 32) & 0xFFFFFFFF for x, y, z in zip(a, b, c, strict=True)],
+        np.uint32,
+    ),
     "bfe.u32 D, ?, 4, 8": lambda a, b, c: (a >> 4) & 0xFF,
-    "bfe.s32 D, ?, 4, 8": lambda a, b, c: ((a >> 4) & 0xFF).astype(np.uint8).view(np.int8).astype(np.int32).view(np.uint32),
+    "bfe.s32 D, ?, 4, 8": lambda a, b, c: ((a >> 4) & 0xFF)
+    .astype(np.uint8)
+    .view(np.int8)
+    .astype(np.int32)
+    .view(np.uint32),
     "bfi.b32 D, ?, ?, 4, 8": lambda a, b, c: (b & ~np.uint32(0xFF0)) | ((a & 0xFF) << 4),
     "prmt.b32 D, ?, ?, 0x5140": lambda a, b, c: (a & 0xFF) | (b & 0xFF) << 8 | (a & 0xFF00) << 8 | (b & 0xFF00) << 16,
     "sad.u32 D, ?, ?, ?": lambda a, b, c: np.maximum(a, b) - np.minimum(a, b) + c,
     "rem.u32 D, ?, 7": lambda a, b, c: a % 7,
-    "div.s32 D, ?, -3": lambda a, b, c: np.trunc(a.view(np.int32) / -3).astype(I).astype(np.uint32),
+    "div.s32 D, ?, -3": lambda a, b, c: np.trunc(a.view(np.int32) / -3).astype(INT64).astype(np.uint32),
 }
 
 
@@ -106,10 +115,18 @@ def test_float(op: str) -> None:
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize(("op", "reference", "ulps"), [
-    ("ex2.approx.f32 D, ?", np.exp2, 2), ("lg2.approx.f32 D, ?", np.log2, 2), ("rcp.approx.ftz.f32 D, ?", lambda x: 1 / x, 1),
-    ("rsqrt.approx.f32 D, ?", lambda x: 1 / np.sqrt(x), 1), ("tanh.approx.f32 D, ?", np.tanh, 2),
-    ("sin.approx.f32 D, ?", np.sin, 2), ("cos.approx.f32 D, ?", np.cos, 2)])
+@pytest.mark.parametrize(
+    ("op", "reference", "ulps"),
+    [
+        ("ex2.approx.f32 D, ?", np.exp2, 2),
+        ("lg2.approx.f32 D, ?", np.log2, 2),
+        ("rcp.approx.ftz.f32 D, ?", lambda x: 1 / x, 1),
+        ("rsqrt.approx.f32 D, ?", lambda x: 1 / np.sqrt(x), 1),
+        ("tanh.approx.f32 D, ?", np.tanh, 2),
+        ("sin.approx.f32 D, ?", np.sin, 2),
+        ("cos.approx.f32 D, ?", np.cos, 2),
+    ],
+)
 def test_approximations(op: str, reference, ulps: int) -> None:  # noqa: ANN001
     a = np.linspace(0.05, 8, 32, dtype=np.float32)
     got = _apply(op, a, a, a, "f", 4).view(np.float32)
@@ -130,7 +147,9 @@ def test_directed_rounding(suffix: str, direction: float) -> None:
 
 def test_packed_f32x2() -> None:
     a, b, c = (RNG.standard_normal(64).astype(np.float32) for _ in range(3))
-    got = _apply("fma.rn.f32x2 D, ?, ?, ?", a.view(np.uint64), b.view(np.uint64), c.view(np.uint64), "rd", 8).view(np.float32)
+    got = _apply("fma.rn.f32x2 D, ?, ?, ?", a.view(np.uint64), b.view(np.uint64), c.view(np.uint64), "rd", 8).view(
+        np.float32
+    )
     np.testing.assert_array_equal(got, (a.astype(np.longdouble) * b + c).astype(np.float32))
 
 
@@ -141,13 +160,28 @@ def test_float_comparisons_with_nan(op: str) -> None:
     b = np.roll(_floats(), 1)
     b[9] = np.nan
     out = np.zeros(32, np.uint32)
-    run(f"""mul.wide.u32 %rd1, %r100, 4; add.s64 %rd2, %rd100, %rd1; add.s64 %rd3, %rd101, %rd1; add.s64 %rd4, %rd102, %rd1;
+    run(
+        f"""mul.wide.u32 %rd1, %r100, 4; add.s64 %rd2, %rd100, %rd1; add.s64 %rd3, %rd101, %rd1; add.s64 %rd4, %rd102, %rd1;
     ld.global.f32 %f1, [%rd2]; ld.global.f32 %f2, [%rd3]; setp.{op}.f32 %p1, %f1, %f2; selp.u32 %r1, 1, 0, %p1;
-    st.global.u32 [%rd4], %r1;""", a, b, out)
+    st.global.u32 [%rd4], %r1;""",
+        a,
+        b,
+        out,
+    )
     unordered = np.isnan(a) | np.isnan(b)
     with np.errstate(invalid="ignore"):
-        expected = {"lt": a < b, "le": a <= b, "gt": a > b, "ge": a >= b, "eq": a == b, "ne": (a != b) & ~unordered,
-                    "ltu": (a < b) | unordered, "geu": (a >= b) | unordered, "num": ~unordered, "nan": unordered}[op]
+        expected = {
+            "lt": a < b,
+            "le": a <= b,
+            "gt": a > b,
+            "ge": a >= b,
+            "eq": a == b,
+            "ne": (a != b) & ~unordered,
+            "ltu": (a < b) | unordered,
+            "geu": (a >= b) | unordered,
+            "num": ~unordered,
+            "nan": unordered,
+        }[op]
     np.testing.assert_array_equal(out.astype(bool), expected)
 
 
@@ -155,9 +189,14 @@ def test_carry_chain_adds_128_bits() -> None:
     rng = np.random.default_rng(1)
     a, b = (rng.integers(0, 1 << 63, 64, dtype=np.uint64) * 2 + 1 for _ in range(2))
     out = np.zeros(64, np.uint64)
-    run("""mul.wide.u32 %rd1, %r100, 16; add.s64 %rd2, %rd100, %rd1; add.s64 %rd3, %rd101, %rd1; add.s64 %rd4, %rd102, %rd1;
+    run(
+        """mul.wide.u32 %rd1, %r100, 16; add.s64 %rd2, %rd100, %rd1; add.s64 %rd3, %rd101, %rd1; add.s64 %rd4, %rd102, %rd1;
     ld.global.v2.u64 {%rd5, %rd6}, [%rd2]; ld.global.v2.u64 {%rd7, %rd8}, [%rd3];
-    add.cc.u64 %rd9, %rd5, %rd7; addc.u64 %rd10, %rd6, %rd8; st.global.v2.u64 [%rd4], {%rd9, %rd10};""", a, b, out)
+    add.cc.u64 %rd9, %rd5, %rd7; addc.u64 %rd10, %rd6, %rd8; st.global.v2.u64 [%rd4], {%rd9, %rd10};""",
+        a,
+        b,
+        out,
+    )
     for i in range(32):
         x, y = (int(v[2 * i]) | int(v[2 * i + 1]) << 64 for v in (a, b))
         assert int(out[2 * i]) | int(out[2 * i + 1]) << 64 == (x + y) % (1 << 128)

@@ -6,15 +6,20 @@ from handwritten import run
 
 RNG = np.random.default_rng(11)
 FORMATS = {  # exponent bits, mantissa bits, bias, codes that are finite
-    "e4m3": (4, 3, 7, 127), "e5m2": (5, 2, 15, 124), "e2m1": (2, 1, 1, 8), "e2m3": (2, 3, 1, 32), "e3m2": (3, 2, 3, 32)}
+    "e4m3": (4, 3, 7, 127),
+    "e5m2": (5, 2, 15, 124),
+    "e2m1": (2, 1, 1, 8),
+    "e2m3": (2, 3, 1, 32),
+    "e3m2": (3, 2, 3, 32),
+}
 
 
 def decode(fmt: str) -> np.ndarray:
     """Value of every finite non-negative code, from the definition of the format."""
-    exponent_bits, mantissa_bits, bias, count = FORMATS[fmt]
+    _, mantissa_bits, bias, count = FORMATS[fmt]
     codes = np.arange(count)
     e, m = codes >> mantissa_bits, codes & ((1 << mantissa_bits) - 1)
-    return np.where(e == 0, m * 2.0 ** (1 - bias - mantissa_bits), (1 + m / 2 ** mantissa_bits) * 2.0 ** (e - bias))
+    return np.where(e == 0, m * 2.0 ** (1 - bias - mantissa_bits), (1 + m / 2**mantissa_bits) * 2.0 ** (e - bias))
 
 
 def encode(fmt: str, x: np.ndarray) -> np.ndarray:
@@ -46,8 +51,13 @@ def test_small_float_from_f32(fmt: str) -> None:
     convert = f"cvt.rn.satfinite.{fmt}x2.f32 %h1, %f2, %f1;"
     if fmt == "e2m1":
         convert = "{ .reg .b8 t; cvt.rn.satfinite.e2m1x2.f32 t, %f2, %f1; cvt.u16.u8 %h1, t; }"
-    run(f"""mul.wide.u32 %rd1, %r100, 8; add.s64 %rd2, %rd100, %rd1; ld.global.v2.f32 {{%f1, %f2}}, [%rd2]; {convert}
-    mul.wide.u32 %rd1, %r100, 2; add.s64 %rd3, %rd101, %rd1; st.global.u16 [%rd3], %h1;""", x, out, threads=n)
+    run(
+        f"""mul.wide.u32 %rd1, %r100, 8; add.s64 %rd2, %rd100, %rd1; ld.global.v2.f32 {{%f1, %f2}}, [%rd2]; {convert}
+    mul.wide.u32 %rd1, %r100, 2; add.s64 %rd3, %rd101, %rd1; st.global.u16 [%rd3], %h1;""",
+        x,
+        out,
+        threads=n,
+    )
     codes = encode(fmt, x)
     np.testing.assert_array_equal(out, codes[0::2] | codes[1::2] << bits)
 
@@ -57,20 +67,27 @@ def test_small_float_to_f16(fmt: str) -> None:
     count = FORMATS[fmt][3]
     codes = np.resize(np.arange(count, dtype=np.uint16), 128)
     out = np.zeros(128, np.uint32)
-    run(f"""mul.wide.u32 %rd1, %r100, 2; add.s64 %rd2, %rd100, %rd1; ld.global.u16 %h1, [%rd2];
+    run(
+        f"""mul.wide.u32 %rd1, %r100, 2; add.s64 %rd2, %rd100, %rd1; ld.global.u16 %h1, [%rd2];
     cvt.rn.f16x2.{fmt}x2 %r1, %h1; mul.wide.u32 %rd1, %r100, 4; add.s64 %rd3, %rd101, %rd1; st.global.u32 [%rd3], %r1;""",
-        codes, out, threads=128)
+        codes,
+        out,
+        threads=128,
+    )
     np.testing.assert_array_equal(out.view(np.float16)[0::2], np.resize(decode(fmt), 128).astype(np.float16))
 
 
 @pytest.mark.parametrize("mode", ["rz", "rp"])
 def test_ue8m0(mode: str) -> None:
     x = np.abs(RNG.standard_normal(64)).astype(np.float32) * 100
-    x[:6] = [1.0, 2.0, 0.75, 2.0 ** -127, 2.0 ** 127, np.nextafter(np.float32(1), np.float32(2))]
+    x[:6] = [1.0, 2.0, 0.75, 2.0**-127, 2.0**127, np.nextafter(np.float32(1), np.float32(2))]
     out = np.zeros(32, np.uint16)
-    run(f"""mul.wide.u32 %rd1, %r100, 8; add.s64 %rd2, %rd100, %rd1; ld.global.v2.f32 {{%f1, %f2}}, [%rd2];
+    run(
+        f"""mul.wide.u32 %rd1, %r100, 8; add.s64 %rd2, %rd100, %rd1; ld.global.v2.f32 {{%f1, %f2}}, [%rd2];
     cvt.{mode}.satfinite.ue8m0x2.f32 %h1, %f2, %f1; mul.wide.u32 %rd1, %r100, 2; add.s64 %rd3, %rd101, %rd1; st.global.u16 [%rd3], %h1;""",
-        x, out)
+        x,
+        out,
+    )
     e = np.log2(x.astype(np.float64))
     e = np.floor(e) if mode == "rz" else np.ceil(e)
     expected = (e + 127).astype(np.uint16)
@@ -81,30 +98,52 @@ def test_ue8m0(mode: str) -> None:
 def test_half_from_f32_rounds_to_even(op: str, dtype: type) -> None:
     x = np.concatenate([RNG.standard_normal(30), [65519.0, 1e6]]).astype(np.float32)
     out = np.zeros(32, np.uint16)
-    run(f"""mul.wide.u32 %rd1, %r100, 4; add.s64 %rd2, %rd100, %rd1; ld.global.f32 %f1, [%rd2]; cvt.rn.{op}.f32 %h1, %f1;
-    mul.wide.u32 %rd1, %r100, 2; add.s64 %rd3, %rd101, %rd1; st.global.b16 [%rd3], %h1;""", x, out)
+    run(
+        f"""mul.wide.u32 %rd1, %r100, 4; add.s64 %rd2, %rd100, %rd1; ld.global.f32 %f1, [%rd2]; cvt.rn.{op}.f32 %h1, %f1;
+    mul.wide.u32 %rd1, %r100, 2; add.s64 %rd3, %rd101, %rd1; st.global.b16 [%rd3], %h1;""",
+        x,
+        out,
+    )
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(out.view(dtype), x.astype(dtype))
 
 
-@pytest.mark.parametrize(("op", "reference"), [
-    ("cvt.rzi.s32.f32", lambda x: np.clip(np.trunc(x), -2**31, 2**31 - 1)), ("cvt.rni.s32.f32", lambda x: np.clip(np.rint(x), -2**31, 2**31 - 1)),
-    ("cvt.rmi.s32.f32", lambda x: np.clip(np.floor(x), -2**31, 2**31 - 1)), ("cvt.rpi.s32.f32", lambda x: np.clip(np.ceil(x), -2**31, 2**31 - 1))])
+@pytest.mark.parametrize(
+    ("op", "reference"),
+    [
+        ("cvt.rzi.s32.f32", lambda x: np.clip(np.trunc(x), -(2**31), 2**31 - 1)),
+        ("cvt.rni.s32.f32", lambda x: np.clip(np.rint(x), -(2**31), 2**31 - 1)),
+        ("cvt.rmi.s32.f32", lambda x: np.clip(np.floor(x), -(2**31), 2**31 - 1)),
+        ("cvt.rpi.s32.f32", lambda x: np.clip(np.ceil(x), -(2**31), 2**31 - 1)),
+    ],
+)
 def test_float_to_integer_clamps(op: str, reference) -> None:  # noqa: ANN001
     x = np.concatenate([RNG.standard_normal(24) * 100, [0.5, 1.5, -0.5, 2.5, 3e9, -3e9, 1e20, -0.0]]).astype(np.float32)
     out = np.zeros(32, np.int32)
-    run(f"""mul.wide.u32 %rd1, %r100, 4; add.s64 %rd2, %rd100, %rd1; ld.global.f32 %f1, [%rd2]; {op} %r1, %f1;
-    add.s64 %rd3, %rd101, %rd1; st.global.u32 [%rd3], %r1;""", x, out)
+    run(
+        f"""mul.wide.u32 %rd1, %r100, 4; add.s64 %rd2, %rd100, %rd1; ld.global.f32 %f1, [%rd2]; {op} %r1, %f1;
+    add.s64 %rd3, %rd101, %rd1; st.global.u32 [%rd3], %r1;""",
+        x,
+        out,
+    )
     np.testing.assert_array_equal(out, reference(x.astype(np.float64)).astype(np.int64).astype(np.int32))
 
 
 def test_narrow_integers_extend_as_their_type_says() -> None:
     x = np.array([0x80, 0x7F, 0xFFFF8001, 0x12345678], np.uint32)
     out = np.zeros(32, np.uint32)
-    run("""setp.ge.u32 %p1, %r100, 4; @%p1 bra END; mul.wide.u32 %rd1, %r100, 4; add.s64 %rd2, %rd100, %rd1; ld.global.u32 %r1, [%rd2];
+    run(
+        """setp.ge.u32 %p1, %r100, 4; @%p1 bra END; mul.wide.u32 %rd1, %r100, 4; add.s64 %rd2, %rd100, %rd1; ld.global.u32 %r1, [%rd2];
     mul.wide.u32 %rd1, %r100, 16; add.s64 %rd3, %rd101, %rd1;
     cvt.s8.s32 %r2, %r1; cvt.u32.u16 %r3, %h1; cvt.u16.u32 %h1, %r1; cvt.s32.s16 %r4, %h1; cvt.u32.u8 %r5, %r1;
-    st.global.v4.u32 [%rd3], {%r2, %r4, %r5, %r1}; END:""", x, out)
-    np.testing.assert_array_equal(out[:16].reshape(4, 4)[:, 0], x.astype(np.uint8).view(np.int8).astype(np.int32).view(np.uint32))
-    np.testing.assert_array_equal(out[:16].reshape(4, 4)[:, 1], x.astype(np.uint16).view(np.int16).astype(np.int32).view(np.uint32))
+    st.global.v4.u32 [%rd3], {%r2, %r4, %r5, %r1}; END:""",
+        x,
+        out,
+    )
+    np.testing.assert_array_equal(
+        out[:16].reshape(4, 4)[:, 0], x.astype(np.uint8).view(np.int8).astype(np.int32).view(np.uint32)
+    )
+    np.testing.assert_array_equal(
+        out[:16].reshape(4, 4)[:, 1], x.astype(np.uint16).view(np.int16).astype(np.int32).view(np.uint32)
+    )
     np.testing.assert_array_equal(out[:16].reshape(4, 4)[:, 2], x & 0xFF)

@@ -19,10 +19,7 @@ from suite import run_case  # noqa: E402
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=case.name, marks=() if case.quick else pytest.mark.slow)
-        for case in CASES
-    ],
+    [pytest.param(case, id=case.name, marks=() if case.quick else pytest.mark.slow) for case in CASES],
 )
 def test_foreign_kernel(case: Case) -> None:
     reason = case.unavailable()

@@ -6,18 +6,21 @@ from emulator import EmulationError, ErrorKind, Program, UnknownInstruction
 from handwritten import kernel, run
 
 
-@pytest.mark.parametrize("text", [
-    "frobnicate.u32 %r1, %r2;",
-    "add.sparkling.u32 %r1, %r2, %r3;",
-    "add.u32 %r1, %r2;",
-    "add.u32 %r1, %r2, %rd1;",
-    "ld.global.v3.b32 {%r1,%r2,%r3}, [%rd100];",
-    "tcgen05.mma.cta_group::1.kind::f12 [%r1], %rd1, %rd2, %r3, %p1;",
-    "tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r1}, [%r2];",
-    "cp.async.bulk.tensor.2d.shared::cta.global.im2col.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3}], [%r4];",
-    "mov.u32 %r1, %r9999;",
-    "bra NOWHERE;",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "frobnicate.u32 %r1, %r2;",
+        "add.sparkling.u32 %r1, %r2, %r3;",
+        "add.u32 %r1, %r2;",
+        "add.u32 %r1, %r2, %rd1;",
+        "ld.global.v3.b32 {%r1,%r2,%r3}, [%rd100];",
+        "tcgen05.mma.cta_group::1.kind::f12 [%r1], %rd1, %rd2, %r3, %p1;",
+        "tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r1}, [%r2];",
+        "cp.async.bulk.tensor.2d.shared::cta.global.im2col.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3}], [%r4];",
+        "mov.u32 %r1, %r9999;",
+        "bra NOWHERE;",
+    ],
+)
 def test_unknown_forms_are_refused(text: str) -> None:
     program = Program.from_ptx(kernel(text, 1))
     with pytest.raises(UnknownInstruction):
@@ -28,12 +31,12 @@ def test_refusal_names_line_and_text() -> None:
     ptx = kernel("add.u32 %r1, %r2, %r3;\nwhatever.b32 %r1;", 0)
     with pytest.raises(UnknownInstruction) as e:
         Program.from_ptx(ptx).kernel("k")
-    assert e.value.line == ptx[:ptx.index("whatever")].count("\n") + 1
+    assert e.value.line == ptx[: ptx.index("whatever")].count("\n") + 1
     assert "whatever.b32 %r1" in e.value.text
 
 
 def test_error_names_line_warp_and_source() -> None:
-    body = '.loc 1 42 3\n@!%p1 bra GO;\nGO: setp.ne.u32 %p2, %r102, 1; @%p2 bra END;\nld.global.u32 %r1, [%rd100+4096];\nEND:'
+    body = ".loc 1 42 3\n@!%p1 bra GO;\nGO: setp.ne.u32 %p2, %r102, 1; @%p2 bra END;\nld.global.u32 %r1, [%rd100+4096];\nEND:"
     ptx_line_text = "ld.global.u32 %r1, [%rd100+4096]"
     with pytest.raises(EmulationError) as e:
         run(body, np.zeros(32, np.uint32), threads=64)
@@ -44,8 +47,12 @@ def test_error_names_line_warp_and_source() -> None:
 
 def test_scopes_shadow_registers_and_labels() -> None:
     out = np.zeros(32, np.uint32)
-    run("""mov.u32 %r1, 5;
+    run(
+        """mov.u32 %r1, 5;
     { .reg .b32 %r1; mov.u32 %r1, 7; bra L; L: st.global.u32 [%rd100], %r1; }
     { .reg .b32 t; mov.u32 t, 9; bra L; L: st.global.u32 [%rd100+4], t; }
-    st.global.u32 [%rd100+8], %r1;""", out, threads=1)
+    st.global.u32 [%rd100+8], %r1;""",
+        out,
+        threads=1,
+    )
     assert out[:3].tolist() == [7, 9, 5]

@@ -5,7 +5,6 @@ import random
 
 import numpy as np
 import pytest
-
 from device_memory import ARENA_BASE, DeviceMemory
 from emulator import EmulationError, Options
 from host import Recording, TensorMapOf, emulated, run_ptx
@@ -144,9 +143,7 @@ def test_encoder_agrees_with_the_driver() -> None:
     assert ours(swizzle=Swizzle.B64, box=(32, 32))[0] == 0x4000004310
     assert ours(element_strides=(1, 2))[5] == 0x3F00000800000000
     assert ours(element_type=ElementType.BF16)[0] == 0x4000006510
-    tf32 = ours(
-        element_type=ElementType.TF32, strides_bytes=(2048,), box=(8, 32), swizzle=Swizzle(0)
-    )
+    tf32 = ours(element_type=ElementType.TF32, strides_bytes=(2048,), box=(8, 32), swizzle=Swizzle(0))
     assert tf32[0] == 0x8000010390
     five = ours(
         sizes=(512, 33, 17, 9, 8),
@@ -244,9 +241,7 @@ def swizzled(tile: np.ndarray, swizzle: Swizzle) -> np.ndarray:
 
 
 @pytest.mark.parametrize("swizzle", list(Swizzle))
-@pytest.mark.parametrize(
-    "corner", [(0, 0), (480, 250), (-8, 3)], ids=["inside", "ragged", "negative"]
-)
+@pytest.mark.parametrize("corner", [(0, 0), (480, 250), (-8, 3)], ids=["inside", "ragged", "negative"])
 def test_tma_load_with_an_encoded_map(swizzle: Swizzle, corner: tuple[int, int]) -> None:
     """Every swizzle, and zero fill beyond all four sides."""
     rng = random.Random(0)
@@ -259,9 +254,7 @@ def test_tma_load_with_an_encoded_map(swizzle: Swizzle, corner: tuple[int, int])
     nbytes = tile.size * 2
     out = np.zeros(nbytes, np.uint8)
     tensor_map = TensorMapOf(tensor, (width, 32), ElementType.F16, swizzle)
-    run_ptx(
-        TMA_COPY, "copy", 1, 32, [tensor_map, out, nbytes, x, y], dynamic_smem_bytes=nbytes + 64
-    )
+    run_ptx(TMA_COPY, "copy", 1, 32, [tensor_map, out, nbytes, x, y], dynamic_smem_bytes=nbytes + 64)
     expected = swizzled(np.ascontiguousarray(tile).view(np.uint8), swizzle)
     np.testing.assert_array_equal(out, expected)
 

@@ -86,11 +86,21 @@ def _arguments(name: str) -> dict:
     if name == "STORE":
         t = _tiles()
         return {"args": (t, _map(t, (32, 4))), "threads": 128}
-    return {"args": (np.zeros(256, np.uint32),), "threads": {"EXCHANGE": 64, "TMEM": 160}.get(name, 32),
-            **({"grid": 2, "cluster": 2} if name in ("CLUSTER", "LAST_ARRIVAL") else {})}
+    return {
+        "args": (np.zeros(256, np.uint32),),
+        "threads": {"EXCHANGE": 64, "TMEM": 160}.get(name, 32),
+        **({"grid": 2, "cluster": 2} if name in ("CLUSTER", "LAST_ARRIVAL") else {}),
+    }
 
 
-PROGRAMS = {"EXCHANGE": EXCHANGE, "PIPELINE": PIPELINE, "STORE": STORE, "TMEM": TMEM, "CLUSTER": CLUSTER, "LAST_ARRIVAL": LAST_ARRIVAL}
+PROGRAMS = {
+    "EXCHANGE": EXCHANGE,
+    "PIPELINE": PIPELINE,
+    "STORE": STORE,
+    "TMEM": TMEM,
+    "CLUSTER": CLUSTER,
+    "LAST_ARRIVAL": LAST_ARRIVAL,
+}
 
 
 def _run(name: str, body: str, schedule: str, seed: int) -> tuple:
@@ -105,13 +115,27 @@ def test_right_programs_pass(name: str, schedule: str, seed: int) -> None:
     _run(name, PROGRAMS[name], schedule, seed)
 
 
-@pytest.mark.parametrize(("name", "mark", "kinds"), [
-    ("EXCHANGE", "full", "race uninitialised_smem"), ("EXCHANGE", "empty", "race"),
-    ("PIPELINE", "init", "race mbarrier"), ("PIPELINE", "empty", "race mbarrier"), ("PIPELINE", "full", "race uninitialised_smem"),
-    ("PIPELINE", "release", "deadlock"), ("STORE", "fence", "proxy_fence"), ("STORE", "barrier", "race uninitialised_smem proxy_fence"),
-    ("STORE", "read", "race"), ("TMEM", "alloc", "race uninitialised_smem"), ("TMEM", "wait_st", "race"), ("TMEM", "wait_ld", "race"),
-    ("CLUSTER", "start", "race exited_cta"), ("CLUSTER", "end", "race exited_cta"), ("LAST_ARRIVAL", "init_fence", "race"),
-    ("LAST_ARRIVAL", "stay", "exited_cta")])
+@pytest.mark.parametrize(
+    ("name", "mark", "kinds"),
+    [
+        ("EXCHANGE", "full", "race uninitialised_smem"),
+        ("EXCHANGE", "empty", "race"),
+        ("PIPELINE", "init", "race mbarrier"),
+        ("PIPELINE", "empty", "race mbarrier"),
+        ("PIPELINE", "full", "race uninitialised_smem"),
+        ("PIPELINE", "release", "deadlock"),
+        ("STORE", "fence", "proxy_fence"),
+        ("STORE", "barrier", "race uninitialised_smem proxy_fence"),
+        ("STORE", "read", "race"),
+        ("TMEM", "alloc", "race uninitialised_smem"),
+        ("TMEM", "wait_st", "race"),
+        ("TMEM", "wait_ld", "race"),
+        ("CLUSTER", "start", "race exited_cta"),
+        ("CLUSTER", "end", "race exited_cta"),
+        ("LAST_ARRIVAL", "init_fence", "race"),
+        ("LAST_ARRIVAL", "stay", "exited_cta"),
+    ],
+)
 @pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
 def test_without_one_synchronisation(name: str, mark: str, kinds: str, schedule: str, seed: int) -> None:
     lines = PROGRAMS[name].splitlines()
@@ -119,8 +143,12 @@ def test_without_one_synchronisation(name: str, mark: str, kinds: str, schedule:
     # What is deleted is the last statement, or the last two of a barrier's halves or a wait's loop; labels stay.
     label = re.match(r"\w+:(?!:)", line)
     keep = label.group(0) if label else ""
-    deleted = {"start": "barrier.cluster.arrive; barrier.cluster.wait;", "end": "barrier.cluster.arrive; barrier.cluster.wait;",
-               "stay": "barrier.cluster.arrive; barrier.cluster.wait;", "init_fence": "fence.mbarrier_init.release.cluster;"}.get(mark)
+    deleted = {
+        "start": "barrier.cluster.arrive; barrier.cluster.wait;",
+        "end": "barrier.cluster.arrive; barrier.cluster.wait;",
+        "stay": "barrier.cluster.arrive; barrier.cluster.wait;",
+        "init_fence": "fence.mbarrier_init.release.cluster;",
+    }.get(mark)
     changed = line.replace(deleted, "") if deleted else keep
     with pytest.raises(EmulationError) as e:
         _run(name, "\n".join(changed if x is line else x for x in lines), schedule, seed)

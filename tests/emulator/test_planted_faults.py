@@ -34,9 +34,7 @@ def test_right_kernel_passes_under_20_seeds(right: Recording, schedule: str) -> 
 def test_fault_is_named(right: Recording, fault: Fault) -> None:
     caught = catch(fault, right)
     assert isinstance(caught, Caught), "not caught under any schedule"
-    assert caught.kind in fault.kinds.split(), (
-        f"{caught.kind} under {caught.schedule}:\n{caught.message}"
-    )
+    assert caught.kind in fault.kinds.split(), f"{caught.kind} under {caught.schedule}:\n{caught.message}"
     assert re.search(fault.says, caught.message), caught.message
 
 

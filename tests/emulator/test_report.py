@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from handwritten import run
 from report import (
     ALU_LANES_PER_CLOCK,
@@ -24,13 +23,27 @@ def _more(report: object, by: str) -> dict[str, int]:
     return {k: n - empty.get(k, 0) for k, n in have.items() if n != empty.get(k, 0)}
 
 
-@pytest.mark.parametrize(("opcode", "name"), [
-    ("tcgen05.mma.cta_group::1.kind::f16", "mma"), ("tcgen05.ld.sync.aligned.32x32b.x4.b32", "tmem"),
-    ("cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes", "tma"), ("cp.async.cg.shared.global", "cp.async"),
-    ("mbarrier.try_wait.parity.shared::cta.b64", "mbarrier"), ("ex2.approx.ftz.f32", "sfu"), ("bar.sync", "barrier"),
-    ("fence.proxy.async.shared::cta", "barrier"), ("shfl.sync.bfly.b32", "warp"), ("ld.shared.v4.b32", "shared"),
-    ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", "shared"), ("st.global.b32", "global"), ("bra", "control"),
-    ("cvt.rn.f16x2.f32", "convert"), ("mov.b32", "move"), ("fma.rn.f32x2", "alu")])
+@pytest.mark.parametrize(
+    ("opcode", "name"),
+    [
+        ("tcgen05.mma.cta_group::1.kind::f16", "mma"),
+        ("tcgen05.ld.sync.aligned.32x32b.x4.b32", "tmem"),
+        ("cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes", "tma"),
+        ("cp.async.cg.shared.global", "cp.async"),
+        ("mbarrier.try_wait.parity.shared::cta.b64", "mbarrier"),
+        ("ex2.approx.ftz.f32", "sfu"),
+        ("bar.sync", "barrier"),
+        ("fence.proxy.async.shared::cta", "barrier"),
+        ("shfl.sync.bfly.b32", "warp"),
+        ("ld.shared.v4.b32", "shared"),
+        ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", "shared"),
+        ("st.global.b32", "global"),
+        ("bra", "control"),
+        ("cvt.rn.f16x2.f32", "convert"),
+        ("mov.b32", "move"),
+        ("fma.rn.f32x2", "alu"),
+    ],
+)
 def test_classes(opcode: str, name: str) -> None:
     assert classify(opcode) == name
 
@@ -52,7 +65,10 @@ def test_instructions_and_operations() -> None:
 
 
 def test_a_loop_counts_every_turn() -> None:
-    report = run("mov.u32 %r1, 0; L: add.u32 %r1, %r1, 1; setp.lt.u32 %p1, %r1, 10; @%p1 bra L; @!%p1 bra E; add.u32 %r1, %r1, 1; E:", np.zeros(1, np.uint32))
+    report = run(
+        "mov.u32 %r1, 0; L: add.u32 %r1, %r1, 1; setp.lt.u32 %p1, %r1, 10; @%p1 bra L; @!%p1 bra E; add.u32 %r1, %r1, 1; E:",
+        np.zeros(1, np.uint32),
+    )
     assert _more(report, "by_class") == {"alu": 20, "control": 10 + 1 - 1, "move": 1}
     assert report.unexecuted == BEFORE.unexecuted + 1
 
@@ -60,20 +76,29 @@ def test_a_loop_counts_every_turn() -> None:
 @pytest.mark.parametrize(("stride", "wavefronts"), [(4, 1), (8, 2), (16, 4), (128, 32), (132, 1), (0, 1)])
 def test_bank_conflicts(stride: int, wavefronts: int) -> None:
     """32 lanes a `stride` apart: 32 banks of 4 bytes; the same word is broadcast."""
-    report = run(f"mul.lo.u32 %r1, %r101, {stride}; add.u32 %r2, %r103, %r1; st.shared.u32 [%r2], %r101;", np.zeros(1, np.uint32))
+    report = run(
+        f"mul.lo.u32 %r1, %r101, {stride}; add.u32 %r2, %r103, %r1; st.shared.u32 [%r2], %r101;", np.zeros(1, np.uint32)
+    )
     assert (report.shared_wavefronts, report.shared_conflicts) == (wavefronts, wavefronts - 1)
     assert report.bytes["shared_written"] == 128
     assert report.cycles["shared"] == wavefronts
 
 
 def test_wide_accesses_take_several_wavefronts_without_conflict() -> None:
-    report = run("mul.lo.u32 %r1, %r101, 16; add.u32 %r2, %r103, %r1; st.shared.v4.u32 [%r2], {%r101, %r101, %r101, %r101};", np.zeros(1, np.uint32))
+    report = run(
+        "mul.lo.u32 %r1, %r101, 16; add.u32 %r2, %r103, %r1; st.shared.v4.u32 [%r2], {%r101, %r101, %r101, %r101};",
+        np.zeros(1, np.uint32),
+    )
     assert (report.shared_wavefronts, report.shared_conflicts) == (4, 0)
 
 
 def test_bytes_of_global_memory() -> None:
     x = np.zeros(64, np.uint64)
-    report = run("mul.wide.u32 %rd1, %r100, 8; add.s64 %rd2, %rd100, %rd1; ld.global.b64 %rd3, [%rd2]; ld.global.b32 %r1, [%rd2]; st.global.b32 [%rd2], %r1;", x, threads=64)
+    report = run(
+        "mul.wide.u32 %rd1, %r100, 8; add.s64 %rd2, %rd100, %rd1; ld.global.b64 %rd3, [%rd2]; ld.global.b32 %r1, [%rd2]; st.global.b32 [%rd2], %r1;",
+        x,
+        threads=64,
+    )
     assert (report.bytes["global_read"], report.bytes["global_written"]) == (64 * 12, 64 * 4)
     assert report.cycles["memory"] == 64 * 16 / HBM_BYTES_PER_CLOCK
 
@@ -81,9 +106,18 @@ def test_bytes_of_global_memory() -> None:
 def test_an_mma_and_its_read_out() -> None:
     m, n, k = 128, 64, 16
     d = _descriptor(128, 256, 32) + (SMEM_IMAGE >> 4)
-    body = PROLOGUE.format(words=2048) + f"""@%p2 bra M1; mov.b64 %rd1, {d}; mov.b32 %r1, {1 << 4 | n // 8 << 17 | m // 16 << 24};
-    setp.ne.u32 %p6, %r100, 0; tcgen05.mma.cta_group::1.kind::f16 [%r104], %rd1, %rd1, %r1, %p6;""" + COMMIT_AND_WAIT
-    report = run(body + READ_OUT.format(row_bytes=4 * n, columns=n, first=0) + EPILOGUE, np.zeros(2048, np.uint32), np.zeros((m, n), np.float32), threads=128)
+    body = (
+        PROLOGUE.format(words=2048)
+        + f"""@%p2 bra M1; mov.b64 %rd1, {d}; mov.b32 %r1, {1 << 4 | n // 8 << 17 | m // 16 << 24};
+    setp.ne.u32 %p6, %r100, 0; tcgen05.mma.cta_group::1.kind::f16 [%r104], %rd1, %rd1, %r1, %p6;"""
+        + COMMIT_AND_WAIT
+    )
+    report = run(
+        body + READ_OUT.format(row_bytes=4 * n, columns=n, first=0) + EPILOGUE,
+        np.zeros(2048, np.uint32),
+        np.zeros((m, n), np.float32),
+        threads=128,
+    )
     assert report.mma_flops == 2 * m * n * k
     assert report.by_class["mma"] == 1
     assert report.by_form["tcgen05.mma kind::f16 cta_group::1 SS KK m128 n64 k16"] == 1

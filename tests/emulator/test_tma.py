@@ -13,23 +13,45 @@ COPY_OUT = """W: mov.u32 %r50, %r100; C: setp.ge.u32 %p3, %r50, {words}; @%p3 br
     mul.wide.u32 %rd50, %r50, 4; add.s64 %rd51, %rd{out}, %rd50; st.global.u32 [%rd51], %r53; add.u32 %r50, %r50, {threads}; bra C; E:"""
 
 
-def _map(array: np.ndarray, box: tuple[int, ...], swizzle: Swizzle = Swizzle.NONE, kind: ElementType = ElementType.U32,
-         **options: object) -> np.ndarray:
+def _map(
+    array: np.ndarray,
+    box: tuple[int, ...],
+    swizzle: Swizzle = Swizzle.NONE,
+    kind: ElementType = ElementType.U32,
+    **options: object,
+) -> np.ndarray:
     """A tensor map of a C-ordered array; box given innermost first."""
     sizes = array.shape[::-1]
     strides = [s for s in array.strides[::-1][1:]]
-    return aligned(np.frombuffer(encode(array.ctypes.data, kind, sizes, strides, box, swizzle=swizzle, **options), np.uint8).copy())
+    return aligned(
+        np.frombuffer(encode(array.ctypes.data, kind, sizes, strides, box, swizzle=swizzle, **options), np.uint8).copy()
+    )
 
 
-def _load(tensor: np.ndarray, tensor_map: np.ndarray, coordinates: tuple[int, ...], nbytes: int, schedule: str = "late",
-          form: str = "tile", expect: int | None = None) -> np.ndarray:
+def _load(
+    tensor: np.ndarray,
+    tensor_map: np.ndarray,
+    coordinates: tuple[int, ...],
+    nbytes: int,
+    schedule: str = "late",
+    form: str = "tile",
+    expect: int | None = None,
+) -> np.ndarray:
     out = np.zeros(nbytes // 4, np.uint32)
     rank = 2 if "gather" in form else len(coordinates)
     c = ", ".join(map(str, coordinates))
-    run(INIT + f"""@%p1 bra W; mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r103], {nbytes if expect is None else expect};
+    run(
+        INIT
+        + f"""@%p1 bra W; mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r103], {nbytes if expect is None else expect};
     add.u32 %r1, %r103, 1024; cp.async.bulk.tensor.{rank}d.shared::cta.global.{form}.mbarrier::complete_tx::bytes [%r1], [%rd101, {{{c}}}], [%r103]; W:"""
-        + WAIT.format(0) + COPY_OUT.format(words=nbytes // 4, out=102, threads=64).replace("W: mov", "mov"),
-        tensor, tensor_map, out, threads=64, schedule=schedule)
+        + WAIT.format(0)
+        + COPY_OUT.format(words=nbytes // 4, out=102, threads=64).replace("W: mov", "mov"),
+        tensor,
+        tensor_map,
+        out,
+        threads=64,
+        schedule=schedule,
+    )
     return out
 
 
@@ -50,7 +72,11 @@ def test_outside_of_the_tensor_is_zero() -> None:
 
 def test_nan_fill() -> None:
     t = aligned(RNG.standard_normal((4, 32)).astype(np.float32))
-    got = _load(t, _map(t, (32, 8), kind=ElementType.F32, oob_nan=True), (0, 0), 32 * 8 * 4).view(np.float32).reshape(8, 32)
+    got = (
+        _load(t, _map(t, (32, 8), kind=ElementType.F32, oob_nan=True), (0, 0), 32 * 8 * 4)
+        .view(np.float32)
+        .reshape(8, 32)
+    )
     np.testing.assert_array_equal(got[:4], t)
     assert np.isnan(got[4:]).all()
 
@@ -81,15 +107,25 @@ def test_wrong_transaction_count(expect: int, kind: ErrorKind) -> None:
     assert e.value.kind in (kind, ErrorKind.tx_count) and "bytes" in e.value.message
 
 
-@pytest.mark.parametrize(("form", "reference"), [("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group", lambda old, new: new),
-                                                 ("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group", lambda old, new: old + new)])
+@pytest.mark.parametrize(
+    ("form", "reference"),
+    [
+        ("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group", lambda old, new: new),
+        ("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group", lambda old, new: old + new),
+    ],
+)
 @pytest.mark.parametrize("schedule", ["eager", "late"])
 def test_store_clips_and_reduces(form: str, reference, schedule: str) -> None:  # noqa: ANN001
     t = aligned(RNG.integers(0, 1000, (10, 16), dtype=np.uint32))
     before = t.copy()
-    run(f"""mul.lo.u32 %r1, %r100, 3; shl.b32 %r2, %r100, 2; add.u32 %r3, %r103, %r2; st.shared.u32 [%r3], %r1; fence.proxy.async.shared::cta; bar.sync 0;
+    run(
+        f"""mul.lo.u32 %r1, %r100, 3; shl.b32 %r2, %r100, 2; add.u32 %r3, %r103, %r2; st.shared.u32 [%r3], %r1; fence.proxy.async.shared::cta; bar.sync 0;
     setp.ne.u32 %p1, %r100, 0; @%p1 bra E; {form} [%rd101, {{8, 6}}], [%r103]; cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; E:""",
-        t, _map(t, (16, 8)), threads=128, schedule=schedule)
+        t,
+        _map(t, (16, 8)),
+        threads=128,
+        schedule=schedule,
+    )
     expected = before.copy()
     expected[6:, 8:] = reference(before[6:, 8:], (np.arange(128, dtype=np.uint32) * 3).reshape(8, 16)[:4, :8])
     np.testing.assert_array_equal(t, expected)
@@ -98,22 +134,37 @@ def test_store_clips_and_reduces(form: str, reference, schedule: str) -> None:  
 def test_bulk_copy_to_peer_and_multicast() -> None:
     t = aligned(RNG.integers(0, 1 << 30, 64, dtype=np.uint32))
     out = np.zeros(128, np.uint32)
-    run(INIT + """barrier.cluster.arrive; barrier.cluster.wait; mov.u32 %r9, %cluster_ctarank; @%p1 bra W;
+    run(
+        INIT
+        + """barrier.cluster.arrive; barrier.cluster.wait; mov.u32 %r9, %cluster_ctarank; @%p1 bra W;
     mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r103], 256; setp.ne.u32 %p2, %r9, 0; @%p2 bra W; mov.u16 %h1, 3; add.u32 %r1, %r103, 1024;
-    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%r1], [%rd100], 256, [%r103], %h1; W:""" + WAIT.format(0)
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%r1], [%rd100], 256, [%r103], %h1; W:"""
+        + WAIT.format(0)
         + """shl.b32 %r2, %r100, 2; add.u32 %r3, %r103, %r2; ld.shared.u32 %r4, [%r3+1024]; mad.lo.u32 %r5, %r9, 64, %r100; mul.wide.u32 %rd1, %r5, 4;
     add.s64 %rd2, %rd101, %rd1; st.global.u32 [%rd2], %r4; barrier.cluster.arrive; barrier.cluster.wait;""",
-        t, out, threads=64, grid=2, cluster=2, schedule="late")
+        t,
+        out,
+        threads=64,
+        grid=2,
+        cluster=2,
+        schedule="late",
+    )
     np.testing.assert_array_equal(out, np.concatenate([t, t]))
 
 
-@pytest.mark.parametrize(("body", "kind"), [
-    ("mbarrier.arrive.shared::cta.b64 _, [%r103+8];", ErrorKind.mbarrier),
-    ("mbarrier.arrive.shared::cta.b64 _, [%r103], 2;", ErrorKind.mbarrier),
-    ("st.shared.u32 [%r103], %r100; mbarrier.arrive.shared::cta.b64 _, [%r103];", ErrorKind.mbarrier),
-    ("mbarrier.init.shared::cta.b64 [%r103+4], 1;", ErrorKind.misaligned),
-    ("add.u32 %r1, %r103, 1032; cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd100], 16, [%r103];", ErrorKind.misaligned),
-])
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ("mbarrier.arrive.shared::cta.b64 _, [%r103+8];", ErrorKind.mbarrier),
+        ("mbarrier.arrive.shared::cta.b64 _, [%r103], 2;", ErrorKind.mbarrier),
+        ("st.shared.u32 [%r103], %r100; mbarrier.arrive.shared::cta.b64 _, [%r103];", ErrorKind.mbarrier),
+        ("mbarrier.init.shared::cta.b64 [%r103+4], 1;", ErrorKind.misaligned),
+        (
+            "add.u32 %r1, %r103, 1032; cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd100], 16, [%r103];",
+            ErrorKind.misaligned,
+        ),
+    ],
+)
 def test_misuse(body: str, kind: ErrorKind) -> None:
     with pytest.raises(EmulationError) as e:
         run(INIT + "@%p1 bra E;" + body + "E:", aligned(np.zeros(64, np.uint32)), threads=32)
@@ -122,9 +173,13 @@ def test_misuse(body: str, kind: ErrorKind) -> None:
 
 def test_phase_alternates() -> None:
     out = np.zeros(1, np.uint32)
-    run(INIT + """@%p1 bra E; mov.u32 %r1, 0; L: mbarrier.arrive.shared::cta.b64 _, [%r103]; and.b32 %r2, %r1, 1;
+    run(
+        INIT
+        + """@%p1 bra E; mov.u32 %r1, 0; L: mbarrier.arrive.shared::cta.b64 _, [%r103]; and.b32 %r2, %r1, 1;
     mbarrier.test_wait.parity.shared::cta.b64 %p2, [%r103], %r2; @!%p2 trap; xor.b32 %r2, %r2, 1; mbarrier.test_wait.parity.shared::cta.b64 %p2, [%r103], %r2; @%p2 trap;
-    add.u32 %r1, %r1, 1; setp.lt.u32 %p3, %r1, 5; @%p3 bra L; st.global.u32 [%rd100], %r1; E:""", out)
+    add.u32 %r1, %r1, 1; setp.lt.u32 %p3, %r1, 5; @%p3 bra L; st.global.u32 [%rd100], %r1; E:""",
+        out,
+    )
     assert out[0] == 5
 
 
@@ -133,11 +188,16 @@ def test_two_halves_of_a_warp_wait_for_deferred_loads(schedule: str) -> None:
     """Both halves spin at different places; neither may keep the loads from completing."""
     t = aligned(np.arange(8, dtype=np.uint32))
     out = np.zeros(32, np.uint32)
-    run("""setp.ne.u32 %p1, %r101, 0; @%p1 bra I; mbarrier.init.shared::cta.b64 [%r103], 1; mbarrier.init.shared::cta.b64 [%r103+8], 1;
+    run(
+        """setp.ne.u32 %p1, %r101, 0; @%p1 bra I; mbarrier.init.shared::cta.b64 [%r103], 1; mbarrier.init.shared::cta.b64 [%r103+8], 1;
     fence.mbarrier_init.release.cluster; mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r103], 16; mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r103+8], 16;
     add.u32 %r1, %r103, 64; cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd100], 16, [%r103];
     add.u32 %r2, %r103, 80; cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%rd100+16], 16, [%r103+8]; I: bar.warp.sync -1;
     setp.lt.u32 %p2, %r101, 16; @%p2 bra A; B: mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r103+8], 0; @!%p3 bra B; ld.shared.u32 %r3, [%r103+80]; bra J;
     A: mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r103], 0; @!%p3 bra A; ld.shared.u32 %r3, [%r103+64]; J:
-    mul.wide.u32 %rd1, %r101, 4; add.s64 %rd2, %rd101, %rd1; st.global.u32 [%rd2], %r3;""", t, out, schedule=schedule)
+    mul.wide.u32 %rd1, %r101, 4; add.s64 %rd2, %rd101, %rd1; st.global.u32 [%rd2], %r3;""",
+        t,
+        out,
+        schedule=schedule,
+    )
     np.testing.assert_array_equal(out, np.repeat([0, 4], 16))

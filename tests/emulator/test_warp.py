@@ -15,7 +15,9 @@ def _run(body: str, threads: int = 32, **options: object) -> np.ndarray:
 
 
 def test_divergent_loop_runs_each_lane_its_own_count() -> None:
-    got = _run("mov.u32 %r1, 0; mov.u32 %r2, %r101; LOOP: setp.eq.u32 %p1, %r2, 0; @%p1 bra DONE; add.u32 %r1, %r1, %r2; sub.u32 %r2, %r2, 1; bra LOOP; DONE:")
+    got = _run(
+        "mov.u32 %r1, 0; mov.u32 %r2, %r101; LOOP: setp.eq.u32 %p1, %r2, 0; @%p1 bra DONE; add.u32 %r1, %r1, %r2; sub.u32 %r2, %r2, 1; bra LOOP; DONE:"
+    )
     np.testing.assert_array_equal(got, [i * (i + 1) // 2 for i in range(32)])
 
 
@@ -33,9 +35,16 @@ def test_indexed_branch() -> None:
     np.testing.assert_array_equal(got, np.resize([5, 6, 7, 8], 32))
 
 
-@pytest.mark.parametrize(("mode", "b", "c", "source"), [
-    ("idx", 3, 31, lambda i: 3), ("up", 2, 0, lambda i: i - 2 if i >= 2 else i), ("down", 4, 31, lambda i: i + 4 if i + 4 < 32 else i),
-    ("bfly", 5, 31, lambda i: i ^ 5), ("down", 1, 0x181F, lambda i: i + 1 if (i & 7) < 7 else i)])
+@pytest.mark.parametrize(
+    ("mode", "b", "c", "source"),
+    [
+        ("idx", 3, 31, lambda i: 3),
+        ("up", 2, 0, lambda i: i - 2 if i >= 2 else i),
+        ("down", 4, 31, lambda i: i + 4 if i + 4 < 32 else i),
+        ("bfly", 5, 31, lambda i: i ^ 5),
+        ("down", 1, 0x181F, lambda i: i + 1 if (i & 7) < 7 else i),
+    ],
+)
 def test_shfl(mode: str, b: int, c: int, source) -> None:  # noqa: ANN001
     got = _run(f"mul.lo.u32 %r2, %r101, 10; shfl.sync.{mode}.b32 %r1|%p1, %r2, {b}, {c}, -1;")
     np.testing.assert_array_equal(got, [source(i) * 10 for i in range(32)])
@@ -54,18 +63,26 @@ def test_elect_picks_one_lane() -> None:
 
 def test_collective_that_lanes_skip_is_an_error() -> None:
     with pytest.raises(EmulationError) as e:
-        _run("mov.u32 %r1, 0; setp.lt.u32 %p1, %r101, 8; @%p1 bra SKIP; shfl.sync.bfly.b32 %r1, %r101, 1, 31, -1; ret; SKIP: bar.warp.sync -1;")
+        _run(
+            "mov.u32 %r1, 0; setp.lt.u32 %p1, %r101, 8; @%p1 bra SKIP; shfl.sync.bfly.b32 %r1, %r101, 1, 31, -1; ret; SKIP: bar.warp.sync -1;"
+        )
     assert e.value.kind is ErrorKind.divergent_collective
 
 
 def test_named_barriers_and_reduction() -> None:
-    got = _run("""setp.ge.u32 %p1, %r100, 96; barrier.cta.red.popc.aligned.u32 %r1, 3, 128, %p1; bar.sync 2, 128;""", threads=128)
+    got = _run(
+        """setp.ge.u32 %p1, %r100, 96; barrier.cta.red.popc.aligned.u32 %r1, 3, 128, %p1; bar.sync 2, 128;""",
+        threads=128,
+    )
     assert (got == 32).all()
 
 
 def test_barrier_with_different_counts_is_an_error() -> None:
     with pytest.raises(EmulationError) as e:
-        _run("mov.u32 %r1, 0; setp.eq.u32 %p1, %r102, 0; @%p1 bra A; bar.sync 1, 96; bra B; A: bar.sync 1, 64; B:", threads=96)
+        _run(
+            "mov.u32 %r1, 0; setp.eq.u32 %p1, %r102, 0; @%p1 bra A; bar.sync 1, 96; bra B; A: bar.sync 1, 64; B:",
+            threads=96,
+        )
     assert e.value.kind in (ErrorKind.barrier, ErrorKind.deadlock)
 
 
@@ -78,10 +95,16 @@ def test_barrier_that_nobody_completes_is_a_deadlock_with_a_dump() -> None:
 @pytest.mark.parametrize("schedule", ["eager", "random_warps"])
 def test_cluster_barrier_and_distributed_shared_memory(schedule: str) -> None:
     out = np.zeros(2 * 32, np.uint32)
-    run("""mov.u32 %r1, %cluster_ctarank; mul.lo.u32 %r2, %r1, 100; add.u32 %r2, %r2, %r101; shl.b32 %r3, %r101, 2; add.u32 %r4, %r103, %r3;
+    run(
+        """mov.u32 %r1, %cluster_ctarank; mul.lo.u32 %r2, %r1, 100; add.u32 %r2, %r2, %r101; shl.b32 %r3, %r101, 2; add.u32 %r4, %r103, %r3;
     st.shared.u32 [%r4], %r2; barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
     xor.b32 %r5, %r1, 1; mapa.shared::cluster.u32 %r6, %r4, %r5; ld.shared::cluster.u32 %r7, [%r6];
     barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
     mad.lo.u32 %r8, %r1, 32, %r101; mul.wide.u32 %rd1, %r8, 4; add.s64 %rd2, %rd100, %rd1; st.global.u32 [%rd2], %r7;""",
-        out, grid=2, cluster=2, schedule=schedule, seed=3)
+        out,
+        grid=2,
+        cluster=2,
+        schedule=schedule,
+        seed=3,
+    )
     np.testing.assert_array_equal(out, np.concatenate([np.arange(32) + 100, np.arange(32)]))

@@ -26,9 +26,7 @@ def _is_cuda(value: object) -> bool:
 class _CudaIsCpu(TorchFunctionMode):
     """Replaces CUDA devices among the arguments of every torch function."""
 
-    def __torch_function__(
-        self, function: Callable[..., Any], kinds: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, function: Callable[..., Any], kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if function == torch.Tensor.is_cuda.__get__:
             return True

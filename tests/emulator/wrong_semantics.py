@@ -136,9 +136,7 @@ def variant(control: Control, folder: Path) -> Path:
     for name, text, replacement in control.edits:
         source = (core / name).read_text()
         if text not in source:
-            raise SystemExit(
-                f"{control.name!r}: {name} no longer has {text!r}; restate the control"
-            )
+            raise SystemExit(f"{control.name!r}: {name} no longer has {text!r}; restate the control")
         (core / name).write_text(source.replace(text, replacement))
     return core
 
@@ -146,7 +144,6 @@ def variant(control: Control, folder: Path) -> Path:
 def save_right_kernels(folder: Path) -> list[str]:
     """Recordings of right kernels, checked against their references; returns their names."""
     import torch
-
     from host import emulated
     from kernels.attention import attention, attention_ref
     from kernels.gemm import SHAPES, gemm, gemm_inputs, gemm_ref

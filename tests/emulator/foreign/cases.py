@@ -139,8 +139,7 @@ def _attention() -> list[Case]:
                 Case(
                     f"fmha d{head_dim}{' causal' if causal else ''} ragged",
                     fmha,
-                    f"--q_shape 1,300,2,{head_dim} --k_shape 1,520,1,{head_dim}"
-                    + (" --is_causal" if causal else ""),
+                    f"--q_shape 1,300,2,{head_dim} --k_shape 1,520,1,{head_dim}" + (" --is_causal" if causal else ""),
                 )
             )
     return [
@@ -153,8 +152,7 @@ def _attention() -> list[Case]:
         Case(
             "fmha d128 fp8",
             fmha,
-            "--q_shape 1,256,1,128 --k_shape 1,256,1,128 --in_dtype Float8E4M3FN "
-            "--out_dtype Float16",
+            "--q_shape 1,256,1,128 --k_shape 1,256,1,128 --in_dtype Float8E4M3FN --out_dtype Float16",
         ),
         Case("fmha_bwd", f"{folder}/fmha/fmha_bwd.py", ""),
         Case("mla_decode_fp16", f"{mla}/mla_decode_fp16.py", ""),
@@ -168,9 +166,7 @@ def _attention() -> list[Case]:
 
 def _flash_attention_4() -> list[Case]:
     def case(name: str, arguments: str, quick: bool = False) -> Case:
-        return Case(
-            f"FA4 {name}", "flash-attention", arguments, "flash_attention_4.py", quick=quick
-        )
+        return Case(f"FA4 {name}", "flash-attention", arguments, "flash_attention_4.py", quick=quick)
 
     return [
         case(
@@ -228,8 +224,7 @@ def _primitives() -> list[Case]:
             "tma_pipeline_warpspec tma_store tma_swizzle_modes tma_tensormap_replace"
         ),
         "reduction": (
-            "block_smem_reduce cluster_smem_reduce cluster_tmem_reduce thread_vector_reduce "
-            "warp_vector_reduce"
+            "block_smem_reduce cluster_smem_reduce cluster_tmem_reduce thread_vector_reduce warp_vector_reduce"
         ),
         "tutorial": (
             "01_hello_world 02_naive_gemm 03_gemm_tiled_smem 04_tma_load 05_minimal_tensor_mma "

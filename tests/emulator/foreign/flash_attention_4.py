@@ -23,9 +23,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
-from run_program import checks_with_warnings, driver_answers, summary  # noqa: E402
-
 from host import Device, emulated  # noqa: E402
+from run_program import checks_with_warnings, driver_answers, summary  # noqa: E402
 from torch_as_cuda import torch_as_cuda  # noqa: E402
 
 MLA_HEADS, MLA_ROPE_DIM, MLA_LATENT_DIM = 128, 64, 512

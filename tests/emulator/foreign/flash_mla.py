@@ -24,18 +24,15 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
 from flash_attention_4 import relative_error  # noqa: E402
-from run_program import checks_with_warnings, summary  # noqa: E402
-
 from host import Device, Options  # noqa: E402
 from host_callbacks import BUILD_DIR, HostCallbacks, build_library, unpack_launch  # noqa: E402
+from run_program import checks_with_warnings, summary  # noqa: E402
 
 KERNELS = {("prefill", 64): 1, ("prefill", 128): 2, ("decode", 64): 3, ("decode", 128): 4}
 HEAD_DIM, LATENT_DIM, ROPE_DIM = 512, 448, 64
 TILE_DIM = 64  # elements of the latent that share a scale
 PAGE_TOKENS = 64
-TOKEN_BYTES = (
-    LATENT_DIM + 2 * ROPE_DIM
-)  # then, after all tokens of the page, 8 bytes of scales each
+TOKEN_BYTES = LATENT_DIM + 2 * ROPE_DIM  # then, after all tokens of the page, 8 bytes of scales each
 SCALE_BYTES = 8
 KEYS_PER_BLOCK = 64
 
@@ -96,9 +93,7 @@ def quantised_pages(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponents = (latent.abs().amax(-1) / 448).clamp_min(1e-4).log2().ceil()
     e4m3 = (latent / exponents.exp2()[..., None]).float().to(torch.float8_e4m3fn)
     rope = kv[:, LATENT_DIM:].bfloat16()
-    values = torch.cat(
-        [(e4m3.double() * exponents.exp2()[..., None]).reshape(num_keys, -1), rope.double()], 1
-    )
+    values = torch.cat([(e4m3.double() * exponents.exp2()[..., None]).reshape(num_keys, -1), rope.double()], 1)
     num_pages = -(-num_keys // PAGE_TOKENS)
     page_bytes = PAGE_TOKENS * (TOKEN_BYTES + SCALE_BYTES)
     page_bytes = -(-page_bytes // TOKEN_BYTES) * TOKEN_BYTES  # the kernel's row stride divides it
@@ -142,9 +137,7 @@ def _pointer(device: Device, tensor: torch.Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(device.memory.address_of(tensor))
 
 
-def prefill(
-    device: Device, run: "ctypes._CFuncPtr", heads: int, queries: int, keys: int, topk: int
-) -> float:
+def prefill(device: Device, run: "ctypes._CFuncPtr", heads: int, queries: int, keys: int, topk: int) -> float:
     q = torch.randn(queries, heads, HEAD_DIM).bfloat16()
     kv = torch.randn(keys, 1, HEAD_DIM).bfloat16()
     indices, sink = _top_k(queries, keys, topk, padding=topk // 8), torch.randn(heads)

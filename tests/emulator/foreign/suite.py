@@ -166,9 +166,7 @@ def main() -> None:
     parser.add_argument("--schedule", default="eager")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument(
-        "--results", type=Path, help="keep each case's result here; skip those there"
-    )
+    parser.add_argument("--results", type=Path, help="keep each case's result here; skip those there")
     options = parser.parse_args()
     results = []
     for case in CASES:

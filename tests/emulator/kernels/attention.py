@@ -120,9 +120,7 @@ def attention_kernel(
             )
             for tile in cutlass.range(num_tiles):
                 stage = tile % STAGES
-                while not prims.mbarrier_try_wait_parity(
-                    empty.subview(stage), ((tile // STAGES) & 1) ^ 1
-                ):
+                while not prims.mbarrier_try_wait_parity(empty.subview(stage), ((tile // STAGES) & 1) ^ 1):
                     pass
                 prims.mbarrier_arrive_expect_tx(full.subview(stage), plan.tile_tx_bytes)
                 offset = stage * plan.stage_elements
@@ -161,12 +159,8 @@ def attention_kernel(
             stride_byte_offset=plan.query_stride_bytes,
             layout=prims.Tcgen05SmemSwizzle.SWIZZLE_128B,
         )
-        score_ptr = prims.TmemAddr.from_row_col(
-            tmem.row_id, tmem.col_id + plan.score_column
-        ).as_ptr(cutlass.Float32)
-        out_ptr = prims.TmemAddr.from_row_col(tmem.row_id, tmem.col_id + plan.out_column).as_ptr(
-            cutlass.Float32
-        )
+        score_ptr = prims.TmemAddr.from_row_col(tmem.row_id, tmem.col_id + plan.score_column).as_ptr(cutlass.Float32)
+        out_ptr = prims.TmemAddr.from_row_col(tmem.row_id, tmem.col_id + plan.out_column).as_ptr(cutlass.Float32)
         if prims.elect_sync():
             while not prims.mbarrier_try_wait_parity(query_full, 0):
                 pass
@@ -227,9 +221,7 @@ def attention_kernel(
             prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
             scores = prims.tcgen05_ld(
                 "32x32b",
-                prims.TmemAddr.from_row_col(lane_row, tmem.col_id + plan.score_column).as_ptr(
-                    cutlass.Float32
-                ),
+                prims.TmemAddr.from_row_col(lane_row, tmem.col_id + plan.score_column).as_ptr(cutlass.Float32),
                 num=TILE_KEYS,
             )
             prims.tcgen05_wait(prims.Tcgen05Wait.LOAD)
@@ -241,9 +233,7 @@ def attention_kernel(
             halves = cutlass.Vector.from_elements(weights, cutlass.Float32).to(cutlass.Float16)
             prims.tcgen05_st(
                 plan.store_shape,
-                prims.TmemAddr.from_row_col(lane_row, tmem.col_id + plan.p_column).as_ptr(
-                    cutlass.Int32
-                ),
+                prims.TmemAddr.from_row_col(lane_row, tmem.col_id + plan.p_column).as_ptr(cutlass.Int32),
                 halves.bitcast(cutlass.Int32),
             )
             prims.tcgen05_wait(prims.Tcgen05Wait.STORE)
@@ -255,22 +245,18 @@ def attention_kernel(
         prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
         out = prims.tcgen05_ld(
             "32x32b",
-            prims.TmemAddr.from_row_col(lane_row, tmem.col_id + plan.out_column).as_ptr(
-                cutlass.Float32
-            ),
+            prims.TmemAddr.from_row_col(lane_row, tmem.col_id + plan.out_column).as_ptr(cutlass.Float32),
             num=DIM,
         )
         prims.tcgen05_wait(prims.Tcgen05Wait.LOAD)
         inverse = cute.arch.rcp_approx(row_sum)
-        scaled = cutlass.Vector.from_elements(
-            [out[column] * inverse for column in range(DIM)], cutlass.Float32
-        ).to(cutlass.Float16)
+        scaled = cutlass.Vector.from_elements([out[column] * inverse for column in range(DIM)], cutlass.Float32).to(
+            cutlass.Float16
+        )
         # 16-byte chunk c of row r lies at chunk c ^ (r % 8): the 128-byte swizzle.
         for chunk in cutlass.range_constexpr(ROW_BYTES // 16):
             place = thread * DIM + ((chunk ^ (thread & 7)) * 8)
-            piece = cutlass.Vector.from_elements(
-                [scaled[chunk * 8 + element] for element in range(8)], cutlass.Float16
-            )
+            piece = cutlass.Vector.from_elements([scaled[chunk * 8 + element] for element in range(8)], cutlass.Float16)
             (tiles.data_ptr() + (out_offset + place)).store(piece, alignment=16)
         prims.fence_proxy(prims.Proxy.ASYNC_SHARED, space=prims.SharedSpace.shared_cta)
         prims.barrier_cta_sync(1, thread_count=SOFTMAX_THREADS)
@@ -311,14 +297,12 @@ def attention_host(
                 swizzle=cuda.TensorMapSwizzle.s128b,
             )
         )
-    attention_kernel(
-        maps[0], maps[1], maps[2], maps[3], key.shape[0] // TILE_KEYS, scale_log2, plan
-    ).launch(grid=(query.shape[0] // QUERIES, 1, 1), block=(THREADS, 1, 1))
+    attention_kernel(maps[0], maps[1], maps[2], maps[3], key.shape[0] // TILE_KEYS, scale_log2, plan).launch(
+        grid=(query.shape[0] // QUERIES, 1, 1), block=(THREADS, 1, 1)
+    )
 
 
-def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan = RIGHT
-) -> torch.Tensor:
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan = RIGHT) -> torch.Tensor:
     """Launches the kernel; inside `with emulated():`."""
     out = torch.zeros_like(query)
     tensors = [from_dlpack(tensor, assumed_align=16) for tensor in (query, key, value, out)]

@@ -90,9 +90,7 @@ def gemm_kernel(
     if warp == 0:
         if prims.elect_sync():
             prims.mbarrier_arrive_expect_tx(b_full, shape.columns * ROW_BYTES)
-            prims.cp_async_bulk_tensor_shared_cta_global(
-                b_tile, b_map.get_ptr(), (0, rank * shape.columns), b_full
-            )
+            prims.cp_async_bulk_tensor_shared_cta_global(b_tile, b_map.get_ptr(), (0, rank * shape.columns), b_full)
     if thread < shape.rows:
         # 16-byte chunk c of row r lies at chunk c ^ (r % 8): the 128-byte swizzle.
         source = a.iterator.raw_ptr() + (rank * shape.rows + thread) * K
@@ -182,9 +180,7 @@ def gemm_host(
         box_dims=[K, shape.columns],
         swizzle=cuda.TensorMapSwizzle.s128b,
     )
-    gemm_kernel(a, b_map, c, shape).launch(
-        grid=(shape.ctas, 1, 1), block=(THREADS, 1, 1), cluster=(shape.ctas, 1, 1)
-    )
+    gemm_kernel(a, b_map, c, shape).launch(grid=(shape.ctas, 1, 1), block=(THREADS, 1, 1), cluster=(shape.ctas, 1, 1))
 
 
 def gemm(a: torch.Tensor, b: torch.Tensor, shape: Shape) -> torch.Tensor:
