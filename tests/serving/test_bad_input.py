@@ -51,9 +51,9 @@ CASES = {
     "unknown-role": (*chat(messages=[{"role": "wizard", "content": "hi"}]), "role"),
     "schema-not-a-schema": (
         *chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}),
-        "",
+        "schema",
     ),
-    "unknown-path": ("/v1/nothing", {}, ""),
+    "unknown-path": ("/v1/nothing", {}, "not found"),
 }
 
 

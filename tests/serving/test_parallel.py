@@ -5,11 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from serving.server import output_logprobs, running_server
+import requests
+import torch
+from serving.server import VOCAB_SIZE, Server, output_logprobs, running_server
+from torch import Tensor
 
 from sglang_dsv4.random_checkpoint import PRESETS, write_checkpoint
 
 PROMPT = [0, *range(40, 340)]
+
+
+def distributions(server: Server) -> Tensor:
+    """Log-probabilities [len(PROMPT) - 1, vocabulary] of the token after each token of the prompt but the last."""
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1, "temperature": 0}, "return_logprob": True}
+    body |= {"logprob_start_len": 0, "top_logprobs_num": VOCAB_SIZE}
+    response = requests.post(f"{server.url}/generate", json=body, timeout=300)
+    assert response.status_code == 200, response.text
+    rows = response.json()["meta_info"]["input_top_logprobs"][1:]
+    by_token = [[value for value, token, _ in sorted(row, key=lambda entry: entry[1])] for row in rows]
+    return torch.tensor(by_token)
+
+
+def divergence(p: Tensor, q: Tensor) -> Tensor:
+    """Kullback-Leibler divergence of each row of log-probabilities."""
+    return (p.exp() * (p - q)).sum(1)
 
 
 @pytest.mark.slow
@@ -18,19 +37,21 @@ def test_two_ranks_answer_as_one(quantised: bool, tmp_path: Path) -> None:
     """The ranks' partial sums are added in another order than one rank adds them.
 
     In fp32 that moves a log-probability by some 1e-6 (32 products of a random network, each 1e-7); 1e-3 is far below
-    the distance of the likeliest two tokens. With quantised activations a random network turns 1e-6 into 0.1, so only
-    the first token, which nothing was fed back into, is compared, and loosely.
+    the distance of the likeliest two tokens. Quantised activations turn it into 0.1 and now and then into a whole logit
+    (a rounding or an expert flips), so there the distributions after each token of the prompt are compared: the median
+    divergence of two ranks from one must be below 5 % of that of two neighbouring tokens. Measured: 0.009 of 1.9.
     """
     write_checkpoint(tmp_path / "model", PRESETS["tiny"], quantised=quantised)
     results = []
     for ranks in (1, 2):
         with running_server(tmp_path / "model", tmp_path / f"log{ranks}", "--tp", str(ranks)) as server:
-            results.append(server.generate(PROMPT, max_new_tokens=24))
+            results.append(distributions(server) if quantised else server.generate(PROMPT, max_new_tokens=24))
             assert server.is_alive()
             assert server.log.count("is live on SGLang") == ranks
     one, two = results
     if quantised:
-        assert output_logprobs(two)[0] == pytest.approx(output_logprobs(one)[0], abs=1.0)
+        unrelated = divergence(one[1:], two[:-1]).median()
+        assert divergence(one, two).median() < 0.05 * unrelated, (divergence(one, two).median(), unrelated)
     else:
         assert two["output_ids"] == one["output_ids"]
         assert output_logprobs(two) == pytest.approx(output_logprobs(one), abs=1e-3)
