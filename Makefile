@@ -1,4 +1,4 @@
-# make serve   a server for a small random DeepSeek-V4 on this machine's CPU     make test    the whole test suite
+# make serve   a server for a small random DeepSeek-V4 on this machine's CPU     make test    the test suite, but for what is slow
 #
 # Variables: PYTHON=python3.11  PORT=30000  MODEL=<checkpoint folder>  SERVE_ARGS="--tp 2 …"  TEST_ARGS="tests/ops -k …"
 #            TORCH_INDEX=<index with CPU builds of torch; empty: only pip's configured ones>

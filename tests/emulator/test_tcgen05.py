@@ -239,20 +239,29 @@ def test_illegal_shapes(idesc: int, text: str) -> None:
 # ---- A from tensor memory
 
 
-def test_a_from_tensor_memory() -> None:
+STORE_A = """shl.b32 %r60, %r102, 21; add.u32 %r61, %r104, %r60; mul.wide.u32 %rd1, %r100, 32; add.s64 %rd2, %rd102, %rd1;
+    ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd2]; ld.global.v4.b32 {%r5, %r6, %r7, %r8}, [%rd2+16];
+    tcgen05.st.sync.aligned.32x32b.x8.b32 [%r61+128], {%r1, %r2, %r3, %r4, %r5, %r6, %r7, %r8}; tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync; bar.sync 1, 128;
+    """
+"""Each thread stores its row of A, the third parameter, from column 128 of tensor memory on."""
+
+
+def _a_from_tensor_memory() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int, int]:
+    """A [128, 16] and its bytes, B [64, 16], B's shared memory as words, its descriptor, the instruction descriptor."""
     a, a_bytes = _operand("f16", "bf16", 128, 16)
     b, b_bytes = _operand("f16", "bf16", 64, 16)
     image = np.zeros(16384, np.uint8)
     db = _k_major(b_bytes, 32, 0x800, image) + (0x800 >> 4)
-    words = image[0x800:].copy().view(np.uint32)
-    idesc = 1 << 4 | 1 << 7 | 1 << 10 | 8 << 17 | 8 << 24
+    return a, a_bytes, b, image[0x800:].copy().view(np.uint32), db, 1 << 4 | 1 << 7 | 1 << 10 | 8 << 17 | 8 << 24
+
+
+def test_a_from_tensor_memory() -> None:
+    a, a_bytes, b, words, db, idesc = _a_from_tensor_memory()
     out = np.zeros((128, 64), np.float32)
     run(
         PROLOGUE.format(words=len(words))
-        + f"""shl.b32 %r60, %r102, 21; add.u32 %r61, %r104, %r60; mul.wide.u32 %rd1, %r100, 32; add.s64 %rd2, %rd102, %rd1;
-    ld.global.v4.b32 {{%r1, %r2, %r3, %r4}}, [%rd2]; ld.global.v4.b32 {{%r5, %r6, %r7, %r8}}, [%rd2+16];
-    tcgen05.st.sync.aligned.32x32b.x8.b32 [%r61+128], {{%r1, %r2, %r3, %r4, %r5, %r6, %r7, %r8}}; tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync; bar.sync 1, 128;
-    @%p2 bra M1; mov.b64 %rd2, {db}; mov.b32 %r1, {idesc}; setp.ne.u32 %p6, %r100, 0; add.u32 %r2, %r104, 128;
+        + STORE_A
+        + f"""@%p2 bra M1; mov.b64 %rd2, {db}; mov.b32 %r1, {idesc}; setp.ne.u32 %p6, %r100, 0; add.u32 %r2, %r104, 128;
     tcgen05.mma.cta_group::1.kind::f16 [%r104], [%r2], %rd2, %r1, %p6;"""
         + COMMIT_AND_WAIT
         + READ_OUT.format(row_bytes=256, columns=64, first=0)
@@ -468,19 +477,12 @@ def test_shift_is_ordered_like_an_mma() -> None:
 
 def test_mma_with_ashift() -> None:
     """The product is with A as it was; the second MMA sees it shifted by one lane in every quarter."""
-    a, a_bytes = _operand("f16", "bf16", 128, 16)
-    b, b_bytes = _operand("f16", "bf16", 64, 16)
-    image = np.zeros(16384, np.uint8)
-    db = _k_major(b_bytes, 32, 0x800, image) + (0x800 >> 4)
-    words = image[0x800:].copy().view(np.uint32)
-    idesc = 1 << 4 | 1 << 7 | 1 << 10 | 8 << 17 | 8 << 24
+    a, a_bytes, b, words, db, idesc = _a_from_tensor_memory()
     out = np.zeros((128, 128), np.float32)
     run(
         PROLOGUE.format(words=len(words))
-        + f"""shl.b32 %r60, %r102, 21; add.u32 %r61, %r104, %r60; mul.wide.u32 %rd1, %r100, 32; add.s64 %rd2, %rd102, %rd1;
-    ld.global.v4.b32 {{%r1, %r2, %r3, %r4}}, [%rd2]; ld.global.v4.b32 {{%r5, %r6, %r7, %r8}}, [%rd2+16];
-    tcgen05.st.sync.aligned.32x32b.x8.b32 [%r61+128], {{%r1, %r2, %r3, %r4, %r5, %r6, %r7, %r8}}; tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync; bar.sync 1, 128;
-    @%p2 bra M1; mov.b64 %rd2, {db}; mov.b32 %r1, {idesc}; setp.ne.u32 %p6, %r100, 0; add.u32 %r2, %r104, 128; add.u32 %r3, %r104, 64;
+        + STORE_A
+        + f"""@%p2 bra M1; mov.b64 %rd2, {db}; mov.b32 %r1, {idesc}; setp.ne.u32 %p6, %r100, 0; add.u32 %r2, %r104, 128; add.u32 %r3, %r104, 64;
     tcgen05.mma.cta_group::1.kind::f16.ashift [%r104], [%r2], %rd2, %r1, %p6; tcgen05.mma.cta_group::1.kind::f16 [%r3], [%r2], %rd2, %r1, %p6;"""
         + COMMIT_AND_WAIT
         + READ_OUT.format(row_bytes=512, columns=128, first=0)
