@@ -39,6 +39,17 @@ def cpu_only(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in MODEL_DTYPES
 
 
+def gpu_of_generation(major: int) -> Supports:
+    """The NVIDIA GPUs of one compute capability (9: Hopper, 10: Blackwell of data centres), in bf16."""
+
+    def supports(device: torch.device, dtype: torch.dtype) -> bool:
+        if device.type != "cuda" or dtype != torch.bfloat16 or not torch.cuda.is_available():
+            return False
+        return torch.cuda.get_device_capability(device)[0] == major
+
+    return supports
+
+
 @dataclass(frozen=True)
 class Implementation:
     """One row of the table."""
@@ -186,3 +197,6 @@ for _folder, _functions in _REFERENCES.items():
         register(_function, "ref", _loader, any_device, 0, _graph_safe)
 for _function in _REFERENCES["linear"]:
     register(_function, "tiled", f"dsv4_kernels.linear.tiled:{_function}", cpu_only, 10)
+
+register("sparse_attention", "sm90", "dsv4_kernels.sparse_attention.launch:sm90", gpu_of_generation(9), 20, True)
+register("sparse_attention", "sm100", "dsv4_kernels.sparse_attention.launch:sm100", gpu_of_generation(10), 20, True)

@@ -252,9 +252,7 @@ class Dsv4AttentionBackend(AttentionBackend):
 
     # -- tail checkpoints: resumed, and taken, before the forward that would move on ----------------------------------
 
-    def _prepare_tails(
-        self, batch: ForwardBatch, prefix_lens: list[int], extend_lens: list[int]
-    ) -> ChunkWrites | None:
+    def _prepare_tails(self, batch: ForwardBatch, prefix_lens: list[int], extend_lens: list[int]) -> ChunkWrites | None:
         """Restore the tails of requests that begin behind a cached prefix; choose what this forward's chunks leave.
 
         Restores come before reservations, which may evict what they read.

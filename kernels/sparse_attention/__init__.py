@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows
 from dsv4_kernels.registry import select
+from dsv4_kernels.sparse_attention.split import check_split_keys
 
 
 def sparse_attention(
@@ -27,6 +28,7 @@ def sparse_attention(
     out: Tensor | None = None,
     return_lse: bool = False,
     normalised: bool = True,
+    split_keys: int | None = None,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """One softmax over a token's window rows, its entries and a sink; K and V are the same row.
@@ -38,11 +40,14 @@ def sparse_attention(
         out  = (exp(s - m) @ rows) / (exp(s - m).sum() + exp(sink - m))   # any m
         lse  = log(exp(s).sum())                                          # without the sink
 
-    Entries are named by a list (CSA: `entry_rows`) or densely (HCA: `page_table`, `entries_per_page`,
-    `token_to_request`, `visible`): entry j < visible[t] of request b has the row
-    `page_table[b, j // entries_per_page] * entries_per_page + j % entries_per_page`. A row that is named twice counts
-    twice. A row that is not named is not used and may hold anything, NaN included. With all holes and no sink the
-    output is zero and lse -inf.
+    Entries are named by a list (CSA: `entry_rows`, of which only the slots before `visible[t]` are looked at) or
+    densely (HCA: `page_table`, `entries_per_page`, `token_to_request`, `visible`): entry j < visible[t] of request b
+    has the row `page_table[b, j // entries_per_page] * entries_per_page + j % entries_per_page`. A row that is named
+    twice counts twice. A row that is not named is not used and may hold anything, NaN included. With all holes and no
+    sink the output is zero and lse -inf.
+
+    A token's bits depend on its own lists, their widths and `split_keys`; not on the other tokens of the call. The GPU
+    kernels ("sm90", "sm100") want bf16, head_dim 512, at most 128 heads, and rows all FP8 or all PLAIN bf16.
 
     Args:
         q: [T, H, D] fp32 or bf16, any strides.
@@ -53,26 +58,32 @@ def sparse_attention(
         page_table: [B, P] integer page numbers, HCA's addressing.
         entries_per_page: entries of one page.
         token_to_request: [T] integer row of page_table.
-        visible: [T] integer number of entries; 0 is legal.
+        visible: [T] integer number of entries, at most those that the page table holds; 0 is legal. With `entry_rows`
+            optional, and any number: from slot visible[t] on the list may hold anything.
         sink: [H] fp32, or None; ±inf are legal (+inf: everything goes to the sink, the output is zero).
         scale: factor of the scores.
         out: [T, H, D] in q's dtype to write into.
         return_lse: return (out, lse).
         normalised: False gives the partial result of a split over keys for `merge_partials`: fp32 `out`, normalised by
             the rows named here alone, always with its lse; the sink belongs to the merge and must be None.
+        split_keys: a multiple of 128, or None. A GPU kernel divides a token's keys into parts of at most so many, which
+            it computes side by side and merges in fp32 within the call (`split.py`): for few tokens with many keys.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
         out [T, H, D] in q's dtype (fp32 if not normalised), with lse [T, H] fp32 (natural logarithm) if asked for.
 
     Raises:
-        ValueError: shapes that do not fit each other, both ways or no way to name the entries, or a partial with sink
-            or `out`.
+        ValueError: shapes that do not fit each other, both ways or no way to name the entries, a partial with sink
+            or `out`, or a `split_keys` that is no multiple of 128.
+        NotImplementedError: no implementation for the device and dtype; or the one chosen does not compute this (other
+            dimensions, row formats that differ). Nothing else is taken in its place: name another with `impl`.
     """
     _check_shapes(q, window, window_rows, sink, out)
     _check_entries(q, entries, entry_rows, page_table, entries_per_page, token_to_request, visible)
     if not normalised and (sink is not None or out is not None):
         raise ValueError("sparse_attention: a partial result (normalised=False) takes neither sink nor out")
+    check_split_keys(split_keys)
     function = select("sparse_attention", q.device, q.dtype, impl)
     return function(
         *(q, window, window_rows, entries, entry_rows, page_table, entries_per_page, token_to_request, visible, sink),
@@ -80,6 +91,7 @@ def sparse_attention(
         out=out,
         return_lse=return_lse,
         normalised=normalised,
+        split_keys=split_keys,
     )
 
 
@@ -141,24 +153,27 @@ def _check_entries(
     token_to_request: Tensor | None,
     visible: Tensor | None,
 ) -> None:
-    dense = [x is not None for x in (page_table, token_to_request, visible)]
+    dense = [x is not None for x in (page_table, token_to_request)]
     if entries is None:
-        if entry_rows is not None or any(dense):
+        if entry_rows is not None or visible is not None or any(dense):
             raise ValueError("sparse_attention: rows of entries are named, but entries is None")
         return
     if entries.row_dim != q.shape[2]:
         raise ValueError(f"sparse_attention: entries have {entries.row_dim} channels and q {q.shape[2]}")
-    if (entry_rows is not None) == any(dense) or any(dense) != all(dense):
+    listed = entry_rows is not None
+    if listed == any(dense) or any(dense) != all(dense) or not (listed or visible is not None):
         raise ValueError(
             "sparse_attention: name the entries either by entry_rows or by all of page_table, entries_per_page, "
             "token_to_request and visible"
         )
     tokens = q.shape[:1]
-    if entry_rows is not None:
+    if listed:
         if entry_rows.dim() != 2 or entry_rows.shape[:1] != tokens:
             raise ValueError(
                 f"sparse_attention: entry_rows have shape {tuple(entry_rows.shape)}; expected [{tokens[0]}, K]"
             )
+        if visible is not None and visible.shape != tokens:
+            raise ValueError(f"sparse_attention: visible has shape {tuple(visible.shape)}; expected ({tokens[0]},)")
     elif entries_per_page < 1 or page_table.dim() != 2 or token_to_request.shape != tokens or visible.shape != tokens:
         raise ValueError(
             f"sparse_attention: dense entries need page_table [B, P], entries_per_page >= 1, token_to_request and "

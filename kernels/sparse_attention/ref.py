@@ -38,12 +38,16 @@ def sparse_attention(
     out: Tensor | None,
     return_lse: bool,
     normalised: bool,
+    split_keys: int | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `dsv4_kernels.sparse_attention.sparse_attention`."""
+    """See `dsv4_kernels.sparse_attention.sparse_attention`. `split_keys` changes nothing: all of it is in fp32."""
     tables = [(window, _padded_to_tiles(window_rows))]
     if entries is not None:
         if entry_rows is None:
             entry_rows = _dense_rows(page_table, token_to_request.long(), entries_per_page, visible)
+        elif visible is not None:
+            slot = torch.arange(entry_rows.shape[1], device=q.device)
+            entry_rows = torch.where(slot < visible.unsqueeze(1), entry_rows, -1)
         tables.append((entries, _padded_to_tiles(entry_rows)))
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype if normalised else torch.float32, device=q.device)

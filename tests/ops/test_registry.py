@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import subprocess
 import sys
@@ -102,7 +103,25 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_every_row_of_the_table_loads(op: str) -> None:
     assert "ref" in registry.available(op)
     for name in registry.available(op):
-        assert callable(registry.select(op, CPU, torch.float32, name))
+        module, _, attribute = registry._implementation(op, name).loader.partition(":")
+        assert callable(getattr(importlib.import_module(module), attribute))
+        if name in ("ref", "tiled"):
+            assert callable(registry.select(op, CPU, torch.float32, name))
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((9, 0), "sm90"), ((10, 0), "sm100"), ((8, 0), "ref")], ids=str)
+def test_attention_follows_the_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: str) -> None:
+    """By compute capability, in bf16 only; the kernel of another generation is an error by name, not a fallback."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cuda = torch.device("cuda", 0)
+    choice = registry.chosen("sparse_attention", cuda, torch.bfloat16)
+    assert (choice.name, choice.graph_safe) == (expected, expected != "ref")
+    assert registry.chosen("sparse_attention", cuda, torch.float32).name == "ref"
+    assert registry.chosen("sparse_attention", CPU, torch.bfloat16).name == "ref"
+    for other in {"sm90", "sm100"} - {expected}:
+        with pytest.raises(NotImplementedError, match=f"'{other}' of op 'sparse_attention' does not support"):
+            registry.chosen("sparse_attention", cuda, torch.bfloat16, other)
 
 
 @pytest.mark.usefixtures("doubling")
@@ -111,7 +130,7 @@ def test_a_caller_may_ask_what_would_be_taken() -> None:
     assert registry.chosen("rms_norm", CPU, torch.float32).name == "doubling"
     assert registry.chosen("rms_norm", CPU, torch.bfloat16).name == "ref"
     assert registry.chosen("rms_norm", torch.device("cuda"), torch.bfloat16).graph_safe
-    assert not registry.chosen("sparse_attention", torch.device("cuda"), torch.bfloat16).graph_safe
+    assert not registry.chosen("sparse_attention", torch.device("cuda"), torch.bfloat16, "ref").graph_safe
     with registry.force({"rms_norm": "ref"}):
         assert registry.chosen("rms_norm", CPU, torch.float32).name == "ref"
 

@@ -255,6 +255,22 @@ def test_dense_entries_are_the_list_of_all_visible(entries_per_page: int, dtype:
     assert torch.equal(dense, c.run())
 
 
+@DTYPES
+def test_a_list_is_looked_at_up_to_its_visible_slots(dtype: torch.dtype) -> None:
+    """From slot visible[t] on, the list holds what was left in memory; a length beyond the list is the whole list."""
+    c = case(tokens=5, entries=150, dtype=dtype)
+    visible = torch.tensor([0, 1, 64, 150, 4000], dtype=torch.int32)
+    cut = torch.where(torch.arange(150) < visible[:, None], c.entry_rows, -1)
+    expected = c.run(entry_rows=cut)
+    c.entry_rows = torch.where(torch.arange(150) < visible[:, None], c.entry_rows, 2**31 - 1).int()
+    assert torch.equal(c.run(visible=visible), expected)
+
+
+def test_split_keys_do_not_change_the_definition() -> None:
+    c = case(entries=150)
+    assert torch.equal(c.run(split_keys=128), c.run())
+
+
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_many_entries(tokens: int) -> None:
     """8,192 entries, a million tokens' HCA; and so many tokens that they are processed in several chunks."""
@@ -309,7 +325,14 @@ WRONG = {
     "out": ({"out": torch.zeros(2, 3, 16).bfloat16()}, "out is"),
     "no_entries": ({"entry_rows": torch.zeros(2, 4)}, "entries is None"),
     "unnamed": ({"entries": "table"}, "either by entry_rows or by all of page_table"),
-    "both": ({"entries": "table", "entry_rows": torch.zeros(2, 4), "visible": torch.zeros(2)}, "either by entry_rows"),
+    "both": (
+        {"entries": "table", "entry_rows": torch.zeros(2, 4), "page_table": torch.zeros(1, 1)},
+        "either by entry_rows",
+    ),
+    "visible": ({"entries": "table", "entry_rows": torch.zeros(2, 4), "visible": torch.zeros(3)}, r"expected \(2,\)"),
+    "visible_of_nothing": ({"visible": torch.zeros(2)}, "entries is None"),
+    "split_keys": ({"split_keys": 192}, "positive multiple of 128"),
+    "no_split_keys": ({"split_keys": 0}, "positive multiple of 128"),
     "half_dense": ({"entries": "table", "visible": torch.zeros(2)}, "all of page_table"),
     "entry_rows": ({"entries": "table", "entry_rows": torch.zeros(3, 4)}, r"expected \[2, K\]"),
     "dense": (

@@ -1,0 +1,245 @@
+"""Compiled CuTe DSL kernels, kept in memory and on disk: a kernel takes seconds to compile and milliseconds to load.
+
+`load_or_compile` returns the function of one configuration: from memory, else from disk, else from the compiler, whose
+result it puts on disk as an object file (host code with the cubin inside). An object's name is a hash of everything
+that can change it: all source files of this package (a kernel takes constants from several), the DSL's version and
+environment, Python's minor version, the architecture and the configuration. Beside it lies a JSON file with the
+object's SHA-256; an object that does not have that hash is compiled again, and a log line says so. Files appear under
+their names whole or not at all, and of several processes that need the same kernel one compiles while the others wait.
+
+`DSV4_KERNEL_CACHE` names the folder, or is `off` for none; unset it is `~/.cache/sglang-dsv4/kernels` (under
+`XDG_CACHE_HOME` if that is set). Whoever can write to it can run code in this process.
+
+Compiling, exporting and loading need no GPU; calling does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+FOLDER_VARIABLE = "DSV4_KERNEL_CACHE"
+_SYMBOL = "dsv4_kernel"
+"""Name of the function inside an object file."""
+
+_in_memory: dict[tuple[str, str, str], Any] = {}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a kernel came from, and how long that took."""
+
+    name: str
+    config: str
+    source: str
+    """Either "compiled" or "disk"."""
+    seconds: float
+
+
+_origins: list[Origin] = []
+
+
+def origins() -> tuple[Origin, ...]:
+    """Every kernel that this process compiled or loaded, in order."""
+    return tuple(_origins)
+
+
+def folder() -> Path | None:
+    """Where objects are kept, None if nowhere."""
+    chosen = os.environ.get(FOLDER_VARIABLE, "").strip()
+    if chosen.lower() == "off":
+        return None
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-dsv4" / "kernels"
+
+
+def load_or_compile(
+    name: str, config: object, arch: str, compile: Callable[[], Any], *, tvm_ffi: bool = False
+) -> Callable[..., Any]:
+    """The compiled function of one configuration of a kernel.
+
+    Call it with positional arguments only: what is loaded from disk does not know the names.
+
+    Args:
+        name: of the kernel, a word for file names and log lines ("sparse_attention_sm90").
+        config: what `compile` specialises on besides `arch`; its repr must say all of it.
+        arch: "sm_90a".
+        compile: returns what `cute.compile` returns.
+        tvm_ffi: whether `compile` does so with --enable-tvm-ffi.
+
+    Raises:
+        ValueError: `config` prints an address, so it would never be found again.
+    """
+    text = repr(config)
+    if " at 0x" in text:
+        raise ValueError(
+            f"the configuration of {name} prints an address: {text}. Use a frozen dataclass of plain values"
+        )
+    key = (name, text, arch)
+    if key not in _in_memory:
+        _in_memory[key] = _from_disk_or_compiler(name, text, arch, compile, tvm_ffi)
+    return _in_memory[key]
+
+
+def forget() -> None:
+    """Empties the memory, not the disk."""
+    _in_memory.clear()
+
+
+def _from_disk_or_compiler(
+    name: str, config: str, arch: str, compile: Callable[[], Any], tvm_ffi: bool
+) -> Callable[..., Any]:
+    stored = _Stored.at(folder(), name, config, arch, tvm_ffi)
+    with stored.locked() if stored else contextlib.nullcontext():
+        begin = time.perf_counter()
+        function = stored.load() if stored else None
+        source = "compiled" if function is None else "disk"
+        if function is None:
+            logger.info("compiling %s for %s: %s", name, arch, config)
+            function = compile()
+        seconds = time.perf_counter() - begin
+        _origins.append(Origin(name, config, source, seconds))
+        if source == "compiled":
+            where = stored.save(function, seconds) if stored else "kept in memory only"
+            logger.info("compiled %s for %s in %.1f s, %s", name, arch, seconds, where)
+        else:
+            logger.info("loaded %s for %s in %.0f ms from %s", name, arch, 1e3 * seconds, stored.object)
+    return function
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The files of one kernel."""
+
+    object: Path
+    facts: dict[str, Any]
+    """What the object was made from; its hash is in the object's name."""
+
+    @staticmethod
+    def at(folder: Path | None, name: str, config: str, arch: str, tvm_ffi: bool) -> _Stored | None:
+        """None if nothing can be kept there."""
+        if folder is None:
+            return None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            logger.warning("compiled kernels are not kept: %s (%s names another folder)", error, FOLDER_VARIABLE)
+            return None
+        facts = {"config": config, "arch": arch, "tvm_ffi": tvm_ffi, "environment": _environment()}
+        key = hashlib.sha256(json.dumps([facts, _source_hash()]).encode()).hexdigest()
+        return _Stored(folder / f"{name}-{arch}-{key[:24]}.o", facts)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Alone with these files. The lock ends with the process that holds it."""
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(self.object.with_suffix(".lock").open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:  # a read-only folder, or a file system without locks
+                logger.warning("no lock on %s: %s", self.object, error)
+            yield
+
+    def load(self) -> Callable[..., Any] | None:
+        """The function, or None if it must be compiled."""
+        try:
+            facts, contents = json.loads(self.object.with_suffix(".json").read_text()), self.object.read_bytes()
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            return self._unusable(error)
+        found = hashlib.sha256(contents).hexdigest()
+        if not isinstance(facts, dict) or facts.get("sha256") != found:  # the loader would crash on a damaged object
+            return self._unusable(f"its SHA-256 is {found}, not the recorded one")
+        try:
+            return _loaded(self.object, self.facts["tvm_ffi"])
+        except Exception as error:
+            return self._unusable(repr(error))
+
+    def _unusable(self, reason: object) -> None:
+        logger.warning("%s cannot be used and is compiled again: %s", self.object, reason)
+
+    def save(self, function: Any, seconds: float) -> str:  # noqa: ANN401 - what cute.compile returns
+        """Writes the files; says what became of it."""
+        try:
+            contents = _exported(function, self.facts["tvm_ffi"])
+            facts = {"sha256": hashlib.sha256(contents).hexdigest(), "compile_seconds": round(seconds, 3)}
+            _write(self.object, contents)
+            _write(self.object.with_suffix(".json"), (json.dumps(self.facts | facts, indent=1) + "\n").encode())
+        except Exception as error:  # the function works all the same
+            logger.warning("%s is not kept: %s", self.object, error)
+            return "kept in memory only"
+        return f"kept in {self.object}"
+
+
+def _exported(function: Any, tvm_ffi: bool) -> bytes:  # noqa: ANN401
+    """A compiled function's object file."""
+    from cutlass import cute
+
+    # The exporter looks these symbols up in the process; a kernel compiled for another device has not loaded them.
+    for library in cute.runtime.find_runtime_libraries(enable_tvm_ffi=tvm_ffi):
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    if not tvm_ffi:
+        return function.dump_to_object(_SYMBOL)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "exported.o"
+        function.export_to_c(str(path), function_name=_SYMBOL)
+        return path.read_bytes()
+
+
+def _loaded(path: Path, tvm_ffi: bool) -> Callable[..., Any]:
+    """The function in an object file."""
+    from cutlass import cute
+
+    return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=tvm_ffi), _SYMBOL)
+
+
+def _write(path: Path, contents: bytes) -> None:
+    """Replaces a file in one step."""
+    descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(contents)
+        os.replace(scratch, path)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+
+
+def _environment() -> list[str]:
+    """Versions, and the variables that the DSL reads (some change the code: line information, options of ptxas)."""
+    import cutlass
+
+    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("CUTE_DSL_")]
+    return [
+        f"cutlass {cutlass.__version__} for CUDA {cutlass.CUDA_VERSION}",
+        f"python {sys.version_info.major}.{sys.version_info.minor} on {platform.machine()}",
+        *variables,
+    ]
+
+
+@functools.cache
+def _source_hash() -> str:
+    package = Path(__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\n{path.stat().st_size}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

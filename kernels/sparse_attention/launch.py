@@ -1,0 +1,40 @@
+"""The GPU kernels behind the op's signature: arguments -> `Problem` -> kernel -> results.
+
+A kernel module (`sm90`, `sm100`) has a function `sparse_attention(problem)` that writes `problem.out` and
+`problem.lse`. It is imported at the first call: it needs CuTe DSL.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from dsv4_kernels.sparse_attention.problem import Problem
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+@functools.cache
+def _kernel(module: str) -> Callable[[Problem], None]:
+    return importlib.import_module(f"dsv4_kernels.sparse_attention.{module}").sparse_attention
+
+
+def _run(module: str, *arguments: Any, **options: Any) -> Result:  # noqa: ANN401 - as the public function's
+    problem = Problem.of(*arguments, **options)
+    if problem.num_tokens:
+        _kernel(module)(problem)
+    return problem.out if problem.lse is None else (problem.out, problem.lse)
+
+
+def sm90(*arguments: Any, **options: Any) -> Result:  # noqa: ANN401
+    """`dsv4_kernels.sparse_attention.sparse_attention` on Hopper."""
+    return _run("sm90", *arguments, **options)
+
+
+def sm100(*arguments: Any, **options: Any) -> Result:  # noqa: ANN401
+    """`dsv4_kernels.sparse_attention.sparse_attention` on Blackwell (B200, GB200, B300)."""
+    return _run("sm100", *arguments, **options)
