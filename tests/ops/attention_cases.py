@@ -1,0 +1,411 @@
+"""Hard cases of the sparse attention, as data; what builds their tensors; and how exact a kernel must be.
+
+    case = build(CASES["csa_512-fp8"], device="cuda")
+    result = case.run(impl="sm90")      # before anything else: recycled memory must not hold the right answer
+    check(case, result)
+
+Every table is filled with NaN except in rows that a token reads, and lists hold nonsense where they must not be looked
+at: a kernel that reads a wrong row, or a right one of another token, gives NaN or a wrong value. Sinks weigh about as
+much as all keys together. All random numbers come from the CPU, so a case has the same contents on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from dsv4_kernels.kv_layout import NOPE_DIM, ROW_DIM, SCALE_GROUP, KVRows, RowFormat
+from dsv4_kernels.sparse_attention import sparse_attention
+
+INF = float("inf")
+NONSENSE = 2**31 - 1
+"""In slots and page numbers that must not be followed."""
+EXTREME_SCALES = (0, 1, 64, 127, 190, 253, 254)
+"""Scale bytes of the seven groups in `scales="extreme"`: 2**-127, ..., 1, ..., 2**127."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One case. Token t has the lengths at t modulo their number."""
+
+    tokens: int = 3
+    heads: int = 64
+    window: int = 128
+    """Width of the window lists; live slots are at their end, as at the beginning of a sequence."""
+    window_lengths: tuple[int, ...] = (128,)
+    entry_lengths: tuple[int, ...] = ()
+    """Entries that a token reads; () for a layer without entries."""
+    entries: int = 0
+    """Width of the entry lists; 0: the longest length."""
+    dense: bool = False
+    """Entries through a page table instead of a list."""
+    entries_per_page: int = 2
+    tokens_per_request: int = 1
+    visible: bool = True
+    """A list is cut by `visible` and goes on with nonsense; else with holes."""
+    holes: float = 0.0
+    """Share of live slots of lists that are holes."""
+    repeats: bool = False
+    """A few rows fill the lists many times over."""
+    fp8: bool = True
+    scales: str = "usual"
+    sink: float | str | None = "random"
+    """"random", "mixed" (finite, huge and infinite ones), a value for all heads, or None."""
+    q_layout: str = "contiguous"
+    q_scale: float = 1.0
+    split_keys: int | None = None
+    normalised: bool = True
+
+
+LENGTHS = (0, 1, 127, 128, 129)
+_BOTH_FORMATS = {
+    # The window alone
+    **{f"window_{n}": Spec(window=n, window_lengths=(n,)) for n in (1, 127, 128, 129)},
+    "window_lengths": Spec(tokens=5, window=129, window_lengths=LENGTHS),
+    "start_of_sequence": Spec(tokens=9, window_lengths=(1, 2, 3, 4, 5, 6, 7, 8, 9), tokens_per_request=9),
+    # Lists
+    "list_lengths": Spec(tokens=5, entry_lengths=LENGTHS),
+    "list_lengths_as_holes": Spec(tokens=5, entry_lengths=LENGTHS, visible=False),
+    "lengths_of_both": Spec(tokens=25, window=129, window_lengths=LENGTHS, entry_lengths=(0,) * 5 + LENGTHS * 4),
+    "no_entry_visible": Spec(entry_lengths=(0,), entries=512),
+    "empty_list": Spec(entry_lengths=(0,), visible=False),
+    "holes": Spec(tokens=5, entry_lengths=(512, 300), holes=0.4),
+    "mostly_holes": Spec(tokens=5, entry_lengths=(512,), holes=0.97),
+    "repeats": Spec(entry_lengths=(512,), repeats=True),
+    "keys_256": Spec(entry_lengths=(128,)),
+    "keys_384": Spec(entry_lengths=(256,)),
+    # Dense
+    "dense_lengths": Spec(tokens=5, entry_lengths=LENGTHS, dense=True),
+    "dense_pages_of_64": Spec(tokens=4, entry_lengths=(63, 64, 65, 200), dense=True, entries_per_page=64),
+    "dense_one_request": Spec(tokens=6, entry_lengths=(30, 30, 31, 31, 31, 32), dense=True, tokens_per_request=6),
+    # As served
+    "csa_512": Spec(tokens=2, entry_lengths=(512,)),
+    "csa_1024": Spec(tokens=2, heads=128, entry_lengths=(1024,)),
+    "hca_32k": Spec(tokens=3, heads=128, entry_lengths=(256, 255, 250), dense=True),
+    "hca_1m": Spec(tokens=2, entry_lengths=(8192, 8191), dense=True),
+    "hca_1m_split": Spec(tokens=2, entry_lengths=(8192, 8065), dense=True, split_keys=512),
+    "speculation": Spec(tokens=12, entry_lengths=(500, 500, 501, 501), entries=512, tokens_per_request=4),
+    "odd_batch": Spec(tokens=7, heads=8, entry_lengths=(17, 512, 300), entries=512),
+    "more_tokens_than_sms": Spec(tokens=133, heads=16, window_lengths=(128, 5), entry_lengths=(3, 0, 140)),
+    # Heads
+    **{f"heads_{h}": Spec(tokens=2, heads=h, entry_lengths=(130,)) for h in (1, 8, 16, 24, 32, 63, 65, 127, 128)},
+    # Sinks
+    "only_the_sink": Spec(tokens=3, window_lengths=(0,), entry_lengths=(0,), entries=128),
+    "nothing_at_all": Spec(tokens=3, window_lengths=(0,), entry_lengths=(0,), entries=128, sink=None),
+    "one_of_three_has_nothing": Spec(tokens=3, window_lengths=(128, 0, 7), entry_lengths=(64, 0, 200), sink=None),
+    "no_sink": Spec(entry_lengths=(100,), sink=None),
+    "sink_plus_inf": Spec(entry_lengths=(100,), sink=INF),
+    "sink_minus_inf": Spec(window_lengths=(3,), entry_lengths=(2,), sink=-INF),
+    "sinks_mixed": Spec(tokens=4, window_lengths=(128, 0), entry_lengths=(100, 100, 0, 0), sink="mixed"),
+    # Scores and q
+    "large_scores": Spec(entry_lengths=(300,), q_scale=300.0),
+    "large_scores_split": Spec(entry_lengths=(700,), q_scale=300.0, split_keys=128),
+    "zero_scores": Spec(entry_lengths=(300,), q_scale=0.0),
+    "q_rows_of_a_wider_tensor": Spec(entry_lengths=(64,), q_layout="wider"),
+    "q_heads_first": Spec(entry_lengths=(64,), q_layout="heads_first"),
+    "q_unaligned": Spec(entry_lengths=(64,), q_layout="unaligned"),
+    # Splits and partial results
+    **{
+        f"split_{n}": Spec(
+            tokens=8,
+            window_lengths=(128, 128, 128, 3),
+            entry_lengths=(0, 1, 128, 129, 512, 640, 1000, 1024),
+            split_keys=n,
+        )
+        for n in (128, 256, 384, 512, 1024)
+    },
+    "split_with_a_part_of_holes": Spec(entry_lengths=(512,), holes=0.99, window_lengths=(0,), split_keys=128),
+    "split_of_nothing": Spec(window_lengths=(0,), entry_lengths=(0, 1, 0), entries=512, split_keys=128),
+    "split_128_heads": Spec(heads=128, entry_lengths=(1024, 640, 2), split_keys=256),
+    "split_8_heads": Spec(tokens=5, heads=8, entry_lengths=(1024, 640, 2), split_keys=128, sink="mixed"),
+    "partial": Spec(entry_lengths=(200, 0), sink=None, normalised=False),
+    "partial_split": Spec(
+        window_lengths=(128, 0), entry_lengths=(900, 0, 1), sink=None, normalised=False, split_keys=256
+    ),
+}
+CASES: dict[str, Spec] = {
+    f"{name}-{'fp8' if fp8 else 'bf16'}": replace(spec, fp8=fp8)
+    for name, spec in _BOTH_FORMATS.items()
+    for fp8 in (True, False)
+} | {"scales_at_the_extremes-fp8": Spec(window_lengths=(20,), entry_lengths=(40, 3, 0), scales="extreme")}
+"""By name. Small enough for a CPU; `csa_1024`, `hca_1m` and `more_tokens_than_sms` are the long ones."""
+
+
+@dataclass
+class Case:
+    """Arguments of one call, and which rows each token reads."""
+
+    spec: Spec
+    q: Tensor  # [T, H, 512] bf16
+    window: KVRows
+    window_rows: Tensor  # [T, W] int32
+    entries: KVRows | None
+    entry_arguments: dict[str, Tensor | int]
+    """entry_rows and visible, or page_table, entries_per_page, token_to_request and visible."""
+    sink: Tensor | None
+    read_entries: Tensor | None  # [T, n] int64: the entries that a token reads, -1 none
+    scale: float = ROW_DIM**-0.5
+    options: dict[str, object] = field(default_factory=dict)
+
+    def arguments(self) -> dict[str, object]:
+        """Of `sparse_attention`."""
+        return {
+            "q": self.q,
+            "window": self.window,
+            "window_rows": self.window_rows,
+            "entries": self.entries,
+            **self.entry_arguments,
+            "sink": self.sink,
+            "scale": self.scale,
+            "normalised": self.spec.normalised,
+            "split_keys": self.spec.split_keys,
+            **self.options,
+        }
+
+    def run(self, **overrides: object) -> tuple[Tensor, Tensor]:
+        """(out, lse) of the public function."""
+        return sparse_attention(**{**self.arguments(), "return_lse": True, **overrides})
+
+    def take(self, tokens: list[int]) -> Case:
+        """The same for these tokens only, in this order; a token may come several times."""
+        index = torch.tensor(tokens, device=self.q.device)
+        by_token = {
+            name: value[index] if name in ("entry_rows", "visible", "token_to_request") else value
+            for name, value in self.entry_arguments.items()
+        }
+        return replace(
+            self,
+            q=self.q[index],
+            window_rows=self.window_rows[index],
+            entry_arguments=by_token,
+            read_entries=None if self.read_entries is None else self.read_entries[index],
+        )
+
+
+def build(spec: Spec, device: str | torch.device = "cpu", seed: int = 0) -> Case:
+    """The tensors of a case."""
+    generator = torch.Generator().manual_seed(seed)
+    T, H = spec.tokens, spec.heads
+    lengths = _by_token(spec.window_lengths, T)
+    live = torch.arange(spec.window) >= spec.window - lengths[:, None]
+    window_rows, window_slots = _random_rows(live, spec, generator)
+    read, entry_arguments, entry_slots = None, {}, 0
+    if spec.entry_lengths:
+        visible = _by_token(spec.entry_lengths, T)
+        width = max(spec.entries, max(spec.entry_lengths))
+        readable = torch.arange(width) < visible[:, None]
+        if spec.dense:
+            read, entry_arguments, entry_slots = _dense(spec, visible, readable, generator)
+        else:
+            read, entry_slots = _random_rows(readable, spec, generator)
+            listed = read.clone()
+            if spec.visible:
+                listed[~readable] = torch.where(
+                    torch.arange(int((~readable).sum())) % 2 == 0, NONSENSE, entry_slots - 1
+                )
+                entry_arguments["visible"] = visible.int()
+            entry_arguments["entry_rows"] = listed.int()
+    case = Case(
+        spec=spec,
+        q=_q(spec, torch.randn(T, H, ROW_DIM, generator=generator)).to(device),
+        window=_table(window_slots, window_rows, spec, generator, device),
+        window_rows=window_rows.int().to(device),
+        entries=_table(entry_slots, read, spec, generator, device) if spec.entry_lengths else None,
+        entry_arguments={k: v.to(device) if isinstance(v, Tensor) else v for k, v in entry_arguments.items()},
+        sink=_sink(spec, generator, device),
+        read_entries=None if read is None else read.to(device),
+    )
+    case.q = _with_layout(case.q, spec.q_layout)
+    return case
+
+
+def _by_token(lengths: tuple[int, ...], tokens: int) -> Tensor:
+    return torch.tensor([lengths[t % len(lengths)] for t in range(tokens)])
+
+
+def _random_rows(live: Tensor, spec: Spec, generator: torch.Generator) -> tuple[Tensor, int]:
+    """Rows in any order where `live` [T, n] says so, else -1; and the rows of their table, the last one unnamed."""
+    num_rows = 2 * live.numel() + 65
+    if spec.repeats:
+        rows = torch.randint(0, 5, live.shape, generator=generator) * 7
+    else:
+        rows = torch.randperm(num_rows - 1, generator=generator)[: live.numel()].view(live.shape)
+    rows[~live | (torch.rand(live.shape, generator=generator) < spec.holes)] = -1
+    return rows, num_rows
+
+
+def _dense(
+    spec: Spec, visible: Tensor, readable: Tensor, generator: torch.Generator
+) -> tuple[Tensor, dict[str, Tensor | int], int]:
+    per_page, width = spec.entries_per_page, readable.shape[1]
+    request = torch.arange(spec.tokens) // spec.tokens_per_request
+    shape = (int(request[-1]) + 1, -(-width // per_page) + 2)
+    pages = torch.randperm(2 * shape[0] * shape[1], generator=generator)[: shape[0] * shape[1]].view(shape)
+    entry = torch.arange(width)
+    rows = pages[request][:, entry // per_page] * per_page + entry % per_page
+    longest = torch.zeros(shape[0], dtype=torch.int64).scatter_reduce(0, request, visible, "amax")
+    unused = torch.arange(shape[1]) >= -(-longest[:, None] // per_page)
+    arguments = {
+        "page_table": pages.masked_fill(unused, NONSENSE).int(),
+        "entries_per_page": per_page,
+        "token_to_request": request.int(),
+        "visible": visible.int(),
+    }
+    return rows.masked_fill(~readable, -1), arguments, 2 * shape[0] * shape[1] * per_page
+
+
+def _table(num_rows: int, read: Tensor, spec: Spec, generator: torch.Generator, device: str | torch.device) -> KVRows:
+    """Random where `read` names a row, NaN elsewhere."""
+    format = RowFormat.FP8 if spec.fp8 else RowFormat.PLAIN
+    rows = KVRows.allocate(num_rows, format, ROW_DIM, 64, torch.bfloat16, "cpu", float("nan"))
+    named = read[read >= 0].unique()
+    rows.scatter(named, torch.randn(len(named), ROW_DIM, generator=generator).bfloat16())
+    if spec.scales == "extreme":
+        _set_extreme_scales(rows, named, generator)
+    return replace(rows, storage=rows.storage.to(device))
+
+
+def _set_extreme_scales(rows: KVRows, named: Tensor, generator: torch.Generator) -> None:
+    """Codes times scales that bf16 holds exactly, far from its limits: small codes under large scales."""
+    data, scales = rows._split_pages()
+    page, place = named // 64, named % 64
+    signs = torch.randint(0, 2, (len(named), NOPE_DIM), generator=generator) * 128
+    steps = torch.randint(1, 8, (len(named), NOPE_DIM), generator=generator)  # subnormal codes: multiples of 2**-9
+    small_scale = torch.arange(NOPE_DIM) // SCALE_GROUP < 3
+    normal = (9 << 3) + steps  # 4 * (1 + step / 8)
+    data[page, place, :NOPE_DIM] = (torch.where(small_scale, normal, steps) + signs).to(torch.uint8)
+    scales[page, place] = torch.tensor([*EXTREME_SCALES, 0xFF], dtype=torch.uint8)
+
+
+def _q(spec: Spec, q: Tensor) -> Tensor:
+    if spec.scales == "extreme":  # scores of the order of one from every group
+        for group, byte in enumerate(EXTREME_SCALES):
+            typical = 2.0 ** (byte - 127) * (6.0 if group < 3 else 2.0**-7)
+            q[..., group * SCALE_GROUP : (group + 1) * SCALE_GROUP] /= typical
+    return (q * spec.q_scale).bfloat16()
+
+
+def _with_layout(q: Tensor, layout: str) -> Tensor:
+    """The same values with other strides; what lies between them is NaN."""
+    T, H, D = q.shape
+    if layout == "contiguous":
+        return q
+    wide = torch.full((T, H, 3 * D + 24), float("nan"), dtype=q.dtype, device=q.device)
+    if layout == "heads_first":
+        return q.transpose(0, 1).contiguous().transpose(0, 1)
+    begin = {"wider": D + 8, "unaligned": D + 3}[layout]
+    view = wide[..., begin : begin + D]
+    view.copy_(q)
+    return view
+
+
+def _sink(spec: Spec, generator: torch.Generator, device: str | torch.device) -> Tensor | None:
+    if spec.sink is None:
+        return None
+    keys = max(spec.window_lengths) + max(spec.entry_lengths, default=0)
+    sink = torch.randn(spec.heads, generator=generator) + math.log(keys + 1)
+    if spec.sink == "mixed":
+        values = torch.tensor([0.3, INF, -INF, 1e4, -1e4, 80.0, -80.0, 0.0])
+        sink = values[torch.arange(spec.heads) % len(values)]
+    elif spec.sink != "random":
+        sink.fill_(spec.sink)
+    return sink.to(device)
+
+
+# ---- how exact
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a result is held against, [T, H, ...] in fp64."""
+
+    out: Tensor
+    lse: Tensor
+    bf16_out: Tensor
+    """The same computation in bf16 PyTorch: bf16 operands, fp32 sums, weights (and a normalised output) rounded."""
+    fp32_lse: Tensor
+
+
+def reference(case: Case) -> Reference:
+    """In fp64, and as PyTorch computes it with bf16 operands."""
+    results = [_attend(case, token) for token in range(case.q.shape[0])]
+    out, lse, bf16_out, fp32_lse = (torch.stack(parts).double() for parts in zip(*results, strict=True))
+    return Reference(out, lse, bf16_out, fp32_lse)
+
+
+def _keys(case: Case, token: int) -> Tensor:
+    """[n, 512] of the rows that a token reads."""
+    parts = []
+    for table, rows in ((case.window, case.window_rows), (case.entries, case.read_entries)):
+        if table is not None:
+            named = rows[token]
+            parts.append(table.gather(named[named >= 0]).float())
+    return torch.cat(parts)
+
+
+def _attend(case: Case, token: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    keys, q, scale = _keys(case, token), case.q[token], case.scale
+    sink = torch.full(q.shape[:1], -INF, device=q.device) if case.sink is None else case.sink
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        s = q.to(dtype) @ keys.to(dtype).T * scale
+        lse = s.logsumexp(1) if len(keys) else torch.full_like(sink, -INF, dtype=dtype)
+        if dtype == torch.float64:
+            total = torch.logaddexp(lse, sink.double())
+            total = torch.where(total == -INF, 0.0, total)  # nothing at all: no key, so nothing to weigh
+            out = torch.exp(s - total[:, None]) @ keys.to(dtype)
+        else:
+            largest = s.amax(1) if len(keys) else torch.zeros_like(sink)
+            weight = torch.exp(s - largest[:, None])
+            total = weight.sum(1) + torch.exp(sink - largest)
+            out = weight.bfloat16().float() @ keys / torch.where(total == 0, 1.0, total)[:, None]
+            out = out.bfloat16() if case.spec.normalised else out
+        results += [out, lse]
+    return tuple(results)
+
+
+OUT_FLOOR = 2.0**-9
+"""Of the largest value of a token's channel group: half a bf16 ulp."""
+PARTIAL_FLOOR = 2.0**-18
+LSE_FLOOR = 2.0**-18
+"""Of max(1, |lse|): scores and exponentials in base two, in fp32."""
+
+
+def check(case: Case, result: tuple[Tensor, Tensor], expected: Reference | None = None) -> None:
+    """Raises AssertionError unless the error of every token is within twice that of bf16 PyTorch, plus a floor.
+
+    Errors are compared by channel group (64 channels, all heads), since groups may differ by their scale. The
+    log-sum-exp is held against fp32 in the same way. Where there is nothing to read, zero and -inf are exact.
+    """
+    out, lse = result
+    assert out.shape == case.q.shape and out.dtype == (torch.bfloat16 if case.spec.normalised else torch.float32)
+    assert lse.shape == out.shape[:2] and lse.dtype == torch.float32
+    expected = reference(case) if expected is None else expected
+    error, plain, largest = (
+        x.abs().unflatten(2, (-1, SCALE_GROUP)).amax((1, 3))  # [T, groups]
+        for x in (out.double() - expected.out, expected.bf16_out - expected.out, expected.out)
+    )
+    floor = (OUT_FLOOR if case.spec.normalised else PARTIAL_FLOOR) * largest
+    wrong = ~(error <= 2 * plain + floor)  # NaN is wrong
+    if wrong.any():
+        token, group = wrong.nonzero()[0].tolist()
+        raise AssertionError(
+            f"out of token {token}, channels from {group * SCALE_GROUP}: error {error[token, group]:.3g} > twice bf16 "
+            f"PyTorch's {plain[token, group]:.3g} + floor {floor[token, group]:.3g} (largest value "
+            f"{largest[token, group]:.3g}); {int(wrong.any(1).sum())} of {len(wrong)} tokens are wrong"
+        )
+    empty = expected.lse == -INF
+    assert torch.equal(lse == -INF, empty), "lse must be -inf exactly where a token reads nothing"
+    assert not out[empty].any(), "out must be zero where a token reads nothing"
+    lse_error, fp32_error = (x[~empty].abs() for x in (lse - expected.lse, expected.fp32_lse - expected.lse))
+    if lse_error.numel():
+        bound = 2 * fp32_error.max() + LSE_FLOOR * expected.lse[~empty].abs().clamp(min=1)
+        assert (lse_error <= bound).all(), f"lse error {lse_error.max():.3g} > {bound.min():.3g}"
+
+
+def relative_error(out: Tensor, exact: Tensor) -> float:
+    """|out - exact| / |exact| in the Frobenius norm."""
+    return float((out.double() - exact).norm() / exact.norm())

@@ -1,0 +1,297 @@
+"""The attention kernel of this GPU (`sm90` or `sm100`, forced by name) over the hard cases of attention_cases.py.
+
+Besides the values: the same bits whatever batch a token is in, on every repetition, on two streams at once and out of a
+CUDA graph; nothing written outside the output; no allocation and no waiting for the device when `out` is given.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ops.attention_cases import CASES, Case, Spec, build, check, reference
+from torch import Tensor
+
+from dsv4_kernels import compile_cache, registry
+from dsv4_kernels.sparse_attention import merge_partials, sparse_attention
+
+pytestmark = pytest.mark.gpu
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def kernel() -> str:
+    """Name of the kernel that serves this GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU: torch sees none")
+    name = registry.chosen("sparse_attention", torch.device("cuda"), torch.bfloat16).name
+    if name == "ref":
+        pytest.skip(f"no attention kernel for {torch.cuda.get_device_name()}")
+    return name
+
+
+@pytest.fixture(autouse=True)
+def finished() -> Iterator[None]:
+    """An error of the device belongs to the test that caused it."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def poison(case: Case) -> None:
+    """Fills the memory that the next allocations of the results' sizes get with NaN."""
+    T, H, D = case.q.shape
+    torch.full((T, H, D), NAN, dtype=torch.bfloat16 if case.spec.normalised else torch.float32, device="cuda")
+    torch.full((T, H), NAN, device="cuda")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_case(kernel: str, name: str, seed: int) -> None:
+    case = build(CASES[name], "cuda", seed)
+    poison(case)
+    result = case.run(impl=kernel)
+    torch.cuda.synchronize()
+    check(case, result)
+
+
+@pytest.mark.parametrize("name", ["csa_512-fp8", "csa_512-bf16", "split_256-fp8", "odd_batch-fp8"])
+def test_without_log_sum_exp(kernel: str, name: str) -> None:
+    case = build(CASES[name], "cuda")
+    alone = case.run(impl=kernel, return_lse=False)
+    assert same_bits(alone, case.run(impl=kernel)[0])
+
+
+@pytest.mark.parametrize("heads", [1, 8, 63, 64, 65, 127, 128])
+@pytest.mark.parametrize("split_keys", [None, 128], ids=["one_part", "split"])
+def test_nothing_is_written_beside_the_output(kernel: str, heads: int, split_keys: int | None) -> None:
+    """The output is a stretch of a larger tensor, the rest of which stays as it was."""
+    case = build(Spec(tokens=3, heads=heads, entry_lengths=(300, 0, 5), split_keys=split_keys), "cuda")
+    around = torch.full((5, heads + 4, 528), -7.0, dtype=torch.bfloat16, device="cuda")
+    out = around[1:4, 2 : heads + 2, 8:520]
+    returned, lse = case.run(impl=kernel, out=out)
+    assert returned is out
+    check(case, (out.clone(), lse))
+    out.fill_(-7.0)
+    assert (around == -7.0).all()
+
+
+@pytest.mark.parametrize("name", ["csa_512-fp8", "hca_1m-fp8", "holes-bf16"])
+def test_a_split_by_hand_and_its_merge(kernel: str, name: str) -> None:
+    """Window and entries as two partial results, merged with the sink."""
+    case = build(CASES[name], "cuda")
+    no_window = case.window_rows[:, :0]
+    options = {"scale": case.scale, "normalised": False, "impl": kernel}
+    window = sparse_attention(case.q, case.window, case.window_rows, **options)
+    entries = sparse_attention(case.q, case.window, no_window, case.entries, **case.entry_arguments, **options)
+    out, lse = merge_partials([window[0], entries[0]], [window[1], entries[1]], case.sink)
+    check(case, (out.bfloat16(), lse))
+
+
+def test_a_request_as_served(kernel: str) -> None:
+    """V4-Flash at 128K of context and batch 67: CSA with the list that top-k gives, every length another."""
+    lengths = tuple(512 if t % 3 else 37 * t % 512 for t in range(67))
+    case = build(Spec(tokens=67, entries=512, entry_lengths=lengths, split_keys=512), "cuda")
+    poison(case)
+    check(case, case.run(impl=kernel))
+
+
+# ---- bits
+
+INVARIANT = (
+    *("csa_512-fp8", "csa_512-bf16", "lengths_of_both-fp8", "hca_32k-fp8", "odd_batch-fp8", "speculation-bf16"),
+    *("split_128-fp8", "split_512-fp8", "split_128_heads-bf16", "split_8_heads-fp8", "partial_split-fp8", "holes-fp8"),
+)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 16, 64, 131, 132, 133, 257])
+@pytest.mark.parametrize("name", INVARIANT)
+def test_a_token_has_the_same_bits_in_any_batch(kernel: str, name: str, batch: int) -> None:
+    """In another order, at every place, with others beside it."""
+    case = build(CASES[name], "cuda")
+    out, lse = case.run(impl=kernel)
+    order = torch.randint(0, case.spec.tokens, (batch,), generator=torch.Generator().manual_seed(batch)).tolist()
+    other_out, other_lse = case.take(order).run(impl=kernel)
+    assert same_bits(other_out, out[order]) and same_bits(other_lse, lse[order])
+
+
+@pytest.mark.parametrize("split_keys", [None, 128, 512])
+def test_the_width_of_lists_and_tables_is_not_seen(kernel: str, split_keys: int | None) -> None:
+    """What counts is `visible`: the batch's longest context widens the page table of all."""
+    listed = build(Spec(entry_lengths=(500, 3, 130), split_keys=split_keys), "cuda")
+    rows = listed.entry_arguments["entry_rows"]
+    wider = torch.nn.functional.pad(rows, (0, 524), value=2**31 - 1)
+    assert same_bits(listed.run(impl=kernel, entry_rows=wider)[0], listed.run(impl=kernel)[0])
+    dense = build(Spec(entry_lengths=(500, 3, 130), dense=True, split_keys=split_keys), "cuda")
+    table = torch.nn.functional.pad(dense.entry_arguments["page_table"], (0, 4001), value=2**31 - 1)
+    assert same_bits(dense.run(impl=kernel, page_table=table)[0], dense.run(impl=kernel)[0])
+
+
+@pytest.mark.parametrize("name", INVARIANT)
+def test_every_repetition_has_the_same_bits(kernel: str, name: str) -> None:
+    case = build(CASES[name], "cuda").take(list(range(CASES[name].tokens)) * 20)
+    first = case.run(impl=kernel)
+    results = [case.run(impl=kernel) for _ in range(30)]
+    for result in results:
+        assert all(same_bits(a, b) for a, b in zip(first, result, strict=True))
+
+
+def test_two_streams_do_not_meet(kernel: str) -> None:
+    """Launches that run at the same time share no scratch memory."""
+    cases = [build(CASES["split_128-fp8"], "cuda", seed).take(list(range(8)) * 12) for seed in (0, 1)]
+    expected = [case.run(impl=kernel) for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    results: list[list] = [[], []]
+    for _ in range(40):
+        for i, case in enumerate(cases):
+            with torch.cuda.stream(streams[i]):
+                results[i].append(case.run(impl=kernel))
+    torch.cuda.synchronize()
+    for i, (out, lse) in enumerate(expected):
+        assert all(same_bits(out, o) and same_bits(lse, s) for o, s in results[i])
+
+
+# ---- CUDA graphs, allocation, waiting
+
+
+def inputs(case: Case) -> list[Tensor]:
+    """Every tensor of a case."""
+    tables = [table.storage for table in (case.window, case.entries) if table is not None]
+    lists = [case.window_rows, *(v for v in case.entry_arguments.values() if isinstance(v, Tensor))]
+    return [case.q, *tables, *lists, *([] if case.sink is None else [case.sink])]
+
+
+@pytest.mark.parametrize("name", ["csa_512-fp8", "csa_1024-bf16", "hca_32k-fp8", "split_128-fp8", "hca_1m_split-fp8"])
+def test_a_graph_replays_with_other_inputs(kernel: str, name: str) -> None:
+    """Other rows, lists and lengths in the same places; eager calls in between do not disturb it."""
+    live = build(CASES[name], "cuda")
+    spec = live.spec
+    shorter = replace(spec, entry_lengths=tuple(n // 2 for n in spec.entry_lengths), entries=max(spec.entry_lengths))
+    others = [build(spec, "cuda", 1), build(shorter, "cuda", 2), build(spec, "cuda", 3)]
+    if spec.dense:  # the table's width follows from the longest length
+        others[1] = build(spec, "cuda", 2)
+    expected = [case.run(impl=kernel) for case in others]
+    out = torch.empty_like(live.q)
+    live.run(impl=kernel, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, lse = live.run(impl=kernel, out=out)
+    for _ in range(3):
+        for case, (expected_out, expected_lse) in zip(others, expected, strict=True):
+            for to, origin in zip(inputs(live), inputs(case), strict=True):
+                to.copy_(origin)
+            out.fill_(NAN)
+            graph.replay()
+            assert same_bits(out, expected_out) and same_bits(lse, expected_lse)
+            case.run(impl=kernel)
+
+
+@pytest.mark.parametrize("name", ["csa_512-fp8", "hca_32k-fp8", "split_128-fp8", "split_8_heads-fp8"])
+def test_decode_neither_allocates_nor_waits(kernel: str, name: str) -> None:
+    case = build(CASES[name], "cuda")
+    out = torch.empty_like(case.q)
+    case.run(impl=kernel, out=out, return_lse=False)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.run(impl=kernel, out=out, return_lse=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_a_call_returns_before_the_kernel_has_run(kernel: str) -> None:
+    case = build(CASES["csa_512-fp8"], "cuda")
+    case.run(impl=kernel)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(2e9))  # about a second of clock cycles
+    done = torch.cuda.Event()
+    case.run(impl=kernel)
+    done.record()
+    assert not done.query()
+
+
+# ---- choice
+
+
+def test_the_kernel_is_taken_and_says_so(kernel: str, caplog: pytest.LogCaptureFixture) -> None:
+    case = build(CASES["keys_256-fp8"], "cuda")
+    registry._resolved.clear()
+    with caplog.at_level(logging.INFO, logger="dsv4_kernels.registry"):
+        chosen, _ = case.run()
+        named, _ = case.run(impl=kernel)
+    assert same_bits(chosen, named)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"op sparse_attention on cuda, torch.bfloat16: {kernel}",
+        f"op sparse_attention on cuda, torch.bfloat16: {kernel} (named)",
+    ]
+
+
+def test_another_generations_kernel_is_refused(kernel: str) -> None:
+    case = build(CASES["keys_256-fp8"], "cuda")
+    other = {"sm90": "sm100", "sm100": "sm90"}[kernel]
+    with pytest.raises(NotImplementedError, match=f"'{other}' of op 'sparse_attention' does not support device 'cuda'"):
+        case.run(impl=other)
+    for device in ("cpu", "meta"):
+        with pytest.raises(NotImplementedError, match=f"does not support device '{device}'"):
+            registry.select("sparse_attention", torch.device(device), torch.bfloat16, kernel)
+
+
+def test_fp32_queries_and_mixed_formats_are_refused(kernel: str) -> None:
+    case = build(CASES["keys_256-fp8"], "cuda")
+    with pytest.raises(NotImplementedError, match=r"does not support device .cuda. with dtype torch\.float32"):
+        replace(case, q=case.q.float()).run(impl=kernel)
+    plain = build(CASES["keys_256-bf16"], "cuda")
+    with pytest.raises(NotImplementedError, match="window rows plain, entries fp8"):
+        replace(case, window=plain.window).run()
+
+
+def test_the_reference_agrees_on_the_gpu(kernel: str) -> None:
+    """What the kernels are held against elsewhere (the CPU, the emulator) is the same definition."""
+    case = build(CASES["csa_512-fp8"], "cuda")
+    check(case, case.run(impl="ref"), reference(case))
+
+
+# ---- compiled kernels on disk
+
+PROGRAM = """
+import sys; sys.path.insert(0, sys.argv[1])
+import hashlib, torch
+from ops.attention_cases import CASES, build
+from dsv4_kernels import compile_cache
+out, lse = build(CASES["split_128-fp8"], "cuda").run(impl=sys.argv[2])
+bits = hashlib.sha256(out.cpu().view(torch.int16).numpy().tobytes() + lse.cpu().numpy().tobytes()).hexdigest()
+origins = compile_cache.origins()
+print(bits, *sorted({origin.source for origin in origins}), round(sum(origin.seconds for origin in origins), 2))
+"""
+
+
+def test_a_loaded_kernel_computes_what_the_compiled_one_does(kernel: str, tmp_path: Path) -> None:
+    environment = {**os.environ, compile_cache.FOLDER_VARIABLE: str(tmp_path)}
+    command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parents[1]), kernel]
+    answers = []
+    for _ in range(2):
+        answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert answer.returncode == 0, answer.stderr[-2000:]
+        answers.append(answer.stdout.split()[-3:])
+    (first_bits, first, first_seconds), (second_bits, second, second_seconds) = answers
+    assert (first, second) == ("compiled", "disk") and first_bits == second_bits
+    assert float(second_seconds) < float(first_seconds)
