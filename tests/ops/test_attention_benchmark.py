@@ -1,0 +1,208 @@
+"""The attention benchmark on a CPU, with the reference in the kernel's place: its inputs, floors and arithmetic."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from attention_inputs import (
+    CONTEXTS,
+    WINDOW,
+    Case,
+    Inputs,
+    Pools,
+    all_cases,
+    build,
+    checked_tokens,
+    exact,
+    number_of_sets,
+    quick_cases,
+)
+from bench_sparse_attention import (
+    Ceilings,
+    Options,
+    _flashmla_table,
+    geometric_mean,
+    line,
+    one_list,
+    padded,
+    plot,
+    run,
+    summary,
+)
+
+from dsv4_kernels.kv_layout import ROW_BYTES, KVRows, RowFormat
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def pools() -> Pools:
+    return Pools(CPU, entry_bytes=12 * MIB, query_bytes=8 * MIB)
+
+
+DECODE = [Case(False, kind, 4096, 3, 5) for kind in ("swa", "csa512", "csa1024", "hca")]
+PREFILL = [Case(True, kind, 4096, 2, 70, fp8) for kind in ("swa", "csa512", "hca") for fp8 in (True, False)]
+
+
+def test_a_run_from_end_to_end() -> None:
+    """Every kind of case agrees with fp64, as the run itself checks: a wrong list, offset or page table would show."""
+    shown: list[str] = []
+    result = run(DECODE + PREFILL, Options("ref", 512, CPU, 0.0, ()), 12 * MIB, 8 * MIB, shown.append)
+    assert [row["name"] for row in result["cases"]] == [case.name for case in DECODE + PREFILL]
+    assert not result["wrong"] and len(shown) == 2 + len(result["cases"])
+    for row in result["cases"]:
+        assert row["rel_err"] < 3e-3 and row["ours_us"] > 0 and row["floor_us"] > 0 and row["flashmla_us"] is None
+    json.dumps(result)
+
+
+@pytest.mark.parametrize("case", DECODE + PREFILL, ids=lambda case: case.name)
+def test_inputs_are_what_a_server_would_have(pools: Pools, case: Case) -> None:
+    first, second = build(case, pools, 2)
+    assert first.q.shape == (case.tokens, case.heads, 512) and not torch.equal(first.q, second.q)
+    for inputs in (first, second):
+        assert inputs.window_rows.shape == (case.tokens, WINDOW) and (inputs.window_rows >= 0).all()
+        assert int(inputs.window_rows.max()) < inputs.window.num_rows
+        if case.ratio:
+            rows, visible = inputs.entry_list, inputs.visible
+            assert int(rows.max()) < inputs.entries.num_rows and rows.shape[1] == int(visible.max())
+            for token in range(case.tokens):
+                named = rows[token][rows[token] >= 0]
+                assert len(named.unique()) == len(named) == int(visible[token])
+        if case.kind == "hca":
+            entry = int(inputs.visible[-1]) - 1
+            page = inputs.page_table[inputs.token_to_request[-1], entry // 2]
+            assert int(page) * 2 + entry % 2 == int(inputs.entry_list[-1, entry])
+    if not case.prefill:
+        assert not set(first.window_rows.flatten().tolist()) & set(second.window_rows.flatten().tolist())
+
+
+def test_a_chunks_window_reaches_back_over_127_rows(pools: Pools) -> None:
+    (inputs,) = build(PREFILL[0], pools, 1)
+    assert inputs.window_rows[0].tolist() == list(range(128)) and inputs.window_rows[69].tolist() == list(
+        range(69, 197)
+    )
+    (hca,) = build(Case(True, "hca", 4096, 2, 130), pools, 1)
+    assert hca.visible[0] == (4096 - 130 + 1) // 128 and hca.visible[1] == 31 and hca.visible[-1] == 32
+
+
+@pytest.mark.parametrize("case", [c for c in PREFILL if not c.fp8], ids=lambda case: case.name)
+def test_flashmla_is_given_the_same_rows_as_one_list(pools: Pools, case: Case) -> None:
+    (inputs,) = build(case, pools, 1)
+    lists, lengths, storage = one_list(inputs)
+    assert lists.shape[2] % 128 == 0 and lists.dtype == torch.int32
+    joined = KVRows(storage, RowFormat.PLAIN, len(storage), 512, 64)
+    for token in checked_tokens(inputs):
+        listed = lists[token, 0, : int(lengths[token])]
+        assert (listed >= 0).all()
+        as_window = Inputs(inputs.q, joined, lists[:, 0], *[None] * 5, inputs.sink)
+        assert torch.equal(exact(as_window, token), exact(inputs, token))
+
+
+def test_flashmla_reads_the_same_bytes(pools: Pools) -> None:
+    """Row r is page r // 64, place r % 64; within a page 64 x 576 bytes of data come before 64 x 8 of scales."""
+    table = _flashmla_table(pools.window)
+    assert table.shape[1:] == (64, 1, 584) and table.stride()[:2] == (37_440, 584)
+    page = table[2].view(torch.uint8).flatten()
+    data, scales = pools.window._split_pages()
+    assert torch.equal(page[: 64 * 576].view(64, 576), data[2])
+    assert torch.equal(page[64 * 576 :].view(64, 8), scales[2])
+
+
+def test_padding_of_lists() -> None:
+    assert padded(torch.tensor([[4, 5, 6]]), 4).tolist() == [[4, 5, 6, -1]]
+    assert padded(torch.tensor([[4, 5]]), 2).tolist() == [[4, 5]]
+
+
+def test_what_a_call_must_move_and_compute(pools: Pools) -> None:
+    """By hand: two requests of four heads that share ring and pages."""
+    (inputs,) = build(Case(False, "csa512", 4096, 4, 2), pools, 1)
+    io = 2 * 2 * 4 * 512 * 2
+    expected = (2 * (128 + 512)) * ROW_BYTES + io + 4 * 2 * (128 + 512)
+    assert inputs.bytes() == expected
+    assert inputs.flops() == 2 * 2 * 2 * 4 * 512 * (128 + 512)
+    inputs.window_rows[1] = inputs.window_rows[0]
+    assert inputs.bytes() == expected - 128 * ROW_BYTES
+    inputs.window_rows[1, 5:] = -1
+    assert inputs.flops() == 4 * 4 * 512 * (2 * 512 + 128 + 5)
+    ceilings = Ceilings(1e12, 1e12)
+    memory, compute = ceilings.bytes_per_second, ceilings.flops_per_second
+    assert ceilings.floor_us(inputs) == (1e6 * inputs.flops() / compute, "flops")
+    assert Ceilings(memory, 1e15).floor_us(inputs) == (1e6 * inputs.bytes() / memory, "bytes")
+
+
+def test_the_list_of_cases() -> None:
+    cases = all_cases()
+    names = [case.name for case in cases]
+    assert len(names) == len(set(names)) == (1 + 3 * 4) * 2 * 6 + 4 * 2 * 3 * 2
+    assert {"decode-csa512-1m-h64-b256", "decode-swa-h128-b1", "prefill-hca-32k-h128-t4096-bf16"} <= set(names)
+    quick = [case.name for case in quick_cases()]
+    assert 30 < len(quick) < 80 and set(quick) <= set(names)
+    by_name = dict(zip(names, cases, strict=True))
+    assert [by_name[f"decode-hca-{c}-h64-b1"].entries_read for c in CONTEXTS] == [32, 256, 1024, 8192]
+    assert by_name["decode-csa1024-4k-h64-b1"].entries_read == 1024 and by_name["decode-swa-h64-b1"].entries_read == 0
+
+
+@pytest.mark.parametrize("l2_mb", [50, 60, 126], ids=["h200", "h200_reported", "b200"])
+def test_sets_outgrow_the_cache_and_fit_into_memory(l2_mb: int) -> None:
+    for case in all_cases():
+        sets = number_of_sets(case, l2_mb * MIB)
+        assert 2 <= sets <= 512
+        assert 2 * sets * case.tokens * case.heads * 512 <= 1.5 * (1 << 30), case.name
+        if sets < 512:
+            rows = case.tokens * (WINDOW + case.entries_read)
+            assert sets * (rows * 1024 + 4 * case.tokens * case.heads * 512) > 2 * l2_mb * MIB
+
+
+ROWS = [
+    {"name": "decode-swa-h64-b1", "ours_us": 5.0, "flashmla_us": 10.0, "floor_us": 1.0, "bound": "bytes"},
+    {"name": "decode-csa512-32k-h64-b64", "ours_us": 40.0, "flashmla_us": 20.0, "floor_us": 30.0, "bound": "flops"},
+    {"name": "prefill-swa-h64-t128-fp8", "ours_us": 25.0, "flashmla_us": 100.0, "floor_us": 24.0, "bound": "flops"},
+    {"name": "decode-hca-1m-h64-b64", "ours_us": 50.0, "flashmla_us": None, "floor_us": 45.0, "bound": "bytes"},
+]
+for _row in ROWS:
+    _row |= {"rel_err": 2e-3, "flashmla_rel_err": None if _row["flashmla_us"] is None else 2.5e-3}
+
+
+def test_summary_by_hand() -> None:
+    found = summary(ROWS)
+    assert found["compared"] == 3 and found["slower_than_flashmla"] == 1
+    assert found["geomean_ratio"] == pytest.approx((0.5 * 2 * 0.25) ** (1 / 3), abs=1e-4)
+    assert found["geomean_ratio_decode"] == 1.0 and found["geomean_ratio_prefill"] == 0.25
+    assert found["worst_ratio"] == {"name": "decode-csa512-32k-h64-b64", "value": 2.0}
+    assert found["large_cases"] == 2
+    assert found["least_share_of_floor_of_large"] == {"name": "decode-csa512-32k-h64-b64", "value": 0.75}
+    assert found["worst_error_ratio"] == 0.8
+    assert geometric_mean([]) is None and summary([])["worst_ratio"] is None
+
+
+def test_a_line_of_the_table() -> None:
+    assert re.search(r"swa-h64-b1 +5\.0 +10\.0 +0\.50 +1\.0 +20% +bytes +2\.0e-03 +2\.5e-03$", line(ROWS[0]))
+    assert re.search(r"b64 +50\.0 +- +- +45\.0 +90% +bytes +2\.0e-03 +-$", line(ROWS[3]))
+    assert "flashmla_error: no" in line({**ROWS[3], "flashmla_error": "no"})
+
+
+def test_a_wrong_output_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_sparse_attention
+
+    original = bench_sparse_attention.sparse_attention
+    monkeypatch.setattr(bench_sparse_attention, "sparse_attention", lambda **kwargs: original(**kwargs) * 1.05)
+    result = run([DECODE[0]], Options("ref", None, CPU, 0.0, ()), 12 * MIB, 8 * MIB, lambda text: None)
+    assert not result["cases"] and "our output is off by 0.05" in result["wrong"][0]
+
+
+def test_an_opponent_that_refuses_is_noted() -> None:
+    """There is no flash_mla here."""
+    result = run([DECODE[1]], Options("ref", None, CPU, 0.0, ("flashmla",)), 12 * MIB, 8 * MIB, lambda text: None)
+    (row,) = result["cases"]
+    assert row["flashmla_us"] is None and row["flashmla_error"].startswith("ModuleNotFoundError")
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot({"gpu": "none", "cases": ROWS}, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
