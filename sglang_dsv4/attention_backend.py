@@ -25,6 +25,7 @@ from dsv4_kernels.compressor import compress
 from dsv4_kernels.indexer import index_topk
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.sparse_attention import sparse_attention
+from sglang_dsv4.attention_kernel import implementation_by_name
 from sglang_dsv4.geometry import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, SWA_RATIO, entries_per_page
 from sglang_dsv4.kv_pool import Dsv4KVPool
 from sglang_dsv4.metadata import ForwardMetadata, extend_metadata, page_table_of, uniform_metadata
@@ -76,6 +77,7 @@ class Dsv4AttentionBackend(AttentionBackend):
         self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
         self.device = torch.device(runner.device)
         self.draft_step = draft_step
+        self._attention = implementation_by_name(self.device, pool.geometry.row_dim)
         # Host copies of the lengths are read where they exist; decode needs none, so a GPU's scheduler can run ahead.
         # With speculation, which pages are full depends on what was accepted.
         saves_verified_pages = pool.geometry.draft_tokens > 0 and pool.tail_storage is not None
@@ -395,7 +397,8 @@ class Dsv4AttentionBackend(AttentionBackend):
         Args:
             q: [T, H, row_dim].
             window: what `window` returned for this layer.
-            selected: `select`'s rows on a CSA layer, None on others (HCA reads all visible entries).
+            selected: `select`'s rows on a CSA layer, the visible ones first; None on others (HCA reads all visible
+                entries).
             sink: [H] fp32.
         """
         meta, pool = self.metadata, self.token_to_kv_pool
@@ -411,9 +414,11 @@ class Dsv4AttentionBackend(AttentionBackend):
             page_table=meta.page_table if dense else None,
             entries_per_page=entries_per_page(HCA_RATIO) if dense else 0,
             token_to_request=meta.token_to_request if dense else None,
-            visible=meta.visible[HCA_RATIO] if dense else None,
+            visible=meta.visible[ratio] if ratio else None,
             sink=sink,
             scale=scale,
+            split_keys=meta.split_keys,
+            impl=self._attention,
         )
 
 

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import torch
 
-from dsv4_kernels import registry
+from dsv4_kernels import compile_cache, registry
 from dsv4_kernels.kv_layout import RowFormat
 from sglang_dsv4 import compat, shims
 from sglang_dsv4.config import Config
@@ -37,11 +37,21 @@ def installation() -> list[str]:
         f"sglang-dsv4 {compat.our_version()}, {'OFF (SGLANG_DSV4)' if shims.is_off() else 'on'}",
         f"SGLang {found}: {verdict}",
         f"torch {torch.__version__} on {torch.cuda.get_device_name() if device.type == 'cuda' else 'a CPU'}",
-        "ops:",
+        f"compiled kernels: {_kernel_folder()}",
+        "ops in bf16, taken of those that there are:",
     ]
     for op in registry.ops():
-        lines.append(f"  {op:18} {', '.join(registry.available(op))}")
+        taken = registry.chosen(op, device, torch.bfloat16)
+        graph = "" if taken.graph_safe else ", not in a CUDA graph"
+        lines.append(f"  {op:18} {taken.name:6} of {', '.join(registry.available(op))}{graph}")
     return lines
+
+
+def _kernel_folder() -> str:
+    folder = compile_cache.folder()
+    if folder is None:
+        return f"not kept on disk ({compile_cache.FOLDER_VARIABLE}=off)"
+    return f"{len(list(folder.glob('*.o')))} in {folder}"
 
 
 def plan(model: Path, tokens: int, requests: int, rows: str) -> list[str]:

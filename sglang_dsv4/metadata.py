@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import entry_rows
+from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
 from sglang_dsv4.geometry import FULL_PAGE_TOKENS, PoolGeometry, entries_per_page, overlap_groups
 
 
@@ -65,6 +66,14 @@ class ForwardMetadata:
     def num_tokens(self) -> int:
         """T, padding included."""
         return self.positions.shape[0]
+
+    @property
+    def split_keys(self) -> int | None:
+        """How attention divides a token's keys: few tokens are computed in parts side by side, a chunk's many are not.
+
+        By the kind of forward and nothing else: a token's bits must not depend on its batch.
+        """
+        return DECODE_SPLIT_KEYS if self.window_in_ring else None
 
 
 def page_table_of(req_to_token: Tensor, req_slots: Tensor, num_pages: int) -> Tensor:

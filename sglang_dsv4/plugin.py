@@ -93,7 +93,7 @@ def _resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs
     """No CUDA graphs while an operator of the forward waits for the device; kernels that don't bring them back."""
     arguments = compat.resolving_view(server_args)
     if compat.is_ours(compat.model_config_of(server_args).hf_config.architectures) and arguments.device == "cuda":
-        waiting = operators_that_wait("cuda")
+        waiting = operators_that_wait("cuda", compat.model_config_of(server_args).hf_config.head_dim)
         if waiting:
             logger.warning(
                 "sglang_dsv4: CUDA graphs are off, these operators run as references: %s", ", ".join(waiting)
@@ -104,17 +104,19 @@ def _resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs
     previous(server_args)
 
 
-def operators_that_wait(device: str) -> list[str]:
+def operators_that_wait(device: str, head_dim: int) -> list[str]:
     """The operators of a decode step whose implementation on ``device`` can't be captured in a CUDA graph."""
     import torch
 
     from dsv4_kernels import registry
+    from sglang_dsv4.attention_kernel import chosen_implementation
 
-    return [
-        operator
-        for operator in ("sparse_attention", "index_topk")
-        if not registry.chosen(operator, torch.device(device), torch.bfloat16).graph_safe
-    ]
+    on = torch.device(device)
+    chosen = {
+        "sparse_attention": chosen_implementation(on, torch.bfloat16, head_dim),
+        "index_topk": registry.chosen("index_topk", on, torch.bfloat16),
+    }
+    return [operator for operator, implementation in chosen.items() if not implementation.graph_safe]
 
 
 def _resolve_default_arguments(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
@@ -230,9 +232,15 @@ def _hook(target: str, function: Callable[..., Any], kind: str) -> None:
 
 
 def _create_attention_backend(runner: ModelRunner) -> AttentionBackend:
-    from sglang_dsv4.attention_backend import Dsv4AttentionBackend
+    from sglang.srt.runtime_context import get_parallel
 
-    return Dsv4AttentionBackend(runner)
+    from sglang_dsv4.attention_backend import Dsv4AttentionBackend
+    from sglang_dsv4.attention_kernel import compile_ahead
+
+    backend = Dsv4AttentionBackend(runner)
+    heads = runner.model_config.num_attention_heads // get_parallel().tp_size
+    compile_ahead(backend.token_to_kv_pool.geometry, heads, backend.device)
+    return backend
 
 
 def _create_draft_decode_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> tuple[str, Any]:

@@ -18,10 +18,18 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_installation_names_versions_and_implementations() -> None:
-    text = "\n".join(doctor.installation())
-    assert "SGLang 0.5.23: the tested version" in text
-    assert any(line.split() == ["sparse_attention", "ref"] for line in text.splitlines())
+def test_installation_names_versions_and_implementations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4_KERNEL_CACHE", str(tmp_path))
+    (tmp_path / "kernel.o").touch()
+    lines = doctor.installation()
+    assert any("SGLang 0.5.23: the tested version" in line for line in lines)
+    assert f"compiled kernels: 1 in {tmp_path}" in lines
+    found = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line.startswith("  ")}
+    assert found["sparse_attention"] == "ref of sm90, sm100, ref, not in a CUDA graph"
+    assert found["linear"] == "tiled of tiled, ref, not in a CUDA graph"
+    assert found["rms_norm"] == "ref of ref"
+    monkeypatch.setenv("DSV4_KERNEL_CACHE", "off")
+    assert "compiled kernels: not kept on disk (DSV4_KERNEL_CACHE=off)" in doctor.installation()
 
 
 @pytest.mark.parametrize("rows", ["fp8", "plain"])

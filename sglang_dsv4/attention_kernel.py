@@ -1,0 +1,110 @@
+"""Which implementation of the attention serves a model on a device, and its compilation before the first request.
+
+The registry decides by device and dtype. What it cannot see is the head_dim: the GPU kernels are written for 512, which
+every released model has; a model of another one (a small random one) is served by the reference, and the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from dsv4_kernels import compile_cache, registry
+from dsv4_kernels.kv_layout import ROW_DIM, KVRows
+from dsv4_kernels.sparse_attention import sparse_attention
+from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
+from sglang_dsv4.geometry import CSA_RATIO, HCA_RATIO, SWA_RATIO, PoolGeometry, entries_per_page
+
+logger = logging.getLogger(__name__)
+
+WIDE = 2 * DECODE_SPLIT_KEYS
+"""Slots of a list, or columns of a page table."""
+KIND_OF_RATIO = {SWA_RATIO: "window", CSA_RATIO: "CSA", HCA_RATIO: "HCA"}
+
+
+def implementation_by_name(device: torch.device, head_dim: int) -> str | None:
+    """The `impl` to call the attention with: None leaves the choice to the registry."""
+    return "ref" if device.type == "cuda" and head_dim != ROW_DIM else None
+
+
+def chosen_implementation(device: torch.device, dtype: torch.dtype, head_dim: int) -> registry.Implementation:
+    """What will compute the attention of a model with this head_dim."""
+    return registry.chosen("sparse_attention", device, dtype, implementation_by_name(device, head_dim))
+
+
+def compile_ahead(geometry: PoolGeometry, heads: int, device: torch.device) -> None:
+    """Call the attention once for every kind of layer, in decode and in prefill, on rows of zeros.
+
+    So the first request does not wait for a compiler, and a kernel that does not run here stops the server at once.
+    Kernels that are on disk already take milliseconds. With the reference there is nothing to do.
+
+    Args:
+        geometry: of the pools; says which kinds of layers there are and how rows are stored.
+        heads: of this rank.
+    """
+    chosen = chosen_implementation(device, geometry.dtype, geometry.row_dim)
+    if chosen.name == "ref":
+        if implementation_by_name(device, geometry.row_dim):
+            logger.warning(
+                "attention by the reference, slowly: the kernels are for head_dim %d, this model has %d",
+                ROW_DIM,
+                geometry.row_dim,
+            )
+        return
+    todo = [(ratio, split) for ratio in sorted(set(geometry.ratios)) for split in (DECODE_SPLIT_KEYS, None)]
+    begin, known = time.perf_counter(), len(compile_cache.origins())
+    for done, (ratio, split_keys) in enumerate(todo, 1):
+        what = f"{KIND_OF_RATIO[ratio]}, {'prefill' if split_keys is None else 'decode'}"
+        _call_once(geometry, heads, device, ratio, split_keys)
+        logger.info(
+            "attention kernel %s: %d of %d ready (%s), %.1f s", chosen.name, done, len(todo), what, _since(begin)
+        )
+    made = compile_cache.origins()[known:]
+    compiled = sum(origin.source == "compiled" for origin in made)
+    logger.info(
+        "attention kernel %s is ready after %.1f s: %d compiled, %d from disk",
+        chosen.name,
+        _since(begin),
+        compiled,
+        len(made) - compiled,
+    )
+
+
+def _since(begin: float) -> float:
+    return time.perf_counter() - begin
+
+
+def _call_once(geometry: PoolGeometry, heads: int, device: torch.device, ratio: int, split_keys: int | None) -> None:
+    """One token that reads one window row, and one entry if there are entries.
+
+    Lists and tables are as wide as in decode, where the width tells a kernel that a token may have several parts.
+    """
+
+    def int32(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    rows = KVRows.allocate(64, geometry.row_format, geometry.row_dim, geometry.rope_dim, geometry.dtype, device, 0.0)
+    arguments: dict[str, object] = {}
+    if ratio:
+        arguments = {"entries": rows, "visible": int32(1)}
+    if ratio == CSA_RATIO:
+        arguments["entry_rows"] = torch.zeros(1, WIDE, dtype=torch.int32, device=device)
+    elif ratio == HCA_RATIO:
+        table = torch.zeros(1, WIDE, dtype=torch.int32, device=device)
+        arguments |= {"page_table": table, "token_to_request": int32(0)}
+        arguments["entries_per_page"] = entries_per_page(HCA_RATIO)
+    out = sparse_attention(
+        torch.zeros(1, heads, geometry.row_dim, dtype=geometry.dtype, device=device),
+        rows,
+        torch.full((1, geometry.window_tokens), -1, dtype=torch.int32, device=device).index_fill_(
+            1, int32(0).long(), 0
+        ),
+        sink=torch.zeros(heads, device=device),
+        scale=1.0,
+        split_keys=split_keys,
+        **arguments,
+    )
+    if out.any():
+        raise RuntimeError(f"the attention of zeros ({KIND_OF_RATIO[ratio]}, split_keys {split_keys}) is not zero")

@@ -1,0 +1,113 @@
+"""Which attention a model gets, how the backend calls it, and its compilation ahead; the kernel is a stand-in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cache.harness import TOP_K, Engine, Sequences
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from dsv4_kernels import registry
+from dsv4_kernels.kv_layout import RowFormat
+from dsv4_kernels.sparse_attention.problem import Problem
+from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
+from sglang_dsv4 import attention_backend, attention_kernel
+from sglang_dsv4.geometry import CSA_RATIO, HCA_RATIO, SWA_RATIO, PoolGeometry
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LAYERS = (SWA_RATIO, CSA_RATIO, HCA_RATIO, CSA_RATIO)
+
+calls: list[Problem] = []
+answer = 0.0
+
+
+def stand_in(*arguments: object, **options: object) -> torch.Tensor:
+    problem = Problem.of(*arguments, **options)
+    calls.append(problem)
+    return problem.out.fill_(answer)
+
+
+@pytest.fixture
+def kernel() -> Iterator[list[Problem]]:
+    """A "kernel" for the CPU in bf16."""
+    calls.clear()
+    registry.register(
+        "sparse_attention", "stand_in", f"{__name__}:stand_in", lambda d, t: t == torch.bfloat16, 100, graph_safe=True
+    )
+    yield calls
+    registry.unregister("sparse_attention", "stand_in")
+
+
+def geometry(row_dim: int = 512, format: RowFormat = RowFormat.FP8) -> PoolGeometry:
+    return PoolGeometry(ratios=LAYERS, row_dim=row_dim, row_format=format, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("format", [RowFormat.FP8, RowFormat.PLAIN], ids=lambda format: format.value)
+def test_every_kind_of_layer_is_called_in_decode_and_prefill(
+    kernel: list[Problem], format: RowFormat, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger=attention_kernel.__name__):
+        attention_kernel.compile_ahead(geometry(format=format), 16, CPU)
+    assert all(problem.row_format is format and problem.num_heads == 16 for problem in kernel)
+    kinds = [(p.entry_rows is not None, p.page_table is not None, p.split_keys) for p in kernel]
+    assert kinds == [(*k, split) for k in ((0, 0), (1, 0), (0, 1)) for split in (DECODE_SPLIT_KEYS, None)]
+    assert [problem.max_parts > 1 for problem in kernel] == [False, False, True, False, True, False]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[2].startswith("attention kernel stand_in: 3 of 6 ready (CSA, decode), ") and len(messages) == 7
+    assert messages[-1].endswith("0 compiled, 0 from disk")
+
+
+def test_a_kernel_that_is_wrong_about_zeros_stops_the_server(
+    kernel: list[Problem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "answer", 1.0)
+    with pytest.raises(RuntimeError, match="attention of zeros"):
+        attention_kernel.compile_ahead(geometry(), 16, CPU)
+
+
+def test_the_reference_needs_no_compiling(caplog: pytest.LogCaptureFixture) -> None:
+    attention_kernel.compile_ahead(geometry(), 16, CPU)
+    assert not caplog.records
+
+
+def test_another_head_dim_is_served_by_the_reference_on_a_gpu(
+    kernel: list[Problem], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert attention_kernel.implementation_by_name(CUDA, 64) == "ref"
+    assert attention_kernel.implementation_by_name(CUDA, 512) is None
+    assert attention_kernel.implementation_by_name(CPU, 64) is None
+    assert attention_kernel.chosen_implementation(CUDA, torch.bfloat16, 64).name == "ref"
+    assert attention_kernel.chosen_implementation(CUDA, torch.bfloat16, 512).name == "stand_in"
+    attention_kernel.compile_ahead(geometry(64, RowFormat.PLAIN), 16, CUDA)
+    assert not kernel and "this model has 64" in caplog.text
+
+
+def test_the_backend_splits_decode_and_not_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And cuts the indexer's lists by what is visible; a verified draft is divided as decode is."""
+    seen: list[SimpleNamespace] = []
+    original = attention_backend.sparse_attention
+
+    def recorded(*arguments: object, **options: object) -> torch.Tensor:
+        seen.append(SimpleNamespace(**options))
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(attention_backend, "sparse_attention", recorded)
+    small = PoolGeometry(ratios=LAYERS, row_dim=32, rope_dim=8, index_dim=32, dtype=torch.float32, draft_tokens=4)
+    engine = Engine(small, Sequences(small, 64))
+    for mode, work in (
+        (ForwardMode.EXTEND, [(0, 30), (1, 9)]),
+        (ForwardMode.DECODE, [(0, 1), (1, 1)]),
+        (ForwardMode.TARGET_VERIFY, [(0, 4), (1, 4)]),
+    ):
+        seen.clear()
+        visible = [(engine.length.get(request, 0) + i + 1) // 4 for request, n in work for i in range(n)]
+        engine.forward(mode, work)
+        assert [call.split_keys for call in seen] == [None if mode is ForwardMode.EXTEND else DECODE_SPLIT_KEYS] * 4
+        swa, csa, hca, _ = seen
+        assert swa.visible is None and csa.visible.tolist() == visible and (hca.visible == 0).all()
+        for count, listed in zip(csa.visible.tolist(), csa.entry_rows.tolist(), strict=True):
+            assert [row >= 0 for row in listed] == [slot < count for slot in range(TOP_K)]
