@@ -91,9 +91,13 @@ def _install_default_arguments() -> None:
 
 def _resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
     """No CUDA graphs while an operator of the forward waits for the device; kernels that don't bring them back."""
+    from sglang_dsv4 import attention_comparison
+
     arguments = compat.resolving_view(server_args)
     if compat.is_ours(compat.model_config_of(server_args).hf_config.architectures) and arguments.device == "cuda":
         waiting = operators_that_wait("cuda", compat.model_config_of(server_args).hf_config.head_dim)
+        if attention_comparison.file_of_rank(0) is not None:
+            waiting.append("the attention that is compared")
         if waiting:
             logger.warning(
                 "sglang_dsv4: CUDA graphs are off, these operators run as references: %s", ", ".join(waiting)
@@ -234,12 +238,17 @@ def _hook(target: str, function: Callable[..., Any], kind: str) -> None:
 def _create_attention_backend(runner: ModelRunner) -> AttentionBackend:
     from sglang.srt.runtime_context import get_parallel
 
+    from sglang_dsv4 import attention_comparison
     from sglang_dsv4.attention_backend import Dsv4AttentionBackend
     from sglang_dsv4.attention_kernel import compile_ahead
 
-    backend = Dsv4AttentionBackend(runner)
-    heads = runner.model_config.num_attention_heads // get_parallel().tp_size
+    backend, parallel = Dsv4AttentionBackend(runner), get_parallel()
+    heads = runner.model_config.num_attention_heads // parallel.tp_size
     compile_ahead(backend.token_to_kv_pool.geometry, heads, backend.device)
+    file = attention_comparison.file_of_rank(parallel.tp_rank)
+    if file is not None and not runner.is_draft_worker:
+        logger.warning("sglang_dsv4: every attention is computed twice and compared, see %s", file)
+        attention_comparison.install(backend, runner.model, file)
     return backend
 
 

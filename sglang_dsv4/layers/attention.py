@@ -99,7 +99,10 @@ class Attention(nn.Module):
             entries = self.compressor(x, positions)
             backend.write_entries(self.layer_id, quantise_kv_row(entries, self.config, backend.kv_row_format))
         o = backend.attend(self.layer_id, q, window, selected, self.attn_sink, self.config.softmax_scale)
+        return self.project(o, positions)
 
+    def project(self, o: Tensor, positions: Tensor) -> Tensor:
+        """What was attended, `[T, local heads, head_dim]`, to the sublayer's output `[T, d]`."""
         # K and V are one row, so V carries the rotation of its own position: undo it relative to the query's.
         o = apply_rope(o, positions, self.frequencies, inverse=True)
         o = o.flatten(1).unflatten(-1, (self.num_local_groups, -1))

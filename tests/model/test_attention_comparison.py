@@ -1,0 +1,75 @@
+"""A served model whose attentions are computed twice: what is written, and that serving goes on with the kernel's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from model.served import Served
+
+from dsv4_kernels import registry
+from dsv4_kernels.sparse_attention import ref
+from sglang_dsv4 import attention_comparison
+
+ERROR = 2.0**-10
+
+
+def off_by_a_little(*arguments: object, **options: object) -> torch.Tensor:
+    return ref.sparse_attention(*arguments, **options) * (1 + ERROR)
+
+
+def test_distances_of_every_layer_and_token(serve: Callable[..., Served], tmp_path: Path) -> None:
+    """A kernel that is off by a factor: the output projection is linear, so the sublayer is off by as much."""
+    served, file = serve("flash-like"), tmp_path / "distances"
+    harness, tokens = served.harness, served.corpus[0][:40]
+    plain = harness.run(tokens, decode_from=37)
+    registry.register("sparse_attention", "off", f"{__name__}:off_by_a_little", registry.any_device, 100)
+    try:
+        kernels = harness.run(tokens, decode_from=37)
+        end = attention_comparison.install(harness.backend, harness.model, file)
+        try:
+            compared = harness.run(tokens, decode_from=37)
+        finally:
+            end()
+    finally:
+        registry.unregister("sparse_attention", "off")
+    assert torch.equal(compared, kernels) and not torch.equal(kernels, plain)
+    assert torch.equal(harness.run(tokens, decode_from=37), plain)  # nothing is left behind
+
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    layers = len(harness.model.model.layers)
+    assert [line["mode"] for line in lines] == ["prefill"] * layers + ["decode"] * 3 * layers
+    assert [line["layer"] for line in lines] == list(range(layers)) * 4
+    assert {line["kind"] for line in lines} == {"window", "CSA", "HCA"}
+    for line in lines:
+        assert len(line["attended"]) == len(line["sublayer"]) == (37 if line["mode"] == "prefill" else 1)
+        for distance in line["attended"] + line["sublayer"]:
+            assert distance == pytest.approx(ERROR, rel=1e-2)
+
+
+def test_the_plugin_installs_it(serve: Callable[..., Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the reference is compared with itself."""
+    monkeypatch.setenv(attention_comparison.FILE_VARIABLE, str(tmp_path / "distances"))
+    served = serve("flash-like", server_args={"random_seed": 7})  # not one that another test has built
+    served.harness.run(served.corpus[0][:5])
+    lines = [json.loads(line) for line in (tmp_path / "distances").read_text().splitlines()]
+    assert len(lines) == len(served.harness.model.model.layers)
+    assert all(line["attended"] == line["sublayer"] == [0.0] * 5 for line in lines)
+
+
+def test_equal_results_have_no_distance() -> None:
+    x = torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 4.0]])
+    assert attention_comparison.relative_distances(x, x) == [0.0, 0.0, 0.0]
+    assert attention_comparison.relative_distances(x + torch.tensor([[0.0], [0.0], [1.0]]), x)[2] == pytest.approx(
+        2**0.5 / 5, rel=1e-3
+    )
+
+
+def test_the_file_is_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attention_comparison.file_of_rank(0) is None
+    monkeypatch.setenv(attention_comparison.FILE_VARIABLE, "somewhere")
+    assert attention_comparison.file_of_rank(0) == Path("somewhere")
+    assert attention_comparison.file_of_rank(2) == Path("somewhere.2")
