@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -33,6 +36,7 @@ from bench_sparse_attention import (
     run,
     summary,
 )
+from torch import Tensor
 
 from dsv4_kernels.kv_layout import ROW_BYTES, KVRows, RowFormat
 
@@ -111,6 +115,75 @@ def test_flashmla_reads_the_same_bytes(pools: Pools) -> None:
     data, scales = pools.window._split_pages()
     assert torch.equal(page[: 64 * 576].view(64, 576), data[2])
     assert torch.equal(page[64 * 576 :].view(64, 8), scales[2])
+
+
+class StandIn:
+    """flash_mla as its documentation describes it, in fp64: lists of whole blocks, lengths, two tables of pages."""
+
+    calls: ClassVar[list[str]] = []
+
+    @staticmethod
+    def get_mla_metadata() -> tuple[object, None]:
+        return object(), None
+
+    @classmethod
+    def flash_mla_with_kvcache(cls, *, use_legacy: bool, **given: Any) -> tuple[Tensor, None]:
+        assert use_legacy and given["is_fp8_kvcache"] and given["block_table"] is given["cache_seqlens"] is None
+        cls.calls.append("decode")
+        out = torch.zeros(given["q"].shape, dtype=torch.bfloat16)
+        for token in range(len(out)):
+            keys = []
+            for cache, indices, length in (
+                ("k_cache", "indices", "topk_length"),
+                ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length"),
+            ):
+                if cache in given:
+                    listed = given[indices]
+                    assert listed.dtype == given[length].dtype == torch.int32 and listed.shape[2] % 64 == 0
+                    keys.append(cls.rows(given[cache], listed[token, 0, : int(given[length][token])]))
+            out[token, 0] = cls.attend(given["q"][token, 0], torch.cat(keys), given)
+        return out, None
+
+    @classmethod
+    def flash_mla_sparse_fwd(
+        cls, q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int, sink: Tensor, lengths: Tensor, **rest: Any
+    ) -> tuple[Tensor, None, None]:
+        assert rest == {"use_legacy": True} and indices.shape[2] % 128 == 0 and kv.shape[1:] == (1, 512) and d_v == 512
+        cls.calls.append("prefill")
+        given = {"softmax_scale": scale, "attn_sink": sink}
+        rows = [kv[indices[t, 0, : int(lengths[t])].long(), 0].double() for t in range(len(q))]
+        return torch.stack([cls.attend(q[t], rows[t], given) for t in range(len(q))]), None, None
+
+    @staticmethod
+    def rows(cache: Tensor, listed: Tensor) -> Tensor:
+        assert cache.dtype == torch.float8_e4m3fn and cache.stride(0) % 576 == 0 and (listed >= 0).all()
+        pages = cache.view(torch.uint8).flatten(1)
+        found = []
+        for row in listed.tolist():
+            page, place = pages[row // 64], row % 64
+            data = page[576 * place : 576 * (place + 1)]
+            exponents = page[64 * 576 + 8 * place :][:7].double() - 127
+            nope = data[:448].view(torch.float8_e4m3fn).double().view(7, 64) * 2.0 ** exponents[:, None]
+            found.append(torch.cat([nope.flatten(), data[448:].view(torch.bfloat16).double()]))
+        return torch.stack(found)
+
+    @staticmethod
+    def attend(q: Tensor, keys: Tensor, given: dict[str, Any]) -> Tensor:
+        weights = torch.exp(q.double() @ keys.T * given["softmax_scale"])
+        return (weights @ keys / (weights.sum(1) + torch.exp(given["attn_sink"].double()))[:, None]).bfloat16()
+
+
+def test_flashmla_is_called_as_it_documents_and_gets_what_we_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that follows the documentation comes to our result on every kind of case."""
+    monkeypatch.setitem(sys.modules, "flash_mla", StandIn)
+    StandIn.calls.clear()
+    cases = [replace(case, tokens=3) for case in DECODE + PREFILL]
+    result = run(cases, Options("ref", None, CPU, 0.0, ("flashmla",)), 12 * MIB, 8 * MIB, lambda text: None)
+    assert len(result["cases"]) == len(cases) and set(StandIn.calls) == {"decode", "prefill"}
+    for row in result["cases"]:
+        assert row.get("flashmla_error") is None and row["flashmla_rel_err"] < 3e-3, row
+        assert row["flashmla_us"] > 0
+    assert result["summary"]["compared"] == len(cases)
 
 
 def test_padding_of_lists() -> None:
