@@ -27,7 +27,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ FOLDER_VARIABLE = "DSV4_KERNEL_CACHE"
 _SYMBOL = "dsv4_kernel"
 """Name of the function inside an object file."""
 
-_in_memory: dict[tuple[str, str, str], Any] = {}
+_in_memory: dict[tuple[str, Hashable, str], Any] = {}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def folder() -> Path | None:
 
 
 def load_or_compile(
-    name: str, config: object, arch: str, compile: Callable[[], Any], *, tvm_ffi: bool = False
+    name: str, config: Hashable, arch: str, compile: Callable[[], Any], *, tvm_ffi: bool = False
 ) -> Callable[..., Any]:
     """The compiled function of one configuration of a kernel.
 
@@ -87,15 +87,14 @@ def load_or_compile(
     Raises:
         ValueError: `config` prints an address, so it would never be found again.
     """
-    text = repr(config)
-    if " at 0x" in text:
-        raise ValueError(
-            f"the configuration of {name} prints an address: {text}. Use a frozen dataclass of plain values"
-        )
-    key = (name, text, arch)
-    if key not in _in_memory:
-        _in_memory[key] = _from_disk_or_compiler(name, text, arch, compile, tvm_ffi)
-    return _in_memory[key]
+    key = (name, config, arch)
+    function = _in_memory.get(key)
+    if function is None:
+        text = repr(config)
+        if " at 0x" in text:
+            raise ValueError(f"the configuration of {name} prints an address: {text}. Use a frozen dataclass of values")
+        function = _in_memory[key] = _from_disk_or_compiler(name, text, arch, compile, tvm_ffi)
+    return function
 
 
 def forget() -> None:

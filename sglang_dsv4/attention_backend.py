@@ -60,6 +60,9 @@ class Dsv4AttentionBackend(AttentionBackend):
         runner: SGLang's model runner, its pools allocated.
         draft_step: for one step of a multi-step draft, its number; a step-i token stands i after the committed ones.
 
+    Attributes:
+        attention_impl: the attention's implementation by name; None leaves it to the registry.
+
     Raises:
         TypeError: the runner's pool is not ours (the plugin's hooks did not run).
     """
@@ -77,7 +80,7 @@ class Dsv4AttentionBackend(AttentionBackend):
         self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
         self.device = torch.device(runner.device)
         self.draft_step = draft_step
-        self._attention = implementation_by_name(self.device, pool.geometry.row_dim)
+        self.attention_impl = implementation_by_name(self.device, pool.geometry.row_dim)
         # Host copies of the lengths are read where they exist; decode needs none, so a GPU's scheduler can run ahead.
         # With speculation, which pages are full depends on what was accepted.
         saves_verified_pages = pool.geometry.draft_tokens > 0 and pool.tail_storage is not None
@@ -418,7 +421,7 @@ class Dsv4AttentionBackend(AttentionBackend):
             sink=sink,
             scale=scale,
             split_keys=meta.split_keys,
-            impl=self._attention,
+            impl=self.attention_impl,
         )
 
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from dsv4_kernels import registry
 from sglang_dsv4.attention_kernel import KIND_OF_RATIO
 
 if TYPE_CHECKING:
@@ -46,8 +45,11 @@ def install(backend: Dsv4AttentionBackend, model: nn.Module, file: Path) -> Call
 
     def compared(layer_id: int, *arguments: object) -> Tensor:
         out = attend(layer_id, *arguments)
-        with registry.force({"sparse_attention": "ref"}):
+        named, backend.attention_impl = backend.attention_impl, "ref"
+        try:
             results[layer_id] = out, attend(layer_id, *arguments)
+        finally:
+            backend.attention_impl = named
         return out
 
     def after(module: nn.Module, arguments: tuple[Tensor, Tensor], output: Tensor) -> None:

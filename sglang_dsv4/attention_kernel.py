@@ -2,11 +2,14 @@
 
 The registry decides by device and dtype. What it cannot see is the head_dim: the GPU kernels are written for 512, which
 every released model has; a model of another one (a small random one) is served by the reference, and the log says so.
+
+    SGLANG_DSV4_ATTENTION    an implementation by name ("ref", "sm90", "sm100") in place of the choice
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 
 import torch
@@ -19,6 +22,7 @@ from sglang_dsv4.geometry import CSA_RATIO, HCA_RATIO, SWA_RATIO, PoolGeometry, 
 
 logger = logging.getLogger(__name__)
 
+NAME_VARIABLE = "SGLANG_DSV4_ATTENTION"
 WIDE = 2 * DECODE_SPLIT_KEYS
 """Slots of a list, or columns of a page table."""
 KIND_OF_RATIO = {SWA_RATIO: "window", CSA_RATIO: "CSA", HCA_RATIO: "HCA"}
@@ -26,11 +30,18 @@ KIND_OF_RATIO = {SWA_RATIO: "window", CSA_RATIO: "CSA", HCA_RATIO: "HCA"}
 
 def implementation_by_name(device: torch.device, head_dim: int) -> str | None:
     """The `impl` to call the attention with: None leaves the choice to the registry."""
+    named = os.environ.get(NAME_VARIABLE, "").strip()
+    if named:
+        return named
     return "ref" if device.type == "cuda" and head_dim != ROW_DIM else None
 
 
 def chosen_implementation(device: torch.device, dtype: torch.dtype, head_dim: int) -> registry.Implementation:
-    """What will compute the attention of a model with this head_dim."""
+    """What will compute the attention of a model with this head_dim.
+
+    Raises:
+        KeyError, NotImplementedError: the name in the environment is none, or does not run on this device.
+    """
     return registry.chosen("sparse_attention", device, dtype, implementation_by_name(device, head_dim))
 
 
@@ -46,7 +57,7 @@ def compile_ahead(geometry: PoolGeometry, heads: int, device: torch.device) -> N
     """
     chosen = chosen_implementation(device, geometry.dtype, geometry.row_dim)
     if chosen.name == "ref":
-        if implementation_by_name(device, geometry.row_dim):
+        if device.type == "cuda" and geometry.row_dim != ROW_DIM:
             logger.warning(
                 "attention by the reference, slowly: the kernels are for head_dim %d, this model has %d",
                 ROW_DIM,
@@ -104,6 +115,7 @@ def _call_once(geometry: PoolGeometry, heads: int, device: torch.device, ratio: 
         sink=torch.zeros(heads, device=device),
         scale=1.0,
         split_keys=split_keys,
+        impl=implementation_by_name(device, geometry.row_dim),
         **arguments,
     )
     if out.any():

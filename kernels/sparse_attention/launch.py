@@ -20,7 +20,16 @@ Result = Tensor | tuple[Tensor, Tensor]
 
 @functools.cache
 def _kernel(module: str) -> Callable[[Problem], None]:
-    return importlib.import_module(f"dsv4_kernels.sparse_attention.{module}").sparse_attention
+    try:
+        return importlib.import_module(f"dsv4_kernels.sparse_attention.{module}").sparse_attention
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("cutlass", "cuda"):
+            raise
+        raise ModuleNotFoundError(
+            f"the attention kernel {module!r} needs CuTe DSL (pip install nvidia-cutlass-dsl): {error}. impl='ref' "
+            "computes the same in PyTorch, slowly",
+            name=error.name,
+        ) from error
 
 
 def _run(module: str, *arguments: Any, **options: Any) -> Result:  # noqa: ANN401 - as the public function's

@@ -86,6 +86,23 @@ def test_another_head_dim_is_served_by_the_reference_on_a_gpu(
     assert not kernel and "this model has 64" in caplog.text
 
 
+def test_a_name_in_the_environment_decides(kernel: list[Problem], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(attention_kernel.NAME_VARIABLE, "ref")
+    attention_kernel.compile_ahead(geometry(), 16, CPU)
+    assert not kernel
+    small = PoolGeometry(ratios=LAYERS, row_dim=32, rope_dim=8, index_dim=32, dtype=torch.float32)
+    assert Engine(small, Sequences(small, 8)).backend.attention_impl == "ref"
+    monkeypatch.setenv(attention_kernel.NAME_VARIABLE, "stand_in")
+    attention_kernel.compile_ahead(geometry(), 16, CPU)
+    assert len(kernel) == 6
+    monkeypatch.setenv(attention_kernel.NAME_VARIABLE, "sm100")
+    with pytest.raises(NotImplementedError, match="'sm100' of op 'sparse_attention' does not support device 'cpu'"):
+        attention_kernel.compile_ahead(geometry(), 16, CPU)
+    monkeypatch.setenv(attention_kernel.NAME_VARIABLE, "fast")
+    with pytest.raises(KeyError, match="no implementation 'fast'; it has: "):
+        attention_kernel.compile_ahead(geometry(), 16, CPU)
+
+
 def test_the_backend_splits_decode_and_not_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """And cuts the indexer's lists by what is visible; a verified draft is divided as decode is."""
     seen: list[SimpleNamespace] = []

@@ -203,3 +203,14 @@ def test_launch_returns_what_the_kernel_wrote(monkeypatch: pytest.MonkeyPatch, t
     assert out is given and lse.shape == (tokens, 8) and (lse == 5).all()
     out, lse = launch.sm90(*arguments, out=None, return_lse=False, normalised=False, **options)
     assert out.dtype == torch.float32 and (lse == 5).all()
+
+
+@pytest.mark.parametrize("missing", ["cutlass.cute", "cuda.bindings", "dsv4_kernels.other"])
+def test_without_cute_dsl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    def no_module(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr(launch.importlib, "import_module", no_module)
+    message = missing if missing.startswith("dsv4") else "'sm90' needs CuTe DSL .*nvidia-cutlass-dsl.*impl='ref'"
+    with pytest.raises(ModuleNotFoundError, match=message):
+        launch._kernel.__wrapped__("sm90")

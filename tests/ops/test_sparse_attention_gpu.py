@@ -111,6 +111,24 @@ def test_a_request_as_served(kernel: str) -> None:
     check(case, case.run(impl=kernel))
 
 
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("dense", [True, False], ids=["hca", "csa"])
+def test_a_prefill_chunk(kernel: str, dense: bool, fp8: bool) -> None:
+    """The first 700 tokens of a sequence: windows and entries grow with the position."""
+    lengths = tuple((t + 1) // 128 if dense else min(512, (t + 1) // 4) for t in range(700))
+    spec = Spec(
+        tokens=700,
+        window_lengths=tuple(min(t + 1, 128) for t in range(700)),
+        entry_lengths=lengths,
+        dense=dense,
+        tokens_per_request=700,
+        fp8=fp8,
+    )
+    case = build(spec, "cuda")
+    poison(case)
+    check(case, case.run(impl=kernel))
+
+
 # ---- bits
 
 INVARIANT = (
@@ -119,7 +137,7 @@ INVARIANT = (
 )
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 16, 64, 131, 132, 133, 257])
+@pytest.mark.parametrize("batch", [1, 2, 3, 16, 64, 131, 132, 133, 257, 600])
 @pytest.mark.parametrize("name", INVARIANT)
 def test_a_token_has_the_same_bits_in_any_batch(kernel: str, name: str, batch: int) -> None:
     """In another order, at every place, with others beside it."""
@@ -182,10 +200,9 @@ def test_a_graph_replays_with_other_inputs(kernel: str, name: str) -> None:
     """Other rows, lists and lengths in the same places; eager calls in between do not disturb it."""
     live = build(CASES[name], "cuda")
     spec = live.spec
-    shorter = replace(spec, entry_lengths=tuple(n // 2 for n in spec.entry_lengths), entries=max(spec.entry_lengths))
+    longest = max(spec.entry_lengths)  # which the widths follow from
+    shorter = replace(spec, entry_lengths=(longest, *(n // 2 for n in spec.entry_lengths[1:])))
     others = [build(spec, "cuda", 1), build(shorter, "cuda", 2), build(spec, "cuda", 3)]
-    if spec.dense:  # the table's width follows from the longest length
-        others[1] = build(spec, "cuda", 2)
     expected = [case.run(impl=kernel) for case in others]
     out = torch.empty_like(live.q)
     live.run(impl=kernel, out=out)
