@@ -297,6 +297,8 @@ class Options:
     device: torch.device
     seconds: float
     opponents: tuple[str, ...]
+    limit_seconds: float = math.inf
+    """Of the whole run; cases that have not begun by then are left out, and named."""
 
 
 def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> dict[str, object]:
@@ -501,8 +503,11 @@ def run(
         f"pool of {pools.entries.num_rows:,} entries, ready in {time.perf_counter() - begin:.1f} s"
     )
     show(HEADER)
-    rows, wrong = [], []
+    rows, wrong, left_out = [], [], []
     for case in cases:
+        if time.perf_counter() - begin > options.limit_seconds:
+            left_out.append(case.name)
+            continue
         try:
             rows.append(run_case(case, pools, ceilings, options))
             show(line(rows[-1]))
@@ -512,6 +517,8 @@ def run(
         gc.collect()
         if options.device.type == "cuda":
             torch.cuda.empty_cache()  # of the case's graphs
+    if left_out:
+        show(f"out of time; left out: {', '.join(left_out)}")
     return {
         "benchmark": "sparse_attention",
         "gpu": name,
@@ -528,6 +535,7 @@ def run(
         "seconds": round(time.perf_counter() - begin, 1),
         "summary": summary(rows),
         "wrong": wrong,
+        "left_out": left_out,
         "cases": rows,
     }
 
@@ -542,6 +550,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pool-gib", type=float, default=8.0, help="bound of the pool of FP8 entries")
     parser.add_argument("--query-gib", type=float, default=1.5, help="bound of the queries of a case")
     parser.add_argument("--seconds", type=float, default=SECONDS_PER_CASE, help="of timing, for a case and contender")
+    parser.add_argument("--minutes", type=float, default=8.0, help="after which no further case begins")
     parser.add_argument("--out", type=Path, help="JSON; the picture lies beside it")
     parser.add_argument("--plot", type=Path, metavar="FILE.json", help="only draw the picture of a result")
     return parser.parse_args()
@@ -555,7 +564,9 @@ def main() -> int:
         return 0
     device = torch.device(arguments.device)
     impl = arguments.impl or registry.chosen("sparse_attention", device, torch.bfloat16).name
-    options = Options(impl, arguments.split_keys or None, device, arguments.seconds, opponents_here(device))
+    options = Options(
+        impl, arguments.split_keys or None, device, arguments.seconds, opponents_here(device), 60 * arguments.minutes
+    )
     cases = [c for c in (quick_cases() if arguments.quick else all_cases()) if re.search(arguments.cases, c.name)]
     gib = 1 << 30
     result = run(cases, options, int(arguments.pool_gib * gib), int(arguments.query_gib * gib), _print)

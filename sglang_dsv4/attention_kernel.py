@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 NAME_VARIABLE = "SGLANG_DSV4_ATTENTION"
 WIDE = 2 * DECODE_SPLIT_KEYS
-"""Slots of a list, or columns of a page table."""
+"""Slots of a list, or columns of a page table, in the calls that compile: as wide as in decode, where the width tells a
+kernel that a token may have several parts."""
+FEW_AND_MANY_TOKENS = (1, 512)
+"""A kernel may have a faster variant for either; the bits are the same."""
 KIND_OF_RATIO = {SWA_RATIO: "window", CSA_RATIO: "CSA", HCA_RATIO: "HCA"}
 
 
@@ -46,7 +49,7 @@ def chosen_implementation(device: torch.device, dtype: torch.dtype, head_dim: in
 
 
 def compile_ahead(geometry: PoolGeometry, heads: int, device: torch.device) -> None:
-    """Call the attention once for every kind of layer, in decode and in prefill, on rows of zeros.
+    """Call the attention for every kind of layer, in decode and in prefill, on rows of zeros.
 
     So the first request does not wait for a compiler, and a kernel that does not run here stops the server at once.
     Kernels that are on disk already take milliseconds. With the reference there is nothing to do.
@@ -68,7 +71,8 @@ def compile_ahead(geometry: PoolGeometry, heads: int, device: torch.device) -> N
     begin, known = time.perf_counter(), len(compile_cache.origins())
     for done, (ratio, split_keys) in enumerate(todo, 1):
         what = f"{KIND_OF_RATIO[ratio]}, {'prefill' if split_keys is None else 'decode'}"
-        _call_once(geometry, heads, device, ratio, split_keys)
+        for tokens in FEW_AND_MANY_TOKENS:
+            _call_once(geometry, heads, device, ratio, split_keys, tokens)
         logger.info(
             "attention kernel %s: %d of %d ready (%s), %.1f s", chosen.name, done, len(todo), what, _since(begin)
         )
@@ -87,31 +91,27 @@ def _since(begin: float) -> float:
     return time.perf_counter() - begin
 
 
-def _call_once(geometry: PoolGeometry, heads: int, device: torch.device, ratio: int, split_keys: int | None) -> None:
-    """One token that reads one window row, and one entry if there are entries.
+def _call_once(
+    geometry: PoolGeometry, heads: int, device: torch.device, ratio: int, split_keys: int | None, tokens: int
+) -> None:
+    """Tokens that read one window row each, and one entry if there are entries."""
 
-    Lists and tables are as wide as in decode, where the width tells a kernel that a token may have several parts.
-    """
-
-    def int32(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
+    def filled(*shape: int, value: int = 0) -> torch.Tensor:
+        return torch.full(shape, value, dtype=torch.int32, device=device)
 
     rows = KVRows.allocate(64, geometry.row_format, geometry.row_dim, geometry.rope_dim, geometry.dtype, device, 0.0)
     arguments: dict[str, object] = {}
     if ratio:
-        arguments = {"entries": rows, "visible": int32(1)}
+        arguments = {"entries": rows, "visible": filled(tokens, value=1)}
     if ratio == CSA_RATIO:
-        arguments["entry_rows"] = torch.zeros(1, WIDE, dtype=torch.int32, device=device)
+        arguments["entry_rows"] = filled(tokens, WIDE)
     elif ratio == HCA_RATIO:
-        table = torch.zeros(1, WIDE, dtype=torch.int32, device=device)
-        arguments |= {"page_table": table, "token_to_request": int32(0)}
+        arguments |= {"page_table": filled(1, WIDE), "token_to_request": filled(tokens)}
         arguments["entries_per_page"] = entries_per_page(HCA_RATIO)
     out = sparse_attention(
-        torch.zeros(1, heads, geometry.row_dim, dtype=geometry.dtype, device=device),
+        torch.zeros(tokens, heads, geometry.row_dim, dtype=geometry.dtype, device=device),
         rows,
-        torch.full((1, geometry.window_tokens), -1, dtype=torch.int32, device=device).index_fill_(
-            1, int32(0).long(), 0
-        ),
+        torch.cat([filled(tokens, geometry.window_tokens - 1, value=-1), filled(tokens, 1)], 1),
         sink=torch.zeros(heads, device=device),
         scale=1.0,
         split_keys=split_keys,

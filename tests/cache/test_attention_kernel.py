@@ -53,9 +53,11 @@ def test_every_kind_of_layer_is_called_in_decode_and_prefill(
     with caplog.at_level(logging.INFO, logger=attention_kernel.__name__):
         attention_kernel.compile_ahead(geometry(format=format), 16, CPU)
     assert all(problem.row_format is format and problem.num_heads == 16 for problem in kernel)
-    kinds = [(p.entry_rows is not None, p.page_table is not None, p.split_keys) for p in kernel]
+    assert [problem.num_tokens for problem in kernel] == [1, 512] * 6
+    few = kernel[::2]
+    kinds = [(p.entry_rows is not None, p.page_table is not None, p.split_keys) for p in few]
     assert kinds == [(*k, split) for k in ((0, 0), (1, 0), (0, 1)) for split in (DECODE_SPLIT_KEYS, None)]
-    assert [problem.max_parts > 1 for problem in kernel] == [False, False, True, False, True, False]
+    assert [problem.max_parts > 1 for problem in few] == [False, False, True, False, True, False]
     messages = [record.getMessage() for record in caplog.records]
     assert messages[2].startswith("attention kernel stand_in: 3 of 6 ready (CSA, decode), ") and len(messages) == 7
     assert messages[-1].endswith("0 compiled, 0 from disk")
@@ -94,7 +96,7 @@ def test_a_name_in_the_environment_decides(kernel: list[Problem], monkeypatch: p
     assert Engine(small, Sequences(small, 8)).backend.attention_impl == "ref"
     monkeypatch.setenv(attention_kernel.NAME_VARIABLE, "stand_in")
     attention_kernel.compile_ahead(geometry(), 16, CPU)
-    assert len(kernel) == 6
+    assert len(kernel) == 12
     monkeypatch.setenv(attention_kernel.NAME_VARIABLE, "sm100")
     with pytest.raises(NotImplementedError, match="'sm100' of op 'sparse_attention' does not support device 'cpu'"):
         attention_kernel.compile_ahead(geometry(), 16, CPU)

@@ -268,6 +268,13 @@ def test_a_wrong_output_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not result["cases"] and "our output is off by 0.05" in result["wrong"][0]
 
 
+def test_out_of_time_says_what_is_missing() -> None:
+    shown: list[str] = []
+    result = run(DECODE, Options("ref", None, CPU, 0.0, (), limit_seconds=0.0), 12 * MIB, 8 * MIB, shown.append)
+    assert result["left_out"] == [case.name for case in DECODE] and not result["cases"]
+    assert shown[-1].startswith("out of time; left out: decode-swa")
+
+
 def test_an_opponent_that_refuses_is_noted() -> None:
     """There is no flash_mla here."""
     result = run([DECODE[1]], Options("ref", None, CPU, 0.0, ("flashmla",)), 12 * MIB, 8 * MIB, lambda text: None)
