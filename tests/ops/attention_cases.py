@@ -12,13 +12,14 @@ much as all keys together. All random numbers come from the CPU, so a case has t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import NOPE_DIM, ROW_DIM, SCALE_GROUP, KVRows, RowFormat
 from dsv4_kernels.sparse_attention import sparse_attention
+from dsv4_kernels.sparse_attention.problem import Problem
 
 INF = float("inf")
 NONSENSE = 2**31 - 1
@@ -148,7 +149,6 @@ class Case:
     sink: Tensor | None
     read_entries: Tensor | None  # [T, n] int64: the entries that a token reads, -1 none
     scale: float = ROW_DIM**-0.5
-    options: dict[str, object] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, object]:
         """Of `sparse_attention`."""
@@ -162,8 +162,15 @@ class Case:
             "scale": self.scale,
             "normalised": self.spec.normalised,
             "split_keys": self.spec.split_keys,
-            **self.options,
         }
+
+    def problem(self, out: Tensor | None = None) -> Problem:
+        """What a kernel is given for it, with its outputs, for kernels that are called without the registry."""
+        given = {"entries_per_page": 0, **self.arguments()}
+        tables = ("q", "window", "window_rows", "entries", "entry_rows", "page_table", "entries_per_page")
+        rest = ("token_to_request", "visible", "sink")
+        options = {name: given[name] for name in ("scale", "normalised", "split_keys")}
+        return Problem.of(*(given.get(name) for name in (*tables, *rest)), out=out, return_lse=True, **options)
 
     def run(self, **overrides: object) -> tuple[Tensor, Tensor]:
         """(out, lse) of the public function."""

@@ -14,7 +14,6 @@ import torch
 from ops.attention_cases import CASES, INF, NONSENSE, Case, Spec, build, check, reference
 
 from dsv4_kernels.sparse_attention import sparse_attention
-from dsv4_kernels.sparse_attention.problem import Problem
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -25,12 +24,7 @@ def test_the_definition_passes(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_kernel_would_accept_it(name: str) -> None:
-    case = build(CASES[name])
-    names = ("q", "window", "window_rows", "entries", "entry_rows", "page_table", "entries_per_page")
-    names = (*names, "token_to_request", "visible", "sink")
-    arguments = {"entries_per_page": 0, **case.arguments()}
-    options = {"scale": case.scale, "normalised": case.spec.normalised, "split_keys": case.spec.split_keys}
-    problem = Problem.of(*(arguments.get(n) for n in names), out=None, return_lse=True, **options)
+    problem = build(CASES[name]).problem()
     assert problem.q.data_ptr() % 16 == 0 and problem.max_parts >= 1
 
 
