@@ -222,6 +222,7 @@ def main() -> int:
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:30000")
     parser.add_argument("--vocab", type=int, default=1000, help="token ids are drawn below this")
     parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--prompts", type=int, nargs="*", default=PROMPT_TOKENS, help="lengths of the single prompts")
     parser.add_argument("--sessions", type=int, default=6)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--distances", type=Path)
@@ -230,7 +231,7 @@ def main() -> int:
     arguments = parser.parse_args()
     server, rng = Server(arguments.url), random.Random(0)
     info = server.info()
-    singles = single_prompts(server, rng, arguments.vocab, arguments.new_tokens)
+    singles = single_prompts(server, rng, arguments.vocab, arguments.new_tokens, arguments.prompts)
     turns = conversations(server, rng, arguments.vocab, arguments.new_tokens, arguments.sessions, arguments.turns)
     keys = ("attention_backend", "radix_cache_backend", "kv_cache_dtype", "disable_decode_cuda_graph", "version")
     result = {
