@@ -1,0 +1,196 @@
+"""What is known of the Blackwell attention kernel without a Blackwell GPU: resources, and cycles that it cannot beat.
+
+    PYTHONPATH=tests/emulator python benchmarks/sparse_attention_sm100_static.py [--write]
+
+Compiles every configuration for sm_100a and reads registers, stack and shared memory from the cubins. Then runs one
+token of every case in the emulator (tests/emulator) and divides what the launch did by published rates, for a full GPU:
+all 148 multiprocessors are taken to do the same. The largest quotient is a lower bound of the time, not a prediction.
+`--write` puts everything into benchmarks/results/sparse_attention_sm100_static.json, which a test compares.
+
+Columns, in clock cycles of one multiprocessor for one token and 64 heads (two of them do 128 heads):
+
+    floor    tensor core: 4 * 64 heads * keys * 512 flops at 8,192 a cycle, for the keys in whole tiles
+    alu      arithmetic, conversions and moves, counted in PTX, at 128 lanes a cycle
+    sfu      exponentials at 16 a cycle
+    shared   loads and stores of threads, 128 bytes a cycle
+    operands matrices that the tensor core reads from shared memory, 128 bytes a cycle
+    tmem     loads and stores of threads, 512 bytes a cycle
+    memory   each row, q and the output once, at 1/148 of 8 TB/s and 1.85 GHz; tokens that share rows in L2 need less
+    on-chip  the largest of floor, alu, sfu, shared and tmem, over the floor
+    port     (shared + operands) over the floor: the bound if threads and tensor core share a port of 128 bytes a cycle
+    bound by the largest of all but operands; what the kernel can at best reach
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dsv4_kernels import compile_cache
+from dsv4_kernels.kv_layout import ROW_BYTES, ROW_DIM, KVRows, RowFormat
+from dsv4_kernels.sparse_attention import sm100
+from dsv4_kernels.sparse_attention.problem import Problem
+from dsv4_kernels.sparse_attention.sm100_plan import BLOCK_BYTES, CHANNEL_BLOCKS, HEADS, P_BYTES, TILE_KEYS, Smem
+
+RESULTS = Path(__file__).resolve().parent / "results" / "sparse_attention_sm100_static.json"
+SHARED_BYTES_PER_CYCLE = 128
+FLOPS_PER_CYCLE = 8192
+ON_CHIP = ("floor", "alu", "sfu", "shared", "tmem")
+COLUMNS = ("floor", "alu", "sfu", "shared", "operands", "tmem", "memory", "on-chip", "port")
+_REGISTERS, _FRAME_BYTES, _STACK_BYTES = 0x2F, 0x11, 0x12  # attributes of a cubin's .nv.info: (symbol, value)
+
+
+@dataclass(frozen=True)
+class StaticCase:
+    """One token at 64 heads."""
+
+    name: str
+    entries: int
+    dense: bool = False
+    row_format: RowFormat = RowFormat.FP8
+    large: bool = False
+    """The main loop outweighs prologue and epilogue."""
+
+
+CASES = (
+    StaticCase("SWA", 0),
+    StaticCase("CSA 512", 512, large=True),
+    StaticCase("CSA 1024", 1024, large=True),
+    StaticCase("CSA 1024, bf16 rows", 1024, row_format=RowFormat.PLAIN, large=True),
+    StaticCase("HCA 32 (context 4K)", 32, dense=True),
+    StaticCase("HCA 256 (context 32K)", 256, dense=True),
+    StaticCase("HCA 1024 (context 128K)", 1024, dense=True, large=True),
+    StaticCase("HCA 8192 (context 1M)", 8192, dense=True, large=True),
+)
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers a thread, stack bytes a thread and static shared memory of a cubin with one kernel (an ELF file)."""
+    section_table = struct.unpack_from("<Q", cubin, 0x28)[0]
+    entry_bytes, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, section_table + i * entry_bytes) for i in range(count)]
+    names = sections[names_index][4]
+    found = {"registers": 0, "stack_bytes": 0}
+    for section in sections:
+        begin = names + section[0]
+        name, offset, size = cubin[begin : cubin.index(b"\0", begin)].decode(), section[4], section[5]
+        if not name.startswith(".nv.info"):
+            continue
+        place = offset
+        while place < offset + size:
+            kind, attribute, value_bytes = struct.unpack_from("<BBH", cubin, place)
+            place += 4
+            if kind == 4:  # a value of its own length follows; other kinds hold it in the two bytes
+                if attribute in (_REGISTERS, _FRAME_BYTES, _STACK_BYTES):
+                    key = "registers" if attribute == _REGISTERS else "stack_bytes"
+                    found[key] = max(found[key], struct.unpack_from("<II", cubin, place)[1])
+                place += value_bytes
+    assert found["registers"] > 0, "the cubin says nothing about registers"
+    return found | {"dynamic_smem_bytes": Smem.BYTES}
+
+
+def all_resources() -> dict[str, dict[str, int]]:
+    """By configuration; inside `emulated()`, which keeps the cubins."""
+    return {str(config): resources(sm100.compile(config).__cubin__) for config in sm100.configurations()}
+
+
+def problem_of(case: StaticCase) -> Problem:
+    """Live rows everywhere; contents do not matter to the counts, but for the maxima that make O be rescaled."""
+    generator = torch.Generator().manual_seed(0)
+
+    def table(num_rows: int) -> KVRows:
+        rows = KVRows.allocate(num_rows, case.row_format, ROW_DIM, 64, torch.bfloat16, "cpu", 0.0)
+        rows.scatter(torch.arange(num_rows), torch.randn(num_rows, ROW_DIM, generator=generator).bfloat16())
+        return rows
+
+    entries = table(case.entries) if case.entries else None
+    order = torch.randperm(max(case.entries, 1), generator=generator).int()[None]
+    lists = {"entry_rows": None, "page_table": None, "token_to_request": None, "visible": None, "entries_per_page": 0}
+    if case.dense:
+        one = torch.zeros(1, dtype=torch.int32)
+        lists |= {"page_table": order[:, : case.entries // 2] // 2, "token_to_request": one, "entries_per_page": 2}
+        lists["visible"] = one + case.entries
+    elif case.entries:
+        lists["entry_rows"] = order
+    return Problem.of(
+        q=torch.randn(1, HEADS, ROW_DIM, generator=generator).bfloat16(),
+        window=table(128),
+        window_rows=torch.arange(128, dtype=torch.int32)[None],
+        entries=entries,
+        sink=torch.zeros(HEADS),
+        scale=ROW_DIM**-0.5,
+        out=None,
+        return_lse=False,
+        normalised=True,
+        split_keys=None,
+        **lists,
+    )
+
+
+def cycles_of(case: StaticCase) -> dict[str, float]:
+    """The columns above."""
+    from host import emulated
+    from report import HBM_BYTES_PER_CLOCK, SMS
+
+    problem = problem_of(case)
+    with emulated(checks=_without_checks()) as device:
+        sm100.sparse_attention(problem)
+    report = device.reports[0]
+    tiles = 2 + -(-case.entries // TILE_KEYS)
+    floor = 4 * HEADS * tiles * TILE_KEYS * ROW_DIM / FLOPS_PER_CYCLE
+    assert report.cycles["tensor"] == floor, (report.cycles["tensor"], floor)
+    row_bytes = ROW_BYTES if case.row_format is RowFormat.FP8 else 2 * ROW_DIM
+    keys_bytes, weights_bytes = (
+        2 * CHANNEL_BLOCKS * BLOCK_BYTES,
+        2 * P_BYTES,
+    )  # of a tile: K and V; P for each half of V
+    columns = {
+        "floor": floor,
+        "alu": report.cycles["alu"],
+        "sfu": report.cycles["sfu"],
+        "shared": report.cycles["shared"],
+        "operands": tiles * (keys_bytes + weights_bytes) / SHARED_BYTES_PER_CYCLE,
+        "tmem": report.cycles["tmem"],
+        "memory": (row_bytes * (128 + case.entries) + 2 * problem.q.numel() * 2) * SMS / HBM_BYTES_PER_CLOCK,
+    }
+    columns["on-chip"] = max(columns[unit] for unit in ON_CHIP) / floor
+    columns["port"] = (columns["shared"] + columns["operands"]) / floor
+    bound_by = max((*ON_CHIP, "memory"), key=columns.__getitem__)
+    return {name: round(value, 3) for name, value in columns.items()} | {"bound by": bound_by}
+
+
+def _without_checks() -> object:
+    from emulator import Checks
+
+    return Checks(order=False)
+
+
+def main() -> None:
+    """Prints the tables; the last line is JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
+    options = parser.parse_args()
+    os.environ[compile_cache.FOLDER_VARIABLE] = "off"  # the emulator needs the PTX that compiling gives
+    from host import emulated
+
+    with emulated():
+        document = {"resources": all_resources(), "cycles": {}}
+    for config, values in document["resources"].items():
+        print(config, values)
+    print(f"\n{'one token, 64 heads':26}" + "".join(f"{unit:>10}" for unit in COLUMNS))
+    for case in CASES:
+        columns = document["cycles"][case.name] = cycles_of(case)
+        print(f"{case.name:26}" + "".join(f"{columns[unit]:10.4g}" for unit in COLUMNS) + f"  {columns['bound by']}")
+    if options.write:
+        RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

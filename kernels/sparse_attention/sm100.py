@@ -1,0 +1,361 @@
+"""Sparse attention on Blackwell (sm_100a): tcgen05 in weight-stationary form, 64 heads a CTA.
+
+A work item is (query token, block of 64 heads, part of the token's keys). Persistent CTAs take items in order; keys
+come in tiles of 64, window rows first, then entries. Warps and what they wait for:
+
+    GATHER (2 x 4 warps, alternate tiles)  rows from global memory to registers, dequantised into a KV stage in bf16
+        waits pv_done[stage] (the tile that used the stage before is through), arrives at full[stage]
+    MMA (1 warp, one thread)               S = Q K^T, O += P V
+        waits q_ready once an item, full[stage] before S, p_ready[buffer] before P V; commits s_ready[buffer],
+        pv_done[stage]
+    SOFTMAX (4 warps)                      Q into tensor memory; P = exp2(S - m); rescales O when a row's maximum has
+        grown by more than RESCALE_LOG2; epilogue: sink, normalisation, output or partial result, merge of parts
+        waits s_ready[buffer], full[stage] (key mask), pv_done of the tile two before (P's buffer) and, to touch O, of
+        the tile before
+
+M is 64, so a plain MMA would leave half of the tensor core idle. `tcgen05.mma.ws` places columns [0, N/2) of a product
+in lanes 0-63 and [N/2, N) in lanes 64-127, and reads A in tensor memory from the lanes that it writes. S = Q K^T hence
+runs as one product with N = 128 and half of the channels: lanes 0-63 hold Q[:, 0:256] and meet the keys' channels
+0-255 (rows 0-63 of B), lanes 64-127 hold Q[:, 256:512] and meet channels 256-511 (rows 64-127 of B). The two halves of
+S are added by the softmax, so Q takes 128 columns instead of 256 and everything fits into tensor memory.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass.experimental import primitives as prims
+
+from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.kv_layout import ROW_DIM, RowFormat
+from dsv4_kernels.sparse_attention.problem import Problem
+from dsv4_kernels.sparse_attention.sm100_gather import gather
+from dsv4_kernels.sparse_attention.sm100_plan import (
+    GROUP_THREADS,
+    HALF_DIM,
+    HEADS,
+    LOG2_E,
+    MMA_K,
+    P_BYTES,
+    STAGE_BYTES,
+    STAGES,
+    SWIZZLE_ROW_BYTES,
+    THREADS,
+    TILE_KEYS,
+    Arguments,
+    Barrier,
+    Smem,
+    Tmem,
+    Warp,
+    block_offset,
+    item_of,
+    tmem_columns,
+    typed,
+    wait,
+    wait_for_tile,
+)
+from dsv4_kernels.sparse_attention.sm100_softmax import RowState, softmax
+from dsv4_kernels.sparse_attention.split import STEP_KEYS
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a compiled kernel is specialised for."""
+
+    row_format: RowFormat
+    split: bool
+    """Tokens may have several parts: partial results go through global memory and are merged."""
+
+
+# ---- MMA warp
+
+
+@cute.jit
+def multiply(a: Arguments, smem: cutlass.Pointer, barriers: cutlass.Pointer, tmem: prims.TmemAddr) -> None:
+    """One thread issues S of tile t + 1 before P V of tile t, so that the softmax of t hides behind it."""
+    bf16 = cutlass.BFloat16
+    scores = prims.Tcgen05InstrDesc.build(c_dtype=Float32, a_dtype=bf16, b_dtype=bf16, n_dim=2 * TILE_KEYS, m_dim=HEADS)
+    values = prims.Tcgen05InstrDesc.build(
+        c_dtype=Float32, a_dtype=bf16, b_dtype=bf16, b_major=1, n_dim=HALF_DIM, m_dim=HEADS
+    )
+    block, _, _ = cute.arch.block_idx()
+    grid, _, _ = cute.arch.grid_dim()
+    before = Int32(0)
+    items = Int32(0)
+    for index in cutlass.range(block, a.num_items, grid):
+        item = item_of(index, a)
+        if item.num_tiles > 0:
+            wait(barriers, Int32(Barrier.Q_READY), items & 1)
+            prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
+            items = items + 1
+            for tile in cutlass.range(item.num_tiles + 1):
+                if tile < item.num_tiles:
+                    multiply_scores(smem, barriers, tmem, before + tile, scores)
+                if tile > 0:
+                    multiply_values(smem, barriers, tmem, before + tile - 1, tile > 1, values)
+        before = before + item.num_tiles
+
+
+@cute.jit
+def multiply_scores(
+    smem: cutlass.Pointer, barriers: cutlass.Pointer, tmem: prims.TmemAddr, count: Int32, idesc: Int32
+) -> None:
+    """S[count % 2] = Q K^T as two summands (see the module's docstring).
+
+    The softmax has read this buffer's last scores: it said so with p_ready, for which P V of that tile waited.
+    """
+    wait_for_tile(barriers, Barrier.FULL, count)
+    prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
+    stage = smem + (Smem.KV + count % STAGES * STAGE_BYTES)
+    keys = swizzled(stage, leading_bytes=16)
+    out = tmem_columns(tmem, Int32(0), Tmem.S + count % 2 * Tmem.S_COLUMNS, Float32)
+    for step in cutlass.range_constexpr(HALF_DIM // MMA_K):
+        prims.tcgen05_mma_ws(
+            prims.Tcgen05MMAKind.F16,
+            out,
+            tmem_columns(tmem, Int32(0), Tmem.Q + step * MMA_K // 2, cutlass.BFloat16),
+            keys.advance_start_address(block_offset(step // 4) + step % 4 * MMA_K * 2),
+            idesc,
+            step > 0,
+        )
+    prims.tcgen05_commit(barriers + (Barrier.S_READY + count % 2), group=prims.CTAGroup.CTA_1)
+
+
+@cute.jit
+def multiply_values(
+    smem: cutlass.Pointer,
+    barriers: cutlass.Pointer,
+    tmem: prims.TmemAddr,
+    count: Int32,
+    accumulate: Boolean,
+    idesc: Int32,
+) -> None:
+    """O += P V, one product for each half of the channels; `accumulate` is False for an item's first tile."""
+    wait(barriers, Barrier.P_READY + count % 2, count // 2 & 1)
+    prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
+    weights = swizzled(smem + (Smem.P + count % 2 * P_BYTES), leading_bytes=16)
+    stage = smem + (Smem.KV + count % STAGES * STAGE_BYTES)
+    for half in cutlass.range_constexpr(2):
+        # Four blocks of 64 channels, two places apart; within a block 8 keys every kilobyte.
+        keys = swizzled(stage + half * block_offset(4), leading_bytes=block_offset(1))
+        for step in cutlass.range_constexpr(TILE_KEYS // MMA_K):
+            prims.tcgen05_mma_ws(
+                prims.Tcgen05MMAKind.F16,
+                tmem_columns(tmem, Int32(0), Tmem.O + half * (HALF_DIM // 2), Float32),
+                weights.advance_start_address(step * MMA_K * 2),
+                keys.advance_start_address(step * MMA_K * SWIZZLE_ROW_BYTES),
+                idesc,
+                accumulate or step > 0,
+            )
+    prims.tcgen05_commit(barriers + (Barrier.PV_DONE + count % STAGES), group=prims.CTAGroup.CTA_1)
+
+
+def swizzled(start: cutlass.Pointer, leading_bytes: int) -> prims.Tcgen05SmemDesc:
+    """Descriptor of an operand whose groups of 8 swizzled rows lie 1,024 bytes apart."""
+    return prims.Tcgen05SmemDesc.build(
+        start_address=start,
+        leading_byte_offset=leading_bytes,
+        stride_byte_offset=8 * SWIZZLE_ROW_BYTES,
+        layout=prims.Tcgen05SmemSwizzle.SWIZZLE_128B,
+    )
+
+
+# ---- kernel
+
+
+@cute.kernel
+def attention_kernel(a: Arguments, fp8: cutlass.Constexpr, split: cutlass.Constexpr) -> None:
+    """Sets up barriers and tensor memory, and sends every warp to its role."""
+    smem = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).raw_ptr()
+    barriers = typed(smem + Smem.BARRIERS, Int64)
+    tmem_address = typed(smem + Smem.TMEM_ADDRESS, Int32)
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    lane = cute.arch.lane_idx()
+
+    if warp == Warp.MMA:
+        if prims.elect_sync():
+            for stage in cutlass.range_constexpr(STAGES):
+                prims.mbarrier_init(barriers + (Barrier.FULL + stage), GROUP_THREADS)
+                prims.mbarrier_init(barriers + (Barrier.PV_DONE + stage), 1)
+            for buffer in cutlass.range_constexpr(2):
+                prims.mbarrier_init(barriers + (Barrier.S_READY + buffer), 1)
+                prims.mbarrier_init(barriers + (Barrier.P_READY + buffer), GROUP_THREADS)
+            prims.mbarrier_init(barriers + Barrier.Q_READY, GROUP_THREADS)
+            prims.fence_mbarrier_init()
+        prims.tcgen05_alloc(tmem_address, Tmem.COLUMNS, group="cta_1")
+        prims.tcgen05_relinquish_alloc_permit(group="cta_1")
+        prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
+    prims.barrier_cta_sync_aligned(0)
+    prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
+    tmem = prims.TmemAddr(tmem_address.load())
+
+    if warp < Warp.GATHER:
+        softmax(a, smem, barriers, tmem, split)
+    elif warp < Warp.MMA:
+        gather(a, smem, barriers, (warp - Warp.GATHER) // 4, warp % 4, lane, fp8)
+    elif prims.elect_sync():
+        multiply(a, smem, barriers, tmem)
+
+    prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
+    prims.barrier_cta_sync_aligned(0)
+    if warp == Warp.MMA:
+        prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
+        prims.tcgen05_dealloc(tmem.as_ptr(Float32), Tmem.COLUMNS, group="cta_1")
+
+
+@cute.jit
+def launch(
+    a: Arguments, num_ctas: Int32, fp8: cutlass.Constexpr, split: cutlass.Constexpr, stream: cuda.CUstream
+) -> None:
+    """Persistent: num_ctas is at most the number of multiprocessors."""
+    attention_kernel(a, fp8, split).launch(
+        grid=(num_ctas, 1, 1), block=(THREADS, 1, 1), smem=Smem.BYTES, stream=stream, min_blocks_per_mp=1
+    )
+
+
+# ---- host
+
+
+def configurations() -> tuple[Config, ...]:
+    """All that `sparse_attention` may ask for, to compile them beforehand."""
+    return tuple(
+        Config(row_format, split) for row_format in (RowFormat.FP8, RowFormat.PLAIN) for split in (False, True)
+    )
+
+
+def compile(config: Config, arch: str = "sm_100a") -> Callable[..., None]:
+    """The launcher of a configuration, from memory, from disk or from the compiler."""
+
+    def from_compiler() -> Callable[..., None]:
+        example = Arguments(*(kind(0) for kind in Arguments.__annotations__.values()))
+        is_fp8 = config.row_format is RowFormat.FP8
+        return cute.compile(launch, example, Int32(1), is_fp8, config.split, cuda.CUstream(0))
+
+    return load_or_compile("sparse_attention_sm100", config, arch, from_compiler)
+
+
+def sparse_attention(problem: Problem) -> None:
+    """Writes `problem.out` and, if it is there, `problem.lse`.
+
+    See `dsv4_kernels.sparse_attention.sparse_attention` for what is computed.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured and no call as large has been made before on this device.
+    """
+    device, max_parts = problem.q.device, problem.max_parts
+    head_blocks = -(-problem.num_heads // HEADS)
+    num_items = problem.num_tokens * head_blocks * max_parts
+    num_sms, arch = device_facts(device)
+    partials = Partials.on(device, num_items) if max_parts > 1 else None
+    arguments = Arguments(
+        q=Int64(address(problem.q)),
+        q_token_stride=Int64(problem.q.stride(0)),
+        q_head_stride=Int64(problem.q.stride(1)),
+        window=Int64(address(problem.window_storage)),
+        window_page_bytes=Int64(row_bytes(problem.window_storage)),
+        entries=Int64(address(problem.entry_storage)),
+        entry_page_bytes=Int64(row_bytes(problem.entry_storage)),
+        window_rows=Int64(address(problem.window_rows)),
+        window_rows_stride=Int64(problem.window_rows.stride(0)),
+        window_slots=Int32(problem.window_slots),
+        entry_rows=Int64(address(problem.entry_rows)),
+        entry_rows_stride=Int64(row_stride(problem.entry_rows)),
+        entry_slots=Int32(problem.max_entry_slots),
+        page_table=Int64(address(problem.page_table)),
+        page_table_stride=Int64(row_stride(problem.page_table)),
+        entries_per_page=Int32(problem.entries_per_page),
+        token_to_request=Int64(address(problem.token_to_request)),
+        visible=Int64(address(problem.visible)),
+        sink=Int64(address(problem.sink)),
+        scale_log2=Float32(problem.scale * LOG2_E),
+        out=Int64(address(problem.out)),
+        out_token_stride=Int64(problem.out.stride(0)),
+        out_head_stride=Int64(problem.out.stride(1)),
+        out_is_fp32=Int32(problem.out.dtype == torch.float32),
+        lse=Int64(address(problem.lse)),
+        num_heads=Int32(problem.num_heads),
+        head_blocks=Int32(head_blocks),
+        split_steps=Int32(0 if problem.split_keys is None else problem.split_keys // STEP_KEYS),
+        max_parts=Int32(max_parts),
+        num_items=Int32(num_items),
+        partial_out=Int64(0 if partials is None else address(partials.out)),
+        partial_state=Int64(0 if partials is None else address(partials.state)),
+        arrived=Int64(0 if partials is None else address(partials.arrived)),
+        zeros=Int64(address(zero_row(device))),
+    )
+    stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream)
+    compile(Config(problem.row_format, max_parts > 1), arch)(arguments, Int32(min(num_items, num_sms)), stream)
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Of its first element; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def row_stride(tensor: torch.Tensor | None) -> int:
+    """Elements from row to row."""
+    return 0 if tensor is None else tensor.stride(0)
+
+
+def row_bytes(storage: torch.Tensor | None) -> int:
+    """Bytes from page to page, or from row to row of plain rows."""
+    return 0 if storage is None else storage.stride(0) * storage.element_size()
+
+
+@functools.cache
+def device_facts(device: torch.device) -> tuple[int, str]:
+    """(multiprocessors, architecture to compile for)."""
+    num_sms = cutlass.utils.HardwareInfo(device.index or 0).get_device_multiprocessor_count()
+    minor = torch.cuda.get_device_capability(device)[1] if device.type == "cuda" else 0
+    return num_sms, f"sm_10{minor}a"
+
+
+@functools.cache
+def zero_row(device: torch.device) -> torch.Tensor:
+    """What stands for holes and missing heads."""
+    return torch.zeros(ROW_DIM, dtype=torch.bfloat16, device=device)
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Global memory through which the parts of a token meet: see the last three fields of `Arguments`."""
+
+    out: torch.Tensor
+    state: torch.Tensor
+    arrived: torch.Tensor
+
+    @staticmethod
+    def on(device: torch.device, num_items: int) -> "Partials":
+        """Of the current stream: launches that run at the same time must not meet.
+
+        All graphs share one more, made with the first eager call; nothing is allocated, or freed, while capturing.
+        """
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            held = _partials.get((device, None), [])
+            if not held or held[-1].arrived.shape[0] < num_items:
+                raise RuntimeError(
+                    "sparse_attention: a CUDA graph is being captured with split_keys and a larger batch than any "
+                    "before; make the same call once without a graph, which allocates what the graph needs"
+                )
+            return held[-1]
+        stream = torch.cuda.current_stream(device).cuda_stream
+        for key in ((device, None), (device, stream)):
+            held = _partials.setdefault(key, [])
+            if not held or held[-1].arrived.shape[0] < num_items:
+                held.append(
+                    Partials(
+                        torch.empty(num_items, HEADS, ROW_DIM, dtype=torch.float32, device=device),
+                        torch.empty(num_items, len(RowState._fields), HEADS, dtype=torch.float32, device=device),
+                        torch.zeros(num_items, dtype=torch.int32, device=device),
+                    )
+                )
+        return held[-1]
+
+
+_partials: dict[tuple[torch.device, int | None], list[Partials]] = {}
+"""By stream, None for graphs. What has been outgrown is kept: a captured graph may use it."""

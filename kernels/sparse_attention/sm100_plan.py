@@ -1,0 +1,250 @@
+"""What all warps of the Blackwell kernel share: static plan, arguments, work items, waiting (see sm100.py)."""
+
+import math
+from enum import IntEnum
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.experimental import primitives as prims
+
+from dsv4_kernels.kv_layout import ROW_DIM
+from dsv4_kernels.sparse_attention.split import STEP_KEYS
+
+HEADS = 64
+"""Heads of a CTA; missing ones are zero rows."""
+TILE_KEYS = 64
+STAGES = 3
+CHUNK = 32
+"""Columns of O that a thread holds in registers at a time."""
+RESCALE_LOG2 = 8.0
+"""O is rescaled when a maximum has grown by 2**8: weights stay below 256, which bf16 holds as precisely as 1."""
+SWIZZLE_ROW_BYTES = 128  # 64 channels (or keys) of bf16: the span of the 128-byte swizzle
+SWIZZLE_CHANNELS = 64
+CHANNEL_BLOCKS = ROW_DIM // SWIZZLE_CHANNELS
+BLOCK_BYTES = TILE_KEYS * SWIZZLE_ROW_BYTES
+STAGE_BYTES = CHANNEL_BLOCKS * BLOCK_BYTES
+P_BYTES = HEADS * SWIZZLE_ROW_BYTES
+MMA_K = 16
+HALF_DIM = ROW_DIM // 2
+HALF_KEYS = TILE_KEYS // 2
+TILES_PER_STEP = STEP_KEYS // TILE_KEYS
+
+
+class Tmem:
+    """First column of everything in tensor memory; 128 lanes by 512 columns of 32 bits, all of them used.
+
+    Lane l holds head l % 64. Nothing overlaps: O 0-255, Q 256-383, S 384-447 and 448-511.
+    """
+
+    O = 0  # noqa: E741 - fp32; columns 0-127: channel 128 * (l // 64) + column, 128-255: 256 more
+    Q = 256  # bf16 pairs; channels 256 * (l // 64) + 2 * column
+    S = 384  # fp32, 2 buffers of 64 keys; lanes 0-63 and 64-127 are summands
+    S_COLUMNS = TILE_KEYS
+    COLUMNS = 512
+
+
+class Smem:
+    """Byte offsets in shared memory."""
+
+    KV = 0  # [STAGES] of [8 blocks of 64 channels][64 keys][64 channels] bf16, swizzled; see block_offset
+    P = KV + STAGES * STAGE_BYTES  # [2][64 heads][64 keys] bf16, swizzled
+    EXCHANGE = P + 2 * P_BYTES  # [8][128 threads][4] fp32: summands of S
+    MASK = EXCHANGE + 128 * HALF_KEYS * 4  # [STAGES][64 keys] fp32: 0, or -inf for a hole
+    MAXIMA = MASK + STAGES * TILE_KEYS * 4  # [128 threads] fp32: rows' maxima on their way to the other half
+    SUMS = MAXIMA + 128 * 4  # [128 threads] fp32
+    EXACT_SUMS = SUMS + 128 * 4  # [128 threads] fp32
+    IS_LAST = EXACT_SUMS + 128 * 4  # int32: whether this CTA was the last to finish a part of its token
+    BARRIERS = IS_LAST + 16
+    TMEM_ADDRESS = BARRIERS + 8 * 16
+    BYTES = TMEM_ADDRESS + 16
+
+
+assert Smem.BYTES <= 227 * 1024, Smem.BYTES
+
+
+def block_offset(block: int) -> int:
+    """Place of a block of 64 channels in a stage: b beside b + 4, so that both halves of the channels are one B."""
+    return (block % 4 * 2 + block // 4) * BLOCK_BYTES
+
+
+class Barrier(IntEnum):
+    """First index of each group of mbarriers."""
+
+    FULL = 0  # [STAGES] a tile lies in its stage
+    PV_DONE = 3  # [STAGES] P V of the stage's tile is in O; the stage and P's buffer are free
+    S_READY = 6  # [2]
+    P_READY = 8  # [2]
+    Q_READY = 10
+    COUNT = 11
+
+
+class NamedBarrier(IntEnum):
+    """Hardware barriers; 0 is the whole CTA's."""
+
+    SOFTMAX = 1
+
+
+class Warp(IntEnum):
+    """First warp of each role."""
+
+    SOFTMAX = 0  # 4: warp w reaches lanes 32 w to 32 w + 31
+    GATHER = 4  # 2 groups of 4
+    MMA = 12
+    COUNT = 13
+
+
+THREADS = Warp.COUNT * 32
+GROUP_THREADS = 128
+GATHER_GROUPS = 2
+LOG2_E = math.log2(math.e)
+
+
+class Arguments(NamedTuple):
+    """A launch's arguments as the kernel sees them: device addresses (0: absent), strides and counts."""
+
+    q: Int64  # bf16
+    q_token_stride: Int64  # elements
+    q_head_stride: Int64
+    window: Int64
+    window_page_bytes: Int64  # bytes from page to page (FP8) or from row to row (PLAIN)
+    entries: Int64
+    entry_page_bytes: Int64
+    window_rows: Int64  # int32
+    window_rows_stride: Int64
+    window_slots: Int32
+    entry_rows: Int64  # int32; 0: dense addressing
+    entry_rows_stride: Int64
+    entry_slots: Int32  # K; dense: anything that visible does not exceed
+    page_table: Int64  # int32
+    page_table_stride: Int64
+    entries_per_page: Int32
+    token_to_request: Int64  # int32
+    visible: Int64  # int32; 0: all entry_slots
+    sink: Int64  # fp32
+    scale_log2: Float32  # of the scores, times log2(e)
+    out: Int64
+    out_token_stride: Int64
+    out_head_stride: Int64
+    out_is_fp32: Int32
+    lse: Int64  # fp32 [T, H]
+    num_heads: Int32
+    head_blocks: Int32
+    split_steps: Int32  # steps that a part may have; 0: no limit
+    max_parts: Int32
+    num_items: Int32  # T * head_blocks * max_parts
+    partial_out: Int64  # fp32 [items, 64, 128, 4]: O of every thread, 4 columns at a time, not normalised
+    partial_state: Int64  # fp32 [items, 3, 64 heads]: RowState
+    arrived: Int64  # int32 [T * head_blocks], zero between launches
+    zeros: Int64  # ROW_DIM bf16 zeros: what is read in place of a hole or a missing head
+
+
+class Item(NamedTuple):
+    """One part of a token's keys for one block of heads."""
+
+    token: Int32
+    head_block: Int32
+    part: Int32
+    parts: Int32
+    first_tile: Int32
+    num_tiles: Int32  # 0: this part does not exist
+    window_tiles: Int32  # the tiles before those of the entries
+    num_entries: Int32
+
+
+# ---- small device functions
+
+
+def gmem(address: Int64, dtype: type) -> cutlass.Pointer:
+    """A global pointer from a device address."""
+    return cutlass.Pointer(
+        llvm.inttoptr(llvm.PointerType.get(cutlass.AddressSpace.gmem.value), address.ir_value()), dtype=dtype
+    )
+
+
+@cute.jit
+def wait(barriers: cutlass.Pointer, index: Int32, parity: Int32) -> None:
+    """Until the phase of this parity is over."""
+    while not prims.mbarrier_try_wait_parity(barriers + index, parity):
+        pass
+
+
+@cute.jit
+def wait_for_tile(barriers: cutlass.Pointer, first: cutlass.Constexpr, tile: Int32) -> None:
+    """Waits for what happens once a tile at the barrier of the tile's stage."""
+    wait(barriers, first + tile % STAGES, tile // STAGES & 1)
+
+
+def typed(pointer: cutlass.Pointer, dtype: type) -> cutlass.Pointer:
+    """The same address, counted in elements of dtype."""
+    return cutlass.Pointer(pointer, dtype=dtype)
+
+
+def store_words(target: cutlass.Pointer, words: list[Int32]) -> None:
+    """16 bytes."""
+    typed(target, Int32).store(cutlass.Vector.from_elements(tuple(words), Int32), alignment=16)
+
+
+def load_tmem(columns: cutlass.Array, count: int) -> list[Int32]:
+    """Words of this thread's lane; to be followed by a wait. As integers, which the compiler does not pair up."""
+    words = prims.tcgen05_ld("32x32b", columns, num=count)
+    return [words[i] for i in range(count)]
+
+
+def as_float(word: Int32) -> Float32:
+    """The same bits."""
+    return prims.mov_b32(word, target_type=Float32)
+
+
+def softmax_barrier() -> None:
+    """All softmax warps meet."""
+    prims.barrier_cta_sync_aligned(NamedBarrier.SOFTMAX, thread_count=GROUP_THREADS)
+
+
+def tmem_columns(tmem: prims.TmemAddr, warp: Int32, column: Int32 | int, dtype: type) -> cutlass.Array:
+    """Address of a column in the lanes that warp `warp` of a group of four reaches."""
+    return prims.TmemAddr.from_row_col(tmem.row_id + warp % 4 * 32, tmem.col_id + column).as_ptr(dtype)
+
+
+@cute.jit
+def item_of(index: Int32, a: Arguments) -> Item:
+    """Work item `index`; split.py says how a token's keys are divided."""
+    part = index % a.max_parts
+    group = index // a.max_parts
+    head_block = group % a.head_blocks
+    token = group // a.head_blocks
+    num_entries = Int32(0)
+    if a.entries != 0:
+        num_entries = a.entry_slots
+        if a.visible != 0:
+            visible = (gmem(a.visible, Int32) + token).load()
+            num_entries = cutlass.max(cutlass.min(num_entries, visible), Int32(0))
+    window_steps = (a.window_slots + (STEP_KEYS - 1)) // STEP_KEYS
+    steps = window_steps + (num_entries + (STEP_KEYS - 1)) // STEP_KEYS
+    parts = Int32(1)
+    if a.split_steps > 0:
+        parts = cutlass.max((steps + a.split_steps - 1) // a.split_steps, Int32(1))
+    window_tiles = window_steps * TILES_PER_STEP
+    used_tiles = (a.window_slots + (TILE_KEYS - 1)) // TILE_KEYS
+    if num_entries > 0:
+        used_tiles = window_tiles + (num_entries + (TILE_KEYS - 1)) // TILE_KEYS
+    first_tile = part * steps // parts * TILES_PER_STEP
+    end_tile = cutlass.min((part + 1) * steps // parts * TILES_PER_STEP, used_tiles)
+    num_tiles = cutlass.max(end_tile - first_tile, Int32(1))  # a tile of holes if there is nothing
+    if part >= parts:
+        num_tiles = Int32(0)
+    return Item(token, head_block, part, parts, first_tile, num_tiles, window_tiles, num_entries)
+
+
+def load_words(address: Int64, offset: int, count: int) -> list[Int32]:
+    """`count` (2 or 4) words, `offset` bytes further, of memory that nobody writes during the launch."""
+    registers = ", ".join(f"{{$w{i}}}" for i in range(count))
+    return list(
+        prims.inline_ptx(
+            f"ld.global.nc.v{count}.s32 {{{registers}}}, [{{$r0}}+{offset}];",
+            write_only_types=[Int32] * count,
+            read_only_args=[address],
+        )
+    )

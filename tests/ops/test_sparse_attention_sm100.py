@@ -1,0 +1,249 @@
+"""The Blackwell attention kernel in the emulator (tests/emulator), over the hard cases of attention_cases.py.
+
+Every launch runs with all checks of the emulator on: races, missing proxy and tcgen05 fences, reads of what nobody
+wrote, accesses outside of tensors. The adversary's schedule changes from case to case; the same bits under every
+schedule, in every batch and on any number of multiprocessors are tested by themselves. Beside it the compile gate:
+registers, stack and shared memory of the cubins, and the forms of instructions that occur.
+
+What passes is functionally verified by emulation; it did not run on a B200.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from ops.attention_cases import CASES, Case, Spec, build, check
+from torch import Tensor
+
+from dsv4_kernels import compile_cache
+from dsv4_kernels.sparse_attention import merge_partials
+from dsv4_kernels.sparse_attention.problem import Problem
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+sys.path.append(str(Path(__file__).resolve().parents[1] / "emulator"))
+
+if TYPE_CHECKING:
+    from host import Device
+
+SCHEDULES = ("late", "random", "random_warps")
+LONG = ("hca_1m", "csa_1024", "more_tokens_than_sms")
+UNCOVERED = {
+    "tcgen05.mma.ws.cta_group::1.kind::f16.collector::b0::discard": "the DSL spells out PTX's default of FlashMLA's form",
+    "lop3.b32": "what ptxas makes of `and` and `or`",
+    "atom.global.add.u32": "who is the last of a token's parts; a relaxed add, ordered by the fences beside it",
+    "fence.acq_rel.gpu": "orders partial results before that add, and reads of them after it",
+    "ld.global.s32": "ld.global.b32 with its sign extended",
+    "ld.global.v2.b32": "two of ld.global.b32",
+    "ld.global.v4.b32": "four of ld.global.b32",
+    "setp.eq.b64": "a comparison, as setp.eq.b32",
+    "setp.gt.f32": "a comparison, as setp.lt.f32",
+    "setp.leu.f32": "a comparison, as setp.le.f32 and true for NaN",
+    "xor.pred": "the compiler's negation of a predicate",
+}
+"""Forms that no foreign kernel of the emulator's suite executes."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_here() -> Iterator[None]:
+    """Kernels are compiled in the emulator, which needs their PTX: none from disk, and none is left behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(compile_cache.FOLDER_VARIABLE, "off")
+        compile_cache.forget()
+        yield
+        compile_cache.forget()
+
+
+def launch(case: Case, multiprocessors: int = 148, out: Tensor | None = None, lse: bool = True, **options: object):  # noqa: ANN201
+    """((out, lse), the emulated device) of one call."""
+    from emulator import Checks
+    from host import emulated
+
+    from dsv4_kernels.sparse_attention import sm100
+
+    names = ("q", "window", "window_rows", "entries", "entry_rows", "page_table", "entries_per_page")
+    arguments = {"entries_per_page": 0, **case.arguments()}
+    problem = Problem.of(
+        *(arguments.get(name) for name in (*names, "token_to_request", "visible", "sink")),
+        **{name: arguments[name] for name in ("scale", "normalised", "split_keys")},
+        out=out,
+        return_lse=lse,
+    )
+    options = {"checks": Checks(tcgen05_fence="error", tmem_freed="error"), **options}
+    with emulated(multiprocessors=multiprocessors, **options) as device:
+        sm100.sparse_attention(problem)
+    return (problem.out, problem.lse), device
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def warnings_of(device: Device) -> set[str]:
+    """Kinds, but for one: moves that the compiler puts between a load of tensor memory and its wait."""
+    return {w.split(" at ")[0] for report in device.reports for w in report.warnings} - {"tmem_wait"}
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n.startswith(LONG) else ()) for n in CASES])
+def test_case(name: str) -> None:
+    case = build(CASES[name])
+    seed = list(CASES).index(name)
+    result, device = launch(case, schedule=SCHEDULES[seed % len(SCHEDULES)], seed=seed)
+    check(case, result)
+    assert not warnings_of(device)
+
+
+SERVED = {
+    "csa_1024_heads_128": Spec(tokens=1, heads=128, entry_lengths=(1024,)),
+    "hca_1m": Spec(tokens=1, entry_lengths=(8192,), dense=True, split_keys=1024),
+    "tokens_130": Spec(tokens=130, heads=8, window_lengths=(128, 3), entry_lengths=(5, 0, 64, 9)),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_as_served(name: str) -> None:
+    """Lighter stand-ins for the slow cases: 8,192 entries, two blocks of heads, CTAs that take many tokens."""
+    case = build(SERVED[name])
+    result, _ = launch(case, multiprocessors=7)
+    check(case, result)
+
+
+@pytest.mark.parametrize("name", ["csa_512-fp8", "split_256-fp8"])
+def test_without_log_sum_exp(name: str) -> None:
+    case = build(CASES[name])
+    (alone, lse), _ = launch(case, lse=False)
+    (with_lse, _), _ = launch(case)
+    assert lse is None and same_bits(alone, with_lse)
+
+
+@pytest.mark.parametrize("heads", [1, 63, 65, 128])
+@pytest.mark.parametrize("split_keys", [None, 128], ids=["one_part", "split"])
+def test_nothing_is_written_beside_the_output(heads: int, split_keys: int | None) -> None:
+    case = build(Spec(tokens=2, heads=heads, entry_lengths=(200, 0), split_keys=split_keys))
+    around = torch.full((4, heads + 4, 528), -7.0, dtype=torch.bfloat16)
+    out = around[1:3, 2 : heads + 2, 8:520]
+    (returned, lse), _ = launch(case, out=out)
+    assert returned is out
+    check(case, (out.clone(), lse))
+    out.fill_(-7.0)
+    assert (around == -7.0).all()
+
+
+@pytest.mark.parametrize("name", ["csa_512-fp8", "holes-bf16"])
+def test_a_split_by_hand_and_its_merge(name: str) -> None:
+    """Window and entries as two partial results, merged with the sink."""
+    case = build(CASES[name])
+    partial = replace(case, spec=replace(case.spec, normalised=False), sink=None)
+    window = replace(partial, entries=None, entry_arguments={})
+    entries = replace(partial, window_rows=case.window_rows[:, :0])
+    parts = [launch(part)[0] for part in (window, entries)]
+    outs, lses = zip(*parts, strict=True)
+    out, lse = merge_partials(outs, lses, case.sink)
+    check(case, (out.bfloat16(), lse))
+
+
+# ---- bits
+
+
+@pytest.mark.parametrize("name", ["lengths_of_both-fp8", "speculation-bf16", "split_128-fp8", "split_128_heads-bf16"])
+def test_the_same_bits_under_every_schedule(name: str) -> None:
+    """Whoever comes first, last, or alone on one multiprocessor."""
+    case = build(CASES[name])
+    expected, _ = launch(case)
+    for (schedule, seed), multiprocessors in zip(
+        itertools.product(SCHEDULES, (1, 2)), (148, 3, 1, 5, 148, 2), strict=True
+    ):
+        result, device = launch(case, multiprocessors, schedule=schedule, seed=seed)
+        assert all(same_bits(a, b) for a, b in zip(expected, result, strict=True)), (schedule, seed, multiprocessors)
+        assert not warnings_of(device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(LONG)])
+def test_the_same_bits_under_more_schedules(name: str) -> None:
+    case = build(CASES[name], seed=1)
+    expected, _ = launch(case)
+    check(case, expected)
+    for schedule, seed in itertools.product(SCHEDULES, range(3)):
+        result, _ = launch(case, (148, 3, 1)[seed], schedule=schedule, seed=10 + seed)
+        assert all(same_bits(a, b) for a, b in zip(expected, result, strict=True)), (schedule, seed)
+
+
+@pytest.mark.parametrize("name", ["csa_512-bf16", "lengths_of_both-fp8", "split_512-fp8", "split_8_heads-fp8"])
+def test_a_token_has_the_same_bits_in_any_batch(name: str) -> None:
+    """In another order, at every place, with others beside it, on other numbers of multiprocessors."""
+    case = build(CASES[name])
+    (out, lse), _ = launch(case)
+    for batch, multiprocessors in ((1, 148), (3, 2), (17, 4)):
+        order = torch.randint(0, case.spec.tokens, (batch,), generator=torch.Generator().manual_seed(batch)).tolist()
+        (other_out, other_lse), _ = launch(case.take(order), multiprocessors)
+        assert same_bits(other_out, out[order]) and same_bits(other_lse, lse[order])
+
+
+@pytest.mark.parametrize("split_keys", [None, 128])
+def test_the_width_of_lists_and_tables_is_not_seen(split_keys: int | None) -> None:
+    for dense in (False, True):
+        case = build(Spec(entry_lengths=(300, 3, 130), dense=dense, split_keys=split_keys))
+        name = "page_table" if dense else "entry_rows"
+        wide = torch.nn.functional.pad(case.entry_arguments[name], (0, 524), value=2**31 - 1)
+        wider = replace(case, entry_arguments={**case.entry_arguments, name: wide})
+        assert same_bits(launch(wider)[0][0], launch(case)[0][0])
+
+
+# ---- compile gate
+
+
+def recorded() -> dict:
+    from sparse_attention_sm100_static import RESULTS
+
+    return json.loads(RESULTS.read_text())
+
+
+def test_resources_are_the_recorded_ones() -> None:
+    """No spills, and no register or byte more than benchmarks/results says (written by the script of that name)."""
+    from host import emulated
+    from sparse_attention_sm100_static import all_resources
+
+    with emulated():
+        found = all_resources()
+    limits = recorded()["resources"]
+    assert found.keys() == limits.keys()
+    for config, values in found.items():
+        assert values["stack_bytes"] == 0, f"{config}: {values}"
+        assert values["registers"] * 32 * 16 <= 65536, "13 warps are allocated like 16"
+        over = {name: value for name, value in values.items() if value > limits[config][name]}
+        assert not over, f"{config} needs more than {limits[config]}: {over}"
+
+
+def test_static_bounds() -> None:
+    """For the large cases nothing on the chip needs more than 1.25 of the tensor core's time, as PTX counts it."""
+    from sparse_attention_sm100_static import CASES as STATIC_CASES
+    from sparse_attention_sm100_static import cycles_of
+
+    for case in STATIC_CASES:
+        expected = recorded()["cycles"][case.name]
+        assert not case.large or expected["on-chip"] <= 1.25, case.name
+    found = cycles_of(STATIC_CASES[1])
+    expected = recorded()["cycles"][STATIC_CASES[1].name]
+    assert found["on-chip"] <= expected["on-chip"] * 1.02, (found, expected)
+
+
+def test_only_forms_that_foreign_kernels_execute() -> None:
+    from form_coverage import foreign_forms, forms_of, uncovered
+
+    forms = set()
+    for name in ("csa_512-fp8", "split_128-bf16"):
+        _, device = launch(build(CASES[name]), record=True)
+        forms |= forms_of(device.recordings[0])
+    assert set(uncovered(forms, foreign_forms())) == set(UNCOVERED)
