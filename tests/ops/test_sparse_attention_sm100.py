@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 SCHEDULES = ("late", "random", "random_warps")
 LONG = ("hca_1m", "csa_1024", "more_tokens_than_sms")
 UNCOVERED = {
-    "tcgen05.mma.ws.cta_group::1.kind::f16.collector::b0::discard": "the DSL spells out PTX's default of FlashMLA's form",
+    "tcgen05.mma.ws.cta_group::1.kind::f16.collector::b0::discard": "FlashMLA's form, PTX's default spelt out",
     "lop3.b32": "what ptxas makes of `and` and `or`",
     "atom.global.add.u32": "who is the last of a token's parts; a relaxed add, ordered by the fences beside it",
     "fence.acq_rel.gpu": "orders partial results before that add, and reads of them after it",
