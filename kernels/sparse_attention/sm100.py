@@ -21,6 +21,7 @@ S are added by the softmax, so Q takes 128 columns instead of 256 and everything
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,23 +37,24 @@ from dsv4_kernels.kv_layout import ROW_DIM, RowFormat
 from dsv4_kernels.sparse_attention.problem import Problem
 from dsv4_kernels.sparse_attention.sm100_gather import gather
 from dsv4_kernels.sparse_attention.sm100_plan import (
-    GROUP_THREADS,
     HALF_DIM,
     HEADS,
     LOG2_E,
     MMA_K,
     P_BYTES,
-    STAGE_BYTES,
-    STAGES,
+    STEPS_PER_BLOCK,
     SWIZZLE_ROW_BYTES,
     THREADS,
     TILE_KEYS,
+    WARPS_OF_GROUP,
     Arguments,
     Barrier,
+    Plan,
     Smem,
     Tmem,
     Warp,
-    block_offset,
+    cta_rank,
+    first_and_stride,
     item_of,
     tmem_columns,
     typed,
@@ -68,62 +70,66 @@ class Config:
     """What a compiled kernel is specialised for."""
 
     row_format: RowFormat
-    split: bool
+    can_split: bool
     """Tokens may have several parts: partial results go through global memory and are merged."""
+    plan: Plan
+    """One CTA for up to 64 heads, a pair for more."""
 
 
 # ---- MMA warp
 
 
 @cute.jit
-def multiply(a: Arguments, smem: cutlass.Pointer, barriers: cutlass.Pointer, tmem: prims.TmemAddr) -> None:
+def multiply(
+    a: Arguments, smem: cutlass.Pointer, barriers: cutlass.Pointer, tmem: prims.TmemAddr, plan: cutlass.Constexpr
+) -> None:
     """One thread issues S of tile t + 1 before P V of tile t, so that the softmax of t hides behind it."""
     bf16 = cutlass.BFloat16
-    scores = prims.Tcgen05InstrDesc.build(c_dtype=Float32, a_dtype=bf16, b_dtype=bf16, n_dim=2 * TILE_KEYS, m_dim=HEADS)
+    rows = HEADS * plan.ctas
+    scores = prims.Tcgen05InstrDesc.build(c_dtype=Float32, a_dtype=bf16, b_dtype=bf16, n_dim=2 * TILE_KEYS, m_dim=rows)
     values = prims.Tcgen05InstrDesc.build(
-        c_dtype=Float32, a_dtype=bf16, b_dtype=bf16, b_major=1, n_dim=HALF_DIM, m_dim=HEADS
+        c_dtype=Float32, a_dtype=bf16, b_dtype=bf16, b_major=1, n_dim=HALF_DIM, m_dim=rows
     )
-    block, _, _ = cute.arch.block_idx()
-    grid, _, _ = cute.arch.grid_dim()
+    first, stride = first_and_stride(plan)
     before = Int32(0)
     items = Int32(0)
-    for index in cutlass.range(block, a.num_items, grid):
-        item = item_of(index, a)
+    for index in cutlass.range(first, a.num_items, stride):
+        item = item_of(index, a, plan)
         if item.num_tiles > 0:
             wait(barriers, Int32(Barrier.Q_READY), items & 1)
             prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
             items = items + 1
             for tile in cutlass.range(item.num_tiles + 1):
                 if tile < item.num_tiles:
-                    multiply_scores(smem, barriers, tmem, before + tile, scores)
+                    multiply_scores(smem, barriers, tmem, before + tile, scores, plan)
                 if tile > 0:
-                    multiply_values(smem, barriers, tmem, before + tile - 1, tile > 1, values)
+                    multiply_values(smem, barriers, tmem, before + tile - 1, tile > 1, values, plan)
         before = before + item.num_tiles
 
 
 @cute.jit
 def multiply_scores(
-    smem: cutlass.Pointer, barriers: cutlass.Pointer, tmem: prims.TmemAddr, count: Int32, idesc: Int32
+    smem: cutlass.Pointer,
+    barriers: cutlass.Pointer,
+    tmem: prims.TmemAddr,
+    count: Int32,
+    idesc: Int32,
+    plan: cutlass.Constexpr,
 ) -> None:
     """S[count % 2] = Q K^T as two summands (see the module's docstring).
 
     The softmax has read this buffer's last scores: it said so with p_ready, for which P V of that tile waited.
     """
-    wait_for_tile(barriers, Barrier.FULL, count)
+    wait_for_tile(barriers, Barrier.FULL if plan.ctas == 1 else Barrier.ALL_FULL, count, plan)
     prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-    stage = smem + (Smem.KV + count % STAGES * STAGE_BYTES)
-    keys = swizzled(stage, leading_bytes=16)
+    keys = swizzled(smem + (Smem.KV + count % plan.stages * plan.stage_bytes), leading_bytes=16)
     out = tmem_columns(tmem, Int32(0), Tmem.S + count % 2 * Tmem.S_COLUMNS, Float32)
     for step in cutlass.range_constexpr(HALF_DIM // MMA_K):
-        prims.tcgen05_mma_ws(
-            prims.Tcgen05MMAKind.F16,
-            out,
-            tmem_columns(tmem, Int32(0), Tmem.Q + step * MMA_K // 2, cutlass.BFloat16),
-            keys.advance_start_address(block_offset(step // 4) + step % 4 * MMA_K * 2),
-            idesc,
-            step > 0,
-        )
-    prims.tcgen05_commit(barriers + (Barrier.S_READY + count % 2), group=prims.CTAGroup.CTA_1)
+        block, step_of_block = step // STEPS_PER_BLOCK, step % STEPS_PER_BLOCK
+        query = tmem_columns(tmem, Int32(0), Tmem.Q + step * MMA_K // 2, cutlass.BFloat16)
+        key = keys.advance_start_address(plan.block_offset(block) + step_of_block * MMA_K * 2)
+        mma(out, query, key, idesc, step > 0, plan)
+    commit(barriers + (Barrier.S_READY + count % 2), plan)
 
 
 @cute.jit
@@ -134,25 +140,47 @@ def multiply_values(
     count: Int32,
     accumulate: Boolean,
     idesc: Int32,
+    plan: cutlass.Constexpr,
 ) -> None:
-    """O += P V, one product for each half of the channels; `accumulate` is False for an item's first tile."""
+    """O += P V, two products for half of O's columns each; `accumulate` is False for an item's first tile."""
     wait(barriers, Barrier.P_READY + count % 2, count // 2 & 1)
     prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
     weights = swizzled(smem + (Smem.P + count % 2 * P_BYTES), leading_bytes=16)
-    stage = smem + (Smem.KV + count % STAGES * STAGE_BYTES)
-    for half in cutlass.range_constexpr(2):
-        # Four blocks of 64 channels, two places apart; within a block 8 keys every kilobyte.
-        keys = swizzled(stage + half * block_offset(4), leading_bytes=block_offset(1))
+    stage = smem + (Smem.KV + count % plan.stages * plan.stage_bytes)
+    for product in cutlass.range_constexpr(2):
+        # Blocks of 64 channels at equal distances; within a block 8 keys every kilobyte.
+        begin = plan.block_offset(plan.first_block_of_out(product))
+        keys = swizzled(stage + begin, leading_bytes=plan.block_offset(1))
+        out = tmem_columns(tmem, Int32(0), Tmem.O + product * (HALF_DIM // 2), Float32)
         for step in cutlass.range_constexpr(TILE_KEYS // MMA_K):
-            prims.tcgen05_mma_ws(
-                prims.Tcgen05MMAKind.F16,
-                tmem_columns(tmem, Int32(0), Tmem.O + half * (HALF_DIM // 2), Float32),
-                weights.advance_start_address(step * MMA_K * 2),
-                keys.advance_start_address(step * MMA_K * SWIZZLE_ROW_BYTES),
-                idesc,
-                accumulate or step > 0,
-            )
-    prims.tcgen05_commit(barriers + (Barrier.PV_DONE + count % STAGES), group=prims.CTAGroup.CTA_1)
+            weight = weights.advance_start_address(step * MMA_K * 2)
+            key = keys.advance_start_address(step * MMA_K * SWIZZLE_ROW_BYTES)
+            mma(out, weight, key, idesc, accumulate or step > 0, plan)
+    commit(barriers + (Barrier.PV_DONE + count % plan.stages), plan)
+
+
+def mma(
+    out: cutlass.Array,
+    a: cutlass.Array | prims.Tcgen05SmemDesc,
+    b: prims.Tcgen05SmemDesc,
+    idesc: Int32,
+    accumulate: Boolean,
+    plan: Plan,
+) -> None:
+    """The product of one CTA, or of a pair; in both every lane of tensor memory takes part."""
+    kind = prims.Tcgen05MMAKind.F16
+    if plan.ctas == 1:
+        prims.tcgen05_mma_ws(kind, out, a, b, idesc, accumulate)
+    else:
+        prims.tcgen05_mma(kind, prims.CTAGroup.CTA_2, out, a, b, idesc, accumulate)
+
+
+def commit(barrier: cutlass.Pointer, plan: Plan) -> None:
+    """Arrives in every CTA when the products so far are done."""
+    if plan.ctas == 1:
+        prims.tcgen05_commit(barrier, group=prims.CTAGroup.CTA_1)
+    else:
+        prims.tcgen05_commit(barrier, multicast_mask=3, group=prims.CTAGroup.CTA_2)
 
 
 def swizzled(start: cutlass.Pointer, leading_bytes: int) -> prims.Tcgen05SmemDesc:
@@ -169,52 +197,83 @@ def swizzled(start: cutlass.Pointer, leading_bytes: int) -> prims.Tcgen05SmemDes
 
 
 @cute.kernel
-def attention_kernel(a: Arguments, fp8: cutlass.Constexpr, split: cutlass.Constexpr) -> None:
+def attention_kernel(
+    a: Arguments, fp8: cutlass.Constexpr, can_split: cutlass.Constexpr, plan: cutlass.Constexpr
+) -> None:
     """Sets up barriers and tensor memory, and sends every warp to its role."""
     smem = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).raw_ptr()
     barriers = typed(smem + Smem.BARRIERS, Int64)
     tmem_address = typed(smem + Smem.TMEM_ADDRESS, Int32)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     lane = cute.arch.lane_idx()
+    rank = cta_rank(plan)
+    group = f"cta_{plan.ctas}"
 
     if warp == Warp.MMA:
         if prims.elect_sync():
-            for stage in cutlass.range_constexpr(STAGES):
-                prims.mbarrier_init(barriers + (Barrier.FULL + stage), GROUP_THREADS)
+            for stage in cutlass.range_constexpr(plan.stages):
+                prims.mbarrier_init(barriers + (Barrier.FULL + stage), WARPS_OF_GROUP)
+                prims.mbarrier_init(barriers + (Barrier.ALL_FULL + stage), WARPS_OF_GROUP * plan.ctas)
                 prims.mbarrier_init(barriers + (Barrier.PV_DONE + stage), 1)
             for buffer in cutlass.range_constexpr(2):
                 prims.mbarrier_init(barriers + (Barrier.S_READY + buffer), 1)
-                prims.mbarrier_init(barriers + (Barrier.P_READY + buffer), GROUP_THREADS)
-            prims.mbarrier_init(barriers + Barrier.Q_READY, GROUP_THREADS)
+                prims.mbarrier_init(barriers + (Barrier.P_READY + buffer), WARPS_OF_GROUP * plan.ctas)
+            prims.mbarrier_init(barriers + Barrier.Q_READY, WARPS_OF_GROUP * plan.ctas)
             prims.fence_mbarrier_init()
-        prims.tcgen05_alloc(tmem_address, Tmem.COLUMNS, group="cta_1")
-        prims.tcgen05_relinquish_alloc_permit(group="cta_1")
-        prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
-    prims.barrier_cta_sync_aligned(0)
+        prims.tcgen05_alloc(tmem_address, Tmem.COLUMNS, group=group)
+        prims.tcgen05_relinquish_alloc_permit(group=group)
+    prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
+    everybody(plan)
     prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
     tmem = prims.TmemAddr(tmem_address.load())
 
     if warp < Warp.GATHER:
-        softmax(a, smem, barriers, tmem, split)
+        softmax(a, smem, barriers, tmem, can_split, plan)
     elif warp < Warp.MMA:
-        gather(a, smem, barriers, (warp - Warp.GATHER) // 4, warp % 4, lane, fp8)
-    elif prims.elect_sync():
-        multiply(a, smem, barriers, tmem)
+        gather_group = (warp - Warp.GATHER) // WARPS_OF_GROUP
+        if cutlass.const_expr(plan.ctas == 1):
+            gather(a, smem, barriers, gather_group, warp % WARPS_OF_GROUP, lane, fp8, range(8), plan)
+        elif rank == 0:
+            gather(a, smem, barriers, gather_group, warp % WARPS_OF_GROUP, lane, fp8, range(4), plan)
+        else:
+            gather(a, smem, barriers, gather_group, warp % WARPS_OF_GROUP, lane, fp8, range(4, 8), plan)
+    elif rank == 0:
+        if prims.elect_sync():
+            multiply(a, smem, barriers, tmem, plan)
 
     prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
-    prims.barrier_cta_sync_aligned(0)
+    everybody(plan)
     if warp == Warp.MMA:
         prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-        prims.tcgen05_dealloc(tmem.as_ptr(Float32), Tmem.COLUMNS, group="cta_1")
+        prims.tcgen05_dealloc(tmem.as_ptr(Float32), Tmem.COLUMNS, group=group)
+
+
+def everybody(plan: Plan) -> None:
+    """All threads of the CTA, or of the pair, meet."""
+    if plan.ctas == 1:
+        prims.barrier_cta_sync_aligned(0)
+    else:
+        prims.barrier_cluster_arrive_aligned()
+        prims.barrier_cluster_wait_aligned()
 
 
 @cute.jit
 def launch(
-    a: Arguments, num_ctas: Int32, fp8: cutlass.Constexpr, split: cutlass.Constexpr, stream: cuda.CUstream
+    a: Arguments,
+    num_ctas: Int32,
+    fp8: cutlass.Constexpr,
+    can_split: cutlass.Constexpr,
+    plan: cutlass.Constexpr,
+    stream: cuda.CUstream,
 ) -> None:
     """Persistent: num_ctas is at most the number of multiprocessors."""
-    attention_kernel(a, fp8, split).launch(
-        grid=(num_ctas, 1, 1), block=(THREADS, 1, 1), smem=Smem.BYTES, stream=stream, min_blocks_per_mp=1
+    attention_kernel(a, fp8, can_split, plan).launch(
+        grid=(num_ctas, 1, 1),
+        block=(THREADS, 1, 1),
+        cluster=(plan.ctas, 1, 1),
+        smem=Smem.BYTES,
+        stream=stream,
+        min_blocks_per_mp=1,
     )
 
 
@@ -223,9 +282,8 @@ def launch(
 
 def configurations() -> tuple[Config, ...]:
     """All that `sparse_attention` may ask for, to compile them beforehand."""
-    return tuple(
-        Config(row_format, split) for row_format in (RowFormat.FP8, RowFormat.PLAIN) for split in (False, True)
-    )
+    axes = ((RowFormat.FP8, RowFormat.PLAIN), (False, True), (Plan(1), Plan(2)))
+    return tuple(Config(*point) for point in itertools.product(*axes))
 
 
 def compile(config: Config, arch: str = "sm_100a") -> Callable[..., None]:
@@ -234,7 +292,7 @@ def compile(config: Config, arch: str = "sm_100a") -> Callable[..., None]:
     def from_compiler() -> Callable[..., None]:
         example = Arguments(*(kind(0) for kind in Arguments.__annotations__.values()))
         is_fp8 = config.row_format is RowFormat.FP8
-        return cute.compile(launch, example, Int32(1), is_fp8, config.split, cuda.CUstream(0))
+        return cute.compile(launch, example, Int32(1), is_fp8, config.can_split, config.plan, cuda.CUstream(0))
 
     return load_or_compile("sparse_attention_sm100", config, arch, from_compiler)
 
@@ -249,9 +307,11 @@ def sparse_attention(problem: Problem) -> None:
     """
     device, max_parts = problem.q.device, problem.max_parts
     head_blocks = -(-problem.num_heads // HEADS)
-    num_items = problem.num_tokens * head_blocks * max_parts
+    plan = Plan(head_blocks)
+    num_slots = problem.num_tokens * head_blocks * max_parts
+    num_items = num_slots // plan.ctas
     num_sms, arch = device_facts(device)
-    partials = Partials.on(device, num_items) if max_parts > 1 else None
+    partials = Partials.on(device, num_slots) if max_parts > 1 else None
     arguments = Arguments(
         q=Int64(address(problem.q)),
         q_token_stride=Int64(problem.q.stride(0)),
@@ -289,7 +349,8 @@ def sparse_attention(problem: Problem) -> None:
         zeros=Int64(address(zero_row(device))),
     )
     stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream)
-    compile(Config(problem.row_format, max_parts > 1), arch)(arguments, Int32(min(num_items, num_sms)), stream)
+    num_ctas = plan.ctas * min(num_items, num_sms // plan.ctas)
+    compile(Config(problem.row_format, max_parts > 1, plan), arch)(arguments, Int32(num_ctas), stream)
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -330,14 +391,14 @@ class Partials:
     arrived: torch.Tensor
 
     @staticmethod
-    def on(device: torch.device, num_items: int) -> "Partials":
+    def on(device: torch.device, num_slots: int) -> "Partials":
         """Of the current stream: launches that run at the same time must not meet.
 
         All graphs share one more, made with the first eager call; nothing is allocated, or freed, while capturing.
         """
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             held = _partials.get((device, None), [])
-            if not held or held[-1].arrived.shape[0] < num_items:
+            if not held or held[-1].arrived.shape[0] < num_slots:
                 raise RuntimeError(
                     "sparse_attention: a CUDA graph is being captured with split_keys and a larger batch than any "
                     "before; make the same call once without a graph, which allocates what the graph needs"
@@ -346,12 +407,12 @@ class Partials:
         stream = torch.cuda.current_stream(device).cuda_stream
         for key in ((device, None), (device, stream)):
             held = _partials.setdefault(key, [])
-            if not held or held[-1].arrived.shape[0] < num_items:
+            if not held or held[-1].arrived.shape[0] < num_slots:
                 held.append(
                     Partials(
-                        torch.empty(num_items, HEADS, ROW_DIM, dtype=torch.float32, device=device),
-                        torch.empty(num_items, len(RowState._fields), HEADS, dtype=torch.float32, device=device),
-                        torch.zeros(num_items, dtype=torch.int32, device=device),
+                        torch.empty(num_slots, HEADS, ROW_DIM, dtype=torch.float32, device=device),
+                        torch.empty(num_slots, len(RowState._fields), HEADS, dtype=torch.float32, device=device),
+                        torch.zeros(num_slots, dtype=torch.int32, device=device),
                     )
                 )
         return held[-1]

@@ -9,22 +9,21 @@ from cutlass.experimental import primitives as prims
 
 from dsv4_kernels.kv_layout import NOPE_DIM, PAGE_ROWS, ROW_DATA_BYTES, ROW_SCALE_BYTES, SCALE_GROUP
 from dsv4_kernels.sparse_attention.sm100_plan import (
-    BLOCK_BYTES,
-    CHANNEL_BLOCKS,
     GATHER_GROUPS,
-    STAGE_BYTES,
-    STAGES,
     SWIZZLE_CHANNELS,
     SWIZZLE_ROW_BYTES,
     TILE_KEYS,
     Arguments,
     Barrier,
     Item,
+    Plan,
     Smem,
-    block_offset,
+    arrive,
+    first_and_stride,
     gmem,
     item_of,
     load_words,
+    of_first_cta,
     store_words,
     typed,
     wait_for_tile,
@@ -113,11 +112,11 @@ def is_e4m3(block: int, fp8: bool) -> bool:
     return fp8 and block < NOPE_DIM // SWIZZLE_CHANNELS
 
 
-def load_row(data: Int64, scales: Int64, quarter: Int32, fp8: bool) -> list[list[Int32]]:
-    """This lane's quarter of every block of a row, in pieces of 16 bytes; FP8 rows have their scales in front."""
+def load_row(data: Int64, scales: Int64, quarter: Int32, fp8: bool, blocks: range) -> list[list[Int32]]:
+    """This lane's quarter of these blocks of a row, in pieces of 16 bytes; FP8 rows have their scales in front."""
     pieces = [load_words(scales, 0, 2)] if fp8 else []
     bytes_begin, bf16_begin = data + quarter * 16, data + quarter * 32
-    for block in range(CHANNEL_BLOCKS):
+    for block in blocks:
         if is_e4m3(block, fp8):
             pieces.append(load_words(bytes_begin, block * SCALE_GROUP, 4))
         else:
@@ -126,11 +125,19 @@ def load_row(data: Int64, scales: Int64, quarter: Int32, fp8: bool) -> list[list
     return pieces
 
 
-def store_row(target: cutlass.Pointer, pieces: list[list[Int32]], place_0: Int32, place_1: Int32, fp8: bool) -> None:
+def store_row(
+    target: cutlass.Pointer,
+    pieces: list[list[Int32]],
+    place_0: Int32,
+    place_1: Int32,
+    fp8: bool,
+    blocks: range,
+    plan: Plan,
+) -> None:
     """Writes what `load_row` has loaded into the row of a stage, as bf16."""
     pieces = iter(pieces)
     scales = next(pieces) if fp8 else None
-    for block in range(CHANNEL_BLOCKS):
+    for block in blocks:
         if is_e4m3(block, fp8):
             factor = factor_of_group(scales, block)
             words = [pair for word in next(pieces) for pair in bf16x2_of_e4m3x4(word, factor)]
@@ -138,12 +145,19 @@ def store_row(target: cutlass.Pointer, pieces: list[list[Int32]], place_0: Int32
         else:
             chunks = (next(pieces), next(pieces))
         for place, chunk in zip((place_0, place_1), chunks, strict=True):
-            store_words(target + block_offset(block) + place, chunk)
+            store_words(target + plan.block_offset(block - blocks[0]) + place, chunk)
 
 
 @cute.jit
 def repair_large_scales(
-    target: cutlass.Pointer, data: Int64, scales: Int64, quarter: Int32, place_0: Int32, place_1: Int32
+    target: cutlass.Pointer,
+    data: Int64,
+    scales: Int64,
+    quarter: Int32,
+    place_0: Int32,
+    place_1: Int32,
+    blocks: cutlass.Constexpr,
+    plan: cutlass.Constexpr,
 ) -> None:
     """Writes a row again of which a scale is 2 or more.
 
@@ -153,7 +167,7 @@ def repair_large_scales(
     low, high = row_scales[0], row_scales[1]
     if ((low & Int32(0x80808080 - 2**32)) | (high & Int32(0x00808080))) != 0:  # the eighth byte is unused
         exponent_shift = in_register((120 + 127) << 23 | (120 + 127) << 7)
-        for block in cutlass.range(NOPE_DIM // SWIZZLE_CHANNELS, unroll=1):
+        for block in cutlass.range(blocks[0], min(blocks[-1] + 1, NOPE_DIM // SWIZZLE_CHANNELS), unroll=1):
             byte = (cutlass.select_(block < 4, low, high) >> (block % 4 * 8)) & 0xFF
             scale = cutlass.max(byte << 7, Int32(0x40))  # 2**-127 is a subnormal
             codes = gmem(data + quarter * 16 + block * SCALE_GROUP, Int32).load(count=4, alignment=16)
@@ -162,7 +176,7 @@ def repair_large_scales(
                 for i in range(4)
                 for pair in bf16x2_of_e4m3x4(codes[i], exponent_shift)
             ]
-            place = target + (block % 4 * 2 + block // 4) * BLOCK_BYTES
+            place = target + plan.block_offset(block - blocks[0])
             store_words(place + place_0, words[:4])
             store_words(place + place_1, words[4:])
 
@@ -176,8 +190,10 @@ def gather(
     group_warp: Int32,
     lane: Int32,
     fp8: cutlass.Constexpr,
+    blocks: cutlass.Constexpr,
+    plan: cutlass.Constexpr,
 ) -> None:
-    """Fills the stages of every second tile.
+    """Fills the stages of every second tile with these blocks of 64 channels.
 
     Four lanes share a row: of a block of 64 channels, lane q of the four makes channels [16 q, 16 q + 16), which are
     the 16-byte chunks 2 q and 2 q + 1 of a swizzled row. A warp's 8 rows then meet every bank equally often.
@@ -189,41 +205,42 @@ def gather(
     # Row r of the 128-byte swizzle holds chunk c at place c ^ (r % 8).
     place_0 = ((2 * quarter) ^ row_in_8) * 16
     place_1 = ((2 * quarter + 1) ^ row_in_8) * 16
-    block, _, _ = cute.arch.block_idx()
-    grid, _, _ = cute.arch.grid_dim()
     before = Int32(0)  # tiles of the items before this one
-    for index in cutlass.range(block, a.num_items, grid):
-        item = item_of(index, a)
+    first, stride = first_and_stride(plan)
+    for index in cutlass.range(first, a.num_items, stride):
+        item = item_of(index, a, plan)
         begin = (before + group) % GATHER_GROUPS
         data_0, scales_0, mask_0 = row_addresses(item, item.first_tile + begin, row_0, a, fp8)
         data_1, scales_1, mask_1 = row_addresses(item, item.first_tile + begin, row_1, a, fp8)
         for tile in cutlass.range(begin, item.num_tiles, GATHER_GROUPS):
             count = before + tile
-            stage = count % STAGES
-            target = smem + (Smem.KV + stage * STAGE_BYTES)
-            pieces_0 = load_row(data_0, scales_0, quarter, fp8)
+            stage = count % plan.stages
+            target = smem + (Smem.KV + stage * plan.stage_bytes)
+            pieces_0 = load_row(data_0, scales_0, quarter, fp8, blocks)
             if cutlass.const_expr(fp8):  # bf16 rows have twice the bytes: one row's in registers at a time
-                pieces_1 = load_row(data_1, scales_1, quarter, fp8)
+                pieces_1 = load_row(data_1, scales_1, quarter, fp8, blocks)
             # The next rows' numbers are on their way while these rows are.
             next_tile = item.first_tile + tile + GATHER_GROUPS
             next_data_0, next_scales_0, next_mask_0 = row_addresses(item, next_tile, row_0, a, fp8)
             next_data_1, next_scales_1, next_mask_1 = row_addresses(item, next_tile, row_1, a, fp8)
-            if count >= STAGES:
-                wait_for_tile(barriers, Barrier.PV_DONE, count - STAGES)
+            if count >= plan.stages:
+                wait_for_tile(barriers, Barrier.PV_DONE, count - plan.stages, plan)
             target_0, target_1 = target + row_0 * SWIZZLE_ROW_BYTES, target + row_1 * SWIZZLE_ROW_BYTES
-            store_row(target_0, pieces_0, place_0, place_1, fp8)
+            store_row(target_0, pieces_0, place_0, place_1, fp8, blocks, plan)
             if cutlass.const_expr(not fp8):
-                pieces_1 = load_row(data_1, scales_1, quarter, fp8)
-            store_row(target_1, pieces_1, place_0, place_1, fp8)
+                pieces_1 = load_row(data_1, scales_1, quarter, fp8, blocks)
+            store_row(target_1, pieces_1, place_0, place_1, fp8, blocks, plan)
             if cutlass.const_expr(fp8):
-                repair_large_scales(target_0, data_0, scales_0, quarter, place_0, place_1)
-                repair_large_scales(target_1, data_1, scales_1, quarter, place_0, place_1)
+                repair_large_scales(target_0, data_0, scales_0, quarter, place_0, place_1, blocks, plan)
+                repair_large_scales(target_1, data_1, scales_1, quarter, place_0, place_1, blocks, plan)
             if quarter == 0:
                 mask = typed(smem + (Smem.MASK + stage * TILE_KEYS * 4), Float32)
                 (mask + row_0).store(mask_0)
                 (mask + row_1).store(mask_1)
             prims.fence_proxy(prims.Proxy.ASYNC_SHARED, space=prims.SharedSpace.shared_cta)
-            prims.mbarrier_arrive(barriers + (Barrier.FULL + stage))
+            arrive(barriers + (Barrier.FULL + stage))
+            if cutlass.const_expr(plan.ctas == 2):
+                arrive(of_first_cta(barriers + (Barrier.ALL_FULL + stage), plan))
             data_0, scales_0, mask_0 = next_data_0, next_scales_0, next_mask_0
             data_1, scales_1, mask_1 = next_data_1, next_scales_1, next_mask_1
         before = before + item.num_tiles

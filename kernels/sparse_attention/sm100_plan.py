@@ -1,6 +1,7 @@
 """What all warps of the Blackwell kernel share: static plan, arguments, work items, waiting (see sm100.py)."""
 
 import math
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -16,7 +17,6 @@ from dsv4_kernels.sparse_attention.split import STEP_KEYS
 HEADS = 64
 """Heads of a CTA; missing ones are zero rows."""
 TILE_KEYS = 64
-STAGES = 3
 CHUNK = 32
 """Columns of O that a thread holds in registers at a time."""
 RESCALE_LOG2 = 8.0
@@ -27,9 +27,12 @@ SWIZZLE_ROW_BYTES = 128  # 64 channels (or keys) of bf16: the span of the 128-by
 SWIZZLE_CHANNELS = 64
 CHANNEL_BLOCKS = ROW_DIM // SWIZZLE_CHANNELS
 BLOCK_BYTES = TILE_KEYS * SWIZZLE_ROW_BYTES
-STAGE_BYTES = CHANNEL_BLOCKS * BLOCK_BYTES
+KV_BYTES = 3 * CHANNEL_BLOCKS * BLOCK_BYTES
+"""All stages: 3 tiles of one CTA, or 6 of which each CTA of a pair holds half of the channels."""
+MAX_STAGES = 6
 P_BYTES = HEADS * SWIZZLE_ROW_BYTES
 MMA_K = 16
+STEPS_PER_BLOCK = SWIZZLE_CHANNELS // MMA_K
 HALF_DIM = ROW_DIM // 2
 HALF_KEYS = TILE_KEYS // 2
 TILES_PER_STEP = STEP_KEYS // TILE_KEYS
@@ -51,36 +54,77 @@ class Tmem:
 class Smem:
     """Byte offsets in shared memory."""
 
-    KV = 0  # [STAGES] of [8 blocks of 64 channels][64 keys][64 channels] bf16, swizzled; see block_offset
-    P = KV + STAGES * STAGE_BYTES  # [2][64 heads][64 keys] bf16, swizzled
+    KV = 0  # [Plan.stages][Plan.blocks][64 keys][64 channels] bf16, swizzled; Plan.block_offset
+    P = KV + KV_BYTES  # [2][64 heads][64 keys] bf16, swizzled
     EXCHANGE = P + 2 * P_BYTES  # [8][128 threads][4] fp32: summands of S
-    MASK = EXCHANGE + 128 * HALF_KEYS * 4  # [STAGES][64 keys] fp32: 0, or -inf for a hole
-    MAXIMA = MASK + STAGES * TILE_KEYS * 4  # [128 threads] fp32: rows' maxima on their way to the other half
+    MASK = EXCHANGE + 128 * HALF_KEYS * 4  # [Plan.stages][64 keys] fp32: 0, or -inf for a hole
+    MAXIMA = MASK + MAX_STAGES * TILE_KEYS * 4  # [128 threads] fp32: rows' maxima on their way to the other half
     SUMS = MAXIMA + 128 * 4  # [128 threads] fp32
-    EXACT_SUMS = SUMS + 128 * 4  # [128 threads] fp32
-    IS_LAST = EXACT_SUMS + 128 * 4  # int32: whether this CTA was the last to finish a part of its token
+    IS_LAST = SUMS + 128 * 4  # int32: whether this CTA was the last to finish a part of its token
     BARRIERS = IS_LAST + 16
-    TMEM_ADDRESS = BARRIERS + 8 * 16
+    TMEM_ADDRESS = BARRIERS + 24 * 8
     BYTES = TMEM_ADDRESS + 16
 
 
 assert Smem.BYTES <= 227 * 1024, Smem.BYTES
 
 
-def block_offset(block: int) -> int:
-    """Place of a block of 64 channels in a stage: b beside b + 4, so that both halves of the channels are one B."""
-    return (block % 4 * 2 + block // 4) * BLOCK_BYTES
+@dataclass(frozen=True)
+class Plan:
+    """What differs between one CTA for up to 64 heads and a pair of CTAs for up to 128.
+
+    A pair's products have M = 128: rows 0-63 are the first CTA's heads, 64-127 the second's, and columns [0, N/2) and
+    [N/2, N) of a CTA's rows lie in its lanes 0-63 and 64-127, as with .ws. B's rows (N) come half from either CTA. In
+    S these halves are the two halves of the channels, and in O they are channels: each CTA needs 256 channels of all
+    keys for both products, and gathers only these.
+    """
+
+    ctas: int
+
+    @property
+    def stages(self) -> int:
+        """Tiles of keys in shared memory."""
+        return 3 * self.ctas
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 64 channels that a stage holds."""
+        return CHANNEL_BLOCKS // self.ctas
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of one of them in a CTA."""
+        return self.blocks * BLOCK_BYTES
+
+    def block_offset(self, block: int) -> int:
+        """Place in a stage of one of its blocks. With one CTA b is beside b + 4, so that both halves are one B of S."""
+        place = block if self.ctas == 2 else block % 4 * 2 + block // 4
+        return place * BLOCK_BYTES
+
+    def first_block_of_out(self, product: int) -> int:
+        """Of the blocks that are B of O's product 0 or 1."""
+        return product * self.blocks // 2
+
+    def channel(self, column: Int32, half: Int32) -> Int32:
+        """Channel of O in a column of lanes [64 * half, 64 * half + 64)."""
+        if self.ctas == 2:
+            return half * HALF_DIM + column
+        return column // (HALF_DIM // 2) * HALF_DIM + half * (HALF_DIM // 2) + column % (HALF_DIM // 2)
 
 
 class Barrier(IntEnum):
     """First index of each group of mbarriers."""
 
-    FULL = 0  # [STAGES] a tile lies in its stage
-    PV_DONE = 3  # [STAGES] P V of the stage's tile is in O; the stage and P's buffer are free
-    S_READY = 6  # [2]
-    P_READY = 8  # [2]
-    Q_READY = 10
-    COUNT = 11
+    FULL = 0  # [stages] a tile lies in this CTA's stage
+    ALL_FULL = 6  # [stages] in all CTAs' stages: the first CTA's barrier; FULL itself if there is one CTA
+    PV_DONE = 12  # [stages] P V of the stage's tile is in O; the stage and P's buffer are free
+    S_READY = 18  # [2]
+    P_READY = 20  # [2] of all CTAs: the first CTA's barrier
+    Q_READY = 22  # likewise
+    COUNT = 23
+
+
+assert Barrier.COUNT * 8 <= Smem.TMEM_ADDRESS - Smem.BARRIERS
 
 
 class NamedBarrier(IntEnum):
@@ -100,6 +144,7 @@ class Warp(IntEnum):
 
 THREADS = Warp.COUNT * 32
 GROUP_THREADS = 128
+WARPS_OF_GROUP = 4
 GATHER_GROUPS = 2
 LOG2_E = math.log2(math.e)
 
@@ -136,7 +181,7 @@ class Arguments(NamedTuple):
     head_blocks: Int32
     split_steps: Int32  # steps that a part may have; 0: no limit
     max_parts: Int32
-    num_items: Int32  # T * head_blocks * max_parts
+    num_items: Int32  # T * max_parts, and times head_blocks if a CTA does one of them
     partial_out: Int64  # fp32 [items, 64, 128, 4]: O of every thread, 4 columns at a time, not normalised
     partial_state: Int64  # fp32 [items, 3, 64 heads]: RowState
     arrived: Int64  # int32 [T * head_blocks], zero between launches
@@ -144,12 +189,13 @@ class Arguments(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One part of a token's keys for one block of heads."""
+    """One part of a token's keys for one block of heads: what a CTA does, alone or beside its pair's other CTA."""
 
     token: Int32
     head_block: Int32
     part: Int32
     parts: Int32
+    slot: Int32  # of the partial result; those of a token and head block are adjacent
     first_tile: Int32
     num_tiles: Int32  # 0: this part does not exist
     window_tiles: Int32  # the tiles before those of the entries
@@ -174,9 +220,34 @@ def wait(barriers: cutlass.Pointer, index: Int32, parity: Int32) -> None:
 
 
 @cute.jit
-def wait_for_tile(barriers: cutlass.Pointer, first: cutlass.Constexpr, tile: Int32) -> None:
+def wait_for_tile(barriers: cutlass.Pointer, first: cutlass.Constexpr, tile: Int32, plan: cutlass.Constexpr) -> None:
     """Waits for what happens once a tile at the barrier of the tile's stage."""
-    wait(barriers, first + tile % STAGES, tile // STAGES & 1)
+    wait(barriers, first + tile % plan.stages, tile // plan.stages & 1)
+
+
+@cute.jit
+def arrive(barrier: cutlass.Pointer) -> None:
+    """One arrival for this warp, after what all its lanes did."""
+    prims.bar_warp_sync(0xFFFFFFFF)
+    if prims.elect_sync():
+        prims.mbarrier_arrive(barrier)
+
+
+def cta_rank(plan: Plan) -> Int32:
+    """In the pair; 0 without one."""
+    return cute.arch.block_idx()[0] % plan.ctas
+
+
+def first_and_stride(plan: Plan) -> tuple[Int32, Int32]:
+    """Of the indices of the work items that this CTA, or its pair, takes."""
+    block, _, _ = cute.arch.block_idx()
+    grid, _, _ = cute.arch.grid_dim()
+    return block // plan.ctas, grid // plan.ctas
+
+
+def of_first_cta(barrier: cutlass.Pointer, plan: Plan) -> cutlass.Pointer:
+    """The same barrier in the CTA whose MMA warp works for all."""
+    return barrier if plan.ctas == 1 else prims.mapa(barrier, 0)
 
 
 def typed(pointer: cutlass.Pointer, dtype: type) -> cutlass.Pointer:
@@ -211,12 +282,14 @@ def tmem_columns(tmem: prims.TmemAddr, warp: Int32, column: Int32 | int, dtype: 
 
 
 @cute.jit
-def item_of(index: Int32, a: Arguments) -> Item:
+def item_of(index: Int32, a: Arguments, plan: cutlass.Constexpr) -> Item:
     """Work item `index`; split.py says how a token's keys are divided."""
     part = index % a.max_parts
     group = index // a.max_parts
-    head_block = group % a.head_blocks
-    token = group // a.head_blocks
+    token, head_block = group, cta_rank(plan)
+    if cutlass.const_expr(plan.ctas == 1):
+        token, head_block = group // a.head_blocks, group % a.head_blocks
+    slot = (token * a.head_blocks + head_block) * a.max_parts + part
     num_entries = Int32(0)
     if a.entries != 0:
         num_entries = a.entry_slots
@@ -237,7 +310,7 @@ def item_of(index: Int32, a: Arguments) -> Item:
     num_tiles = cutlass.max(end_tile - first_tile, Int32(1))  # a tile of holes if there is nothing
     if part >= parts:
         num_tiles = Int32(0)
-    return Item(token, head_block, part, parts, first_tile, num_tiles, window_tiles, num_entries)
+    return Item(token, head_block, part, parts, slot, first_tile, num_tiles, window_tiles, num_entries)
 
 
 def load_words(address: Int64, offset: int, count: int) -> list[Int32]:

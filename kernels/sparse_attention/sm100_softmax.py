@@ -18,19 +18,22 @@ from dsv4_kernels.sparse_attention.sm100_plan import (
     LOG2_E,
     P_BYTES,
     RESCALE_LOG2,
-    STAGES,
     SWIZZLE_ROW_BYTES,
     TILE_KEYS,
     Arguments,
     Barrier,
     Item,
+    Plan,
     Smem,
     Tmem,
+    arrive,
     as_float,
+    first_and_stride,
     gmem,
     item_of,
     load_tmem,
     load_words,
+    of_first_cta,
     softmax_barrier,
     store_words,
     tmem_columns,
@@ -52,27 +55,31 @@ class RowState(NamedTuple):
 
 @cute.jit
 def softmax(
-    a: Arguments, smem: cutlass.Pointer, barriers: cutlass.Pointer, tmem: prims.TmemAddr, can_split: cutlass.Constexpr
+    a: Arguments,
+    smem: cutlass.Pointer,
+    barriers: cutlass.Pointer,
+    tmem: prims.TmemAddr,
+    can_split: cutlass.Constexpr,
+    plan: cutlass.Constexpr,
 ) -> None:
     """Thread i has head i % 64: of every tile keys [32 * (i // 64), + 32), of O the channels of its lane."""
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     half = warp // 2
     head_row = thread % HEADS
-    block, _, _ = cute.arch.block_idx()
-    grid, _, _ = cute.arch.grid_dim()
     before = Int32(0)
-    for index in cutlass.range(block, a.num_items, grid):
-        item = item_of(index, a)
+    first, stride = first_and_stride(plan)
+    for index in cutlass.range(first, a.num_items, stride):
+        item = item_of(index, a, plan)
         if item.num_tiles > 0:
             head = item.head_block * HEADS + head_row
-            load_queries(a, barriers, tmem, warp, item.token, head, half)
+            load_queries(a, barriers, tmem, warp, item.token, head, half, plan)
             # Few keys do not average out the rounding of P, which is least relative to the true maximum.
             tolerated = cutlass.select_(item.num_tiles <= FEW_TILES, Float32(0.0), Float32(RESCALE_LOG2))
             reference, total, exact_total = Float32(-math.inf), Float32(0.0), Float32(0.0)
             for tile in cutlass.range(item.num_tiles):
                 count = before + tile
-                scores = scores_of_tile(a, smem, barriers, tmem, thread, warp, half, count)
+                scores = scores_of_tile(a, smem, barriers, tmem, thread, warp, half, count, plan)
                 largest = maximum(scores)
                 largest = cutlass.max(largest, exchanged(smem + Smem.MAXIMA, thread, largest))
                 grown = largest > reference + tolerated
@@ -82,11 +89,11 @@ def softmax(
                     reference = largest
                 if tile > 0:
                     if prims.vote_sync(0xFFFFFFFF, grown, prims.VoteSync.ANY):
-                        wait_for_tile(barriers, Barrier.PV_DONE, count - 1)
+                        wait_for_tile(barriers, Barrier.PV_DONE, count - 1, plan)
                         prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
                         rescale(tmem, warp, factor)
                 if tile > 1:  # the tile two before used this buffer of P; across items the epilogue has waited
-                    wait_for_tile(barriers, Barrier.PV_DONE, count - 2)
+                    wait_for_tile(barriers, Barrier.PV_DONE, count - 2, plan)
                 subtracted = finite(reference)
                 weights = [cute.arch.exp2(score - subtracted) for score in scores]
                 total = total * factor + store_weights(smem, weights, head_row, half, count % 2)
@@ -94,23 +101,23 @@ def softmax(
                     exact_total = exact_total * factor + sum_of(weights)
                 prims.fence_proxy(prims.Proxy.ASYNC_SHARED, space=prims.SharedSpace.shared_cta)
                 prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
-                prims.mbarrier_arrive(barriers + (Barrier.P_READY + count % 2))
+                arrive(of_first_cta(barriers + (Barrier.P_READY + count % 2), plan))
             before = before + item.num_tiles
+            if a.lse != 0:  # the place is free since the last maxima were exchanged, and again after the next line
+                exact_total = exact_total + exchanged(smem + Smem.EXCHANGE, thread, exact_total)
             total = total + exchanged(smem + Smem.SUMS, thread, total)
-            if a.lse != 0:
-                exact_total = exact_total + exchanged(smem + Smem.EXACT_SUMS, thread, exact_total)
             state = RowState(reference, total, exact_total)
-            wait_for_tile(barriers, Barrier.PV_DONE, before - 1)
+            wait_for_tile(barriers, Barrier.PV_DONE, before - 1, plan)
             prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
             if cutlass.const_expr(can_split):
                 if item.parts > 1:
-                    store_partial(a, tmem, index, thread, warp, state)
+                    store_partial(a, tmem, item.slot, thread, warp, state)
                     if is_last_part(a, smem, item, thread):
-                        merge_parts(a, item, index, thread, head, half)
+                        merge_parts(a, item, thread, head, half, plan)
                 else:
-                    store_result(a, tmem, warp, item.token, head, half, state)
+                    store_result(a, tmem, warp, item.token, head, half, state, plan)
             else:
-                store_result(a, tmem, warp, item.token, head, half, state)
+                store_result(a, tmem, warp, item.token, head, half, state, plan)
 
 
 @cute.jit
@@ -122,6 +129,7 @@ def load_queries(
     token: Int32,
     head: Int32,
     half: Int32,
+    plan: cutlass.Constexpr,
 ) -> None:
     """Q into tensor memory. The last item's S are complete (the softmax has read them), so nobody reads Q now."""
     row = a.zeros
@@ -135,7 +143,7 @@ def load_queries(
         prims.tcgen05_st("32x32b", target, cutlass.Vector.from_elements(tuple(words), Int32))
     prims.tcgen05_wait(prims.Tcgen05Wait.STORE)
     prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
-    prims.mbarrier_arrive(barriers + Barrier.Q_READY)
+    arrive(of_first_cta(barriers + Barrier.Q_READY, plan))
 
 
 def scores_of_tile(
@@ -147,6 +155,7 @@ def scores_of_tile(
     warp: Int32,
     half: Int32,
     count: Int32,
+    plan: Plan,
 ) -> list[Float32]:
     """Scores of this thread's head and 32 keys, in units of log2, -inf at holes.
 
@@ -155,7 +164,7 @@ def scores_of_tile(
     """
     wait(barriers, Barrier.S_READY + count % 2, count // 2 & 1)
     prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-    wait_for_tile(barriers, Barrier.FULL, count)  # has long happened; acquires the mask
+    wait_for_tile(barriers, Barrier.FULL, count, plan)  # has long happened; acquires the mask
     column = Tmem.S + count % 2 * Tmem.S_COLUMNS
     others = load_tmem(tmem_columns(tmem, warp, column + (1 - half) * HALF_KEYS, Int32), HALF_KEYS)
     own = load_tmem(tmem_columns(tmem, warp, column + half * HALF_KEYS, Int32), HALF_KEYS)
@@ -164,7 +173,7 @@ def scores_of_tile(
     for chunk in range(HALF_KEYS // 4):
         store_words(exchange + (chunk * GROUP_THREADS + thread) * 4, others[chunk * 4 : chunk * 4 + 4])
     softmax_barrier()
-    mask = typed(smem + (Smem.MASK + count % STAGES * TILE_KEYS * 4 + half * HALF_KEYS * 4), Float32)
+    mask = typed(smem + (Smem.MASK + count % plan.stages * TILE_KEYS * 4 + half * HALF_KEYS * 4), Float32)
     scores = []
     for chunk in range(HALF_KEYS // 4):
         summand = (exchange + (chunk * GROUP_THREADS + (thread ^ HEADS)) * 4).load(count=4, alignment=16)
@@ -191,7 +200,7 @@ def sum_of(values: list[Float32]) -> Float32:
 def exchanged(place: cutlass.Pointer, thread: Int32, value: Float32) -> Float32:
     """The value of the thread that has the same head's other keys.
 
-    The next write to the same place comes after the barrier in `scores_of_tile`, hence after this read.
+    The next write to the same place must come after another barrier, hence after this read.
     """
     place = typed(place, Float32)
     (place + thread).store(value)
@@ -268,6 +277,7 @@ def store_result(
     head: Int32,
     half: Int32,
     state: RowState,
+    plan: cutlass.Constexpr,
 ) -> None:
     """O, divided, and the log-sum-exp of a token that has one part."""
     inverse = inverse_of_sum(a, head, state)
@@ -276,15 +286,16 @@ def store_result(
     for column in cutlass.range(0, HALF_DIM, CHUNK):
         words = load_tmem(tmem_columns(tmem, warp, Tmem.O + column, Int32), CHUNK)
         prims.tcgen05_wait(prims.Tcgen05Wait.LOAD)
-        store_channels(a, token, head, half, column, [as_float(word) * inverse for word in words])
+        store_channels(a, token, head, half, column, [as_float(word) * inverse for word in words], plan)
 
 
 @cute.jit
-def store_channels(a: Arguments, token: Int32, head: Int32, half: Int32, column: Int32, values: list[Float32]) -> None:
+def store_channels(
+    a: Arguments, token: Int32, head: Int32, half: Int32, column: Int32, values: list[Float32], plan: cutlass.Constexpr
+) -> None:
     """Writes what stands in CHUNK columns of O in one lane to the output."""
     if head < a.num_heads:
-        channel = column // (HALF_DIM // 2) * HALF_DIM + half * (HALF_DIM // 2) + column % (HALF_DIM // 2)
-        element = token * a.out_token_stride + head * a.out_head_stride + channel
+        element = token * a.out_token_stride + head * a.out_head_stride + plan.channel(column, half)
         if a.out_is_fp32 != 0:
             store_fp32(gmem(a.out, Float32) + element, values)
         else:
@@ -307,29 +318,27 @@ def store_bf16(target: cutlass.Pointer, values: list[Float32]) -> None:
 # ---- parts of a token's keys
 
 
-def partial_place(a: Arguments, index: Int32, column: Int32, thread: Int32) -> cutlass.Pointer:
+def partial_place(a: Arguments, slot: Int32, column: Int32, thread: Int32) -> cutlass.Pointer:
     """Where an item's thread keeps columns [column, column + 4) of its lane of O."""
-    columns = index * Int64(HALF_DIM // 4) + column // 4
+    columns = slot * Int64(HALF_DIM // 4) + column // 4
     return gmem(a.partial_out, Float32) + (columns * GROUP_THREADS + thread) * 4
 
 
-def partial_state(a: Arguments, index: Int32, thread: Int32) -> cutlass.Pointer:
+def partial_state(a: Arguments, slot: Int32, thread: Int32) -> cutlass.Pointer:
     """The first field of an item's RowState for a thread's head; the others follow HEADS further each."""
-    return gmem(a.partial_state, Float32) + (index * Int64(len(RowState._fields) * HEADS) + thread % HEADS)
+    return gmem(a.partial_state, Float32) + (slot * Int64(len(RowState._fields) * HEADS) + thread % HEADS)
 
 
 @cute.jit
-def store_partial(
-    a: Arguments, tmem: prims.TmemAddr, index: Int32, thread: Int32, warp: Int32, state: RowState
-) -> None:
+def store_partial(a: Arguments, tmem: prims.TmemAddr, slot: Int32, thread: Int32, warp: Int32, state: RowState) -> None:
     """O as it is, and the state of the softmax, into the item's place of global memory."""
     for column in cutlass.range(0, HALF_DIM, CHUNK):
         words = load_tmem(tmem_columns(tmem, warp, Tmem.O + column, Int32), CHUNK)
         prims.tcgen05_wait(prims.Tcgen05Wait.LOAD)
         for i in cutlass.range_constexpr(0, CHUNK, 4):
-            store_words(partial_place(a, index, column + i, thread), words[i : i + 4])
+            store_words(partial_place(a, slot, column + i, thread), words[i : i + 4])
     if thread < HEADS:
-        place = partial_state(a, index, thread)
+        place = partial_state(a, slot, thread)
         for i in cutlass.range_constexpr(len(state)):
             (place + i * HEADS).store(state[i])
 
@@ -354,9 +363,9 @@ def is_last_part(a: Arguments, smem: cutlass.Pointer, item: Item, thread: Int32)
 
 
 @cute.jit
-def merge_parts(a: Arguments, item: Item, index: Int32, thread: Int32, head: Int32, half: Int32) -> None:
+def merge_parts(a: Arguments, item: Item, thread: Int32, head: Int32, half: Int32, plan: cutlass.Constexpr) -> None:
     """Sums the parts in their order, so that the result does not depend on who came last."""
-    first = index - item.part
+    first = item.slot - item.part
     reference = Float32(-math.inf)
     for part in cutlass.range(item.parts):
         reference = cute.arch.fmax(reference, partial_state(a, first + part, thread).load())
@@ -375,7 +384,7 @@ def merge_parts(a: Arguments, item: Item, index: Int32, thread: Int32, head: Int
         for part in cutlass.range(item.parts):
             weight = cute.arch.exp2(partial_state(a, first + part, thread).load() - finite(reference))
             sums = weighted_sum(sums, weight, partial_place(a, first + part, column, thread))
-        store_channels(a, item.token, head, half, column, [sums[i] * inverse for i in range(CHUNK)])
+        store_channels(a, item.token, head, half, column, [sums[i] * inverse for i in range(CHUNK)], plan)
 
 
 def weighted_sum(sums: cutlass.Vector, weight: Float32, part: cutlass.Pointer) -> cutlass.Vector:
