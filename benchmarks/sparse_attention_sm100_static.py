@@ -7,7 +7,7 @@ token of every case in the emulator (tests/emulator) and divides what the launch
 all 148 multiprocessors are taken to do the same. The largest quotient is a lower bound of the time, not a prediction.
 `--write` puts everything into benchmarks/results/sparse_attention_sm100_static.json, which a test compares.
 
-Columns, in clock cycles of one multiprocessor for one token and 64 heads (two of them do 128 heads):
+Columns, in clock cycles of one multiprocessor for one token and 64 heads; 128 heads are a pair of multiprocessors:
 
     floor    tensor core: 4 * 64 heads * keys * 512 flops at 8,192 a cycle, for the keys in whole tiles
     alu      arithmetic, conversions and moves, counted in PTX, at 128 lanes a cycle
@@ -36,7 +36,7 @@ from dsv4_kernels import compile_cache
 from dsv4_kernels.kv_layout import ROW_BYTES, ROW_DIM, KVRows, RowFormat
 from dsv4_kernels.sparse_attention import sm100
 from dsv4_kernels.sparse_attention.problem import Problem
-from dsv4_kernels.sparse_attention.sm100_plan import BLOCK_BYTES, CHANNEL_BLOCKS, HEADS, P_BYTES, TILE_KEYS, Smem
+from dsv4_kernels.sparse_attention.sm100_plan import HEADS, P_BYTES, TILE_KEYS, Plan, Smem
 
 RESULTS = Path(__file__).resolve().parent / "results" / "sparse_attention_sm100_static.json"
 SHARED_BYTES_PER_CYCLE = 128
@@ -48,10 +48,11 @@ _REGISTERS, _FRAME_BYTES, _STACK_BYTES = 0x2F, 0x11, 0x12  # attributes of a cub
 
 @dataclass(frozen=True)
 class StaticCase:
-    """One token at 64 heads."""
+    """One token."""
 
     name: str
     entries: int
+    heads: int = 64
     dense: bool = False
     row_format: RowFormat = RowFormat.FP8
     large: bool = False
@@ -61,12 +62,15 @@ class StaticCase:
 CASES = (
     StaticCase("SWA", 0),
     StaticCase("CSA 512", 512, large=True),
-    StaticCase("CSA 1024", 1024, large=True),
-    StaticCase("CSA 1024, bf16 rows", 1024, row_format=RowFormat.PLAIN, large=True),
+    StaticCase("CSA 512, bf16 rows", 512, row_format=RowFormat.PLAIN, large=True),
     StaticCase("HCA 32 (context 4K)", 32, dense=True),
     StaticCase("HCA 256 (context 32K)", 256, dense=True),
-    StaticCase("HCA 1024 (context 128K)", 1024, dense=True, large=True),
     StaticCase("HCA 8192 (context 1M)", 8192, dense=True, large=True),
+    StaticCase("SWA, 128 heads", 0, heads=128),
+    StaticCase("CSA 1024, 128 heads", 1024, heads=128, large=True),
+    StaticCase("CSA 1024, 128 heads, bf16 rows", 1024, heads=128, row_format=RowFormat.PLAIN, large=True),
+    StaticCase("HCA 256, 128 heads", 256, heads=128, dense=True),
+    StaticCase("HCA 8192, 128 heads", 8192, heads=128, dense=True, large=True),
 )
 
 
@@ -119,11 +123,11 @@ def problem_of(case: StaticCase) -> Problem:
     elif case.entries:
         lists["entry_rows"] = order
     return Problem.of(
-        q=torch.randn(1, HEADS, ROW_DIM, generator=generator).bfloat16(),
+        q=torch.randn(1, case.heads, ROW_DIM, generator=generator).bfloat16(),
         window=table(128),
         window_rows=torch.arange(128, dtype=torch.int32)[None],
         entries=entries,
-        sink=torch.zeros(HEADS),
+        sink=torch.zeros(case.heads),
         scale=ROW_DIM**-0.5,
         out=None,
         return_lse=False,
@@ -145,19 +149,19 @@ def cycles_of(case: StaticCase) -> dict[str, float]:
     tiles = 2 + -(-case.entries // TILE_KEYS)
     floor = 4 * HEADS * tiles * TILE_KEYS * ROW_DIM / FLOPS_PER_CYCLE
     assert report.cycles["tensor"] == floor, (report.cycles["tensor"], floor)
+    ctas = case.heads // HEADS
     row_bytes = ROW_BYTES if case.row_format is RowFormat.FP8 else 2 * ROW_DIM
-    keys_bytes, weights_bytes = (
-        2 * CHANNEL_BLOCKS * BLOCK_BYTES,
-        2 * P_BYTES,
-    )  # of a tile: K and V; P for each half of V
+    # Of a tile: K and V, of which a pair's CTA holds half; P for each half of O's columns.
+    operand_bytes = 2 * Plan(ctas).stage_bytes + 2 * P_BYTES
+    memory_bytes = row_bytes * (128 + case.entries) + 2 * problem.q.numel() * 2
     columns = {
         "floor": floor,
         "alu": report.cycles["alu"],
         "sfu": report.cycles["sfu"],
         "shared": report.cycles["shared"],
-        "operands": tiles * (keys_bytes + weights_bytes) / SHARED_BYTES_PER_CYCLE,
+        "operands": tiles * operand_bytes / SHARED_BYTES_PER_CYCLE,
         "tmem": report.cycles["tmem"],
-        "memory": (row_bytes * (128 + case.entries) + 2 * problem.q.numel() * 2) * SMS / HBM_BYTES_PER_CLOCK,
+        "memory": memory_bytes / ctas * SMS / HBM_BYTES_PER_CLOCK,
     }
     columns["on-chip"] = max(columns[unit] for unit in ON_CHIP) / floor
     columns["port"] = (columns["shared"] + columns["operands"]) / floor
@@ -183,10 +187,10 @@ def main() -> None:
         document = {"resources": all_resources(), "cycles": {}}
     for config, values in document["resources"].items():
         print(config, values)
-    print(f"\n{'one token, 64 heads':26}" + "".join(f"{unit:>10}" for unit in COLUMNS))
+    print(f"\n{'one token':30}" + "".join(f"{unit:>10}" for unit in COLUMNS))
     for case in CASES:
         columns = document["cycles"][case.name] = cycles_of(case)
-        print(f"{case.name:26}" + "".join(f"{columns[unit]:10.4g}" for unit in COLUMNS) + f"  {columns['bound by']}")
+        print(f"{case.name:30}" + "".join(f"{columns[unit]:10.4g}" for unit in COLUMNS) + f"  {columns['bound by']}")
     if options.write:
         RESULTS.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document))

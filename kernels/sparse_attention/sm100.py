@@ -1,23 +1,27 @@
-"""Sparse attention on Blackwell (sm_100a): tcgen05 in weight-stationary form, 64 heads a CTA.
+"""Sparse attention on Blackwell (sm_100a): one CTA for up to 64 heads, a pair of CTAs for up to 128.
 
-A work item is (query token, block of 64 heads, part of the token's keys). Persistent CTAs take items in order; keys
-come in tiles of 64, window rows first, then entries. Warps and what they wait for:
+A work item is (query token, part of the token's keys). Persistent CTAs, or pairs, take items in order; keys come in
+tiles of 64, window rows first, then entries. Warps of a CTA, and what they wait for:
 
     GATHER (2 x 4 warps, alternate tiles)  rows from global memory to registers, dequantised into a KV stage in bf16
         waits pv_done[stage] (the tile that used the stage before is through), arrives at full[stage]
-    MMA (1 warp, one thread)               S = Q K^T, O += P V
-        waits q_ready once an item, full[stage] before S, p_ready[buffer] before P V; commits s_ready[buffer],
-        pv_done[stage]
+    MMA (1 warp, one thread, first CTA)    S = Q K^T, O += P V, for the whole pair
+        waits q_ready once an item, full[stage] of all CTAs before S, p_ready[buffer] before P V; commits s_ready[buffer]
+        and pv_done[stage] in all CTAs
     SOFTMAX (4 warps)                      Q into tensor memory; P = exp2(S - m); rescales O when a row's maximum has
         grown by more than RESCALE_LOG2; epilogue: sink, normalisation, output or partial result, merge of parts
         waits s_ready[buffer], full[stage] (key mask), pv_done of the tile two before (P's buffer) and, to touch O, of
         the tile before
 
-M is 64, so a plain MMA would leave half of the tensor core idle. `tcgen05.mma.ws` places columns [0, N/2) of a product
-in lanes 0-63 and [N/2, N) in lanes 64-127, and reads A in tensor memory from the lanes that it writes. S = Q K^T hence
-runs as one product with N = 128 and half of the channels: lanes 0-63 hold Q[:, 0:256] and meet the keys' channels
-0-255 (rows 0-63 of B), lanes 64-127 hold Q[:, 256:512] and meet channels 256-511 (rows 64-127 of B). The two halves of
-S are added by the softmax, so Q takes 128 columns instead of 256 and everything fits into tensor memory.
+Either kind of product uses all 128 lanes of tensor memory for a CTA's 64 rows: columns [0, N/2) lie in lanes 0-63 and
+[N/2, N) in lanes 64-127, and A in tensor memory is read from the lanes that are written. One CTA does it with
+`tcgen05.mma.ws` at M = 64, a pair with `cta_group::2` at M = 128, where each CTA also holds one of the halves of B.
+
+S = Q K^T runs as one product with N = 128 and half of the channels: lanes 0-63 hold Q[:, 0:256] and meet the keys'
+channels 0-255 (rows 0-63 of B), lanes 64-127 hold Q[:, 256:512] and meet channels 256-511 (rows 64-127 of B). The
+softmax adds the two halves of S. So Q takes 128 columns instead of 256, and everything fits into tensor memory; and in
+a pair each CTA holds 256 channels of every key, which are its half of B in both products: no key is gathered,
+dequantised or read by the tensor core twice.
 """
 
 import functools

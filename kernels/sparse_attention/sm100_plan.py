@@ -44,7 +44,7 @@ class Tmem:
     Lane l holds head l % 64. Nothing overlaps: O 0-255, Q 256-383, S 384-447 and 448-511.
     """
 
-    O = 0  # noqa: E741 - fp32; columns 0-127: channel 128 * (l // 64) + column, 128-255: 256 more
+    O = 0  # noqa: E741 - fp32; Plan.channel says which channels
     Q = 256  # bf16 pairs; channels 256 * (l // 64) + 2 * column
     S = 384  # fp32, 2 buffers of 64 keys; lanes 0-63 and 64-127 are summands
     S_COLUMNS = TILE_KEYS
@@ -71,12 +71,10 @@ assert Smem.BYTES <= 227 * 1024, Smem.BYTES
 
 @dataclass(frozen=True)
 class Plan:
-    """What differs between one CTA for up to 64 heads and a pair of CTAs for up to 128.
+    """What differs between one CTA and a pair, whose CTA r has heads 64 r to 64 r + 63 and channels from 256 r of keys.
 
-    A pair's products have M = 128: rows 0-63 are the first CTA's heads, 64-127 the second's, and columns [0, N/2) and
-    [N/2, N) of a CTA's rows lie in its lanes 0-63 and 64-127, as with .ws. B's rows (N) come half from either CTA. In
-    S these halves are the two halves of the channels, and in O they are channels: each CTA needs 256 channels of all
-    keys for both products, and gathers only these.
+    Rows of B (N) come from both CTAs of a pair, the lower half from the first. Of S they are the halves of the
+    channels; of O's product p, channels 128 p to 128 p + 127 of either CTA's 256.
     """
 
     ctas: int

@@ -38,6 +38,7 @@ LONG = ("hca_1m", "csa_1024", "more_tokens_than_sms")
 UNCOVERED = {
     "tcgen05.mma.ws.cta_group::1.kind::f16.collector::b0::discard": "FlashMLA's form, PTX's default spelt out",
     "lop3.b32": "what ptxas makes of `and` and `or`",
+    "mbarrier.arrive.release.cluster.shared::cluster.b64": "mbarrier.arrive.shared::cluster.b64, its semantics spelt out",
     "atom.global.add.u32": "who is the last of a token's parts; a relaxed add, ordered by the fences beside it",
     "fence.acq_rel.gpu": "orders partial results before that add, and reads of them after it",
     "ld.global.s32": "ld.global.b32 with its sign extended",
@@ -105,7 +106,7 @@ def test_case(name: str) -> None:
 
 
 SERVED = {
-    "csa_1024_heads_128": Spec(tokens=1, heads=128, entry_lengths=(1024,)),
+    "csa_1024_heads_128": Spec(tokens=2, heads=128, entry_lengths=(1024, 700)),
     "hca_1m": Spec(tokens=1, entry_lengths=(8192,), dense=True, split_keys=1024),
     "tokens_130": Spec(tokens=130, heads=8, window_lengths=(128, 3), entry_lengths=(5, 0, 64, 9)),
 }
@@ -113,7 +114,7 @@ SERVED = {
 
 @pytest.mark.parametrize("name", SERVED)
 def test_as_served(name: str) -> None:
-    """Lighter stand-ins for the slow cases: 8,192 entries, two blocks of heads, CTAs that take many tokens."""
+    """Lighter stand-ins for the slow cases: 8,192 entries, a long list for a pair of CTAs, CTAs with many tokens."""
     case = build(SERVED[name])
     result, _ = launch(case, multiprocessors=7)
     check(case, result)
@@ -156,7 +157,7 @@ def test_a_split_by_hand_and_its_merge(name: str) -> None:
 # ---- bits
 
 
-@pytest.mark.parametrize("name", ["lengths_of_both-fp8", "speculation-bf16", "split_128-fp8", "split_128_heads-bf16"])
+@pytest.mark.parametrize("name", ["lengths_of_both-fp8", "heads_128-fp8", "split_128-bf16", "split_128_heads-fp8"])
 def test_the_same_bits_under_every_schedule(name: str) -> None:
     """Whoever comes first, last, or alone on one multiprocessor."""
     case = build(CASES[name])
@@ -180,7 +181,7 @@ def test_the_same_bits_under_more_schedules(name: str) -> None:
         assert all(same_bits(a, b) for a, b in zip(expected, result, strict=True)), (schedule, seed)
 
 
-@pytest.mark.parametrize("name", ["csa_512-bf16", "lengths_of_both-fp8", "split_512-fp8", "split_8_heads-fp8"])
+@pytest.mark.parametrize("name", ["csa_512-bf16", "split_512-fp8", "split_8_heads-fp8", "split_128_heads-fp8"])
 def test_a_token_has_the_same_bits_in_any_batch(name: str) -> None:
     """In another order, at every place, with others beside it, on other numbers of multiprocessors."""
     case = build(CASES[name])
@@ -243,7 +244,7 @@ def test_only_forms_that_foreign_kernels_execute() -> None:
     from form_coverage import foreign_forms, forms_of, uncovered
 
     forms = set()
-    for name in ("csa_512-fp8", "split_128-bf16"):
+    for name in ("csa_512-fp8", "split_128-bf16", "heads_128-fp8", "split_128_heads-bf16"):
         _, device = launch(build(CASES[name]), record=True)
         forms |= forms_of(device.recordings[0])
     assert set(uncovered(forms, foreign_forms())) == set(UNCOVERED)
