@@ -6,8 +6,8 @@ tiles of 64, window rows first, then entries. Warps of a CTA, and what they wait
     GATHER (2 x 4 warps, alternate tiles)  rows from global memory to registers, dequantised into a KV stage in bf16
         waits pv_done[stage] (the tile that used the stage before is through), arrives at full[stage]
     MMA (1 warp, one thread, first CTA)    S = Q K^T, O += P V, for the whole pair
-        waits q_ready once an item, full[stage] of all CTAs before S, p_ready[buffer] before P V; commits s_ready[buffer]
-        and pv_done[stage] in all CTAs
+        waits q_ready once an item, full[stage] of all CTAs before S, p_ready[buffer] before P V;
+        commits s_ready[buffer] and pv_done[stage] in all CTAs
     SOFTMAX (4 warps)                      Q into tensor memory; P = exp2(S - m); rescales O when a row's maximum has
         grown by more than RESCALE_LOG2; epilogue: sink, normalisation, output or partial result, merge of parts
         waits s_ready[buffer], full[stage] (key mask), pv_done of the tile two before (P's buffer) and, to touch O, of

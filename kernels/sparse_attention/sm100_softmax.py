@@ -62,62 +62,93 @@ def softmax(
     can_split: cutlass.Constexpr,
     plan: cutlass.Constexpr,
 ) -> None:
-    """Thread i has head i % 64: of every tile keys [32 * (i // 64), + 32), of O the channels of its lane."""
+    """Thread i has head i % 64: of every tile keys [32 * (i // 64), + 32), of O the channels of its lane.
+
+    The next item's Q goes into tensor memory before this item's epilogue, so that its first products run meanwhile.
+    """
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    half = warp // 2
-    head_row = thread % HEADS
-    before = Int32(0)
     first, stride = first_and_stride(plan)
+    before = Int32(0)
+    load_queries_of(first, a, barriers, tmem, thread, warp, plan)
     for index in cutlass.range(first, a.num_items, stride):
         item = item_of(index, a, plan)
+        state = RowState(Float32(-math.inf), Float32(0.0), Float32(0.0))
         if item.num_tiles > 0:
-            head = item.head_block * HEADS + head_row
-            load_queries(a, barriers, tmem, warp, item.token, head, half, plan)
-            # Few keys do not average out the rounding of P, which is least relative to the true maximum.
-            tolerated = cutlass.select_(item.num_tiles <= FEW_TILES, Float32(0.0), Float32(RESCALE_LOG2))
-            reference, total, exact_total = Float32(-math.inf), Float32(0.0), Float32(0.0)
-            for tile in cutlass.range(item.num_tiles):
-                count = before + tile
-                scores = scores_of_tile(a, smem, barriers, tmem, thread, warp, half, count, plan)
-                largest = maximum(scores)
-                largest = cutlass.max(largest, exchanged(smem + Smem.MAXIMA, thread, largest))
-                grown = largest > reference + tolerated
-                factor = Float32(1.0)
-                if grown:
-                    factor = cute.arch.exp2(reference - largest)
-                    reference = largest
-                if tile > 0:
-                    if prims.vote_sync(0xFFFFFFFF, grown, prims.VoteSync.ANY):
-                        wait_for_tile(barriers, Barrier.PV_DONE, count - 1, plan)
-                        prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-                        rescale(tmem, warp, factor)
-                if tile > 1:  # the tile two before used this buffer of P; across items the epilogue has waited
-                    wait_for_tile(barriers, Barrier.PV_DONE, count - 2, plan)
-                subtracted = finite(reference)
-                weights = [cute.arch.exp2(score - subtracted) for score in scores]
-                total = total * factor + store_weights(smem, weights, head_row, half, count % 2)
-                if a.lse != 0:
-                    exact_total = exact_total * factor + sum_of(weights)
-                prims.fence_proxy(prims.Proxy.ASYNC_SHARED, space=prims.SharedSpace.shared_cta)
-                prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
-                arrive(of_first_cta(barriers + (Barrier.P_READY + count % 2), plan))
-            before = before + item.num_tiles
-            if a.lse != 0:  # the place is free since the last maxima were exchanged, and again after the next line
-                exact_total = exact_total + exchanged(smem + Smem.EXCHANGE, thread, exact_total)
-            total = total + exchanged(smem + Smem.SUMS, thread, total)
-            state = RowState(reference, total, exact_total)
+            state = softmax_of_item(a, smem, barriers, tmem, item, thread, warp, before, plan)
+        load_queries_of(index + stride, a, barriers, tmem, thread, warp, plan)
+        before = before + item.num_tiles
+        if item.num_tiles > 0:
             wait_for_tile(barriers, Barrier.PV_DONE, before - 1, plan)
             prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-            if cutlass.const_expr(can_split):
-                if item.parts > 1:
-                    store_partial(a, tmem, item.slot, thread, warp, state)
-                    if is_last_part(a, smem, item, thread):
-                        merge_parts(a, item, thread, head, half, plan)
-                else:
-                    store_result(a, tmem, warp, item.token, head, half, state, plan)
-            else:
-                store_result(a, tmem, warp, item.token, head, half, state, plan)
+            finish_item(a, smem, tmem, item, thread, warp, state, can_split, plan)
+
+
+@cute.jit
+def softmax_of_item(
+    a: Arguments,
+    smem: cutlass.Pointer,
+    barriers: cutlass.Pointer,
+    tmem: prims.TmemAddr,
+    item: Item,
+    thread: Int32,
+    warp: Int32,
+    before: Int32,
+    plan: cutlass.Constexpr,
+) -> RowState:
+    """P of all tiles; `before` tiles were in the items before."""
+    half = warp // 2
+    head_row = thread % HEADS
+    # Few keys do not average out the rounding of P, which is least relative to the true maximum.
+    tolerated = cutlass.select_(item.num_tiles <= FEW_TILES, Float32(0.0), Float32(RESCALE_LOG2))
+    reference, total, exact_total = Float32(-math.inf), Float32(0.0), Float32(0.0)
+    for tile in cutlass.range(item.num_tiles):
+        count = before + tile
+        scores = scores_of_tile(a, smem, barriers, tmem, thread, warp, half, count, plan)
+        largest = maximum(scores)
+        largest = cutlass.max(largest, exchanged(smem + Smem.MAXIMA, thread, largest))
+        grown = largest > reference + tolerated
+        factor = Float32(1.0)
+        if grown:
+            factor = cute.arch.exp2(reference - largest)
+            reference = largest
+        if tile > 0:
+            if prims.vote_sync(0xFFFFFFFF, grown, prims.VoteSync.ANY):
+                wait_for_tile(barriers, Barrier.PV_DONE, count - 1, plan)
+                prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
+                rescale(tmem, warp, factor)
+        if tile > 1:  # the tile two before used this buffer of P; across items the epilogue has waited
+            wait_for_tile(barriers, Barrier.PV_DONE, count - 2, plan)
+        subtracted = finite(reference)
+        weights = [cute.arch.exp2(score - subtracted) for score in scores]
+        total = total * factor + store_weights(smem, weights, head_row, half, count % 2)
+        if a.lse != 0:
+            exact_total = exact_total * factor + sum_of(weights)
+        prims.fence_proxy(prims.Proxy.ASYNC_SHARED, space=prims.SharedSpace.shared_cta)
+        prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
+        arrive(of_first_cta(barriers + (Barrier.P_READY + count % 2), plan))
+    if a.lse != 0:  # the place is free since the last maxima were exchanged, and again after the next line
+        exact_total = exact_total + exchanged(smem + Smem.EXCHANGE, thread, exact_total)
+    total = total + exchanged(smem + Smem.SUMS, thread, total)
+    return RowState(reference, total, exact_total)
+
+
+@cute.jit
+def load_queries_of(
+    index: Int32,
+    a: Arguments,
+    barriers: cutlass.Pointer,
+    tmem: prims.TmemAddr,
+    thread: Int32,
+    warp: Int32,
+    plan: cutlass.Constexpr,
+) -> None:
+    """Q of work item `index`, if there is such an item and it has tiles."""
+    if index < a.num_items:
+        item = item_of(index, a, plan)
+        if item.num_tiles > 0:
+            head = item.head_block * HEADS + thread % HEADS
+            load_queries(a, barriers, tmem, warp, item.token, head, warp // 2, plan)
 
 
 @cute.jit
@@ -131,7 +162,7 @@ def load_queries(
     half: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
-    """Q into tensor memory. The last item's S are complete (the softmax has read them), so nobody reads Q now."""
+    """Q into tensor memory. The last item's S are complete (these warps have read them), so nobody reads Q now."""
     row = a.zeros
     if head < a.num_heads:
         row = a.q + 2 * (token * a.q_token_stride + head * a.q_head_stride + half * HALF_DIM)
@@ -243,6 +274,32 @@ def rescale(tmem: prims.TmemAddr, warp: Int32, factor: Float32) -> None:
         scaled = tuple([as_float(word) * factor for word in words])
         prims.tcgen05_st("32x32b", place, cutlass.Vector.from_elements(scaled, Float32).bitcast(Int32))
     prims.tcgen05_wait(prims.Tcgen05Wait.STORE)
+
+
+@cute.jit
+def finish_item(
+    a: Arguments,
+    smem: cutlass.Pointer,
+    tmem: prims.TmemAddr,
+    item: Item,
+    thread: Int32,
+    warp: Int32,
+    state: RowState,
+    can_split: cutlass.Constexpr,
+    plan: cutlass.Constexpr,
+) -> None:
+    """The output; or a partial result, and the merge if this was the last part."""
+    half = warp // 2
+    head = item.head_block * HEADS + thread % HEADS
+    if cutlass.const_expr(can_split):
+        if item.parts > 1:
+            store_partial(a, tmem, item.slot, thread, warp, state)
+            if is_last_part(a, smem, item, thread):
+                merge_parts(a, item, thread, head, half, plan)
+        else:
+            store_result(a, tmem, warp, item.token, head, half, state, plan)
+    else:
+        store_result(a, tmem, warp, item.token, head, half, state, plan)
 
 
 @cute.jit

@@ -38,7 +38,7 @@ LONG = ("hca_1m", "csa_1024", "more_tokens_than_sms")
 UNCOVERED = {
     "tcgen05.mma.ws.cta_group::1.kind::f16.collector::b0::discard": "FlashMLA's form, PTX's default spelt out",
     "lop3.b32": "what ptxas makes of `and` and `or`",
-    "mbarrier.arrive.release.cluster.shared::cluster.b64": "mbarrier.arrive.shared::cluster.b64, its semantics spelt out",
+    "mbarrier.arrive.release.cluster.shared::cluster.b64": "the same with its scope spelt out",
     "atom.global.add.u32": "who is the last of a token's parts; a relaxed add, ordered by the fences beside it",
     "fence.acq_rel.gpu": "orders partial results before that add, and reads of them after it",
     "ld.global.s32": "ld.global.b32 with its sign extended",
