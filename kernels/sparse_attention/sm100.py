@@ -125,7 +125,6 @@ def multiply_scores(
     The softmax has read this buffer's last scores: it said so with p_ready, for which P V of that tile waited.
     """
     wait_for_tile(barriers, Barrier.FULL if plan.ctas == 1 else Barrier.ALL_FULL, count, plan)
-    prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
     keys = swizzled(smem + (Smem.KV + count % plan.stages * plan.stage_bytes), leading_bytes=16)
     out = tmem_columns(tmem, Int32(0), Tmem.S + count % 2 * Tmem.S_COLUMNS, Float32)
     for step in cutlass.range_constexpr(HALF_DIM // MMA_K):
