@@ -309,12 +309,10 @@ def sparse_attention(problem: Problem) -> None:
         RuntimeError: a CUDA graph is being captured and no call as large has been made before on this device.
     """
     device, max_parts = problem.q.device, problem.max_parts
-    head_blocks = -(-problem.num_heads // HEADS)
-    plan = Plan(head_blocks)
-    num_slots = problem.num_tokens * head_blocks * max_parts
-    num_items = num_slots // plan.ctas
+    plan = Plan(-(-problem.num_heads // HEADS))
+    num_items = problem.num_tokens * max_parts
     num_sms, arch = device_facts(device)
-    partials = Partials.on(device, num_slots) if max_parts > 1 else None
+    partials = Partials.on(device, num_items * plan.ctas) if max_parts > 1 else None
     arguments = Arguments(
         q=Int64(address(problem.q)),
         q_token_stride=Int64(problem.q.stride(0)),
@@ -342,7 +340,6 @@ def sparse_attention(problem: Problem) -> None:
         out_is_fp32=Int32(problem.out.dtype == torch.float32),
         lse=Int64(address(problem.lse)),
         num_heads=Int32(problem.num_heads),
-        head_blocks=Int32(head_blocks),
         split_steps=Int32(0 if problem.split_keys is None else problem.split_keys // STEP_KEYS),
         max_parts=Int32(max_parts),
         num_items=Int32(num_items),

@@ -176,13 +176,12 @@ class Arguments(NamedTuple):
     out_is_fp32: Int32
     lse: Int64  # fp32 [T, H]
     num_heads: Int32
-    head_blocks: Int32
     split_steps: Int32  # steps that a part may have; 0: no limit
     max_parts: Int32
-    num_items: Int32  # T * max_parts, and times head_blocks if a CTA does one of them
-    partial_out: Int64  # fp32 [items, 64, 128, 4]: O of every thread, 4 columns at a time, not normalised
-    partial_state: Int64  # fp32 [items, 3, 64 heads]: RowState
-    arrived: Int64  # int32 [T * head_blocks], zero between launches
+    num_items: Int32  # T * max_parts
+    partial_out: Int64  # fp32 [slots, 64, 128, 4]: O of every thread, 4 columns at a time, not normalised
+    partial_state: Int64  # fp32 [slots, 3, 64 heads]: RowState
+    arrived: Int64  # int32 [T, CTAs of a token], zero between launches
     zeros: Int64  # ROW_DIM bf16 zeros: what is read in place of a hole or a missing head
 
 
@@ -193,7 +192,7 @@ class Item(NamedTuple):
     head_block: Int32
     part: Int32
     parts: Int32
-    slot: Int32  # of the partial result; those of a token and head block are adjacent
+    slot: Int32  # of the partial result; those of a token and a block of heads are adjacent
     first_tile: Int32
     num_tiles: Int32  # 0: this part does not exist
     window_tiles: Int32  # the tiles before those of the entries
@@ -283,11 +282,8 @@ def tmem_columns(tmem: prims.TmemAddr, warp: Int32, column: Int32 | int, dtype: 
 def item_of(index: Int32, a: Arguments, plan: cutlass.Constexpr) -> Item:
     """Work item `index`; split.py says how a token's keys are divided."""
     part = index % a.max_parts
-    group = index // a.max_parts
-    token, head_block = group, cta_rank(plan)
-    if cutlass.const_expr(plan.ctas == 1):
-        token, head_block = group // a.head_blocks, group % a.head_blocks
-    slot = (token * a.head_blocks + head_block) * a.max_parts + part
+    token, head_block = index // a.max_parts, cta_rank(plan)
+    slot = (token * plan.ctas + head_block) * a.max_parts + part
     num_entries = Int32(0)
     if a.entries != 0:
         num_entries = a.entry_slots

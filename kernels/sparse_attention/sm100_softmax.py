@@ -294,7 +294,7 @@ def finish_item(
     if cutlass.const_expr(can_split):
         if item.parts > 1:
             store_partial(a, tmem, item.slot, thread, warp, state)
-            if is_last_part(a, smem, item, thread):
+            if is_last_part(a, smem, item, thread, plan):
                 merge_parts(a, item, thread, head, half, plan)
         else:
             store_result(a, tmem, warp, item.token, head, half, state, plan)
@@ -401,13 +401,13 @@ def store_partial(a: Arguments, tmem: prims.TmemAddr, slot: Int32, thread: Int32
 
 
 @cute.jit
-def is_last_part(a: Arguments, smem: cutlass.Pointer, item: Item, thread: Int32) -> Boolean:
+def is_last_part(a: Arguments, smem: cutlass.Pointer, item: Item, thread: Int32, plan: cutlass.Constexpr) -> Boolean:
     """Publishes this item's partial result; True in the CTA that sees all parts published."""
     is_last = typed(smem + Smem.IS_LAST, Int32)
     prims.fence_acq_rel(prims.MemScope.GPU)
     softmax_barrier()
     if thread == 0:
-        arrived = gmem(a.arrived, Int32) + (item.token * a.head_blocks + item.head_block)
+        arrived = gmem(a.arrived, Int32) + (item.token * plan.ctas + item.head_block)
         before = prims.atomicrmw(prims.AtomicOp.ADD, arrived, Int32(1))  # relaxed: the fences around order it
         last = Int32(0)
         if before == item.parts - 1:
