@@ -152,19 +152,19 @@ def store_row(
 def repair_large_scales(
     target: cutlass.Pointer,
     data: Int64,
-    scales: Int64,
+    low: Int32,
+    high: Int32,
     quarter: Int32,
     place_0: Int32,
     place_1: Int32,
     blocks: cutlass.Constexpr,
     plan: cutlass.Constexpr,
 ) -> None:
-    """Writes a row again of which a scale is 2 or more.
+    """Writes a row again of which a scale, one of the bytes of `low` and `high`, is 2 or more.
 
     No sane key has such a scale; one of 2**8 or more is beyond `factor_of_group`. 2**120 and the scale in turn then.
+    Codes are loaded in another way than by `load_row`, so that ptxas does not keep those in registers until here.
     """
-    row_scales = gmem(scales, Int32).load(count=2, alignment=8)
-    low, high = row_scales[0], row_scales[1]
     if ((low & Int32(0x80808080 - 2**32)) | (high & Int32(0x00808080))) != 0:  # the eighth byte is unused
         exponent_shift = in_register((120 + 127) << 23 | (120 + 127) << 7)
         for block in cutlass.range(blocks[0], min(blocks[-1] + 1, NOPE_DIM // SWIZZLE_CHANNELS), unroll=1):
@@ -231,8 +231,8 @@ def gather(
                 pieces_1 = load_row(data_1, scales_1, quarter, fp8, blocks)
             store_row(target_1, pieces_1, place_0, place_1, fp8, blocks, plan)
             if cutlass.const_expr(fp8):
-                repair_large_scales(target_0, data_0, scales_0, quarter, place_0, place_1, blocks, plan)
-                repair_large_scales(target_1, data_1, scales_1, quarter, place_0, place_1, blocks, plan)
+                repair_large_scales(target_0, data_0, *pieces_0[0], quarter, place_0, place_1, blocks, plan)
+                repair_large_scales(target_1, data_1, *pieces_1[0], quarter, place_0, place_1, blocks, plan)
             if quarter == 0:
                 mask = typed(smem + (Smem.MASK + stage * TILE_KEYS * 4), Float32)
                 (mask + row_0).store(mask_0)
