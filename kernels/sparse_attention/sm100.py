@@ -306,13 +306,21 @@ def sparse_attention(problem: Problem) -> None:
     See `dsv4_kernels.sparse_attention.sparse_attention` for what is computed.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured and no call as large has been made before on this device.
+        RuntimeError: a CUDA graph is being captured with `split_keys` and no such call has been made on the device.
+        ValueError: more tokens than counters in a call with `split_keys`.
     """
     device, max_parts = problem.q.device, problem.max_parts
     plan = Plan(-(-problem.num_heads // HEADS))
     num_items = problem.num_tokens * max_parts
     num_sms, arch = device_facts(device)
-    partials = Partials.on(device, num_items * plan.ctas) if max_parts > 1 else None
+    partials = None
+    if max_parts > 1:
+        if problem.num_tokens * plan.ctas > MAX_COUNTERS:
+            raise ValueError(
+                f"sparse_attention: {problem.num_tokens} tokens of {problem.num_heads} heads with split_keys; expected "
+                f"at most {MAX_COUNTERS // plan.ctas}. Pass split_keys=None: so many tokens need no parts"
+            )
+        partials = Partials.on(device, num_items * plan.ctas)
     arguments = Arguments(
         q=Int64(address(problem.q)),
         q_token_stride=Int64(problem.q.stride(0)),
@@ -382,41 +390,52 @@ def zero_row(device: torch.device) -> torch.Tensor:
     return torch.zeros(ROW_DIM, dtype=torch.bfloat16, device=device)
 
 
+MAX_COUNTERS = 1 << 16
+"""CTAs' worth of tokens in a call that may divide their keys."""
+
+
 @dataclass(frozen=True)
 class Partials:
-    """Global memory through which the parts of a token meet: see the last three fields of `Arguments`."""
+    """Global memory through which the parts of a token meet: see the last fields of `Arguments`."""
 
     out: torch.Tensor
     state: torch.Tensor
     arrived: torch.Tensor
 
     @staticmethod
-    def on(device: torch.device, num_slots: int) -> "Partials":
-        """Of the current stream: launches that run at the same time must not meet.
+    def allocate(device: torch.device, num_slots: int, arrived: torch.Tensor) -> "Partials":
+        """With these counters; out and state need no initial value."""
+        return Partials(
+            torch.empty(num_slots, HEADS, ROW_DIM, dtype=torch.float32, device=device),
+            torch.empty(num_slots, len(RowState._fields), HEADS, dtype=torch.float32, device=device),
+            arrived,
+        )
 
-        All graphs share one more, made with the first eager call; nothing is allocated, or freed, while capturing.
+    @staticmethod
+    def on(device: torch.device, num_slots: int) -> "Partials":
+        """For a launch on the current stream; launches that run at the same time must not meet.
+
+        A stream keeps its own. While a graph is captured, out and state come from the graph's pool, which its other
+        temporaries share; the counters, which are zero between launches, are those that all graphs of a device use, so
+        graphs with divided keys must not run at the same time.
         """
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            held = _partials.get((device, None), [])
-            if not held or held[-1].arrived.shape[0] < num_slots:
+            if device not in _graph_counters:
                 raise RuntimeError(
-                    "sparse_attention: a CUDA graph is being captured with split_keys and a larger batch than any "
-                    "before; make the same call once without a graph, which allocates what the graph needs"
+                    "sparse_attention: a CUDA graph is being captured with split_keys, and the kernel has not run on "
+                    f"{device} before; make the same call once without a graph"
                 )
-            return held[-1]
-        stream = torch.cuda.current_stream(device).cuda_stream
-        for key in ((device, None), (device, stream)):
-            held = _partials.setdefault(key, [])
-            if not held or held[-1].arrived.shape[0] < num_slots:
-                held.append(
-                    Partials(
-                        torch.empty(num_slots, HEADS, ROW_DIM, dtype=torch.float32, device=device),
-                        torch.empty(num_slots, len(RowState._fields), HEADS, dtype=torch.float32, device=device),
-                        torch.zeros(num_slots, dtype=torch.int32, device=device),
-                    )
-                )
-        return held[-1]
+            return Partials.allocate(device, num_slots, _graph_counters[device])
+        if device not in _graph_counters:
+            _graph_counters[device] = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+        key = (device, torch.cuda.current_stream(device).cuda_stream)
+        held = _partials.get(key)
+        if held is None or held.out.shape[0] < num_slots:
+            arrived = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device) if held is None else held.arrived
+            held = _partials[key] = Partials.allocate(device, num_slots, arrived)
+        return held
 
 
-_partials: dict[tuple[torch.device, int | None], list[Partials]] = {}
-"""By stream, None for graphs. What has been outgrown is kept: a captured graph may use it."""
+_partials: dict[tuple[torch.device, int], Partials] = {}
+"""By stream."""
+_graph_counters: dict[torch.device, torch.Tensor] = {}

