@@ -1,0 +1,165 @@
+"""PTX instructions that the Hopper kernel names itself. Addresses are numbers: Int64 global, Int32 shared."""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+
+def asm(code: str, results: list, *args: object) -> object:
+    return cute.arch.inline_ptx(code, write_only_types=results, read_only_args=list(args))
+
+
+def exp2(x: Float32) -> Float32:
+    return asm("ex2.approx.ftz.f32 {$w0}, {$r0};", [Float32], x)
+
+
+def fma(a: Float32, b: Float32, c: Float32) -> Float32:
+    return asm("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", [Float32], a, b, c)
+
+
+def max(a: Float32, b: Float32) -> Float32:
+    return asm("max.f32 {$w0}, {$r0}, {$r1};", [Float32], a, b)
+
+
+def ceil(x: Float32) -> Float32:
+    return asm("cvt.rpi.f32.f32 {$w0}, {$r0};", [Float32], x)
+
+
+def pack_bf16(low: Float32, high: Float32) -> Uint32:
+    return asm("cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", [Uint32], high, low)
+
+
+def as_f32(bits: Uint32) -> Float32:
+    """The fp32 with these bits."""
+    return asm("mov.b32 {$w0}, {$r0};", [Float32], Uint32(bits))
+
+
+def scale_bf16x2(x: Uint32, factor: Uint32) -> Uint32:
+    return asm("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", [Uint32], x, factor)
+
+
+def load_i32(address: Int64) -> Int32:
+    return asm("ld.global.b32 {$w0}, [{$r0}];", [Int32], address)
+
+
+def load_f32(address: Int64) -> Float32:
+    return asm("ld.global.b32 {$w0}, [{$r0}];", [Float32], address)
+
+
+def load_16_bytes(address: Int64, valid: Int32) -> tuple:
+    """16 bytes of a row, or zeros. Rows are read once, so they stay out of L1."""
+    return asm(
+        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r1}, 0;\n"
+        "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0;\n"
+        "@p ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];\n}",
+        [Uint32] * 4,
+        address,
+        valid,
+    )
+
+
+def load_8_bytes(address: Int64, valid: Int32) -> tuple:
+    return asm(
+        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r1}, 0;\nmov.b32 {$w0}, 0; mov.b32 {$w1}, 0;\n"
+        "@p ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];\n}",
+        [Uint32] * 2,
+        address,
+        valid,
+    )
+
+
+def prefetch(address: Int64, valid: Int32) -> None:
+    asm("{\n.reg .pred p;\nsetp.ne.s32 p, {$r1}, 0;\n@p prefetch.global.L2 [{$r0}];\n}", [], address, valid)
+
+
+def store_shared(address: Int32, words: tuple) -> None:
+    asm("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
+
+
+def store_shared_f32(address: Int32, x: Float32) -> None:
+    asm("st.shared.f32 [{$r0}], {$r1};", [], address, x)
+
+
+def load_shared_f32(address: Int32) -> Float32:
+    return asm("ld.shared.f32 {$w0}, [{$r0}];", [Float32], address)
+
+
+def store_matrices(address: Int32, words: tuple) -> None:
+    asm("stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
+
+
+def copy_async(shared: Int32, address: Int64, num_bytes: Int32) -> None:
+    """16 bytes from global to shared memory, of which those from num_bytes on are zeros."""
+    asm("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", [], shared, address, num_bytes)
+
+
+def load_shared(address: Int32) -> tuple:
+    return asm("ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Uint32] * 4, address)
+
+
+def load_f32x4(address: Int64) -> tuple:
+    return asm("ld.global.L1::no_allocate.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Float32] * 4, address)
+
+
+def load_f32x2(address: Int64) -> tuple:
+    """Two fp32 that are read once."""
+    return asm("ld.global.L1::no_allocate.v2.f32 {{$w0}, {$w1}}, [{$r0}];", [Float32] * 2, address)
+
+
+def store_i32(address: Int64, x: Int32) -> None:
+    asm("st.global.b32 [{$r0}], {$r1};", [], address, x)
+
+
+def store_f32(address: Int64, x: Float32) -> None:
+    asm("st.global.f32 [{$r0}], {$r1};", [], address, x)
+
+
+def store_f32x2(address: Int64, pair: tuple) -> None:
+    asm("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", [], address, *pair)
+
+
+def store_f32x4(address: Int64, words: tuple) -> None:
+    asm("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
+
+
+def store_u32(address: Int64, x: Uint32) -> None:
+    asm("st.global.b32 [{$r0}], {$r1};", [], address, x)
+
+
+def min(a: Int32, b: Int32) -> Int32:
+    return asm("min.s32 {$w0}, {$r0}, {$r1};", [Int32], a, b)
+
+
+def store_16_bytes(address: Int64, words: tuple) -> None:
+    asm("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
+
+
+def add_release(address: Int64) -> None:
+    """Counts one up; what this CTA wrote before its last barrier is visible to whoever sees the count."""
+    asm("red.release.gpu.global.add.s32 [{$r0}], 1;", [], address)
+
+
+def count_out(address: Int64) -> Int32:
+    """Counts one up and returns what was there."""
+    return asm("atom.acq_rel.gpu.global.add.s32 {$w0}, [{$r0}], 1;", [Int32], address)
+
+
+def load_acquire(address: Int64) -> Int32:
+    return asm("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", [Int32], address)
+
+
+def dequantise(word: Uint32, scale: Uint32) -> tuple:
+    """Four e4m3 -> four bf16 in two words, exactly.
+
+    The seven low bits of an e4m3, put at bits 4-10 of a bf16, are its value times 2**-120 (subnormals included). The two
+    products are by 2**120 and by the row's scale, so that no scale overflows on the way.
+    """
+    return asm(
+        "{\n.reg .b32 y, t, big;\nmov.b32 big, 0x7b807b80;\n"
+        "prmt.b32 y, {$r0}, 0, 0x1404;\nshr.u32 t, y, 4;\nand.b32 t, t, 0x07f007f0;\n"
+        "lop3.b32 y, y, 0x80008000, t, 0xea;\nmul.rn.bf16x2 y, y, big;\nmul.rn.bf16x2 {$w0}, y, {$r1};\n"
+        "prmt.b32 y, {$r0}, 0, 0x3424;\nshr.u32 t, y, 4;\nand.b32 t, t, 0x07f007f0;\n"
+        "lop3.b32 y, y, 0x80008000, t, 0xea;\nmul.rn.bf16x2 y, y, big;\nmul.rn.bf16x2 {$w1}, y, {$r1};\n}",
+        [Uint32, Uint32],
+        word,
+        scale,
+    )
