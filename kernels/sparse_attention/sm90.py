@@ -331,9 +331,13 @@ class SparseAttention(Producers, Results):
             newest[i] = maximum[i]
             if const_expr(published is not None):
                 newest[i] = ptx.load_shared_f32(published + 32 * i)
-            candidate = ptx.ceil(largest * args.scale_log2)
-            if candidate > newest[i] + RESCALE_ABOVE:
-                newest[i] = candidate
+            largest = largest * args.scale_log2
+            if largest > newest[i] + RESCALE_ABOVE:
+                if const_expr(published is not None):
+                    # The other's P follows by a power of two, unless it is all zeros.
+                    if newest[i] != NO_MAXIMUM:
+                        largest = newest[i] + ptx.ceil(largest - newest[i])
+                newest[i] = largest
         self.rescale(maximum, newest, total, out, fresh)
         for i in cutlass.range_constexpr(2):
             for j in cutlass.range_constexpr(TILE // 8):
