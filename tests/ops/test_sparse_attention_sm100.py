@@ -44,7 +44,6 @@ UNCOVERED = {
     "atom.global.add.u32": "who is the last of a token's parts; a relaxed add, ordered by the fences beside it",
     "fence.acq_rel.gpu": "orders partial results before that add, and reads of them after it",
     "ld.global.s32": "ld.global.b32 with its sign extended",
-    "ld.global.v2.b32": "two of ld.global.b32",
     "ld.global.v4.b32": "four of ld.global.b32",
     "setp.eq.b64": "a comparison, as setp.eq.b32",
     "setp.gt.f32": "a comparison, as setp.lt.f32",
