@@ -258,14 +258,14 @@ def store_words(target: cutlass.Pointer, words: list[Int32]) -> None:
 
 
 def load_tmem(columns: cutlass.Array, count: int) -> list[Int32]:
-    """Words of this thread's lane; to be followed by a wait. As integers, which the compiler does not pair up."""
+    """Words of this thread's lane; to be followed by a wait."""
     words = prims.tcgen05_ld("32x32b", columns, num=count)
     return [words[i] for i in range(count)]
 
 
 def as_float(word: Int32) -> Float32:
-    """The same bits."""
-    return prims.mov_b32(word, target_type=Float32)
+    """The same bits. As PTX, since the compiler would pair words up between a load of tensor memory and its wait."""
+    return prims.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
 
 
 def softmax_barrier() -> None:
