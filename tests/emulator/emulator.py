@@ -14,9 +14,10 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-import decode_copy  # noqa: F401  (these three register instruction families)
+import decode_copy  # noqa: F401  (these four register instruction families)
 import decode_sync  # noqa: F401
 import decode_tcgen05  # noqa: F401
+import decode_wgmma  # noqa: F401
 from build import build_core
 from decoder import Decoder, Instruction
 from errors import EmulationError, ErrorKind, UnknownInstruction
@@ -65,6 +66,9 @@ class Checks:
     # Pairs of tcgen05.fence around every barrier that orders tensor memory between warps: PTX asks for them, released
     # kernels leave them out.
     tcgen05_fence: str = "off"
+    # Registers of wgmma.mma_async: accessed by other instructions with no wgmma.fence after, or before the wait.
+    wgmma_fence: str = "error"
+    wgmma_wait: str = "error"
 
 
 @dataclasses.dataclass(frozen=True)

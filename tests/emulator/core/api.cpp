@@ -1,6 +1,7 @@
 // The C interface that emulator.py calls through ctypes.
 #include "memory.h"
 #include "scheduler.h"
+#include "wgmma.h"
 
 extern "C" {
 
@@ -48,6 +49,7 @@ void *emu_program(u32 count, const char *const *names, const i64 *table, const u
     for (int k = 0; k < kAux; k++) in.aux[k] = t[4 + k];
     p->code.push_back(in);
   }
+  mark_wgmma_registers(*p);
   return p;
 }
 void emu_program_free(void *p) { delete static_cast<Program *>(p); }

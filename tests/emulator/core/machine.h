@@ -49,6 +49,7 @@ struct Instruction {
   i32 line;
   u32 index;
   i64 aux[kAux];
+  enum : u8 { kNo, kMoves, kUses } wgmma_registers;  // what it does with registers of any wgmma.mma_async of the program
 };
 
 struct Program {
@@ -65,7 +66,7 @@ struct Program {
 enum class ErrorKind : u32 {
   Race, ProxyFence, UninitialisedSmem, UninitialisedTmem, OutOfBounds, TmemOverlap, DivergentCollective,
   MisalignedDescriptor, Misaligned, TxCount, TmemLeak, Deadlock, IllegalInstruction, Mbarrier, Barrier, ExitedCta,
-  TmemWait, Trap, InstructionLimit, Internal, TmemFreed, TensorFence, Count
+  TmemWait, Trap, InstructionLimit, Internal, TmemFreed, TensorFence, WgmmaFence, WgmmaWait, Count
 };
 enum class Level : u8 { Off, Warn, Error };
 
@@ -152,8 +153,7 @@ struct Warp {
   std::deque<AsyncPtr> cp_async_pending;
   std::map<int, BulkGroups> bulk_groups;      // by lane
   std::map<int, BulkGroups> cp_async_groups;  // key 0: the warp executes these together
-  std::vector<AsyncPtr> wgmma_open;
-  std::deque<std::vector<AsyncPtr>> wgmma_closed;
+  std::shared_ptr<struct WgmmaOfWarp> wgmma;  // once it has executed an instruction of wgmma
   std::vector<Agent> slots;                   // agents of this warp's TMA loads
 
   std::vector<u64> pending_rows;              // register rows that a tcgen05.ld has yet to fill, one bit per 128 bytes
@@ -212,6 +212,7 @@ struct Cta {
   std::vector<TmemAllocation> tmem_allocations, tmem_freed;
   bool tmem_permit = true;
   std::vector<std::unique_ptr<Warp>> warps;
+  std::vector<std::shared_ptr<struct Warpgroup>> warpgroups;  // with wgmma, by warp / 4
   u32 live_warps = 0;
   Clock remote_accesses;                 // accesses to this CTA's memory by agents of its peers
   std::map<Agent, i32> remote_lines;     // and the last instruction of each

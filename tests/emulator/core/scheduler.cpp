@@ -8,6 +8,7 @@
 #include "barrier.h"
 #include "memory.h"
 #include "race.h"
+#include "wgmma.h"
 
 Machine machine;
 
@@ -121,6 +122,7 @@ static Turn run_warp(Warp &w, int quantum) {
       executions[in.index]++;
       lane_executions[in.index] += (u32)__builtin_popcount(lanes);
       if (!w.tmem_pending.empty()) settle_pending_registers(w, in);
+      if (in.wgmma_registers) check_wgmma_registers(w, in);
     }
     switch (in.kind) {
       case Kind::Plain:
@@ -274,6 +276,7 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
         cta.tmem_permit = true;
         cta.remote_accesses.clear();
         cta.remote_lines.clear();
+        cta.warpgroups.clear();
         cta.exit_clock.clear();
         cta.live_warps = (u32)cta.warps.size();
         for (u32 k = 0; k < cta.warps.size(); k++) {
@@ -290,6 +293,7 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
           w.cp_async_pending.clear();
           w.bulk_groups.clear();
           w.cp_async_groups.clear();
+          w.wgmma.reset();
           w.pending_rows.clear();
           memset(w.base[0], 0, m.program->register_bytes);
           std::fill(w.predicate.begin(), w.predicate.end(), 0);
@@ -317,6 +321,7 @@ static void check_bulk_stores(Warp &w) {
 
 static void finish_warp(Cluster &c, Warp &w) {
   check_bulk_stores(w);
+  check_wgmma_at_exit(w);
   settle_everything(w);
   machine.executed += w.executed;
   race::warp_exits(w);
