@@ -128,6 +128,7 @@ struct Warp {
   u32 exited = 0;
   bool finished = false;
   u64 executed = 0;
+  i64 executed_at_yield = 0;  // `executed` when it last waited in vain
   u32 register_limit = 0;
 
   // happens-before state

@@ -184,6 +184,7 @@ static Turn run_warp(Warp &w, int quantum) {
             break;
           case Step::Yield:
             g->pc++;
+            w.executed_at_yield = (i64)w.executed;
             if (w.groups.size() == 1) return Turn::Waiting;
             g->waited = true;
             break;
@@ -210,6 +211,8 @@ static Turn run_warp(Warp &w, int quantum) {
   }
   return Turn::QuantumOver;
 }
+
+constexpr i64 kLongestSpin = 64;  // instructions of a loop around a wait
 
 // ---- clusters --------------------------------------------------------------------------------------------------
 
@@ -286,6 +289,7 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
           w.exited = ~lanes;
           w.finished = false;
           w.executed = 0;
+          w.executed_at_yield = -kLongestSpin;
           w.cluster_arrivals = w.cluster_waits = 0;
           w.last_wait = {};
           w.tensor_pipe.clear();
@@ -375,7 +379,7 @@ static std::string who_waits_for_what() {
   return s;
 }
 
-// One turn for every warp of a cluster; true if somebody used a whole quantum.
+// One turn for every warp of a cluster; true if somebody used a whole quantum for other things than waiting.
 static bool turn(Cluster &c) {
   bool busy = false;
   if (machine.random_order())
@@ -384,7 +388,8 @@ static bool turn(Cluster &c) {
     Warp *w = c.live[k];
     int quantum = machine.random_order() ? 1 + (int)(machine.random() % 400) : 4096;
     u64 before = w->executed;
-    busy |= run_warp(*w, quantum) == Turn::QuantumOver;
+    // A short quantum may end in the middle of a loop that waits; that is no work.
+    busy |= run_warp(*w, quantum) == Turn::QuantumOver && (i64)w->executed - w->executed_at_yield > kLongestSpin;
     machine.limit -= std::min(machine.limit, w->executed - before);
     if (!machine.limit) fail(ErrorKind::InstructionLimit, w, nullptr, "the launch's instruction limit is used up");
     if (w->finished) {
@@ -399,7 +404,7 @@ static bool turn(Cluster &c) {
 
 void run_grid() {
   Machine &m = machine;
-  constexpr size_t kMaxResident = 64;
+  constexpr size_t kMaxResident = 148;  // one on each SM of a B200
   std::vector<std::unique_ptr<Cluster>> idle_clusters;
   u32 counts[3];
   for (int k = 0; k < 3; k++) counts[k] = m.grid[k] / m.cluster_shape[k];
