@@ -2,7 +2,7 @@
 #include "memory.h"
 
 void track_operand(Warp &w, const Instruction &in, Cta &c, const SmemDescriptor &d, bool mn_major, Packing p, u32 rows,
-                   u32 k, const race::Actor &actor, const char *operand) {
+                   u32 k, const race::Actor &actor, const char *operand, u32 first_row) {
   u32 outer = mn_major ? k : rows, inner = mn_major ? rows / p.per_chunk : k / p.per_chunk;
   // Groups of 8 rows lie a stride apart; a stride of 0 repeats one group on purpose.
   if (d.swizzle_mode && outer > 8 && d.stride && d.stride < 8 * d.width)
@@ -12,7 +12,7 @@ void track_operand(Warp &w, const Instruction &in, Cta &c, const SmemDescriptor 
            operand, d.stride, 8 * d.width, d.width);
   for (u32 o = 0; o < outer; o++)
     for (u32 i = 0; i < inner; i++) {
-      u32 offset = mn_major ? d.mn_major(i, o) : d.k_major(o, i);
+      u32 offset = mn_major ? d.mn_major(first_row / p.per_chunk + i, o) : d.k_major(first_row + o, i);
       shared_owner(w, in, shared_address(c.rank, offset), 16, operand);
       race::shared_access(w, in, c, offset, 16, false, actor);
     }

@@ -3,9 +3,9 @@
 #include "descriptor.h"
 #include "race.h"
 
-// Accesses of one operand [rows, k] in shared memory: every 16-byte chunk.
+// Accesses of rows [first_row, first_row + rows) and columns [0, k) of one operand in shared memory: every 16-byte chunk.
 void track_operand(Warp &w, const Instruction &in, Cta &c, const SmemDescriptor &d, bool mn_major, Packing p, u32 rows,
-                   u32 k, const race::Actor &actor, const char *operand);
+                   u32 k, const race::Actor &actor, const char *operand, u32 first_row = 0);
 // Reads an operand to out[row * row_stride + k * k_stride].
 void load_operand(const Cta &c, const SmemDescriptor &d, bool mn_major, Element e, Packing p, u32 rows, u32 k, float *out,
                   size_t row_stride, size_t k_stride);

@@ -194,12 +194,29 @@ void check_uniform(Warp &w, const Instruction &in, Operand o, const char *what) 
       report(ErrorKind::DivergentCollective, &w, &in, "wgmma.mma_async: lanes 0 and %d differ in the %s", i, what);
 }
 
-void issue(Warp &w, const Instruction &in, Warpgroup &g, WgmmaOperation &o) {
+Clock known_to_all(const Clock *const (&clocks)[kWarpgroupWarps]) {
+  Clock all;
+  for (Agent a = 0; a < clocks[0]->size(); a++) {
+    u32 event = (*clocks[0])[a];
+    for (const Clock *c : clocks) event = std::min(event, (*c)[a]);
+    all.raise(a, event);
+  }
+  return all;
+}
+
+void issue(Warp &w, const Instruction &in, Warpgroup &g, const WgmmaOperation &o) {
   Shape s{in};
-  race::Actor actor{agent_of(g), ++g.cta->warps[g.first_warp]->events[kWgmma], &o.start, false, true};
-  if (!s.a_in_registers())
-    track_operand(w, in, *g.cta, o.a, s.a_mn_major(), packing_of(s.a(), false), kRows, s.k(), actor, "operand A of wgmma.mma_async");
+  const ClockPair *c = o.start;
+  ClockPair everyone;
+  everyone.order = known_to_all({&c[0].order, &c[1].order, &c[2].order, &c[3].order});
+  everyone.fenced = known_to_all({&c[0].fenced, &c[1].fenced, &c[2].fenced, &c[3].fenced});
+  race::Actor actor{agent_of(g), ++g.cta->warps[g.first_warp]->events[kWgmma], &everyone, false, true};
   track_operand(w, in, *g.cta, o.b, s.b_mn_major(), packing_of(s.b(), false), s.n(), s.k(), actor, "operand B of wgmma.mma_async");
+  for (u32 q = 0; q < kWarpgroupWarps && !s.a_in_registers(); q++) {
+    actor.known = &o.start[q];
+    track_operand(w, in, *g.cta, o.a, s.a_mn_major(), packing_of(s.a(), false), kRowsOfWarp, s.k(), actor,
+                  "operand A of wgmma.mma_async", q * kRowsOfWarp);
+  }
   machine.counters.mma_flops += 2.0 * kRows * s.n() * s.k();
   static const char *const names[] = {"f16", "bf16", "tf32", "e4m3", "e5m2", "", "", "", "s8", "u8"};
   static const char *const formats[] = {"f16", "f32", "s32"};
@@ -246,7 +263,7 @@ HANDLER("wgmma.mma_async", Sync) {
     fail(ErrorKind::DivergentCollective, &w, &in,
          "the warps of the warpgroup differ in %s of their wgmma.mma_async: another one executed ptx line %d",
          o.in != &in ? "the place" : "a descriptor or scale-d", o.in->line);
-  o.start.join(w.now);
+  race::release(w, o.start[w.index % kWarpgroupWarps]);  // what the warp does from here on is not ordered before it
   machine.progress++;
   if (++o.arrived < kWarpgroupWarps) return Step::Done;
   issue(w, in, g, o);

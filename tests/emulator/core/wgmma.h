@@ -1,8 +1,9 @@
 // wgmma: matrix products by warpgroups of sm_90a (PTX ISA "Asynchronous Warpgroup Level Matrix Instructions").
 //
 // One wgmma.mma_async is an operation of the whole warpgroup (four warps from a multiple of four on). It is issued when the
-// last of them executes it, it knows what each of them knew then, and it is complete for all of them at once: released
-// kernels hand a buffer back after one warp's wait. The operations of a warpgroup are performed in order.
+// last of them executes it, and is complete for all of them at once: released kernels hand a buffer back after one warp's
+// wait. The operations of a warpgroup are performed in order. What they read must be ordered before the instruction in every
+// warp; but a warp's own 16 rows of A in that warp only: FlashAttention-3 writes P so, with no barrier of the warpgroup.
 #pragma once
 #include "descriptor.h"
 #include "machine.h"
@@ -15,7 +16,7 @@ struct WgmmaOperation {
   u64 a_bits, b_bits;  // of the descriptors
   bool accumulate;
   u32 arrived = 0;     // warps that have executed it
-  ClockPair start;     // what its warps knew
+  ClockPair start[kWarpgroupWarps];  // what each warp knew
 };
 
 struct Warpgroup {
