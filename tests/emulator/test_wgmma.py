@@ -316,7 +316,11 @@ def test_exit_without_wait() -> None:
 
 def test_another_shape_under_way() -> None:
     p = Problem(64, registers=True)
-    narrow = re.sub(r"n64k16", "n8k16", p.mma.replace(p.mma[p.mma.index("{") : p.mma.index("}") + 1], "{%acc0, %acc1, %acc2, %acc3}", 1))
+    narrow = re.sub(
+        r"n64k16",
+        "n8k16",
+        p.mma.replace(p.mma[p.mma.index("{") : p.mma.index("}") + 1], "{%acc0, %acc1, %acc2, %acc3}", 1),
+    )
     with pytest.raises(EmulationError, match="another shape") as e:
         p.run(p.body.replace(p.mma, p.mma + narrow))
     assert e.value.kind is ErrorKind.wgmma_wait

@@ -19,6 +19,9 @@ SmemDescriptor read_smem_descriptor(const Warp &w, const Instruction &in, u64 bi
       fail(ErrorKind::MisalignedDescriptor, &w, &in, "descriptor %s %016llx: layout type %u is %s", operand,
            (unsigned long long)bits, d.layout, d.layout == 1 ? "128-byte swizzle of 32-byte atoms, which is not modelled" : "invalid");
   }
+  if (wgmma && d.layout & 1)
+    fail(ErrorKind::MisalignedDescriptor, &w, &in, "descriptor %s %016llx: bit 61 is set, which wgmma does not have", operand,
+         (unsigned long long)bits);
   if (version != (wgmma ? 0u : 1u))
     fail(ErrorKind::MisalignedDescriptor, &w, &in, "descriptor %s %016llx: version field %u, %s", operand,
          (unsigned long long)bits, version, wgmma ? "wgmma has none: a descriptor of tcgen05?" : "tcgen05 needs 1");

@@ -49,7 +49,7 @@ struct Instruction {
   i32 line;
   u32 index;
   i64 aux[kAux];
-  enum : u8 { kNo, kMoves, kUses } wgmma_registers;  // what it does with registers of any wgmma.mma_async of the program
+  enum : u8 { kNo, kMoves, kUnpacks, kUses } wgmma_registers;  // what it does with those of any wgmma.mma_async
 };
 
 struct Program {

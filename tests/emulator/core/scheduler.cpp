@@ -117,12 +117,16 @@ static Turn run_warp(Warp &w, int quantum) {
     const Instruction &in = code[g->pc];
     u32 lanes = g->mask;
     if (in.guard != kTruePredicate) lanes &= predicate_of(w, in.guard);
+    if (lanes && in.wgmma_registers && !check_wgmma_registers(w, in)) {
+      if (w.groups.size() == 1) return Turn::Waiting;
+      g->waited = true;
+      continue;
+    }
     w.executed++;
     if (lanes) {
       executions[in.index]++;
       lane_executions[in.index] += (u32)__builtin_popcount(lanes);
       if (!w.tmem_pending.empty()) settle_pending_registers(w, in);
-      if (in.wgmma_registers) check_wgmma_registers(w, in);
     }
     switch (in.kind) {
       case Kind::Plain:

@@ -316,7 +316,7 @@ void mark_wgmma_registers(Program &p) {
         if (in.op[k] != kNone) used[row_of(in.op[k])] = true;
       for (u32 k = 0; k < s.a_registers(); k++) used[row_of(s.a_operand(k))] = true;
     }
-  const Handler move = handlers().at("mov.b32").run;
+  const Handler move = handlers().at("mov.b32").run, pack = handlers().at("pack").run, unpack = handlers().at("unpack").run;
   for (auto &in : p.code) {
     if (is_mma(in)) continue;
     bool named = false;
@@ -325,30 +325,43 @@ void mark_wgmma_registers(Program &p) {
       if (o == kNone || o >> 31 || operand_is_predicate(o)) continue;
       named |= used[row_of(o)];
     }
-    if (named) in.wgmma_registers = in.run == move ? Instruction::kMoves : Instruction::kUses;
+    if (named)
+      in.wgmma_registers = in.run == move || in.run == pack ? Instruction::kMoves
+                           : in.run == unpack               ? Instruction::kUnpacks
+                                                            : Instruction::kUses;
   }
 }
 
-void check_wgmma_registers(Warp &w, const Instruction &in) {
+bool check_wgmma_registers(Warp &w, const Instruction &in) {
   WgmmaOfWarp &state = state_of(w);
   for (u32 k = 0; k < in.operand_count; k++) {
     Operand o = in.op[k];
     if (o == kNone || o >> 31 || operand_is_predicate(o)) continue;
     auto &r = state.rows[row_of(o)];
-    if (std::max(r.accumulator_of, r.fragment_of) > state.complete)
+    // NVVM unpacks accumulators of halves right behind the product, and the assembler, which knows the registers, waits.
+    if (in.wgmma_registers == Instruction::kUnpacks && r.accumulator_of > state.complete) {
+      Warpgroup &g = warpgroup_of(w, in);
+      while (g.performed < r.accumulator_of) {
+        if (!wgmma_ready(g)) return false;
+        perform_wgmma(g);
+      }
+      warn(ErrorKind::WgmmaWait, &in, "unpacks a register of a wgmma.mma_async that is under way: the assembler serialises them");
+    } else if (std::max(r.accumulator_of, r.fragment_of) > state.complete) {
       report(ErrorKind::WgmmaWait, &w, &in,
              "accesses a register of the wgmma.mma_async at ptx line %d, which is under way: %s", r.operation_line,
              std::max(r.accumulator_of, r.fragment_of) > state.committed ? "wgmma.commit_group and wgmma.wait_group are missing"
                                                                          : "wgmma.wait_group is missing");
+    }
     // NVVM puts copies and zeros of accumulators on either side of a fence (CUTLASS's dense_gemm_persistent), and the
     // assembler, which knows the registers, keeps them before the operation.
-    if (in.wgmma_registers == Instruction::kMoves) {
+    if (in.wgmma_registers != Instruction::kUses) {
       r.fences_at_move = state.fences + 1;
       continue;
     }
     r.fences = state.fences + 1;
     r.access_line = in.line;
   }
+  return true;
 }
 
 void check_wgmma_at_exit(Warp &w) {

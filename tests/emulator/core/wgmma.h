@@ -47,8 +47,9 @@ struct WgmmaOfWarp {
 
 // Finds the instructions that name registers of a wgmma.mma_async.
 void mark_wgmma_registers(Program &p);
-// Such an instruction is executed: its registers must not be under way, and the next wgmma.mma_async needs a fence.
-void check_wgmma_registers(Warp &w, const Instruction &in);
+// Such an instruction is executed: its registers must not be under way, and the next wgmma.mma_async needs a fence. False if
+// it must be tried again later.
+bool check_wgmma_registers(Warp &w, const Instruction &in);
 void check_wgmma_at_exit(Warp &w);
 // Whether the next operation of the warpgroup has been executed by all of its warps, and its effect.
 bool wgmma_ready(const Warpgroup &g);
