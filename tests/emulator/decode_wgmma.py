@@ -54,8 +54,8 @@ def _flags(d: Decoder, texts: list[str], allowed: tuple[int, ...], what: str) ->
     r"\.(?P<d>f16|f32|s32)\.(?P<a>f16|bf16|tf32|e4m3|e5m2|s8|u8)\.(?P<b>f16|bf16|tf32|e4m3|e5m2|s8|u8)",
 )
 def _mma_async(d: Decoder, s: Statement, m: re.Match[str]) -> None:
-    """Operands: D, A (descriptor or four registers), B's descriptor, scale-d, then immediates: signs of A and B for floats,
-    majors of 16-bit operands in shared memory."""
+    """Operands: D, A (descriptor or four registers), B's descriptor, scale-d, then immediates: the signs of A and B for
+    floats, the majors of 16-bit operands in shared memory."""
     _need_target(d)
     n, k, a, b, form = int(m["n"]), int(m["k"]), m["a"], m["b"], m["d"]
     integer = a in ("s8", "u8")

@@ -1,4 +1,4 @@
-"""Run PTX for sm_100a on a CPU: decode once, launch on host memory, get a report or an EmulationError.
+"""Run PTX for sm_100a or sm_90a on a CPU: decode once, launch on host memory, get a report or an EmulationError.
 
     program = Program.from_ptx(text)
     report = launch(program, "kernel", (1, 1, 1), (128, 1, 1), params=[struct.pack("<Q", array.ctypes.data)])
@@ -153,6 +153,7 @@ class Kernel:
     def __init__(self, name: str, decoder: Decoder) -> None:
         self.name = name
         self.function = decoder.function
+        self.target = decoder.module.target
         self.param_bytes = decoder.function.param_bytes
         self.instructions: list[Instruction] = decoder.instructions
         self.static_smem_bytes = decoder.static_smem_bytes

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from emulator import Checks, EmulationError, ErrorKind, UnknownInstruction
 from handwritten import run
+from report import H200
 from test_convert import FORMATS, decode
 
 RNG = np.random.default_rng(5)
@@ -38,7 +39,7 @@ def _swizzle(address: int, width: int) -> int:
 
 def _place(values: np.ndarray, mn_major: bool, width: int, base: int, image: np.ndarray) -> int:
     """Stores an operand [rows, k] of whole bytes; returns its descriptor. Strides lie apart by more than they must."""
-    rows, k = values.shape
+    k = values.shape[1]
     size = values.itemsize
     per_chunk = 16 // size
     raw = (np.ascontiguousarray(values.T) if mn_major else np.ascontiguousarray(values)).view(np.uint8)
@@ -165,14 +166,16 @@ class Problem:
         )
 
     def run(self, body: str = "", schedule: str = "late", threads: int = THREADS, **options: object) -> np.ndarray:
-        """D [64, n] as float64."""
+        """D [64, n] as float64; leaves the launch's report."""
         after = np.zeros_like(self.before)
         padded = np.zeros((threads, self.count), np.uint32)
         padded[:THREADS] = self.before
         fragment = np.zeros((threads, 4), np.uint32)
         fragment[:THREADS] = self.fragment
         options = {"target": "sm_90a"} | options
-        run(body or self.body, self.image, fragment, padded, after, threads=threads, schedule=schedule, **options)
+        self.report = run(
+            body or self.body, self.image, fragment, padded, after, threads=threads, schedule=schedule, **options
+        )
         type_of = {"f32": np.float32, "f16": np.float16, "s32": np.int32}[self.form]
         rows, columns = _accumulator_cells(self.n)
         out = np.zeros((M, self.n))
@@ -180,6 +183,8 @@ class Problem:
         return out
 
 
+FENCE, COMMIT = "wgmma.fence.sync.aligned;", "wgmma.commit_group.sync.aligned;"
+WAIT = "wgmma.wait_group.sync.aligned 0;"
 SCHEDULES = ["eager", "random", "late", "random_warps"]
 
 
@@ -247,10 +252,52 @@ def test_accumulation_of_one_shape_needs_no_fence_between() -> None:
     np.testing.assert_array_equal(p.run(p.body.replace(p.mma, p.mma * 3)), 3 * p.expected - 2 * c)
 
 
+def test_report() -> None:
+    p = Problem(128, "bf16", registers=True, b_mn=True, widths=(32, 128))
+    p.run()
+    assert p.report.mma_flops == 2 * 64 * 128 * 16
+    assert p.report.by_form["wgmma.mma_async f32.bf16.bf16 RS KN m64 n128 k16"] == 1
+    assert p.report.by_class["mma"] == 4  # warps
+    assert p.report.cycles["tensor"] == 2 * 64 * 128 * 16 / H200.tensor_flops_per_clock["bf16"] == 64
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_own_rows_of_a_need_no_barrier(schedule: str) -> None:
+    """FlashAttention-3 hands P over in shared memory with a proxy fence and bar.warp.sync only: a warp reads its own rows.
+    What another warp wrote into A or B does need a barrier."""
+    p = Problem(widths=(16, 16))
+    # In this layout of A, 8 rows and all of K take 256 bytes: the warp's 16 rows begin at 512 times its index.
+    rewrite = """add.u32 %r60, %r102, {shift}; and.b32 %r60, %r60, 3; shl.b32 %r60, %r60, 9; shl.b32 %r61, %r101, 4;
+add.u32 %r60, %r60, %r61; add.u32 %r60, %r60, %r103; ld.shared.v4.b32 {{%r61, %r62, %r63, %r64}}, [%r60+{at}];
+st.shared.v4.b32 [%r60+{at}], {{%r61, %r62, %r63, %r64}}; fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;"""
+    np.testing.assert_array_equal(
+        p.run(p.body.replace(FENCE, rewrite.format(shift=0, at=1024 + A_AT) + FENCE), schedule), p.expected
+    )
+    for shift, at in ((1, A_AT), (0, B_AT)):
+        with pytest.raises(EmulationError, match="reads shared memory") as e:
+            p.run(p.body.replace(FENCE, rewrite.format(shift=shift, at=1024 + at) + FENCE), schedule)
+        assert e.value.kind is ErrorKind.race
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_the_compiler_moves(schedule: str) -> None:
+    """Zeros of f32 accumulators behind the fence, and halves unpacked right behind the product: warnings, as the
+    assembler keeps them in order."""
+    p = Problem(8, scale_d=0)
+    p.run(p.body.replace(FENCE, FENCE + "mov.b32 %acc1, 0;"), schedule)
+    assert "moved after the wgmma.fence" in "".join(p.report.warnings)
+    p = Problem(8, form="f16")
+    unpacked = p.run(
+        p.body.replace(COMMIT, "mov.b32 {%h1, %h2}, %acc0;" + COMMIT)
+        + "mov.b32 %acc0, {%h1, %h2}; st.global.b32 [%rd56], %acc0;",
+        schedule,
+    )
+    np.testing.assert_array_equal(unpacked, p.expected)
+    assert "unpacks a register" in "".join(p.report.warnings)
+
+
 # ---- planted faults: an edit of the right program, the kind that it must raise, and what the message must say.
 
-FENCE, COMMIT = "wgmma.fence.sync.aligned;", "wgmma.commit_group.sync.aligned;"
-WAIT = "wgmma.wait_group.sync.aligned 0;"
 OVERWRITE = f"setp.eq.u32 %p12, %r100, 77; @%p12 st.shared.u32 [%r103+{1024 + B_AT}], %r100;"
 FAULTS = {
     "no fence": (FENCE, "", ErrorKind.wgmma_fence, "first"),
