@@ -22,7 +22,7 @@ from build import build_core
 from decoder import Decoder, Instruction
 from errors import EmulationError, ErrorKind, UnknownInstruction
 from ptx_parser import Module, parse
-from report import Report, make_report
+from report import Report, make_report, rates_of
 
 __all__ = [
     "Checks",
@@ -122,6 +122,7 @@ class _LaunchArguments(ctypes.Structure):
         ("check_global", ctypes.c_uint32),
         ("track_order", ctypes.c_uint32),
         ("level", ctypes.c_uint8 * 32),
+        ("multiprocessors", ctypes.c_uint32),
     ]
 
 
@@ -287,6 +288,7 @@ def launch(
     a.range_names = ctypes.cast(name_array, ctypes.c_void_p)
     a.range_count, a.check_global = len(ranges), int(memory is not None)
     a.track_order = int(options.checks.order)
+    a.multiprocessors = rates_of(k.target).sms
     for kind in ErrorKind:
         a.level[kind] = _LEVELS[getattr(options.checks, kind.name, "error")]
 

@@ -64,6 +64,12 @@ H200 = Rates(
     {"f16": 4096, "bf16": 4096, "tf32": 2048, "e4m3": 8192, "e5m2": 8192, "s8": 8192, "u8": 8192},
 )
 
+
+def rates_of(target: str) -> Rates:
+    """Of the GPU that a program's .target stands for."""
+    return H200 if target == "sm_90a" else B200
+
+
 _SFU = re.compile(r"(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh)\.approx")
 _CLASSES = (
     ("mma", re.compile(r"tcgen05\.mma|wgmma\.mma|mma\.")),
@@ -120,7 +126,7 @@ def make_report(
             sfu += lane_count * width
         elif kind in ("alu", "convert", "move"):
             alu += lane_count * (2 if i.opcode.endswith("f32x2") else 1)
-    rates = H200 if k.target == "sm_90a" else B200
+    rates = rates_of(k.target)
     tensor_cycles = 0.0
     for line in shapes.splitlines():
         key, value = line.rsplit("\t", 1)

@@ -65,6 +65,7 @@ struct LaunchArguments {
   u64 range_count;
   u32 check_global, track_order;
   u8 level[32];
+  u32 multiprocessors;
 };
 struct LaunchResult {
   i32 failed, kind, line, warp;
@@ -88,6 +89,7 @@ int emu_launch(void *program, const LaunchArguments *a, LaunchResult *r, u64 *ex
   m.limit = a->max_instructions;
   m.check_global = a->check_global;
   m.track_order = a->track_order;
+  m.multiprocessors = a->multiprocessors;
   for (int k = 0; k < (int)ErrorKind::Count; k++) m.level[k] = (Level)a->level[k];
   for (u64 k = 0; k < a->range_count; k++)
     m.ranges.push_back({a->ranges[3 * k], a->ranges[3 * k + 1], a->ranges[3 * k + 2] != 0, a->range_names[k]});

@@ -261,6 +261,7 @@ struct Machine {
   u64 executed = 0, limit = 0;
   Level level[(int)ErrorKind::Count];
   bool track_order = true;
+  u32 multiprocessors = 1;  // as many clusters are resident at most
   std::vector<GlobalRange> ranges;
   bool check_global = false;
   std::map<std::pair<u32, i32>, std::pair<std::string, u64>> warnings;

@@ -408,7 +408,6 @@ static bool turn(Cluster &c) {
 
 void run_grid() {
   Machine &m = machine;
-  constexpr size_t kMaxResident = 148;  // one on each SM of a B200
   std::vector<std::unique_ptr<Cluster>> idle_clusters;
   u32 counts[3];
   for (int k = 0; k < 3; k++) counts[k] = m.grid[k] / m.cluster_shape[k];
@@ -458,7 +457,7 @@ void run_grid() {
       continue;
     }
     // CTAs may wait for each other through global memory: let another one in before giving up.
-    if (++idle > 8 && next < total && m.active.size() < kMaxResident) {
+    if (++idle > 8 && next < total && m.active.size() < m.multiprocessors) {
       launch_next();
       idle = 0;
     }
