@@ -32,28 +32,43 @@ class Report:
     shared_wavefronts: int
     shared_conflicts: int  # wavefronts beyond the conflict-free number
     warnings: list[str]  # "kind at ptx line n, k times: text"
-    cycles: dict[str, float]  # lower bound by unit, per SM, all CTAs spread over the SMs
+    cycles: dict[str, float]  # lower bound by unit, per SM, all CTAs spread over the SMs of a B200 (sm_90a: an H200)
 
 
-# Lane operations per clock and SM, sm_100 (CUDA C++ Programming Guide, "Arithmetic Instructions", compute capability
-# 10.0): 128 for f32 and most integer operations, 16 for the special functions.
+# Lane operations per clock and SM, sm_90 and sm_100 (CUDA C++ Programming Guide, "Arithmetic Instructions", compute
+# capabilities 9.0 and 10.0): 128 for f32 and most integer operations, 16 for the special functions.
 ALU_LANES_PER_CLOCK = 128
 SFU_LANES_PER_CLOCK = 16
 SHARED_BYTES_PER_CLOCK = 128
 TMEM_READ_BYTES_PER_CLOCK = 512  # 16 B per clock and lane group of a warp, four warps (CUTLASS sm100 TMEM notes)
-SMS = 148  # B200
-# Dense flops per clock and SM: B200 datasheet 2.25 PFLOP/s f16 at 148 SMs and 1.85 GHz is 8192; f8 and f6 twice, f4
-# four times, tf32 half of it.
-TENSOR_FLOPS_PER_CLOCK = {
-    "f16": 8192,
-    "tf32": 4096,
-    "f8f6f4": 16384,
-    "mxf8f6f4": 16384,
-    "mxf4": 32768,
-    "mxf4nvf4": 32768,
-    "i8": 16384,
-}
-HBM_BYTES_PER_CLOCK = 8.0e12 / 1.85e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    sms: int
+    hbm_bytes_per_clock: float
+    tensor_flops_per_clock: dict[str, int]  # dense, of one SM, by kind (tcgen05) or element of A (wgmma)
+
+
+# Datasheet: 2.25 PFLOP/s dense f16 at 148 SMs and 1.85 GHz is 8192 flops per clock and SM; f8 and f6 twice, f4 four
+# times, tf32 half of it.
+B200 = Rates(
+    148,
+    8.0e12 / 1.85e9,
+    {"f16": 8192, "tf32": 4096, "f8f6f4": 16384, "mxf8f6f4": 16384, "mxf4": 32768, "mxf4nvf4": 32768, "i8": 16384},
+)
+# Datasheet: 0.99 PFLOP/s dense f16 at 132 SMs and 1.83 GHz.
+H200 = Rates(
+    132,
+    4.8e12 / 1.83e9,
+    {"f16": 4096, "bf16": 4096, "tf32": 2048, "e4m3": 8192, "e5m2": 8192, "s8": 8192, "u8": 8192},
+)
+
+
+def rates_of(target: str) -> Rates:
+    """Of the GPU that a program's .target stands for."""
+    return H200 if target == "sm_90a" else B200
+
 
 _SFU = re.compile(r"(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh)\.approx")
 _CLASSES = (
@@ -63,7 +78,7 @@ _CLASSES = (
     ("mbarrier", re.compile(r"mbarrier\.")),
     ("cp.async", re.compile(r"cp\.async")),
     ("sfu", _SFU),
-    ("barrier", re.compile(r"bar\.|barrier\.|fence|membar")),
+    ("barrier", re.compile(r"bar\.|barrier\.|fence|membar|wgmma\.")),
     ("warp", re.compile(r"shfl|vote|redux|match|elect|activemask")),
     ("shared", re.compile(r"(ld|st|atom|red)\.(\w+\.)*shared|ldmatrix|stmatrix")),
     ("global", re.compile(r"(ld|st|atom|red)\b")),
@@ -111,14 +126,15 @@ def make_report(
             sfu += lane_count * width
         elif kind in ("alu", "convert", "move"):
             alu += lane_count * (2 if i.opcode.endswith("f32x2") else 1)
+    rates = rates_of(k.target)
     tensor_cycles = 0.0
     for line in shapes.splitlines():
         key, value = line.rsplit("\t", 1)
         by_form[key] += int(value)
-        m = re.search(r"kind::(\w+) .*m(\d+) n(\d+) k(\d+)", key)
+        m = re.search(r"(?:kind::|mma_async \w+\.)(\w+)\b.* m(\d+) n(\d+) k(\d+)", key)
         if m:
             flops = 2.0 * int(m[2]) * int(m[3]) * int(m[4]) * int(value)
-            tensor_cycles += flops / TENSOR_FLOPS_PER_CLOCK[m[1]]
+            tensor_cycles += flops / rates.tensor_flops_per_clock[m[1]]
     names = (
         "global_read",
         "global_written",
@@ -133,7 +149,7 @@ def make_report(
     nbytes = {name: int(counters[1 + j]) for j, name in enumerate(names)}
     accesses, waves = int(counters[10]), int(counters[11])
     ctas = grid[0] * grid[1] * grid[2]
-    sms = min(SMS, ctas)
+    sms = min(rates.sms, ctas)
     hbm = nbytes["global_read"] + nbytes["global_written"] + nbytes["tma_loaded"] + nbytes["tma_stored"]
     cycles = {
         "tensor": tensor_cycles / sms,
@@ -141,7 +157,7 @@ def make_report(
         "alu": alu / ALU_LANES_PER_CLOCK / sms,
         "shared": (waves + (nbytes["tma_loaded"] + nbytes["tma_stored"]) / SHARED_BYTES_PER_CLOCK) / sms,
         "tmem": (nbytes["tmem_read"] + nbytes["tmem_written"]) / TMEM_READ_BYTES_PER_CLOCK / sms,
-        "memory": hbm / HBM_BYTES_PER_CLOCK,
+        "memory": hbm / rates.hbm_bytes_per_clock,
     }
     found = []
     for line in warnings.splitlines():

@@ -5,9 +5,8 @@ import pytest
 from handwritten import run
 from report import (
     ALU_LANES_PER_CLOCK,
-    HBM_BYTES_PER_CLOCK,
+    B200,
     SFU_LANES_PER_CLOCK,
-    TENSOR_FLOPS_PER_CLOCK,
     TMEM_READ_BYTES_PER_CLOCK,
     classify,
 )
@@ -100,7 +99,7 @@ def test_bytes_of_global_memory() -> None:
         threads=64,
     )
     assert (report.bytes["global_read"], report.bytes["global_written"]) == (64 * 12, 64 * 4)
-    assert report.cycles["memory"] == 64 * 16 / HBM_BYTES_PER_CLOCK
+    assert report.cycles["memory"] == 64 * 16 / B200.hbm_bytes_per_clock
 
 
 def test_an_mma_and_its_read_out() -> None:
@@ -121,7 +120,7 @@ def test_an_mma_and_its_read_out() -> None:
     assert report.mma_flops == 2 * m * n * k
     assert report.by_class["mma"] == 1
     assert report.by_form["tcgen05.mma kind::f16 cta_group::1 SS KK m128 n64 k16"] == 1
-    assert report.cycles["tensor"] == 2 * m * n * k / TENSOR_FLOPS_PER_CLOCK["f16"] == 32
+    assert report.cycles["tensor"] == 2 * m * n * k / B200.tensor_flops_per_clock["f16"] == 32
     assert report.bytes["tmem_read"] == m * n * 4
     assert report.cycles["tmem"] == m * n * 4 / TMEM_READ_BYTES_PER_CLOCK
 
