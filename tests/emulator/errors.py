@@ -30,6 +30,8 @@ class ErrorKind(enum.IntEnum):
     internal = 19
     tmem_freed = 20
     tcgen05_fence = 21
+    async_write_fence = 22
+    mbarrier_init_fence = 23
 
 
 class EmulationError(Exception):

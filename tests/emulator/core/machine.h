@@ -28,7 +28,14 @@ enum class Step : u8 {
 };
 using Handler = Step (*)(Warp &, const Instruction &, u32 lanes);
 
-enum class Kind : u8 { Plain, Sync, Branch, BranchIndexed, Exit };
+enum class Kind : u8 {
+  Plain,
+  Move,  // plain, and only carries values from register to register
+  Sync,
+  Branch,
+  BranchIndexed,
+  Exit
+};
 
 // An operand: bit 31 constant pool, bits 30..29 element size (4 << n bytes; 3 = predicate), bit 28 predicate negated,
 // low 28 bits byte offset of the 32-lane row (predicate: its index).
@@ -44,6 +51,7 @@ struct Instruction {
   Handler run;
   Kind kind;
   u16 operand_count;
+  u16 destinations;  // of a Move: the first operands
   Operand guard;
   const Operand *op;
   i32 line;
@@ -65,7 +73,7 @@ struct Program {
 enum class ErrorKind : u32 {
   Race, ProxyFence, UninitialisedSmem, UninitialisedTmem, OutOfBounds, TmemOverlap, DivergentCollective,
   MisalignedDescriptor, Misaligned, TxCount, TmemLeak, Deadlock, IllegalInstruction, Mbarrier, Barrier, ExitedCta,
-  TmemWait, Trap, InstructionLimit, Internal, TmemFreed, TensorFence, Count
+  TmemWait, Trap, InstructionLimit, Internal, TmemFreed, TensorFence, AsyncWriteFence, MbarrierInitFence, Count
 };
 enum class Level : u8 { Off, Warn, Error };
 
@@ -145,8 +153,6 @@ struct Warp {
     AsyncPtr op;
     bool is_load;
     u32 event;
-    const Instruction *from;
-    u32 first_row, rows;  // of `from`: the registers a load fills
   };
   std::deque<PendingTmem> tmem_pending;
   std::deque<AsyncPtr> cp_async_pending;
@@ -156,7 +162,7 @@ struct Warp {
   std::deque<std::vector<AsyncPtr>> wgmma_closed;
   std::vector<Agent> slots;                   // agents of this warp's TMA loads
 
-  std::vector<u64> pending_rows;              // register rows that a tcgen05.ld has yet to fill, one bit per 128 bytes
+  std::vector<u32> pending_loads;             // registers that hold what a tcgen05.ld brings (async.cpp)
 
   u64 cluster_arrivals = 0, cluster_waits = 0;
   struct {
@@ -223,8 +229,9 @@ struct Cluster {
   std::vector<std::unique_ptr<Cta>> ctas;
   u32 sequence = 0;
   u64 barrier_generation = 0;
-  ClockPair barrier_gathering, barrier_complete;
-  Clock barrier_executed, barrier_executed_complete;  // what lies before the arrivals, .relaxed or not: enough for exits
+  // By parity of the generation: warps may arrive for the next one while others have yet to arrive for this one.
+  ClockPair barrier_gathering[2], barrier_complete[2];
+  Clock barrier_executed[2], barrier_executed_complete[2];  // what lies before the arrivals, .relaxed or not: enough for exits
   std::vector<Warp *> live;
   std::vector<AsyncPtr> free_running;  // TMA loads, bulk copies: no order among themselves
   u32 next_slot = 0;                   // agents handed out beyond the warps' fixed ones
@@ -255,6 +262,7 @@ struct Machine {
   const u8 *params = nullptr;
   Schedule schedule = Schedule::Eager;
   u64 random_state = 1;
+  u64 clusters = 0, clusters_started = 0;  // of the grid, x fastest; started or taken over by clusterlaunchcontrol
   u64 progress = 0;  // counts everything that may unblock somebody
   u64 executed = 0, limit = 0;
   Level level[(int)ErrorKind::Count];
@@ -272,6 +280,13 @@ struct Machine {
     random_state ^= random_state >> 7;
     random_state ^= random_state << 17;
     return random_state;
+  }
+  // The id of the first CTA of a cluster.
+  void first_cta(u64 cluster, u32 *id) const {
+    u32 x = grid[0] / cluster_shape[0], y = grid[1] / cluster_shape[1];
+    id[0] = (u32)(cluster % x) * cluster_shape[0];
+    id[1] = (u32)(cluster / x % y) * cluster_shape[1];
+    id[2] = (u32)(cluster / x / y) * cluster_shape[2];
   }
   bool deferring() const { return schedule == Schedule::Random || schedule == Schedule::Late; }
   bool random_order() const { return schedule != Schedule::Eager; }

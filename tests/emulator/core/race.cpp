@@ -63,28 +63,40 @@ Free free_running(Warp &w) {
                                               bool write, const Conflict &c) {
   char buffer[96];
   const char *who = describe(*w.cta->cluster, c.earlier.agent, buffer, sizeof buffer);
-  if (c.tensor_only)
-    report(ErrorKind::TensorFence, &w, &in,
-           "%s %s 0x%x (CTA rank %u): a barrier orders it after %s by %s at ptx line %d, but tcgen05.fence does not: "
-           "::before_thread_sync before that side's arrival or ::after_thread_sync after this side's wait is missing",
-           write ? "writes" : "reads", memory, at, cta.rank, c.earlier.write ? "the write" : "the read", who, c.earlier.line);
-  else if (c.fence_only)
-    report(ErrorKind::ProxyFence, &w, &in,
-           "the async proxy reads %s 0x%x (CTA rank %u), which %s wrote through the generic proxy at ptx line %d: no "
-           "fence.proxy.async lies between",
-           memory, at, cta.rank, who, c.earlier.line);
-  else
-    report(ErrorKind::Race, &w, &in,
-           "%s %s 0x%x (CTA rank %u) while %s by %s at ptx line %d is not ordered before it: a wait, barrier or commit "
-           "is missing",
-           write ? "writes" : "reads", memory, at, cta.rank, c.earlier.write ? "the write" : "the read", who,
-           c.earlier.line);
+  const char *doing = write ? "writes" : "reads", *earlier = c.earlier.write ? "the write" : "the read";
+  switch (c.kind) {
+    case Conflict::None: break;
+    case Conflict::TensorFence:
+      report(ErrorKind::TensorFence, &w, &in,
+             "%s %s 0x%x (CTA rank %u): a barrier orders it after %s by %s at ptx line %d, but tcgen05.fence does not: "
+             "::before_thread_sync before that side's arrival or ::after_thread_sync after this side's wait is missing",
+             doing, memory, at, cta.rank, earlier, who, c.earlier.line);
+      break;
+    case Conflict::ProxyFence:
+      report(ErrorKind::ProxyFence, &w, &in,
+             "the async proxy reads %s 0x%x (CTA rank %u), which %s wrote through the generic proxy at ptx line %d: no "
+             "fence.proxy.async lies between",
+             memory, at, cta.rank, who, c.earlier.line);
+      break;
+    case Conflict::AsyncWriteFence:
+      report(ErrorKind::AsyncWriteFence, &w, &in,
+             "the async proxy writes %s 0x%x (CTA rank %u) after %s by %s through the generic proxy at ptx line %d: no "
+             "fence.proxy.async lies between",
+             memory, at, cta.rank, earlier, who, c.earlier.line);
+      break;
+    case Conflict::Race:
+      report(ErrorKind::Race, &w, &in,
+             "%s %s 0x%x (CTA rank %u) while %s by %s at ptx line %d is not ordered before it: a wait, barrier or commit "
+             "is missing",
+             doing, memory, at, cta.rank, earlier, who, c.earlier.line);
+  }
 }
 
 void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 bytes, bool write, const Actor &a) {
   if (!machine.track_order || !bytes) return;
   if (&cta != w.cta) touch_peer(w, in, cta, a);
   Shadow &s = *cta.smem_shadow;
+  Demands demands{a.async_proxy, machine.level[(int)ErrorKind::AsyncWriteFence] != Level::Off};
   u32 end = offset + bytes;
   for (u32 g = offset / 16; g * 16 < end; g++) {
     u32 lo = g * 16 < offset ? offset - g * 16 : 0, hi = std::min(16u, end - g * 16);
@@ -94,9 +106,8 @@ void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 byt
              "reads shared memory 0x%x (CTA rank %u), which nothing has written", g * 16 + lo, cta.rank);
       s.mark_written(g, mask);
     }
-    Conflict conflict;
-    if (!s.access(g, {a.agent, a.event, in.line, mask, write, a.generic, a.atomic}, *a.known, a.async_proxy, &conflict))
-      report_conflict(w, in, cta, "shared memory", g * 16 + lo, write, conflict);
+    Conflict conflict = s.access(g, {a.agent, a.event, in.line, mask, write, a.generic, a.atomic}, *a.known, demands);
+    if (conflict.kind) report_conflict(w, in, cta, "shared memory", g * 16 + lo, write, conflict);
   }
 }
 
@@ -144,8 +155,8 @@ void tmem_access(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 colum
              what, lane16 * 16 + missing, c, cta.rank);
       s.mark_written(g, lanes);
     }
-    Conflict conflict;
-    if (!s.access(g, {a.agent, a.event, in.line, lanes, write, false, false}, *a.known, false, &conflict, own)) {
+    Conflict conflict = s.access(g, {a.agent, a.event, in.line, lanes, write, false, false}, *a.known, {false, false, own});
+    if (conflict.kind) {
       char place[64];
       u32 lane = lane16 * 16 + (u32)__builtin_ctz(conflict.earlier.mask & lanes ? conflict.earlier.mask & lanes : lanes);
       snprintf(place, sizeof place, "tensor memory lane %u column %u, address", lane, c);
@@ -197,7 +208,10 @@ void acquire_fence(Warp &w) {
 
 void barrier_init_fence(Warp &w) {
   if (!machine.track_order) return;
-  w.released.order.raise(w.agent(kBarrierInit), w.events[kBarrierInit]);
+  for (ClockPair *c : {&w.now, &w.released}) {
+    c->order.raise(w.agent(kBarrierInit), w.events[kBarrierInit]);
+    c->fenced.raise(w.agent(kBarrierInit), w.events[kBarrierInit]);
+  }
 }
 
 void proxy_fence(Warp &w) {

@@ -351,19 +351,28 @@ HANDLER("st.async", Plain) {
   return Step::Done;
 }
 
-// ---- clusterlaunchcontrol: there is never another CTA to take over ------------------------------------------------
+// ---- clusterlaunchcontrol: a running cluster takes over the next one that has not started -----------------------------
 
+// The response is opaque to programs. Ours: word 0 whether a cluster was taken over, words 1..3 the id of its first CTA.
 // aux: 0 dst offset, 1 mbarrier offset, 2 multicast to the whole cluster.
 HANDLER("clc.try_cancel", Plain) {
   for (int i : lanes_of(lanes)) {
     u32 dst = (u32)lane_address(w, in.op[0], i, in.aux[0]), mb = (u32)lane_address(w, in.op[1], i, in.aux[1]);
     check_aligned(w, in, shared_offset(dst), 16, "clusterlaunchcontrol response");
+    std::array<u32, 4> response{};
+    // On a GPU it depends on what else runs there; a failure while clusters are left is possible too.
+    bool take = machine.clusters_started < machine.clusters && (!machine.random_order() || machine.random() % 2);
+    if (take) {
+      response[0] = 1;
+      machine.first_cta(machine.clusters_started++, &response[1]);
+      machine.progress++;
+    }
     for (u32 r = 0; r < w.cta->cluster->ctas.size(); r++) {
       if (!in.aux[2] && r != w.cta->rank) continue;
       u32 offset = shared_offset(dst);
       Cta &target = shared_owner(w, in, shared_address(r, offset), 16, "clusterlaunchcontrol");
       issue_load(w, in, target, offset, 16, shared_address(r, shared_offset(mb)),
-                 [=](u8 *smem) { memset(smem + offset, 0, 16); });
+                 [=](u8 *smem) { memcpy(smem + offset, response.data(), 16); });
     }
   }
   return Step::Done;
@@ -374,9 +383,15 @@ HANDLER("clc.is_canceled", Plain) {
   set_predicate(w, in.op[0], lanes, bits);
   return Step::Done;
 }
-// aux: 0 dimension. Only asked after is_canceled, which is never true here.
+// aux: 0 first dimension. Operands: x, y or z, or the vector {x, y, z, unused}; response.
 HANDLER("clc.first_cta", Plain) {
-  for (u32 k = 0; k + 1 < in.operand_count; k++)
-    if (in.op[k] != kNone) each_lane<u32>(w, in.op[k], lanes, [](int) { return 0u; });
+  u32 n = in.operand_count - 1u;
+  u128 response[kLanes];
+  memcpy(response, row<u128>(w, in.op[n]), sizeof response);
+  for (u32 k = 0; k < n; k++) {
+    u32 word = 1 + (u32)in.aux[0] + k;
+    if (in.op[k] != kNone)
+      each_lane<u32>(w, in.op[k], lanes, [&](int i) { return word < 4 ? (u32)(response[i] >> (32 * word)) : 0u; });
+  }
   return Step::Done;
 }
