@@ -65,8 +65,7 @@ class Checks:
     # Pairs of tcgen05.fence around every barrier that orders tensor memory between warps: PTX asks for them, released
     # kernels leave them out.
     tcgen05_fence: str = "off"
-    # A proxy fence between a generic access and an asynchronous write of the same memory: kernels leave it to the consumer's
-    # arrival.
+    # A proxy fence between a generic access and an asynchronous write of the same memory.
     async_write_fence: str = "off"
     # fence.mbarrier_init (or fence.proxy.async) between mbarrier.init and the first asynchronous arrival.
     mbarrier_init_fence: str = "warn"

@@ -201,7 +201,8 @@ def test_tensor_fences_are_checked_on_request(mark: str, schedule: str, seed: in
 # A tcgen05.ld whose registers NVVM moves, packs and selects before the wait; another warp of the quarter then overwrites.
 MOVED = """setp.ne.u32 %p1, %r102, 0; @%p1 bra S; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r103], 32; S:
 bar.sync 0; ld.shared.u32 %r1, [%r103]; setp.eq.u32 %p2, %r102, 4; and.b32 %r5, %r102, 3; setp.ne.u32 %p4, %r5, 0; @%p4 bra J;
-@%p2 bra L; tcgen05.st.sync.aligned.32x32b.x2.b32 [%r1], {%r101, %r100}; tcgen05.wait::st.sync.aligned; bar.arrive 1, 64;
+@%p2 bra L; add.u32 %r10, %r101, 100;
+tcgen05.st.sync.aligned.32x32b.x2.b32 [%r1], {%r101, %r10}; tcgen05.wait::st.sync.aligned; bar.arrive 1, 64;
 bar.sync 2, 64; tcgen05.st.sync.aligned.32x32b.x2.b32 [%r1], {%r100, %r100}; tcgen05.wait::st.sync.aligned; bra J;
 L: bar.sync 1, 64; setp.lt.u32 %p5, %r101, 16;
 tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r2, %r3}, [%r1];
@@ -217,7 +218,7 @@ def test_moves_of_loaded_registers_are_no_wait(schedule: str, seed: int) -> None
     options = {"threads": 160, "schedule": schedule, "seed": seed}
     out = np.zeros(32, np.uint32)
     run(MOVED, out, checks=Checks(tmem_wait="error"), **options)
-    np.testing.assert_array_equal(out, [lane + 1 if lane < 16 else lane + 1 for lane in range(32)])
+    np.testing.assert_array_equal(out, [lane + 1 if lane < 16 else lane + 101 for lane in range(32)])
     # Nothing used the registers before the arrival: the second store is not ordered after the load.
     with pytest.raises(EmulationError) as e:
         run(MOVED.replace("tcgen05.wait::ld.sync.aligned;", ""), out, **options)
