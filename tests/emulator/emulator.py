@@ -47,6 +47,7 @@ class Checks:
 
     order: bool = True
     race: str = "error"
+    global_race: str = "error"  # the same in global memory, among all CTAs of the launch
     proxy_fence: str = "error"
     uninitialised_smem: str = "error"
     uninitialised_tmem: str = "error"

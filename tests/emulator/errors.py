@@ -32,6 +32,7 @@ class ErrorKind(enum.IntEnum):
     tcgen05_fence = 21
     async_write_fence = 22
     mbarrier_init_fence = 23
+    global_race = 24
 
 
 class EmulationError(Exception):

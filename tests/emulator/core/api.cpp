@@ -109,6 +109,8 @@ int emu_launch(void *program, const LaunchArguments *a, LaunchResult *r, u64 *ex
     g_message = f.text;
   }
   m.active.clear();
+  m.locations.clear();
+  m.global_shadow.clear();
   memcpy(executions, m.executions.data(), n * 8);
   memcpy(lane_executions, m.lane_executions.data(), n * 8);
   memcpy(blocked, m.blocked.data(), n * 8);

@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <vector>
 #include "clock.h"
+#include "shadow.h"
 #include "types.h"
 
 struct Warp;
@@ -73,7 +74,8 @@ struct Program {
 enum class ErrorKind : u32 {
   Race, ProxyFence, UninitialisedSmem, UninitialisedTmem, OutOfBounds, TmemOverlap, DivergentCollective,
   MisalignedDescriptor, Misaligned, TxCount, TmemLeak, Deadlock, IllegalInstruction, Mbarrier, Barrier, ExitedCta,
-  TmemWait, Trap, InstructionLimit, Internal, TmemFreed, TensorFence, AsyncWriteFence, MbarrierInitFence, Count
+  TmemWait, Trap, InstructionLimit, Internal, TmemFreed, TensorFence, AsyncWriteFence, MbarrierInitFence,
+  GlobalRace, Count
 };
 enum class Level : u8 { Off, Warn, Error };
 
@@ -140,6 +142,7 @@ struct Warp {
   // happens-before state
   ClockPair now;          // what this warp knows
   ClockPair released;     // what its last release fence published (for .relaxed arrivals)
+  std::shared_ptr<const ClockPair> released_copy;  // of `released`, shared by all its relaxed stores; made when needed
   ClockPair to_acquire;   // what .relaxed waits saw, taken over by the next acquire fence
   ClockPair pipe;         // start clocks of everything in its tensor pipe
   Clock tensor_published; // what its last tcgen05.fence::before_thread_sync covered
@@ -201,8 +204,6 @@ struct TmemAllocation {
   u32 event = 0;
 };
 
-class Shadow;
-
 struct Cta {
   Cta();
   ~Cta();
@@ -245,6 +246,12 @@ struct GlobalRange {
   std::string name;
 };
 
+// What one warp published by its last strong store to a location.
+struct Published {
+  u32 cluster, warp;
+  std::shared_ptr<const ClockPair> clock;
+};
+
 enum class Schedule : u32 { Eager, Random, Late, RandomWarps };
 
 // Counters of one launch; Python turns them into the report.
@@ -274,6 +281,9 @@ struct Machine {
   std::map<std::string, u64> shapes;
   Counters counters;
   std::vector<std::unique_ptr<Cluster>> active;
+  // Happens-before across the launch: strong stores by location, and the shadow of global memory by page.
+  std::unordered_map<const void *, std::vector<Published>> locations;
+  std::unordered_map<u64, std::unique_ptr<Shadow>> global_shadow;
 
   u64 random() {
     random_state ^= random_state << 13;

@@ -3,6 +3,9 @@
 
 namespace race {
 
+constexpr u32 kPageGranules = 256;  // of the global shadow
+constexpr u32 kGlobalReaders = 4;   // reads of a granule of global memory that are remembered
+
 static const char *describe(const Cluster &cluster, Agent agent, char *buffer, size_t size) {
   u32 fixed = cluster.warp_count * kWarpAgents;
   if (agent >= fixed) return "a TMA or bulk copy";
@@ -21,6 +24,7 @@ void start_cluster(Cluster &c) {
     for (auto &w : cta->warps) {
       w->now.clear();
       w->released.clear();
+      w->released_copy.reset();
       w->to_acquire.clear();
       w->pipe.clear();
       w->tensor_published.clear();
@@ -111,6 +115,47 @@ void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 byt
   }
 }
 
+[[gnu::noinline]] static void report_global_race(Warp &w, const Instruction &in, u64 at, bool write, const Access &e) {
+  char buffer[96], place[64] = "";
+  const char *who = describe(*w.cta->cluster, e.agent, buffer, sizeof buffer);
+  if (e.cluster != w.cta->cluster->sequence) {
+    u32 id[3];
+    machine.first_cta(e.cluster, id);
+    snprintf(place, sizeof place, " of the cluster that began at CTA (%u,%u,%u)", id[0], id[1], id[2]);
+  }
+  const GlobalRange *in_range = nullptr;
+  for (auto &r : machine.ranges)
+    if (at >= r.begin && at < r.end) in_range = &r;
+  report(ErrorKind::GlobalRace, &w, &in,
+         "%s global memory 0x%llx (%s + %llu) while %s by %s%s at ptx line %d is not ordered before it: %s",
+         write ? "writes" : "reads", (unsigned long long)at, in_range ? in_range->name.c_str() : "unnamed",
+         (unsigned long long)(in_range ? at - in_range->begin : 0), e.write ? "the write" : "the read", who, place, e.line,
+         *place ? "only strong accesses and fences order different clusters" : "a wait, barrier or fence is missing");
+}
+
+void global_access(Warp &w, const Instruction &in, u64 address, u64 bytes, bool write, const Actor &a, bool same_value) {
+  if (!machine.track_order || machine.level[(int)ErrorKind::GlobalRace] == Level::Off) return;
+  Demands demands{false};
+  demands.max_readers = kGlobalReaders;
+  u64 end = address + bytes;
+  for (u64 g = address / 16; g * 16 < end; g++) {
+    u32 lo = g * 16 < address ? (u32)(address - g * 16) : 0, hi = (u32)std::min<u64>(16, end - g * 16);
+    u16 mask = (u16)(((1u << hi) - 1) & ~((1u << lo) - 1));
+    auto &page = machine.global_shadow[g / kPageGranules];
+    if (!page) page = std::make_unique<Shadow>(kPageGranules);
+    Access access{a.agent, a.event, in.line, mask, write, false, a.atomic, w.cta->cluster->sequence};
+    Conflict conflict = page->access((u32)(g % kPageGranules), access, *a.known, demands);
+    if (!conflict.kind) continue;
+    // Released kernels (CUTLASS's MLA decode) have several warps write one result.
+    if (same_value)
+      warn(ErrorKind::GlobalRace, &in,
+           "writes to global memory what is there already, by another agent and not ordered; see the line " +
+               std::to_string(conflict.earlier.line));
+    else
+      report_global_race(w, in, g * 16 + lo, write, conflict.earlier);
+  }
+}
+
 // An accumulator's columns are last written together: all by one MMA, or all by stores. Where both meet in one
 // accumulator, a region that is stored lies over it.
 static void check_one_region(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 column, u32 count, u16 lanes) {
@@ -180,9 +225,7 @@ void release(Warp &w, ClockPair &into, bool relaxed) {
     into.tensor.join(w.tensor_published);
     into.tensor.join(w.tensor_seen);
   }
-  const ClockPair &known = relaxed ? w.released : w.now;
-  into.order.join(known.order);
-  into.fenced.join(known.fenced);
+  into.join_order(relaxed ? w.released : w.now);
   if (relaxed) return;
   w.now.order.raise(w.agent(kGeneric), ++w.events[kGeneric]);
 }
@@ -190,14 +233,54 @@ void release(Warp &w, ClockPair &into, bool relaxed) {
 void acquire(Warp &w, const ClockPair &from, bool relaxed) {
   if (!machine.track_order) return;
   if (tracks_tensor_fences()) w.tensor_seen.join(from.tensor);
+  (relaxed ? w.to_acquire : w.now).join_order(from);
+}
+
+void release_at(Warp &w, const void *location, bool relaxed) {
+  if (!machine.track_order) return;
+  if (relaxed && !w.released.order.size()) return;  // no release fence so far: nothing is handed on
+  std::shared_ptr<const ClockPair> clock = relaxed ? w.released_copy : nullptr;
+  if (!clock) {
+    auto copy = std::make_shared<ClockPair>();
+    release(w, *copy, relaxed);
+    clock = copy;
+    if (relaxed) w.released_copy = clock;
+  }
+  u32 cluster = w.cta->cluster->sequence;
+  auto &published = machine.locations[location];
+  for (Published &p : published)
+    if (p.cluster == cluster && p.warp == w.global_index) {
+      // A relaxed store hands on less than a releasing one before it, which later readers may still see.
+      if (p.clock != clock) {
+        auto both = std::make_shared<ClockPair>(*p.clock);
+        both->join(*clock);
+        p.clock = both;
+      }
+      return;
+    }
+  published.push_back({cluster, w.global_index, clock});
+}
+
+void acquire_at(Warp &w, const void *location, bool global, bool relaxed) {
+  if (!machine.track_order) return;
+  auto it = machine.locations.find(location);
+  if (it == machine.locations.end()) return;
+  u32 own = w.cta->cluster->sequence;
   ClockPair &into = relaxed ? w.to_acquire : w.now;
-  into.order.join(from.order);
-  into.fenced.join(from.fenced);
+  for (const Published &p : it->second) {
+    if (p.cluster == own) {
+      acquire(w, *p.clock, relaxed);
+    } else if (global) {
+      into.foreign[p.cluster].join(p.clock->order);
+      for (auto &[cluster, clock] : p.clock->foreign) (cluster == own ? into.order : into.foreign[cluster]).join(clock);
+    }
+  }
 }
 
 void release_fence(Warp &w) {
   if (!machine.track_order) return;
   w.released.join(w.now);
+  w.released_copy.reset();
   w.now.order.raise(w.agent(kGeneric), ++w.events[kGeneric]);
 }
 
@@ -208,6 +291,7 @@ void acquire_fence(Warp &w) {
 
 void barrier_init_fence(Warp &w) {
   if (!machine.track_order) return;
+  w.released_copy.reset();
   for (ClockPair *c : {&w.now, &w.released}) {
     c->order.raise(w.agent(kBarrierInit), w.events[kBarrierInit]);
     c->fenced.raise(w.agent(kBarrierInit), w.events[kBarrierInit]);
@@ -225,6 +309,7 @@ bool tracks_tensor_fences() { return machine.track_order && machine.level[(int)E
 
 void tensor_fence(Warp &w, bool after) {
   if (!tracks_tensor_fences()) return;
+  w.released_copy.reset();
   if (after) w.now.tensor.join(w.tensor_seen);
   else w.tensor_published.join(w.now.tensor);
 }

@@ -16,6 +16,8 @@ struct Access {
   bool write;
   bool generic;  // written through the generic proxy: the async proxy needs a fence to read it
   bool atomic = false;  // strong access: does not conflict with other strong accesses
+  u32 cluster = 0;      // of the agent; in global memory only
+  bool same_agent(const Access &o) const { return agent == o.agent && cluster == o.cluster; }
 };
 
 struct Conflict {
@@ -29,6 +31,7 @@ struct Demands {
   bool async_proxy;               // reads find a proxy fence behind generic writes
   bool async_write_fence = false; // and so do writes, behind any generic access
   Agent own = kNoAgent;           // accesses by agents outside of [own, own + kWarpAgents) are ordered by tcgen05.fence too
+  u32 max_readers = ~0u;          // how many reads to remember for a later write
 };
 
 class Shadow {
