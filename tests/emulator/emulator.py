@@ -71,6 +71,12 @@ class Checks:
     # fence.mbarrier_init (or fence.proxy.async) between mbarrier.init and the first asynchronous arrival.
     mbarrier_init_fence: str = "warn"
 
+    @classmethod
+    def strict(cls) -> Checks:
+        """Also what PTX asks for and released kernels leave out: our own kernels are held to it."""
+        asked = ("tmem_wait", "tmem_freed", "tcgen05_fence", "async_write_fence", "mbarrier_init_fence")
+        return cls(**dict.fromkeys(asked, "error"))
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
