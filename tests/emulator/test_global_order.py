@@ -128,3 +128,11 @@ W: st.global.u32 [%rd100], %r1; E:"""
     with pytest.raises(EmulationError) as e:
         run(body, np.zeros(1, np.uint32), grid=2)
     assert e.value.kind.name == "global_race" and "the read by" in e.value.message
+
+
+def test_one_bulk_store_issued_twice_is_a_warning() -> None:
+    """CUTLASS's tma_store example: every warp's elected thread issues the store of the whole tile."""
+    body = BULK.replace("setp.ne.u32 %p1, %r100, 0;", "setp.ne.u32 %p1, %r101, 0;")
+    report, out = _run("BULK", body)
+    assert [w.split()[0] for w in report.warnings] == ["global_race"]
+    np.testing.assert_array_equal(out, np.arange(64))

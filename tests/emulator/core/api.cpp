@@ -111,6 +111,7 @@ int emu_launch(void *program, const LaunchArguments *a, LaunchResult *r, u64 *ex
   m.active.clear();
   m.locations.clear();
   m.global_shadow.clear();
+  m.last_page = ~0ull;
   memcpy(executions, m.executions.data(), n * 8);
   memcpy(lane_executions, m.lane_executions.data(), n * 8);
   memcpy(blocked, m.blocked.data(), n * 8);

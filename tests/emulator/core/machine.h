@@ -284,6 +284,8 @@ struct Machine {
   // Happens-before across the launch: strong stores by location, and the shadow of global memory by page.
   std::unordered_map<const void *, std::vector<Published>> locations;
   std::unordered_map<u64, std::unique_ptr<Shadow>> global_shadow;
+  u64 last_page = ~0ull;  // of global_shadow
+  Shadow *last_page_shadow = nullptr;
 
   u64 random() {
     random_state ^= random_state << 13;

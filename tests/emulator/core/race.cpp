@@ -141,18 +141,24 @@ void global_access(Warp &w, const Instruction &in, u64 address, u64 bytes, bool 
   for (u64 g = address / 16; g * 16 < end; g++) {
     u32 lo = g * 16 < address ? (u32)(address - g * 16) : 0, hi = (u32)std::min<u64>(16, end - g * 16);
     u16 mask = (u16)(((1u << hi) - 1) & ~((1u << lo) - 1));
-    auto &page = machine.global_shadow[g / kPageGranules];
-    if (!page) page = std::make_unique<Shadow>(kPageGranules);
+    if (machine.last_page != g / kPageGranules) {
+      auto &page = machine.global_shadow[g / kPageGranules];
+      if (!page) page = std::make_unique<Shadow>(kPageGranules);
+      machine.last_page = g / kPageGranules;
+      machine.last_page_shadow = page.get();
+    }
     Access access{a.agent, a.event, in.line, mask, write, false, a.atomic, w.cta->cluster->sequence};
-    Conflict conflict = page->access((u32)(g % kPageGranules), access, *a.known, demands);
+    Conflict conflict = machine.last_page_shadow->access((u32)(g % kPageGranules), access, *a.known, demands);
     if (!conflict.kind) continue;
-    // Released kernels (CUTLASS's MLA decode) have several warps write one result.
-    if (same_value)
+    // Released kernels have several warps write one result (CUTLASS's MLA decode), or issue one bulk store (its tma_store).
+    const Access &e = conflict.earlier;
+    bool same_store = e.write && e.line == in.line && e.cluster == access.cluster && e.agent % kWarpAgents == kBulkWrite &&
+                      a.agent % kWarpAgents == kBulkWrite;
+    if (same_value || same_store)
       warn(ErrorKind::GlobalRace, &in,
-           "writes to global memory what is there already, by another agent and not ordered; see the line " +
-               std::to_string(conflict.earlier.line));
+           "several agents write the same to global memory, and nothing orders them; the other is at ptx line " + std::to_string(e.line));
     else
-      report_global_race(w, in, g * 16 + lo, write, conflict.earlier);
+      report_global_race(w, in, g * 16 + lo, write, e);
   }
 }
 

@@ -47,10 +47,9 @@ Conflict Shadow::access(u32 g, const Access &a, const ClockPair &known, const De
       replaced |= implied || ++readers > demands.max_readers;
     }
     if (replaced) {
-      // The same reader again over the same units: refresh in place, the common case of a loop.
-      if (!a.write && e.mask == a.mask) {
-        e.event = a.event;
-        e.line = a.line;
+      // The same units are read again: refresh in place, the common case of a loop.
+      if (!a.write && !merged && e.mask == a.mask) {
+        e = a;
         merged = true;
         link = &pool_[n].next;
         continue;
