@@ -67,7 +67,7 @@ RUNAWAY_FACTOR = 30
 NOT_ANALYSED = "not analysed"
 REDUNDANT = "redundant"
 # Enough for the evidence, which tries many sets of deletions.
-EVIDENCE_SCHEDULES = [("eager", 0), ("late", 1), ("random_warps", 1)]
+EVIDENCE_SCHEDULES = [("eager", 0), ("late", 1)]
 USUAL = Checks()
 
 
@@ -213,16 +213,29 @@ class MutationTest:
                 return Outcome(site, "new warning", f"{schedule} {seed}", min(new))
         return Outcome(site)
 
-    def evidence(self, site: Site, pool: list[Site]) -> Evidence | None:
-        """`pool`: what is not caught by itself."""
-        others: list[Site] = []
-        for other in pool:
-            if other == site or self._caught([*others, other]):
-                continue
-            others.append(other)
-        if not self._caught([*others, site]):
-            return None
-        # The fewest that still do: chunks, then single ones, are left out again.
+    def evidence(self, missed: list[Site]) -> dict[Site, Evidence]:
+        """`missed`: what is not caught by itself."""
+        together: list[Site] = []  # as many as are not caught together
+        apart: list[Site] = []
+        for site in missed:
+            (apart if self._caught([*together, site]) else together).append(site)
+        found = {}
+        for site in missed:
+            others = [other for other in together if other != site]
+            if site in together:  # others join in its place, perhaps
+                for other in apart:
+                    if not self._caught([*others, other]):
+                        others.append(other)
+                if not self._caught([*others, site]):
+                    continue
+            others = self._fewest(others, site)
+            found[site] = Evidence(others, self.run_without([*others, site], EVIDENCE_SCHEDULES))
+            lines = [other.line for other in others]
+            print(f"line {site.line} with {lines}: {found[site].outcome.caught_by}", file=sys.stderr, flush=True)
+        return found
+
+    def _fewest(self, others: list[Site], site: Site) -> list[Site]:
+        """Chunks of the others, then single ones, are left out while the rest still serves."""
         size = len(others)
         while size:
             for start in range(0, len(others), size):
@@ -232,7 +245,7 @@ class MutationTest:
                     break
             else:
                 size //= 2
-        return Evidence(others, self.run_without([*others, site], EVIDENCE_SCHEDULES))
+        return others
 
     def _caught(self, sites: list[Site]) -> bool:
         return bool(self.run_without(sites, EVIDENCE_SCHEDULES).caught_by)
@@ -249,13 +262,12 @@ def run(
     """sample: at most so many mutants of a class, chosen by a fixed seed."""
     start = time.process_time()
     test, result = MutationTest(recording, checks), Result(case, checks)
-    never_waited: list[Site] = []
     by_class: dict[str, list[Site]] = {}
     for site in test.sites():
         if only and site.class_name not in only:
             continue
         if not test.waited(site):
-            never_waited.append(site)
+            result.never_waited += 1
             continue
         by_class.setdefault(site.class_name, []).append(site)
     for name, sites in by_class.items():
@@ -267,15 +279,8 @@ def run(
             result.outcomes.append(outcome)
             how = outcome.caught_by or "NOT CAUGHT"
             print(f"{name} line {site.line}: {how}", file=sys.stderr, flush=True)
-    result.never_waited = len(never_waited)
     if evidence:
-        missed = [outcome.site for outcome in result.missed()]
-        pool = missed + [site for site in never_waited if not test.run(site).caught_by]
-        for site in missed:
-            found = test.evidence(site, pool)
-            print(f"evidence for line {site.line}: {found}", file=sys.stderr, flush=True)
-            if found:
-                result.evidence[site] = found
+        result.evidence = test.evidence([outcome.site for outcome in result.missed()])
     result.cpu_seconds = time.process_time() - start
     return result
 
