@@ -222,6 +222,11 @@ struct Cta {
   u32 live_warps = 0;
   Clock remote_accesses;                 // accesses to this CTA's memory by agents of its peers
   std::map<Agent, i32> remote_lines;     // and the last instruction of each
+  struct RemoteCommit {
+    u32 event;
+    i32 line;
+  };
+  std::map<Agent, RemoteCommit> remote_commits;  // the last tcgen05.commit of each peer's tensor pipe to a barrier here
   Clock exit_clock;                      // what its warps knew when they exited
   u64 counters[16] = {};
 };

@@ -38,7 +38,7 @@ Mbarrier &mbarrier_at(Warp &w, const Instruction &in, u32 address, const race::A
   Cta *owner;
   Mbarrier &b = *find(w, in, address, &owner, what);
   if (machine.track_order) {
-    if (owner != w.cta) race::touch_peer(w, in, *owner, a);
+    if (owner != w.cta) race::touch_peer(w, in, *owner, a, a.async_proxy && a.agent == w.agent(kTensorPipe));
     if (a.known->order[b.init_agent] < b.init_event)
       report(ErrorKind::Race, &w, &in,
              "%s: the mbarrier at 0x%x of CTA rank %u is used, but its mbarrier.init at ptx line %d is not ordered before: "

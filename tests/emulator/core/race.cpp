@@ -216,10 +216,14 @@ void tmem_access(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 colum
   }
 }
 
-void touch_peer(Warp &w, const Instruction &in, Cta &cta, const Actor &a) {
+void touch_peer(Warp &w, const Instruction &in, Cta &cta, const Actor &a, bool commit) {
   if (cta.live_warps == 0)
     report(ErrorKind::ExitedCta, &w, &in, "accesses shared memory of CTA rank %u, which has exited", cta.rank);
   if (!machine.track_order) return;
+  if (commit) {
+    cta.remote_commits[a.agent] = {a.event, in.line};
+    return;
+  }
   cta.remote_accesses.raise(a.agent, a.event);
   cta.remote_lines[a.agent] = in.line;
 }
@@ -352,6 +356,16 @@ void cta_ends(Cta &cta) {
              "barrier or a wait is missing at the end)",
              who, cta.rank);
       return;
+    }
+  // The data of the MMAs has been waited for, as it was by another commit: CUTLASS's fp8 MLA decode leaves it at that.
+  for (auto &[agent, commit] : cta.remote_commits)
+    if (cta.exit_clock[agent] < commit.event) {
+      char buffer[96];
+      Instruction at{};
+      at.line = commit.line;
+      warn(ErrorKind::ExitedCta, &at,
+           "this commit by " + std::string(describe(*cta.cluster, agent, buffer, sizeof buffer)) + " arrives at CTA rank " +
+               std::to_string(cta.rank) + ", which does not wait for it before it exits");
     }
 }
 

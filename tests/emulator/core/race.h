@@ -41,7 +41,7 @@ void global_access(Warp &w, const Instruction &in, u64 address, u64 bytes, bool 
 void tmem_access(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 column, u32 count, u16 lanes, bool write,
                  const Actor &a, const char *what, bool also_read = false);
 // An access to a CTA of the cluster that is not the warp's own: the CTA must still be there.
-void touch_peer(Warp &w, const Instruction &in, Cta &cta, const Actor &a);
+void touch_peer(Warp &w, const Instruction &in, Cta &cta, const Actor &a, bool commit = false);
 
 // Synchronisation of the generic program.
 void release(Warp &w, ClockPair &into, bool relaxed = false);

@@ -277,6 +277,7 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
         cta.tmem_permit = true;
         cta.remote_accesses.clear();
         cta.remote_lines.clear();
+        cta.remote_commits.clear();
         cta.exit_clock.clear();
         cta.live_warps = (u32)cta.warps.size();
         for (u32 k = 0; k < cta.warps.size(); k++) {
