@@ -292,8 +292,8 @@ def readable(document: dict[str, Any]) -> str:
         f"{document['waits that never waited']} waits never had to wait and are no mutants.",
         f"Caught by: {document['caught by']}. {document['cpu_seconds']} s of CPU.",
         "",
-        "Not caught:",
-        "",
+        "Not caught:" if document["not caught"] else "All are caught.",
+        *([""] if document["not caught"] else []),
     ]
     for missed in document["not caught"]:
         lines.append(f"- line {missed['line']} ({missed['class']}): `{missed['text']}` — {missed['reason']}")
