@@ -6,10 +6,15 @@ caught when the emulator raises an error, when the memory that it leaves differs
 of something new.
 
     python mutation.py RECORDING.npz [--case NAME] [--write] [--only CLASSES] [--sample N]
+        [--checks strict|KIND,KIND]
 
 A wait that never had to wait under any of the seven schedules is not a mutant: its deletion changes
 nothing that these runs could show. What is not caught is listed with its reason, which a person
-wrote into results/mutation_reasons.json: {case: {PTX text, or "PTX text @ line": why}}.
+wrote into results/mutation_reasons.json: {case: {PTX text, or "PTX text @ line": why}}. A reason
+begins with "redundant" or with "blind spot"; the rate of a class leaves the redundant ones out.
+
+At the end all that is not caught is deleted at once. If that is not caught either, none of it stands in
+for another: what each would order, instructions that are caught order too.
 """
 
 import argparse
@@ -20,12 +25,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from device import Recording, program_of
-from emulator import Checks, EmulationError, Options, UnknownInstruction
+from emulator import Checks, EmulationError, Options, Program, UnknownInstruction
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -59,6 +64,7 @@ CLASSES: dict[str, str] = {
 # A mutant may loop for ever; a right launch needs far less than this many times its own length.
 RUNAWAY_FACTOR = 30
 NOT_ANALYSED = "not analysed"
+REDUNDANT = "redundant"
 USUAL = Checks()
 
 
@@ -83,23 +89,41 @@ class Outcome:
 @dataclass
 class Result:
     case: str
+    checks: Checks
     outcomes: list[Outcome] = field(default_factory=list)
     possible: dict[str, int] = field(default_factory=dict)  # class -> mutants before sampling
     never_waited: int = 0
+    together: Outcome | None = None  # all that is not caught, deleted at once
     cpu_seconds: float = 0.0
 
     def missed(self) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if not outcome.caught_by]
 
-    def by_class(self) -> dict[str, tuple[int, int]]:
-        """class -> (caught, all)."""
+    def by_class(self, reasons: dict[str, str]) -> dict[str, tuple[int, int, int]]:
+        """class -> (caught, redundant, all)."""
         total = Counter(outcome.site.class_name for outcome in self.outcomes)
         missed = Counter(outcome.site.class_name for outcome in self.missed())
-        return {name: (total[name] - missed[name], total[name]) for name in CLASSES if total[name]}
+        redundant = Counter(
+            outcome.site.class_name
+            for outcome in self.missed()
+            if reason_of(outcome.site, reasons).startswith(REDUNDANT)
+        )
+        return {name: (total[name] - missed[name], redundant[name], total[name]) for name in CLASSES if total[name]}
 
 
-def without(ptx: str, site: Site) -> str:
-    """The PTX without one instruction; lines keep their numbers. A deleted wait succeeds."""
+def rate(caught: int, redundant: int, total: int) -> float:
+    """Of what could be caught."""
+    return caught / (total - redundant) if total > redundant else 1.0
+
+
+def without(ptx: str, *sites: Site) -> str:
+    """The PTX without some instructions; lines keep their numbers. A deleted wait succeeds."""
+    for site in sites:
+        ptx = _without_one(ptx, site)
+    return ptx
+
+
+def _without_one(ptx: str, site: Site) -> str:
     start = 0
     for _ in range(site.line - 1):
         start = ptx.index("\n", start) + 1
@@ -156,7 +180,12 @@ class MutationTest:
         return site.class_name != "mbarrier wait" or bool(self.blocked[site.line])
 
     def run(self, site: Site) -> Outcome:
-        ptx = without(self.recording.ptx, site)
+        return self.run_without([site])
+
+    def run_without(self, sites: list[Site]) -> Outcome:
+        """Of all these deletions together; the outcome is called the first one's."""
+        site = sites[0]
+        ptx = Program.from_ptx(without(self.recording.ptx, *sites))
         for schedule, seed in SCHEDULES:
             options = Options(schedule=schedule, seed=seed, checks=self.checks, max_instructions=self.limit)
             try:
@@ -183,7 +212,7 @@ def run(
 ) -> Result:
     """sample: at most so many mutants of a class, chosen by a fixed seed."""
     start = time.process_time()
-    test, result = MutationTest(recording, checks), Result(case)
+    test, result = MutationTest(recording, checks), Result(case, checks)
     by_class: dict[str, list[Site]] = {}
     for site in test.sites():
         if only and site.class_name not in only:
@@ -201,6 +230,8 @@ def run(
             result.outcomes.append(outcome)
             how = outcome.caught_by or "NOT CAUGHT"
             print(f"{name} line {site.line}: {how}", file=sys.stderr, flush=True)
+    if result.missed():
+        result.together = test.run_without([outcome.site for outcome in result.missed()])
     result.cpu_seconds = time.process_time() - start
     return result
 
@@ -209,11 +240,16 @@ def as_json(result: Result, reasons: dict[str, str]) -> dict[str, Any]:
     return {
         "case": result.case,
         "schedules": [f"{schedule} {seed}" for schedule, seed in SCHEDULES],
+        "checks": {
+            f.name: getattr(result.checks, f.name)
+            for f in fields(Checks)
+            if getattr(result.checks, f.name) != f.default
+        },
         "cpu_seconds": round(result.cpu_seconds, 1),
         "waits that never waited": result.never_waited,
         "classes": {
-            name: {"caught": caught, "mutants": total, "possible": result.possible[name]}
-            for name, (caught, total) in result.by_class().items()
+            name: {"caught": caught, "redundant": redundant, "mutants": total, "possible": result.possible[name]}
+            for name, (caught, redundant, total) in result.by_class(reasons).items()
         },
         "caught by": dict(Counter(o.caught_by for o in result.outcomes if o.caught_by)),
         "not caught": [
@@ -225,6 +261,7 @@ def as_json(result: Result, reasons: dict[str, str]) -> dict[str, Any]:
             }
             for outcome in result.missed()
         ],
+        "all of them deleted at once": result.together.caught_by or "not caught" if result.together else None,
     }
 
 
@@ -240,25 +277,34 @@ def readable(document: dict[str, Any]) -> str:
     lines = [
         f"# Mutation test: {document['case']}",
         "",
-        "| class | caught | mutants tried | possible |",
-        "|---|---|---|---|",
+        "| class | mutants | caught | redundant | rate | possible |",
+        "|---|---|---|---|---|---|",
     ]
     for name, counts in document["classes"].items():
-        cells = (name, counts["caught"], counts["mutants"], counts["possible"])
+        caught, redundant, total = counts["caught"], counts["redundant"], counts["mutants"]
+        percent = f"{100 * rate(caught, redundant, total):.0f} %" if total > redundant else "-"
+        cells = (name, total, caught, redundant, percent, counts["possible"])
         lines.append("| " + " | ".join(map(str, cells)) + " |")
+    asked = ", ".join(f"{kind} {level}" for kind, level in document["checks"].items())
     lines += [
         "",
+        f"The rate leaves out what is redundant. Checks besides the usual ones: {asked or 'none'}.",
         f"{document['waits that never waited']} waits never had to wait and are no mutants.",
-    ]
-    lines += [
         f"Caught by: {document['caught by']}. {document['cpu_seconds']} s of CPU.",
         "",
-        "Not caught:",
-        "",
+        "Not caught:" if document["not caught"] else "All are caught.",
+        *([""] if document["not caught"] else []),
     ]
     for missed in document["not caught"]:
         lines.append(f"- line {missed['line']} ({missed['class']}): `{missed['text']}` — {missed['reason']}")
+    if document["not caught"]:
+        lines += ["", f"All of them deleted at once: {document['all of them deleted at once']}."]
     return "\n".join(lines) + "\n"
+
+
+def checks_named(text: str) -> Checks:
+    """`strict`, or comma-separated kinds that are errors here, besides the usual ones."""
+    return Checks.strict() if text == "strict" else Checks(**{kind: "error" for kind in text.split(",") if kind})
 
 
 def main() -> None:
@@ -268,11 +314,11 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="to results/mutation_CASE.json and .md")
     parser.add_argument("--only", default="", help="classes, separated by commas")
     parser.add_argument("--sample", type=int, help="at most so many mutants of a class")
-    parser.add_argument("--tcgen05-fence", action="store_true", help="check these fences, as our own kernels do")
+    parser.add_argument("--checks", default="", help="strict, or kinds that are errors besides the usual ones")
     options = parser.parse_args()
     case = options.case or options.recording.stem
     only = tuple(options.only.split(",")) if options.only else ()
-    checks = Checks(tcgen05_fence="error" if options.tcgen05_fence else "off")
+    checks = checks_named(options.checks)
     result = run(case, Recording.load(options.recording), only, options.sample, checks)
     document = as_json(result, reasons_for(case))
     print(readable(document))

@@ -262,7 +262,7 @@ HANDLER("tcgen05.mma", Plain) {
     for (u32 k = 0; k < (u32)in.aux[3]; k++) x.disabled[k] = row<u32>(w, in.op[7 + k])[i];
 
     race::Actor actor = race::stream(w, kTensorPipe, true);
-    if (machine.track_order) w.pipe.join(w.now);
+    race::enter_tensor_pipe(w);
     u32 width = x.n / x.segments();
     for (u32 h = 0; h < x.group; h++) {
       Cta &c = *cluster.ctas[w.cta->rank + h];
@@ -330,7 +330,8 @@ HANDLER("tcgen05.commit", Plain) {
     }
     // The arrival stands for everything in the pipe so far, and for what each of those operations had waited for.
     auto publish = std::make_shared<ClockPair>(w.pipe);
-    race::Actor actor{w.agent(kTensorPipe), w.events[kTensorPipe], &w.now, false, true};
+    // An event of its own: whoever saw an earlier arrival need not know of this one when a CTA exits.
+    race::Actor actor = race::stream(w, kTensorPipe, true);
     if (machine.track_order) {
       publish->order.raise(actor.agent, actor.event);
       publish->fenced.raise(actor.agent, actor.event);

@@ -203,7 +203,7 @@ HANDLER("tcgen05.ld", Sync) {
       }
     }
   };
-  issue_tmem(w, in, make_async(in, "tcgen05.ld", load), true, actor.event, 0, n);
+  issue_tmem(w, in, make_async(in, "tcgen05.ld", load), true, actor.event, n);
   return Step::Done;
 }
 // Operands of st: address, registers..
@@ -230,7 +230,7 @@ HANDLER("tcgen05.st", Sync) {
         else cells[column] = value;
       }
   };
-  issue_tmem(w, in, make_async(in, "tcgen05.st", store), false, actor.event, 0, 0);
+  issue_tmem(w, in, make_async(in, "tcgen05.st", store), false, actor.event, 0);
   return Step::Done;
 }
 
@@ -249,7 +249,7 @@ HANDLER("tcgen05.cp", Plain) {
     if (group == 2 && (w.cta->rank & 1 || cluster.ctas.size() < 2))
       fail(ErrorKind::IllegalInstruction, &w, &in, "cta_group::2 is issued by the even CTA of a pair");
     race::Actor actor = race::stream(w, kTensorPipe, true);
-    w.pipe.join(w.now);
+    race::enter_tensor_pipe(w);
     for (u32 h = 0; h < group; h++) {
       Cta &c = *cluster.ctas[w.cta->rank + h];
       check_tmem_columns(w, in, c, column, bytes / 4, "tcgen05.cp");
@@ -298,7 +298,7 @@ HANDLER("tcgen05.shift", Plain) {
     if (group == 2 && (rank & 1 || cluster.ctas.size() < 2))
       fail(ErrorKind::IllegalInstruction, &w, &in, "cta_group::2 is issued by the even CTA of a pair");
     race::Actor actor = race::stream(w, kTensorPipe, true);
-    if (machine.track_order) w.pipe.join(w.now);
+    race::enter_tensor_pipe(w);
     for (u32 h = 0; h < group; h++) {
       Cta &c = *cluster.ctas[rank + h];
       if (&c != w.cta) race::touch_peer(w, in, c, actor);
