@@ -46,54 +46,51 @@ class Producers(WorkItems):
         # Three steps are under way: the current one, whose rows are being written; the next one, whose row numbers are
         # known and whose rows are being called into L2; and the leading one, whose row numbers are being loaded.
         token, step, last, visible = Int32(0), Int32(0), Int32(0), Int32(0)
-        address0, address1, valid0, valid1 = Int64(0), Int64(0), Int32(0), Int32(0)
-        number0, number1 = Int32(-1), Int32(-1)
-        current, following = Int32(0), Int32(0)  # whether there is such a step
+        row0, row1, number0, number1 = Int32(-1), Int32(-1), Int32(-1), Int32(-1)
+        current, following, current_step = Int32(0), Int32(0), Int32(0)  # whether there is such a step
         if index < num_items:
             item = self.item(args, shared, index)
             token, step, last, visible = item.token, item.first, item.last, item.visible
-            number0, number1 = self.row_numbers(args, token, visible, step, row)
-            address0, valid0 = self.locate(args, step, number0)
-            address1, valid1 = self.locate(args, step, number1)
+            row0, row1 = self.row_numbers(args, token, visible, step, row)
             if const_expr(fp8):
-                self.load_scales(args, step, number0, scales, 0)
-                self.load_scales(args, step, number1, scales, 1)
-                self.load_groups(address0, valid0, quarter, left, 0)
-                self.load_groups(address1, valid1, quarter, right, 4)
-            current = Int32(1)
+                self.load_scales(args, step, row0, scales, 0)
+                self.load_scales(args, step, row1, scales, 1)
+                self.load_groups(args, step, row0, quarter, left, 0)
+                self.load_groups(args, step, row1, quarter, right, 4)
+            current, current_step = Int32(1), step
             index, token, step, last, visible = self.advance(args, shared, index, num_items, token, step, last, visible)
-            number0, number1 = Int32(-1), Int32(-1)
             if index < num_items:
                 number0, number1 = self.row_numbers(args, token, visible, step, row)
                 following = Int32(1)
         phase = Int32(1)
         while current != 0:
             cute.arch.mbarrier_wait(free + 0, phase)
-            self.write_row_bits(rows, lane, valid0)
             if const_expr(fp8):
-                self.write_groups(keys, 0, row, quarter, left, scales, 0)
+                converted = self.convert_groups(left, scales, 0, 0)
+            self.write_row_bits(rows, lane, row0)
+            if const_expr(fp8):
+                self.store_groups(keys, 0, row, quarter, converted, 0)
             else:
-                self.copy_half(keys, 0, 0, row, quarter, address0, valid0)
+                self.copy_half(args, current_step, keys, 0, 0, row, quarter, row0)
             self.publish(full + 0, lane, 0)
             if const_expr(fp8):
-                self.load_groups(address1, valid1, quarter, left, 0)
+                self.load_groups(args, current_step, row1, quarter, left, 0)
 
             cute.arch.mbarrier_wait(free + 3, phase)
-            self.write_row_bits(rows + TILE // 8, lane, valid1)
+            self.write_row_bits(rows + TILE // 8, lane, row1)
             if const_expr(fp8):
-                self.write_groups(keys, 1, row, quarter, right, scales, 4)
-                self.copy_rotated(keys, 1, row, quarter, address1, valid1)
+                converted = self.convert_groups(right, scales, 1, 4)
+                self.store_groups(keys, 1, row, quarter, converted, 4)
+                self.copy_rotated(args, current_step, keys, 1, row, quarter, row1)
             else:
-                self.copy_half(keys, 1, 1, row, quarter, address1, valid1)
+                self.copy_half(args, current_step, keys, 1, 1, row, quarter, row1)
             self.publish(full + 3, lane, 1)
             if const_expr(fp8):
-                self.load_groups(address0, valid0, quarter, right, 4)
+                self.load_groups(args, current_step, row0, quarter, right, 4)
 
-            next_step, next_number0, next_number1 = step, number0, number1
-            next0, next_valid0 = self.locate(args, next_step, next_number0)
-            next1, next_valid1 = self.locate(args, next_step, next_number1)
-            self.prefetch_row(next0, quarter, next_valid0)
-            self.prefetch_row(next1, quarter, next_valid1)
+            next_step, next0, next1 = step, number0, number1
+            self.prefetch_row(args, next_step, quarter, next0)
+            self.prefetch_row(args, next_step, quarter, next1)
             current = following
             if following != 0:
                 index, token, step, last, visible = self.advance(
@@ -106,25 +103,27 @@ class Producers(WorkItems):
 
             cute.arch.mbarrier_wait(free + 1, phase)
             if const_expr(fp8):
-                self.write_groups(keys, 0, row, quarter, right, scales, 4)
-                self.copy_rotated(keys, 0, row, quarter, address0, valid0)
+                converted = self.convert_groups(right, scales, 0, 4)
+                self.store_groups(keys, 0, row, quarter, converted, 4)
+                self.copy_rotated(args, current_step, keys, 0, row, quarter, row0)
             else:
-                self.copy_half(keys, 0, 1, row, quarter, address0, valid0)
+                self.copy_half(args, current_step, keys, 0, 1, row, quarter, row0)
             self.publish(full + 1, lane, 1)
             if const_expr(fp8):
-                self.load_scales(args, next_step, next_number0, scales, 0)
-                self.load_groups(next1, next_valid1, quarter, right, 4)
+                self.load_scales(args, next_step, next0, scales, 0)
+                self.load_groups(args, next_step, next1, quarter, right, 4)
 
             cute.arch.mbarrier_wait(free + 2, phase)
             if const_expr(fp8):
-                self.write_groups(keys, 1, row, quarter, left, scales, 0)
+                converted = self.convert_groups(left, scales, 1, 0)
+                self.store_groups(keys, 1, row, quarter, converted, 0)
             else:
-                self.copy_half(keys, 1, 0, row, quarter, address1, valid1)
+                self.copy_half(args, current_step, keys, 1, 0, row, quarter, row1)
             self.publish(full + 2, lane, 0)
             if const_expr(fp8):
-                self.load_scales(args, next_step, next_number1, scales, 1)
-                self.load_groups(next0, next_valid0, quarter, left, 0)
-            address0, valid0, address1, valid1 = next0, next_valid0, next1, next_valid1
+                self.load_scales(args, next_step, next1, scales, 1)
+                self.load_groups(args, next_step, next0, quarter, left, 0)
+            row0, row1, current_step = next0, next1, next_step
             phase ^= 1
 
     @cute.jit
@@ -215,27 +214,29 @@ class Producers(WorkItems):
         address += PAGE_ROWS * ROW_DATA_BYTES + (number % PAGE_ROWS) * ROW_SCALE_BYTES
         scales[2 * tile], scales[2 * tile + 1] = ptx.load_8_bytes(address, valid)
 
+    @cute.jit
     def load_groups(
-        self, address: Int64, valid: Int32, quarter: Int32, words: cute.Tensor, first: cutlass.Constexpr
+        self,
+        args: Arguments,
+        step: Int32,
+        number: Int32,
+        quarter: Int32,
+        words: cute.Tensor,
+        first: cutlass.Constexpr,
     ) -> None:
         """This quarter's 16 e4m3 of each group from `first` on, as many as `words` holds."""
-        for i in range(cute.size(words) // 4):
+        address, valid = self.locate(args, step, number)
+        for i in cutlass.range_constexpr(cute.size(words) // 4):
             loaded = ptx.load_16_bytes(address + ((first + i) * SCALE_GROUP + quarter * 16), valid)
-            for j in range(4):
+            for j in cutlass.range_constexpr(4):
                 words[4 * i + j] = loaded[j]
 
     @cute.jit
-    def write_groups(
-        self,
-        keys: Int32,
-        tile: cutlass.Constexpr,
-        row: Int32,
-        quarter: Int32,
-        words: cute.Tensor,
-        scales: cute.Tensor,
-        first: cutlass.Constexpr,
-    ) -> None:
-        """Converts the groups from `first` on to bf16 into their swizzled blocks of a tile."""
+    def convert_groups(
+        self, words: cute.Tensor, scales: cute.Tensor, tile: cutlass.Constexpr, first: cutlass.Constexpr
+    ) -> cute.Tensor:
+        """The loaded e4m3 of the groups from `first` on as bf16, twice as many words."""
+        converted = cute.make_rmem_tensor((2 * cute.size(words),), Uint32)
         for i in cutlass.range_constexpr(cute.size(words) // 4):
             group = first + i
             byte = (scales[2 * tile + group // 4] >> (8 * (group % 4))) & 0xFF
@@ -243,52 +244,77 @@ class Producers(WorkItems):
             if scale < 0x40:
                 scale = Uint32(0x40)  # byte 0 is 2**-127, a subnormal bf16
             scale = scale * 0x00010001
-            block = keys + tile * 2 * HALF_BYTES + group * BLOCK_BYTES + row * ROW_STRIDE
-            for half in cutlass.range_constexpr(2):
-                chunk = (quarter * 2 + half) ^ (row & 7)
-                pairs = ptx.dequantise(words[4 * i + 2 * half], scale) + ptx.dequantise(
-                    words[4 * i + 2 * half + 1], scale
-                )
-                ptx.store_shared(block + chunk * 16, pairs)
+            for j in cutlass.range_constexpr(4):
+                converted[8 * i + 2 * j], converted[8 * i + 2 * j + 1] = ptx.dequantise(words[4 * i + j], scale)
+        return converted
 
+    def store_groups(
+        self,
+        keys: Int32,
+        tile: cutlass.Constexpr,
+        row: Int32,
+        quarter: Int32,
+        converted: cute.Tensor,
+        first: cutlass.Constexpr,
+    ) -> None:
+        """Converted groups, from `first` on, into their swizzled blocks of a tile."""
+        for i in range(cute.size(converted) // 8):
+            block = keys + tile * 2 * HALF_BYTES + (first + i) * BLOCK_BYTES + row * ROW_STRIDE
+            for half in range(2):
+                chunk = (quarter * 2 + half) ^ (row & 7)
+                ptx.store_shared(block + chunk * 16, tuple(converted[8 * i + 4 * half + j] for j in range(4)))
+
+    @cute.jit
     def copy_rotated(
-        self, keys: Int32, tile: cutlass.Constexpr, row: Int32, quarter: Int32, address: Int64, valid: Int32
+        self,
+        args: Arguments,
+        step: Int32,
+        keys: Int32,
+        tile: cutlass.Constexpr,
+        row: Int32,
+        quarter: Int32,
+        number: Int32,
     ) -> None:
         """The bf16 channels of an FP8 row into the last block of a tile."""
+        address, valid = self.locate(args, step, number)
         block = keys + tile * 2 * HALF_BYTES + NUM_SCALES * BLOCK_BYTES + row * ROW_STRIDE
-        for i in range(2):
+        for i in cutlass.range_constexpr(2):
             chunk = quarter * 2 + i
             ptx.copy_async(block + (chunk ^ (row & 7)) * 16, address + NOPE_DIM + chunk * 16, valid * 16)
 
+    @cute.jit
     def copy_half(
         self,
+        args: Arguments,
+        step: Int32,
         keys: Int32,
         tile: cutlass.Constexpr,
         half: cutlass.Constexpr,
         row: Int32,
         quarter: Int32,
-        address: Int64,
-        valid: Int32,
+        number: Int32,
     ) -> None:
         """Half of a bf16 row: 8 pieces of 16 bytes a thread, four threads side by side."""
-        for i in range(8):
+        address, valid = self.locate(args, step, number)
+        for i in cutlass.range_constexpr(8):
             piece = i * 4 + quarter  # of the half's 32
             chunk = (piece % 8) ^ (row & 7)
             block = keys + (tile * 2 + half) * HALF_BYTES + (i // 2) * BLOCK_BYTES + row * ROW_STRIDE
             ptx.copy_async(block + chunk * 16, address + half * HALF * 2 + piece * 16, valid * 16)
 
-    def prefetch_row(self, address: Int64, quarter: Int32, valid: Int32) -> None:
+    @cute.jit
+    def prefetch_row(self, args: Arguments, step: Int32, quarter: Int32, number: Int32) -> None:
         """Calls a row into L2, the four threads of a row a part each."""
-        lines = 1 if self.configuration.fp8_rows else 2
-        for i in range(lines):
+        address, valid = self.locate(args, step, number)
+        for i in cutlass.range_constexpr(1 if self.configuration.fp8_rows else 2):
             ptx.prefetch(address + (i * 4 + quarter) * 128, valid)
         if const_expr(self.configuration.fp8_rows):
             ptx.prefetch(address + ROW_DATA_BYTES - 1, valid)
 
     @cute.jit
-    def write_row_bits(self, rows: cute.Pointer, lane: Int32, valid: Int32) -> None:
+    def write_row_bits(self, rows: cute.Pointer, lane: Int32, number: Int32) -> None:
         """One bit for each of the warp's eight rows, of which four lanes each know the same."""
-        bits = cute.arch.vote_ballot_sync(valid != 0) & 0x11111111
+        bits = cute.arch.vote_ballot_sync(number >= 0) & 0x11111111
         bits = (bits | (bits >> 3)) & 0x03030303
         bits = (bits | (bits >> 6)) & 0x000F000F
         bits = (bits | (bits >> 12)) & 0xFF
