@@ -93,12 +93,12 @@ _CP = {
 @family(
     "tcgen05",
     r"tcgen05\.cp" + _GROUP + r"\.(?P<shape>128x256b|128x128b|64x128b"
-    r"\.warpx2::(?:02_13|01_23)|32x128b\.warpx4)",
+    r"\.warpx2::(?:02_13|01_23)|32x128b\.warpx4)(?:\.b8x16\.b(?P<bits>[46])x16_p(?:64|32))?",
 )
 def _cp(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     quarters, rows, nbytes = _CP[m["shape"]]
     base, offset = d.address(s.operands[0])
-    d.emit("tcgen05.cp", [base, d.source(s.operands[1], "b64")], (rows, nbytes, offset, int(m["group"]), *quarters))
+    d.emit("tcgen05.cp", [base, d.source(s.operands[1], "b64")], (rows, nbytes, offset, int(m["group"]), *quarters, int(m["bits"] or 0)))
 
 
 _KINDS = {"f16": 0, "tf32": 1, "f8f6f4": 2, "i8": 3, "mxf8f6f4": 4, "mxf4": 5, "mxf4nvf4": 6}

@@ -87,8 +87,8 @@ CONTROLS: list[Control] = [
         (
             (
                 "mma.cpp",
-                "(k % per_column * x.a_packing.bits)",
-                "((per_column - 1 - k % per_column) * x.a_packing.bits)",
+                "(k % per_column * x.a_tmem_bits)",
+                "((per_column - 1 - k % per_column) * x.a_tmem_bits)",
             ),
         ),
     ),

@@ -30,7 +30,9 @@ struct Mma {
   u32 d_format;              // 0 f16, 1 f32, 2 s32
   u32 d_column, d_lane;
   bool accumulate;
+  bool saturate;             // kind::i8: to the range of s32
   u32 a_tmem;                // address, if A is in tensor memory
+  u32 a_tmem_bits;           // of an element there: 4- and 6-bit ones take a byte in the kinds that are not dense
   SmemDescriptor a_desc, b_desc;
   u32 scales_per_k;          // scale factors along K, 0 if the kind has none
   bool scale_ue8m0;
@@ -93,12 +95,16 @@ void check_shape(const Warp &w, const Instruction &in, const Mma &x) {
 void track_operand(Warp &w, const Instruction &in, Cta &c, const SmemDescriptor &d, bool mn_major, Packing p, u32 rows,
                    u32 k, const race::Actor &actor, const char *operand) {
   u32 outer = mn_major ? k : rows, inner = mn_major ? rows / p.per_chunk : k / p.per_chunk;
-  // Groups of 8 rows lie a stride apart; a stride of 0 repeats one group on purpose.
-  if (d.swizzle_mode && outer > 8 && d.stride && d.stride < 8 * d.width)
+  if (d.swizzle_mode == kSwizzle128Atom32 && !(mn_major && p.bits == 32))
+    fail(ErrorKind::MisalignedDescriptor, &w, &in, "%s: the swizzle of 32-byte atoms is for MN-major tf32", operand);
+  // Groups of rows lie a stride apart; a stride of 0 repeats one group on purpose, and one of less than half a row takes the
+  // same rows further along K (CUTLASS's slicek example). Strides in elements or in units of 16 bytes are longer.
+  u32 pattern = d.pattern_rows() * d.width;
+  if (d.swizzle_mode && outer > d.pattern_rows() && 2 * d.stride >= d.width && d.stride < pattern)
     report(ErrorKind::MisalignedDescriptor, &w, &in,
-           "%s: the descriptor's stride of %u bytes is less than the %u bytes of 8 rows of the %u-byte swizzle, so rows "
+           "%s: the descriptor's stride of %u bytes is less than the %u bytes of %u rows of the %u-byte swizzle, so rows "
            "overlap: a stride in elements, or of another layout?",
-           operand, d.stride, 8 * d.width, d.width);
+           operand, d.stride, pattern, d.pattern_rows(), d.width);
   for (u32 o = 0; o < outer; o++)
     for (u32 i = 0; i < inner; i++) {
       u32 offset = mn_major ? d.mn_major(i, o) : d.k_major(o, i);
@@ -128,11 +134,11 @@ void load_operand(const Cta &c, const SmemDescriptor &d, bool mn_major, Element 
 }
 
 void load_a_from_tmem(Cta &c, const Mma &x, u32 lane_offset, float *out) {
-  u32 per_column = 32 / x.a_packing.bits, column = tmem_column(x.a_tmem);
+  u32 per_column = 32 / x.a_tmem_bits, column = tmem_column(x.a_tmem);
   for (u32 r = 0; r < x.rows; r++) {
     const u32 *cells = tmem_row(c, x.lane_of_a(r) + lane_offset) + column;
     for (u32 k = 0; k < x.k; k++) {
-      u32 bits = cells[k / per_column] >> (k % per_column * x.a_packing.bits);
+      u32 bits = cells[k / per_column] >> (k % per_column * x.a_tmem_bits);
       float v;
       switch (x.a) {
         case Element::F16: v = half_to_float((u16)bits); break;
@@ -140,7 +146,10 @@ void load_a_from_tmem(Cta &c, const Mma &x, u32 lane_offset, float *out) {
         case Element::TF32: v = bit_cast<float>(bits & 0xffffe000u); break;
         case Element::E4M3: v = tables().e4m3[bits & 255]; break;
         case Element::E5M2: v = tables().e5m2[bits & 255]; break;
-        case Element::E2M1: v = tables().e2m1[bits & 15]; break;
+        // In the middle of a byte, unless the kind is dense.
+        case Element::E2M1: v = tables().e2m1[(x.a_tmem_bits == 8 ? bits >> 2 : bits) & 15]; break;
+        case Element::E2M3: v = tables().e2m3[bits >> 1 & 63]; break;
+        case Element::E3M2: v = tables().e3m2[bits >> 1 & 63]; break;
         case Element::S8: v = (float)(i8)bits; break;
         default: v = (float)(bits & 255); break;
       }
@@ -217,7 +226,7 @@ void execute(Cluster &cluster, u32 first_rank, const Mma &x) {
           for (u32 j = 0; j < width; j++) {
             i64 sum = x.accumulate ? (i32)cells[j] : 0;
             for (u32 k = 0; k < x.k; k++) sum += (i64)row_a[k] * (i64)b_use[(size_t)k * x.n + s * width + j];
-            cells[j] = (u32)sum;
+            cells[j] = (u32)(x.saturate ? std::clamp<i64>(sum, INT32_MIN, INT32_MAX) : sum);
           }
           continue;
         }
@@ -234,7 +243,7 @@ void execute(Cluster &cluster, u32 first_rank, const Mma &x) {
   if (x.shift_a)
     for (u32 h = 0; h < x.group; h++)
       for (u32 lane = 0; lane < 128; lane += 32)
-        shift_rows(*cluster.ctas[first_rank + h], lane, tmem_column(x.a_tmem), x.k * x.a_packing.bits / 32);
+        shift_rows(*cluster.ctas[first_rank + h], lane, tmem_column(x.a_tmem), x.k * x.a_tmem_bits / 32);
 }
 
 }  // namespace
@@ -257,13 +266,16 @@ HANDLER("tcgen05.mma", Plain) {
       fail(ErrorKind::IllegalInstruction, &w, &in, "cta_group::2 is issued by the even CTA of a pair");
     u32 id = row<u32>(w, in.op[3])[i], d = (u32)lane_address(w, in.op[0], i, in.aux[5]);
     bool scaled = x.scales_per_k != 0;
-    if (id & (scaled ? 0x4u : 0xfu))
-      fail(ErrorKind::IllegalInstruction, &w, &in, "instruction descriptor 0x%08x: sparsity and saturation are not modelled", id);
+    // Bit 3 saturates integers; in a 4-bit kind it would be the upper half of K's size, which sm_103 has.
+    x.saturate = x.kind == kI8 && (id & 0x8);
+    if (id & (x.kind == kI8 ? 0x7u : x.kind == kMxf8f6f4 ? 0x4u : scaled ? 0xcu : 0xfu))
+      fail(ErrorKind::IllegalInstruction, &w, &in, "instruction descriptor 0x%08x: sparsity is not modelled, or a reserved bit is set", id);
     x.n = (id >> 17 & 63) * 8;
     x.m = (id >> 24 & 31) * 16;
-    x.a = element_of(w, in, x.kind, id >> 7 & 7, "A");
-    x.b = element_of(w, in, x.kind, id >> 10 & 7, "B");
     bool dense4 = x.kind == kMxf4 || x.kind == kMxf4nvf4;
+    x.a = element_of(w, in, x.kind, id >> 7 & 7, "A");
+    // The third bit of B's format is the sparsity version of the 4-bit kinds, which dense products do not look at.
+    x.b = element_of(w, in, x.kind, id >> 10 & (dense4 ? 3 : 7), "B");
     x.a_packing = packing_of(x.a, dense4);
     x.b_packing = packing_of(x.b, dense4);
     x.k = 2 * (x.kind == kF16 ? 8u : x.kind == kTf32 ? 4u : dense4 ? 32u : 16u);
@@ -300,8 +312,7 @@ HANDLER("tcgen05.mma", Plain) {
     x.accumulate = predicate_of(w, in.op[4]) >> i & 1;
     if (x.a_in_tmem) {
       x.a_tmem = (u32)lane_address(w, in.op[1], i, in.aux[4]);
-      if (x.a_packing.bits == 6 || (x.a_packing.bits == 4 && !dense4))
-        fail(ErrorKind::IllegalInstruction, &w, &in, "A of 4 or 6 bits in tensor memory is not modelled for kind::%s", kKindNames[x.kind]);
+      x.a_tmem_bits = dense4 ? 4 : std::max(8u, x.a_packing.bits);
       if (x.a_mn_major) fail(ErrorKind::IllegalInstruction, &w, &in, "A in tensor memory is K-major");
     } else {
       x.a_desc = read_smem_descriptor(w, in, row<u64>(w, in.op[1])[i], "A");
@@ -318,7 +329,7 @@ HANDLER("tcgen05.mma", Plain) {
       if (&c != w.cta) race::touch_peer(w, in, c, actor);
       check_tmem_columns(w, in, c, x.d_column, width, "accumulator of tcgen05.mma");
       if (x.a_in_tmem) {
-        u32 columns = x.k * x.a_packing.bits / 32;
+        u32 columns = x.k * x.a_tmem_bits / 32;
         check_tmem_columns(w, in, c, tmem_column(x.a_tmem), columns, "operand A of tcgen05.mma");
         u32 a_column = tmem_column(x.a_tmem);
         bool same_lanes = !x.half_lanes() || tmem_lane(x.a_tmem) == x.d_lane;

@@ -236,8 +236,23 @@ HANDLER("tcgen05.st", Sync) {
 
 // ---- cp: shared to tensor memory -------------------------------------------------------------------------------
 
+namespace {
+
+// 16 bytes as they are (bits 0), or 16 elements of 4 or 6 bits, each to the middle of a byte.
+void unpack_chunk(u32 *to, const u8 *from, u32 bits) {
+  u8 out[16];
+  for (u32 k = 0; bits && k < 16; k++) {
+    u32 at = k * bits, pair = from[at / 8] | (u32)from[at / 8 + 1] << 8;
+    out[k] = (u8)((pair >> (at % 8) & ((1u << bits) - 1)) << (8 - bits) / 2);
+  }
+  memcpy(to, bits ? out : from, 16);
+}
+
+}  // namespace
+
 // aux: 0 rows of the source, 1 bytes per row, 2 address offset, 3 cta_group, 4..7 for each quarter of the lanes: the first
-// source row it receives, or -1. Operands: tensor-memory address, descriptor.
+// source row it receives, or -1; 8 bits per element of a padded source, 0: copied as it is. Operands: tensor-memory address,
+// descriptor.
 HANDLER("tcgen05.cp", Plain) {
   for (int i : lanes_of(lanes)) {
     u32 address = (u32)lane_address(w, in.op[0], i, in.aux[2]);
@@ -276,8 +291,8 @@ HANDLER("tcgen05.cp", Plain) {
                             if (first < 0) continue;
                             for (u32 r = 0; r < 32; r++)
                               for (u32 k = 0; k < chunks; k++)
-                                memcpy(tmem_row(c, quarter * 32 + r) + column + 4 * k,
-                                       c.smem.data() + d.k_major((u32)first + r, k), 16);
+                                unpack_chunk(tmem_row(c, quarter * 32 + r) + column + 4 * k,
+                                             c.smem.data() + d.k_major((u32)first + r, k), (u32)instruction->aux[8]);
                           }
                         }
                       }));
