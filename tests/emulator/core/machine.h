@@ -211,6 +211,7 @@ struct Cta {
   NamedBarrier barriers[16];
   std::vector<TmemAllocation> tmem_allocations, tmem_freed;
   bool tmem_permit = true;
+  std::vector<std::pair<Agent, u32>> pair_allocations;  // events of its tcgen05.alloc.cta_group::2, in order
   std::vector<std::unique_ptr<Warp>> warps;
   u32 live_warps = 0;
   Clock remote_accesses;                 // accesses to this CTA's memory by agents of its peers

@@ -1,6 +1,8 @@
 #include "tensor_map.h"
+#include "alu.h"
 #include "memory.h"
 #include "numeric.h"
+#include "race.h"
 
 void atomic_update(u8 *p, i64 op, i64 type, const void *operand, const void *swap);
 
@@ -113,4 +115,63 @@ void copy_box(const Warp *w, const Instruction *in, const TensorMap &map, const 
             }
           }
         }
+}
+
+// ---- tensor maps changed by the kernel (PTX ISA "Tensormap manipulation") ------------------------------------------
+
+namespace {
+
+enum MapField : i64 { kGlobalAddress, kGlobalDim, kGlobalStride };
+
+void replace_field(const Warp &w, const Instruction &in, u8 *map, MapField field, u32 dimension, u64 value) {
+  u32 *words = reinterpret_cast<u32 *>(map);
+  switch (field) {
+    case kGlobalAddress:
+      memcpy(map, &value, 8);
+      return;
+    case kGlobalDim:
+      words[8 + dimension] = (u32)value - 1;
+      return;
+    case kGlobalStride:
+      // Bytes, of dimension + 1; kept as bits 4..35 in a word each and bits 36..39 together in word 7.
+      if (value & 15 || value >> 40)
+        fail(ErrorKind::MisalignedDescriptor, &w, &in, "tensormap.replace: stride %llu is no multiple of 16 below 2^40",
+             (unsigned long long)value);
+      words[3 + dimension] = (u32)(value >> 4);
+      words[7] = (words[7] & ~(15u << 4 * dimension)) | (u32)(value >> 36) << 4 * dimension;
+      return;
+  }
+}
+
+}  // namespace
+
+// aux: 0 in shared memory, 1 address offset, 2 field, 3 dimension. Operands: address of the map, value.
+HANDLER("tensormap.replace", Plain) {
+  for (int i : lanes_of(lanes)) {
+    u64 address = lane_address(w, in.op[0], i, in.aux[1]);
+    MapField field = (MapField)in.aux[2];
+    u64 value = field == kGlobalDim ? row<u32>(w, in.op[1])[i] : row<u64>(w, in.op[1])[i];
+    u8 *map;
+    if (in.aux[0]) {
+      Cta &cta = shared_owner(w, in, (u32)address, 128, "tensormap.replace");
+      race::shared_access(w, in, cta, shared_offset((u32)address), 128, true, race::generic(w));
+      map = shared_data(cta, (u32)address);
+    } else {
+      map = global_data(&w, &in, address, 128, true, "tensormap.replace");
+    }
+    replace_field(w, in, map, field, (u32)in.aux[3], value);
+  }
+  return Step::Done;
+}
+// A tensor map from shared to global memory, with the fence for those who acquire it there.
+// aux: 0 offset of the destination, 1 offset of the source. Operands: destination, source.
+HANDLER("tensormap.cp_fenceproxy", Sync) {
+  if (lanes != (u32)~w.exited) return Step::NeedConvergence;
+  int i = first_lane(lanes);
+  u64 to = lane_address(w, in.op[0], i, in.aux[0]);
+  u32 from = (u32)lane_address(w, in.op[1], i, in.aux[1]);
+  Cta &cta = shared_owner(w, in, from, 128, "tensormap.cp_fenceproxy");
+  race::shared_access(w, in, cta, shared_offset(from), 128, false, race::generic(w));
+  memcpy(global_data(&w, &in, to, 128, true, "tensormap.cp_fenceproxy"), shared_data(cta, from), 128);
+  return Step::Done;
 }

@@ -33,8 +33,22 @@ void shift_rows(Cta &c, u32 lane, u32 column, u32 columns) {
   for (u32 r = 0; r < 31; r++) memcpy(tmem_row(c, lane + r) + column, tmem_row(c, lane + r + 1) + column, columns * 4);
 }
 
+// cta_group::2: a warp of each CTA of the pair allocates, and neither goes on before both have.
+static Step finish_allocation(Warp &w, const Instruction &in) {
+  if (in.aux[1] == 1) return Step::Done;
+  Group &g = w.groups[w.current];
+  Cluster &cluster = *w.cta->cluster;
+  if (cluster.ctas.size() < 2) fail(ErrorKind::IllegalInstruction, &w, &in, "cta_group::2 needs a cluster of CTA pairs");
+  auto &of_peer = cluster.ctas[w.cta->rank ^ 1]->pair_allocations;
+  if (of_peer.size() < g.ticket) return Step::Blocked;
+  race::learn_agent(w, of_peer[g.ticket - 1].first, of_peer[g.ticket - 1].second);
+  g.ticket = 0;
+  return Step::Done;
+}
+
 // aux: 0 address offset, 1 cta_group. Operands: shared address of the result, columns.
 HANDLER("tcgen05.alloc", Sync) {
+  if (w.groups[w.current].ticket) return finish_allocation(w, in);
   if (lanes != (u32)~w.exited) return Step::NeedConvergence;
   u32 n = uniform<u32>(w, in.op[1], lanes);
   if (n < 32 || n > kTmemColumns || (n & (n - 1)))
@@ -58,7 +72,11 @@ HANDLER("tcgen05.alloc", Sync) {
     race::shared_access(w, in, owner, shared_offset(address), 4, true, race::generic(w));
     memcpy(shared_data(owner, address), &column, 4);
     machine.progress++;
-    return Step::Done;
+    if (in.aux[1] == 2) {
+      c.pair_allocations.emplace_back(w.agent(kTmemStore), event);
+      w.groups[w.current].ticket = c.pair_allocations.size();
+    }
+    return finish_allocation(w, in);
   }
   return Step::Blocked;
 }

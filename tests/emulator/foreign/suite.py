@@ -74,7 +74,10 @@ def _run_once(case: Case, schedule: str, seed: int, warn: tuple[str, ...]) -> di
         result["cpu_seconds"] = round(_children_cpu_seconds() - before, 1)
         if process.returncode:
             return result | {"status": "failed", "reason": _last_error(process)}
-        return result | {"status": "passed"} | json.loads(report.read_text())
+        result |= json.loads(report.read_text())
+        if not result["launches"]:
+            return result | {"status": "failed", "reason": "the program launched nothing"}
+        return result | {"status": "passed"}
 
 
 def _children_cpu_seconds() -> float:
