@@ -14,7 +14,8 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-import decode_copy  # noqa: F401  (these three register instruction families)
+import decode_copy  # noqa: F401  (these register instruction families)
+import decode_mma_sync  # noqa: F401
 import decode_sync  # noqa: F401
 import decode_tcgen05  # noqa: F401
 from build import build_core
