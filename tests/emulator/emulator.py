@@ -302,6 +302,7 @@ def launch(
         [list(c) for c in counts],
         lib.emu_warnings().decode(errors="replace"),
         lib.emu_shapes().decode(),
+        footprint=sum(end - begin for begin, end, _, _ in ranges),
     )
 
 

@@ -27,35 +27,67 @@ class Report:
     unexecuted: int  # decoded instructions that never ran
     mma_flops: float
     sfu_operations: int
-    alu_operations: int
+    fma_operations: int  # lane operations of the f32 and f16 pipes
+    alu_operations: int  # of the integer pipe; moves and selects count nowhere
     bytes: dict[str, int]
     shared_wavefronts: int
     shared_conflicts: int  # wavefronts beyond the conflict-free number
     warnings: list[str]  # "kind at ptx line n, k times: text"
-    cycles: dict[str, float]  # lower bound by unit, per SM, all CTAs spread over the SMs
+    # Lower bound by unit, all CTAs spread over the SMs. The assembler may fuse or remove instructions, so "fma", "alu"
+    # and "issue" are bounds of the PTX as written. "hbm" moves every tensor at most once, with cold caches.
+    cycles: dict[str, float]
 
 
-# Lane operations per clock and SM, sm_100 (CUDA C++ Programming Guide, "Arithmetic Instructions", compute capability
-# 10.0): 128 for f32 and most integer operations, 16 for the special functions.
-ALU_LANES_PER_CLOCK = 128
-SFU_LANES_PER_CLOCK = 16
-SHARED_BYTES_PER_CLOCK = 128
-TMEM_READ_BYTES_PER_CLOCK = 512  # 16 B per clock and lane group of a warp, four warps (CUTLASS sm100 TMEM notes)
-SMS = 148  # B200
-# Dense flops per clock and SM: B200 datasheet 2.25 PFLOP/s f16 at 148 SMs and 1.85 GHz is 8192; f8 and f6 twice, f4
-# four times, tf32 half of it.
-TENSOR_FLOPS_PER_CLOCK = {
-    "f16": 8192,
-    "tf32": 4096,
-    "f8f6f4": 16384,
-    "mxf8f6f4": 16384,
-    "mxf4": 32768,
-    "mxf4nvf4": 32768,
-    "i8": 16384,
-}
-HBM_BYTES_PER_CLOCK = 8.0e12 / 1.85e9
+# Rates, each the highest that is documented or was measured, so that the cycles are lower bounds.
+#
+# [1] NVIDIA's B200 datasheet: 2.25 PFLOP/s dense f16, 8 TB/s of HBM; 148 SMs.
+# [2] CUTLASS, media/docs/cpp/blackwell_functionality.md: each kind of tcgen05.mma relative to Hopper's tensor core.
+# [3] SemiAnalysisAI/microbench-blackwell, umma_throughput/tput_results_max.csv: clocks of tcgen05.mma, measured on B200.
+#     f16, f8, i8 and f4 reach [2]'s rates to 1 %; M=64 of one CTA takes as long as M=128, M=128 of two CTAs is at the
+#     full rate; with A in shared memory and N < 128 the time is that of reading the operands at 128 bytes a clock.
+# [4] FlashAttention-4 (Zadouri et al. 2026), roofline: 8192 flops, 16 exponentials and 128 bytes of shared memory, which
+#     the operands of tcgen05.mma share, a clock and SM.
+# [5] CUDA C++ Programming Guide, throughput of arithmetic instructions, a clock and SM: 128 f32 add, multiply, fma; 64
+#     integer, compare, min/max, logic, shift, convert; 16 special functions. Four schedulers issue one each.
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    sms: int
+    hbm_bytes_per_clock: float
+    tensor_flops_per_clock: dict[str, int]  # dense, of one SM, by kind of tcgen05.mma
 
-_SFU = re.compile(r"(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh)\.approx")
+
+B200 = Rates(
+    sms=148,
+    hbm_bytes_per_clock=8.0e12 / (2.25e15 / 148 / 8192),  # [1], which counts at 1.86 GHz
+    tensor_flops_per_clock={  # [2, 3]; tf32 by [2] only
+        "f16": 8192,
+        "tf32": 4096,
+        "f8f6f4": 16384,
+        "mxf8f6f4": 16384,
+        "mxf4": 32768,
+        "mxf4nvf4": 32768,
+        "i8": 16384,
+    },
+)
+WARP_LANES = 32
+SFU_LANES_PER_CLOCK = 16  # [4, 5]
+FMA_LANES_PER_CLOCK = 128  # [5]
+ALU_LANES_PER_CLOCK = 64  # [5]
+INSTRUCTIONS_PER_CLOCK = 4  # [5]
+SHARED_BYTES_PER_CLOCK = 128  # [3, 4]
+# Nothing is published: one register of every lane in each of the four quarters, which the register file cannot exceed.
+TMEM_BYTES_PER_CLOCK = 512
+# Into one SM. Not published for B200; microbenchmarks of Volta to Hopper find 64. [3]'s fastest TMA sweep reaches 46.
+L2_BYTES_PER_CLOCK = 64
+
+_SFU = re.compile(r"(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh)\.approx|div\.(approx|full)")
+# Arithmetic of the f32 and f16 pipes; the rest of the class "alu" is the integer pipe's.
+_FMA = re.compile(r"(add|sub|mul|fma|mad)\.(\w+\.)*(f32|f16|bf16)(x2)?$")
+# Registers of a lane that a tcgen05.ld or st of each shape moves for .x1.
+_TMEM = re.compile(r"tcgen05\.(?P<op>ld|st)\.sync\.aligned\.(?P<shape>\w+)\.x(?P<n>\d+)")
+_TMEM_REGISTERS = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}
+_MMA_SYNC = re.compile(r"mma\.sync\.aligned\.m(\d+)n(\d+)k(\d+)\..*\.(f16|bf16|tf32|e4m3|e5m2|s8|u8)\.")
+_MMA_SYNC_KIND = {"f16": "f16", "bf16": "f16", "tf32": "tf32", "s8": "i8", "u8": "i8"}  # others: f8f6f4
 _CLASSES = (
     ("mma", re.compile(r"tcgen05\.mma|wgmma\.mma|mma\.")),
     ("tmem", re.compile(r"tcgen05\.")),
@@ -80,6 +112,24 @@ def classify(opcode: str) -> str:
     return "alu"
 
 
+def _mma_cycles(kind: str, m: int, n: int, k: int) -> float:
+    """Clocks of one SM's tensor core for a product at its full rate."""
+    return 2.0 * m * n * k / B200.tensor_flops_per_clock[kind]
+
+
+_TCGEN05_FORM = re.compile(r"tcgen05\.mma(?P<ws>\.ws)? kind::(\w+) cta_group::(?P<ctas>\d) .*m(\d+) n(\d+) k(\d+)")
+
+
+def tcgen05_mma_cycles(form: str) -> float:
+    """Clocks of tensor core, summed over the SMs that take part, of a form of by_form; 0 for what is no tcgen05.mma."""
+    found = _TCGEN05_FORM.match(form)
+    if not found:
+        return 0.0
+    _, kind, ctas, m, n, k = found.groups()
+    half_empty = m == "64" and ctas == "1" and not found["ws"]  # as slow as M=128
+    return _mma_cycles(kind, int(m), int(n), int(k)) * (2 if half_empty else 1)
+
+
 def make_report(
     k: Kernel,
     grid: tuple[int, int, int],
@@ -89,13 +139,17 @@ def make_report(
     counts: list[list[int]],
     warnings: str,
     shapes: str,
+    footprint: int,
 ) -> Report:
+    """`footprint`: bytes of the global memory that the launch may touch."""
     executions, lanes, blocked = counts
     by_class: Counter[str] = Counter()
     by_form: Counter[str] = Counter()
     executed_lines: Counter[int] = Counter()
     blocked_lines: Counter[int] = Counter()
-    sfu = alu = unexecuted = 0
+    sfu = fma = alu = unexecuted = copied = 0
+    tmem = Counter({"ld": 0, "st": 0})
+    tensor_cycles = 0.0
     for i, n, lane_count, waits in zip(k.instructions, executions, lanes, blocked, strict=False):
         if waits:
             blocked_lines[i.line] += waits
@@ -109,16 +163,21 @@ def make_report(
         width = 2 if i.opcode.endswith(("f32x2", "f16x2", "bf16x2")) else 1
         if kind == "sfu":
             sfu += lane_count * width
-        elif kind in ("alu", "convert", "move"):
-            alu += lane_count * (2 if i.opcode.endswith("f32x2") else 1)
-    tensor_cycles = 0.0
+        elif _FMA.match(i.opcode):
+            fma += lane_count * (2 if i.opcode.endswith("f32x2") else 1)
+        elif kind in ("alu", "convert"):
+            alu += lane_count
+        elif kind == "cp.async" and i.handler == "cp.async":
+            copied += lane_count * i.aux[0]
+        elif m := _TMEM.match(i.opcode):
+            tmem[m["op"]] += n * WARP_LANES * 4 * int(m["n"]) * _TMEM_REGISTERS[m["shape"]]
+        elif m := _MMA_SYNC.match(i.opcode):
+            # Its rate is not published; it shares the tensor core, so that of tcgen05.mma bounds it.
+            tensor_cycles += n * _mma_cycles(_MMA_SYNC_KIND.get(m[4], "f8f6f4"), *map(int, m.groups()[:3]))
     for line in shapes.splitlines():
         key, value = line.rsplit("\t", 1)
         by_form[key] += int(value)
-        m = re.search(r"kind::(\w+) .*m(\d+) n(\d+) k(\d+)", key)
-        if m:
-            flops = 2.0 * int(m[2]) * int(m[3]) * int(m[4]) * int(value)
-            tensor_cycles += flops / TENSOR_FLOPS_PER_CLOCK[m[1]]
+        tensor_cycles += int(value) * tcgen05_mma_cycles(key)
     names = (
         "global_read",
         "global_written",
@@ -130,18 +189,22 @@ def make_report(
         "tma_stored",
         "dsmem",
     )
-    nbytes = {name: int(counters[1 + j]) for j, name in enumerate(names)}
+    nbytes = {name: int(counters[1 + j]) for j, name in enumerate(names)} | {"operands_read": int(counters[13])}
     accesses, waves = int(counters[10]), int(counters[11])
     ctas = grid[0] * grid[1] * grid[2]
-    sms = min(SMS, ctas)
-    hbm = nbytes["global_read"] + nbytes["global_written"] + nbytes["tma_loaded"] + nbytes["tma_stored"]
+    sms = min(B200.sms, ctas)
+    tma = nbytes["tma_loaded"] + nbytes["tma_stored"]
+    traffic = nbytes["global_read"] + nbytes["global_written"] + tma
     cycles = {
         "tensor": tensor_cycles / sms,
         "sfu": sfu / SFU_LANES_PER_CLOCK / sms,
+        "fma": fma / FMA_LANES_PER_CLOCK / sms,
         "alu": alu / ALU_LANES_PER_CLOCK / sms,
-        "shared": (waves + (nbytes["tma_loaded"] + nbytes["tma_stored"]) / SHARED_BYTES_PER_CLOCK) / sms,
-        "tmem": (nbytes["tmem_read"] + nbytes["tmem_written"]) / TMEM_READ_BYTES_PER_CLOCK / sms,
-        "memory": hbm / HBM_BYTES_PER_CLOCK,
+        "issue": counters[0] / INSTRUCTIONS_PER_CLOCK / sms,
+        "shared": (waves + (nbytes["operands_read"] + tma + copied) / SHARED_BYTES_PER_CLOCK) / sms,
+        "tmem": max(tmem.values()) / TMEM_BYTES_PER_CLOCK / sms,
+        "l2": traffic / L2_BYTES_PER_CLOCK / sms,
+        "hbm": min(traffic, footprint) / B200.hbm_bytes_per_clock,
     }
     found = []
     for line in warnings.splitlines():
@@ -160,6 +223,7 @@ def make_report(
         unexecuted=unexecuted,
         mma_flops=counters[12],
         sfu_operations=sfu,
+        fma_operations=fma,
         alu_operations=alu,
         bytes=nbytes,
         shared_wavefronts=waves,

@@ -140,7 +140,7 @@ def encode(
     if element_type in _PADDED:
         _require(
             box[0] == _PADDED_BOX and sizes[0] % _PADDED_BOX == 0,
-            f"{element_type.name} needs a box of {_PADDED_BOX} elements and a multiple of them, not {box[0]} of {sizes[0]}",
+            f"{element_type.name} needs boxes of {_PADDED_BOX} and a multiple of that, not {box[0]} of {sizes[0]}",
         )
         _require(
             address % 32 == 0 and all(stride % 32 == 0 for stride in strides_bytes),

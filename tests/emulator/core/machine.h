@@ -245,6 +245,7 @@ enum class Schedule : u32 { Eager, Random, Late, RandomWarps };
 struct Counters {
   u64 global_read = 0, global_written = 0, shared_read = 0, shared_written = 0, tmem_read = 0, tmem_written = 0;
   u64 tma_loaded = 0, tma_stored = 0, dsmem = 0;
+  u64 operands_read = 0;  // shared memory, by tcgen05.mma and cp
   u64 shared_accesses = 0, shared_wavefronts = 0;
   double mma_flops = 0;
 };

@@ -91,9 +91,10 @@ void check_shape(const Warp &w, const Instruction &in, const Mma &x) {
     fail(ErrorKind::IllegalInstruction, &w, &in, "M=128 in cta_group::2 needs N to be a multiple of 32, it is %u", x.n);
 }
 
-// Accesses of one operand in shared memory: every 16-byte chunk.
+// Accesses of one operand in shared memory: every 16-byte chunk. A collected operand is one that an earlier instruction
+// left in the collector; it must still be there, but costs no bandwidth.
 void track_operand(Warp &w, const Instruction &in, Cta &c, const SmemDescriptor &d, bool mn_major, Packing p, u32 rows,
-                   u32 k, const race::Actor &actor, const char *operand) {
+                   u32 k, bool collected, const race::Actor &actor, const char *operand) {
   u32 outer = mn_major ? k : rows, inner = mn_major ? rows / p.per_chunk : k / p.per_chunk;
   if (d.swizzle_mode == kSwizzle128Atom32 && !(mn_major && p.bits == 32))
     fail(ErrorKind::MisalignedDescriptor, &w, &in, "%s: the swizzle of 32-byte atoms is for MN-major tf32", operand);
@@ -111,7 +112,7 @@ void track_operand(Warp &w, const Instruction &in, Cta &c, const SmemDescriptor 
       shared_owner(w, in, shared_address(c.rank, offset), 16, operand);
       race::shared_access(w, in, c, offset, 16, false, actor);
     }
-  machine.counters.shared_read += (u64)outer * inner * 16;
+  if (!collected) machine.counters.operands_read += (u64)outer * inner * 16;
 }
 
 // Reads an operand to out[row * row_stride + k * k_stride].
@@ -248,7 +249,7 @@ void execute(Cluster &cluster, u32 first_rank, const Mma &x) {
 
 }  // namespace
 
-// aux: 0 cta_group, 1 kind, 2 A in tensor memory, 3 disable registers, 4 offset of A, 5 offset of D, 6 .ws, 7 scale factors
+// aux: 0 cta_group, 1 kind, 2 A in tensor memory, 3 disable registers, 4 offset of A, 5 offset of D, 6 bit 0 .ws, bit 1 collector use, 7 scale factors
 // along K (0: none), 8 input scale or -1, 9 .ashift.
 // Operands: D, A, B, instruction descriptor, enable-input-d, scale A or none, scale B or none, disable registers..
 HANDLER("tcgen05.mma", Plain) {
@@ -257,7 +258,8 @@ HANDLER("tcgen05.mma", Plain) {
     x.group = (u32)in.aux[0];
     x.kind = (Kind_)in.aux[1];
     x.a_in_tmem = in.aux[2];
-    x.weight_stationary = in.aux[6];
+    x.weight_stationary = in.aux[6] & 1;
+    bool collected = in.aux[6] & 2;
     x.scales_per_k = (u32)in.aux[7];
     x.input_scale = (i32)in.aux[8];
     x.shift_a = in.aux[9];
@@ -342,11 +344,12 @@ HANDLER("tcgen05.mma", Plain) {
             race::tmem_access(w, in, c, l, tmem_column(x.a_tmem), columns, 0xffff, false, actor, "tcgen05.mma (operand A)");
         for (u32 lane = 0; x.shift_a && lane < 128; lane += 32)
           track_shift(w, in, c, lane, tmem_column(x.a_tmem), columns, actor, "tcgen05.mma (.ashift)");
-        machine.counters.tmem_read += (u64)x.rows * columns * 4;
       } else {
-        track_operand(w, in, c, x.a_desc, x.a_mn_major, x.a_packing, x.rows, x.k, actor, "operand A of tcgen05.mma");
+        track_operand(w, in, c, x.a_desc, x.a_mn_major, x.a_packing, x.rows, x.k, collected && !x.weight_stationary, actor,
+                      "operand A of tcgen05.mma");
       }
-      track_operand(w, in, c, x.b_desc, x.b_mn_major, x.b_packing, x.n / x.group, x.k, actor, "operand B of tcgen05.mma");
+      track_operand(w, in, c, x.b_desc, x.b_mn_major, x.b_packing, x.n / x.group, x.k, collected && x.weight_stationary, actor,
+                    "operand B of tcgen05.mma");
       if (scaled) {
         for (u32 which = 0; which < 2; which++) {
           u32 address = which ? x.b_scale : x.a_scale;

@@ -297,7 +297,7 @@ HANDLER("tcgen05.cp", Plain) {
           for (u32 half = 0; half < 2; half++)
             race::tmem_access(w, in, c, 2 * quarter + half, column, bytes / 4, 0xffff, true, actor, "tcgen05.cp");
     }
-    machine.counters.tmem_written += (u64)bytes * 128 * group;
+    machine.counters.operands_read += (u64)bytes * rows * group;
     Warp *warp = &w;
     const Instruction *instruction = &in;
     u32 rank = w.cta->rank;

@@ -1,10 +1,11 @@
 """FlashAttention-4's sm_100 kernels against float64, on the emulator.
 
     python flash_attention_4.py --checkout PATH forward --head-dim 128 --queries 256 --keys 256 ...
+    python flash_attention_4.py --checkout PATH backward --head-dim 128 --queries 256 --keys 256 ...
     python flash_attention_4.py --checkout PATH mla --queries 2 --keys 1024 --topk 512
 
-The error that is reported is ||o - reference|| / ||reference|| over the whole output. Outputs are
-bf16 and P is bf16, so about 2e-3 is what a right kernel gives.
+The error that is reported is ||o - reference|| / ||reference|| over the whole output; of the backward pass the
+largest over dq, dk and dv. Outputs and P are bf16, so about 2e-3 is what a right kernel gives; dS is bf16 as well.
 """
 
 import argparse
@@ -30,15 +31,15 @@ from torch_as_cuda import torch_as_cuda  # noqa: E402
 MLA_HEADS, MLA_ROPE_DIM, MLA_LATENT_DIM = 128, 64, 512
 
 
-def import_forward(checkout: Path) -> Any:
-    """`_flash_attn_fwd` without the package's __init__, which needs the compiled CUDA extension."""
+def import_interface(checkout: Path) -> Any:
+    """The kernels' interface without the package's __init__, which needs the compiled CUDA extension."""
     os.environ.setdefault("FLASH_ATTENTION_ARCH", "sm_100")
     package = types.ModuleType("flash_attn")
     package.__path__ = [str(checkout / "flash_attn")]
     sys.modules["flash_attn"] = package
-    from flash_attn.cute.interface import _flash_attn_fwd
+    from flash_attn.cute import interface
 
-    return _flash_attn_fwd
+    return interface
 
 
 def reference(
@@ -81,7 +82,7 @@ def fa4_device(**options: Any) -> Iterator[Device]:
 
 
 def run_forward(
-    forward: Any,
+    interface: Any,
     *,
     head_dim: int,
     queries: int,
@@ -89,15 +90,24 @@ def run_forward(
     heads: int,
     kv_heads: int,
     causal: bool,
+    backward: bool = False,
 ) -> float:
     q = torch.randn(1, queries, heads, head_dim).bfloat16()
     k = torch.randn(1, keys, kv_heads, head_dim).bfloat16()
     v = torch.randn(1, keys, kv_heads, head_dim).bfloat16()
-    out = forward(q, k, v, causal=causal, return_lse=True)[0]
-    return relative_error(out, reference(q, k, v, scale=head_dim**-0.5, causal=causal))
+    out, lse = interface._flash_attn_fwd(q, k, v, causal=causal, return_lse=True)[:2]
+    leaves = [x.double().requires_grad_(backward) for x in (q, k, v)]
+    expected = reference(*leaves, scale=head_dim**-0.5, causal=causal)
+    errors = [relative_error(out, expected.detach())]
+    if backward:
+        grad = torch.randn_like(out)
+        gradients = interface._flash_attn_bwd(q, k, v, out, grad, lse, causal=causal)
+        expected.backward(grad.double())
+        errors += [relative_error(x, leaf.grad) for x, leaf in zip(gradients, leaves, strict=False)]
+    return max(errors)
 
 
-def run_mla(forward: Any, *, queries: int, keys: int, topk: int | None, padding: int) -> float:
+def run_mla(interface: Any, *, queries: int, keys: int, topk: int | None, padding: int) -> float:
     """topk: gathered keys per query, the last `padding` of them -1; None: dense and causal."""
     q = torch.randn(1, queries, MLA_HEADS, MLA_ROPE_DIM).bfloat16()
     k = torch.randn(1, keys, 1, MLA_ROPE_DIM).bfloat16()
@@ -109,7 +119,7 @@ def run_mla(forward: Any, *, queries: int, keys: int, topk: int | None, padding:
         indices = torch.stack([torch.randperm(keys)[:topk] for _ in range(queries)])[None].int()
         indices[:, :, topk - padding :] = -1
     causal = topk is None
-    out = forward(
+    out = interface._flash_attn_fwd(
         q,
         k,
         v,
@@ -133,15 +143,16 @@ def main() -> None:
     parser.add_argument("--recording", type=Path, help="save the launch here, for mutation.py")
     parser.add_argument("--max-error", type=float, default=4e-3)
     commands = parser.add_subparsers(dest="command", required=True)
-    forward_parser = commands.add_parser("forward")
-    forward_parser.add_argument("--head-dim", type=int, required=True)
-    forward_parser.add_argument("--heads", type=int, required=True)
-    forward_parser.add_argument("--kv-heads", type=int, required=True)
-    forward_parser.add_argument("--causal", action="store_true")
+    attention_parsers = [commands.add_parser(name) for name in ("forward", "backward")]
+    for command in attention_parsers:
+        command.add_argument("--head-dim", type=int, required=True)
+        command.add_argument("--heads", type=int, required=True)
+        command.add_argument("--kv-heads", type=int, required=True)
+        command.add_argument("--causal", action="store_true")
     mla_parser = commands.add_parser("mla")
     mla_parser.add_argument("--topk", type=int)
     mla_parser.add_argument("--padding", type=int, default=0)
-    for command in (forward_parser, mla_parser):
+    for command in (*attention_parsers, mla_parser):
         command.add_argument("--queries", type=int, required=True)
         command.add_argument("--keys", type=int, required=True)
     options = parser.parse_args()
@@ -156,19 +167,20 @@ def main() -> None:
         record=recording,
         lineinfo=not recording,
     ) as device:
-        forward = import_forward(options.checkout)
+        interface = import_interface(options.checkout)
         sizes = {"queries": options.queries, "keys": options.keys}
-        if options.command == "forward":
+        if options.command != "mla":
             error = run_forward(
-                forward,
+                interface,
                 head_dim=options.head_dim,
                 heads=options.heads,
                 kv_heads=options.kv_heads,
                 causal=options.causal,
+                backward=options.command == "backward",
                 **sizes,
             )
         else:
-            error = run_mla(forward, topk=options.topk, padding=options.padding, **sizes)
+            error = run_mla(interface, topk=options.topk, padding=options.padding, **sizes)
     result = summary(device, time.monotonic() - start) | {"relative_error": error}
     print(f"[emulator] {result['seconds']} s, relative error {error:.2e}", flush=True)
     if options.report:
