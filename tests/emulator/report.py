@@ -34,7 +34,8 @@ class Report:
     shared_conflicts: int  # wavefronts beyond the conflict-free number
     warnings: list[str]  # "kind at ptx line n, k times: text"
     # Lower bound by unit, all CTAs spread over the SMs. The assembler may fuse or remove instructions, so "fma", "alu"
-    # and "issue" are bounds of the PTX as written. "hbm" moves every tensor at most once, with cold caches.
+    # and "issue" are bounds of the PTX as written. "operands" is shared memory that the tensor core reads; "shared" is
+    # that of threads and copies. "hbm" moves every tensor at most once, with cold caches.
     cycles: dict[str, float]
 
 
@@ -42,11 +43,11 @@ class Report:
 #
 # [1] NVIDIA's B200 datasheet: 2.25 PFLOP/s dense f16, 8 TB/s of HBM; 148 SMs.
 # [2] CUTLASS, media/docs/cpp/blackwell_functionality.md: each kind of tcgen05.mma relative to Hopper's tensor core.
-# [3] SemiAnalysisAI/microbench-blackwell, umma_throughput/tput_results_max.csv: clocks of tcgen05.mma, measured on B200.
+# [3] SemiAnalysisAI/microbench-blackwell, umma_throughput/tput_results_max.csv: clocks of tcgen05.mma, from a B200.
 #     f16, f8, i8 and f4 reach [2]'s rates to 1 %; M=64 of one CTA takes as long as M=128, M=128 of two CTAs is at the
 #     full rate; with A in shared memory and N < 128 the time is that of reading the operands at 128 bytes a clock.
-# [4] FlashAttention-4 (Zadouri et al. 2026), roofline: 8192 flops, 16 exponentials and 128 bytes of shared memory, which
-#     the operands of tcgen05.mma share, a clock and SM.
+# [4] FlashAttention-4 (Zadouri et al. 2026), roofline: 8192 flops, 16 exponentials, 128 bytes of shared memory a clock
+#     and SM, for threads, copies and operands of tcgen05.mma together: the sum of "shared" and "operands" below.
 # [5] CUDA C++ Programming Guide, throughput of arithmetic instructions, a clock and SM: 128 f32 add, multiply, fma; 64
 #     integer, compare, min/max, logic, shift, convert; 16 special functions. Four schedulers issue one each.
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +202,8 @@ def make_report(
         "fma": fma / FMA_LANES_PER_CLOCK / sms,
         "alu": alu / ALU_LANES_PER_CLOCK / sms,
         "issue": counters[0] / INSTRUCTIONS_PER_CLOCK / sms,
-        "shared": (waves + (nbytes["operands_read"] + tma + copied) / SHARED_BYTES_PER_CLOCK) / sms,
+        "shared": (waves + (tma + copied) / SHARED_BYTES_PER_CLOCK) / sms,
+        "operands": nbytes["operands_read"] / SHARED_BYTES_PER_CLOCK / sms,
         "tmem": max(tmem.values()) / TMEM_BYTES_PER_CLOCK / sms,
         "l2": traffic / L2_BYTES_PER_CLOCK / sms,
         "hbm": min(traffic, footprint) / B200.hbm_bytes_per_clock,
