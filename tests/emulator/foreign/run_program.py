@@ -1,6 +1,6 @@
 """Runs a third-party CuTe DSL program, unmodified, on the emulator; reports its launches as JSON.
 
-    python run_program.py [--schedule late] [--seed 3] [--report out.json] program.py [arguments]
+    python run_program.py [--schedule late] [--seed 3] [--report out.json] [--recording out.npz] program.py [arguments]
 
 The program checks its own results; a failed check or an EmulationError fails this script.
 Nothing about the program is changed but where its kernels run: a benchmark is one run, and the few
@@ -128,6 +128,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path)
     parser.add_argument("--warn", default="", help="error kinds to report as warnings")
+    parser.add_argument(
+        "--recording", type=Path, help="save the last launch here, for mutation.py and form_coverage.py"
+    )
     parser.add_argument("program", type=Path)
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
@@ -138,7 +141,10 @@ def main() -> None:
         schedule=options.schedule,
         seed=options.seed,
         checks=checks_with_warnings(options.warn),
+        record=options.recording is not None,
     )
+    if options.recording:
+        device.recordings[-1].save(options.recording)
     result = summary(device, time.monotonic() - start)
     print(f"[emulator] {result['seconds']} s, {len(device.reports)} launches", flush=True)
     if options.report:
