@@ -44,8 +44,8 @@ CONTROLS: list[Control] = [
             _UNSWIZZLED_MMA,
             (
                 "tensor_map.cpp",
-                "swizzle_offset(offset + done + x, map.swizzle)",
-                "offset + done + x",
+                "swizzle_offset(offset + done + x / chunk * 16, map.swizzle)",
+                "offset + done + x / chunk * 16",
             ),
         ),
     ),
