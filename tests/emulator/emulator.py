@@ -1,4 +1,4 @@
-"""Run PTX for sm_100a on a CPU: decode once, launch on host memory, get a report or an EmulationError.
+"""Run PTX for sm_100a or sm_90a on a CPU: decode once, launch on host memory, get a report or an EmulationError.
 
     program = Program.from_ptx(text)
     report = launch(program, "kernel", (1, 1, 1), (128, 1, 1), params=[struct.pack("<Q", array.ctypes.data)])
@@ -18,11 +18,12 @@ import decode_copy  # noqa: F401  (these register instruction families)
 import decode_mma_sync  # noqa: F401
 import decode_sync  # noqa: F401
 import decode_tcgen05  # noqa: F401
+import decode_wgmma  # noqa: F401
 from build import build_core
 from decoder import Decoder, Instruction
 from errors import EmulationError, ErrorKind, UnknownInstruction
 from ptx_parser import Module, parse
-from report import Report, make_report
+from report import Report, make_report, rates_of
 
 __all__ = [
     "Checks",
@@ -66,6 +67,9 @@ class Checks:
     # Pairs of tcgen05.fence around every barrier that orders tensor memory between warps: PTX asks for them, released
     # kernels leave them out.
     tcgen05_fence: str = "off"
+    # Registers of wgmma.mma_async: accessed by other instructions with no wgmma.fence after, or before the wait.
+    wgmma_fence: str = "error"
+    wgmma_wait: str = "error"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +123,7 @@ class _LaunchArguments(ctypes.Structure):
         ("check_global", ctypes.c_uint32),
         ("track_order", ctypes.c_uint32),
         ("level", ctypes.c_uint8 * 32),
+        ("multiprocessors", ctypes.c_uint32),
     ]
 
 
@@ -150,6 +155,7 @@ class Kernel:
     def __init__(self, name: str, decoder: Decoder) -> None:
         self.name = name
         self.function = decoder.function
+        self.target = decoder.module.target
         self.param_bytes = decoder.function.param_bytes
         self.instructions: list[Instruction] = decoder.instructions
         self.static_smem_bytes = decoder.static_smem_bytes
@@ -283,6 +289,7 @@ def launch(
     a.range_names = ctypes.cast(name_array, ctypes.c_void_p)
     a.range_count, a.check_global = len(ranges), int(memory is not None)
     a.track_order = int(options.checks.order)
+    a.multiprocessors = rates_of(k.target).sms
     for kind in ErrorKind:
         a.level[kind] = _LEVELS[getattr(options.checks, kind.name, "error")]
 

@@ -30,6 +30,8 @@ class ErrorKind(enum.IntEnum):
     internal = 19
     tmem_freed = 20
     tcgen05_fence = 21
+    wgmma_fence = 22
+    wgmma_wait = 23
 
 
 class EmulationError(Exception):

@@ -8,17 +8,17 @@ import numpy as np
 from emulator import Checks, MemoryMap, Options, Program, Report, launch
 
 HEADER = """.version 9.0
-.target sm_100a
+.target {target}
 .address_size 64
 .extern .shared .align 1024 .b8 smem[];
 """
 
 
-def kernel(body: str, params: int) -> str:
+def kernel(body: str, params: int, target: str = "sm_100a") -> str:
     """A module with kernel `k`: parameters p0.. are 64-bit, in %rd100.. on entry; plenty of registers of each kind."""
     declared = ", ".join(f".param .b64 p{i}" for i in range(params))
     loads = "\n".join(f"ld.param.b64 %rd{100 + i}, [p{i}];" for i in range(params))
-    return f"""{HEADER}.visible .entry k({declared}) {{
+    return f"""{HEADER.format(target=target)}.visible .entry k({declared}) {{
 .reg .pred %p<40>; .reg .b16 %h<200>; .reg .b32 %r<400>; .reg .f32 %f<200>; .reg .b64 %rd<200>;
 .reg .f64 %d<20>; .reg .b128 %q<8>;
 {loads}
@@ -40,6 +40,7 @@ def run(
     checks: Checks | None = None,
     schedule: str = "eager",
     seed: int = 0,
+    target: str = "sm_100a",
 ) -> Report:
     """Run `body` with the given arrays (by address) and integers; every access is checked against the arrays."""
     memory = MemoryMap()
@@ -50,7 +51,7 @@ def run(
             values.append(struct.pack("<Q", a.ctypes.data))
         else:
             values.append(struct.pack("<Q", a & (1 << 64) - 1))
-    program = Program.from_ptx(kernel(body, len(args)))
+    program = Program.from_ptx(kernel(body, len(args), target))
     return launch(
         program,
         "k",

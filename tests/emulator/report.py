@@ -33,9 +33,9 @@ class Report:
     shared_wavefronts: int
     shared_conflicts: int  # wavefronts beyond the conflict-free number
     warnings: list[str]  # "kind at ptx line n, k times: text"
-    # Lower bound by unit, all CTAs spread over the SMs. The assembler may fuse or remove instructions, so "fma", "alu"
-    # and "issue" are bounds of the PTX as written. "operands" is shared memory that the tensor core reads; "shared" is
-    # that of threads and copies. "hbm" moves every tensor at most once, with cold caches.
+    # Lower bound by unit, all CTAs spread over the SMs of a B200 (sm_90a: an H200). The assembler may fuse or remove
+    # instructions, so "fma", "alu" and "issue" are bounds of the PTX as written. "operands" is shared memory that the
+    # tensor core reads; "shared" is that of threads and copies. "hbm" moves every tensor at most once, with cold caches.
     cycles: dict[str, float]
 
 
@@ -54,7 +54,7 @@ class Report:
 class Rates:
     sms: int
     hbm_bytes_per_clock: float
-    tensor_flops_per_clock: dict[str, int]  # dense, of one SM, by kind of tcgen05.mma
+    tensor_flops_per_clock: dict[str, int]  # dense, of one SM, by kind (tcgen05) or element of A (wgmma)
 
 
 B200 = Rates(
@@ -70,6 +70,27 @@ B200 = Rates(
         "i8": 16384,
     },
 )
+# Datasheet: 0.99 PFLOP/s dense f16 at 132 SMs and 1.83 GHz.
+H200 = Rates(
+    sms=132,
+    hbm_bytes_per_clock=4.8e12 / 1.83e9,
+    tensor_flops_per_clock={
+        "f16": 4096,
+        "bf16": 4096,
+        "tf32": 2048,
+        "e4m3": 8192,
+        "e5m2": 8192,
+        "s8": 8192,
+        "u8": 8192,
+    },
+)
+
+
+def rates_of(target: str) -> Rates:
+    """Of the GPU that a program's .target stands for."""
+    return H200 if target == "sm_90a" else B200
+
+
 WARP_LANES = 32
 SFU_LANES_PER_CLOCK = 16  # [4, 5]
 FMA_LANES_PER_CLOCK = 128  # [5]
@@ -96,7 +117,7 @@ _CLASSES = (
     ("mbarrier", re.compile(r"mbarrier\.")),
     ("cp.async", re.compile(r"cp\.async")),
     ("sfu", _SFU),
-    ("barrier", re.compile(r"bar\.|barrier\.|fence|membar")),
+    ("barrier", re.compile(r"bar\.|barrier\.|fence|membar|wgmma\.")),
     ("warp", re.compile(r"shfl|vote|redux|match|elect|activemask")),
     ("shared", re.compile(r"(ld|st|atom|red)\.(\w+\.)*shared|ldmatrix|stmatrix")),
     ("global", re.compile(r"(ld|st|atom|red)\b")),
@@ -113,22 +134,29 @@ def classify(opcode: str) -> str:
     return "alu"
 
 
-def _mma_cycles(kind: str, m: int, n: int, k: int) -> float:
+def _product_cycles(kind: str, m: int, n: int, k: int, rates: Rates) -> float:
     """Clocks of one SM's tensor core for a product at its full rate."""
-    return 2.0 * m * n * k / B200.tensor_flops_per_clock[kind]
+    return 2.0 * m * n * k / rates.tensor_flops_per_clock[kind]
 
 
-_TCGEN05_FORM = re.compile(r"tcgen05\.mma(?P<ws>\.ws)? kind::(\w+) cta_group::(?P<ctas>\d) .*m(\d+) n(\d+) k(\d+)")
+def _mma_sync_kind(element: str, rates: Rates) -> str:
+    return element if element in rates.tensor_flops_per_clock else _MMA_SYNC_KIND.get(element, "f8f6f4")
 
 
-def tcgen05_mma_cycles(form: str) -> float:
-    """Clocks of tensor core, summed over the SMs that take part, of a form of by_form; 0 for what is no tcgen05.mma."""
-    found = _TCGEN05_FORM.match(form)
+_MMA_FORM = re.compile(
+    r"(?:tcgen05\.mma(?P<ws>\.ws)? kind::|wgmma\.mma_async \w+\.)(?P<kind>\w+)\b"
+    r".* m(?P<m>\d+) n(?P<n>\d+) k(?P<k>\d+)"
+)
+
+
+def mma_cycles(form: str, rates: Rates = B200) -> float:
+    """Clocks of tensor core, summed over the SMs that take part, of a form of by_form; 0 for what is no MMA."""
+    found = _MMA_FORM.match(form)
     if not found:
         return 0.0
-    _, kind, ctas, m, n, k = found.groups()
-    half_empty = m == "64" and ctas == "1" and not found["ws"]  # as slow as M=128
-    return _mma_cycles(kind, int(m), int(n), int(k)) * (2 if half_empty else 1)
+    half_empty = found["m"] == "64" and "cta_group::1" in form and not found["ws"]  # as slow as M=128
+    sizes = (int(found[name]) for name in "mnk")
+    return _product_cycles(found["kind"], *sizes, rates) * (2 if half_empty else 1)
 
 
 def make_report(
@@ -143,6 +171,7 @@ def make_report(
     footprint: int,
 ) -> Report:
     """`footprint`: bytes of the global memory that the launch may touch."""
+    rates = rates_of(k.target)
     executions, lanes, blocked = counts
     by_class: Counter[str] = Counter()
     by_form: Counter[str] = Counter()
@@ -174,11 +203,11 @@ def make_report(
             tmem[m["op"]] += n * WARP_LANES * 4 * int(m["n"]) * _TMEM_REGISTERS[m["shape"]]
         elif m := _MMA_SYNC.match(i.opcode):
             # Its rate is not published; it shares the tensor core, so that of tcgen05.mma bounds it.
-            tensor_cycles += n * _mma_cycles(_MMA_SYNC_KIND.get(m[4], "f8f6f4"), *map(int, m.groups()[:3]))
+            tensor_cycles += n * _product_cycles(_mma_sync_kind(m[4], rates), *map(int, m.groups()[:3]), rates)
     for line in shapes.splitlines():
         key, value = line.rsplit("\t", 1)
         by_form[key] += int(value)
-        tensor_cycles += int(value) * tcgen05_mma_cycles(key)
+        tensor_cycles += int(value) * mma_cycles(key, rates)
     names = (
         "global_read",
         "global_written",
@@ -193,7 +222,7 @@ def make_report(
     nbytes = {name: int(counters[1 + j]) for j, name in enumerate(names)} | {"operands_read": int(counters[13])}
     accesses, waves = int(counters[10]), int(counters[11])
     ctas = grid[0] * grid[1] * grid[2]
-    sms = min(B200.sms, ctas)
+    sms = min(rates.sms, ctas)
     tma = nbytes["tma_loaded"] + nbytes["tma_stored"]
     traffic = nbytes["global_read"] + nbytes["global_written"] + tma
     cycles = {
@@ -206,7 +235,7 @@ def make_report(
         "operands": nbytes["operands_read"] / SHARED_BYTES_PER_CLOCK / sms,
         "tmem": max(tmem.values()) / TMEM_BYTES_PER_CLOCK / sms,
         "l2": traffic / L2_BYTES_PER_CLOCK / sms,
-        "hbm": min(traffic, footprint) / B200.hbm_bytes_per_clock,
+        "hbm": min(traffic, footprint) / rates.hbm_bytes_per_clock,
     }
     found = []
     for line in warnings.splitlines():

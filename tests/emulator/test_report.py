@@ -13,7 +13,7 @@ from report import (
     SHARED_BYTES_PER_CLOCK,
     TMEM_BYTES_PER_CLOCK,
     classify,
-    tcgen05_mma_cycles,
+    mma_cycles,
 )
 from test_tcgen05 import COMMIT_AND_WAIT, EPILOGUE, PROLOGUE, READ_OUT, SMEM_IMAGE, _descriptor
 
@@ -167,7 +167,7 @@ def test_an_mma_and_its_read_out(m: int, n: int) -> None:
 def test_the_bound_of_an_mma_lies_just_below_what_was_measured(
     kind: str, operands: str, ctas: int, m: int, n: int, k: int, measured: float
 ) -> None:
-    tensor = tcgen05_mma_cycles(f"tcgen05.mma kind::{kind} cta_group::{ctas} {operands} KK m{m} n{n} k{k}") / ctas
+    tensor = mma_cycles(f"tcgen05.mma kind::{kind} cta_group::{ctas} {operands} KK m{m} n{n} k{k}") / ctas
     row_bytes = 32  # of K, whatever the type
     rows = (m if operands == "SS" else 0) + n
     shared = rows * row_bytes / ctas / SHARED_BYTES_PER_CLOCK

@@ -2,7 +2,7 @@
 
 Third-party examples create their tensors with `device="cuda"`, ask for the device's properties and
 time with events. Inside `with torch_as_cuda():` such calls are answered for CPU tensors and one
-B200. Only what the suite's programs use is here.
+B200, or one H200 for sm_90a. Only what the suite's programs use is here.
 """
 
 import contextlib
@@ -14,9 +14,8 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-COMPUTE_CAPABILITY = (10, 0)
-MULTIPROCESSORS = 148
-L2_CACHE_BYTES = 126 << 20
+# Compute capability, multiprocessors, L2 bytes.
+_DEVICES = {"sm_100a": ((10, 0), 148, 126 << 20), "sm_90a": ((9, 0), 132, 50 << 20)}
 
 
 def _is_cuda(value: object) -> bool:
@@ -103,13 +102,14 @@ class _Graph:
 
 
 @contextlib.contextmanager
-def torch_as_cuda() -> Iterator[None]:
+def torch_as_cuda(arch: str = "sm_100a") -> Iterator[None]:
+    capability, multiprocessors, l2_cache_bytes = _DEVICES[arch]
     properties = types.SimpleNamespace(
         name="emulated",
-        major=COMPUTE_CAPABILITY[0],
-        minor=COMPUTE_CAPABILITY[1],
-        multi_processor_count=MULTIPROCESSORS,
-        L2_cache_size=L2_CACHE_BYTES,
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=multiprocessors,
+        L2_cache_size=l2_cache_bytes,
         total_memory=1 << 37,
     )
     stream = types.SimpleNamespace(
@@ -127,7 +127,7 @@ def torch_as_cuda() -> Iterator[None]:
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
-        "get_device_capability": lambda device=None: COMPUTE_CAPABILITY,
+        "get_device_capability": lambda device=None: capability,
         "get_device_name": lambda device=None: properties.name,
         "get_device_properties": lambda device=None: properties,
         "current_stream": lambda device=None: stream,

@@ -33,8 +33,8 @@ class Control:
 
 _UNSWIZZLED_MMA = (
     "descriptor.cpp",
-    "  if (version != 1)",
-    "  d.swizzle_mode = 0;\n  if (version != 1)",
+    "  if (absolute) fail",
+    "  d.swizzle_mode = 0;\n  if (absolute) fail",
 )
 
 CONTROLS: list[Control] = [

@@ -1,6 +1,7 @@
 // The C interface that emulator.py calls through ctypes.
 #include "memory.h"
 #include "scheduler.h"
+#include "wgmma.h"
 
 extern "C" {
 
@@ -48,6 +49,7 @@ void *emu_program(u32 count, const char *const *names, const i64 *table, const u
     for (int k = 0; k < kAux; k++) in.aux[k] = t[4 + k];
     p->code.push_back(in);
   }
+  mark_wgmma_registers(*p);
   return p;
 }
 void emu_program_free(void *p) { delete static_cast<Program *>(p); }
@@ -63,6 +65,7 @@ struct LaunchArguments {
   u64 range_count;
   u32 check_global, track_order;
   u8 level[32];
+  u32 multiprocessors;
 };
 struct LaunchResult {
   i32 failed, kind, line, warp;
@@ -86,6 +89,7 @@ int emu_launch(void *program, const LaunchArguments *a, LaunchResult *r, u64 *ex
   m.limit = a->max_instructions;
   m.check_global = a->check_global;
   m.track_order = a->track_order;
+  m.multiprocessors = a->multiprocessors;
   for (int k = 0; k < (int)ErrorKind::Count; k++) m.level[k] = (Level)a->level[k];
   for (u64 k = 0; k < a->range_count; k++)
     m.ranges.push_back({a->ranges[3 * k], a->ranges[3 * k + 1], a->ranges[3 * k + 2] != 0, a->range_names[k]});

@@ -1,5 +1,6 @@
 #include "async.h"
 #include "race.h"
+#include "wgmma.h"
 
 AsyncPtr make_async(const Instruction &in, const char *what, std::function<void()> effect) {
   auto op = std::make_shared<AsyncOp>();
@@ -84,22 +85,26 @@ bool complete_one(Cluster &c) {
   struct Queue {
     std::deque<AsyncPtr> *ops;
     Warp *tmem;
+    Warpgroup *wgmma;
   };
   auto &free = c.free_running;
   free.erase(std::remove_if(free.begin(), free.end(), [](const AsyncPtr &op) { return op->done; }), free.end());
   std::vector<Queue> queues;
-  for (auto &cta : c.ctas)
+  for (auto &cta : c.ctas) {
+    for (auto &g : cta->warpgroups)
+      if (g && wgmma_ready(*g)) queues.push_back({nullptr, nullptr, g.get()});
     for (auto &w : cta->warps) {
       for (auto *q : {&w->tensor_pipe, &w->cp_async_pending}) {
         while (!q->empty() && q->front()->done) q->pop_front();
-        if (!q->empty()) queues.push_back({q, nullptr});
+        if (!q->empty()) queues.push_back({q, nullptr, nullptr});
       }
       for (auto &p : w->tmem_pending)
         if (!p.op->done) {
-          queues.push_back({nullptr, w.get()});
+          queues.push_back({nullptr, w.get(), nullptr});
           break;
         }
     }
+  }
   size_t choices = free.size() + queues.size();
   if (!choices) return false;
   size_t k = machine.random() % choices;
@@ -112,6 +117,8 @@ bool complete_one(Cluster &c) {
     AsyncPtr op = q->front();
     q->pop_front();
     op->complete();
+  } else if (queues[k - free.size()].wgmma) {
+    perform_wgmma(*queues[k - free.size()].wgmma);
   } else {
     for (auto &p : queues[k - free.size()].tmem->tmem_pending)
       if (!p.op->done) {

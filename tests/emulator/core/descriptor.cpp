@@ -3,7 +3,7 @@
 
 using namespace numeric;
 
-SmemDescriptor read_smem_descriptor(const Warp &w, const Instruction &in, u64 bits, const char *operand) {
+SmemDescriptor read_smem_descriptor(const Warp &w, const Instruction &in, u64 bits, const char *operand, bool wgmma) {
   SmemDescriptor d{};
   d.start = (u32)(bits & 0x3fff) << 4;
   d.leading = (u32)(bits >> 16 & 0x3fff) << 4;
@@ -20,9 +20,12 @@ SmemDescriptor read_smem_descriptor(const Warp &w, const Instruction &in, u64 bi
       fail(ErrorKind::MisalignedDescriptor, &w, &in, "descriptor %s %016llx: layout type %u is invalid", operand,
            (unsigned long long)bits, d.layout);
   }
-  if (version != 1)
-    fail(ErrorKind::MisalignedDescriptor, &w, &in, "descriptor %s %016llx: version field %u, tcgen05 needs 1", operand,
-         (unsigned long long)bits, version);
+  if (wgmma && d.layout & 1)
+    fail(ErrorKind::MisalignedDescriptor, &w, &in, "descriptor %s %016llx: bit 61 is set, which wgmma does not have", operand,
+         (unsigned long long)bits);
+  if (version != (wgmma ? 0u : 1u))
+    fail(ErrorKind::MisalignedDescriptor, &w, &in, "descriptor %s %016llx: version field %u, %s", operand,
+         (unsigned long long)bits, version, wgmma ? "wgmma has none: a descriptor of tcgen05?" : "tcgen05 needs 1");
   if (absolute) fail(ErrorKind::MisalignedDescriptor, &w, &in, "descriptor %s: absolute leading offsets are not modelled", operand);
   if (base_offset)
     fail(ErrorKind::MisalignedDescriptor, &w, &in, "descriptor %s: base offset %u is not modelled", operand, base_offset);

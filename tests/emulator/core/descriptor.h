@@ -44,7 +44,9 @@ struct SmemDescriptor {
     return swizzle(start + c / per_row * leading + k % rows * width + k / rows * stride + c % per_row * 16);
   }
 };
-SmemDescriptor read_smem_descriptor(const Warp &w, const Instruction &in, u64 bits, const char *operand);
+// The descriptor of wgmma (PTX ISA "Asynchronous warpgroup level matrix shared memory layout") has the same fields in the
+// same places, without a version.
+SmemDescriptor read_smem_descriptor(const Warp &w, const Instruction &in, u64 bits, const char *operand, bool wgmma = false);
 
 // Decodes one 16-byte chunk to floats; returns how many.
 u32 decode_chunk(const u8 *chunk, Element e, Packing p, float *out);

@@ -49,6 +49,7 @@ struct Instruction {
   i32 line;
   u32 index;
   i64 aux[kAux];
+  enum : u8 { kNo, kMoves, kUnpacks, kUses } wgmma_registers;  // what it does with those of any wgmma.mma_async
 };
 
 struct Program {
@@ -65,7 +66,7 @@ struct Program {
 enum class ErrorKind : u32 {
   Race, ProxyFence, UninitialisedSmem, UninitialisedTmem, OutOfBounds, TmemOverlap, DivergentCollective,
   MisalignedDescriptor, Misaligned, TxCount, TmemLeak, Deadlock, IllegalInstruction, Mbarrier, Barrier, ExitedCta,
-  TmemWait, Trap, InstructionLimit, Internal, TmemFreed, TensorFence, Count
+  TmemWait, Trap, InstructionLimit, Internal, TmemFreed, TensorFence, WgmmaFence, WgmmaWait, Count
 };
 enum class Level : u8 { Off, Warn, Error };
 
@@ -127,6 +128,7 @@ struct Warp {
   u32 exited = 0;
   bool finished = false;
   u64 executed = 0;
+  i64 executed_at_yield = 0;  // `executed` when it last waited in vain
   u32 register_limit = 0;
 
   // happens-before state
@@ -152,8 +154,7 @@ struct Warp {
   std::deque<AsyncPtr> cp_async_pending;
   std::map<int, BulkGroups> bulk_groups;      // by lane
   std::map<int, BulkGroups> cp_async_groups;  // key 0: the warp executes these together
-  std::vector<AsyncPtr> wgmma_open;
-  std::deque<std::vector<AsyncPtr>> wgmma_closed;
+  std::shared_ptr<struct WgmmaOfWarp> wgmma;  // once it has executed an instruction of wgmma
   std::vector<Agent> slots;                   // agents of this warp's TMA loads
 
   std::vector<u64> pending_rows;              // register rows that a tcgen05.ld has yet to fill, one bit per 128 bytes
@@ -213,6 +214,7 @@ struct Cta {
   bool tmem_permit = true;
   std::vector<std::pair<Agent, u32>> pair_allocations;  // events of its tcgen05.alloc.cta_group::2, in order
   std::vector<std::unique_ptr<Warp>> warps;
+  std::vector<std::shared_ptr<struct Warpgroup>> warpgroups;  // with wgmma, by warp / 4
   u32 live_warps = 0;
   Clock remote_accesses;                 // accesses to this CTA's memory by agents of its peers
   std::map<Agent, i32> remote_lines;     // and the last instruction of each
@@ -261,6 +263,7 @@ struct Machine {
   u64 executed = 0, limit = 0;
   Level level[(int)ErrorKind::Count];
   bool track_order = true;
+  u32 multiprocessors = 1;  // as many clusters are resident at most
   std::vector<GlobalRange> ranges;
   bool check_global = false;
   std::map<std::pair<u32, i32>, std::pair<std::string, u64>> warnings;

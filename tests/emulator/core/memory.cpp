@@ -274,6 +274,7 @@ HANDLER("atom", Sync) {
   Order order = (Order)in.aux[5];
   race::Actor actor = race::generic(w);
   actor.atomic = true;
+  bool changed = false;
   for (int i : lanes_of(lanes)) {
     Location at = locate(w, in, i, lane_address(w, in.op[address_at], i, in.aux[4]), (Space)in.aux[0], bytes * vector, true);
     if (at.cta) race::shared_access(w, in, *at.cta, at.offset, bytes * vector, true, actor);
@@ -293,11 +294,13 @@ HANDLER("atom", Sync) {
       } else {
         atomic_update(p, in.aux[1], in.aux[2], x, cas ? y : nullptr);
       }
+      changed |= memcmp(old, p, bytes) != 0;
       if (has_dst && in.op[k] != kNone) put_element(w, in.op[k], i, old, bytes, false);
     }
   }
-  machine.progress++;
-  return in.aux[7] ? Step::Yield : Step::Done;
+  // One that changes nothing may be the poll of a loop that waits.
+  if (changed) machine.progress++;
+  return in.aux[7] || (has_dst && !changed) ? Step::Yield : Step::Done;
 }
 
 BINARY_MIXED("mapa.u32", u32, u32, u32, shared_address(y, shared_offset(x)))

@@ -8,6 +8,7 @@
 #include "mbarrier.h"
 #include "memory.h"
 #include "numeric.h"
+#include "operand.h"
 #include "race.h"
 #include "tmem.h"
 
@@ -91,49 +92,6 @@ void check_shape(const Warp &w, const Instruction &in, const Mma &x) {
     fail(ErrorKind::IllegalInstruction, &w, &in, "M=128 in cta_group::2 needs N to be a multiple of 32, it is %u", x.n);
 }
 
-// Accesses of one operand in shared memory: every 16-byte chunk. A collected operand is one that an earlier instruction
-// left in the collector; it must still be there, but costs no bandwidth.
-void track_operand(Warp &w, const Instruction &in, Cta &c, const SmemDescriptor &d, bool mn_major, Packing p, u32 rows,
-                   u32 k, bool collected, const race::Actor &actor, const char *operand) {
-  u32 outer = mn_major ? k : rows, inner = mn_major ? rows / p.per_chunk : k / p.per_chunk;
-  if (d.swizzle_mode == kSwizzle128Atom32 && !(mn_major && p.bits == 32))
-    fail(ErrorKind::MisalignedDescriptor, &w, &in, "%s: the swizzle of 32-byte atoms is for MN-major tf32", operand);
-  // Groups of rows lie a stride apart; a stride of 0 repeats one group on purpose, and one of less than half a row takes the
-  // same rows further along K (CUTLASS's slicek example). Strides in elements or in units of 16 bytes are longer.
-  u32 pattern = d.pattern_rows() * d.width;
-  if (d.swizzle_mode && outer > d.pattern_rows() && 2 * d.stride >= d.width && d.stride < pattern)
-    report(ErrorKind::MisalignedDescriptor, &w, &in,
-           "%s: the descriptor's stride of %u bytes is less than the %u bytes of %u rows of the %u-byte swizzle, so rows "
-           "overlap: a stride in elements, or of another layout?",
-           operand, d.stride, pattern, d.pattern_rows(), d.width);
-  for (u32 o = 0; o < outer; o++)
-    for (u32 i = 0; i < inner; i++) {
-      u32 offset = mn_major ? d.mn_major(i, o) : d.k_major(o, i);
-      shared_owner(w, in, shared_address(c.rank, offset), 16, operand);
-      race::shared_access(w, in, c, offset, 16, false, actor);
-    }
-  if (!collected) machine.counters.operands_read += (u64)outer * inner * 16;
-}
-
-// Reads an operand to out[row * row_stride + k * k_stride].
-void load_operand(const Cta &c, const SmemDescriptor &d, bool mn_major, Element e, Packing p, u32 rows, u32 k, float *out,
-                  size_t row_stride, size_t k_stride) {
-  float chunk[32];
-  if (!mn_major) {
-    for (u32 r = 0; r < rows; r++)
-      for (u32 i = 0; i < k / p.per_chunk; i++) {
-        u32 n = decode_chunk(c.smem.data() + d.k_major(r, i), e, p, chunk);
-        for (u32 j = 0; j < n; j++) out[r * row_stride + (i * n + j) * k_stride] = chunk[j];
-      }
-  } else {
-    for (u32 kk = 0; kk < k; kk++)
-      for (u32 i = 0; i < rows / p.per_chunk; i++) {
-        u32 n = decode_chunk(c.smem.data() + d.mn_major(i, kk), e, p, chunk);
-        for (u32 j = 0; j < n; j++) out[(i * n + j) * row_stride + kk * k_stride] = chunk[j];
-      }
-  }
-}
-
 void load_a_from_tmem(Cta &c, const Mma &x, u32 lane_offset, float *out) {
   u32 per_column = 32 / x.a_tmem_bits, column = tmem_column(x.a_tmem);
   for (u32 r = 0; r < x.rows; r++) {
@@ -176,18 +134,6 @@ void apply_scales(Cta &c, const Mma &x, float *a, float *bt) {
       float s = scale_factor(c, x, x.b_scale, x.b_scale_id, nn % 32 + 64 * half, nn / 32, j);
       for (u32 k = j * block; k < (j + 1) * block; k++) bt[(size_t)k * x.n + n] *= s;
     }
-  }
-}
-
-// c[0..n) += sum over k of a[k] * bt[k][0..n). The products are exact, so a fused multiply-add changes nothing.
-__attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), optimize("O3"))) void multiply_row(
-    u32 n, u32 k_count, const float *__restrict a, const float *__restrict bt, size_t stride, float *__restrict c) {
-  for (u32 k = 0; k < k_count; k += 4) {
-    float a0 = a[k], a1 = a[k + 1], a2 = a[k + 2], a3 = a[k + 3];
-    const float *__restrict b0 = bt + k * stride, *__restrict b1 = b0 + stride, *__restrict b2 = b1 + stride,
-                            *__restrict b3 = b2 + stride;
-    for (u32 j = 0; j < n; j++)
-      c[j] = __builtin_fmaf(a3, b3[j], __builtin_fmaf(a2, b2[j], __builtin_fmaf(a1, b1[j], __builtin_fmaf(a0, b0[j], c[j]))));
   }
 }
 
@@ -345,11 +291,11 @@ HANDLER("tcgen05.mma", Plain) {
         for (u32 lane = 0; x.shift_a && lane < 128; lane += 32)
           track_shift(w, in, c, lane, tmem_column(x.a_tmem), columns, actor, "tcgen05.mma (.ashift)");
       } else {
-        track_operand(w, in, c, x.a_desc, x.a_mn_major, x.a_packing, x.rows, x.k, collected && !x.weight_stationary, actor,
-                      "operand A of tcgen05.mma");
+        track_operand(w, in, c, x.a_desc, x.a_mn_major, x.a_packing, x.rows, x.k, actor, "operand A of tcgen05.mma", 0,
+                      collected && !x.weight_stationary);
       }
-      track_operand(w, in, c, x.b_desc, x.b_mn_major, x.b_packing, x.n / x.group, x.k, collected && x.weight_stationary, actor,
-                    "operand B of tcgen05.mma");
+      track_operand(w, in, c, x.b_desc, x.b_mn_major, x.b_packing, x.n / x.group, x.k, actor, "operand B of tcgen05.mma", 0,
+                    collected && x.weight_stationary);
       if (scaled) {
         for (u32 which = 0; which < 2; which++) {
           u32 address = which ? x.b_scale : x.a_scale;

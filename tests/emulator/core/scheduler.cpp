@@ -8,6 +8,7 @@
 #include "barrier.h"
 #include "memory.h"
 #include "race.h"
+#include "wgmma.h"
 
 Machine machine;
 
@@ -116,6 +117,11 @@ static Turn run_warp(Warp &w, int quantum) {
     const Instruction &in = code[g->pc];
     u32 lanes = g->mask;
     if (in.guard != kTruePredicate) lanes &= predicate_of(w, in.guard);
+    if (lanes && in.wgmma_registers && !check_wgmma_registers(w, in)) {
+      if (w.groups.size() == 1) return Turn::Waiting;
+      g->waited = true;
+      continue;
+    }
     w.executed++;
     if (lanes) {
       executions[in.index]++;
@@ -182,6 +188,7 @@ static Turn run_warp(Warp &w, int quantum) {
             break;
           case Step::Yield:
             g->pc++;
+            w.executed_at_yield = (i64)w.executed;
             if (w.groups.size() == 1) return Turn::Waiting;
             g->waited = true;
             break;
@@ -208,6 +215,8 @@ static Turn run_warp(Warp &w, int quantum) {
   }
   return Turn::QuantumOver;
 }
+
+constexpr i64 kLongestSpin = 64;  // instructions of a loop around a wait
 
 // ---- clusters --------------------------------------------------------------------------------------------------
 
@@ -275,6 +284,7 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
         cta.pair_allocations.clear();
         cta.remote_accesses.clear();
         cta.remote_lines.clear();
+        cta.warpgroups.clear();
         cta.exit_clock.clear();
         cta.live_warps = (u32)cta.warps.size();
         for (u32 k = 0; k < cta.warps.size(); k++) {
@@ -284,6 +294,7 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
           w.exited = ~lanes;
           w.finished = false;
           w.executed = 0;
+          w.executed_at_yield = -kLongestSpin;
           w.cluster_arrivals = w.cluster_waits = 0;
           w.last_wait = {};
           w.tensor_pipe.clear();
@@ -291,6 +302,7 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
           w.cp_async_pending.clear();
           w.bulk_groups.clear();
           w.cp_async_groups.clear();
+          w.wgmma.reset();
           w.pending_rows.clear();
           memset(w.base[0], 0, m.program->register_bytes);
           std::fill(w.predicate.begin(), w.predicate.end(), 0);
@@ -318,6 +330,7 @@ static void check_bulk_stores(Warp &w) {
 
 static void finish_warp(Cluster &c, Warp &w) {
   check_bulk_stores(w);
+  check_wgmma_at_exit(w);
   settle_everything(w);
   machine.executed += w.executed;
   race::warp_exits(w);
@@ -371,7 +384,7 @@ static std::string who_waits_for_what() {
   return s;
 }
 
-// One turn for every warp of a cluster; true if somebody used a whole quantum.
+// One turn for every warp of a cluster; true if somebody used a whole quantum for other things than waiting.
 static bool turn(Cluster &c) {
   bool busy = false;
   if (machine.random_order())
@@ -380,7 +393,8 @@ static bool turn(Cluster &c) {
     Warp *w = c.live[k];
     int quantum = machine.random_order() ? 1 + (int)(machine.random() % 400) : 4096;
     u64 before = w->executed;
-    busy |= run_warp(*w, quantum) == Turn::QuantumOver;
+    // A short quantum may end in the middle of a loop that waits; that is no work.
+    busy |= run_warp(*w, quantum) == Turn::QuantumOver && (i64)w->executed - w->executed_at_yield > kLongestSpin;
     machine.limit -= std::min(machine.limit, w->executed - before);
     if (!machine.limit) fail(ErrorKind::InstructionLimit, w, nullptr, "the launch's instruction limit is used up");
     if (w->finished) {
@@ -395,7 +409,6 @@ static bool turn(Cluster &c) {
 
 void run_grid() {
   Machine &m = machine;
-  constexpr size_t kMaxResident = 64;
   std::vector<std::unique_ptr<Cluster>> idle_clusters;
   u32 counts[3];
   for (int k = 0; k < 3; k++) counts[k] = m.grid[k] / m.cluster_shape[k];
@@ -445,7 +458,7 @@ void run_grid() {
       continue;
     }
     // CTAs may wait for each other through global memory: let another one in before giving up.
-    if (++idle > 8 && next < total && m.active.size() < kMaxResident) {
+    if (++idle > 8 && next < total && m.active.size() < m.multiprocessors) {
       launch_next();
       idle = 0;
     }

@@ -1,4 +1,4 @@
-"""The third-party programs of the suite: all known to be right on B200.
+"""The third-party programs of the suite: all known to be right on B200, those for sm_90a on H200.
 
 DSV4_FOREIGN_KERNELS names a folder with checkouts `cutlass`, `flash-attention` and `FlashMLA`. The
 sources are never copied; a case whose file is absent is skipped with that reason.
@@ -25,6 +25,7 @@ class Case:
     quick: bool = False  # part of `make test`
     skip: str = ""  # why the program cannot run here, whatever the emulator does
     forgiven: tuple[str, ...] = ()  # error kinds that the program has and hardware spares; README.md argues each
+    arch: str = "sm_100a"
 
     def unavailable(self) -> str:
         """The reason for which this case cannot run, or an empty string."""
@@ -42,6 +43,8 @@ class Case:
 
     def command(self, report: Path, schedule: str, seed: int) -> list[str]:
         options = ["--schedule", schedule, "--seed", str(seed), "--report", str(report)]
+        if self.arch != "sm_100a":
+            options += ["--arch", self.arch]
         if self.runner == "run_program.py":
             return [self.runner, *options, str(self.path), *self.arguments.split()]
         return [self.runner, "--checkout", str(self.path), *options, *self.arguments.split()]
@@ -463,6 +466,51 @@ def _primitives() -> list[Case]:
     ]
 
 
+def _hopper() -> list[Case]:
+    folder = "cutlass/examples/python/CuTeDSL/cute/hopper/kernel"
+    gemms, fmha = f"{folder}/dense_gemm", f"{folder}/attention/fmha.py"
+
+    def program(name: str, path: str, arguments: str, quick: bool = False, forgiven: tuple[str, ...] = ()) -> Case:
+        return Case(f"sm_90a {name}", path, arguments, arch="sm_90a", quick=quick, forgiven=forgiven)
+
+    def fa4(name: str, arguments: str) -> Case:
+        return Case(f"sm_90a FA4 {name}", "flash-attention", arguments, "flash_attention_4.py", arch="sm_90a")
+
+    return [
+        program("dense_gemm", f"{gemms}/dense_gemm.py", "--mnkl 512,512,256,1", quick=True),
+        program(
+            "dense_gemm MN-major 128x256 cluster 2x1",
+            f"{gemms}/dense_gemm.py",
+            "--mnkl 512,512,128,2 --a_major m --b_major n --tile_shape_mn 128,256 --cluster_shape_mn 2,1",
+        ),
+        program("dense_gemm 64x64", f"{gemms}/dense_gemm.py", "--mnkl 256,192,128,1 --tile_shape_mn 64,64"),
+        program(
+            "dense_gemm fp8",
+            f"{gemms}/dense_gemm.py",
+            "--mnkl 256,256,256,1 --a_dtype Float8E4M3FN --b_dtype Float8E5M2 --c_dtype Float16",
+        ),
+        program("dense_gemm f16 accumulator", f"{gemms}/dense_gemm.py", "--mnkl 256,256,128,1 --acc_dtype Float16"),
+        program("dense_gemm_persistent", f"{gemms}/dense_gemm_persistent.py", "--mnkl 512,512,256,1"),
+        program(
+            "dense_gemm_persistent cluster 1x2",
+            f"{gemms}/dense_gemm_persistent.py",
+            "--mnkl 512,512,256,1 --cluster_shape_mn 1,2 --tile_shape_mn 128,128",
+        ),
+        program("dense_gemm_fp8_2xacc", f"{gemms}/dense_gemm_fp8_2xacc.py", "", forgiven=("wgmma_fence",)),
+        program("grouped_gemm", f"{folder}/grouped_gemm/grouped_gemm.py", ""),
+        program("fmha d128", fmha, "--q_shape 1,256,2,128 --k_shape 1,512,2,128"),
+        program(
+            "fmha d64 causal persistent", fmha, "--q_shape 1,256,2,64 --k_shape 1,256,1,64 --is_causal --is_persistent"
+        ),
+        fa4(
+            "forward d128 causal GQA ragged",
+            "forward --head-dim 128 --queries 200 --keys 333 --heads 4 --kv-heads 1 --causal",
+        ),
+        fa4("forward d64 ragged", "forward --head-dim 64 --queries 200 --keys 333 --heads 2 --kv-heads 2"),
+        fa4("forward d256", "forward --head-dim 256 --queries 130 --keys 256 --heads 1 --kv-heads 1"),
+    ]
+
+
 CASES: list[Case] = [
     *_gemm_tutorials(),
     *_dense_gemms(),
@@ -474,4 +522,5 @@ CASES: list[Case] = [
     *_flash_attention_4(),
     *_flash_mla(),
     *_primitives(),
+    *_hopper(),
 ]

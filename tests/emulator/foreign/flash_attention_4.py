@@ -1,4 +1,4 @@
-"""FlashAttention-4's sm_100 kernels against float64, on the emulator.
+"""FlashAttention-4's sm_100 and sm_90 kernels against float64, on the emulator.
 
     python flash_attention_4.py --checkout PATH forward --head-dim 128 --queries 256 --keys 256 ...
     python flash_attention_4.py --checkout PATH backward --head-dim 128 --queries 256 --keys 256 ...
@@ -31,9 +31,9 @@ from torch_as_cuda import torch_as_cuda  # noqa: E402
 MLA_HEADS, MLA_ROPE_DIM, MLA_LATENT_DIM = 128, 64, 512
 
 
-def import_interface(checkout: Path) -> Any:
+def import_interface(checkout: Path, arch: str) -> Any:
     """The kernels' interface without the package's __init__, which needs the compiled CUDA extension."""
-    os.environ.setdefault("FLASH_ATTENTION_ARCH", "sm_100")
+    os.environ.setdefault("FLASH_ATTENTION_ARCH", arch.rstrip("a"))
     package = types.ModuleType("flash_attn")
     package.__path__ = [str(checkout / "flash_attn")]
     sys.modules["flash_attn"] = package
@@ -76,8 +76,8 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @contextlib.contextmanager
-def fa4_device(**options: Any) -> Iterator[Device]:
-    with emulated(**options) as device, torch_as_cuda(), driver_answers():
+def fa4_device(arch: str, **options: Any) -> Iterator[Device]:
+    with emulated(arch=arch, **options) as device, torch_as_cuda(arch), driver_answers():
         yield device
 
 
@@ -136,6 +136,7 @@ def run_mla(interface: Any, *, queries: int, keys: int, topk: int | None, paddin
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkout", type=Path, required=True)
+    parser.add_argument("--arch", default="sm_100a")
     parser.add_argument("--schedule", default="eager")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path)
@@ -161,13 +162,14 @@ def main() -> None:
     start = time.monotonic()
     recording = options.recording is not None
     with fa4_device(
+        options.arch,
         schedule=options.schedule,
         seed=options.seed,
         checks=checks_with_warnings(options.warn),
         record=recording,
         lineinfo=not recording,
     ) as device:
-        interface = import_interface(options.checkout)
+        interface = import_interface(options.checkout, options.arch)
         sizes = {"queries": options.queries, "keys": options.keys}
         if options.command != "mla":
             error = run_forward(

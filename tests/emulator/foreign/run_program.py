@@ -1,6 +1,7 @@
 """Runs a third-party CuTe DSL program, unmodified, on the emulator; reports its launches as JSON.
 
-    python run_program.py [--schedule late] [--seed 3] [--report out.json] [--recording out.npz] program.py [arguments]
+    python run_program.py [--arch sm_90a] [--schedule late] [--seed 3] [--report out.json] [--recording out.npz]
+        program.py [arguments]
 
 The program checks its own results; a failed check or an EmulationError fails this script.
 Nothing about the program is changed but where its kernels run: a benchmark is one run, and the few
@@ -80,14 +81,14 @@ def driver_answers() -> Iterator[None]:
         yield
 
 
-def run_program(program: Path, arguments: list[str], **options: Any) -> Device:
+def run_program(program: Path, arguments: list[str], arch: str = "sm_100a", **options: Any) -> Device:
     """Runs the program as `python program.py arguments`; returns the device, with its reports."""
     argv, path = [str(program), *arguments], [str(program.resolve().parent), *sys.path]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "argv", argv))
         stack.enter_context(mock.patch.object(sys, "path", path))
-        device = stack.enter_context(emulated(**options))
-        stack.enter_context(torch_as_cuda())
+        device = stack.enter_context(emulated(arch=arch, **options))
+        stack.enter_context(torch_as_cuda(arch))
         stack.enter_context(driver_answers())
         try:
             runpy.run_path(str(program), run_name="__main__")
@@ -124,6 +125,7 @@ def summary(device: Device, seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", default="sm_100a")
     parser.add_argument("--schedule", default="eager")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path)
@@ -138,6 +140,7 @@ def main() -> None:
     device = run_program(
         options.program,
         options.arguments,
+        arch=options.arch,
         schedule=options.schedule,
         seed=options.seed,
         checks=checks_with_warnings(options.warn),
