@@ -276,7 +276,8 @@ def _is_canceled(d: Decoder, s: Statement, m: re.Match[str]) -> None:
 )
 def _first_cta(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     names = split_operands(s.operands[0][1:-1]) if s.operands[0].startswith("{") else [s.operands[0]]
-    d.emit("clc.first_cta", [*(d.destination(n, "b32") for n in names), d.source(s.operands[1], "b128")])
+    operands = [*(d.destination(n, "b32") for n in names), d.source(s.operands[1], "b128")]
+    d.emit("clc.first_cta", operands, ("xyz".index(m["dim"] or "x"),))
 
 
 _MAP_FIELDS = {"global_address": 0, "global_dim": 1, "global_stride": 2}

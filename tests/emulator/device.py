@@ -92,13 +92,14 @@ class Recording:
             results=split(f["after"], f["lengths"]),
         )
 
-    def replay(self, options: Options, ptx: str | None = None) -> tuple[Report, list[bytes]]:
+    def replay(self, options: Options, ptx: str | Program | None = None) -> tuple[Report, list[bytes]]:
         """Launches again, perhaps with changed PTX; returns the report and the memory left."""
+        program = Program.from_ptx(ptx) if isinstance(ptx, str) else ptx or program_of(self.ptx)
         with DeviceMemory() as memory:
             for address, name, contents in self.memory:
                 memory.place_at(address, contents, name)
             report = launch(
-                program_of(self.ptx) if ptx is None else Program.from_ptx(ptx),
+                program,
                 self.kernel,
                 self.grid,
                 self.block,

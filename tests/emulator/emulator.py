@@ -49,6 +49,7 @@ class Checks:
 
     order: bool = True
     race: str = "error"
+    global_race: str = "error"  # the same in global memory, among all CTAs of the launch
     proxy_fence: str = "error"
     uninitialised_smem: str = "error"
     uninitialised_tmem: str = "error"
@@ -70,6 +71,16 @@ class Checks:
     # Registers of wgmma.mma_async: accessed by other instructions with no wgmma.fence after, or before the wait.
     wgmma_fence: str = "error"
     wgmma_wait: str = "error"
+    # A proxy fence between a generic access and an asynchronous write of the same memory.
+    async_write_fence: str = "off"
+    # fence.mbarrier_init (or fence.proxy.async) between mbarrier.init and the first asynchronous arrival.
+    mbarrier_init_fence: str = "warn"
+
+    @classmethod
+    def strict(cls) -> Checks:
+        """Also what PTX asks for and released kernels leave out: our own kernels are held to it."""
+        asked = ("tmem_wait", "tmem_freed", "tcgen05_fence", "async_write_fence", "mbarrier_init_fence")
+        return cls(**dict.fromkeys(asked, "error"))
 
 
 @dataclasses.dataclass(frozen=True)

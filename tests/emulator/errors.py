@@ -32,6 +32,9 @@ class ErrorKind(enum.IntEnum):
     tcgen05_fence = 21
     wgmma_fence = 22
     wgmma_wait = 23
+    async_write_fence = 24
+    mbarrier_init_fence = 25
+    global_race = 26
 
 
 class EmulationError(Exception):

@@ -6,10 +6,16 @@ caught when the emulator raises an error, when the memory that it leaves differs
 of something new.
 
     python mutation.py RECORDING.npz [--case NAME] [--write] [--only CLASSES] [--sample N]
+        [--checks strict|KIND,KIND] [--evidence]
 
 A wait that never had to wait under any of the seven schedules is not a mutant: its deletion changes
 nothing that these runs could show. What is not caught is listed with its reason, which a person
-wrote into results/mutation_reasons.json: {case: {PTX text, or "PTX text @ line": why}}.
+wrote into results/mutation_reasons.json: {case: {PTX text, or "PTX text @ line": why}}. A reason
+begins with "redundant" or with "blind spot"; the rate of a class leaves the redundant ones out.
+
+--evidence backs the reasons: for each mutant that is not caught it looks for others that are not
+caught either, nor all of them together, but are once this one joins them. Then the checker does see
+what the instruction orders, and those others order it as well.
 """
 
 import argparse
@@ -20,12 +26,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from device import Recording, program_of
-from emulator import Checks, EmulationError, Options, UnknownInstruction
+from emulator import Checks, EmulationError, Options, Program, UnknownInstruction
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -59,6 +65,9 @@ CLASSES: dict[str, str] = {
 # A mutant may loop for ever; a right launch needs far less than this many times its own length.
 RUNAWAY_FACTOR = 30
 NOT_ANALYSED = "not analysed"
+REDUNDANT = "redundant"
+# Enough for the evidence, which tries many sets of deletions.
+EVIDENCE_SCHEDULES = [("eager", 0), ("late", 1)]
 USUAL = Checks()
 
 
@@ -81,25 +90,51 @@ class Outcome:
 
 
 @dataclass
+class Evidence:
+    """Deleted with `others`, which are not caught by themselves, the mutant is."""
+
+    others: list[Site]
+    outcome: Outcome
+
+
+@dataclass
 class Result:
     case: str
+    checks: Checks
     outcomes: list[Outcome] = field(default_factory=list)
     possible: dict[str, int] = field(default_factory=dict)  # class -> mutants before sampling
     never_waited: int = 0
+    evidence: dict[Site, Evidence] = field(default_factory=dict)
     cpu_seconds: float = 0.0
 
     def missed(self) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if not outcome.caught_by]
 
-    def by_class(self) -> dict[str, tuple[int, int]]:
-        """class -> (caught, all)."""
+    def by_class(self, reasons: dict[str, str]) -> dict[str, tuple[int, int, int]]:
+        """class -> (caught, redundant, all)."""
         total = Counter(outcome.site.class_name for outcome in self.outcomes)
         missed = Counter(outcome.site.class_name for outcome in self.missed())
-        return {name: (total[name] - missed[name], total[name]) for name in CLASSES if total[name]}
+        redundant = Counter(
+            outcome.site.class_name
+            for outcome in self.missed()
+            if reason_of(outcome.site, reasons).startswith(REDUNDANT)
+        )
+        return {name: (total[name] - missed[name], redundant[name], total[name]) for name in CLASSES if total[name]}
 
 
-def without(ptx: str, site: Site) -> str:
-    """The PTX without one instruction; lines keep their numbers. A deleted wait succeeds."""
+def rate(caught: int, redundant: int, total: int) -> float:
+    """Of what could be caught."""
+    return caught / (total - redundant) if total > redundant else 1.0
+
+
+def without(ptx: str, *sites: Site) -> str:
+    """The PTX without some instructions; lines keep their numbers. A deleted wait succeeds."""
+    for site in sites:
+        ptx = _without_one(ptx, site)
+    return ptx
+
+
+def _without_one(ptx: str, site: Site) -> str:
     start = 0
     for _ in range(site.line - 1):
         start = ptx.index("\n", start) + 1
@@ -156,8 +191,13 @@ class MutationTest:
         return site.class_name != "mbarrier wait" or bool(self.blocked[site.line])
 
     def run(self, site: Site) -> Outcome:
-        ptx = without(self.recording.ptx, site)
-        for schedule, seed in SCHEDULES:
+        return self.run_without([site], SCHEDULES)
+
+    def run_without(self, sites: list[Site], schedules: list[tuple[str, int]]) -> Outcome:
+        """Of all these deletions together; the outcome is the last one's."""
+        site = sites[-1]
+        ptx = Program.from_ptx(without(self.recording.ptx, *sites))
+        for schedule, seed in schedules:
             options = Options(schedule=schedule, seed=seed, checks=self.checks, max_instructions=self.limit)
             try:
                 report, memory = self.recording.replay(options, ptx)
@@ -173,6 +213,43 @@ class MutationTest:
                 return Outcome(site, "new warning", f"{schedule} {seed}", min(new))
         return Outcome(site)
 
+    def evidence(self, missed: list[Site]) -> dict[Site, Evidence]:
+        """`missed`: what is not caught by itself."""
+        together: list[Site] = []  # as many as are not caught together
+        apart: list[Site] = []
+        for site in missed:
+            (apart if self._caught([*together, site]) else together).append(site)
+        found = {}
+        for site in missed:
+            others = [other for other in together if other != site]
+            if site in together:  # others join in its place, perhaps
+                for other in apart:
+                    if not self._caught([*others, other]):
+                        others.append(other)
+                if not self._caught([*others, site]):
+                    continue
+            others = self._fewest(others, site)
+            found[site] = Evidence(others, self.run_without([*others, site], EVIDENCE_SCHEDULES))
+            lines = [other.line for other in others]
+            print(f"line {site.line} with {lines}: {found[site].outcome.caught_by}", file=sys.stderr, flush=True)
+        return found
+
+    def _fewest(self, others: list[Site], site: Site) -> list[Site]:
+        """Chunks of the others, then single ones, are left out while the rest still serves."""
+        size = len(others)
+        while size:
+            for start in range(0, len(others), size):
+                fewer = others[:start] + others[start + size :]
+                if self._caught([*fewer, site]):
+                    others = fewer
+                    break
+            else:
+                size //= 2
+        return others
+
+    def _caught(self, sites: list[Site]) -> bool:
+        return bool(self.run_without(sites, EVIDENCE_SCHEDULES).caught_by)
+
 
 def run(
     case: str,
@@ -180,10 +257,11 @@ def run(
     only: tuple[str, ...] = (),
     sample: int | None = None,
     checks: Checks = USUAL,
+    evidence: bool = False,
 ) -> Result:
     """sample: at most so many mutants of a class, chosen by a fixed seed."""
     start = time.process_time()
-    test, result = MutationTest(recording, checks), Result(case)
+    test, result = MutationTest(recording, checks), Result(case, checks)
     by_class: dict[str, list[Site]] = {}
     for site in test.sites():
         if only and site.class_name not in only:
@@ -201,6 +279,8 @@ def run(
             result.outcomes.append(outcome)
             how = outcome.caught_by or "NOT CAUGHT"
             print(f"{name} line {site.line}: {how}", file=sys.stderr, flush=True)
+    if evidence:
+        result.evidence = test.evidence([outcome.site for outcome in result.missed()])
     result.cpu_seconds = time.process_time() - start
     return result
 
@@ -209,23 +289,31 @@ def as_json(result: Result, reasons: dict[str, str]) -> dict[str, Any]:
     return {
         "case": result.case,
         "schedules": [f"{schedule} {seed}" for schedule, seed in SCHEDULES],
+        "checks": {
+            f.name: getattr(result.checks, f.name)
+            for f in fields(Checks)
+            if getattr(result.checks, f.name) != f.default
+        },
         "cpu_seconds": round(result.cpu_seconds, 1),
         "waits that never waited": result.never_waited,
         "classes": {
-            name: {"caught": caught, "mutants": total, "possible": result.possible[name]}
-            for name, (caught, total) in result.by_class().items()
+            name: {"caught": caught, "redundant": redundant, "mutants": total, "possible": result.possible[name]}
+            for name, (caught, redundant, total) in result.by_class(reasons).items()
         },
         "caught by": dict(Counter(o.caught_by for o in result.outcomes if o.caught_by)),
-        "not caught": [
-            {
-                "class": outcome.site.class_name,
-                "line": outcome.site.line,
-                "text": outcome.site.text,
-                "reason": reason_of(outcome.site, reasons),
-            }
-            for outcome in result.missed()
-        ],
+        "not caught": [_missed_as_json(result, outcome.site, reasons) for outcome in result.missed()],
     }
+
+
+def _missed_as_json(result: Result, site: Site, reasons: dict[str, str]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"class": site.class_name, "line": site.line, "text": site.text}
+    entry["reason"] = reason_of(site, reasons)
+    if site in result.evidence:
+        evidence = result.evidence[site]
+        entry["deleted with lines"] = [other.line for other in evidence.others]
+        entry["then caught by"] = evidence.outcome.caught_by
+        entry["message"] = evidence.outcome.message
+    return entry
 
 
 def reasons_for(case: str) -> dict[str, str]:
@@ -240,25 +328,36 @@ def readable(document: dict[str, Any]) -> str:
     lines = [
         f"# Mutation test: {document['case']}",
         "",
-        "| class | caught | mutants tried | possible |",
-        "|---|---|---|---|",
+        "| class | mutants | caught | redundant | rate | possible |",
+        "|---|---|---|---|---|---|",
     ]
     for name, counts in document["classes"].items():
-        cells = (name, counts["caught"], counts["mutants"], counts["possible"])
+        caught, redundant, total = counts["caught"], counts["redundant"], counts["mutants"]
+        percent = f"{100 * rate(caught, redundant, total):.0f} %" if total > redundant else "-"
+        cells = (name, total, caught, redundant, percent, counts["possible"])
         lines.append("| " + " | ".join(map(str, cells)) + " |")
+    asked = ", ".join(f"{kind} {level}" for kind, level in document["checks"].items())
     lines += [
         "",
+        f"The rate leaves out what is redundant. Checks besides the usual ones: {asked or 'none'}.",
         f"{document['waits that never waited']} waits never had to wait and are no mutants.",
-    ]
-    lines += [
         f"Caught by: {document['caught by']}. {document['cpu_seconds']} s of CPU.",
         "",
         "Not caught:",
         "",
     ]
     for missed in document["not caught"]:
-        lines.append(f"- line {missed['line']} ({missed['class']}): `{missed['text']}` — {missed['reason']}")
+        line = f"- line {missed['line']} ({missed['class']}): `{missed['text']}` — {missed['reason']}"
+        if "then caught by" in missed:
+            others = ", ".join(map(str, missed["deleted with lines"]))
+            line += f". Deleted together with {others}, which are not caught by themselves: {missed['then caught by']}"
+        lines.append(line)
     return "\n".join(lines) + "\n"
+
+
+def checks_named(text: str) -> Checks:
+    """`strict`, or comma-separated kinds that are errors here, besides the usual ones."""
+    return Checks.strict() if text == "strict" else Checks(**{kind: "error" for kind in text.split(",") if kind})
 
 
 def main() -> None:
@@ -268,12 +367,13 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="to results/mutation_CASE.json and .md")
     parser.add_argument("--only", default="", help="classes, separated by commas")
     parser.add_argument("--sample", type=int, help="at most so many mutants of a class")
-    parser.add_argument("--tcgen05-fence", action="store_true", help="check these fences, as our own kernels do")
+    parser.add_argument("--checks", default="", help="strict, or kinds that are errors besides the usual ones")
+    parser.add_argument("--evidence", action="store_true", help="of what is not caught; takes long")
     options = parser.parse_args()
     case = options.case or options.recording.stem
     only = tuple(options.only.split(",")) if options.only else ()
-    checks = Checks(tcgen05_fence="error" if options.tcgen05_fence else "off")
-    result = run(case, Recording.load(options.recording), only, options.sample, checks)
+    checks = checks_named(options.checks)
+    result = run(case, Recording.load(options.recording), only, options.sample, checks, options.evidence)
     document = as_json(result, reasons_for(case))
     print(readable(document))
     if options.write:

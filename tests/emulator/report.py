@@ -35,7 +35,7 @@ class Report:
     warnings: list[str]  # "kind at ptx line n, k times: text"
     # Lower bound by unit, all CTAs spread over the SMs of a B200 (sm_90a: an H200). The assembler may fuse or remove
     # instructions, so "fma", "alu" and "issue" are bounds of the PTX as written. "operands" is shared memory that the
-    # tensor core reads; "shared" is that of threads and copies. "hbm" moves every tensor at most once, with cold caches.
+    # tensor core reads, "shared" that of threads and copies. "hbm" moves every tensor at most once, with cold caches.
     cycles: dict[str, float]
 
 

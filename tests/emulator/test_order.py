@@ -198,6 +198,90 @@ def test_tensor_fences_are_checked_on_request(mark: str, schedule: str, seed: in
     assert e.value.kind.name == "tcgen05_fence" and "tcgen05.fence" in e.value.message
 
 
+# A tcgen05.ld whose registers NVVM moves, packs and selects before the wait; another warp of the quarter then overwrites.
+MOVED = """setp.ne.u32 %p1, %r102, 0; @%p1 bra S; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r103], 32; S:
+bar.sync 0; ld.shared.u32 %r1, [%r103]; setp.eq.u32 %p2, %r102, 4; and.b32 %r5, %r102, 3; setp.ne.u32 %p4, %r5, 0; @%p4 bra J;
+@%p2 bra L; add.u32 %r10, %r101, 100;
+tcgen05.st.sync.aligned.32x32b.x2.b32 [%r1], {%r101, %r10}; tcgen05.wait::st.sync.aligned; bar.arrive 1, 64;
+bar.sync 2, 64; tcgen05.st.sync.aligned.32x32b.x2.b32 [%r1], {%r100, %r100}; tcgen05.wait::st.sync.aligned; bra J;
+L: bar.sync 1, 64; setp.lt.u32 %p5, %r101, 16;
+tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r2, %r3}, [%r1];
+mov.b64 %rd1, {%r2, %r3}; mov.b64 {%r6, %r7}, %rd1; mov.b32 %r8, %r6; selp.b32 %r9, %r8, %r7, %p5;
+tcgen05.wait::ld.sync.aligned; /*wait*/
+bar.arrive 2, 64; /*used early*/
+add.u32 %r9, %r9, 1; mul.wide.u32 %rd2, %r101, 4; add.s64 %rd3, %rd100, %rd2; st.global.u32 [%rd3], %r9; /*use*/
+J: bar.sync 0; @%p1 bra Z; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 32; Z:"""
+
+
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_moves_of_loaded_registers_are_no_wait(schedule: str, seed: int) -> None:
+    options = {"threads": 160, "schedule": schedule, "seed": seed}
+    out = np.zeros(32, np.uint32)
+    run(MOVED, out, checks=Checks(tmem_wait="error"), **options)
+    np.testing.assert_array_equal(out, [lane + 1 if lane < 16 else lane + 101 for lane in range(32)])
+    # Nothing used the registers before the arrival: the second store is not ordered after the load.
+    with pytest.raises(EmulationError) as e:
+        run(MOVED.replace("tcgen05.wait::ld.sync.aligned;", ""), out, **options)
+    assert e.value.kind.name == "race" and "tcgen05.ld" in e.value.message
+    # A use before the arrival is a wait of the compiler's: a warning, or an error for those who ask.
+    use, arrive = (next(x for x in MOVED.splitlines() if mark in x) for mark in ("/*use*/", "/*used early*/"))
+    early = MOVED.replace("tcgen05.wait::ld.sync.aligned;", "").replace(use, arrive).replace(arrive, use, 1)
+    report = run(early, out, **options)
+    assert sum("before tcgen05.wait::ld" in w for w in report.warnings) == 1
+    with pytest.raises(EmulationError) as e:
+        run(early, out, checks=Checks(tmem_wait="error"), **options)
+    assert e.value.kind.name == "tmem_wait" and e.value.ptx_text.startswith("add.u32")
+
+
+# A TMA load into a buffer that a thread has read: a barrier orders them, and a proxy fence belongs between.
+OVERWRITE = """setp.ne.u32 %p1, %r100, 0; @%p1 bra I; mbarrier.init.shared::cta.b64 [%r103], 1;
+fence.mbarrier_init.release.cluster; /*init*/
+I: shl.b32 %r1, %r100, 2; add.u32 %r2, %r103, %r1; st.shared.u32 [%r2+1024], %r100; ld.shared.u32 %r3, [%r2+1024];
+fence.proxy.async.shared::cta; /*fence*/
+bar.sync 0; @%p1 bra W; mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r103], 512; add.u32 %r4, %r103, 1024;
+cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r4], [%rd101, {0, 0}], [%r103];
+W: mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r103], 0; @!%p4 bra W;"""
+
+
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_fences_before_asynchronous_writes(schedule: str, seed: int) -> None:
+    t = _tiles()
+    options = {"threads": 128, "schedule": schedule, "seed": seed}
+    asked = {"checks": Checks(async_write_fence="error", mbarrier_init_fence="error")}
+    run(OVERWRITE, t, _map(t, (32, 4)), **options, **asked)
+    unfenced = OVERWRITE.replace("fence.proxy.async.shared::cta;", "")
+    assert not run(unfenced, t, _map(t, (32, 4)), **options).warnings
+    with pytest.raises(EmulationError) as e:
+        run(unfenced, t, _map(t, (32, 4)), **options, **asked)
+    assert e.value.kind.name == "async_write_fence" and "fence.proxy.async" in e.value.message
+    # The proxy fence of the initialising thread would do for the mbarrier as well.
+    uninitialised = OVERWRITE.replace("fence.mbarrier_init.release.cluster;", "")
+    run(uninitialised, t, _map(t, (32, 4)), **options, **asked)
+    report = run(unfenced.replace("fence.mbarrier_init.release.cluster;", ""), t, _map(t, (32, 4)), **options)
+    assert [w.split()[0] for w in report.warnings] == ["mbarrier_init_fence"]
+
+
+# Two arrivals at the cluster barrier and two waits (FlashAttention-4): each wait stands for one arrival of everybody.
+TWICE = """mov.u32 %r1, %cluster_ctarank; xor.b32 %r2, %r1, 1; mapa.shared::cluster.u32 %r5, %r103, %r2;
+barrier.cluster.arrive; st.shared.u32 [%r103], %r1; barrier.cluster.arrive;
+barrier.cluster.wait; barrier.cluster.wait; /*second*/
+ld.shared::cluster.u32 %r6, [%r5]; barrier.cluster.arrive; barrier.cluster.wait;"""
+
+
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_each_cluster_wait_stands_for_one_arrival(schedule: str, seed: int) -> None:
+    options = {"grid": 2, "cluster": 2, "schedule": schedule, "seed": seed}
+    run(TWICE, **options)
+    with pytest.raises(EmulationError) as e:
+        run(TWICE.replace("barrier.cluster.wait; /*second*/", ""), **options)
+    assert e.value.kind.name in ("race", "uninitialised_smem", "exited_cta")
+
+
+def test_incomplete_barrier_at_exit() -> None:
+    report = run("setp.ne.u32 %p1, %r102, 0; @%p1 bra E; bar.arrive 1, 64; E:", threads=64)
+    assert any("barrier 1 incomplete: 32 of 64" in w for w in report.warnings)
+
+
 # .relaxed arrivals and waits: tcgen05.fence carries tensor-core work over them, and nothing else.
 RELAXED = """setp.ne.u32 %p1, %r102, 0; @%p1 bra S; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r103], 32;
 setp.ne.u32 %p6, %r101, 0; @%p6 bra S; mbarrier.init.shared::cta.b64 [%r103+8], 32; S: bar.sync 0;

@@ -11,8 +11,8 @@ static inline void each_lane(Warp &w, Operand dst, u32 lanes, F f) {
     for (int i : lanes_of(lanes)) d[i] = f(i);
 }
 
-#define UNARY(name, TD, TA, expr)                                    \
-  HANDLER(name, Plain) {                                             \
+#define UNARY_KIND(name, kind, TD, TA, expr)                         \
+  HANDLER(name, kind) {                                              \
     const TA *a = row<TA>(w, in.op[1]);                              \
     each_lane<TD>(w, in.op[0], lanes, [&](int i) -> TD {             \
       TA x = a[i];                                                   \
@@ -20,6 +20,7 @@ static inline void each_lane(Warp &w, Operand dst, u32 lanes, F f) {
     });                                                              \
     return Step::Done;                                               \
   }
+#define UNARY(name, TD, TA, expr) UNARY_KIND(name, Plain, TD, TA, expr)
 #define BINARY_MIXED(name, TD, TA, TB, expr)                         \
   HANDLER(name, Plain) {                                             \
     const TA *a = row<TA>(w, in.op[1]);                              \

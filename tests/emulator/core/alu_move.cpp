@@ -4,16 +4,16 @@
 #include "memory.h"
 #include "numeric.h"
 
-UNARY("mov.b32", u32, u32, x)
-UNARY("mov.b64", u64, u64, x)
-UNARY("mov.b128", u128, u128, x)
+UNARY_KIND("mov.b32", Move, u32, u32, x)
+UNARY_KIND("mov.b64", Move, u64, u64, x)
+UNARY_KIND("mov.b128", Move, u128, u128, x)
 UNARY("cvta.shared", u64, u64, x + kSharedWindow)
 UNARY("cvta.to.shared", u64, u64, x - kSharedWindow)
 UNARY("cvta.local", u64, u64, x + kLocalWindow)
 UNARY("cvta.to.local", u64, u64, x - kLocalWindow)
 
 // aux[0]: bits per element. Operands: destination, then sources from the low end.
-HANDLER("pack", Plain) {
+HANDLER("pack", Move) {
   u32 n = in.operand_count - 1, bits = (u32)in.aux[0], total = bits * n;
   u64 mask = bits == 64 ? ~0ull : (1ull << bits) - 1;
   for (int i : lanes_of(lanes)) {
@@ -29,7 +29,7 @@ HANDLER("pack", Plain) {
   return Step::Done;
 }
 // Operands: destinations from the low end, then the source.
-HANDLER("unpack", Plain) {
+HANDLER("unpack", Move) {
   u32 n = in.operand_count - 1, bits = (u32)in.aux[0], total = bits * n;
   u64 mask = bits == 64 ? ~0ull : (1ull << bits) - 1;
   for (int i : lanes_of(lanes)) {
@@ -44,12 +44,12 @@ HANDLER("unpack", Plain) {
   }
   return Step::Done;
 }
-HANDLER("pack.2x32", Plain) {
+HANDLER("pack.2x32", Move) {
   const u32 *a = row<u32>(w, in.op[1]), *b = row<u32>(w, in.op[2]);
   each_lane<u64>(w, in.op[0], lanes, [&](int i) { return (u64)b[i] << 32 | a[i]; });
   return Step::Done;
 }
-HANDLER("unpack.2x32", Plain) {
+HANDLER("unpack.2x32", Move) {
   u64 t[kLanes];
   memcpy(t, row<u64>(w, in.op[2]), sizeof t);
   if (in.op[0] != kNone) each_lane<u32>(w, in.op[0], lanes, [&](int i) { return (u32)t[i]; });
@@ -127,7 +127,7 @@ PREDICATE_OP("not.pred", ~x)
 PREDICATE_OP("mov.pred", x)
 
 #define SELECT(name, T)                                                       \
-  HANDLER(name, Plain) {                                                      \
+  HANDLER(name, Move) {                                                       \
     const T *a = row<T>(w, in.op[1]), *b = row<T>(w, in.op[2]);               \
     u32 p = predicate_of(w, in.op[3]);                                        \
     each_lane<T>(w, in.op[0], lanes, [&](int i) { return p >> i & 1 ? a[i] : b[i]; }); \

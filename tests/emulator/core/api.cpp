@@ -44,6 +44,7 @@ void *emu_program(u32 count, const char *const *names, const i64 *table, const u
     in.guard = (u32)t[0];
     in.line = (i32)t[1];
     in.operand_count = (u16)t[2];
+    in.destinations = (u16)(name.rfind("unpack", 0) == 0 ? in.operand_count - 1 : 1);
     in.op = p->operands.data() + t[3];
     in.index = i;
     for (int k = 0; k < kAux; k++) in.aux[k] = t[4 + k];
@@ -112,6 +113,9 @@ int emu_launch(void *program, const LaunchArguments *a, LaunchResult *r, u64 *ex
     g_message = f.text;
   }
   m.active.clear();
+  m.locations.clear();
+  m.global_shadow.clear();
+  m.last_page = ~0ull;
   memcpy(executions, m.executions.data(), n * 8);
   memcpy(lane_executions, m.lane_executions.data(), n * 8);
   memcpy(blocked, m.blocked.data(), n * 8);

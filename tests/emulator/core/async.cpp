@@ -23,56 +23,80 @@ void issue_cp_async(Warp &w, const AsyncPtr &op) {
   else op->complete();
 }
 
-static void mark_rows(Warp &w, const Instruction &in, u32 first, u32 rows, bool pending) {
-  if (w.pending_rows.empty()) w.pending_rows.resize(machine.program->register_bytes / 128 / 64 + 1);
-  for (u32 k = first; k < first + rows; k++) {
-    if (in.op[k] == kNone) continue;
-    u32 bit = operand_offset(in.op[k]) / 128;
-    if (pending) w.pending_rows[bit / 64] |= 1ull << (bit % 64);
-    else w.pending_rows[bit / 64] &= ~(1ull << (bit % 64));
-  }
+// A register's row takes units of 128 bytes: one, or more if its elements are wide. `pending_loads` has for each unit the
+// tcgen05.ld, by its event, whose values it holds and that nothing has waited for; 0 is none.
+static u32 pending_load(const Warp &w, Operand o) {
+  if (o == kNone || o >> 31 || operand_is_predicate(o)) return 0;
+  u32 last = 0;
+  for (u32 unit = 0; unit < operand_bytes(o) / 4; unit++) last = std::max(last, w.pending_loads[operand_offset(o) / 128 + unit]);
+  return last;
+}
+static void set_pending_load(Warp &w, Operand o, u32 event) {
+  if (o == kNone) return;
+  for (u32 unit = 0; unit < operand_bytes(o) / 4; unit++) w.pending_loads[operand_offset(o) / 128 + unit] = event;
 }
 
-void issue_tmem(Warp &w, const Instruction &in, const AsyncPtr &op, bool is_load, u32 event, u32 first_row, u32 rows) {
+void issue_tmem(Warp &w, const Instruction &in, const AsyncPtr &op, bool is_load, u32 event, u32 registers) {
   if (!machine.deferring()) op->complete();
-  w.tmem_pending.push_back({op, is_load, event, &in, first_row, rows});
-  if (is_load) mark_rows(w, in, first_row, rows, true);
+  w.tmem_pending.push_back({op, is_load, event});
+  if (!is_load) return;
+  w.pending_loads.resize(machine.program->register_bytes / 128 + 1);
+  for (u32 k = 0; k < registers; k++) set_pending_load(w, in.op[k], event);
 }
 
-static void finish(Warp &w, const Warp::PendingTmem &p) {
-  p.op->complete();
-  if (p.is_load) mark_rows(w, *p.from, p.first_row, p.rows, false);
+static void settle_loads(Warp &w, u32 last) {
+  std::deque<Warp::PendingTmem> rest;
+  bool more = false;
+  for (auto &p : w.tmem_pending) {
+    if (p.is_load && p.event <= last) {
+      p.op->complete();
+      race::learn(w, kTmemLoad, p.event);
+    } else {
+      more |= p.is_load;
+      rest.push_back(p);
+    }
+  }
+  w.tmem_pending.swap(rest);
+  if (!more) w.pending_loads.clear();
+  for (u32 &event : w.pending_loads)
+    if (event <= last) event = 0;
 }
 
 void settle_tmem(Warp &w, bool loads, bool stores) {
+  if (loads) settle_loads(w, ~0u);
+  if (!stores) return;
   std::deque<Warp::PendingTmem> rest;
   for (auto &p : w.tmem_pending) {
-    if (p.is_load ? loads : stores) {
-      finish(w, p);
-      race::learn(w, p.is_load ? kTmemLoad : kTmemStore, p.event);
-    } else {
+    if (p.is_load) {
       rest.push_back(p);
+    } else {
+      p.op->complete();
+      race::learn(w, kTmemStore, p.event);
     }
   }
   w.tmem_pending.swap(rest);
 }
 
-void settle_pending_registers(Warp &w, const Instruction &in) {
-  if (w.pending_rows.empty()) return;
-  bool hit = false;
-  for (u32 k = 0; k < in.operand_count && !hit; k++) {
-    Operand o = in.op[k];
-    if (o == kNone || o >> 31 || operand_is_predicate(o)) continue;
-    // A row of wide elements covers two or four 128-byte units.
-    for (u32 unit = 0; unit < operand_bytes(o) / 4; unit++) {
-      u32 bit = operand_offset(o) / 128 + unit;
-      hit |= w.pending_rows[bit / 64] >> (bit % 64) & 1;
-    }
+void check_pending_registers(Warp &w, const Instruction &in, u32 lanes) {
+  if (w.pending_loads.empty()) return;
+  u32 last = 0;
+  for (u32 k = 0; k < in.operand_count; k++) last = std::max(last, pending_load(w, in.op[k]));
+  if (!last) return;
+  if (in.kind == Kind::Move) {
+    // NVVM moves and packs the registers right after the load, and no such move is left in the machine code. The copy
+    // gets the loaded value, but nothing is known of the load's end.
+    for (auto &p : w.tmem_pending)
+      if (p.is_load && p.event <= last) p.op->complete();
+    u32 carried = 0;
+    for (u32 k = in.destinations; k < in.operand_count; k++) carried = std::max(carried, pending_load(w, in.op[k]));
+    // A copy of some of the lanes leaves the rest of the row as it was.
+    if (carried || lanes == (u32)~w.exited)
+      for (u32 k = 0; k < in.destinations; k++) set_pending_load(w, in.op[k], carried);
+    return;
   }
-  if (!hit) return;
-  // The compiler tracks the registers of a tcgen05.ld, so this is a wait; only later loads may still be under way.
+  // PTX asks for the wait; the compiler tracks these registers by itself, so this is one for that load and those before.
   report(ErrorKind::TmemWait, &w, &in, "uses the registers of a tcgen05.ld before tcgen05.wait::ld");
-  settle_tmem(w, true, false);
+  settle_loads(w, last);
 }
 
 void settle_everything(Warp &w) {

@@ -10,11 +10,13 @@ AsyncPtr make_async(const Instruction &in, const char *what, std::function<void(
 void issue_free(Warp &w, const AsyncPtr &op);
 void issue_tensor_pipe(Warp &w, const AsyncPtr &op);
 void issue_cp_async(Warp &w, const AsyncPtr &op);
-void issue_tmem(Warp &w, const Instruction &in, const AsyncPtr &op, bool is_load, u32 event, u32 first_row, u32 rows);
+void issue_tmem(Warp &w, const Instruction &in, const AsyncPtr &op, bool is_load, u32 event,
+                u32 registers);
 
 // Completes one queued operation of the cluster; false if there is none.
 bool complete_one(Cluster &c);
-// The instruction uses registers that a tcgen05.ld has yet to fill: that load is waited for.
-void settle_pending_registers(Warp &w, const Instruction &in);
+// The instruction may use registers whose tcgen05.ld nothing has waited for: that is reported and counts as the wait. A
+// register move is no use; what it writes is pending in turn.
+void check_pending_registers(Warp &w, const Instruction &in, u32 lanes);
 void settle_tmem(Warp &w, bool loads, bool stores);
 void settle_everything(Warp &w);

@@ -93,9 +93,9 @@ void complete_cluster_barrier(Cluster &c) {
           all &= w->cluster_arrivals > c.barrier_generation;
         }
     if (!anyone || !all) return;
-    c.barrier_generation++;
-    c.barrier_complete = c.barrier_gathering;
-    c.barrier_executed_complete = c.barrier_executed;
+    u64 parity = c.barrier_generation++ & 1;
+    c.barrier_complete[parity] = c.barrier_gathering[parity];
+    c.barrier_executed_complete[parity] = c.barrier_executed[parity];
     machine.progress++;
   }
 }
@@ -104,9 +104,9 @@ HANDLER("barrier.cluster.arrive", Sync) {  // aux: 0 relaxed
   if (w.cluster_arrivals > w.cluster_waits)
     // Undefined by PTX, but FlashAttention-4 does it and runs.
     warn(ErrorKind::Barrier, &in, "barrier.cluster.arrive twice without a wait between");
-  w.cluster_arrivals++;
-  race::release(w, w.cta->cluster->barrier_gathering, in.aux[0]);
-  race::executed(w, w.cta->cluster->barrier_executed);
+  u64 parity = w.cluster_arrivals++ & 1;
+  race::release(w, w.cta->cluster->barrier_gathering[parity], in.aux[0]);
+  race::executed(w, w.cta->cluster->barrier_executed[parity]);
   machine.progress++;
   complete_cluster_barrier(*w.cta->cluster);
   return Step::Done;
@@ -117,9 +117,9 @@ HANDLER("barrier.cluster.wait", Sync) {
   if (w.cluster_waits >= w.cluster_arrivals)
     report(ErrorKind::Barrier, &w, &in, "barrier.cluster.wait without an arrive before it");
   if (c.barrier_generation <= w.cluster_waits) return Step::Blocked;
-  w.cluster_waits++;
-  race::acquire(w, c.barrier_complete, in.aux[0]);
-  if (machine.track_order) w.cta->exit_clock.join(c.barrier_executed_complete);
+  u64 parity = w.cluster_waits++ & 1;
+  race::acquire(w, c.barrier_complete[parity], in.aux[0]);
+  if (machine.track_order) w.cta->exit_clock.join(c.barrier_executed_complete[parity]);
   return Step::Done;
 }
 

@@ -8,8 +8,12 @@
 // fence.proxy.async on the path: the async proxy may read a generic-proxy write only if `fenced` covers it (PTX ISA,
 // "Memory Consistency Model: proxy-preserved base causality order"). A third clock, `tensor`, is the part that
 // tcgen05.fence::before_thread_sync and ::after_thread_sync (or a commit) carried over; it is kept for Checks.tcgen05_fence.
+//
+// Agents are numbered within a cluster. What is known of the agents of other clusters, through strong accesses to global
+// memory only, is in `foreign`, by the sequence number of the cluster; mostly there is nothing.
 #pragma once
 #include <algorithm>
+#include <map>
 #include <vector>
 #include "types.h"
 
@@ -43,15 +47,22 @@ class Clock {
 
 struct ClockPair {
   Clock order, fenced, tensor;
-  void join(const ClockPair &o) {
+  std::map<u32, Clock> foreign;
+  // All but `tensor`.
+  void join_order(const ClockPair &o) {
     order.join(o.order);
     fenced.join(o.fenced);
+    for (auto &[cluster, clock] : o.foreign) foreign[cluster].join(clock);
+  }
+  void join(const ClockPair &o) {
+    join_order(o);
     tensor.join(o.tensor);
   }
   void clear() {
     order.clear();
     fenced.clear();
     tensor.clear();
+    foreign.clear();
   }
 };
 

@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <vector>
 #include "clock.h"
+#include "shadow.h"
 #include "types.h"
 
 struct Warp;
@@ -28,7 +29,14 @@ enum class Step : u8 {
 };
 using Handler = Step (*)(Warp &, const Instruction &, u32 lanes);
 
-enum class Kind : u8 { Plain, Sync, Branch, BranchIndexed, Exit };
+enum class Kind : u8 {
+  Plain,
+  Move,  // plain, and only carries values from register to register
+  Sync,
+  Branch,
+  BranchIndexed,
+  Exit
+};
 
 // An operand: bit 31 constant pool, bits 30..29 element size (4 << n bytes; 3 = predicate), bit 28 predicate negated,
 // low 28 bits byte offset of the 32-lane row (predicate: its index).
@@ -44,6 +52,7 @@ struct Instruction {
   Handler run;
   Kind kind;
   u16 operand_count;
+  u16 destinations;  // of a Move: the first operands
   Operand guard;
   const Operand *op;
   i32 line;
@@ -66,7 +75,8 @@ struct Program {
 enum class ErrorKind : u32 {
   Race, ProxyFence, UninitialisedSmem, UninitialisedTmem, OutOfBounds, TmemOverlap, DivergentCollective,
   MisalignedDescriptor, Misaligned, TxCount, TmemLeak, Deadlock, IllegalInstruction, Mbarrier, Barrier, ExitedCta,
-  TmemWait, Trap, InstructionLimit, Internal, TmemFreed, TensorFence, WgmmaFence, WgmmaWait, Count
+  TmemWait, Trap, InstructionLimit, Internal, TmemFreed, TensorFence, WgmmaFence, WgmmaWait, AsyncWriteFence,
+  MbarrierInitFence, GlobalRace, Count
 };
 enum class Level : u8 { Off, Warn, Error };
 
@@ -134,6 +144,7 @@ struct Warp {
   // happens-before state
   ClockPair now;          // what this warp knows
   ClockPair released;     // what its last release fence published (for .relaxed arrivals)
+  std::shared_ptr<const ClockPair> released_copy;  // of `released`, shared by all its relaxed stores; made when needed
   ClockPair to_acquire;   // what .relaxed waits saw, taken over by the next acquire fence
   ClockPair pipe;         // start clocks of everything in its tensor pipe
   Clock tensor_published; // what its last tcgen05.fence::before_thread_sync covered
@@ -147,8 +158,6 @@ struct Warp {
     AsyncPtr op;
     bool is_load;
     u32 event;
-    const Instruction *from;
-    u32 first_row, rows;  // of `from`: the registers a load fills
   };
   std::deque<PendingTmem> tmem_pending;
   std::deque<AsyncPtr> cp_async_pending;
@@ -157,7 +166,7 @@ struct Warp {
   std::shared_ptr<struct WgmmaOfWarp> wgmma;  // once it has executed an instruction of wgmma
   std::vector<Agent> slots;                   // agents of this warp's TMA loads
 
-  std::vector<u64> pending_rows;              // register rows that a tcgen05.ld has yet to fill, one bit per 128 bytes
+  std::vector<u32> pending_loads;             // registers that hold what a tcgen05.ld brings (async.cpp)
 
   u64 cluster_arrivals = 0, cluster_waits = 0;
   struct {
@@ -196,8 +205,6 @@ struct TmemAllocation {
   u32 event = 0;
 };
 
-class Shadow;
-
 struct Cta {
   Cta();
   ~Cta();
@@ -218,6 +225,11 @@ struct Cta {
   u32 live_warps = 0;
   Clock remote_accesses;                 // accesses to this CTA's memory by agents of its peers
   std::map<Agent, i32> remote_lines;     // and the last instruction of each
+  struct RemoteCommit {
+    u32 event;
+    i32 line;
+  };
+  std::map<Agent, RemoteCommit> remote_commits;  // the last tcgen05.commit of each peer's tensor pipe to a barrier here
   Clock exit_clock;                      // what its warps knew when they exited
   u64 counters[16] = {};
 };
@@ -226,8 +238,9 @@ struct Cluster {
   std::vector<std::unique_ptr<Cta>> ctas;
   u32 sequence = 0;
   u64 barrier_generation = 0;
-  ClockPair barrier_gathering, barrier_complete;
-  Clock barrier_executed, barrier_executed_complete;  // what lies before the arrivals, .relaxed or not: enough for exits
+  // By parity of the generation: warps may arrive for the next one while others have yet to arrive for this one.
+  ClockPair barrier_gathering[2], barrier_complete[2];
+  Clock barrier_executed[2], barrier_executed_complete[2];  // what lies before the arrivals, .relaxed or not: enough for exits
   std::vector<Warp *> live;
   std::vector<AsyncPtr> free_running;  // TMA loads, bulk copies: no order among themselves
   u32 next_slot = 0;                   // agents handed out beyond the warps' fixed ones
@@ -239,6 +252,12 @@ struct GlobalRange {
   u64 begin, end;
   bool writable;
   std::string name;
+};
+
+// What one warp published by its last strong store to a location.
+struct Published {
+  u32 cluster, warp;
+  std::shared_ptr<const ClockPair> clock;
 };
 
 enum class Schedule : u32 { Eager, Random, Late, RandomWarps };
@@ -259,6 +278,7 @@ struct Machine {
   const u8 *params = nullptr;
   Schedule schedule = Schedule::Eager;
   u64 random_state = 1;
+  u64 clusters = 0, clusters_started = 0;  // of the grid, x fastest; started or taken over by clusterlaunchcontrol
   u64 progress = 0;  // counts everything that may unblock somebody
   u64 executed = 0, limit = 0;
   Level level[(int)ErrorKind::Count];
@@ -271,12 +291,24 @@ struct Machine {
   std::map<std::string, u64> shapes;
   Counters counters;
   std::vector<std::unique_ptr<Cluster>> active;
+  // Happens-before across the launch: strong stores by location, and the shadow of global memory by page.
+  std::unordered_map<const void *, std::vector<Published>> locations;
+  std::unordered_map<u64, std::unique_ptr<Shadow>> global_shadow;
+  u64 last_page = ~0ull;  // of global_shadow
+  Shadow *last_page_shadow = nullptr;
 
   u64 random() {
     random_state ^= random_state << 13;
     random_state ^= random_state >> 7;
     random_state ^= random_state << 17;
     return random_state;
+  }
+  // The id of the first CTA of a cluster.
+  void first_cta(u64 cluster, u32 *id) const {
+    u32 x = grid[0] / cluster_shape[0], y = grid[1] / cluster_shape[1];
+    id[0] = (u32)(cluster % x) * cluster_shape[0];
+    id[1] = (u32)(cluster / x % y) * cluster_shape[1];
+    id[2] = (u32)(cluster / x / y) * cluster_shape[2];
   }
   bool deferring() const { return schedule == Schedule::Random || schedule == Schedule::Late; }
   bool random_order() const { return schedule != Schedule::Eager; }

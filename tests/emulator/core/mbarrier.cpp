@@ -38,12 +38,17 @@ Mbarrier &mbarrier_at(Warp &w, const Instruction &in, u32 address, const race::A
   Cta *owner;
   Mbarrier &b = *find(w, in, address, &owner, what);
   if (machine.track_order) {
-    if (owner != w.cta) race::touch_peer(w, in, *owner, a);
+    if (owner != w.cta) race::touch_peer(w, in, *owner, a, a.async_proxy && a.agent == w.agent(kTensorPipe));
     if (a.known->order[b.init_agent] < b.init_event)
       report(ErrorKind::Race, &w, &in,
              "%s: the mbarrier at 0x%x of CTA rank %u is used, but its mbarrier.init at ptx line %d is not ordered before: "
              "a fence.mbarrier_init, CTA or cluster barrier is missing",
              what, shared_offset(address), owner->rank, b.init_line);
+    else if (a.async_proxy && a.known->fenced[b.init_agent] < b.init_event)
+      report(ErrorKind::MbarrierInitFence, &w, &in,
+             "%s: the mbarrier.init at ptx line %d of the mbarrier at 0x%x of CTA rank %u is ordered before, but the async "
+             "proxy need not see it: a fence.mbarrier_init by the initialising thread is missing",
+             what, b.init_line, shared_offset(address), owner->rank);
   }
   return b;
 }

@@ -99,21 +99,41 @@ void count_banks(const u32 *offsets, u32 lanes, u32 bytes) {
   machine.counters.shared_wavefronts += waves;
 }
 
-ClockPair &location_clock(Cluster &c, const void *data) {
-  static std::unordered_map<const Cluster *, std::unordered_map<const void *, ClockPair>> clocks;
-  static u32 sequence = ~0u;
-  if (sequence != c.sequence) clocks.clear(), sequence = c.sequence;
-  return clocks[&c][data];
+void order_before(Warp &w, Order order, const Location &at) {
+  if (order >= Order::Release || order == Order::Relaxed) race::release_at(w, at.data, order == Order::Relaxed);
 }
-void order_before(Warp &w, Order order, const void *data) {
-  if (order >= Order::Release) race::release(w, location_clock(*w.cta->cluster, data));
-  else if (order == Order::Relaxed) race::release(w, location_clock(*w.cta->cluster, data), true);
+void order_after(Warp &w, Order order, const Location &at) {
+  bool acquires = order == Order::Acquire || order == Order::AcquireRelease;
+  if (acquires || order == Order::Relaxed) race::acquire_at(w, at.data, at.global, !acquires);
 }
-void order_after(Warp &w, Order order, const void *data) {
-  if (order == Order::Acquire || order == Order::AcquireRelease)
-    race::acquire(w, location_clock(*w.cta->cluster, data));
-  else if (order == Order::Relaxed) race::acquire(w, location_clock(*w.cta->cluster, data), true);
-}
+
+// The global accesses of a warp, those of neighbouring lanes as one.
+class GlobalAccesses {
+ public:
+  GlobalAccesses(Warp &w, const Instruction &in, bool write, const race::Actor &actor)
+      : w_(w), in_(in), write_(write), actor_(actor) {}
+  // `same`: the bytes are there already.
+  void add(const void *data, u32 bytes, bool same = false) {
+    u64 address = (u64)data;
+    if (same != same_ || (address != end_ && !(address == begin_ && bytes <= end_ - begin_))) {
+      flush();
+      begin_ = address;
+      same_ = same;
+    }
+    end_ = std::max(end_, address + bytes);
+  }
+  void flush() {
+    if (begin_ < end_) race::global_access(w_, in_, begin_, end_ - begin_, write_, actor_, same_);
+    begin_ = end_ = 0;
+  }
+
+ private:
+  Warp &w_;
+  const Instruction &in_;
+  bool write_, same_ = false;
+  race::Actor actor_;
+  u64 begin_ = 0, end_ = 0;
+};
 
 // sign: 0 zero-extend, 1 sign-extend to the row, 2 sign-extend to 16 bits.
 void put_element(Warp &w, Operand o, int lane, const u8 *p, u32 bytes, i64 sign) {
@@ -147,6 +167,7 @@ HANDLER("ld", Plain) {
   u32 offsets[kLanes], shared_lanes = 0;
   race::Actor actor = race::generic(w);
   actor.atomic = order != Order::Weak;
+  GlobalAccesses global(w, in, false, actor);
   for (int i : lanes_of(lanes)) {
     u64 address = space == Space::Param && in.op[n] == kNone ? (u64)machine.params + (u64)in.aux[4]
                                                              : lane_address(w, in.op[n], i, in.aux[4]);
@@ -158,11 +179,13 @@ HANDLER("ld", Plain) {
       (at.cta == w.cta ? machine.counters.shared_read : machine.counters.dsmem) += n * bytes;
     } else if (at.global) {
       machine.counters.global_read += n * bytes;
+      global.add(at.data, n * bytes);
     }
     for (u32 k = 0; k < n; k++)
       if (in.op[k] != kNone) put_element(w, in.op[k], i, at.data + k * bytes, bytes, in.aux[3]);
-    if (order != Order::Weak) order_after(w, order, at.data);
+    if (order != Order::Weak) order_after(w, order, at);
   }
+  global.flush();
   if (shared_lanes) count_banks(offsets, shared_lanes, n * bytes);
   return Step::Done;
 }
@@ -182,6 +205,7 @@ HANDLER("st", Plain) {
   u32 offsets[kLanes], shared_lanes = 0;
   race::Actor actor = race::generic(w);
   actor.atomic = order != Order::Weak;
+  GlobalAccesses global(w, in, true, actor);
   for (int i : lanes_of(lanes)) {
     Location at = locate(w, in, i, lane_address(w, in.op[n], i, in.aux[4]), space, n * bytes, true);
     if (at.cta) {
@@ -192,9 +216,13 @@ HANDLER("st", Plain) {
     } else if (at.global) {
       machine.counters.global_written += n * bytes;
     }
-    if (order != Order::Weak) order_before(w, order, at.data);
+    if (order != Order::Weak) order_before(w, order, at);
+    u8 before[32];  // the widest vector
+    if (at.global) memcpy(before, at.data, n * bytes);
     for (u32 k = 0; k < n; k++) get_element(w, in.op[k], i, at.data + k * bytes, bytes);
+    if (at.global) global.add(at.data, n * bytes, memcmp(before, at.data, n * bytes) == 0);
   }
+  global.flush();
   if (order != Order::Weak) machine.progress++;
   if (shared_lanes) count_banks(offsets, shared_lanes, n * bytes);
   return Step::Done;
@@ -278,9 +306,12 @@ HANDLER("atom", Sync) {
   for (int i : lanes_of(lanes)) {
     Location at = locate(w, in, i, lane_address(w, in.op[address_at], i, in.aux[4]), (Space)in.aux[0], bytes * vector, true);
     if (at.cta) race::shared_access(w, in, *at.cta, at.offset, bytes * vector, true, actor);
-    else machine.counters.global_read += bytes, machine.counters.global_written += bytes;
-    order_before(w, order, at.data);
-    order_after(w, order, at.data);
+    else if (at.global) {
+      machine.counters.global_read += bytes, machine.counters.global_written += bytes;
+      race::global_access(w, in, (u64)at.data, bytes * vector, true, actor);
+    }
+    order_before(w, order, at);
+    order_after(w, order, at);
     for (u32 k = 0; k < vector; k++) {
       u8 *p = at.data + k * bytes, old[16];
       memcpy(old, p, bytes);

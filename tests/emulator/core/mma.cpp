@@ -339,7 +339,8 @@ HANDLER("tcgen05.commit", Plain) {
     }
     // The arrival stands for everything in the pipe so far, and for what each of those operations had waited for.
     auto publish = std::make_shared<ClockPair>(w.pipe);
-    race::Actor actor{w.agent(kTensorPipe), w.events[kTensorPipe], &w.now, false, true};
+    // An event of its own: whoever saw an earlier arrival need not know of this one when a CTA exits.
+    race::Actor actor = race::stream(w, kTensorPipe, true);
     if (machine.track_order) {
       publish->order.raise(actor.agent, actor.event);
       publish->fenced.raise(actor.agent, actor.event);

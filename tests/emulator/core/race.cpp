@@ -3,6 +3,9 @@
 
 namespace race {
 
+constexpr u32 kPageGranules = 256;  // of the global shadow
+constexpr u32 kGlobalReaders = 4;   // reads of a granule of global memory that are remembered
+
 static const char *describe(const Cluster &cluster, Agent agent, char *buffer, size_t size) {
   u32 fixed = cluster.warp_count * kWarpAgents;
   if (agent >= fixed) return "a TMA or bulk copy";
@@ -21,6 +24,7 @@ void start_cluster(Cluster &c) {
     for (auto &w : cta->warps) {
       w->now.clear();
       w->released.clear();
+      w->released_copy.reset();
       w->to_acquire.clear();
       w->pipe.clear();
       w->tensor_published.clear();
@@ -63,28 +67,40 @@ Free free_running(Warp &w) {
                                               bool write, const Conflict &c) {
   char buffer[96];
   const char *who = describe(*w.cta->cluster, c.earlier.agent, buffer, sizeof buffer);
-  if (c.tensor_only)
-    report(ErrorKind::TensorFence, &w, &in,
-           "%s %s 0x%x (CTA rank %u): a barrier orders it after %s by %s at ptx line %d, but tcgen05.fence does not: "
-           "::before_thread_sync before that side's arrival or ::after_thread_sync after this side's wait is missing",
-           write ? "writes" : "reads", memory, at, cta.rank, c.earlier.write ? "the write" : "the read", who, c.earlier.line);
-  else if (c.fence_only)
-    report(ErrorKind::ProxyFence, &w, &in,
-           "the async proxy reads %s 0x%x (CTA rank %u), which %s wrote through the generic proxy at ptx line %d: no "
-           "fence.proxy.async lies between",
-           memory, at, cta.rank, who, c.earlier.line);
-  else
-    report(ErrorKind::Race, &w, &in,
-           "%s %s 0x%x (CTA rank %u) while %s by %s at ptx line %d is not ordered before it: a wait, barrier or commit "
-           "is missing",
-           write ? "writes" : "reads", memory, at, cta.rank, c.earlier.write ? "the write" : "the read", who,
-           c.earlier.line);
+  const char *doing = write ? "writes" : "reads", *earlier = c.earlier.write ? "the write" : "the read";
+  switch (c.kind) {
+    case Conflict::None: break;
+    case Conflict::TensorFence:
+      report(ErrorKind::TensorFence, &w, &in,
+             "%s %s 0x%x (CTA rank %u): a barrier orders it after %s by %s at ptx line %d, but tcgen05.fence does not: "
+             "::before_thread_sync before that side's arrival or ::after_thread_sync after this side's wait is missing",
+             doing, memory, at, cta.rank, earlier, who, c.earlier.line);
+      break;
+    case Conflict::ProxyFence:
+      report(ErrorKind::ProxyFence, &w, &in,
+             "the async proxy reads %s 0x%x (CTA rank %u), which %s wrote through the generic proxy at ptx line %d: no "
+             "fence.proxy.async lies between",
+             memory, at, cta.rank, who, c.earlier.line);
+      break;
+    case Conflict::AsyncWriteFence:
+      report(ErrorKind::AsyncWriteFence, &w, &in,
+             "the async proxy writes %s 0x%x (CTA rank %u) after %s by %s through the generic proxy at ptx line %d: no "
+             "fence.proxy.async lies between",
+             memory, at, cta.rank, earlier, who, c.earlier.line);
+      break;
+    case Conflict::Race:
+      report(ErrorKind::Race, &w, &in,
+             "%s %s 0x%x (CTA rank %u) while %s by %s at ptx line %d is not ordered before it: a wait, barrier or commit "
+             "is missing",
+             doing, memory, at, cta.rank, earlier, who, c.earlier.line);
+  }
 }
 
 void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 bytes, bool write, const Actor &a) {
   if (!machine.track_order || !bytes) return;
   if (&cta != w.cta) touch_peer(w, in, cta, a);
   Shadow &s = *cta.smem_shadow;
+  Demands demands{a.async_proxy, machine.level[(int)ErrorKind::AsyncWriteFence] != Level::Off};
   u32 end = offset + bytes;
   for (u32 g = offset / 16; g * 16 < end; g++) {
     u32 lo = g * 16 < offset ? offset - g * 16 : 0, hi = std::min(16u, end - g * 16);
@@ -94,9 +110,55 @@ void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 byt
              "reads shared memory 0x%x (CTA rank %u), which nothing has written", g * 16 + lo, cta.rank);
       s.mark_written(g, mask);
     }
-    Conflict conflict;
-    if (!s.access(g, {a.agent, a.event, in.line, mask, write, a.generic, a.atomic}, *a.known, a.async_proxy, &conflict))
-      report_conflict(w, in, cta, "shared memory", g * 16 + lo, write, conflict);
+    Conflict conflict = s.access(g, {a.agent, a.event, in.line, mask, write, a.generic, a.atomic}, *a.known, demands);
+    if (conflict.kind) report_conflict(w, in, cta, "shared memory", g * 16 + lo, write, conflict);
+  }
+}
+
+[[gnu::noinline]] static void report_global_race(Warp &w, const Instruction &in, u64 at, bool write, const Access &e) {
+  char buffer[96], place[64] = "";
+  const char *who = describe(*w.cta->cluster, e.agent, buffer, sizeof buffer);
+  if (e.cluster != w.cta->cluster->sequence) {
+    u32 id[3];
+    machine.first_cta(e.cluster, id);
+    snprintf(place, sizeof place, " of the cluster that began at CTA (%u,%u,%u)", id[0], id[1], id[2]);
+  }
+  const GlobalRange *in_range = nullptr;
+  for (auto &r : machine.ranges)
+    if (at >= r.begin && at < r.end) in_range = &r;
+  report(ErrorKind::GlobalRace, &w, &in,
+         "%s global memory 0x%llx (%s + %llu) while %s by %s%s at ptx line %d is not ordered before it: %s",
+         write ? "writes" : "reads", (unsigned long long)at, in_range ? in_range->name.c_str() : "unnamed",
+         (unsigned long long)(in_range ? at - in_range->begin : 0), e.write ? "the write" : "the read", who, place, e.line,
+         *place ? "only strong accesses and fences order different clusters" : "a wait, barrier or fence is missing");
+}
+
+void global_access(Warp &w, const Instruction &in, u64 address, u64 bytes, bool write, const Actor &a, bool same_value) {
+  if (!machine.track_order || machine.level[(int)ErrorKind::GlobalRace] == Level::Off) return;
+  Demands demands{false};
+  demands.max_readers = kGlobalReaders;
+  u64 end = address + bytes;
+  for (u64 g = address / 16; g * 16 < end; g++) {
+    u32 lo = g * 16 < address ? (u32)(address - g * 16) : 0, hi = (u32)std::min<u64>(16, end - g * 16);
+    u16 mask = (u16)(((1u << hi) - 1) & ~((1u << lo) - 1));
+    if (machine.last_page != g / kPageGranules) {
+      auto &page = machine.global_shadow[g / kPageGranules];
+      if (!page) page = std::make_unique<Shadow>(kPageGranules);
+      machine.last_page = g / kPageGranules;
+      machine.last_page_shadow = page.get();
+    }
+    Access access{a.agent, a.event, in.line, mask, write, false, a.atomic, w.cta->cluster->sequence};
+    Conflict conflict = machine.last_page_shadow->access((u32)(g % kPageGranules), access, *a.known, demands);
+    if (!conflict.kind) continue;
+    // Released kernels have several warps write one result (CUTLASS's MLA decode), or issue one bulk store (its tma_store).
+    const Access &e = conflict.earlier;
+    bool same_store = e.write && e.line == in.line && e.cluster == access.cluster && e.agent % kWarpAgents == kBulkWrite &&
+                      a.agent % kWarpAgents == kBulkWrite;
+    if (same_value || same_store)
+      warn(ErrorKind::GlobalRace, &in,
+           "several agents write the same to global memory, and nothing orders them; the other is at ptx line " + std::to_string(e.line));
+    else
+      report_global_race(w, in, g * 16 + lo, write, e);
   }
 }
 
@@ -144,8 +206,8 @@ void tmem_access(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 colum
              what, lane16 * 16 + missing, c, cta.rank);
       s.mark_written(g, lanes);
     }
-    Conflict conflict;
-    if (!s.access(g, {a.agent, a.event, in.line, lanes, write, false, false}, *a.known, false, &conflict, own)) {
+    Conflict conflict = s.access(g, {a.agent, a.event, in.line, lanes, write, false, false}, *a.known, {false, false, own});
+    if (conflict.kind) {
       char place[64];
       u32 lane = lane16 * 16 + (u32)__builtin_ctz(conflict.earlier.mask & lanes ? conflict.earlier.mask & lanes : lanes);
       snprintf(place, sizeof place, "tensor memory lane %u column %u, address", lane, c);
@@ -154,10 +216,14 @@ void tmem_access(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 colum
   }
 }
 
-void touch_peer(Warp &w, const Instruction &in, Cta &cta, const Actor &a) {
+void touch_peer(Warp &w, const Instruction &in, Cta &cta, const Actor &a, bool commit) {
   if (cta.live_warps == 0)
     report(ErrorKind::ExitedCta, &w, &in, "accesses shared memory of CTA rank %u, which has exited", cta.rank);
   if (!machine.track_order) return;
+  if (commit) {
+    cta.remote_commits[a.agent] = {a.event, in.line};
+    return;
+  }
   cta.remote_accesses.raise(a.agent, a.event);
   cta.remote_lines[a.agent] = in.line;
 }
@@ -169,9 +235,7 @@ void release(Warp &w, ClockPair &into, bool relaxed) {
     into.tensor.join(w.tensor_published);
     into.tensor.join(w.tensor_seen);
   }
-  const ClockPair &known = relaxed ? w.released : w.now;
-  into.order.join(known.order);
-  into.fenced.join(known.fenced);
+  into.join_order(relaxed ? w.released : w.now);
   if (relaxed) return;
   w.now.order.raise(w.agent(kGeneric), ++w.events[kGeneric]);
 }
@@ -179,14 +243,54 @@ void release(Warp &w, ClockPair &into, bool relaxed) {
 void acquire(Warp &w, const ClockPair &from, bool relaxed) {
   if (!machine.track_order) return;
   if (tracks_tensor_fences()) w.tensor_seen.join(from.tensor);
+  (relaxed ? w.to_acquire : w.now).join_order(from);
+}
+
+void release_at(Warp &w, const void *location, bool relaxed) {
+  if (!machine.track_order) return;
+  if (relaxed && !w.released.order.size()) return;  // no release fence so far: nothing is handed on
+  std::shared_ptr<const ClockPair> clock = relaxed ? w.released_copy : nullptr;
+  if (!clock) {
+    auto copy = std::make_shared<ClockPair>();
+    release(w, *copy, relaxed);
+    clock = copy;
+    if (relaxed) w.released_copy = clock;
+  }
+  u32 cluster = w.cta->cluster->sequence;
+  auto &published = machine.locations[location];
+  for (Published &p : published)
+    if (p.cluster == cluster && p.warp == w.global_index) {
+      // A relaxed store hands on less than a releasing one before it, which later readers may still see.
+      if (p.clock != clock) {
+        auto both = std::make_shared<ClockPair>(*p.clock);
+        both->join(*clock);
+        p.clock = both;
+      }
+      return;
+    }
+  published.push_back({cluster, w.global_index, clock});
+}
+
+void acquire_at(Warp &w, const void *location, bool global, bool relaxed) {
+  if (!machine.track_order) return;
+  auto it = machine.locations.find(location);
+  if (it == machine.locations.end()) return;
+  u32 own = w.cta->cluster->sequence;
   ClockPair &into = relaxed ? w.to_acquire : w.now;
-  into.order.join(from.order);
-  into.fenced.join(from.fenced);
+  for (const Published &p : it->second) {
+    if (p.cluster == own) {
+      acquire(w, *p.clock, relaxed);
+    } else if (global) {
+      into.foreign[p.cluster].join(p.clock->order);
+      for (auto &[cluster, clock] : p.clock->foreign) (cluster == own ? into.order : into.foreign[cluster]).join(clock);
+    }
+  }
 }
 
 void release_fence(Warp &w) {
   if (!machine.track_order) return;
   w.released.join(w.now);
+  w.released_copy.reset();
   w.now.order.raise(w.agent(kGeneric), ++w.events[kGeneric]);
 }
 
@@ -197,7 +301,11 @@ void acquire_fence(Warp &w) {
 
 void barrier_init_fence(Warp &w) {
   if (!machine.track_order) return;
-  w.released.order.raise(w.agent(kBarrierInit), w.events[kBarrierInit]);
+  w.released_copy.reset();
+  for (ClockPair *c : {&w.now, &w.released}) {
+    c->order.raise(w.agent(kBarrierInit), w.events[kBarrierInit]);
+    c->fenced.raise(w.agent(kBarrierInit), w.events[kBarrierInit]);
+  }
 }
 
 void proxy_fence(Warp &w) {
@@ -211,6 +319,7 @@ bool tracks_tensor_fences() { return machine.track_order && machine.level[(int)E
 
 void tensor_fence(Warp &w, bool after) {
   if (!tracks_tensor_fences()) return;
+  w.released_copy.reset();
   if (after) w.now.tensor.join(w.tensor_seen);
   else w.tensor_published.join(w.now.tensor);
 }
@@ -247,6 +356,16 @@ void cta_ends(Cta &cta) {
              "barrier or a wait is missing at the end)",
              who, cta.rank);
       return;
+    }
+  // The data of the MMAs has been waited for, as it was by another commit: CUTLASS's fp8 MLA decode leaves it at that.
+  for (auto &[agent, commit] : cta.remote_commits)
+    if (cta.exit_clock[agent] < commit.event) {
+      char buffer[96];
+      Instruction at{};
+      at.line = commit.line;
+      warn(ErrorKind::ExitedCta, &at,
+           "this commit by " + std::string(describe(*cta.cluster, agent, buffer, sizeof buffer)) + " arrives at CTA rank " +
+               std::to_string(cta.rank) + ", which does not wait for it before it exits");
     }
 }
 

@@ -35,15 +35,20 @@ struct Free {
 Free free_running(Warp &w);
 
 void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 bytes, bool write, const Actor &a);
+void global_access(Warp &w, const Instruction &in, u64 address, u64 bytes, bool write, const Actor &a,
+                   bool same_value = false);
 // Tensor memory: `lanes` of 16 lanes from lane16 * 16, columns [column, column + count).
 void tmem_access(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 column, u32 count, u16 lanes, bool write,
                  const Actor &a, const char *what, bool also_read = false);
 // An access to a CTA of the cluster that is not the warp's own: the CTA must still be there.
-void touch_peer(Warp &w, const Instruction &in, Cta &cta, const Actor &a);
+void touch_peer(Warp &w, const Instruction &in, Cta &cta, const Actor &a, bool commit = false);
 
 // Synchronisation of the generic program.
 void release(Warp &w, ClockPair &into, bool relaxed = false);
 void acquire(Warp &w, const ClockPair &from, bool relaxed = false);
+// The same through a strong access to a location in memory. Other clusters see those to global memory.
+void release_at(Warp &w, const void *location, bool relaxed);
+void acquire_at(Warp &w, const void *location, bool global, bool relaxed);
 void release_fence(Warp &w);
 void acquire_fence(Warp &w);
 void barrier_init_fence(Warp &w);

@@ -126,10 +126,11 @@ static Turn run_warp(Warp &w, int quantum) {
     if (lanes) {
       executions[in.index]++;
       lane_executions[in.index] += (u32)__builtin_popcount(lanes);
-      if (!w.tmem_pending.empty()) settle_pending_registers(w, in);
+      if (!w.tmem_pending.empty()) check_pending_registers(w, in, lanes);
     }
     switch (in.kind) {
       case Kind::Plain:
+      case Kind::Move:
         if (lanes) in.run(w, in, lanes);
         g->pc++;
         break;
@@ -261,10 +262,12 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
   u32 threads = m.block[0] * m.block[1] * m.block[2], rank = 0;
   c.sequence = sequence;
   c.barrier_generation = 0;
-  c.barrier_gathering.clear();
-  c.barrier_complete.clear();
-  c.barrier_executed.clear();
-  c.barrier_executed_complete.clear();
+  for (int parity = 0; parity < 2; parity++) {
+    c.barrier_gathering[parity].clear();
+    c.barrier_complete[parity].clear();
+    c.barrier_executed[parity].clear();
+    c.barrier_executed_complete[parity].clear();
+  }
   c.free_running.clear();
   c.live.clear();
   for (u32 cz = 0; cz < m.cluster_shape[2]; cz++)
@@ -285,6 +288,7 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
         cta.remote_accesses.clear();
         cta.remote_lines.clear();
         cta.warpgroups.clear();
+        cta.remote_commits.clear();
         cta.exit_clock.clear();
         cta.live_warps = (u32)cta.warps.size();
         for (u32 k = 0; k < cta.warps.size(); k++) {
@@ -303,7 +307,7 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
           w.bulk_groups.clear();
           w.cp_async_groups.clear();
           w.wgmma.reset();
-          w.pending_rows.clear();
+          w.pending_loads.clear();
           memset(w.base[0], 0, m.program->register_bytes);
           std::fill(w.predicate.begin(), w.predicate.end(), 0);
           w.predicate[0] = kAllLanes;
@@ -346,6 +350,13 @@ static void finish_warp(Cluster &c, Warp &w) {
              "the CTA exits with %u columns of tensor memory from column %u still allocated: tcgen05.dealloc is missing",
              a.columns, a.column);
     }
+    for (u32 id = 0; id < 16; id++)
+      if (const NamedBarrier &b = w.cta->barriers[id]; b.arrived) {
+        Instruction at{};
+        at.line = b.line;
+        warn(ErrorKind::Barrier, &at, "the CTA exits with barrier " + std::to_string(id) + " incomplete: " +
+             std::to_string(b.arrived) + " of " + std::to_string(b.expected) + " threads arrived");
+      }
   }
   machine.progress++;
 }
@@ -410,9 +421,8 @@ static bool turn(Cluster &c) {
 void run_grid() {
   Machine &m = machine;
   std::vector<std::unique_ptr<Cluster>> idle_clusters;
-  u32 counts[3];
-  for (int k = 0; k < 3; k++) counts[k] = m.grid[k] / m.cluster_shape[k];
-  u64 total = (u64)counts[0] * counts[1] * counts[2], next = 0;
+  m.clusters = 1;
+  for (int k = 0; k < 3; k++) m.clusters *= m.grid[k] / m.cluster_shape[k];
   auto launch_next = [&] {
     std::unique_ptr<Cluster> c;
     if (idle_clusters.empty()) {
@@ -421,13 +431,13 @@ void run_grid() {
       c = std::move(idle_clusters.back());
       idle_clusters.pop_back();
     }
-    u32 x = (u32)(next % counts[0]), y = (u32)(next / counts[0] % counts[1]), z = (u32)(next / counts[0] / counts[1]);
-    start(*c, x * m.cluster_shape[0], y * m.cluster_shape[1], z * m.cluster_shape[2], (u32)next);
-    next++;
+    u32 id[3];
+    m.first_cta(m.clusters_started, id);
+    start(*c, id[0], id[1], id[2], (u32)m.clusters_started++);
     m.active.push_back(std::move(c));
   };
   int idle = 0;
-  while (next < total || !m.active.empty()) {
+  while (m.clusters_started < m.clusters || !m.active.empty()) {
     if (m.active.empty()) launch_next();
     u64 before = m.progress;
     bool busy = false;
@@ -458,7 +468,7 @@ void run_grid() {
       continue;
     }
     // CTAs may wait for each other through global memory: let another one in before giving up.
-    if (++idle > 8 && next < total && m.active.size() < m.multiprocessors) {
+    if (++idle > 8 && m.clusters_started < m.clusters && m.active.size() < m.multiprocessors) {
       launch_next();
       idle = 0;
     }

@@ -10,9 +10,25 @@ i32 Shadow::allocate() {
   return (i32)pool_.size() - 1;
 }
 
-bool Shadow::access(u32 g, const Access &a, const ClockPair &known, bool async_proxy, Conflict *conflict, Agent own) {
+static bool ordered(const Access &e, const Access &a, const ClockPair &known) {
+  if (e.cluster == a.cluster) return known.order[e.agent] >= e.event;
+  auto of = known.foreign.find(e.cluster);
+  return of != known.foreign.end() && of->second[e.agent] >= e.event;
+}
+static Conflict::Kind between(const Access &e, const Access &a, const ClockPair &known, const Demands &d) {
+  if (e.same_agent(a) || !(a.write || e.write) || (a.atomic && e.atomic)) return Conflict::None;
+  if (!ordered(e, a, known)) return Conflict::Race;
+  if (d.async_proxy && e.generic && (a.write ? d.async_write_fence : e.write) && known.fenced[e.agent] < e.event)
+    return a.write ? Conflict::AsyncWriteFence : Conflict::ProxyFence;
+  if (d.own != kNoAgent && e.agent - d.own >= kWarpAgents && known.tensor[e.agent] < e.event) return Conflict::TensorFence;
+  return Conflict::None;
+}
+
+Conflict Shadow::access(u32 g, const Access &a, const ClockPair &known, const Demands &demands) {
   i32 *link = &heads_[g].first;
-  bool ok = true, merged = false;
+  Conflict worst;
+  bool merged = false;
+  u32 readers = 1;
   while (*link >= 0) {
     i32 n = *link;
     Access &e = pool_[n].a;
@@ -21,25 +37,19 @@ bool Shadow::access(u32 g, const Access &a, const ClockPair &known, bool async_p
       link = &pool_[n].next;
       continue;
     }
-    if ((a.write || e.write) && e.agent != a.agent && !(a.atomic && e.atomic) && ok) {
-      if (known.order[e.agent] < e.event) {
-        *conflict = {e, false};
-        ok = false;
-      } else if (async_proxy && !a.write && e.write && e.generic && known.fenced[e.agent] < e.event) {
-        *conflict = {e, true};
-        ok = false;
-      } else if (own != kNoAgent && e.agent - own >= kWarpAgents && known.tensor[e.agent] < e.event) {
-        *conflict = {e, false, true};
-        ok = false;
-      }
-    }
+    Conflict::Kind kind = between(e, a, known, demands);
+    if (kind > worst.kind) worst = {kind, e};
     // An atomic write is not ordered after other atomics, so it replaces only what its own agent did.
-    bool replaced = (a.write && !(a.atomic && e.atomic && e.agent != a.agent)) || (!e.write && e.agent == a.agent);
+    bool replaced = (a.write && !(a.atomic && e.atomic && !e.same_agent(a))) || (!e.write && e.same_agent(a));
+    if (demands.max_readers != ~0u && !a.write && !e.write) {
+      // Whoever is ordered after this read is ordered after what lies before it.
+      bool implied = (e.mask & ~a.mask) == 0 && ordered(e, a, known);
+      replaced |= implied || ++readers > demands.max_readers;
+    }
     if (replaced) {
-      // The same reader again over the same units: refresh in place, the common case of a loop.
-      if (!a.write && e.mask == a.mask) {
-        e.event = a.event;
-        e.line = a.line;
+      // The same units are read again: refresh in place, the common case of a loop.
+      if (!a.write && !merged && e.mask == a.mask) {
+        e = a;
         merged = true;
         link = &pool_[n].next;
         continue;
@@ -60,7 +70,7 @@ bool Shadow::access(u32 g, const Access &a, const ClockPair &known, bool async_p
     heads_[g].first = n;
   }
   if (a.write) written_[g] |= a.mask;
-  return ok;
+  return worst;
 }
 
 const Access *Shadow::last_write(u32 g, u16 unit) const {

@@ -16,22 +16,31 @@ struct Access {
   bool write;
   bool generic;  // written through the generic proxy: the async proxy needs a fence to read it
   bool atomic = false;  // strong access: does not conflict with other strong accesses
+  u32 cluster = 0;      // of the agent; in global memory only
+  bool same_agent(const Access &o) const { return agent == o.agent && cluster == o.cluster; }
 };
 
 struct Conflict {
-  Access earlier;
-  bool fence_only;  // ordered, but no proxy fence lies between
-  bool tensor_only = false;  // ordered, but not by the tcgen05.fence pair
+  // Only the last is a race; the others are ordered, but without what the proxies or the tensor core ask for besides.
+  enum Kind : u8 { None, TensorFence, AsyncWriteFence, ProxyFence, Race } kind = None;
+  Access earlier{};
+};
+
+// What an access has to find besides order.
+struct Demands {
+  bool async_proxy;               // reads find a proxy fence behind generic writes
+  bool async_write_fence = false; // and so do writes, behind any generic access
+  Agent own = kNoAgent;           // accesses by agents outside of [own, own + kWarpAgents) are ordered by tcgen05.fence too
+  u32 max_readers = ~0u;          // how many reads to remember for a later write
 };
 
 class Shadow {
  public:
   explicit Shadow(size_t granules) : heads_(granules), written_(granules, 0) {}
 
-  // Records an access to `mask` of granule `g`; returns false and fills `conflict` if an earlier access is not ordered
-  // before it. `known` is what the accessing agent knows at the start of the access. If `own` is given, accesses by other
-  // warps than that of agents [own, own + kWarpAgents) must be ordered by tcgen05.fence too.
-  bool access(u32 g, const Access &a, const ClockPair &known, bool async_proxy, Conflict *conflict, Agent own = kNoAgent);
+  // Records an access to `mask` of granule `g`; returns the worst conflict with an earlier one. `known` is what the
+  // accessing agent knows at the start of the access.
+  Conflict access(u32 g, const Access &a, const ClockPair &known, const Demands &demands);
 
   u16 written(u32 g) const { return written_[g]; }
   // The latest write to a unit of granule `g`, or null.

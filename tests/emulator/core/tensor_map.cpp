@@ -77,7 +77,8 @@ i64 atom_type(u32 type) {  // tensor map type -> the type numbers of memory.cpp
 }  // namespace
 
 void copy_box(const Warp *w, const Instruction *in, const TensorMap &map, const i32 *c, u8 *smem, u32 offset,
-              BoxCopy kind, i64 reduction) {
+              BoxCopy kind, i64 reduction, const BoxVisitor &visit) {
+  bool writes = kind == BoxCopy::Visit ? reduction != 0 : kind != BoxCopy::Load;
   u32 row_bytes = (u32)map.inner_bytes(), shared_row_bytes = (u32)map.shared_inner_bytes(), done = 0;
   u32 chunk = map.padded ? 2 * map.element_bits : 16;  // global bytes in every 16 bytes of shared memory
   u32 element = std::max(1u, map.element_bits / 8);
@@ -99,8 +100,12 @@ void copy_box(const Warp *w, const Instruction *in, const TensorMap &map, const 
           i64 hi = inside ? std::min<i64>(row_bytes, limit - first) : row_bytes;
           u8 *global = nullptr;
           if (lo < hi)
-            global = global_data(w, in, (u64)(address + first + lo), (u64)(hi - lo), kind != BoxCopy::Load,
-                                 kind == BoxCopy::Load ? "TMA load" : "TMA store") - lo;
+            global = global_data(w, in, (u64)(address + first + lo), (u64)(hi - lo), writes,
+                                 writes ? "TMA store" : "TMA load") - lo;
+          if (kind == BoxCopy::Visit) {
+            if (lo < hi) visit((u64)global + (u64)lo, (u64)(hi - lo));
+            continue;
+          }
           for (u32 x = 0; x < row_bytes; x += chunk) {
             u32 n = std::min(chunk, row_bytes - x);
             u8 *s = smem + swizzle_offset(offset + done + x / chunk * 16, map.swizzle);

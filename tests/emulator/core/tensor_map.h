@@ -25,8 +25,10 @@ struct TensorMap {
 
 TensorMap read_tensor_map(const Warp &w, const Instruction &in, u64 address);
 
-enum class BoxCopy { Load, Store, Reduce };
+enum class BoxCopy { Load, Store, Reduce, Visit };
 // Copies one box between shared memory at `offset` of `smem` and global memory at `coordinates`.
-// `reduction` is an atomic operation number (memory.cpp) for BoxCopy::Reduce.
+// `reduction` is an atomic operation number (memory.cpp) for BoxCopy::Reduce. BoxCopy::Visit copies nothing: it calls
+// `visit` with the pieces of global memory, to be written if `reduction` is not 0.
+using BoxVisitor = std::function<void(u64 address, u64 bytes)>;
 void copy_box(const Warp *w, const Instruction *in, const TensorMap &map, const i32 *coordinates, u8 *smem, u32 offset,
-              BoxCopy kind, i64 reduction);
+              BoxCopy kind, i64 reduction, const BoxVisitor &visit = nullptr);

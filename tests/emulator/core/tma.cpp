@@ -20,12 +20,31 @@ void check_aligned(const Warp &w, const Instruction &in, u64 address, u64 alignm
          (unsigned long long)alignment);
 }
 
+// Reports the accesses of a copy to global memory.
+using TrackGlobal = std::function<void(const race::Actor &)>;
+
+TrackGlobal track_range(Warp &w, const Instruction &in, const void *data, u64 bytes, bool write) {
+  return [&w, &in, data, bytes, write](const race::Actor &a) { race::global_access(w, in, (u64)data, bytes, write, a); };
+}
+// `rows` boxes of a tensor map: one, or four for gather4 and scatter4, which differ in their second coordinate.
+TrackGlobal track_boxes(Warp &w, const Instruction &in, const TensorMap &map, const std::array<i32, 5> &at, u32 rows, bool write) {
+  return [&w, &in, &map, at, rows, write](const race::Actor &a) {
+    if (!machine.track_order) return;
+    for (u32 k = 0; k < rows; k++) {
+      const i32 gathered[5] = {at[0], at[1 + k], 0, 0, 0};
+      copy_box(&w, &in, map, rows == 1 ? at.data() : gathered, nullptr, 0, BoxCopy::Visit, write,
+               [&](u64 address, u64 bytes) { race::global_access(w, in, address, bytes, write, a); });
+    }
+  };
+}
+
 // The copy into one CTA of what a load brings: ordering now, data and mbarrier when it completes.
 // `transaction` is what the mbarrier counts.
 void issue_load(Warp &w, const Instruction &in, Cta &target, u32 offset, u32 bytes, u32 transaction, u32 mbarrier_address,
-                std::function<void(u8 *)> copy) {
+                const TrackGlobal &track_source, std::function<void(u8 *)> copy) {
   race::Free op = race::free_running(w);
   race::Actor actor = op.actor();
+  if (track_source) track_source(actor);
   race::shared_access(w, in, target, offset, bytes, true, actor);
   mbarrier_at(w, in, mbarrier_address, actor, "complete_tx of an asynchronous copy");
   machine.counters.tma_loaded += transaction;
@@ -62,12 +81,14 @@ u32 destinations(const Warp &w, const Instruction &in, bool multicast, u32 mask,
   return mask;
 }
 
-void issue_store(Warp &w, const Instruction &in, int lane, u32 source, u32 bytes, std::function<void(const u8 *)> copy) {
+void issue_store(Warp &w, const Instruction &in, int lane, u32 source, u32 bytes, bool reduces,
+                 const TrackGlobal &track_target, std::function<void(const u8 *)> copy) {
   Cta &cta = shared_owner(w, in, source, bytes, "bulk store");
   if (&cta != w.cta) fail(ErrorKind::IllegalInstruction, &w, &in, "a bulk store reads the own CTA's shared memory only");
   race::Actor actor = race::stream(w, kBulkRead, true);
   race::shared_access(w, in, cta, shared_offset(source), bytes, false, actor);
   w.events[kBulkWrite] = actor.event;
+  track_target({w.agent(kBulkWrite), actor.event, &w.now, false, true, reduces});
   machine.counters.tma_stored += bytes;
   const u8 *smem = cta.smem.data();
   AsyncPtr op = make_async(in, "store", [=, copy = std::move(copy)] { copy(smem); });
@@ -113,7 +134,8 @@ HANDLER("tma.load", Plain) {
       const Instruction *instruction = &in;
       std::array<i32, 5> at{c[0], c[1], c[2], c[3], c[4]};
       u32 barrier = barrier_for(w, in, (u32)r, mb, in.aux[3], in.aux[4]);
-      issue_load(w, in, target, offset, bytes, transaction, barrier, [=](u8 *smem) {
+      TrackGlobal source = track_boxes(w, in, map, at, gather ? 4 : 1, false);
+      issue_load(w, in, target, offset, bytes, transaction, barrier, source, [=](u8 *smem) {
         if (!gather) {
           copy_box(warp, instruction, map, at.data(), smem, offset, BoxCopy::Load, 0);
           return;
@@ -145,7 +167,8 @@ HANDLER("tma.store", Plain) {
     i64 reduction = in.aux[2] - 1;
     Warp *warp = &w;
     const Instruction *instruction = &in;
-    issue_store(w, in, i, source, row_bytes * (scatter ? 4 : 1), [=](const u8 *smem) {
+    TrackGlobal target = track_boxes(w, in, map, c, scatter ? 4 : 1, true);
+    issue_store(w, in, i, source, row_bytes * (scatter ? 4 : 1), kind == BoxCopy::Reduce, target, [=](const u8 *smem) {
       u8 *s = const_cast<u8 *>(smem);  // copy_box only reads it here
       if (!scatter) {
         copy_box(warp, instruction, map, c.data(), s, offset, kind, reduction);
@@ -176,7 +199,8 @@ HANDLER("bulk.load", Plain) {
     u32 mask = destinations(w, in, in.aux[3], in.aux[3] ? row<u32>(w, in.op[4])[i] : 0, dst), offset = shared_offset(dst);
     for (int r : lanes_of(mask)) {
       Cta &target = shared_owner(w, in, shared_address((u32)r, offset), bytes, "bulk load");
-      issue_load(w, in, target, offset, bytes, bytes, barrier_for(w, in, (u32)r, mb, in.aux[3], false),
+      u32 barrier = barrier_for(w, in, (u32)r, mb, in.aux[3], false);
+      issue_load(w, in, target, offset, bytes, bytes, barrier, track_range(w, in, from, bytes, false),
                  [=](u8 *smem) { memcpy(smem + offset, from, bytes); });
     }
   }
@@ -223,7 +247,7 @@ HANDLER("bulk.store", Plain) {
     u8 *to = global_data(&w, &in, dst, bytes, true, "bulk store");
     u32 offset = shared_offset(src);
     i64 reduction = in.aux[2] - 1, type = in.aux[3], element = in.aux[4];
-    issue_store(w, in, i, src, bytes, [=](const u8 *smem) {
+    issue_store(w, in, i, src, bytes, reduction >= 0, track_range(w, in, to, bytes, true), [=](const u8 *smem) {
       if (reduction < 0) memcpy(to, smem + offset, bytes);
       else
         for (i64 k = 0; k < bytes; k += element) atomic_update(to + k, reduction, type, smem + offset + k, nullptr);
@@ -273,6 +297,7 @@ HANDLER("cp.async", Plain) {
     Cta &cta = shared_owner(w, in, dst, n, "cp.async");
     race::shared_access(w, in, cta, shared_offset(dst), n, true, actor);
     copies.push_back({shared_data(cta, dst), bytes ? global_data(&w, &in, src, bytes, false, "cp.async") : nullptr, bytes});
+    race::global_access(w, in, src, bytes, false, actor);
     machine.counters.global_read += bytes;
     machine.counters.shared_written += n;
   }
@@ -356,19 +381,28 @@ HANDLER("st.async", Plain) {
   return Step::Done;
 }
 
-// ---- clusterlaunchcontrol: there is never another CTA to take over ------------------------------------------------
+// ---- clusterlaunchcontrol: a running cluster takes over the next one that has not started -----------------------------
 
+// The response is opaque to programs. Ours: word 0 whether a cluster was taken over, words 1..3 the id of its first CTA.
 // aux: 0 dst offset, 1 mbarrier offset, 2 multicast to the whole cluster.
 HANDLER("clc.try_cancel", Plain) {
   for (int i : lanes_of(lanes)) {
     u32 dst = (u32)lane_address(w, in.op[0], i, in.aux[0]), mb = (u32)lane_address(w, in.op[1], i, in.aux[1]);
     check_aligned(w, in, shared_offset(dst), 16, "clusterlaunchcontrol response");
+    std::array<u32, 4> response{};
+    // On a GPU it depends on what else runs there; a failure while clusters are left is possible too.
+    bool take = machine.clusters_started < machine.clusters && (!machine.random_order() || machine.random() % 2);
+    if (take) {
+      response[0] = 1;
+      machine.first_cta(machine.clusters_started++, &response[1]);
+      machine.progress++;
+    }
     for (u32 r = 0; r < w.cta->cluster->ctas.size(); r++) {
       if (!in.aux[2] && r != w.cta->rank) continue;
       u32 offset = shared_offset(dst);
       Cta &target = shared_owner(w, in, shared_address(r, offset), 16, "clusterlaunchcontrol");
-      issue_load(w, in, target, offset, 16, 16, shared_address(r, shared_offset(mb)),
-                 [=](u8 *smem) { memset(smem + offset, 0, 16); });
+      issue_load(w, in, target, offset, 16, 16, shared_address(r, shared_offset(mb)), nullptr,
+                 [=](u8 *smem) { memcpy(smem + offset, response.data(), 16); });
     }
   }
   return Step::Done;
@@ -379,9 +413,15 @@ HANDLER("clc.is_canceled", Plain) {
   set_predicate(w, in.op[0], lanes, bits);
   return Step::Done;
 }
-// aux: 0 dimension. Only asked after is_canceled, which is never true here.
+// aux: 0 first dimension. Operands: x, y or z, or the vector {x, y, z, unused}; response.
 HANDLER("clc.first_cta", Plain) {
-  for (u32 k = 0; k + 1 < in.operand_count; k++)
-    if (in.op[k] != kNone) each_lane<u32>(w, in.op[k], lanes, [](int) { return 0u; });
+  u32 n = in.operand_count - 1u;
+  u128 response[kLanes];
+  memcpy(response, row<u128>(w, in.op[n]), sizeof response);
+  for (u32 k = 0; k < n; k++) {
+    u32 word = 1 + (u32)in.aux[0] + k;
+    if (in.op[k] != kNone)
+      each_lane<u32>(w, in.op[k], lanes, [&](int i) { return word < 4 ? (u32)(response[i] >> (32 * word)) : 0u; });
+  }
   return Step::Done;
 }

@@ -221,7 +221,7 @@ HANDLER("tcgen05.ld", Sync) {
       }
     }
   };
-  issue_tmem(w, in, make_async(in, "tcgen05.ld", load), true, actor.event, 0, n);
+  issue_tmem(w, in, make_async(in, "tcgen05.ld", load), true, actor.event, n);
   return Step::Done;
 }
 // Operands of st: address, registers..
@@ -248,7 +248,7 @@ HANDLER("tcgen05.st", Sync) {
         else cells[column] = value;
       }
   };
-  issue_tmem(w, in, make_async(in, "tcgen05.st", store), false, actor.event, 0, 0);
+  issue_tmem(w, in, make_async(in, "tcgen05.st", store), false, actor.event, 0);
   return Step::Done;
 }
 

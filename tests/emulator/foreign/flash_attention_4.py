@@ -107,11 +107,15 @@ def run_forward(
     return max(errors)
 
 
-def run_mla(interface: Any, *, queries: int, keys: int, topk: int | None, padding: int) -> float:
-    """topk: gathered keys per query, the last `padding` of them -1; None: dense and causal."""
-    q = torch.randn(1, queries, MLA_HEADS, MLA_ROPE_DIM).bfloat16()
+def run_mla(interface: Any, *, queries: int, keys: int, topk: int | None, padding: int, query_scale: float) -> float:
+    """topk: gathered keys per query, the last `padding` of them -1; None: dense and causal.
+
+    query_scale multiplies the scores: with small ones the running maximum never rises by enough for
+    the kernel to rescale its output.
+    """
+    q = (query_scale * torch.randn(1, queries, MLA_HEADS, MLA_ROPE_DIM)).bfloat16()
     k = torch.randn(1, keys, 1, MLA_ROPE_DIM).bfloat16()
-    q_latent = torch.randn(1, queries, MLA_HEADS, MLA_LATENT_DIM).bfloat16()
+    q_latent = (query_scale * torch.randn(1, queries, MLA_HEADS, MLA_LATENT_DIM)).bfloat16()
     v = torch.randn(1, keys, 1, MLA_LATENT_DIM).bfloat16()
     scale = (MLA_ROPE_DIM + MLA_LATENT_DIM) ** -0.5
     indices = None
@@ -153,6 +157,7 @@ def main() -> None:
     mla_parser = commands.add_parser("mla")
     mla_parser.add_argument("--topk", type=int)
     mla_parser.add_argument("--padding", type=int, default=0)
+    mla_parser.add_argument("--query-scale", type=float, default=1.0)
     for command in (*attention_parsers, mla_parser):
         command.add_argument("--queries", type=int, required=True)
         command.add_argument("--keys", type=int, required=True)
@@ -182,7 +187,8 @@ def main() -> None:
                 **sizes,
             )
         else:
-            error = run_mla(interface, topk=options.topk, padding=options.padding, **sizes)
+            mla = {"topk": options.topk, "padding": options.padding, "query_scale": options.query_scale}
+            error = run_mla(interface, **mla, **sizes)
     result = summary(device, time.monotonic() - start) | {"relative_error": error}
     print(f"[emulator] {result['seconds']} s, relative error {error:.2e}", flush=True)
     if options.report:
