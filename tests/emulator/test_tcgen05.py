@@ -590,8 +590,8 @@ def test_mma_with_ashift() -> None:
 def test_a_pair_allocates_together() -> None:
     """The even CTA goes on only when the other one has allocated too, however late that is."""
     body = """mov.u32 %r1, %cluster_ctarank; setp.eq.u32 %p1, %r1, 0; @%p1 bra A; mov.u32 %r2, 0; L: add.u32 %r2, %r2, 1; setp.lt.u32 %p2, %r2, 500; @%p2 bra L;
-    {other} st.global.u32 [%rd100], %r2; A: tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r103], 32;
-    @!%p1 bra B; ld.global.u32 %r3, [%rd100]; st.global.u32 [%rd100+4], %r3; B: ld.shared.u32 %r4, [%r103];
+    {other} st.relaxed.gpu.global.u32 [%rd100], %r2; A: tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r103], 32;
+    @!%p1 bra B; ld.relaxed.gpu.global.u32 %r3, [%rd100]; st.global.u32 [%rd100+4], %r3; B: ld.shared.u32 %r4, [%r103];
     barrier.cluster.arrive; barrier.cluster.wait; tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r4, 32;"""
     for schedule in ("eager", "random"):
         seen = np.zeros(2, np.uint32)
