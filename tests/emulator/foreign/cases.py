@@ -155,6 +155,11 @@ def _dense_gemms() -> list[Case]:
             f"--mnkl 512,256,256,1 --ab_dtype Float16 --c_dtype Float16 --mma_tiler_mn 256,128 {TWO_CTA}",
         ),
         Case(
+            "dense_gemm_persistent_dynamic split-K",
+            f"{folder}/dense_gemm_persistent_dynamic.py",
+            "--mnkl 256,256,512,1 --ab_dtype Float16 --c_dtype Float32 --cluster_split_k 2",
+        ),
+        Case(
             "dense_gemm_alpha_beta_persistent",
             f"{folder}/dense_gemm_alpha_beta_persistent.py",
             "--mnkl 256,256,256,1 --alpha 2 --beta 0.5",
@@ -291,6 +296,17 @@ def _attention() -> list[Case]:
         Case("fmha d32", fmha, "--q_shape 1,256,2,32 --k_shape 1,256,2,32"),
         Case("fmha d128 window", fmha, "--q_shape 1,256,2,128 --k_shape 1,384,1,128 --window_size 64,0"),
         Case("fmha d128 variable lengths", fmha, "--q_shape 2,(100,200),2,128 --k_shape 2,(150,300),1,128"),
+        Case(
+            "fmha d128 sink, log-sum-exp, emulated exponentials",
+            fmha,
+            "--q_shape 1,256,2,128 --k_shape 1,384,1,128 --enable_sink --lse_calculation --enable_ex2_emulation "
+            "--enable_skip_correction",
+        ),
+        Case(
+            "fmha d128 skipped softmax",
+            fmha,
+            "--q_shape 1,256,2,128 --k_shape 1,384,1,128 --skip_softmax_threshold 0.5",
+        ),
         Case("fmha_bwd", f"{folder}/fmha/fmha_bwd.py", ""),
         Case("mla_decode_fp16", f"{mla}/mla_decode_fp16.py", ""),
         Case("mla_decode_fp8", f"{mla}/mla_decode_fp8.py", ""),
