@@ -389,6 +389,7 @@ def _flash_attention_4() -> list[Case]:
         case("MLA top-k 512", "mla --queries 2 --keys 1024 --topk 512", quick=True),
         case("MLA top-k 512, padded", "mla --queries 2 --keys 1024 --topk 512 --padding 100"),
         case("MLA top-k 2048", "mla --queries 1 --keys 4096 --topk 2048"),
+        case("MLA top-k 512, backward", "mla --queries 2 --keys 1024 --topk 512 --backward"),
     ]
 
 
