@@ -322,11 +322,10 @@ def _attention() -> list[Case]:
 
 
 def _without_tensor_memory() -> list[Case]:
-    """Normalisation, reductions and copies; and kernels of the sm_80 style, compiled for sm_100a."""
+    """Normalisation and copies; and kernels of the sm_80 style, compiled for sm_100a."""
     ampere = f"{DSL}/cute/ampere/kernel"
     return [
         Case("rmsnorm", f"{CUTE}/kernel/rmsnorm/rmsnorm.py"),
-        Case("reduce", f"{CUTE}/kernel/reduce/reduce.py"),
         *[
             Case(f"tutorial {n}", f"{CUTE}/tutorial/tutorial_tma/{n}.py", "--M 256 --N 128")
             for n in ("tma_v0", "tma_v1")
