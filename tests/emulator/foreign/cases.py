@@ -452,6 +452,7 @@ def _primitives() -> list[Case]:
         "mcast_clusterMxN_1cta_mma": ("exited_cta",),
         "mcast_clusterMxN_2cta_mma": ("exited_cta",),
         "06_softmax": ("race",),
+        "tma_multicast": ("race",),
         "tma_pipeline_single_warp": ("race",),
     }
     slicek_variants = (
