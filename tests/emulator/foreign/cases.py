@@ -451,6 +451,7 @@ def _primitives() -> list[Case]:
         "2cta_mma_blockscale_m128": ("race",),
         "mcast_clusterMxN_1cta_mma": ("exited_cta",),
         "mcast_clusterMxN_2cta_mma": ("exited_cta",),
+        "cluster_tmem_reduce": ("race",),
         "06_softmax": ("race",),
         "tma_multicast": ("race",),
         "tma_pipeline_single_warp": ("race",),
