@@ -158,6 +158,11 @@ def _dense_gemms() -> list[Case]:
             f"--mnkl 512,256,256,1 --ab_dtype Float16 --c_dtype Float16 --mma_tiler_mn 256,128 {TWO_CTA}",
         ),
         Case(
+            "dense_gemm_persistent_dynamic split-K",
+            f"{folder}/dense_gemm_persistent_dynamic.py",
+            "--mnkl 256,256,512,1 --ab_dtype Float16 --c_dtype Float32 --cluster_split_k 2",
+        ),
+        Case(
             "dense_gemm_alpha_beta_persistent",
             f"{folder}/dense_gemm_alpha_beta_persistent.py",
             "--mnkl 256,256,256,1 --alpha 2 --beta 0.5",
@@ -294,6 +299,17 @@ def _attention() -> list[Case]:
         Case("fmha d32", fmha, "--q_shape 1,256,2,32 --k_shape 1,256,2,32"),
         Case("fmha d128 window", fmha, "--q_shape 1,256,2,128 --k_shape 1,384,1,128 --window_size 64,0"),
         Case("fmha d128 variable lengths", fmha, "--q_shape 2,(100,200),2,128 --k_shape 2,(150,300),1,128"),
+        Case(
+            "fmha d128 sink, log-sum-exp, emulated exponentials",
+            fmha,
+            "--q_shape 1,256,2,128 --k_shape 1,384,1,128 --enable_sink --lse_calculation --enable_ex2_emulation "
+            "--enable_skip_correction",
+        ),
+        Case(
+            "fmha d128 skipped softmax",
+            fmha,
+            "--q_shape 1,256,2,128 --k_shape 1,384,1,128 --skip_softmax_threshold 0.5",
+        ),
         Case("fmha_bwd", f"{folder}/fmha/fmha_bwd.py", ""),
         Case("mla_decode_fp16", f"{mla}/mla_decode_fp16.py", ""),
         Case("mla_decode_fp8", f"{mla}/mla_decode_fp8.py", ""),
@@ -309,11 +325,10 @@ def _attention() -> list[Case]:
 
 
 def _without_tensor_memory() -> list[Case]:
-    """Normalisation, reductions and copies; and kernels of the sm_80 style, compiled for sm_100a."""
+    """Normalisation and copies; and kernels of the sm_80 style, compiled for sm_100a."""
     ampere = f"{DSL}/cute/ampere/kernel"
     return [
         Case("rmsnorm", f"{CUTE}/kernel/rmsnorm/rmsnorm.py"),
-        Case("reduce", f"{CUTE}/kernel/reduce/reduce.py"),
         *[
             Case(f"tutorial {n}", f"{CUTE}/tutorial/tutorial_tma/{n}.py", "--M 256 --N 128")
             for n in ("tma_v0", "tma_v1")
@@ -376,6 +391,7 @@ def _flash_attention_4() -> list[Case]:
         case("MLA top-k 512", "mla --queries 2 --keys 1024 --topk 512", quick=True),
         case("MLA top-k 512, padded", "mla --queries 2 --keys 1024 --topk 512 --padding 100"),
         case("MLA top-k 2048", "mla --queries 1 --keys 4096 --topk 2048"),
+        case("MLA top-k 512, backward", "mla --queries 2 --keys 1024 --topk 512 --backward"),
     ]
 
 
@@ -438,7 +454,9 @@ def _primitives() -> list[Case]:
         "2cta_mma_blockscale_m128": ("race",),
         "mcast_clusterMxN_1cta_mma": ("exited_cta",),
         "mcast_clusterMxN_2cta_mma": ("exited_cta",),
+        "cluster_tmem_reduce": ("race",),
         "06_softmax": ("race",),
+        "tma_multicast": ("race",),
         "tma_pipeline_single_warp": ("race",),
     }
     slicek_variants = (
