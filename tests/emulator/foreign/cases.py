@@ -452,7 +452,11 @@ def _primitives() -> list[Case]:
         "mcast_clusterMxN_1cta_mma": ("exited_cta",),
         "mcast_clusterMxN_2cta_mma": ("exited_cta",),
         "cluster_tmem_reduce": ("race",),
+        "05_minimal_tensor_mma": ("race",),
         "06_softmax": ("race",),
+        "10_minimal_tensor_mma_fp8": ("race",),
+        "gemm_M128_N128_Kany_TN_warpspec_multistage": ("race",),
+        "mapa": ("exited_cta",),
         "tma_multicast": ("race",),
         "tma_pipeline_single_warp": ("race",),
     }

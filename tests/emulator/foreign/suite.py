@@ -88,7 +88,7 @@ def _last_error(process: "subprocess.CompletedProcess[str]") -> str:
     """The emulator's error with its place, else the last line that names an exception."""
     lines = [line for line in (process.stdout + process.stderr).splitlines() if line.strip()]
     named = [n for n, line in enumerate(lines) if "Error" in line.split(":")[0]]
-    ours = [n for n in named if re.match(r"errors\.", lines[n])]
+    ours = [n for n, line in enumerate(lines) if re.match(r"errors\.\w+:", line)]
     start = (ours or named or [max(0, len(lines) - 5)])[-1]
     return "\n".join(lines[start : start + 3])[:REASON_CHARACTERS]
 
