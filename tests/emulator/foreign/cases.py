@@ -455,7 +455,7 @@ def _primitives() -> list[Case]:
         "05_minimal_tensor_mma": ("race",),
         "06_softmax": ("race",),
         "10_minimal_tensor_mma_fp8": ("race",),
-        "gemm_M128_N128_Kany_TN_warpspec_multistage": ("race",),
+        "gemm_M128_N128_Kany_TN_warpspec_multistage": ("race", "uninitialised_smem"),
         "mapa": ("exited_cta",),
         "tma_multicast": ("race",),
         "tma_pipeline_single_warp": ("race",),
