@@ -455,10 +455,15 @@ def _primitives() -> list[Case]:
         "mcast_clusterMxN_1cta_mma": ("exited_cta",),
         "mcast_clusterMxN_2cta_mma": ("exited_cta",),
         "cluster_tmem_reduce": ("race",),
+        "05_minimal_tensor_mma": ("race",),
         "06_softmax": ("race",),
+        "10_minimal_tensor_mma_fp8": ("race",),
+        "gemm_M128_N128_Kany_TN_warpspec_multistage": ("race", "uninitialised_smem"),
+        "mapa": ("exited_cta",),
         "tma_multicast": ("race",),
         "tma_pipeline_single_warp": ("race",),
     }
+    skips = {"03_gemm_tiled_smem": "a GEMM of 1024 x 1024 x 1024 on CUDA cores takes minutes here"}
     slicek_variants = (
         "async_s32_smem a_tmem_core_matrix tma_s128_mma_s32 tma_s32_mma_s32 n_group_a_tmem_shift_wdm "
         "n_group_smem_a_reuse_wdm"
@@ -469,6 +474,7 @@ def _primitives() -> list[Case]:
             f"{PRIMITIVES}/{folder}/{name}.py",
             arguments.get(name, ""),
             quick=name in quick,
+            skip=skips.get(name, ""),
             forgiven=forgiven.get(name, ()),
         )
         for folder, folder_names in names.items()

@@ -21,7 +21,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from cases import CASES, Case  # noqa: E402
+from cases import CASES, ENVIRONMENT_VARIABLE, Case  # noqa: E402
 
 RESULTS = HERE.parent / "results"
 TIMEOUT_SECONDS = 1200
@@ -88,9 +88,11 @@ def _last_error(process: "subprocess.CompletedProcess[str]") -> str:
     """The emulator's error with its place, else the last line that names an exception."""
     lines = [line for line in (process.stdout + process.stderr).splitlines() if line.strip()]
     named = [n for n, line in enumerate(lines) if "Error" in line.split(":")[0]]
-    ours = [n for n in named if re.match(r"errors\.", lines[n])]
+    ours = [n for n, line in enumerate(lines) if re.match(r"errors\.\w+:", line)]
     start = (ours or named or [max(0, len(lines) - 5)])[-1]
-    return "\n".join(lines[start : start + 3])[:REASON_CHARACTERS]
+    text = "\n".join(lines[start : start + 3])
+    # Where the sources lie is nobody's business but this machine's.
+    return text.replace(f"{os.environ.get(ENVIRONMENT_VARIABLE, '')}/", "")[:REASON_CHARACTERS]
 
 
 def readable(results: list[dict[str, Any]]) -> str:
