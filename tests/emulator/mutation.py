@@ -6,16 +6,15 @@ caught when the emulator raises an error, when the memory that it leaves differs
 of something new.
 
     python mutation.py RECORDING.npz [--case NAME] [--write] [--only CLASSES] [--sample N]
-        [--checks strict|KIND,KIND] [--evidence]
+        [--checks strict|KIND,KIND]
 
 A wait that never had to wait under any of the seven schedules is not a mutant: its deletion changes
 nothing that these runs could show. What is not caught is listed with its reason, which a person
 wrote into results/mutation_reasons.json: {case: {PTX text, or "PTX text @ line": why}}. A reason
 begins with "redundant" or with "blind spot"; the rate of a class leaves the redundant ones out.
 
---evidence backs the reasons: for each mutant that is not caught it looks for others that are not
-caught either, nor all of them together, but are once this one joins them. Then the checker does see
-what the instruction orders, and those others order it as well.
+At the end all that is not caught is deleted at once. If that is not caught either, none of it stands in
+for another: what each would order, instructions that are caught order too.
 """
 
 import argparse
@@ -66,8 +65,6 @@ CLASSES: dict[str, str] = {
 RUNAWAY_FACTOR = 30
 NOT_ANALYSED = "not analysed"
 REDUNDANT = "redundant"
-# Enough for the evidence, which tries many sets of deletions.
-EVIDENCE_SCHEDULES = [("eager", 0), ("late", 1)]
 USUAL = Checks()
 
 
@@ -90,21 +87,13 @@ class Outcome:
 
 
 @dataclass
-class Evidence:
-    """Deleted with `others`, which are not caught by themselves, the mutant is."""
-
-    others: list[Site]
-    outcome: Outcome
-
-
-@dataclass
 class Result:
     case: str
     checks: Checks
     outcomes: list[Outcome] = field(default_factory=list)
     possible: dict[str, int] = field(default_factory=dict)  # class -> mutants before sampling
     never_waited: int = 0
-    evidence: dict[Site, Evidence] = field(default_factory=dict)
+    together: Outcome | None = None  # all that is not caught, deleted at once
     cpu_seconds: float = 0.0
 
     def missed(self) -> list[Outcome]:
@@ -191,13 +180,13 @@ class MutationTest:
         return site.class_name != "mbarrier wait" or bool(self.blocked[site.line])
 
     def run(self, site: Site) -> Outcome:
-        return self.run_without([site], SCHEDULES)
+        return self.run_without([site])
 
-    def run_without(self, sites: list[Site], schedules: list[tuple[str, int]]) -> Outcome:
-        """Of all these deletions together; the outcome is the last one's."""
-        site = sites[-1]
+    def run_without(self, sites: list[Site]) -> Outcome:
+        """Of all these deletions together; the outcome is called the first one's."""
+        site = sites[0]
         ptx = Program.from_ptx(without(self.recording.ptx, *sites))
-        for schedule, seed in schedules:
+        for schedule, seed in SCHEDULES:
             options = Options(schedule=schedule, seed=seed, checks=self.checks, max_instructions=self.limit)
             try:
                 report, memory = self.recording.replay(options, ptx)
@@ -213,43 +202,6 @@ class MutationTest:
                 return Outcome(site, "new warning", f"{schedule} {seed}", min(new))
         return Outcome(site)
 
-    def evidence(self, missed: list[Site]) -> dict[Site, Evidence]:
-        """`missed`: what is not caught by itself."""
-        together: list[Site] = []  # as many as are not caught together
-        apart: list[Site] = []
-        for site in missed:
-            (apart if self._caught([*together, site]) else together).append(site)
-        found = {}
-        for site in missed:
-            others = [other for other in together if other != site]
-            if site in together:  # others join in its place, perhaps
-                for other in apart:
-                    if not self._caught([*others, other]):
-                        others.append(other)
-                if not self._caught([*others, site]):
-                    continue
-            others = self._fewest(others, site)
-            found[site] = Evidence(others, self.run_without([*others, site], EVIDENCE_SCHEDULES))
-            lines = [other.line for other in others]
-            print(f"line {site.line} with {lines}: {found[site].outcome.caught_by}", file=sys.stderr, flush=True)
-        return found
-
-    def _fewest(self, others: list[Site], site: Site) -> list[Site]:
-        """Chunks of the others, then single ones, are left out while the rest still serves."""
-        size = len(others)
-        while size:
-            for start in range(0, len(others), size):
-                fewer = others[:start] + others[start + size :]
-                if self._caught([*fewer, site]):
-                    others = fewer
-                    break
-            else:
-                size //= 2
-        return others
-
-    def _caught(self, sites: list[Site]) -> bool:
-        return bool(self.run_without(sites, EVIDENCE_SCHEDULES).caught_by)
-
 
 def run(
     case: str,
@@ -257,7 +209,6 @@ def run(
     only: tuple[str, ...] = (),
     sample: int | None = None,
     checks: Checks = USUAL,
-    evidence: bool = False,
 ) -> Result:
     """sample: at most so many mutants of a class, chosen by a fixed seed."""
     start = time.process_time()
@@ -279,8 +230,8 @@ def run(
             result.outcomes.append(outcome)
             how = outcome.caught_by or "NOT CAUGHT"
             print(f"{name} line {site.line}: {how}", file=sys.stderr, flush=True)
-    if evidence:
-        result.evidence = test.evidence([outcome.site for outcome in result.missed()])
+    if result.missed():
+        result.together = test.run_without([outcome.site for outcome in result.missed()])
     result.cpu_seconds = time.process_time() - start
     return result
 
@@ -301,19 +252,17 @@ def as_json(result: Result, reasons: dict[str, str]) -> dict[str, Any]:
             for name, (caught, redundant, total) in result.by_class(reasons).items()
         },
         "caught by": dict(Counter(o.caught_by for o in result.outcomes if o.caught_by)),
-        "not caught": [_missed_as_json(result, outcome.site, reasons) for outcome in result.missed()],
+        "not caught": [
+            {
+                "class": outcome.site.class_name,
+                "line": outcome.site.line,
+                "text": outcome.site.text,
+                "reason": reason_of(outcome.site, reasons),
+            }
+            for outcome in result.missed()
+        ],
+        "all of them deleted at once": result.together.caught_by or "not caught" if result.together else None,
     }
-
-
-def _missed_as_json(result: Result, site: Site, reasons: dict[str, str]) -> dict[str, Any]:
-    entry: dict[str, Any] = {"class": site.class_name, "line": site.line, "text": site.text}
-    entry["reason"] = reason_of(site, reasons)
-    if site in result.evidence:
-        evidence = result.evidence[site]
-        entry["deleted with lines"] = [other.line for other in evidence.others]
-        entry["then caught by"] = evidence.outcome.caught_by
-        entry["message"] = evidence.outcome.message
-    return entry
 
 
 def reasons_for(case: str) -> dict[str, str]:
@@ -343,15 +292,13 @@ def readable(document: dict[str, Any]) -> str:
         f"{document['waits that never waited']} waits never had to wait and are no mutants.",
         f"Caught by: {document['caught by']}. {document['cpu_seconds']} s of CPU.",
         "",
-        "Not caught:",
-        "",
+        "Not caught:" if document["not caught"] else "All are caught.",
+        *([""] if document["not caught"] else []),
     ]
     for missed in document["not caught"]:
-        line = f"- line {missed['line']} ({missed['class']}): `{missed['text']}` — {missed['reason']}"
-        if "then caught by" in missed:
-            others = ", ".join(map(str, missed["deleted with lines"]))
-            line += f". Deleted together with {others}, which are not caught by themselves: {missed['then caught by']}"
-        lines.append(line)
+        lines.append(f"- line {missed['line']} ({missed['class']}): `{missed['text']}` — {missed['reason']}")
+    if document["not caught"]:
+        lines += ["", f"All of them deleted at once: {document['all of them deleted at once']}."]
     return "\n".join(lines) + "\n"
 
 
@@ -368,12 +315,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="classes, separated by commas")
     parser.add_argument("--sample", type=int, help="at most so many mutants of a class")
     parser.add_argument("--checks", default="", help="strict, or kinds that are errors besides the usual ones")
-    parser.add_argument("--evidence", action="store_true", help="of what is not caught; takes long")
     options = parser.parse_args()
     case = options.case or options.recording.stem
     only = tuple(options.only.split(",")) if options.only else ()
     checks = checks_named(options.checks)
-    result = run(case, Recording.load(options.recording), only, options.sample, checks, options.evidence)
+    result = run(case, Recording.load(options.recording), only, options.sample, checks)
     document = as_json(result, reasons_for(case))
     print(readable(document))
     if options.write:

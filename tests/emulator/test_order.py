@@ -282,6 +282,45 @@ def test_incomplete_barrier_at_exit() -> None:
     assert any("barrier 1 incomplete: 32 of 64" in w for w in report.warnings)
 
 
+# Warp 0 starts a bulk copy and reads another buffer afterwards; warp 1 waits for the copy and overwrites that buffer.
+AFTERWARDS = """setp.ne.u32 %p1, %r101, 0; shl.b32 %r1, %r101, 2; add.u32 %r2, %r103, %r1; setp.ne.u32 %p2, %r102, 0;
+@!%p2 st.shared.u32 [%r2+2048], %r101; setp.ne.u32 %p3, %r100, 0; @%p3 bra I; mbarrier.init.shared::cta.b64 [%r103], 1;
+fence.mbarrier_init.release.cluster; I: bar.sync 0; @%p2 bra W; @%p1 bra R;
+mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r103], 128; add.u32 %r4, %r103, 1024;
+cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r4], [%rd100], 128, [%r103];
+R: ld.shared.u32 %r3, [%r2+2048];
+bar.sync 1, 64; /*read*/
+bra E;
+W: mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r103], 0; @!%p4 bra W;
+bar.sync 1, 64; /*overwritten*/
+st.shared.u32 [%r2+2048], %r100; E:"""
+
+
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_a_copy_hands_on_what_came_before_it_only(schedule: str, seed: int) -> None:
+    options = {"threads": 64, "schedule": schedule, "seed": seed}
+    run(AFTERWARDS, _tiles(), **options)
+    with pytest.raises(EmulationError) as e:
+        run(AFTERWARDS.replace("bar.sync 1, 64;", ""), _tiles(), **options)
+    assert e.value.kind.name == "race"
+
+
+# CTA 1 commits to both CTAs; CTA 0 waits for that before it exits.
+COMMIT_TO_PEER = """mov.u32 %r1, %cluster_ctarank; setp.ne.u32 %p1, %r101, 0; @%p1 bra I;
+mbarrier.init.shared::cta.b64 [%r103], 1; fence.mbarrier_init.release.cluster; I: barrier.cluster.arrive; barrier.cluster.wait;
+setp.ne.u32 %p2, %r1, 1; mov.b16 %h1, 3; @%p2 bra W; @%p1 bra E;
+tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r103], %h1; bra E;
+W: mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r103], 0; @!%p4 bra W; /*wait*/
+E:"""
+
+
+def test_commit_to_a_peer_that_does_not_wait() -> None:
+    assert not run(COMMIT_TO_PEER, grid=2, cluster=2).warnings
+    line = next(x for x in COMMIT_TO_PEER.splitlines() if "/*wait*/" in x)
+    (warning,) = run(COMMIT_TO_PEER.replace(line, "W:"), grid=2, cluster=2).warnings
+    assert warning.startswith("exited_cta") and "arrives at CTA rank 0" in warning
+
+
 # .relaxed arrivals and waits: tcgen05.fence carries tensor-core work over them, and nothing else.
 RELAXED = """setp.ne.u32 %p1, %r102, 0; @%p1 bra S; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r103], 32;
 setp.ne.u32 %p6, %r101, 0; @%p6 bra S; mbarrier.init.shared::cta.b64 [%r103+8], 32; S: bar.sync 0;

@@ -270,7 +270,7 @@ HANDLER("tcgen05.mma", Plain) {
     for (u32 k = 0; k < (u32)in.aux[3]; k++) x.disabled[k] = row<u32>(w, in.op[7 + k])[i];
 
     race::Actor actor = race::stream(w, kTensorPipe, true);
-    if (machine.track_order) w.pipe.join(w.now);
+    race::enter_tensor_pipe(w);
     u32 width = x.n / x.segments();
     for (u32 h = 0; h < x.group; h++) {
       Cta &c = *cluster.ctas[w.cta->rank + h];

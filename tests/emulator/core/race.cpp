@@ -36,6 +36,9 @@ void start_cluster(Cluster &c) {
     }
 }
 
+// What the warp does from now on is not part of what it has handed on so far.
+static void next_event(Warp &w) { w.now.order.raise(w.agent(kGeneric), ++w.events[kGeneric]); }
+
 Actor generic(Warp &w) { return {w.agent(kGeneric), w.events[kGeneric], &w.now, true, false}; }
 
 Actor stream(Warp &w, WarpAgent kind, bool async_proxy) {
@@ -48,6 +51,7 @@ Free free_running(Warp &w) {
   Free f;
   f.start = w.now;
   f.start.tensor.clear();
+  next_event(w);
   // A slot may be used again once its last operation is known to be complete: then later knowledge implies earlier.
   u32 fixed = c.warp_count * kWarpAgents;
   for (Agent a : w.slots)
@@ -61,6 +65,12 @@ Free free_running(Warp &w) {
   c.slot_events.push_back(1);
   w.slots.push_back(f.agent);
   return f;
+}
+
+void enter_tensor_pipe(Warp &w) {
+  if (!machine.track_order) return;
+  w.pipe.join(w.now);
+  next_event(w);
 }
 
 [[gnu::noinline]] static void report_conflict(Warp &w, const Instruction &in, Cta &cta, const char *memory, u32 at,
@@ -237,7 +247,7 @@ void release(Warp &w, ClockPair &into, bool relaxed) {
   }
   into.join_order(relaxed ? w.released : w.now);
   if (relaxed) return;
-  w.now.order.raise(w.agent(kGeneric), ++w.events[kGeneric]);
+  next_event(w);
 }
 
 void acquire(Warp &w, const ClockPair &from, bool relaxed) {
@@ -291,7 +301,7 @@ void release_fence(Warp &w) {
   if (!machine.track_order) return;
   w.released.join(w.now);
   w.released_copy.reset();
-  w.now.order.raise(w.agent(kGeneric), ++w.events[kGeneric]);
+  next_event(w);
 }
 
 void acquire_fence(Warp &w) {
@@ -312,7 +322,7 @@ void proxy_fence(Warp &w) {
   if (!machine.track_order) return;
   w.now.fenced.join(w.now.order);
   // What comes after the fence is a new event: it is not fenced.
-  w.now.order.raise(w.agent(kGeneric), ++w.events[kGeneric]);
+  next_event(w);
 }
 
 bool tracks_tensor_fences() { return machine.track_order && machine.level[(int)ErrorKind::TensorFence] != Level::Off; }
@@ -336,7 +346,7 @@ void learn_agent(Warp &w, Agent agent, u32 event) {
 void executed(Warp &w, Clock &into) {
   if (!machine.track_order) return;
   into.join(w.now.order);
-  w.now.order.raise(w.agent(kGeneric), ++w.events[kGeneric]);
+  next_event(w);
 }
 
 void warp_exits(Warp &w) {

@@ -33,6 +33,8 @@ struct Free {
   }
 };
 Free free_running(Warp &w);
+// An operation joins the warp's tensor pipe: a later commit hands on what the warp knows now.
+void enter_tensor_pipe(Warp &w);
 
 void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 bytes, bool write, const Actor &a);
 void global_access(Warp &w, const Instruction &in, u64 address, u64 bytes, bool write, const Actor &a,

@@ -282,7 +282,7 @@ HANDLER("tcgen05.cp", Plain) {
     if (group == 2 && (w.cta->rank & 1 || cluster.ctas.size() < 2))
       fail(ErrorKind::IllegalInstruction, &w, &in, "cta_group::2 is issued by the even CTA of a pair");
     race::Actor actor = race::stream(w, kTensorPipe, true);
-    w.pipe.join(w.now);
+    race::enter_tensor_pipe(w);
     for (u32 h = 0; h < group; h++) {
       Cta &c = *cluster.ctas[w.cta->rank + h];
       check_tmem_columns(w, in, c, column, bytes / 4, "tcgen05.cp");
@@ -331,7 +331,7 @@ HANDLER("tcgen05.shift", Plain) {
     if (group == 2 && (rank & 1 || cluster.ctas.size() < 2))
       fail(ErrorKind::IllegalInstruction, &w, &in, "cta_group::2 is issued by the even CTA of a pair");
     race::Actor actor = race::stream(w, kTensorPipe, true);
-    if (machine.track_order) w.pipe.join(w.now);
+    race::enter_tensor_pipe(w);
     for (u32 h = 0; h < group; h++) {
       Cta &c = *cluster.ctas[rank + h];
       if (&c != w.cta) race::touch_peer(w, in, c, actor);

@@ -77,12 +77,14 @@ def gemm_kernel(
             prims.fence_mbarrier_init()
         prims.tcgen05_alloc(tmem_address, TMEM_COLUMNS, group=group)
         prims.tcgen05_relinquish_alloc_permit(group=group)
+    prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
     prims.barrier_cta_sync(0)
     tmem = prims.TmemAddr(tmem_address.load())
     lanes = prims.TmemAddr.from_row_col(tmem.row_id + warp * 32, tmem.col_id)
 
     if cutlass.const_expr(shape.m == 64):
         # The epilogue loads all 32 lanes of a warp; the MMA writes 16 of them.
+        prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
         zeros = cutlass.full([N], 0.0, dtype=cutlass.Float32)
         prims.tcgen05_st("32x32b", lanes.as_ptr(cutlass.Float32), zeros)
         prims.tcgen05_wait(prims.Tcgen05Wait.STORE)
@@ -106,6 +108,7 @@ def gemm_kernel(
         prims.barrier_cluster_wait_aligned()
     else:
         prims.barrier_cta_sync(0)
+    prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
 
     if warp == 0:
         if rank == 0:
@@ -162,6 +165,7 @@ def gemm_kernel(
     else:
         prims.barrier_cta_sync(0)
     if warp == 0:
+        prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
         prims.tcgen05_dealloc(tmem.as_ptr(cutlass.Float32), TMEM_COLUMNS, group=group)
 
 
