@@ -1,4 +1,5 @@
-"""Decoders of the asynchronous copies: cp.async, bulk copies, TMA tensor copies, st.async, clusterlaunchcontrol.
+"""Decoders of the asynchronous copies: cp.async, bulk copies, TMA tensor copies and maps, st.async,
+clusterlaunchcontrol.
 
 The modifiers of these instructions appear in several orders; each decoder takes its own set and refuses the rest.
 """
@@ -277,3 +278,36 @@ def _first_cta(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     names = split_operands(s.operands[0][1:-1]) if s.operands[0].startswith("{") else [s.operands[0]]
     operands = [*(d.destination(n, "b32") for n in names), d.source(s.operands[1], "b128")]
     d.emit("clc.first_cta", operands, ("xyz".index(m["dim"] or "x"),))
+
+
+_MAP_FIELDS = {"global_address": 0, "global_dim": 1, "global_stride": 2}
+
+
+@family(
+    "tensormap",
+    r"tensormap\.replace\.tile\.(?P<field>\w+)\.(?P<space>global|shared::cta)\.b1024\.(?P<type>b32|b64)",
+)
+def _replace(d: Decoder, s: Statement, m: re.Match[str]) -> None:
+    field = _MAP_FIELDS.get(m["field"])
+    if field is None or (m["type"] == "b32") != (m["field"] == "global_dim"):
+        raise d.unknown(f"replacing {m['field']} as {m['type']} is not modelled")
+    address, offset = d.address(s.operands[0])
+    dimension = 0
+    if m["field"] != "global_address":
+        dimension = d.immediate(s.operands[1])
+        if dimension is None or not 0 <= dimension < (5 if m["field"] == "global_dim" else 4):
+            raise d.unknown("the dimension is an immediate below the rank")
+    rows = [address, d.source(s.operands[-1], m["type"])]
+    d.emit("tensormap.replace", rows, (int(m["space"] != "global"), offset, field, dimension))
+
+
+@family(
+    "tensormap",
+    r"tensormap\.cp_fenceproxy\.global\.shared::cta\.tensormap::generic\.release\.(?:cta|cluster|gpu|sys)\.sync\.aligned",
+)
+def _copy_map(d: Decoder, s: Statement, m: re.Match[str]) -> None:
+    if d.immediate(s.operands[2]) != 128:
+        raise d.unknown("a tensor map has 128 bytes")
+    to, to_offset = d.address(s.operands[0])
+    source, source_offset = d.address(s.operands[1])
+    d.emit("tensormap.cp_fenceproxy", [to, source], (to_offset, source_offset))

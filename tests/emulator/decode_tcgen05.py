@@ -93,12 +93,16 @@ _CP = {
 @family(
     "tcgen05",
     r"tcgen05\.cp" + _GROUP + r"\.(?P<shape>128x256b|128x128b|64x128b"
-    r"\.warpx2::(?:02_13|01_23)|32x128b\.warpx4)",
+    r"\.warpx2::(?:02_13|01_23)|32x128b\.warpx4)(?:\.b8x16\.b(?P<bits>[46])x16_p(?:64|32))?",
 )
 def _cp(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     quarters, rows, nbytes = _CP[m["shape"]]
     base, offset = d.address(s.operands[0])
-    d.emit("tcgen05.cp", [base, d.source(s.operands[1], "b64")], (rows, nbytes, offset, int(m["group"]), *quarters))
+    d.emit(
+        "tcgen05.cp",
+        [base, d.source(s.operands[1], "b64")],
+        (rows, nbytes, offset, int(m["group"]), *quarters, int(m["bits"] or 0)),
+    )
 
 
 _KINDS = {"f16": 0, "tf32": 1, "f8f6f4": 2, "i8": 3, "mxf8f6f4": 4, "mxf4": 5, "mxf4nvf4": 6}
@@ -121,7 +125,7 @@ _SCALES = {
     "tcgen05",
     r"tcgen05\.mma(?P<ws>\.ws)?" + _GROUP + r"\.kind::(?P<kind>\w+)(?P<scaled>\.block_scale)?"
     r"(?:\.(?P<vec>scale_vec::[124]X|block16|block32))?(?P<ashift>\.ashift)?"
-    r"(?:\.collector::(?:a|b[0-3])::(?:discard|lastuse|fill|use))?",
+    r"(?:\.collector::(?:a|b[0-3])::(?P<collector>discard|lastuse|fill|use))?",
 )
 def _mma(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     kind = m["kind"]
@@ -166,7 +170,7 @@ def _mma(d: Decoder, s: Statement, m: re.Match[str]) -> None:
             len(disable),
             a_offset,
             d_offset,
-            int(m["ws"] is not None),
+            int(m["ws"] is not None) | 2 * int(m["collector"] in ("use", "lastuse")),
             scales,
             input_scale,
             int(m["ashift"] is not None),

@@ -14,7 +14,8 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-import decode_copy  # noqa: F401  (these four register instruction families)
+import decode_copy  # noqa: F401  (these register instruction families)
+import decode_mma_sync  # noqa: F401
 import decode_sync  # noqa: F401
 import decode_tcgen05  # noqa: F401
 import decode_wgmma  # noqa: F401
@@ -319,6 +320,7 @@ def launch(
         [list(c) for c in counts],
         lib.emu_warnings().decode(errors="replace"),
         lib.emu_shapes().decode(),
+        footprint=sum(end - begin for begin, end, _, _ in ranges),
     )
 
 

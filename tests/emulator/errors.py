@@ -30,11 +30,11 @@ class ErrorKind(enum.IntEnum):
     internal = 19
     tmem_freed = 20
     tcgen05_fence = 21
-    async_write_fence = 22
-    mbarrier_init_fence = 23
-    global_race = 24
-    wgmma_fence = 25
-    wgmma_wait = 26
+    wgmma_fence = 22
+    wgmma_wait = 23
+    async_write_fence = 24
+    mbarrier_init_fence = 25
+    global_race = 26
 
 
 class EmulationError(Exception):

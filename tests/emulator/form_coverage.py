@@ -3,15 +3,17 @@
 A form is an opcode with all its modifiers, and for tcgen05.mma also kind, CTA group, operand
 sources and majors, and shape. What the foreign suite executed is in results/foreign_forms.json,
 written by foreign/suite.py; there the emulator's semantics were seen to give right results.
+Spellings of one and the same operation count as one form (`canonical`).
 
-    python form_coverage.py RECORDING.npz [--write NAME]
+    python form_coverage.py RECORDING.npz [RECORDING.npz ...] [--write NAME]
 
-lists the forms of a recorded launch: every instruction of its kernel, executed or not, and the MMA
-shapes that it executed.
+lists the forms of recorded launches: every instruction of their kernels, executed or not, and the
+MMA shapes that they executed. It fails if one is uncovered.
 """
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,31 +38,52 @@ def forms_of(recording: Recording) -> set[str]:
     return written | set(report.by_form)
 
 
+# PTX gives these spellings one meaning: the default collector is a or b0, discarded; equality of integers has no sign;
+# loads and stores of a float move its bits.
+_SAME = (
+    (re.compile(r"(tcgen05\.mma.*?)\.collector::(?:a|b0)::discard"), r"\1"),
+    (re.compile(r"(setp\.(?:eq|ne))\.[su](16|32|64)$"), r"\1.b\2"),
+    (re.compile(r"((?:ld|st)\..*)\.f(32|64)$"), r"\1.b\2"),
+)
+
+
+def canonical(form: str) -> str:
+    """One spelling for all that mean the same."""
+    for pattern, replacement in _SAME:
+        form = pattern.sub(replacement, form)
+    return form
+
+
+def _split(forms: set[str], foreign: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """(form -> the first foreign case with it, forms that none has)."""
+    cases = {canonical(form): entry["first"] for form, entry in foreign.items()}
+    covered = {form: cases[canonical(form)] for form in sorted(forms) if canonical(form) in cases}
+    return covered, sorted(forms - covered.keys())
+
+
 def uncovered(forms: set[str], foreign: dict[str, Any]) -> list[str]:
-    return sorted(forms - foreign.keys())
+    return _split(forms, foreign)[1]
 
 
-def report_of(recording: Recording, foreign: dict[str, Any]) -> dict[str, Any]:
-    forms = forms_of(recording)
-    return {
-        "kernel": recording.kernel,
-        "forms": len(forms),
-        "uncovered": uncovered(forms, foreign),
-        "covered": {form: foreign[form]["first"] for form in sorted(forms & foreign.keys())},
-    }
+def report_of(recordings: list[Recording], foreign: dict[str, Any]) -> dict[str, Any]:
+    forms = set().union(*map(forms_of, recordings))
+    covered, missing = _split(forms, foreign)
+    kernels = sorted({recording.kernel for recording in recordings})
+    return {"kernels": kernels, "forms": len(forms), "uncovered": missing, "covered": covered}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("recording", type=Path)
+    parser.add_argument("recordings", type=Path, nargs="+")
     parser.add_argument("--write", help="the kernel's name in results/coverage_NAME.json")
     options = parser.parse_args()
-    document = report_of(Recording.load(options.recording), foreign_forms())
+    document = report_of([Recording.load(path) for path in options.recordings], foreign_forms())
     print(f"{document['forms']} forms, {len(document['uncovered'])} of them uncovered:")
     print("\n".join(document["uncovered"]))
     if options.write:
         path = RESULTS / f"coverage_{options.write}.json"
         path.write_text(json.dumps(document, indent=1) + "\n")
+    raise SystemExit(bool(document["uncovered"]))
 
 
 if __name__ == "__main__":

@@ -215,6 +215,7 @@ def _conversions() -> None:
     _add("cvt.ftz.f32.f32", "cvt.ftz.f32.f32", "f32 f32")
     _same("cvt.sat.f32.f32 cvt.sat.ftz.f32.f32", "cvt.sat.f32.f32", "f32 f32")
     _add("cvt.rn.f16.f64", "cvt.f16.f64", "b16 f64")
+    _add("cvt.f64.f16", "cvt.f64.f16", "f64 b16")
     _add("cvt.rn.bf16.f16", "cvt.bf16.f16", "b16 b16")
     _add("cvt.rn.f16.bf16", "cvt.f16.bf16", "b16 b16")
     for t in ("f16", "bf16"):

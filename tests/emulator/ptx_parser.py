@@ -59,10 +59,20 @@ class Scope:
         self.parent = parent
         self.registers: dict[str, str] = {}  # name -> type
         self.register_ranges: dict[str, tuple[str, int]] = {}  # prefix -> type, count
+        self.vectors: dict[str, list[str]] = {}  # name of a vector register -> its scalar registers
         self.labels: dict[str, int] = {}
         self.variables: dict[str, Variable] = {}
         self.call_params: set[str] = set()
         self.branch_targets: dict[str, list[str]] = {}
+
+    def spelled_out(self, operand: str) -> str:
+        """The name of a vector register as the list of its scalar registers; any other operand as it is."""
+        scope: Scope | None = self
+        while scope is not None:
+            if operand in scope.vectors:
+                return "{" + ", ".join(scope.vectors[operand]) + "}"
+            scope = scope.parent
+        return operand
 
 
 @dataclass(slots=True)
@@ -231,15 +241,19 @@ class _Body:
 
     def directive(self, text: str) -> None:
         if text.startswith(".reg"):
-            m = re.match(r"\.reg\s+\.(\w+)\s+(.*)$", text, re.S)
-            if not m or m.group(1) not in TYPE_BYTES:
+            m = re.match(r"\.reg\s+(?:\.v([24])\s+)?\.(\w+)\s+(.*)$", text, re.S)
+            if not m or m.group(2) not in TYPE_BYTES:
                 raise UnknownInstruction(text, self.line, "this register declaration is not understood")
-            for name in split_operands(m.group(2)):
+            for name in split_operands(m.group(3)):
                 r = _REG_RANGE.match(name)
-                if r:
-                    self.scope.register_ranges[r.group(1)] = (m.group(1), int(r.group(2)))
+                if m.group(1):
+                    parts = [f"{name}.{part}" for part in "xyzw"[: int(m.group(1))]]
+                    self.scope.vectors[name] = parts
+                    self.scope.registers.update(dict.fromkeys(parts, m.group(2)))
+                elif r:
+                    self.scope.register_ranges[r.group(1)] = (m.group(2), int(r.group(2)))
                 else:
-                    self.scope.registers[name] = m.group(1)
+                    self.scope.registers[name] = m.group(2)
         elif text.startswith(".pragma"):
             pass  # hints to the compiler: nounroll, used_bytes_mask, ...
         elif text.startswith(".param"):
@@ -264,7 +278,7 @@ class _Body:
         if not opcode:
             raise UnknownInstruction(text, self.line, "this is no statement")
         # Inline assembly may put the operands right behind the opcode.
-        operands = split_operands(body[opcode.end() :].strip())
+        operands = [self.scope.spelled_out(operand) for operand in split_operands(body[opcode.end() :].strip())]
         self.function.statements.append(
             Statement(opcode.group(0), operands, guard, negated, self.line, self.source, self.scope, text)
         )

@@ -27,22 +27,29 @@ class Report:
     unexecuted: int  # decoded instructions that never ran
     mma_flops: float
     sfu_operations: int
-    alu_operations: int
+    fma_operations: int  # lane operations of the f32 and f16 pipes
+    alu_operations: int  # of the integer pipe; moves and selects count nowhere
     bytes: dict[str, int]
     shared_wavefronts: int
     shared_conflicts: int  # wavefronts beyond the conflict-free number
     warnings: list[str]  # "kind at ptx line n, k times: text"
-    cycles: dict[str, float]  # lower bound by unit, per SM, all CTAs spread over the SMs of a B200 (sm_90a: an H200)
+    # Lower bound by unit, all CTAs spread over the SMs of a B200 (sm_90a: an H200). The assembler may fuse or remove
+    # instructions, so "fma", "alu" and "issue" are bounds of the PTX as written. "operands" is shared memory that the
+    # tensor core reads, "shared" that of threads and copies. "hbm" moves every tensor at most once, with cold caches.
+    cycles: dict[str, float]
 
 
-# Lane operations per clock and SM, sm_90 and sm_100 (CUDA C++ Programming Guide, "Arithmetic Instructions", compute
-# capabilities 9.0 and 10.0): 128 for f32 and most integer operations, 16 for the special functions.
-ALU_LANES_PER_CLOCK = 128
-SFU_LANES_PER_CLOCK = 16
-SHARED_BYTES_PER_CLOCK = 128
-TMEM_READ_BYTES_PER_CLOCK = 512  # 16 B per clock and lane group of a warp, four warps (CUTLASS sm100 TMEM notes)
-
-
+# Rates, each the highest that is documented or was measured, so that the cycles are lower bounds.
+#
+# [1] NVIDIA's B200 datasheet: 2.25 PFLOP/s dense f16, 8 TB/s of HBM; 148 SMs.
+# [2] CUTLASS, media/docs/cpp/blackwell_functionality.md: each kind of tcgen05.mma relative to Hopper's tensor core.
+# [3] SemiAnalysisAI/microbench-blackwell, umma_throughput/tput_results_max.csv: clocks of tcgen05.mma, from a B200.
+#     f16, f8, i8 and f4 reach [2]'s rates to 1 %; M=64 of one CTA takes as long as M=128, M=128 of two CTAs is at the
+#     full rate; with A in shared memory and N < 128 the time is that of reading the operands at 128 bytes a clock.
+# [4] FlashAttention-4 (Zadouri et al. 2026), roofline: 8192 flops, 16 exponentials, 128 bytes of shared memory a clock
+#     and SM, for threads, copies and operands of tcgen05.mma together: the sum of "shared" and "operands" below.
+# [5] CUDA C++ Programming Guide, throughput of arithmetic instructions, a clock and SM: 128 f32 add, multiply, fma; 64
+#     integer, compare, min/max, logic, shift, convert; 16 special functions. Four schedulers issue one each.
 @dataclasses.dataclass(frozen=True)
 class Rates:
     sms: int
@@ -50,18 +57,32 @@ class Rates:
     tensor_flops_per_clock: dict[str, int]  # dense, of one SM, by kind (tcgen05) or element of A (wgmma)
 
 
-# Datasheet: 2.25 PFLOP/s dense f16 at 148 SMs and 1.85 GHz is 8192 flops per clock and SM; f8 and f6 twice, f4 four
-# times, tf32 half of it.
 B200 = Rates(
-    148,
-    8.0e12 / 1.85e9,
-    {"f16": 8192, "tf32": 4096, "f8f6f4": 16384, "mxf8f6f4": 16384, "mxf4": 32768, "mxf4nvf4": 32768, "i8": 16384},
+    sms=148,
+    hbm_bytes_per_clock=8.0e12 / (2.25e15 / 148 / 8192),  # [1], which counts at 1.86 GHz
+    tensor_flops_per_clock={  # [2, 3]; tf32 by [2] only
+        "f16": 8192,
+        "tf32": 4096,
+        "f8f6f4": 16384,
+        "mxf8f6f4": 16384,
+        "mxf4": 32768,
+        "mxf4nvf4": 32768,
+        "i8": 16384,
+    },
 )
 # Datasheet: 0.99 PFLOP/s dense f16 at 132 SMs and 1.83 GHz.
 H200 = Rates(
-    132,
-    4.8e12 / 1.83e9,
-    {"f16": 4096, "bf16": 4096, "tf32": 2048, "e4m3": 8192, "e5m2": 8192, "s8": 8192, "u8": 8192},
+    sms=132,
+    hbm_bytes_per_clock=4.8e12 / 1.83e9,
+    tensor_flops_per_clock={
+        "f16": 4096,
+        "bf16": 4096,
+        "tf32": 2048,
+        "e4m3": 8192,
+        "e5m2": 8192,
+        "s8": 8192,
+        "u8": 8192,
+    },
 )
 
 
@@ -70,7 +91,25 @@ def rates_of(target: str) -> Rates:
     return H200 if target == "sm_90a" else B200
 
 
-_SFU = re.compile(r"(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh)\.approx")
+WARP_LANES = 32
+SFU_LANES_PER_CLOCK = 16  # [4, 5]
+FMA_LANES_PER_CLOCK = 128  # [5]
+ALU_LANES_PER_CLOCK = 64  # [5]
+INSTRUCTIONS_PER_CLOCK = 4  # [5]
+SHARED_BYTES_PER_CLOCK = 128  # [3, 4]
+# Nothing is published: one register of every lane in each of the four quarters, which the register file cannot exceed.
+TMEM_BYTES_PER_CLOCK = 512
+# Into one SM. Not published for B200; microbenchmarks of Volta to Hopper find 64. [3]'s fastest TMA sweep reaches 46.
+L2_BYTES_PER_CLOCK = 64
+
+_SFU = re.compile(r"(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh)\.approx|div\.(approx|full)")
+# Arithmetic of the f32 and f16 pipes; the rest of the class "alu" is the integer pipe's.
+_FMA = re.compile(r"(add|sub|mul|fma|mad)\.(\w+\.)*(f32|f16|bf16)(x2)?$")
+# Registers of a lane that a tcgen05.ld or st of each shape moves for .x1.
+_TMEM = re.compile(r"tcgen05\.(?P<op>ld|st)\.sync\.aligned\.(?P<shape>\w+)\.x(?P<n>\d+)")
+_TMEM_REGISTERS = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}
+_MMA_SYNC = re.compile(r"mma\.sync\.aligned\.m(\d+)n(\d+)k(\d+)\..*\.(f16|bf16|tf32|e4m3|e5m2|s8|u8)\.")
+_MMA_SYNC_KIND = {"f16": "f16", "bf16": "f16", "tf32": "tf32", "s8": "i8", "u8": "i8"}  # others: f8f6f4
 _CLASSES = (
     ("mma", re.compile(r"tcgen05\.mma|wgmma\.mma|mma\.")),
     ("tmem", re.compile(r"tcgen05\.")),
@@ -95,6 +134,31 @@ def classify(opcode: str) -> str:
     return "alu"
 
 
+def _product_cycles(kind: str, m: int, n: int, k: int, rates: Rates) -> float:
+    """Clocks of one SM's tensor core for a product at its full rate."""
+    return 2.0 * m * n * k / rates.tensor_flops_per_clock[kind]
+
+
+def _mma_sync_kind(element: str, rates: Rates) -> str:
+    return element if element in rates.tensor_flops_per_clock else _MMA_SYNC_KIND.get(element, "f8f6f4")
+
+
+_MMA_FORM = re.compile(
+    r"(?:tcgen05\.mma(?P<ws>\.ws)? kind::|wgmma\.mma_async \w+\.)(?P<kind>\w+)\b"
+    r".* m(?P<m>\d+) n(?P<n>\d+) k(?P<k>\d+)"
+)
+
+
+def mma_cycles(form: str, rates: Rates = B200) -> float:
+    """Clocks of tensor core, summed over the SMs that take part, of a form of by_form; 0 for what is no MMA."""
+    found = _MMA_FORM.match(form)
+    if not found:
+        return 0.0
+    half_empty = found["m"] == "64" and "cta_group::1" in form and not found["ws"]  # as slow as M=128
+    sizes = (int(found[name]) for name in "mnk")
+    return _product_cycles(found["kind"], *sizes, rates) * (2 if half_empty else 1)
+
+
 def make_report(
     k: Kernel,
     grid: tuple[int, int, int],
@@ -104,13 +168,18 @@ def make_report(
     counts: list[list[int]],
     warnings: str,
     shapes: str,
+    footprint: int,
 ) -> Report:
+    """`footprint`: bytes of the global memory that the launch may touch."""
+    rates = rates_of(k.target)
     executions, lanes, blocked = counts
     by_class: Counter[str] = Counter()
     by_form: Counter[str] = Counter()
     executed_lines: Counter[int] = Counter()
     blocked_lines: Counter[int] = Counter()
-    sfu = alu = unexecuted = 0
+    sfu = fma = alu = unexecuted = copied = 0
+    tmem = Counter({"ld": 0, "st": 0})
+    tensor_cycles = 0.0
     for i, n, lane_count, waits in zip(k.instructions, executions, lanes, blocked, strict=False):
         if waits:
             blocked_lines[i.line] += waits
@@ -124,17 +193,21 @@ def make_report(
         width = 2 if i.opcode.endswith(("f32x2", "f16x2", "bf16x2")) else 1
         if kind == "sfu":
             sfu += lane_count * width
-        elif kind in ("alu", "convert", "move"):
-            alu += lane_count * (2 if i.opcode.endswith("f32x2") else 1)
-    rates = rates_of(k.target)
-    tensor_cycles = 0.0
+        elif _FMA.match(i.opcode):
+            fma += lane_count * (2 if i.opcode.endswith("f32x2") else 1)
+        elif kind in ("alu", "convert"):
+            alu += lane_count
+        elif kind == "cp.async" and i.handler == "cp.async":
+            copied += lane_count * i.aux[0]
+        elif m := _TMEM.match(i.opcode):
+            tmem[m["op"]] += n * WARP_LANES * 4 * int(m["n"]) * _TMEM_REGISTERS[m["shape"]]
+        elif m := _MMA_SYNC.match(i.opcode):
+            # Its rate is not published; it shares the tensor core, so that of tcgen05.mma bounds it.
+            tensor_cycles += n * _product_cycles(_mma_sync_kind(m[4], rates), *map(int, m.groups()[:3]), rates)
     for line in shapes.splitlines():
         key, value = line.rsplit("\t", 1)
         by_form[key] += int(value)
-        m = re.search(r"(?:kind::|mma_async \w+\.)(\w+)\b.* m(\d+) n(\d+) k(\d+)", key)
-        if m:
-            flops = 2.0 * int(m[2]) * int(m[3]) * int(m[4]) * int(value)
-            tensor_cycles += flops / rates.tensor_flops_per_clock[m[1]]
+        tensor_cycles += int(value) * mma_cycles(key, rates)
     names = (
         "global_read",
         "global_written",
@@ -146,18 +219,23 @@ def make_report(
         "tma_stored",
         "dsmem",
     )
-    nbytes = {name: int(counters[1 + j]) for j, name in enumerate(names)}
+    nbytes = {name: int(counters[1 + j]) for j, name in enumerate(names)} | {"operands_read": int(counters[13])}
     accesses, waves = int(counters[10]), int(counters[11])
     ctas = grid[0] * grid[1] * grid[2]
     sms = min(rates.sms, ctas)
-    hbm = nbytes["global_read"] + nbytes["global_written"] + nbytes["tma_loaded"] + nbytes["tma_stored"]
+    tma = nbytes["tma_loaded"] + nbytes["tma_stored"]
+    traffic = nbytes["global_read"] + nbytes["global_written"] + tma
     cycles = {
         "tensor": tensor_cycles / sms,
         "sfu": sfu / SFU_LANES_PER_CLOCK / sms,
+        "fma": fma / FMA_LANES_PER_CLOCK / sms,
         "alu": alu / ALU_LANES_PER_CLOCK / sms,
-        "shared": (waves + (nbytes["tma_loaded"] + nbytes["tma_stored"]) / SHARED_BYTES_PER_CLOCK) / sms,
-        "tmem": (nbytes["tmem_read"] + nbytes["tmem_written"]) / TMEM_READ_BYTES_PER_CLOCK / sms,
-        "memory": hbm / rates.hbm_bytes_per_clock,
+        "issue": counters[0] / INSTRUCTIONS_PER_CLOCK / sms,
+        "shared": (waves + (tma + copied) / SHARED_BYTES_PER_CLOCK) / sms,
+        "operands": nbytes["operands_read"] / SHARED_BYTES_PER_CLOCK / sms,
+        "tmem": max(tmem.values()) / TMEM_BYTES_PER_CLOCK / sms,
+        "l2": traffic / L2_BYTES_PER_CLOCK / sms,
+        "hbm": min(traffic, footprint) / rates.hbm_bytes_per_clock,
     }
     found = []
     for line in warnings.splitlines():
@@ -176,6 +254,7 @@ def make_report(
         unexecuted=unexecuted,
         mma_flops=counters[12],
         sfu_operations=sfu,
+        fma_operations=fma,
         alu_operations=alu,
         bytes=nbytes,
         shared_wavefronts=waves,

@@ -3,7 +3,7 @@
 Kernels from CuTe DSL bring their own (the DSL's host code packs them). This encoder serves PTX that
 is run with explicit arguments, and the driver call `cuTensorMapEncodeTiled` where host code makes
 one. The layout is not public: it was read off what the driver and the DSL write (README.md).
-Not here: im2col maps, interleaved layouts, elements that TMA unpacks, swizzles with 32-byte atoms.
+Not here: im2col maps, interleaved layouts, swizzles of 64-byte atoms or with exchanged halves.
 """
 
 import struct
@@ -31,6 +31,7 @@ class ElementType(IntEnum):
     TF32 = 11
     TF32_FTZ = 12
     U4_ALIGN8 = 13  # packed in shared memory too
+    # Padded: 16 elements to 16 bytes of shared memory.
     U4_ALIGN16 = 14
     U6_ALIGN16 = 15
 
@@ -40,6 +41,7 @@ class Swizzle(IntEnum):
     B32 = 1
     B64 = 2
     B128 = 3
+    B128_ATOM32 = 4  # moves 32 bytes at a time, not 16
 
 
 ELEMENT_BITS: dict[ElementType, int] = {
@@ -57,6 +59,8 @@ ELEMENT_BITS: dict[ElementType, int] = {
     ElementType.TF32: 32,
     ElementType.TF32_FTZ: 32,
     ElementType.U4_ALIGN8: 4,
+    ElementType.U4_ALIGN16: 4,
+    ElementType.U6_ALIGN16: 6,
 }
 
 # The descriptor's own numbering. TF32 is F32 (or F32_FTZ) with a flag.
@@ -75,11 +79,16 @@ _TYPE_CODE: dict[ElementType, int] = {
     ElementType.TF32: 7,
     ElementType.TF32_FTZ: 8,
     ElementType.U4_ALIGN8: 11,
+    ElementType.U4_ALIGN16: 12,
+    ElementType.U6_ALIGN16: 13,
 }
 _TF32_FLAG = 1 << 16
 _OOB_NAN_FLAG = 1 << 15
 _VERSION_SM100 = 2
-_SWIZZLE_SPAN_BYTES = {Swizzle.B32: 32, Swizzle.B64: 64, Swizzle.B128: 128}
+_ATOM32_FLAG = 1 << 19
+_SWIZZLE_SPAN_BYTES = {Swizzle.B32: 32, Swizzle.B64: 64, Swizzle.B128: 128, Swizzle.B128_ATOM32: 128}
+_PADDED = (ElementType.U4_ALIGN16, ElementType.U6_ALIGN16)
+_PADDED_BOX = 128  # elements
 
 
 class TensorMapError(ValueError):
@@ -128,6 +137,19 @@ def encode(
     for k, (extent, step) in enumerate(zip(box, element_strides, strict=True)):
         _require(1 <= extent <= 256, f"box size {extent} of dimension {k} is not in 1..256")
         _require(1 <= step <= 8, f"element stride {step} of dimension {k} is not in 1..8")
+    if element_type in _PADDED:
+        _require(
+            box[0] == _PADDED_BOX and sizes[0] % _PADDED_BOX == 0,
+            f"{element_type.name} needs boxes of {_PADDED_BOX} and a multiple of that, not {box[0]} of {sizes[0]}",
+        )
+        _require(
+            address % 32 == 0 and all(stride % 32 == 0 for stride in strides_bytes),
+            f"{element_type.name} needs an address and strides that are multiples of 32",
+        )
+        _require(
+            swizzle in (Swizzle.NONE, Swizzle.B128, Swizzle.B128_ATOM32),
+            f"{element_type.name} does not go with swizzle {swizzle.name}",
+        )
     inner_bytes = box[0] * bits // 8
     _require(inner_bytes % 16 == 0, f"inner box of {inner_bytes} bytes is not a multiple of 16")
     span = _SWIZZLE_SPAN_BYTES.get(swizzle)
@@ -146,7 +168,9 @@ def encode(
     box_last = padded([extent - 1 for extent in box])
     step_last = padded([step - 1 for step in element_strides])
     stride16 = padded([stride >> 4 for stride in strides_bytes])
-    flags = _VERSION_SM100 | rank - 1 << 4 | _TYPE_CODE[element_type] << 7 | swizzle << 13
+    flags = _VERSION_SM100 | rank - 1 << 4 | _TYPE_CODE[element_type] << 7 | min(swizzle, Swizzle.B128) << 13
+    if swizzle == Swizzle.B128_ATOM32:
+        flags |= _ATOM32_FLAG
     flags |= l2_promotion << 17
     if element_type in (ElementType.TF32, ElementType.TF32_FTZ):
         flags |= _TF32_FLAG

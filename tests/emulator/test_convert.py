@@ -147,3 +147,18 @@ def test_narrow_integers_extend_as_their_type_says() -> None:
         out[:16].reshape(4, 4)[:, 1], x.astype(np.uint16).view(np.int16).astype(np.int32).view(np.uint32)
     )
     np.testing.assert_array_equal(out[:16].reshape(4, 4)[:, 2], x & 0xFF)
+
+
+def test_f64_of_every_f16() -> None:
+    codes = np.arange(1 << 16, dtype=np.uint16)
+    codes = codes[np.isfinite(codes.view(np.float16))]
+    padded = np.concatenate([codes, np.zeros(-len(codes) % 1024, np.uint16)])
+    out = np.zeros(len(padded), np.float64)
+    run(
+        f"""mov.u32 %r1, %r100; L: mul.wide.u32 %rd1, %r1, 2; add.s64 %rd1, %rd100, %rd1; ld.global.u16 %h1, [%rd1]; cvt.f64.f16 %d1, %h1;
+    mul.wide.u32 %rd2, %r1, 8; add.s64 %rd2, %rd101, %rd2; st.global.f64 [%rd2], %d1; add.u32 %r1, %r1, 1024; setp.lt.u32 %p1, %r1, {len(padded)}; @%p1 bra L;""",
+        padded,
+        out,
+        threads=1024,
+    )
+    np.testing.assert_array_equal(out, padded.view(np.float16).astype(np.float64))

@@ -56,3 +56,13 @@ def test_scopes_shadow_registers_and_labels() -> None:
         threads=1,
     )
     assert out[:3].tolist() == [7, 9, 5]
+
+
+def test_vector_registers() -> None:
+    out = np.zeros(4, np.float32)
+    run(
+        """{ .reg .v4 .f32 quad; .reg .v2 .b32 pair; mov.f32 quad.x, 1.0; mov.f32 quad.y, 2.0; mov.f32 quad.z, 3.0; mov.f32 quad.w, 4.0;
+    st.global.v4.f32 [%rd100], quad; ld.global.v2.b32 pair, [%rd100+8]; add.f32 pair.x, pair.x, pair.y; st.global.b32 [%rd100], pair.x; }""",
+        out,
+    )
+    np.testing.assert_array_equal(out, [7, 2, 3, 4])

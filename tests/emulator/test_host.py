@@ -231,12 +231,12 @@ NEXT:
 
 
 def swizzled(tile: np.ndarray, swizzle: Swizzle) -> np.ndarray:
-    """A dense tile after TMA's swizzle: address bits 7-9 exchange its 16-byte chunks."""
+    """A dense tile after TMA's swizzle: address bits 7-9 exchange its chunks of 16 bytes, or bits 7-8 those of 32."""
     chunks = tile.reshape(-1, 16)
     out = np.empty_like(chunks)
     mask = (1 << swizzle) - 1
     for n, chunk in enumerate(chunks):
-        out[n ^ (n >> 3 & mask)] = chunk
+        out[n ^ (n >> 2 & 6 if swizzle is Swizzle.B128_ATOM32 else n >> 3 & mask)] = chunk
     return out.reshape(-1)
 
 
@@ -246,7 +246,7 @@ def test_tma_load_with_an_encoded_map(swizzle: Swizzle, corner: tuple[int, int])
     """Every swizzle, and zero fill beyond all four sides."""
     rng = random.Random(0)
     tensor = np.array([[rng.random() for _ in range(512)] for _ in range(256)], np.float16)
-    width = max(8, 8 << swizzle)
+    width = 8 << min(swizzle, Swizzle.B128)
     padded = np.zeros((256 + 128, 512 + 256), np.float16)
     padded[64 : 64 + 256, 128 : 128 + 512] = tensor
     x, y = corner

@@ -319,3 +319,34 @@ def test_commit_to_a_peer_that_does_not_wait() -> None:
     line = next(x for x in COMMIT_TO_PEER.splitlines() if "/*wait*/" in x)
     (warning,) = run(COMMIT_TO_PEER.replace(line, "W:"), grid=2, cluster=2).warnings
     assert warning.startswith("exited_cta") and "arrives at CTA rank 0" in warning
+
+
+# .relaxed arrivals and waits: tcgen05.fence carries tensor-core work over them, and nothing else.
+RELAXED = """setp.ne.u32 %p1, %r102, 0; @%p1 bra S; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r103], 32;
+setp.ne.u32 %p6, %r101, 0; @%p6 bra S; mbarrier.init.shared::cta.b64 [%r103+8], 32; S: bar.sync 0;
+ld.shared.u32 %r1, [%r103]; setp.eq.u32 %p2, %r102, 4; and.b32 %r5, %r102, 3; setp.ne.u32 %p4, %r5, 0; @%p4 bra J; @%p2 bra L;
+W: mbarrier.try_wait.parity.relaxed.cta.shared::cta.b64 %p5, [%r103+8], 0; @!%p5 bra W;
+tcgen05.fence::after_thread_sync; /*after*/
+tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r2}, [%r1]; tcgen05.wait::ld.sync.aligned; /*generic*/ bra J;
+L: st.shared.u32 [%r103+16], %r101; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r1], {%r101}; tcgen05.wait::st.sync.aligned;
+tcgen05.fence::before_thread_sync; /*before*/
+mbarrier.arrive.relaxed.cta.shared::cta.b64 _, [%r103+8];
+J: bar.sync 0; @%p1 bra Z; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 32; Z:"""
+
+
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_tensor_fences_order_tensor_memory_over_a_relaxed_mbarrier(schedule: str, seed: int) -> None:
+    options = {"threads": 160, "schedule": schedule, "seed": seed}
+    # One lane stores, so that the store itself is no race.
+    right = RELAXED.replace("st.shared.u32", "@%p6 bra T; st.shared.u32", 1).replace(
+        "%r101; tcgen05.st", "%r101; T: tcgen05.st"
+    )
+    right = right.replace("L: ", "L: setp.ne.u32 %p6, %r101, 0; ")
+    run(right, np.zeros(1, np.uint32), **options)
+    for mark in ("after", "before"):
+        with pytest.raises(EmulationError) as e:
+            run(re.sub(rf"tcgen05\.fence::\w+; /\*{mark}\*/", "", right), np.zeros(1, np.uint32), **options)
+        assert e.value.kind.name == "race" and "tensor memory" in e.value.message
+    with pytest.raises(EmulationError) as e:
+        run(right.replace("/*generic*/", "ld.shared.u32 %r6, [%r103+16];"), np.zeros(1, np.uint32), **options)
+    assert e.value.kind.name == "race" and "shared memory" in e.value.message

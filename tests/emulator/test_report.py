@@ -6,9 +6,14 @@ from handwritten import run
 from report import (
     ALU_LANES_PER_CLOCK,
     B200,
+    FMA_LANES_PER_CLOCK,
+    INSTRUCTIONS_PER_CLOCK,
+    L2_BYTES_PER_CLOCK,
     SFU_LANES_PER_CLOCK,
-    TMEM_READ_BYTES_PER_CLOCK,
+    SHARED_BYTES_PER_CLOCK,
+    TMEM_BYTES_PER_CLOCK,
     classify,
+    mma_cycles,
 )
 from test_tcgen05 import COMMIT_AND_WAIT, EPILOGUE, PROLOGUE, READ_OUT, SMEM_IMAGE, _descriptor
 
@@ -57,10 +62,13 @@ def test_instructions_and_operations() -> None:
     more = {k: n - empty.by_class.get(k, 0) for k, n in report.by_class.items() if n != empty.by_class.get(k, 0)}
     assert more == {"alu": 6, "sfu": 2, "convert": 2, "barrier": 2}
     assert report.sfu_operations == 56
-    # setp, add and cvt are one operation a lane, f32x2 two.
-    assert report.alu_operations - empty.alu_operations == 64 * (1 + 1 + 2 + 1)
+    # add is one operation a lane, fma.f32x2 two; setp and cvt are the integer pipe's.
+    assert report.fma_operations - empty.fma_operations == 64 * (1 + 2)
+    assert report.alu_operations - empty.alu_operations == 64 * (1 + 1)
     assert report.cycles["sfu"] == 56 / SFU_LANES_PER_CLOCK
+    assert report.cycles["fma"] == report.fma_operations / FMA_LANES_PER_CLOCK
     assert report.cycles["alu"] == report.alu_operations / ALU_LANES_PER_CLOCK
+    assert report.cycles["issue"] == report.instructions / INSTRUCTIONS_PER_CLOCK
 
 
 def test_a_loop_counts_every_turn() -> None:
@@ -99,11 +107,14 @@ def test_bytes_of_global_memory() -> None:
         threads=64,
     )
     assert (report.bytes["global_read"], report.bytes["global_written"]) == (64 * 12, 64 * 4)
-    assert report.cycles["memory"] == 64 * 16 / B200.hbm_bytes_per_clock
+    assert report.cycles["l2"] == 64 * 16 / L2_BYTES_PER_CLOCK
+    # 1024 bytes went to and fro, but the tensor has half of them.
+    assert report.cycles["hbm"] == pytest.approx(x.nbytes / B200.hbm_bytes_per_clock)
 
 
-def test_an_mma_and_its_read_out() -> None:
-    m, n, k = 128, 64, 16
+@pytest.mark.parametrize(("m", "n"), [(128, 64), (128, 128), (64, 64)])
+def test_an_mma_and_its_read_out(m: int, n: int) -> None:
+    k = 16
     d = _descriptor(128, 256, 32) + (SMEM_IMAGE >> 4)
     body = (
         PROLOGUE.format(words=2048)
@@ -111,18 +122,56 @@ def test_an_mma_and_its_read_out() -> None:
     setp.ne.u32 %p6, %r100, 0; tcgen05.mma.cta_group::1.kind::f16 [%r104], %rd1, %rd1, %r1, %p6;"""
         + COMMIT_AND_WAIT
     )
+    read_out = READ_OUT.format(row_bytes=4 * n, columns=n, first=0) if m == 128 else ""
     report = run(
-        body + READ_OUT.format(row_bytes=4 * n, columns=n, first=0) + EPILOGUE,
+        body + read_out + EPILOGUE,
         np.zeros(2048, np.uint32),
-        np.zeros((m, n), np.float32),
+        np.zeros((128, n), np.float32),
         threads=128,
     )
     assert report.mma_flops == 2 * m * n * k
     assert report.by_class["mma"] == 1
-    assert report.by_form["tcgen05.mma kind::f16 cta_group::1 SS KK m128 n64 k16"] == 1
-    assert report.cycles["tensor"] == 2 * m * n * k / B200.tensor_flops_per_clock["f16"] == 32
-    assert report.bytes["tmem_read"] == m * n * 4
-    assert report.cycles["tmem"] == m * n * 4 / TMEM_READ_BYTES_PER_CLOCK
+    assert report.by_form[f"tcgen05.mma kind::f16 cta_group::1 SS KK m{m} n{n} k16"] == 1
+    # Half of the rows take as long as all of them.
+    assert report.cycles["tensor"] == n / 2
+    assert report.bytes["operands_read"] == (m + n) * k * 2
+    assert report.cycles["operands"] == (m + n) * k * 2 / SHARED_BYTES_PER_CLOCK
+    if m == 128:
+        assert report.bytes["tmem_read"] == m * n * 4
+        assert report.cycles["tmem"] == m * n * 4 / TMEM_BYTES_PER_CLOCK
+
+
+# Clocks that one tcgen05.mma of a long sequence took on a B200 (report.py's source [3]).
+@pytest.mark.parametrize(
+    ("kind", "operands", "ctas", "m", "n", "k", "measured"),
+    [
+        ("f16", "SS", 1, 64, 64, 16, 32.6),
+        ("f16", "SS", 1, 64, 256, 16, 128.6),
+        ("f16", "SS", 1, 128, 64, 16, 48.6),
+        ("f16", "SS", 1, 128, 96, 16, 56.6),
+        ("f16", "SS", 1, 128, 128, 16, 64.6),
+        ("f16", "SS", 2, 128, 64, 16, 25.7),
+        ("f16", "SS", 2, 128, 256, 16, 64.7),
+        ("f16", "SS", 2, 256, 64, 16, 43.7),
+        ("f16", "SS", 2, 256, 256, 16, 128.7),
+        ("f16", "TS", 1, 128, 64, 16, 32.5),
+        ("f16", "TS", 2, 128, 128, 16, 32.7),
+        ("f8f6f4", "SS", 1, 64, 256, 32, 128.3),
+        ("f8f6f4", "SS", 1, 128, 64, 32, 48.3),
+        ("i8", "SS", 2, 256, 256, 32, 128.4),
+        ("mxf8f6f4", "TS", 1, 128, 256, 32, 128.3),
+        ("mxf4", "SS", 1, 128, 96, 64, 56.2),
+        ("mxf4", "SS", 2, 128, 128, 64, 32.2),
+    ],
+)
+def test_the_bound_of_an_mma_lies_just_below_what_was_measured(
+    kind: str, operands: str, ctas: int, m: int, n: int, k: int, measured: float
+) -> None:
+    tensor = mma_cycles(f"tcgen05.mma kind::{kind} cta_group::{ctas} {operands} KK m{m} n{n} k{k}") / ctas
+    row_bytes = 32  # of K, whatever the type
+    rows = (m if operands == "SS" else 0) + n
+    shared = rows * row_bytes / ctas / SHARED_BYTES_PER_CLOCK
+    assert 0.9 * measured < max(tensor, shared) <= measured
 
 
 def test_ctas_are_spread_over_the_multiprocessors() -> None:

@@ -275,6 +275,92 @@ def test_a_from_tensor_memory() -> None:
     np.testing.assert_array_equal(out, a @ b.T)
 
 
+@pytest.mark.parametrize(
+    ("fmt", "bits", "form"), [("e2m1", 4, "b4x16_p64"), ("e3m2", 6, "b6x16_p32"), ("e2m3", 6, "b6x16_p32")]
+)
+def test_narrow_a_is_unpacked_on_its_way_to_tensor_memory(fmt: str, bits: int, form: str) -> None:
+    """tcgen05.cp puts each element of a padded chunk into the middle of a byte, where tcgen05.mma reads it."""
+    a, a_bytes = _operand("f8f6f4", fmt, 128, 32)
+    b, b_bytes = _operand("f8f6f4", "e4m3", 64, 32)
+    image = np.zeros(16384, np.uint8)
+    da = _k_major(a_bytes, 16, 0x800, image) + (0x800 >> 4)
+    db = _k_major(b_bytes, 32, 0x2000, image) + (0x2000 >> 4)
+    words = image[0x800:].copy().view(np.uint32)
+    out, raw = np.zeros((128, 64), np.float32), np.zeros((128, 8), np.uint32)
+    idesc = 1 << 4 | FORMAT_CODE[fmt] << 7 | 8 << 17 | 8 << 24
+    run(
+        PROLOGUE.format(words=len(words))
+        + f"""@%p2 bra M1; mov.b64 %rd1, {da}; mov.b64 %rd2, {db}; mov.b32 %r1, {idesc}; setp.ne.u32 %p6, %r100, 0; add.u32 %r2, %r104, 128;
+    tcgen05.cp.cta_group::1.128x256b.b8x16.{form} [%r2], %rd1;
+    tcgen05.mma.cta_group::1.kind::f8f6f4 [%r104], [%r2], %rd2, %r1, %p6;"""
+        + COMMIT_AND_WAIT
+        + READ_OUT.format(row_bytes=256, columns=64, first=0)
+        + READ_OUT.format(row_bytes=32, columns=8, first=128).replace("%rd101", "%rd102").replace("R0", "R1")
+        + EPILOGUE,
+        aligned(words),
+        out,
+        raw,
+        threads=128,
+        schedule="late",
+    )
+    codes = raw.view(np.uint8)
+    assert not (codes & (255 ^ ((1 << bits) - 1) << (8 - bits) // 2)).any()
+    assert (np.abs(out - a @ b.T) <= np.abs(a) @ np.abs(b).T * 32 * 2.0**-24).all()
+
+
+@pytest.mark.parametrize(("saturate", "expected"), [(0, -(1 << 31) + 15), (1, (1 << 31) - 1)])
+def test_integers_saturate_on_request(saturate: int, expected: int) -> None:
+    """2^31 - 1 is stored, 16 products of 1 are added."""
+    image = np.zeros(16384, np.uint8)
+    ones = np.zeros((128, 32), np.uint8)
+    ones[:, :16] = 1
+    d = _k_major(ones, 32, 0x800, image) + (0x800 >> 4)
+    out = np.zeros((128, 8), np.int32)
+    idesc = saturate << 3 | 2 << 4 | 1 << 7 | 1 << 10 | 1 << 17 | 8 << 24
+    run(
+        PROLOGUE.format(words=2048) + "shl.b32 %r60, %r102, 21; add.u32 %r61, %r104, %r60; mov.b32 %r1, 0x7fffffff;"
+        "tcgen05.st.sync.aligned.32x32b.x8.b32 [%r61], {%r1, %r1, %r1, %r1, %r1, %r1, %r1, %r1}; tcgen05.wait::st.sync.aligned; bar.sync 1, 128;"
+        + f"""@%p2 bra M1; mov.b64 %rd1, {d}; mov.b32 %r1, {idesc}; setp.eq.u32 %p6, %r100, 0;
+    tcgen05.mma.cta_group::1.kind::i8 [%r104], %rd1, %rd1, %r1, %p6;"""
+        + COMMIT_AND_WAIT
+        + READ_OUT.format(row_bytes=32, columns=8, first=0)
+        + EPILOGUE,
+        aligned(image[0x800:].copy().view(np.uint32)),
+        out,
+        threads=128,
+    )
+    assert (out == expected).all()
+
+
+def test_mn_major_tf32_in_atoms_of_32_bytes() -> None:
+    """The only layout of MN-major tf32 with a swizzle of 128 bytes: 4 rows of K lie together."""
+    a, b = (RNG.integers(-8, 9, (rows, 8)).astype(np.float32) for rows in (128, 64))
+    image = np.zeros(32768, np.uint8)
+    descriptors = []
+    for matrix, base in ((a, 0x800), (b, 0x4800)):
+        rows = len(matrix)
+        for k in range(8):
+            for r in range(rows):
+                at = base + r // 32 * 1024 + k // 4 * 512 + k % 4 * 128 + r % 32 * 4
+                at ^= at >> 2 & 0x60
+                image[at : at + 4] = np.frombuffer(matrix[r, k].tobytes(), np.uint8)
+        descriptors.append(base >> 4 | 1024 >> 4 << 16 | 512 >> 4 << 32 | 1 << 46 | 1 << 61)
+    out = np.zeros((128, 64), np.float32)
+    idesc = 1 << 4 | 2 << 7 | 2 << 10 | 1 << 15 | 1 << 16 | 8 << 17 | 8 << 24
+    run(
+        PROLOGUE.format(words=7680)
+        + f"""@%p2 bra M1; mov.b64 %rd1, {descriptors[0]}; mov.b64 %rd2, {descriptors[1]}; mov.b32 %r1, {idesc};
+    setp.ne.u32 %p6, %r100, 0; tcgen05.mma.cta_group::1.kind::tf32 [%r104], %rd1, %rd2, %r1, %p6;"""
+        + COMMIT_AND_WAIT
+        + READ_OUT.format(row_bytes=256, columns=64, first=0)
+        + EPILOGUE,
+        aligned(image[0x800:].copy().view(np.uint32)),
+        out,
+        threads=128,
+    )
+    np.testing.assert_array_equal(out, a @ b.T)
+
+
 # ---- block scales: the factors go through tcgen05.cp in the layout of 32 rows x 16 bytes
 
 
@@ -499,6 +585,21 @@ def test_mma_with_ashift() -> None:
 
 
 # ---- pairs of CTAs: CTA r holds rows r * M/2.. of A and columns r * N/2.. of B; CTA 0 issues.
+
+
+def test_a_pair_allocates_together() -> None:
+    """The even CTA goes on only when the other one has allocated too, however late that is."""
+    body = """mov.u32 %r1, %cluster_ctarank; setp.eq.u32 %p1, %r1, 0; @%p1 bra A; mov.u32 %r2, 0; L: add.u32 %r2, %r2, 1; setp.lt.u32 %p2, %r2, 500; @%p2 bra L;
+    {other} st.relaxed.gpu.global.u32 [%rd100], %r2; A: tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r103], 32;
+    @!%p1 bra B; ld.relaxed.gpu.global.u32 %r3, [%rd100]; st.global.u32 [%rd100+4], %r3; B: ld.shared.u32 %r4, [%r103];
+    barrier.cluster.arrive; barrier.cluster.wait; tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r4, 32;"""
+    for schedule in ("eager", "random"):
+        seen = np.zeros(2, np.uint32)
+        run(body.format(other=""), seen, grid=2, cluster=2, schedule=schedule)
+        assert seen.tolist() == [500, 500]
+    with pytest.raises(EmulationError) as e:
+        run(body.format(other="ret;"), np.zeros(2, np.uint32), grid=2, cluster=2)
+    assert e.value.kind is ErrorKind.deadlock
 
 
 @pytest.mark.parametrize(("m", "n"), [(256, 64), (256, 256), (128, 64), (128, 256)])

@@ -83,14 +83,70 @@ def test_nan_fill() -> None:
 
 @pytest.mark.parametrize("swizzle", list(Swizzle))
 def test_swizzle_xors_the_chunk_with_the_row(swizzle: Swizzle) -> None:
-    span = {0: 32, 1: 32, 2: 64, 3: 128}[swizzle]
+    span = {0: 32, 1: 32, 2: 64, 3: 128, 4: 128}[swizzle]
     t = aligned(RNG.integers(0, 1 << 30, (32, span // 4), dtype=np.uint32))
     got = _load(t, _map(t, (span // 4, 32), swizzle), (0, 0), span * 32).reshape(-1, 4)
     expected = np.zeros_like(got)
     for chunk, data in enumerate(t.reshape(-1, 4)):
         at = chunk * 16
-        expected[(at ^ (at >> 3 & {0: 0, 1: 0x10, 2: 0x30, 3: 0x70}[swizzle])) // 16] = data
+        # Bits 7.. on the bits of 16-byte chunks; with atoms of 32 bytes, bits 7 and 8 on the bits of the atoms.
+        moved = at >> 2 & 0x60 if swizzle is Swizzle.B128_ATOM32 else at >> 3 & (0, 0x10, 0x30, 0x70)[swizzle]
+        expected[(at ^ moved) // 16] = data
     np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [(ElementType.U4_ALIGN16, 4), (ElementType.U6_ALIGN16, 6)])
+def test_padded_elements_take_16_bytes_for_16(kind: ElementType, bits: int) -> None:
+    """Two rows of 128 elements; the mbarrier counts the bytes of global memory."""
+    row_bytes = 128 * bits // 8
+    t = aligned(RNG.integers(0, 256, (8, 2 * row_bytes), dtype=np.uint8))
+    sizes = (256, 8)
+    tensor_map = aligned(np.frombuffer(encode(t.ctypes.data, kind, sizes, (2 * row_bytes,), (128, 2)), np.uint8).copy())
+    got = _load(t, tensor_map, (128, 3), 2 * 128, expect=2 * row_bytes).view(np.uint8).reshape(2, 8, 16)
+    np.testing.assert_array_equal(got[:, :, : 2 * bits], t[3:5, row_bytes:].reshape(2, 8, 2 * bits))
+    with pytest.raises(EmulationError, match="multiple of 128"):
+        _load(t, tensor_map, (16, 3), 2 * 128, expect=2 * row_bytes)
+
+
+REPLACE = """setp.ne.u32 %p9, %r102, 0; @%p9 bra J; setp.ne.u32 %p8, %r101, 0;
+{fill} @%p8 bra D; tensormap.replace.tile.global_address.{space}.b1024.b64 [{map}], %rd100;
+tensormap.replace.tile.global_dim.{space}.b1024.b32 [{map}], 0, 32; tensormap.replace.tile.global_dim.{space}.b1024.b32 [{map}], 1, 20;
+tensormap.replace.tile.global_stride.{space}.b1024.b64 [{map}], 0, 256; D: {publish} J: bar.sync 0;
+fence.proxy.tensormap::generic.acquire.gpu [%rd101], 128;"""
+"""Warp 0 makes the map in p1 one of p0 [20, 64], of which it shows the first half of the columns."""
+
+
+@pytest.mark.parametrize("space", ["global", "shared::cta"])
+def test_a_kernel_replaces_fields_of_a_tensor_map(space: str) -> None:
+    t = aligned(RNG.integers(1, 1 << 30, (20, 64), dtype=np.uint32))
+    other = aligned(np.zeros((4, 32), np.uint32))
+    tensor_map = _map(other, (16, 4))
+    out = np.zeros(64, np.uint32)
+    if space == "global":
+        change = REPLACE.format(
+            space=space, map="%rd101", fill="", publish="fence.proxy.tensormap::generic.release.gpu;"
+        )
+    else:
+        fill = """shl.b32 %r1, %r101, 2; cvt.u64.u32 %rd1, %r1; add.s64 %rd1, %rd101, %rd1; ld.global.u32 %r2, [%rd1];
+        add.u32 %r3, %r103, 512; add.u32 %r4, %r3, %r1; st.shared.u32 [%r4], %r2; bar.warp.sync -1;"""
+        publish = """bar.warp.sync -1; tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned
+        [%rd101], [%r3], 128;"""
+        change = REPLACE.format(space=space, map="%r3", fill=fill, publish=publish)
+    run(
+        INIT
+        + change
+        + """@%p1 bra W; mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r103], 256; add.u32 %r5, %r103, 1024;
+    cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r5], [%rd101, {24, 17}], [%r103]; W:"""
+        + WAIT.format(0)
+        + COPY_OUT.format(words=64, out=102, threads=64).replace("W: mov", "mov"),
+        t,
+        tensor_map,
+        out,
+        threads=64,
+    )
+    expected = np.zeros((4, 16), np.uint32)
+    expected[:3, :8] = t[17:20, 24:32]
+    np.testing.assert_array_equal(out.reshape(4, 16), expected)
 
 
 def test_gather4_takes_four_rows() -> None:

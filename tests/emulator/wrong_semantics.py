@@ -44,8 +44,8 @@ CONTROLS: list[Control] = [
             _UNSWIZZLED_MMA,
             (
                 "tensor_map.cpp",
-                "swizzle_offset(offset + done + x, map.swizzle)",
-                "offset + done + x",
+                "swizzle_offset(offset + done + x / chunk * 16, map.swizzle)",
+                "offset + done + x / chunk * 16",
             ),
         ),
     ),
@@ -87,8 +87,8 @@ CONTROLS: list[Control] = [
         (
             (
                 "mma.cpp",
-                "(k % per_column * x.a_packing.bits)",
-                "((per_column - 1 - k % per_column) * x.a_packing.bits)",
+                "(k % per_column * x.a_tmem_bits)",
+                "((per_column - 1 - k % per_column) * x.a_tmem_bits)",
             ),
         ),
     ),

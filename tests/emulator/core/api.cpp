@@ -123,7 +123,7 @@ int emu_launch(void *program, const LaunchArguments *a, LaunchResult *r, u64 *ex
   double values[] = {(double)m.executed, (double)c.global_read, (double)c.global_written, (double)c.shared_read,
                      (double)c.shared_written, (double)c.tmem_read, (double)c.tmem_written, (double)c.tma_loaded,
                      (double)c.tma_stored, (double)c.dsmem, (double)c.shared_accesses, (double)c.shared_wavefronts,
-                     c.mma_flops};
+                     c.mma_flops, (double)c.operands_read};
   memcpy(r->counters, values, sizeof values);
   g_warnings.clear();
   for (auto &[key, value] : m.warnings)

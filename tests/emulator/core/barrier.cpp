@@ -133,8 +133,19 @@ HANDLER("fence.mbarrier_init", Plain) {
   race::barrier_init_fence(w);
   return Step::Done;
 }
+// A .relaxed mbarrier orders tensor-core work between a tcgen05.fence::before_thread_sync in front of the arrival and an
+// ::after_thread_sync behind the wait (PTX ISA "Tensorcore 5th generation: canonical synchronization patterns").
+static void carry_tensor_work(const Warp &w, const Clock &from, Clock &into) {
+  for (Agent warp = 0; warp < w.cta->cluster->warp_count * kWarpAgents; warp += kWarpAgents)
+    for (Agent kind : {kTensorPipe, kTmemLoad, kTmemStore})
+      if (u32 event = from[warp + kind]) into.raise(warp + kind, event);
+}
 HANDLER("tcgen05.fence", Plain) {  // aux: 0 after_thread_sync
   race::tensor_fence(w, in.aux[0]);
+  if (machine.track_order) {
+    if (in.aux[0]) carry_tensor_work(w, w.to_acquire.order, w.now.order);
+    else carry_tensor_work(w, w.now.order, w.released.order);
+  }
   return Step::Done;
 }
 HANDLER("fence.proxy.async", Plain) {

@@ -15,9 +15,10 @@ SmemDescriptor read_smem_descriptor(const Warp &w, const Instruction &in, u64 bi
     case 6: d.width = 32, d.swizzle_mode = 1; break;
     case 4: d.width = 64, d.swizzle_mode = 2; break;
     case 2: d.width = 128, d.swizzle_mode = 3; break;
+    case 1: d.width = 128, d.swizzle_mode = kSwizzle128Atom32; break;
     default:
-      fail(ErrorKind::MisalignedDescriptor, &w, &in, "descriptor %s %016llx: layout type %u is %s", operand,
-           (unsigned long long)bits, d.layout, d.layout == 1 ? "128-byte swizzle of 32-byte atoms, which is not modelled" : "invalid");
+      fail(ErrorKind::MisalignedDescriptor, &w, &in, "descriptor %s %016llx: layout type %u is invalid", operand,
+           (unsigned long long)bits, d.layout);
   }
   if (wgmma && d.layout & 1)
     fail(ErrorKind::MisalignedDescriptor, &w, &in, "descriptor %s %016llx: bit 61 is set, which wgmma does not have", operand,
@@ -30,7 +31,7 @@ SmemDescriptor read_smem_descriptor(const Warp &w, const Instruction &in, u64 bi
     fail(ErrorKind::MisalignedDescriptor, &w, &in, "descriptor %s: base offset %u is not modelled", operand, base_offset);
   // The swizzle is a function of address bits. Released kernels start tiles at any multiple of 128 bytes with a zero base
   // offset; PTX asks for a pattern-aligned start, so it is worth a warning.
-  u32 pattern_rows = d.start >> 7 & (d.width == 128 ? 7 : d.width == 64 ? 3 : d.width == 32 ? 1 : 0);
+  u32 pattern_rows = d.start >> 7 & (d.width * d.pattern_rows() / 128 - 1);
   if (pattern_rows)
     warn(ErrorKind::MisalignedDescriptor, &in,
          std::string("descriptor ") + operand + ": the start address is not aligned to the swizzle's pattern of 8 rows");

@@ -2,6 +2,7 @@
 // descriptor, instruction descriptor").
 #pragma once
 #include "machine.h"
+#include "swizzle.h"
 
 enum class Element : u8 { F16, BF16, TF32, E4M3, E5M2, E2M3, E3M2, E2M1, S8, U8 };
 
@@ -27,12 +28,10 @@ static inline Packing packing_of(Element e, bool dense4) {
 struct SmemDescriptor {
   u32 start, leading, stride, layout;
   u32 width;         // bytes of a swizzled row: 16 (none), 32, 64, 128
-  u32 swizzle_mode;  // 0..3
+  u32 swizzle_mode;  // swizzle.h
 
-  u32 swizzle(u32 a) const {
-    constexpr u32 mask[4] = {0, 0x10, 0x30, 0x70};
-    return a ^ (a >> 3 & mask[swizzle_mode]);
-  }
+  u32 swizzle(u32 a) const { return swizzle_offset(a, swizzle_mode); }
+  u32 pattern_rows() const { return swizzle_mode == kSwizzle128Atom32 ? 4 : 8; }  // rows that lie together
   // K-major: a chunk holds elements consecutive in K; `c` counts chunks along K.
   u32 k_major(u32 row, u32 c) const {
     if (width == 16) return start + row % 8 * 16 + row / 8 * stride + c * leading;
@@ -41,8 +40,8 @@ struct SmemDescriptor {
   // MN-major: a chunk holds elements consecutive in M or N; `c` counts chunks along M or N.
   u32 mn_major(u32 c, u32 k) const {
     if (width == 16) return start + c * stride + k % 8 * 16 + k / 8 * leading;
-    u32 per_row = width / 16;
-    return swizzle(start + c / per_row * leading + k % 8 * width + k / 8 * stride + c % per_row * 16);
+    u32 per_row = width / 16, rows = pattern_rows();
+    return swizzle(start + c / per_row * leading + k % rows * width + k / rows * stride + c % per_row * 16);
   }
 };
 // The descriptor of wgmma (PTX ISA "Asynchronous warpgroup level matrix shared memory layout") has the same fields in the

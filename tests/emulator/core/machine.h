@@ -75,8 +75,8 @@ struct Program {
 enum class ErrorKind : u32 {
   Race, ProxyFence, UninitialisedSmem, UninitialisedTmem, OutOfBounds, TmemOverlap, DivergentCollective,
   MisalignedDescriptor, Misaligned, TxCount, TmemLeak, Deadlock, IllegalInstruction, Mbarrier, Barrier, ExitedCta,
-  TmemWait, Trap, InstructionLimit, Internal, TmemFreed, TensorFence, AsyncWriteFence, MbarrierInitFence,
-  GlobalRace, WgmmaFence, WgmmaWait, Count
+  TmemWait, Trap, InstructionLimit, Internal, TmemFreed, TensorFence, WgmmaFence, WgmmaWait, AsyncWriteFence,
+  MbarrierInitFence, GlobalRace, Count
 };
 enum class Level : u8 { Off, Warn, Error };
 
@@ -219,6 +219,7 @@ struct Cta {
   NamedBarrier barriers[16];
   std::vector<TmemAllocation> tmem_allocations, tmem_freed;
   bool tmem_permit = true;
+  std::vector<std::pair<Agent, u32>> pair_allocations;  // events of its tcgen05.alloc.cta_group::2, in order
   std::vector<std::unique_ptr<Warp>> warps;
   std::vector<std::shared_ptr<struct Warpgroup>> warpgroups;  // with wgmma, by warp / 4
   u32 live_warps = 0;
@@ -265,6 +266,7 @@ enum class Schedule : u32 { Eager, Random, Late, RandomWarps };
 struct Counters {
   u64 global_read = 0, global_written = 0, shared_read = 0, shared_written = 0, tmem_read = 0, tmem_written = 0;
   u64 tma_loaded = 0, tma_stored = 0, dsmem = 0;
+  u64 operands_read = 0;  // shared memory, by tcgen05.mma and cp
   u64 shared_accesses = 0, shared_wavefronts = 0;
   double mma_flops = 0;
 };

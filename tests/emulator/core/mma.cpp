@@ -31,7 +31,9 @@ struct Mma {
   u32 d_format;              // 0 f16, 1 f32, 2 s32
   u32 d_column, d_lane;
   bool accumulate;
+  bool saturate;             // kind::i8: to the range of s32
   u32 a_tmem;                // address, if A is in tensor memory
+  u32 a_tmem_bits;           // of an element there: 4- and 6-bit ones take a byte in the kinds that are not dense
   SmemDescriptor a_desc, b_desc;
   u32 scales_per_k;          // scale factors along K, 0 if the kind has none
   bool scale_ue8m0;
@@ -91,11 +93,11 @@ void check_shape(const Warp &w, const Instruction &in, const Mma &x) {
 }
 
 void load_a_from_tmem(Cta &c, const Mma &x, u32 lane_offset, float *out) {
-  u32 per_column = 32 / x.a_packing.bits, column = tmem_column(x.a_tmem);
+  u32 per_column = 32 / x.a_tmem_bits, column = tmem_column(x.a_tmem);
   for (u32 r = 0; r < x.rows; r++) {
     const u32 *cells = tmem_row(c, x.lane_of_a(r) + lane_offset) + column;
     for (u32 k = 0; k < x.k; k++) {
-      u32 bits = cells[k / per_column] >> (k % per_column * x.a_packing.bits);
+      u32 bits = cells[k / per_column] >> (k % per_column * x.a_tmem_bits);
       float v;
       switch (x.a) {
         case Element::F16: v = half_to_float((u16)bits); break;
@@ -103,7 +105,10 @@ void load_a_from_tmem(Cta &c, const Mma &x, u32 lane_offset, float *out) {
         case Element::TF32: v = bit_cast<float>(bits & 0xffffe000u); break;
         case Element::E4M3: v = tables().e4m3[bits & 255]; break;
         case Element::E5M2: v = tables().e5m2[bits & 255]; break;
-        case Element::E2M1: v = tables().e2m1[bits & 15]; break;
+        // In the middle of a byte, unless the kind is dense.
+        case Element::E2M1: v = tables().e2m1[(x.a_tmem_bits == 8 ? bits >> 2 : bits) & 15]; break;
+        case Element::E2M3: v = tables().e2m3[bits >> 1 & 63]; break;
+        case Element::E3M2: v = tables().e3m2[bits >> 1 & 63]; break;
         case Element::S8: v = (float)(i8)bits; break;
         default: v = (float)(bits & 255); break;
       }
@@ -168,7 +173,7 @@ void execute(Cluster &cluster, u32 first_rank, const Mma &x) {
           for (u32 j = 0; j < width; j++) {
             i64 sum = x.accumulate ? (i32)cells[j] : 0;
             for (u32 k = 0; k < x.k; k++) sum += (i64)row_a[k] * (i64)b_use[(size_t)k * x.n + s * width + j];
-            cells[j] = (u32)sum;
+            cells[j] = (u32)(x.saturate ? std::clamp<i64>(sum, INT32_MIN, INT32_MAX) : sum);
           }
           continue;
         }
@@ -185,12 +190,12 @@ void execute(Cluster &cluster, u32 first_rank, const Mma &x) {
   if (x.shift_a)
     for (u32 h = 0; h < x.group; h++)
       for (u32 lane = 0; lane < 128; lane += 32)
-        shift_rows(*cluster.ctas[first_rank + h], lane, tmem_column(x.a_tmem), x.k * x.a_packing.bits / 32);
+        shift_rows(*cluster.ctas[first_rank + h], lane, tmem_column(x.a_tmem), x.k * x.a_tmem_bits / 32);
 }
 
 }  // namespace
 
-// aux: 0 cta_group, 1 kind, 2 A in tensor memory, 3 disable registers, 4 offset of A, 5 offset of D, 6 .ws, 7 scale factors
+// aux: 0 cta_group, 1 kind, 2 A in tensor memory, 3 disable registers, 4 offset of A, 5 offset of D, 6 bit 0 .ws, bit 1 collector use, 7 scale factors
 // along K (0: none), 8 input scale or -1, 9 .ashift.
 // Operands: D, A, B, instruction descriptor, enable-input-d, scale A or none, scale B or none, disable registers..
 HANDLER("tcgen05.mma", Plain) {
@@ -199,7 +204,8 @@ HANDLER("tcgen05.mma", Plain) {
     x.group = (u32)in.aux[0];
     x.kind = (Kind_)in.aux[1];
     x.a_in_tmem = in.aux[2];
-    x.weight_stationary = in.aux[6];
+    x.weight_stationary = in.aux[6] & 1;
+    bool collected = in.aux[6] & 2;
     x.scales_per_k = (u32)in.aux[7];
     x.input_scale = (i32)in.aux[8];
     x.shift_a = in.aux[9];
@@ -208,13 +214,16 @@ HANDLER("tcgen05.mma", Plain) {
       fail(ErrorKind::IllegalInstruction, &w, &in, "cta_group::2 is issued by the even CTA of a pair");
     u32 id = row<u32>(w, in.op[3])[i], d = (u32)lane_address(w, in.op[0], i, in.aux[5]);
     bool scaled = x.scales_per_k != 0;
-    if (id & (scaled ? 0x4u : 0xfu))
-      fail(ErrorKind::IllegalInstruction, &w, &in, "instruction descriptor 0x%08x: sparsity and saturation are not modelled", id);
+    // Bit 3 saturates integers; in a 4-bit kind it would be the upper half of K's size, which sm_103 has.
+    x.saturate = x.kind == kI8 && (id & 0x8);
+    if (id & (x.kind == kI8 ? 0x7u : x.kind == kMxf8f6f4 ? 0x4u : scaled ? 0xcu : 0xfu))
+      fail(ErrorKind::IllegalInstruction, &w, &in, "instruction descriptor 0x%08x: sparsity is not modelled, or a reserved bit is set", id);
     x.n = (id >> 17 & 63) * 8;
     x.m = (id >> 24 & 31) * 16;
-    x.a = element_of(w, in, x.kind, id >> 7 & 7, "A");
-    x.b = element_of(w, in, x.kind, id >> 10 & 7, "B");
     bool dense4 = x.kind == kMxf4 || x.kind == kMxf4nvf4;
+    x.a = element_of(w, in, x.kind, id >> 7 & 7, "A");
+    // The third bit of B's format is the sparsity version of the 4-bit kinds, which dense products do not look at.
+    x.b = element_of(w, in, x.kind, id >> 10 & (dense4 ? 3 : 7), "B");
     x.a_packing = packing_of(x.a, dense4);
     x.b_packing = packing_of(x.b, dense4);
     x.k = 2 * (x.kind == kF16 ? 8u : x.kind == kTf32 ? 4u : dense4 ? 32u : 16u);
@@ -251,8 +260,7 @@ HANDLER("tcgen05.mma", Plain) {
     x.accumulate = predicate_of(w, in.op[4]) >> i & 1;
     if (x.a_in_tmem) {
       x.a_tmem = (u32)lane_address(w, in.op[1], i, in.aux[4]);
-      if (x.a_packing.bits == 6 || (x.a_packing.bits == 4 && !dense4))
-        fail(ErrorKind::IllegalInstruction, &w, &in, "A of 4 or 6 bits in tensor memory is not modelled for kind::%s", kKindNames[x.kind]);
+      x.a_tmem_bits = dense4 ? 4 : std::max(8u, x.a_packing.bits);
       if (x.a_mn_major) fail(ErrorKind::IllegalInstruction, &w, &in, "A in tensor memory is K-major");
     } else {
       x.a_desc = read_smem_descriptor(w, in, row<u64>(w, in.op[1])[i], "A");
@@ -269,7 +277,7 @@ HANDLER("tcgen05.mma", Plain) {
       if (&c != w.cta) race::touch_peer(w, in, c, actor);
       check_tmem_columns(w, in, c, x.d_column, width, "accumulator of tcgen05.mma");
       if (x.a_in_tmem) {
-        u32 columns = x.k * x.a_packing.bits / 32;
+        u32 columns = x.k * x.a_tmem_bits / 32;
         check_tmem_columns(w, in, c, tmem_column(x.a_tmem), columns, "operand A of tcgen05.mma");
         u32 a_column = tmem_column(x.a_tmem);
         bool same_lanes = !x.half_lanes() || tmem_lane(x.a_tmem) == x.d_lane;
@@ -282,11 +290,12 @@ HANDLER("tcgen05.mma", Plain) {
             race::tmem_access(w, in, c, l, tmem_column(x.a_tmem), columns, 0xffff, false, actor, "tcgen05.mma (operand A)");
         for (u32 lane = 0; x.shift_a && lane < 128; lane += 32)
           track_shift(w, in, c, lane, tmem_column(x.a_tmem), columns, actor, "tcgen05.mma (.ashift)");
-        machine.counters.tmem_read += (u64)x.rows * columns * 4;
       } else {
-        track_operand(w, in, c, x.a_desc, x.a_mn_major, x.a_packing, x.rows, x.k, actor, "operand A of tcgen05.mma");
+        track_operand(w, in, c, x.a_desc, x.a_mn_major, x.a_packing, x.rows, x.k, actor, "operand A of tcgen05.mma", 0,
+                      collected && !x.weight_stationary);
       }
-      track_operand(w, in, c, x.b_desc, x.b_mn_major, x.b_packing, x.n / x.group, x.k, actor, "operand B of tcgen05.mma");
+      track_operand(w, in, c, x.b_desc, x.b_mn_major, x.b_packing, x.n / x.group, x.k, actor, "operand B of tcgen05.mma", 0,
+                    collected && x.weight_stationary);
       if (scaled) {
         for (u32 which = 0; which < 2; which++) {
           u32 address = which ? x.b_scale : x.a_scale;

@@ -2,21 +2,25 @@
 #include "memory.h"
 
 void track_operand(Warp &w, const Instruction &in, Cta &c, const SmemDescriptor &d, bool mn_major, Packing p, u32 rows,
-                   u32 k, const race::Actor &actor, const char *operand, u32 first_row) {
+                   u32 k, const race::Actor &actor, const char *operand, u32 first_row, bool collected) {
   u32 outer = mn_major ? k : rows, inner = mn_major ? rows / p.per_chunk : k / p.per_chunk;
-  // Groups of 8 rows lie a stride apart; a stride of 0 repeats one group on purpose.
-  if (d.swizzle_mode && outer > 8 && d.stride && d.stride < 8 * d.width)
+  if (d.swizzle_mode == kSwizzle128Atom32 && !(mn_major && p.bits == 32))
+    fail(ErrorKind::MisalignedDescriptor, &w, &in, "%s: the swizzle of 32-byte atoms is for MN-major tf32", operand);
+  // Groups of rows lie a stride apart; a stride of 0 repeats one group on purpose, and one of less than half a row takes the
+  // same rows further along K (CUTLASS's slicek example). Strides in elements or in units of 16 bytes are longer.
+  u32 pattern = d.pattern_rows() * d.width;
+  if (d.swizzle_mode && outer > d.pattern_rows() && 2 * d.stride >= d.width && d.stride < pattern)
     report(ErrorKind::MisalignedDescriptor, &w, &in,
-           "%s: the descriptor's stride of %u bytes is less than the %u bytes of 8 rows of the %u-byte swizzle, so rows "
+           "%s: the descriptor's stride of %u bytes is less than the %u bytes of %u rows of the %u-byte swizzle, so rows "
            "overlap: a stride in elements, or of another layout?",
-           operand, d.stride, 8 * d.width, d.width);
+           operand, d.stride, pattern, d.pattern_rows(), d.width);
   for (u32 o = 0; o < outer; o++)
     for (u32 i = 0; i < inner; i++) {
       u32 offset = mn_major ? d.mn_major(first_row / p.per_chunk + i, o) : d.k_major(first_row + o, i);
       shared_owner(w, in, shared_address(c.rank, offset), 16, operand);
       race::shared_access(w, in, c, offset, 16, false, actor);
     }
-  machine.counters.shared_read += (u64)outer * inner * 16;
+  if (!collected) machine.counters.operands_read += (u64)outer * inner * 16;
 }
 
 void load_operand(const Cta &c, const SmemDescriptor &d, bool mn_major, Element e, Packing p, u32 rows, u32 k, float *out,

@@ -3,9 +3,11 @@
 #include "descriptor.h"
 #include "race.h"
 
-// Accesses of rows [first_row, first_row + rows) and columns [0, k) of one operand in shared memory: every 16-byte chunk.
+// Accesses of rows [first_row, first_row + rows) and columns [0, k) of one operand in shared memory: every 16-byte chunk. A
+// collected operand is one that an earlier instruction left in the collector; it must still be there, but costs no bandwidth.
 void track_operand(Warp &w, const Instruction &in, Cta &c, const SmemDescriptor &d, bool mn_major, Packing p, u32 rows,
-                   u32 k, const race::Actor &actor, const char *operand, u32 first_row = 0);
+                   u32 k, const race::Actor &actor, const char *operand, u32 first_row = 0,
+                   bool collected = false);
 // Reads an operand to out[row * row_stride + k * k_stride].
 void load_operand(const Cta &c, const SmemDescriptor &d, bool mn_major, Element e, Packing p, u32 rows, u32 k, float *out,
                   size_t row_stride, size_t k_stride);

@@ -284,6 +284,7 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
         cta.tmem_allocations.clear();
         cta.tmem_freed.clear();
         cta.tmem_permit = true;
+        cta.pair_allocations.clear();
         cta.remote_accesses.clear();
         cta.remote_lines.clear();
         cta.warpgroups.clear();

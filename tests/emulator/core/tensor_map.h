@@ -1,29 +1,29 @@
 // The 128-byte tensor map (CUtensorMap) as the driver and CuTe DSL's host code pack it, and the copies it describes.
 //
 // The layout is not documented; it was found by varying the inputs of the DSL's own host code (README.md). Modelled are
-// tiled maps of byte-sized types and of packed 4-bit types, all four swizzles, and zero or NaN fill outside the tensor.
+// tiled maps of byte-sized types, of 4-bit types packed or padded and of padded 6-bit types, the swizzles of 16-byte and of
+// 32-byte atoms, and zero or NaN fill outside the tensor.
 #pragma once
 #include "machine.h"
+#include "swizzle.h"
 
 struct TensorMap {
   u64 address;
   u32 rank, type, element_bits, swizzle;
   bool nan_fill;
+  bool padded;  // 16 elements to every 16 bytes of shared memory, which are fewer bytes of global memory
   u64 size[5], stride_bytes[5];
   u32 box[5];
 
-  u64 inner_bytes() const { return (u64)box[0] * element_bits / 8; }
-  u64 box_bytes() const { return inner_bytes() * box[1] * box[2] * box[3] * box[4]; }
+  u64 rows() const { return (u64)box[1] * box[2] * box[3] * box[4]; }
+  u64 inner_bytes() const { return (u64)box[0] * element_bits / 8; }  // of global memory
+  u64 shared_inner_bytes() const { return padded ? box[0] : inner_bytes(); }
+  u64 shared_bytes() const { return shared_inner_bytes() * rows(); }
+  u64 transaction_bytes() const { return inner_bytes() * rows(); }  // what an mbarrier counts: without the padding
   bool is_float() const { return type >= 6 && type <= 10; }
 };
 
 TensorMap read_tensor_map(const Warp &w, const Instruction &in, u64 address);
-
-// Swizzled shared-memory offset: XOR of the 16-byte chunk index with address bits 7.. (none, 32, 64, 128 bytes).
-static inline u32 swizzle_offset(u32 offset, u32 mode) {
-  constexpr u32 bits[4] = {0, 0x10, 0x30, 0x70};
-  return offset ^ (offset >> 3 & bits[mode]);
-}
 
 enum class BoxCopy { Load, Store, Reduce, Visit };
 // Copies one box between shared memory at `offset` of `smem` and global memory at `coordinates`.

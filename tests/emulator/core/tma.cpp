@@ -39,20 +39,21 @@ TrackGlobal track_boxes(Warp &w, const Instruction &in, const TensorMap &map, co
 }
 
 // The copy into one CTA of what a load brings: ordering now, data and mbarrier when it completes.
-void issue_load(Warp &w, const Instruction &in, Cta &target, u32 offset, u32 bytes, u32 mbarrier_address,
+// `transaction` is what the mbarrier counts.
+void issue_load(Warp &w, const Instruction &in, Cta &target, u32 offset, u32 bytes, u32 transaction, u32 mbarrier_address,
                 const TrackGlobal &track_source, std::function<void(u8 *)> copy) {
   race::Free op = race::free_running(w);
   race::Actor actor = op.actor();
   if (track_source) track_source(actor);
   race::shared_access(w, in, target, offset, bytes, true, actor);
   mbarrier_at(w, in, mbarrier_address, actor, "complete_tx of an asynchronous copy");
-  machine.counters.tma_loaded += bytes;
+  machine.counters.tma_loaded += transaction;
   Warp *warp = &w;
   const Instruction *instruction = &in;
   u8 *smem = target.smem.data();
   issue_free(w, make_async(in, "load", [=, finished = op.finished(), copy = std::move(copy)] {
                copy(smem);
-               mbarrier_complete_tx(*warp, *instruction, mbarrier_address, bytes, &finished);
+               mbarrier_complete_tx(*warp, *instruction, mbarrier_address, transaction, &finished);
              }));
 }
 
@@ -122,16 +123,19 @@ HANDLER("tma.load", Plain) {
     check_aligned(w, in, shared_offset(dst), 128, "TMA destination");
     if (gather && map.box[1] != 1)
       fail(ErrorKind::MisalignedDescriptor, &w, &in, "tile::gather4 needs a box of one row, the map has %u", map.box[1]);
-    u32 bytes = (u32)map.box_bytes() * (gather ? 4 : 1);
+    if (map.padded && c[0] % 128)
+      fail(ErrorKind::MisalignedDescriptor, &w, &in, "coordinate %d of padded 4- or 6-bit elements is no multiple of 128", c[0]);
+    u32 bytes = (u32)map.shared_bytes() * (gather ? 4 : 1), transaction = (u32)map.transaction_bytes() * (gather ? 4 : 1);
     u32 mask = destinations(w, in, in.aux[3], in.aux[3] ? row<u32>(w, in.op[3 + n])[i] : 0, dst);
     for (int r : lanes_of(mask)) {
       Cta &target = shared_owner(w, in, shared_address((u32)r, shared_offset(dst)), bytes, "TMA load");
-      u32 offset = shared_offset(dst), row_bytes = (u32)map.box_bytes();
+      u32 offset = shared_offset(dst), row_bytes = (u32)map.shared_bytes();
       Warp *warp = &w;
       const Instruction *instruction = &in;
       std::array<i32, 5> at{c[0], c[1], c[2], c[3], c[4]};
+      u32 barrier = barrier_for(w, in, (u32)r, mb, in.aux[3], in.aux[4]);
       TrackGlobal source = track_boxes(w, in, map, at, gather ? 4 : 1, false);
-      issue_load(w, in, target, offset, bytes, barrier_for(w, in, (u32)r, mb, in.aux[3], in.aux[4]), source, [=](u8 *smem) {
+      issue_load(w, in, target, offset, bytes, transaction, barrier, source, [=](u8 *smem) {
         if (!gather) {
           copy_box(warp, instruction, map, at.data(), smem, offset, BoxCopy::Load, 0);
           return;
@@ -157,7 +161,8 @@ HANDLER("tma.store", Plain) {
     for (u32 k = 0; k < n; k++) c[k] = (i32)row<u32>(w, in.op[1 + k])[i];
     u32 source = (u32)lane_address(w, in.op[1 + n], i, in.aux[1]);
     check_aligned(w, in, shared_offset(source), 128, "TMA source");
-    u32 row_bytes = (u32)map.box_bytes(), offset = shared_offset(source);
+    if (map.padded) fail(ErrorKind::IllegalInstruction, &w, &in, "padded 4- and 6-bit elements can only be loaded");
+    u32 row_bytes = (u32)map.shared_bytes(), offset = shared_offset(source);
     BoxCopy kind = in.aux[2] ? BoxCopy::Reduce : BoxCopy::Store;
     i64 reduction = in.aux[2] - 1;
     Warp *warp = &w;
@@ -194,7 +199,8 @@ HANDLER("bulk.load", Plain) {
     u32 mask = destinations(w, in, in.aux[3], in.aux[3] ? row<u32>(w, in.op[4])[i] : 0, dst), offset = shared_offset(dst);
     for (int r : lanes_of(mask)) {
       Cta &target = shared_owner(w, in, shared_address((u32)r, offset), bytes, "bulk load");
-      issue_load(w, in, target, offset, bytes, barrier_for(w, in, (u32)r, mb, in.aux[3], false), track_range(w, in, from, bytes, false),
+      u32 barrier = barrier_for(w, in, (u32)r, mb, in.aux[3], false);
+      issue_load(w, in, target, offset, bytes, bytes, barrier, track_range(w, in, from, bytes, false),
                  [=](u8 *smem) { memcpy(smem + offset, from, bytes); });
     }
   }
@@ -395,7 +401,7 @@ HANDLER("clc.try_cancel", Plain) {
       if (!in.aux[2] && r != w.cta->rank) continue;
       u32 offset = shared_offset(dst);
       Cta &target = shared_owner(w, in, shared_address(r, offset), 16, "clusterlaunchcontrol");
-      issue_load(w, in, target, offset, 16, shared_address(r, shared_offset(mb)), nullptr,
+      issue_load(w, in, target, offset, 16, 16, shared_address(r, shared_offset(mb)), nullptr,
                  [=](u8 *smem) { memcpy(smem + offset, response.data(), 16); });
     }
   }

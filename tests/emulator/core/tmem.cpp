@@ -33,8 +33,22 @@ void shift_rows(Cta &c, u32 lane, u32 column, u32 columns) {
   for (u32 r = 0; r < 31; r++) memcpy(tmem_row(c, lane + r) + column, tmem_row(c, lane + r + 1) + column, columns * 4);
 }
 
+// cta_group::2: a warp of each CTA of the pair allocates, and neither goes on before both have.
+static Step finish_allocation(Warp &w, const Instruction &in) {
+  if (in.aux[1] == 1) return Step::Done;
+  Group &g = w.groups[w.current];
+  Cluster &cluster = *w.cta->cluster;
+  if (cluster.ctas.size() < 2) fail(ErrorKind::IllegalInstruction, &w, &in, "cta_group::2 needs a cluster of CTA pairs");
+  auto &of_peer = cluster.ctas[w.cta->rank ^ 1]->pair_allocations;
+  if (of_peer.size() < g.ticket) return Step::Blocked;
+  race::learn_agent(w, of_peer[g.ticket - 1].first, of_peer[g.ticket - 1].second);
+  g.ticket = 0;
+  return Step::Done;
+}
+
 // aux: 0 address offset, 1 cta_group. Operands: shared address of the result, columns.
 HANDLER("tcgen05.alloc", Sync) {
+  if (w.groups[w.current].ticket) return finish_allocation(w, in);
   if (lanes != (u32)~w.exited) return Step::NeedConvergence;
   u32 n = uniform<u32>(w, in.op[1], lanes);
   if (n < 32 || n > kTmemColumns || (n & (n - 1)))
@@ -58,7 +72,11 @@ HANDLER("tcgen05.alloc", Sync) {
     race::shared_access(w, in, owner, shared_offset(address), 4, true, race::generic(w));
     memcpy(shared_data(owner, address), &column, 4);
     machine.progress++;
-    return Step::Done;
+    if (in.aux[1] == 2) {
+      c.pair_allocations.emplace_back(w.agent(kTmemStore), event);
+      w.groups[w.current].ticket = c.pair_allocations.size();
+    }
+    return finish_allocation(w, in);
   }
   return Step::Blocked;
 }
@@ -236,8 +254,23 @@ HANDLER("tcgen05.st", Sync) {
 
 // ---- cp: shared to tensor memory -------------------------------------------------------------------------------
 
+namespace {
+
+// 16 bytes as they are (bits 0), or 16 elements of 4 or 6 bits, each to the middle of a byte.
+void unpack_chunk(u32 *to, const u8 *from, u32 bits) {
+  u8 out[16];
+  for (u32 k = 0; bits && k < 16; k++) {
+    u32 at = k * bits, pair = from[at / 8] | (u32)from[at / 8 + 1] << 8;
+    out[k] = (u8)((pair >> (at % 8) & ((1u << bits) - 1)) << (8 - bits) / 2);
+  }
+  memcpy(to, bits ? out : from, 16);
+}
+
+}  // namespace
+
 // aux: 0 rows of the source, 1 bytes per row, 2 address offset, 3 cta_group, 4..7 for each quarter of the lanes: the first
-// source row it receives, or -1. Operands: tensor-memory address, descriptor.
+// source row it receives, or -1; 8 bits per element of a padded source, 0: copied as it is. Operands: tensor-memory address,
+// descriptor.
 HANDLER("tcgen05.cp", Plain) {
   for (int i : lanes_of(lanes)) {
     u32 address = (u32)lane_address(w, in.op[0], i, in.aux[2]);
@@ -264,7 +297,7 @@ HANDLER("tcgen05.cp", Plain) {
           for (u32 half = 0; half < 2; half++)
             race::tmem_access(w, in, c, 2 * quarter + half, column, bytes / 4, 0xffff, true, actor, "tcgen05.cp");
     }
-    machine.counters.tmem_written += (u64)bytes * 128 * group;
+    machine.counters.operands_read += (u64)bytes * rows * group;
     Warp *warp = &w;
     const Instruction *instruction = &in;
     u32 rank = w.cta->rank;
@@ -276,8 +309,8 @@ HANDLER("tcgen05.cp", Plain) {
                             if (first < 0) continue;
                             for (u32 r = 0; r < 32; r++)
                               for (u32 k = 0; k < chunks; k++)
-                                memcpy(tmem_row(c, quarter * 32 + r) + column + 4 * k,
-                                       c.smem.data() + d.k_major((u32)first + r, k), 16);
+                                unpack_chunk(tmem_row(c, quarter * 32 + r) + column + 4 * k,
+                                             c.smem.data() + d.k_major((u32)first + r, k), (u32)instruction->aux[8]);
                           }
                         }
                       }));

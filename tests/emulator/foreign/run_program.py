@@ -1,10 +1,11 @@
 """Runs a third-party CuTe DSL program, unmodified, on the emulator; reports its launches as JSON.
 
-    python run_program.py [--arch sm_90a] [--schedule late] [--seed 3] [--report out.json] program.py [arguments]
+    python run_program.py [--arch sm_90a] [--schedule late] [--seed 3] [--report out.json] [--recording out.npz]
+        program.py [arguments]
 
 The program checks its own results; a failed check or an EmulationError fails this script.
-Nothing about the program is changed but where its kernels run: benchmarks return at once, and the
-few host calls that need a CUDA driver are answered.
+Nothing about the program is changed but where its kernels run: a benchmark is one run, and the few
+host calls that need a CUDA driver are answered.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import json
 import runpy
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,33 @@ from host import Device, emulated  # noqa: E402
 from torch_as_cuda import torch_as_cuda  # noqa: E402
 
 
+def _benchmark(function: Callable[..., Any], *, kernel_arguments: Any = None, **_: Any) -> float:
+    """One run in the place of many: of some programs it is the only one. Those that generate workspaces to time
+    have checked their results by then. Returns a time in microseconds that means nothing."""
+    if kernel_arguments is not None:
+        function(*kernel_arguments.args, **kernel_arguments.kwargs)
+    return 1.0
+
+
+class _NoProfile:
+    """torch.profiler.profile, which wants a CUDA context."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> "_NoProfile":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def key_averages(self) -> "_NoProfile":
+        return self
+
+    def table(self, *args: Any, **kwargs: Any) -> str:
+        return ""
+
+
 @contextlib.contextmanager
 def driver_answers() -> Iterator[None]:
     """The host calls by which programs look for a device, or time a kernel."""
@@ -35,14 +63,16 @@ def driver_answers() -> Iterator[None]:
     import cutlass.cuda
     import cutlass.cute.testing as cute_testing
     import cutlass.testing
+    import torch.profiler
 
     success = driver.CUresult.CUDA_SUCCESS
     replacements: list[tuple[Any, str, Any]] = [
         (driver, "cuInit", lambda flags: (success,)),
         (driver, "cuDeviceGetCount", lambda: (success, 1)),
         (runtime, "cudaGetDeviceCount", lambda: (runtime.cudaError_t.cudaSuccess, 1)),
-        (cute_testing, "benchmark", lambda *args, **kwargs: 1.0),
-        (cutlass.testing, "benchmark", lambda *args, **kwargs: 1.0),
+        (cute_testing, "benchmark", _benchmark),
+        (cutlass.testing, "benchmark", _benchmark),
+        (torch.profiler, "profile", _NoProfile),
         (cutlass.cuda, "initialize_cuda_context", lambda *args, **kwargs: None),
     ]
     with contextlib.ExitStack() as stack:
@@ -100,6 +130,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path)
     parser.add_argument("--warn", default="", help="error kinds to report as warnings")
+    parser.add_argument(
+        "--recording", type=Path, help="save the last launch here, for mutation.py and form_coverage.py"
+    )
     parser.add_argument("program", type=Path)
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
@@ -111,7 +144,10 @@ def main() -> None:
         schedule=options.schedule,
         seed=options.seed,
         checks=checks_with_warnings(options.warn),
+        record=options.recording is not None,
     )
+    if options.recording:
+        device.recordings[-1].save(options.recording)
     result = summary(device, time.monotonic() - start)
     print(f"[emulator] {result['seconds']} s, {len(device.reports)} launches", flush=True)
     if options.report:
