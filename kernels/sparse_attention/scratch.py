@@ -20,8 +20,8 @@ class Scratch:
         """For a launch on the current stream.
 
         A stream keeps its own. While a graph is captured, the slots come from the graph's pool, which its other
-        temporaries share; the counters are those that all graphs of a device use, so graphs that divide keys must not run
-        at the same time.
+        temporaries share; the counters are those that all graphs of a device use, so graphs that divide keys must not
+        run at the same time.
 
         Raises:
             RuntimeError: a graph is being captured, and no such call has been made on the device.

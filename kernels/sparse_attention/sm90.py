@@ -1,29 +1,37 @@
 """Attention on Hopper (sm_90a): wgmma over gathered rows, one persistent kernel for decode, speculation and prefill.
 
 A work item is one query token, one block of 64 heads and one part of its keys. A CTA walks over items; of each item it
-reads Q once and then keys in steps of 128: two tiles of 64 keys, each a [64 x 512] bf16 buffer in shared memory that is
-K (K-major) and V (MN-major) at once, filled and released in halves of 256 channels.
+reads Q once and then keys in steps of 128: two tiles of 64 keys. A tile is a [64 x 512] bf16 buffer in shared memory
+that is K (K-major) and V (MN-major) at once; it is filled and released in halves of 256 channels, left and right.
 
-    who                      does                                                   waits for
-    producers (2 warpgroups) gather rows, e4m3 -> bf16, st.shared (or cp.async)     free[tile][half]
-    consumer 0               S0 = Q K0^T, P0; O[:, :256] += P0 V0 + P1 V1           full[0][*], full[1][LEFT], consumer 1
-    consumer 1               S1 = Q K1^T, P1; O[:, 256:] += P1 V1 + P0 V0           full[1][*], full[0][RIGHT], consumer 0
+    who                       does                                             waits for
+    producers (2 warpgroups)  gather rows, e4m3 -> bf16, st.shared; cp.async   free[tile][half], in consumption order
+    consumer 0                S0 = Q K0^T, P0; O[:, :256] += P0 V0 + P1 V1     full[0][both], full[1][left], consumer 1
+    consumer 1                S1 = Q K1^T, P1; O[:, 256:] += P1 V1 + P0 V0     full[1][both], full[0][right], consumer 0
 
 Both consumers keep [64 x 256] of O in registers, so each computes the scores of one tile and hands its probabilities to
-the other through shared memory. They run half a step apart (consumer 1's maximum builds on consumer 0's), so that one's
-softmax hides behind the other's products:
+the other through shared memory. Every step begins with the scores. Then consumer 1's maximum builds on consumer 0's and
+consumer 0 takes over the result, so that both end a step with the same one; the softmax of one hides behind products of
+the other:
 
-    consumer 0:  S0 | max0, P0 | O += P0 V0 | P0 to max1, publish | O += P1 V1 | next S0 ...
-    consumer 1:       S1 | .. max1 of max0, P1 | O += P1 V1, publish | O += P0 V0 | next S1 ...
+    consumer 0:  S0 | P0, maxima 0 -> | O += P0 V0 | -> maxima 1, rescale P0 and O, P0 -> | -> P1, O += P1 V1
+    consumer 1:  S1 | -> maxima 0, P1, maxima 1 ->, P1 -> | O += P1 V1 | -> P0, O += P0 V0
 
-Maxima are rounded up to integers (in units of log2): then every rescaling is by a power of two, exact for P in bf16 and
-for O, and most steps need none.
+A half is free again when its last product is done. That is of tile 0 left and tile 1 left consumer 0's, of the right
+halves consumer 1's; the scores of the same half came before, and the exchange of P says so.
 
-A query's keys are divided in parts by its own length alone (`split.parts`). Parts leave fp32 partial results in a ring of
-scratch slots of their CTA; every CTA of a query then merges a share of the columns, in the order of the parts, one item
-later than it wrote (so nobody waits while there is work). All CTAs are resident at once, and waits only ever point to
-items with smaller numbers, so the waiting ends. Nothing depends on which CTA ran when: results are bitwise the same in
-any batch.
+Maxima, in units of log2, only move when scores exceed them by more than RESCALE_ABOVE, which is rare after an item's
+first step. The first one is exact: the largest weight of few keys is one. Where consumer 1 moves them it is by a whole
+number, because P0 is in bf16 by then: it follows by a power of two, exactly. There are two sums: of P as it is
+multiplied, in bf16, which normalises O; and of P before rounding, for the log-sum-exp.
+
+A query's keys are divided in parts by its own length alone (`split.num_parts`, `split.part_steps`). Parts leave fp32
+partial results in a ring of scratch slots of their CTA. Then every CTA of a query merges a share of the columns, over
+all parts in their order, one item later than it wrote its own: nobody waits while there is work. A CTA waits for parts
+of the same query, whose numbers are below that of the item it has just written, and before it writes to a slot again
+for the merge that reads it, which is older still. So the waiting ends, if all CTAs are resident at once (at most one a
+multiprocessor) and a token's parts are no more than the CTAs, which `sparse_attention` checks. Nothing depends on which
+CTA ran when: results are bitwise the same in any batch.
 """
 
 import functools
@@ -40,6 +48,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.sparse_attention import sm90_ptx as ptx
+from dsv4_kernels.sparse_attention.addresses import address, row_bytes
 from dsv4_kernels.sparse_attention.problem import Problem
 from dsv4_kernels.sparse_attention.scratch import Scratch
 from dsv4_kernels.sparse_attention.sm90_gather import Producers
@@ -80,10 +89,12 @@ class SparseAttention(Producers, Results):
 
     @cute.jit
     def launch(self, arguments: Arguments, num_ctas: Int32, stream: cuda.CUstream) -> None:
+        """Persistent: the CTAs must all be resident at once."""
         self.kernel(arguments).launch(grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(self, args: Arguments) -> None:
+        """Sets up barriers, counts parts, and sends every warp to its role with its share of registers."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = cutlass.utils.SmemAllocator().allocate(Shared)
@@ -149,7 +160,7 @@ class SparseAttention(Producers, Results):
         scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((HEADS, TILE)), Float32)
         own_p = cute.make_rmem_tensor(own_mma.partition_shape_A((HEADS, TILE)), BFloat16)
         packed_p = cute.recast_tensor(own_p, Uint32)
-        # Sums of two rows: of P as it is multiplied, in bf16, which normalises O; and before rounding, for the lse.
+        # Of two rows each: maxima; sums of P as it is multiplied, and sums before rounding.
         maximum, total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Float32)
         num_sums = 4 if const_expr(self.configuration.lse) else 2
 
@@ -318,16 +329,16 @@ class SparseAttention(Producers, Results):
     ) -> None:
         """P = 2**(s - maximum) in bf16 with the new maximum; O and the sums follow it.
 
-        The new maximum builds on the one that the other consumer published (an address), if there is one. `fresh`: O and
-        the sums are zero.
+        The new maximum builds on the one that the other consumer published (an address), if there is one.
+        `fresh`: O and the sums are zero.
         """
         newest = cute.make_rmem_tensor((2,), Float32)
         for i in cutlass.range_constexpr(2):
             largest = scores[2 * i]
             for j in cutlass.range_constexpr(TILE // 8):
-                largest = ptx.max(largest, ptx.max(scores[4 * j + 2 * i], scores[4 * j + 2 * i + 1]))
-            largest = ptx.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=1))
-            largest = ptx.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=2))
+                largest = ptx.fmax(largest, ptx.fmax(scores[4 * j + 2 * i], scores[4 * j + 2 * i + 1]))
+            largest = ptx.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1))
+            largest = ptx.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=2))
             newest[i] = maximum[i]
             if const_expr(published is not None):
                 newest[i] = ptx.load_shared_f32(published + 32 * i)
@@ -385,6 +396,7 @@ class SparseAttention(Producers, Results):
 
     @cute.jit
     def publish_maxima(self, address: Int32, maximum: cute.Tensor, lane: Int32) -> None:
+        """Writes a warp's maxima to shared memory, one lane a row."""
         cute.arch.sync_warp()  # the four threads of a row have read what is overwritten
         if lane % 4 == 0:
             for i in cutlass.range_constexpr(2):
@@ -490,45 +502,34 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
     entry_list = problem.entry_rows[tokens] if problem.entry_rows is not None else problem.page_table
     q, out, window_rows = problem.q[tokens], problem.out[tokens], problem.window_rows[tokens]
     arguments = Arguments(
-        q=Int64(_address(q)),
+        q=Int64(address(q)),
         q_token_stride=Int32(q.stride(0)),
         q_head_stride=Int32(q.stride(1)),
         num_tokens=Int32(num_tokens),
         num_heads=Int32(problem.num_heads),
-        window=Int64(_address(problem.window_storage)),
-        window_page_bytes=Int32(_row_bytes(problem.window_storage)),
-        window_rows=Int64(_address(window_rows)),
+        window=Int64(address(problem.window_storage)),
+        window_page_bytes=Int32(row_bytes(problem.window_storage)),
+        window_rows=Int64(address(window_rows)),
         window_rows_stride=Int32(window_rows.stride(0)),
         window_width=Int32(problem.window_slots),
-        entries=Int64(_address(problem.entry_storage)),
-        entries_page_bytes=Int32(_row_bytes(problem.entry_storage)),
-        entry_list=Int64(_address(entry_list)),
+        entries=Int64(address(problem.entry_storage)),
+        entries_page_bytes=Int32(row_bytes(problem.entry_storage)),
+        entry_list=Int64(address(entry_list)),
         entry_list_stride=Int32(0 if entry_list is None else entry_list.stride(0)),
         num_entries=Int32(problem.max_entry_slots),
         entries_per_page=Int32(problem.entries_per_page),
-        token_to_request=Int64(_address(problem.token_to_request, tokens)),
-        visible=Int64(_address(problem.visible, tokens)),
-        sink=Int64(_address(problem.sink)),
-        out=Int64(_address(out)),
+        token_to_request=Int64(address(problem.token_to_request, tokens)),
+        visible=Int64(address(problem.visible, tokens)),
+        sink=Int64(address(problem.sink)),
+        out=Int64(address(out)),
         out_token_stride=Int32(out.stride(0)),
         out_head_stride=Int32(out.stride(1)),
-        lse=Int64(_address(problem.lse, tokens)),
+        lse=Int64(address(problem.lse, tokens)),
         scale_log2=Float32(problem.scale * LOG2_E),
         steps_per_part=Int32(problem.split_keys // STEP_KEYS if split else 0),
-        scratch=Int64(_address(scratch and scratch.slots)),
-        counters=Int64(_address(scratch and scratch.counters)),
+        scratch=Int64(address(scratch and scratch.slots)),
+        counters=Int64(address(scratch and scratch.counters)),
     )
     num_ctas = min(num_tokens * head_blocks * problem.max_parts, num_sms)
     stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
     compile(configuration)(arguments, Int32(num_ctas), stream)
-
-
-def _address(tensor: torch.Tensor | None, tokens: slice | None = None) -> int:
-    """Address of a tensor, or of its rows of some tokens; 0 without one."""
-    if tensor is None:
-        return 0
-    return (tensor if tokens is None else tensor[tokens]).data_ptr()
-
-
-def _row_bytes(storage: torch.Tensor | None) -> int:
-    return 0 if storage is None else storage.stride(0) * storage.element_size()

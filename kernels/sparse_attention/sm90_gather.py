@@ -25,11 +25,11 @@ class Producers(WorkItems):
 
     @cute.jit
     def produce(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32) -> None:
-        """Fills the halves of both tiles in the order in which the consumers want them: 0 left, 1 right, 0 right, 1 left.
+        """Fills the halves of both tiles as the consumers want them: 0 left, 1 right, 0 right, 1 left.
 
         Four threads share a row of each tile. A quarter has 16 channels of every group of 64, so it meets all scales of
-        its row. FP8 rows wait in registers: each half buffer's loads are issued when the registers' last content has been
-        converted, and the rows of the next step are called into L2 half a step ahead.
+        its row. FP8 rows wait in registers: each half buffer's loads are issued when the registers' last content has
+        been converted, and the rows of the next step are called into L2 half a step ahead.
         """
         fp8 = self.configuration.fp8_rows
         row = thread // 4
@@ -47,7 +47,7 @@ class Producers(WorkItems):
         # known and whose rows are being called into L2; and the leading one, whose row numbers are being loaded.
         token, step, last, visible = Int32(0), Int32(0), Int32(0), Int32(0)
         row0, row1, number0, number1 = Int32(-1), Int32(-1), Int32(-1), Int32(-1)
-        current, following, current_step = Int32(0), Int32(0), Int32(0)  # whether there is such a step
+        current, following, current_step = Int32(0), Int32(0), Int32(0)  # the first two: is there such a step?
         if index < num_items:
             item = self.item(args, shared, index)
             token, step, last, visible = item.token, item.first, item.last, item.visible
@@ -138,7 +138,7 @@ class Producers(WorkItems):
         last: Int32,
         visible: Int32,
     ) -> tuple:
-        """The step after this one: of the same item, or the first of this CTA's next item (index >= num_items: none)."""
+        """The step after this one: of the same item, or the first of this CTA's next (none if index >= num_items)."""
         step += 1
         if step == last:
             ctas, _, _ = cute.arch.grid_dim()

@@ -31,23 +31,25 @@ PRODUCER_REGISTERS = 64
 
 LOG2_E = 1.4426950408889634
 RESCALE_ABOVE = 40.0
-"""O follows a new maximum only if it exceeds the old one by this many powers of two. Until then P, in bf16 with the range
-of fp32, is as precise above 1 as below."""
+"""O follows a new maximum only if it exceeds the old one by this many powers of two. Until then P, in bf16 with the
+range of fp32, is as precise above 1 as below."""
 NO_MAXIMUM = -1.0e30
 """Maximum of no scores: finite, so that differences of maxima are never NaN."""
 
 
 class Named(IntEnum):
-    """Named barriers (hardware barriers of the CTA)."""
+    """Named barriers of the CTA, all of both consumers: on the first four one arrives and the other one waits."""
 
     MAX0 = 1
-    """consumer 0 arrives when its maxima are in shared memory; consumer 1 waits."""
+    """Consumer 0's maxima are in shared memory: consumer 1 waits."""
     MAX1 = 2
-    """the other way round."""
+    """Consumer 1's maxima are there: consumer 0 waits."""
     P0 = 3
-    """consumer 0 arrives when P0 is in shared memory; consumer 1 waits."""
+    """P0 is in shared memory, and consumer 0 has read K0: consumer 1 waits."""
     P1 = 4
+    """P1 is in shared memory, and consumer 1 has read K1: consumer 0 waits."""
     CONSUMERS = 5
+    """Both wait, between items."""
 
 
 class Entries(IntEnum):
@@ -55,7 +57,9 @@ class Entries(IntEnum):
 
     NONE = 0
     LIST = 1
+    """Rows in a list of the token (CSA)."""
     PAGES = 2
+    """The first ones of the token's request, through a page table (HCA)."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Configuration:
     fp32_out: bool
     lse: bool
     split: bool
+    """Tokens may have several parts: partial results go through global memory and are merged."""
 
 
 SCRATCH_SLOTS = 3
@@ -74,22 +79,22 @@ SCRATCH_SLOTS = 3
 SLOT_BYTES = HEADS * DIM * 4
 STATISTICS_BYTES = CONSUMER_THREADS * 32
 """Maxima and sums of a slot, as every thread has them."""
-MAX_PARTS = 32
 MERGE_PARTS = 4
 MERGE_GROUPS = 4
 """Parts, and groups of four values of each, that a thread loads at a time when it merges."""
 MAX_SPLIT_TOKENS = 2048
+"""Tokens of a launch that may divide their keys: `Shared.starts` holds a number for each."""
 
 
 @cute.struct
 class Shared:
-    """Shared memory of a CTA: 218 KB."""
+    """Shared memory of a CTA: 218 KiB of 227."""
 
     q: cute.struct.Align[cute.struct.MemRange[BFloat16, HEADS * DIM], 1024]
     keys: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * TILE * DIM], 1024]
     # keys: [tile][half][64 keys x 256 channels], swizzled
     p: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * HEADS * TILE], 1024]
-    # p: [consumer][64 heads x 64 keys], swizzled; also output staging and the merge's weights
+    # p: [consumer][64 heads x 64 keys], swizzled; then staging of the output
     rows: cute.struct.MemRange[Uint8, 2 * TILE // 8]
     # rows: [tile], a bit for every key that is no hole
     maxima: cute.struct.MemRange[Float32, HEADS]
@@ -98,7 +103,8 @@ class Shared:
     # sinks: of the item's heads, in units of log2
     starts: cute.struct.MemRange[Int32, MAX_SPLIT_TOKENS + 1]
     # starts: [token], parts of all tokens before it
-    scan: cute.struct.MemRange[Int32, 16]
+    scan: cute.struct.MemRange[Int32, THREADS // 32]
+    # scan: [warp], sums while parts are counted; then who is the last to leave
     full: cute.struct.MemRange[Int64, 4]
     # full, free: [tile][half]
     free: cute.struct.MemRange[Int64, 4]
@@ -155,9 +161,10 @@ class WorkItems:
 
     @cute.jit
     def visible_entries(self, args: Arguments, token: Int32) -> Int32:
+        """Entries that a token may read: of a list, its first slots."""
         visible = args.num_entries
         if args.visible != 0:
-            visible = ptx.min(ptx.load_i32(args.visible + Int64(token) * 4), visible)
+            visible = ptx.imin(ptx.load_i32(args.visible + Int64(token) * 4), visible)
         return visible
 
     @cute.jit
@@ -239,6 +246,7 @@ class WorkItems:
 
     @cute.jit
     def num_items(self, args: Arguments, shared: cutlass.Constexpr) -> Int32:
+        """Work items of the launch."""
         rows = args.num_tokens
         if const_expr(self.configuration.split):
             rows = (shared.starts.data_ptr() + args.num_tokens).load()

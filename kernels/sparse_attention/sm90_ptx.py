@@ -5,26 +5,32 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 
 def asm(code: str, results: list, *args: object) -> object:
+    """One PTX statement. `{$w0}`, ... in the code are results of these types, `{$r0}`, ... the arguments."""
     return cute.arch.inline_ptx(code, write_only_types=results, read_only_args=list(args))
 
 
 def exp2(x: Float32) -> Float32:
+    """2**x, to two units in the last place; exact for whole x. Subnormals are zero."""
     return asm("ex2.approx.ftz.f32 {$w0}, {$r0};", [Float32], x)
 
 
 def fma(a: Float32, b: Float32, c: Float32) -> Float32:
+    """a * b + c, rounded once."""
     return asm("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", [Float32], a, b, c)
 
 
-def max(a: Float32, b: Float32) -> Float32:
+def fmax(a: Float32, b: Float32) -> Float32:
+    """The larger one; the other one if one is NaN."""
     return asm("max.f32 {$w0}, {$r0}, {$r1};", [Float32], a, b)
 
 
 def ceil(x: Float32) -> Float32:
+    """The least whole number not below x."""
     return asm("cvt.rpi.f32.f32 {$w0}, {$r0};", [Float32], x)
 
 
 def pack_bf16(low: Float32, high: Float32) -> Uint32:
+    """Two fp32 rounded to bf16, the first in the low half."""
     return asm("cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", [Uint32], high, low)
 
 
@@ -34,14 +40,17 @@ def as_f32(bits: Uint32) -> Float32:
 
 
 def scale_bf16x2(x: Uint32, factor: Uint32) -> Uint32:
+    """The products of both bf16 pairs."""
     return asm("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", [Uint32], x, factor)
 
 
 def load_i32(address: Int64) -> Int32:
+    """An int32 from global memory."""
     return asm("ld.global.b32 {$w0}, [{$r0}];", [Int32], address)
 
 
 def load_f32(address: Int64) -> Float32:
+    """An fp32 from global memory."""
     return asm("ld.global.b32 {$w0}, [{$r0}];", [Float32], address)
 
 
@@ -58,6 +67,7 @@ def load_16_bytes(address: Int64, valid: Int32) -> tuple:
 
 
 def load_8_bytes(address: Int64, valid: Int32) -> tuple:
+    """8 bytes of a row, or zeros."""
     return asm(
         "{\n.reg .pred p;\nsetp.ne.s32 p, {$r1}, 0;\nmov.b32 {$w0}, 0; mov.b32 {$w1}, 0;\n"
         "@p ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];\n}",
@@ -68,22 +78,27 @@ def load_8_bytes(address: Int64, valid: Int32) -> tuple:
 
 
 def prefetch(address: Int64, valid: Int32) -> None:
+    """Calls the line of an address into L2, if it is valid."""
     asm("{\n.reg .pred p;\nsetp.ne.s32 p, {$r1}, 0;\n@p prefetch.global.L2 [{$r0}];\n}", [], address, valid)
 
 
 def store_shared(address: Int32, words: tuple) -> None:
+    """16 bytes to shared memory."""
     asm("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
 
 
 def store_shared_f32(address: Int32, x: Float32) -> None:
+    """An fp32 to shared memory."""
     asm("st.shared.f32 [{$r0}], {$r1};", [], address, x)
 
 
 def load_shared_f32(address: Int32) -> Float32:
+    """An fp32 from shared memory."""
     return asm("ld.shared.f32 {$w0}, [{$r0}];", [Float32], address)
 
 
 def store_matrices(address: Int32, words: tuple) -> None:
+    """Four 8 x 8 matrices of bf16 from the warp's registers; lane l gives the address of row l % 8 of matrix l // 8."""
     asm("stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
 
 
@@ -93,10 +108,12 @@ def copy_async(shared: Int32, address: Int64, num_bytes: Int32) -> None:
 
 
 def load_shared(address: Int32) -> tuple:
+    """16 bytes from shared memory."""
     return asm("ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Uint32] * 4, address)
 
 
 def load_f32x4(address: Int64) -> tuple:
+    """Four fp32 that are read once."""
     return asm("ld.global.L1::no_allocate.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Float32] * 4, address)
 
 
@@ -106,30 +123,37 @@ def load_f32x2(address: Int64) -> tuple:
 
 
 def store_i32(address: Int64, x: Int32) -> None:
+    """An int32 to global memory."""
     asm("st.global.b32 [{$r0}], {$r1};", [], address, x)
 
 
 def store_f32(address: Int64, x: Float32) -> None:
+    """An fp32 to global memory."""
     asm("st.global.f32 [{$r0}], {$r1};", [], address, x)
 
 
 def store_f32x2(address: Int64, pair: tuple) -> None:
+    """Two fp32 to global memory."""
     asm("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", [], address, *pair)
 
 
 def store_f32x4(address: Int64, words: tuple) -> None:
+    """Four fp32 to global memory."""
     asm("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
 
 
 def store_u32(address: Int64, x: Uint32) -> None:
+    """A word to global memory."""
     asm("st.global.b32 [{$r0}], {$r1};", [], address, x)
 
 
-def min(a: Int32, b: Int32) -> Int32:
+def imin(a: Int32, b: Int32) -> Int32:
+    """The smaller one."""
     return asm("min.s32 {$w0}, {$r0}, {$r1};", [Int32], a, b)
 
 
 def store_16_bytes(address: Int64, words: tuple) -> None:
+    """16 bytes to global memory."""
     asm("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
 
 
@@ -144,14 +168,15 @@ def count_out(address: Int64) -> Int32:
 
 
 def load_acquire(address: Int64) -> Int32:
+    """A count; what was written before the releases that it includes is visible afterwards."""
     return asm("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", [Int32], address)
 
 
 def dequantise(word: Uint32, scale: Uint32) -> tuple:
     """Four e4m3 -> four bf16 in two words, exactly.
 
-    The seven low bits of an e4m3, put at bits 4-10 of a bf16, are its value times 2**-120 (subnormals included). The two
-    products are by 2**120 and by the row's scale, so that no scale overflows on the way.
+    The seven low bits of an e4m3, put at bits 4-10 of a bf16, are its value times 2**-120 (subnormals included).
+    The two products are by 2**120 and by the row's scale, so that no scale overflows on the way.
     """
     return asm(
         "{\n.reg .b32 y, t, big;\nmov.b32 big, 0x7b807b80;\n"

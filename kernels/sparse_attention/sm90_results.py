@@ -29,9 +29,11 @@ class Results(WorkItems):
     """What the consumers do with O."""
 
     def sync(self, barrier: Named) -> None:
+        """Waits until both consumers have come to a barrier."""
         cute.arch.barrier(barrier_id=int(barrier), number_of_threads=CONSUMER_THREADS)
 
     def arrive(self, barrier: Named) -> None:
+        """Comes to a barrier at which the other consumer waits."""
         cute.arch.barrier_arrive(barrier_id=int(barrier), number_of_threads=CONSUMER_THREADS)
 
     def store_p(self, block: Int32, words: cute.Tensor, warp: Int32, lane: Int32) -> None:
@@ -137,7 +139,10 @@ class Results(WorkItems):
         maximum: cute.Tensor,
         total: cute.Tensor,
     ) -> None:
-        """O (not normalised), maxima and sums of a part, in the order of the registers: [32][256 threads][4], [256][4], [256][2]."""
+        """O (not normalised), maxima and sums of a part, in the order of the registers.
+
+        [32][256 threads][4], then [256][4]: maximum and sum, of two rows; for the lse [256][2]: sums before rounding.
+        """
         slot = self.slot(args, index) + thread * 16
         for j in cutlass.range_constexpr(HALF // 8):
             ptx.store_f32x4(slot + j * CONSUMER_THREADS * 16, tuple(out[4 * j + i] for i in range(4)))
@@ -163,6 +168,7 @@ class Results(WorkItems):
 
     @cute.jit
     def wait_for_count(self, address: Int64, count: Int32) -> None:
+        """Until a counter has come to `count`."""
         while ptx.load_acquire(address) < count:
             pass
 
@@ -193,16 +199,16 @@ class Results(WorkItems):
             for some in cutlass.range(0, item.parts, MERGE_PARTS):
                 statistics, exact, words = [], [], []
                 for i in cutlass.range_constexpr(MERGE_PARTS):
-                    slot = self.slot(args, first + ptx.min(some + i, item.parts - 1) * stride) + thread * 16
+                    slot = self.slot(args, first + ptx.imin(some + i, item.parts - 1) * stride) + thread * 16
                     statistics.append(ptx.load_f32x4(slot + SLOT_BYTES))
                     if const_expr(self.configuration.lse):
                         exact.append(ptx.load_f32x2(slot + SLOT_BYTES + (CONSUMER_THREADS * 16 - thread * 8)))
                     for u in cutlass.range_constexpr(MERGE_GROUPS):
-                        words.append(ptx.load_f32x4(slot + ptx.min(base + u, end - 1) * (CONSUMER_THREADS * 16)))
+                        words.append(ptx.load_f32x4(slot + ptx.imin(base + u, end - 1) * (CONSUMER_THREADS * 16)))
                 for i in cutlass.range_constexpr(MERGE_PARTS):
                     if some + i < item.parts:
                         for k in cutlass.range_constexpr(2):
-                            maximum = ptx.max(newest[k], statistics[i][2 * k])
+                            maximum = ptx.fmax(newest[k], statistics[i][2 * k])
                             before, weight = ptx.exp2(newest[k] - maximum), ptx.exp2(statistics[i][2 * k] - maximum)
                             newest[k] = maximum
                             total[k] = total[k] * before + statistics[i][2 * k + 1] * weight
@@ -232,9 +238,7 @@ class Results(WorkItems):
         if thread == 0:
             if self.slots_are_reused(num_items):
                 ptx.add_release(self.merged(args, item))
-            elif (
-                ptx.count_out(self.merged(args, item)) == item.parts - 1
-            ):  # the group's last: ready for the next launch
+            elif ptx.count_out(self.merged(args, item)) == item.parts - 1:  # the last: clears for the next launch
                 ptx.store_i32(self.merged(args, item), Int32(0))
                 ptx.store_i32(self.arrived(args, item), Int32(0))
 

@@ -1,0 +1,17 @@
+"""Tensors that may be absent, as the numbers that kernels take."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def address(tensor: Tensor | None, tokens: slice | None = None) -> int:
+    """Of a tensor's first element, or of the first one of these rows; 0 for none."""
+    if tensor is None:
+        return 0
+    return (tensor if tokens is None else tensor[tokens]).data_ptr()
+
+
+def row_bytes(storage: Tensor | None) -> int:
+    """Bytes from page to page of a table, or from row to row of plain rows; 0 for none."""
+    return 0 if storage is None else storage.stride(0) * storage.element_size()

@@ -1,0 +1,265 @@
+"""The Hopper attention kernel in the emulator (tests/emulator), over the hard cases of attention_cases.py.
+
+Every launch runs with all checks of the emulator on: races, missing proxy fences, registers that wgmma still uses,
+reads of what nobody wrote, accesses outside of tensors. The adversary's schedule changes from case to case; the same
+bits under every schedule, in every batch and on any number of multiprocessors are tested by themselves. Beside it the
+compile gate: registers, stack, shared memory and asynchrony of the cubins.
+
+What is not slow needs few kernels, because compiling takes the time. On a GPU the same cases run with
+test_sparse_attention_gpu.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ops.attention_cases import CASES, Case, Spec, build, check
+from torch import Tensor
+
+from dsv4_kernels import compile_cache
+from dsv4_kernels.sparse_attention import merge_partials, scratch
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+sys.path.append(str(Path(__file__).resolve().parents[1] / "emulator"))
+
+SCHEDULES = ("late", "random", "random_warps")
+QUICK = ((True, "LIST", False), (True, "LIST", True), (False, "PAGES", False))
+"""(FP8 rows, entries, divided): compiling one takes longer than all its cases."""
+
+
+LONG = ("hca_1m", "csa_1024", "more_tokens_than_sms")
+
+
+def is_quick(name: str) -> bool:
+    spec = CASES[name]
+    entries = "NONE" if not spec.entry_lengths else "PAGES" if spec.dense else "LIST"
+    configuration = (spec.fp8, entries, spec.split_keys is not None)
+    return spec.normalised and configuration in QUICK and not name.startswith(LONG)
+
+
+def with_marks(names: Iterable[str]) -> list:
+    """Parameters; slow are the long ones and those that need further kernels."""
+    return [pytest.param(n, marks=() if is_quick(n) else pytest.mark.slow) for n in names]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_here() -> Iterator[None]:
+    """Kernels are compiled in the emulator, which needs their PTX: none from disk, and none is left behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(compile_cache.FOLDER_VARIABLE, "off")
+        compile_cache.forget()
+        yield
+        compile_cache.forget()
+
+
+def launch(
+    case: Case, multiprocessors: int = 132, out: Tensor | None = None, lse: bool = True, **options: object
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of one call, whose memory was NaN and whose counters are zero afterwards."""
+    from host import emulated
+
+    from dsv4_kernels.sparse_attention import sm90
+
+    problem = case.problem(out)
+    if not lse:
+        problem = replace(problem, lse=None)
+    for result in (problem.out, problem.lse):
+        if result is not None:
+            result.fill_(float("nan"))
+    sm90.num_multiprocessors.cache_clear()
+    for held in scratch._by_stream.values():
+        held.slots.fill_(0xFF)  # NaN
+    with emulated(arch=sm90.ARCH, multiprocessors=multiprocessors, **options) as device:
+        sm90.sparse_attention(problem)
+    assert device.reports and all(report.grid[0] <= multiprocessors for report in device.reports)
+    assert not {warning.split(" at ")[0] for report in device.reports for warning in report.warnings}
+    assert not any(held.counters.any() for held in scratch._by_stream.values())
+    return problem.out, problem.lse
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("name", with_marks(CASES))
+def test_case(name: str) -> None:
+    case = build(CASES[name])
+    seed = list(CASES).index(name)
+    check(case, launch(case, schedule=SCHEDULES[seed % len(SCHEDULES)], seed=seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_case_under_another_schedule(name: str) -> None:
+    """Other contents, too."""
+    case = build(CASES[name], seed=1)
+    seed = list(CASES).index(name)
+    check(case, launch(case, schedule=SCHEDULES[(seed + 1) % len(SCHEDULES)], seed=1000 + seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["csa_512-fp8", "split_256-fp8"])
+def test_without_log_sum_exp(name: str) -> None:
+    case = build(CASES[name])
+    alone, lse = launch(case, lse=False)
+    assert lse is None and same_bits(alone, launch(case)[0])
+
+
+@pytest.mark.parametrize("heads", [1, 63, 65, 128])
+@pytest.mark.parametrize("split_keys", [None, 128], ids=["one_part", "split"])
+def test_nothing_is_written_beside_the_output(heads: int, split_keys: int | None) -> None:
+    case = build(Spec(tokens=2, heads=heads, entry_lengths=(200, 0), split_keys=split_keys))
+    around = torch.full((4, heads + 4, 528), -7.0, dtype=torch.bfloat16)
+    out = around[1:3, 2 : heads + 2, 8:520]
+    returned, lse = launch(case, out=out)
+    assert returned is out
+    check(case, (out.clone(), lse))
+    out.fill_(-7.0)
+    assert (around == -7.0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["csa_512-fp8", "holes-bf16"])
+def test_a_split_by_hand_and_its_merge(name: str) -> None:
+    """Window and entries as two partial results, merged with the sink."""
+    case = build(CASES[name])
+    partial = replace(case, spec=replace(case.spec, normalised=False), sink=None)
+    window = replace(partial, entries=None, entry_arguments={})
+    entries = replace(partial, window_rows=case.window_rows[:, :0])
+    outs, lses = zip(launch(window), launch(entries), strict=True)
+    out, lse = merge_partials(outs, lses, case.sink)
+    check(case, (out.bfloat16(), lse))
+
+
+def test_more_parts_than_multiprocessors_are_refused() -> None:
+    """The CTAs that merge a token wait for each other, so they must all be resident."""
+    case = build(Spec(tokens=1, heads=65, entry_lengths=(200,), split_keys=128))
+    with pytest.raises(ValueError, match="into 3 parts, times 2 blocks of heads; expected at most 5 CTAs"):
+        launch(case, multiprocessors=5)
+    check(case, launch(case, multiprocessors=6))
+
+
+# ---- bits
+
+
+def multiprocessors_for(case: Case) -> tuple[int, ...]:
+    """Plenty, as few as can be, and a number that divides nothing."""
+    problem = case.problem()
+    fewest = problem.max_parts * -(-problem.num_heads // 64) if problem.max_parts > 1 else 1
+    return 132, fewest, fewest + 2
+
+
+SAME_BITS = ("heads_65-fp8", "split_128-fp8", "split_128_heads-fp8")
+"""The second one: more than three items a CTA, so that scratch slots are used again."""
+
+
+@pytest.mark.parametrize("name", SAME_BITS)
+def test_the_same_bits_under_every_schedule(name: str) -> None:
+    """Whoever comes first or last, on however many multiprocessors."""
+    case = build(CASES[name])
+    expected = launch(case)
+    for schedule, multiprocessors in zip(SCHEDULES, multiprocessors_for(case)[::-1], strict=True):
+        result = launch(case, multiprocessors, schedule=schedule, seed=multiprocessors)
+        assert all(map(same_bits, expected, result)), (schedule, multiprocessors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SAME_BITS, "csa_512-bf16", "hca_32k-bf16", "split_256-bf16", "partial_split-fp8"])
+def test_the_same_bits_under_more_schedules(name: str) -> None:
+    case = build(CASES[name], seed=2)
+    expected = launch(case)
+    for (schedule, seed), multiprocessors in zip(
+        itertools.product(SCHEDULES, range(3)), multiprocessors_for(case) * 3, strict=True
+    ):
+        result = launch(case, multiprocessors, schedule=schedule, seed=10 + seed)
+        assert all(map(same_bits, expected, result)), (schedule, seed, multiprocessors)
+
+
+@pytest.mark.parametrize("name", with_marks(["list_lengths-fp8", "split_8_heads-fp8", "split_512-bf16"]))
+def test_a_token_has_the_same_bits_in_any_batch(name: str) -> None:
+    """In another order, at every place, with others beside it, on other numbers of multiprocessors."""
+    case = build(CASES[name])
+    out, lse = launch(case)
+    for batch, multiprocessors in zip((1, 3, 11), multiprocessors_for(case), strict=True):
+        order = torch.randint(0, case.spec.tokens, (batch,), generator=torch.Generator().manual_seed(batch)).tolist()
+        other_out, other_lse = launch(case.take(order), multiprocessors)
+        assert same_bits(other_out, out[order]) and same_bits(other_lse, lse[order])
+
+
+def test_the_same_bits_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of more tokens than a launch may divide."""
+    from dsv4_kernels.sparse_attention import sm90
+
+    case = build(CASES["split_8_heads-fp8"])
+    expected = launch(case)
+    monkeypatch.setattr(sm90, "MAX_SPLIT_TOKENS", 2)
+    assert all(map(same_bits, expected, launch(case)))
+
+
+@pytest.mark.parametrize("split_keys", [None, 128])
+@pytest.mark.parametrize("dense", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_width_of_lists_and_tables_is_not_seen(dense: bool, split_keys: int | None) -> None:
+    case = build(Spec(entry_lengths=(300, 3, 130), dense=dense, split_keys=split_keys))
+    name = "page_table" if dense else "entry_rows"
+    wide = torch.nn.functional.pad(case.entry_arguments[name], (0, 524), value=2**31 - 1)
+    wider = replace(case, entry_arguments={**case.entry_arguments, name: wide})
+    assert same_bits(launch(wider)[0], launch(case)[0])
+
+
+# ---- compile gate
+
+
+def gate(fp8_rows: bool, entries: str, fp32_out: bool, lse: bool, split: bool) -> dict[str, int]:
+    """Compiles a configuration and compares it with the record, which is what it says of it."""
+    from host import emulated
+    from sparse_attention_sm90_static import RESULTS, static_numbers
+
+    from dsv4_kernels.sparse_attention import sm90
+    from dsv4_kernels.sparse_attention.sm90_plan import Configuration, Entries
+
+    configuration = Configuration(fp8_rows, Entries[entries], fp32_out, lse, split)
+    with emulated(arch=sm90.ARCH):
+        found = static_numbers(configuration)
+    recorded = json.loads(RESULTS.read_text())[str(configuration)]
+    over = {name: value for name, value in found.items() if value > recorded[name]}
+    assert found.keys() == recorded.keys() and not over, f"{configuration} needs more than {recorded}: {over}"
+    return found
+
+
+CONFIGURATIONS = list(
+    itertools.product((True, False), ("NONE", "LIST", "PAGES"), ((0, 0), (0, 1), (1, 1)), (False, True))
+)
+GATED = {(True, "LIST", (0, 0), False), *((fp8, entries, (0, 1), split) for fp8, entries, split in QUICK)}
+"""A prefill's of CSA, and those that the quick cases compile."""
+
+
+@pytest.mark.parametrize(
+    ("fp8_rows", "entries", "out_and_lse", "split"),
+    [pytest.param(*c, marks=() if c in GATED else pytest.mark.slow) for c in CONFIGURATIONS],
+)
+def test_compiled(fp8_rows: bool, entries: str, out_and_lse: tuple[int, int], split: bool) -> None:
+    """No register, byte of the stack or of code more than benchmarks/results says; wgmma runs asynchronously."""
+    found = gate(fp8_rows, entries, *map(bool, out_and_lse), split)
+    assert found["registers"] == 128, "512 threads share 65,536; setmaxnreg moves them"
+    assert found["shared_memory_bytes"] <= 227 * 1024
+    if fp8_rows and not split:
+        assert found["stack_bytes"] == found["stack_accesses"] == 0
+
+
+def test_every_configuration_is_recorded() -> None:
+    from sparse_attention_sm90_static import RESULTS
+
+    from dsv4_kernels.sparse_attention import sm90
+
+    assert list(json.loads(RESULTS.read_text())) == [*map(str, sm90.configurations())]
