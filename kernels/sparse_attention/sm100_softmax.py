@@ -404,7 +404,7 @@ def store_partial(a: Arguments, tmem: prims.TmemAddr, slot: Int32, thread: Int32
 def is_last_part(a: Arguments, smem: cutlass.Pointer, item: Item, thread: Int32, plan: cutlass.Constexpr) -> Boolean:
     """Publishes this item's partial result; True in the CTA that sees all parts published.
 
-    The barriers carry all threads' stores to the first thread's fence, and what its second fence has seen to all threads.
+    The barriers hand all threads' stores to the first thread's fence, and to all threads what its second fence saw.
     """
     is_last = typed(smem + Smem.IS_LAST, Int32)
     softmax_barrier()

@@ -179,7 +179,7 @@ def errors() -> Iterator[dict[str, dict[str, float]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_under_more_schedules(name: str, errors: dict[str, dict[str, float]]) -> None:
-    """Other contents than above; and the error beside that of bf16 PyTorch, in the Frobenius norm, where chance cancels."""
+    """Other contents than above; and the error beside bf16 PyTorch's in the Frobenius norm, where chance cancels."""
     case = build(CASES[name], seed=1)
     expected, _ = launch(case)
     exact = reference(case)
