@@ -3,22 +3,27 @@
     PYTHONPATH=tests/emulator python benchmarks/sparse_attention_sm100_static.py [--write]
 
 Compiles every configuration for sm_100a and reads registers, stack and shared memory from the cubins. Then runs one
-token of every case in the emulator (tests/emulator) and divides what the launch did by published rates, for a full GPU:
-all 148 multiprocessors are taken to do the same. The largest quotient is a lower bound of the time, not a prediction.
-`--write` puts everything into benchmarks/results/sparse_attention_sm100_static.json, which a test compares.
+token of every case in the emulator (tests/emulator) and divides what the launch did by published rates (report.py there
+names them), for a full GPU: all 148 multiprocessors are taken to do the same. The largest quotient is a lower bound of
+the time, not a prediction. `--write` puts everything into benchmarks/results/sparse_attention_sm100_static.json, which
+a test compares.
 
 Columns, in clock cycles of one multiprocessor for one token and 64 heads; 128 heads are a pair of multiprocessors:
 
     floor    tensor core: 4 * 64 heads * keys * 512 flops at 8,192 a cycle, for the keys in whole tiles
-    alu      arithmetic, conversions and moves, counted in PTX, at 128 lanes a cycle
-    sfu      exponentials at 16 a cycle
+    fma      arithmetic in f32 and bf16, 128 lanes a cycle
+    alu      integers, comparisons, logic and conversions, 64 lanes a cycle
+    issue    all instructions, four a cycle
+    sfu      exponentials, 16 a cycle
+    tmem     loads or stores of threads, 512 bytes a cycle
     shared   loads and stores of threads, 128 bytes a cycle
     operands matrices that the tensor core reads from shared memory, 128 bytes a cycle
-    tmem     loads and stores of threads, 512 bytes a cycle
-    memory   each row, q and the output once, at 1/148 of 8 TB/s and 1.85 GHz; tokens that share rows in L2 need less
-    on-chip  the largest of floor, alu, sfu, shared and tmem, over the floor
-    port     (shared + operands) over the floor: the bound if threads and tensor core share a port of 128 bytes a cycle
-    bound by the largest of all but operands; what the kernel can at best reach
+    port     shared + operands: threads and tensor core take turns at shared memory
+    l2       global loads and stores, 64 bytes a cycle
+    hbm      each row, q and the output once, at 1/148 of 8 TB/s; tokens that share rows in L2 need less
+    bound    the largest of these over the floor, and its name
+
+fma, alu and issue count PTX as it is written; the assembler removes some of it (every move behind a tcgen05.ld).
 """
 
 from __future__ import annotations
@@ -33,16 +38,14 @@ from pathlib import Path
 import torch
 
 from dsv4_kernels import compile_cache
-from dsv4_kernels.kv_layout import ROW_BYTES, ROW_DIM, KVRows, RowFormat
+from dsv4_kernels.kv_layout import ROW_DIM, KVRows, RowFormat
 from dsv4_kernels.sparse_attention import sm100
 from dsv4_kernels.sparse_attention.problem import Problem
-from dsv4_kernels.sparse_attention.sm100_plan import HEADS, P_BYTES, TILE_KEYS, Plan, Smem
+from dsv4_kernels.sparse_attention.sm100_plan import HEADS, TILE_KEYS, Smem
 
 RESULTS = Path(__file__).resolve().parent / "results" / "sparse_attention_sm100_static.json"
-SHARED_BYTES_PER_CYCLE = 128
 FLOPS_PER_CYCLE = 8192
-ON_CHIP = ("floor", "alu", "sfu", "shared", "tmem")
-COLUMNS = ("floor", "alu", "sfu", "shared", "operands", "tmem", "memory", "on-chip", "port")
+UNITS = ("floor", "fma", "alu", "issue", "sfu", "tmem", "shared", "operands", "port", "l2", "hbm")
 _REGISTERS, _FRAME_BYTES, _STACK_BYTES = 0x2F, 0x11, 0x12  # attributes of a cubin's .nv.info: (symbol, value)
 
 
@@ -137,36 +140,25 @@ def problem_of(case: StaticCase) -> Problem:
     )
 
 
-def cycles_of(case: StaticCase) -> dict[str, float]:
+def cycles_of(case: StaticCase) -> dict[str, float | str]:
     """The columns above."""
     from host import emulated
-    from report import HBM_BYTES_PER_CLOCK, SMS
+    from report import B200
 
-    problem = problem_of(case)
     with emulated(checks=_without_checks()) as device:
-        sm100.sparse_attention(problem)
-    report = device.reports[0]
+        sm100.sparse_attention(problem_of(case))
+    cycles = device.reports[0].cycles
     tiles = 2 + -(-case.entries // TILE_KEYS)
     floor = 4 * HEADS * tiles * TILE_KEYS * ROW_DIM / FLOPS_PER_CYCLE
-    assert report.cycles["tensor"] == floor, (report.cycles["tensor"], floor)
-    ctas = case.heads // HEADS
-    row_bytes = ROW_BYTES if case.row_format is RowFormat.FP8 else 2 * ROW_DIM
-    # Of a tile: K and V, of which a pair's CTA holds half; P for each half of O's columns.
-    operand_bytes = 2 * Plan(ctas).stage_bytes + 2 * P_BYTES
-    memory_bytes = row_bytes * (128 + case.entries) + 2 * problem.q.numel() * 2
-    columns = {
+    assert cycles["tensor"] == floor, (cycles["tensor"], floor)
+    columns = {name: cycles[name] for name in UNITS if name in cycles} | {
         "floor": floor,
-        "alu": report.cycles["alu"],
-        "sfu": report.cycles["sfu"],
-        "shared": report.cycles["shared"],
-        "operands": tiles * operand_bytes / SHARED_BYTES_PER_CYCLE,
-        "tmem": report.cycles["tmem"],
-        "memory": memory_bytes / ctas * SMS / HBM_BYTES_PER_CLOCK,
+        "port": cycles["shared"] + cycles["operands"],
+        "hbm": cycles["hbm"] * B200.sms / (case.heads // HEADS),  # the report's is of the whole GPU
     }
-    columns["on-chip"] = max(columns[unit] for unit in ON_CHIP) / floor
-    columns["port"] = (columns["shared"] + columns["operands"]) / floor
-    bound_by = max((*ON_CHIP, "memory"), key=columns.__getitem__)
-    return {name: round(value, 3) for name, value in columns.items()} | {"bound by": bound_by}
+    bound_by = max(columns, key=columns.__getitem__)
+    bounds = {"bound": round(columns[bound_by] / floor, 3), "bound by": bound_by}
+    return {name: round(columns[name], 1) for name in UNITS} | bounds
 
 
 def _without_checks() -> object:
@@ -187,10 +179,11 @@ def main() -> None:
         document = {"resources": all_resources(), "cycles": {}}
     for config, values in document["resources"].items():
         print(config, values)
-    print(f"\n{'one token':30}" + "".join(f"{unit:>10}" for unit in COLUMNS))
+    print(f"\n{'one token':31}" + "".join(f"{unit:>9}" for unit in (*UNITS, "bound")))
     for case in CASES:
         columns = document["cycles"][case.name] = cycles_of(case)
-        print(f"{case.name:30}" + "".join(f"{columns[unit]:10.4g}" for unit in COLUMNS) + f"  {columns['bound by']}")
+        cells = "".join(f"{columns[unit]:9,.0f}" for unit in UNITS)
+        print(f"{case.name:31}{cells}{columns['bound']:9.2f} {columns['bound by']}")
     if options.write:
         RESULTS.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document))

@@ -402,20 +402,23 @@ def store_partial(a: Arguments, tmem: prims.TmemAddr, slot: Int32, thread: Int32
 
 @cute.jit
 def is_last_part(a: Arguments, smem: cutlass.Pointer, item: Item, thread: Int32, plan: cutlass.Constexpr) -> Boolean:
-    """Publishes this item's partial result; True in the CTA that sees all parts published."""
+    """Publishes this item's partial result; True in the CTA that sees all parts published.
+
+    The barriers hand all threads' stores to the first thread's fence, and to all threads what its second fence saw.
+    """
     is_last = typed(smem + Smem.IS_LAST, Int32)
-    prims.fence_acq_rel(prims.MemScope.GPU)
     softmax_barrier()
     if thread == 0:
         arrived = gmem(a.arrived, Int32) + (item.token * plan.ctas + item.head_block)
-        before = prims.atomicrmw(prims.AtomicOp.ADD, arrived, Int32(1))  # relaxed: the fences around order it
+        prims.fence_acq_rel(prims.MemScope.GPU)
+        # Relaxed: the fences around order it. The last one wraps to zero, for the next launch.
+        before = prims.atomicrmw(prims.AtomicOp.INC, arrived, item.parts - 1)
+        prims.fence_acq_rel(prims.MemScope.GPU)
         last = Int32(0)
         if before == item.parts - 1:
             last = Int32(1)
-            arrived.store(Int32(0))  # for the next launch
         is_last.store(last)
     softmax_barrier()
-    prims.fence_acq_rel(prims.MemScope.GPU)
     return is_last.load() != 0
 
 

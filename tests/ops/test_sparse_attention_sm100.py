@@ -35,28 +35,11 @@ if TYPE_CHECKING:
 
 SCHEDULES = ("late", "random", "random_warps")
 LONG = ("hca_1m", "csa_1024", "more_tokens_than_sms")
-CAUGHT_ENTIRELY = (
-    "mma",
-    "commit",
-    "mbarrier.arrive",
-    "mbarrier wait",
-    "cluster barrier",
-    "tcgen05.fence",
-    "tcgen05.wait",
-)
 EMULATED_RESULTS = Path(__file__).resolve().parents[1] / "emulator" / "results" / "sparse_attention_sm100.json"
 UNCOVERED = {
-    "tcgen05.mma.ws.cta_group::1.kind::f16.collector::b0::discard": "FlashMLA's form, PTX's default spelt out",
-    "lop3.b32": "what ptxas makes of `and` and `or`",
-    "mbarrier.arrive.release.cluster.shared::cluster.b64": "the same with its scope spelt out",
-    "atom.global.add.u32": "who is the last of a token's parts; a relaxed add, ordered by the fences beside it",
-    "fence.acq_rel.gpu": "orders partial results before that add, and reads of them after it",
+    "atom.global.inc.u32": "who is the last of a token's parts; a relaxed atomic, ordered by the fences beside it",
+    "fence.acq_rel.gpu": "orders partial results before that atomic, and reads of them after it",
     "ld.global.s32": "ld.global.b32 with its sign extended",
-    "ld.global.v4.b32": "four of ld.global.b32",
-    "setp.eq.b64": "a comparison, as setp.eq.b32",
-    "setp.gt.f32": "a comparison, as setp.lt.f32",
-    "setp.leu.f32": "a comparison, as setp.le.f32 and true for NaN",
-    "xor.pred": "the compiler's negation of a predicate",
 }
 """Forms that no foreign kernel of the emulator's suite executes."""
 
@@ -81,7 +64,7 @@ def launch(case: Case, multiprocessors: int = 148, out: Tensor | None = None, ls
     problem = case.problem(out)
     if not lse:
         problem = replace(problem, lse=None)
-    options = {"checks": Checks(tcgen05_fence="error", tmem_freed="error"), **options}
+    options = {"checks": Checks.strict(), **options}
     sm100.device_facts.cache_clear()  # this device has another number of multiprocessors
     with emulated(multiprocessors=multiprocessors, **options) as device:
         sm100.sparse_attention(problem)
@@ -196,17 +179,14 @@ def errors() -> Iterator[dict[str, dict[str, float]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_under_more_schedules(name: str, errors: dict[str, dict[str, float]]) -> None:
-    """Other contents than above; and the error beside that of bf16 PyTorch, in the Frobenius norm.
-
-    In this norm chance cancels: `check` compares the largest errors of single tokens, and of those that have few keys
-    one in some thousands is beyond twice PyTorch's, whose largest weight of a head is exactly one.
-    """
+    """Other contents than above; and the error beside bf16 PyTorch's in the Frobenius norm, where chance cancels."""
     case = build(CASES[name], seed=1)
     expected, _ = launch(case)
     exact = reference(case)
     for schedule, seed in itertools.product(SCHEDULES, range(1 if name.startswith(LONG) else 3)):
         result, _ = launch(case, (3, 148, 2)[seed], schedule=schedule, seed=10 + seed)
         assert all(same_bits(a, b) for a, b in zip(expected, result, strict=True)), (schedule, seed)
+    check(case, expected, exact)
     if exact.out.any():
         outs = {"ours": expected[0], "bf16": exact.bf16_out}
         errors[name] = {who: float(f"{relative_error(out, exact.out):.4g}") for who, out in outs.items()}
@@ -234,14 +214,13 @@ def test_deleted_synchronisation_is_noticed(name: str) -> None:
     from emulator import Checks
 
     _, device = launch(build(MUTATED[name]), multiprocessors=2, record=True)
-    result = mutation.run(name, device.recordings[0], checks=Checks(tcgen05_fence="error"))
-    document = mutation.as_json(result, mutation.reasons_for(name))
+    result = mutation.run(name, device.recordings[0], checks=Checks.strict())
+    reasons = mutation.reasons_for(name)
+    document = mutation.as_json(result, reasons)
     unexplained = [missed for missed in document["not caught"] if missed["reason"] == mutation.NOT_ANALYSED]
     assert not unexplained
-    assert sum(missed["class"] == "bar.sync" for missed in document["not caught"]) <= 1
-    assert all(
-        counts["caught"] == counts["mutants"] for counts in map(document["classes"].get, CAUGHT_ENTIRELY) if counts
-    )
+    lacking = {name for name, counts in result.by_class(reasons).items() if mutation.rate(*counts) < 1}
+    assert lacking <= {"bar.warp.sync"}
     if os.environ.get("DSV4_WRITE_RESULTS"):
         base = mutation.RESULTS / f"mutation_{name}"
         base.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
@@ -295,16 +274,19 @@ def test_resources_are_the_recorded_ones() -> None:
 
 
 def test_static_bounds() -> None:
-    """For the large cases nothing on the chip needs more than 1.25 of the tensor core's time, as PTX counts it."""
+    """Large cases are bound by what they move; instructions, as PTX counts them, take less than shared memory does."""
     from sparse_attention_sm100_static import CASES as STATIC_CASES
-    from sparse_attention_sm100_static import cycles_of
+    from sparse_attention_sm100_static import UNITS, cycles_of
 
-    for case in STATIC_CASES:
-        expected = recorded()["cycles"][case.name]
-        assert not case.large or expected["on-chip"] <= 1.25, case.name
+    cycles = recorded()["cycles"]
+    assert cycles.keys() == {case.name for case in STATIC_CASES}
+    for large in (cycles[case.name] for case in STATIC_CASES if case.large):
+        assert large["bound by"] in ("port", "hbm")
+        assert max(large[unit] for unit in ("fma", "alu", "issue", "sfu", "tmem")) <= large["port"]
     found = cycles_of(STATIC_CASES[1])
-    expected = recorded()["cycles"][STATIC_CASES[1].name]
-    assert found["on-chip"] <= expected["on-chip"] * 1.02, (found, expected)
+    expected = cycles[STATIC_CASES[1].name]
+    for unit in UNITS:
+        assert found[unit] <= expected[unit] * 1.02, unit
 
 
 def test_only_forms_that_foreign_kernels_execute() -> None:
@@ -314,4 +296,4 @@ def test_only_forms_that_foreign_kernels_execute() -> None:
     for name in ("csa_512-fp8", "split_128-bf16", "heads_128-fp8", "split_128_heads-bf16"):
         _, device = launch(build(CASES[name]), record=True)
         forms |= forms_of(device.recordings[0])
-    assert set(uncovered(forms, foreign_forms())) == set(UNCOVERED)
+    assert set(uncovered(forms, foreign_forms())) == UNCOVERED.keys()
