@@ -130,6 +130,21 @@ W: st.global.u32 [%rd100], %r1; E:"""
     assert e.value.kind.name == "global_race" and "the read by" in e.value.message
 
 
+@pytest.mark.parametrize("where", ["global", "shared"])
+def test_a_tensor_map_that_two_clusters_replace(where: str) -> None:
+    replace = (
+        "setp.ne.u32 %p1, %r101, 0; @%p1 bra E; tensormap.replace.tile.global_dim.global.b1024.b32 [%rd100], 0, 32; E:"
+    )
+    copy = """shl.b32 %r1, %r101, 2; add.u32 %r2, %r103, %r1; st.shared.u32 [%r2], %r101; bar.warp.sync -1;
+tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%rd100], [%r103], 128;"""
+    body = replace if where == "global" else copy
+    tensor_map = np.zeros(32, np.uint32)
+    assert not run(body, tensor_map, threads=32).warnings
+    with pytest.raises(EmulationError) as e:
+        run(body, tensor_map, threads=32, grid=2)
+    assert e.value.kind.name == "global_race" and "the write by" in e.value.message
+
+
 def test_one_bulk_store_issued_twice_is_a_warning() -> None:
     """CUTLASS's tma_store example: every warp's elected thread issues the store of the whole tile."""
     body = BULK.replace("setp.ne.u32 %p1, %r100, 0;", "setp.ne.u32 %p1, %r101, 0;")

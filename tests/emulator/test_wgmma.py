@@ -259,6 +259,8 @@ def test_report() -> None:
     assert p.report.by_form["wgmma.mma_async f32.bf16.bf16 RS KN m64 n128 k16"] == 1
     assert p.report.by_class["mma"] == 4  # warps
     assert p.report.cycles["tensor"] == 2 * 64 * 128 * 16 / H200.tensor_flops_per_clock["bf16"] == 64
+    b_bytes = 16 * 128 * 2  # A comes from registers
+    assert p.report.bytes["operands_read"] == b_bytes
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

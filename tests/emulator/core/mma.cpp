@@ -195,8 +195,8 @@ void execute(Cluster &cluster, u32 first_rank, const Mma &x) {
 
 }  // namespace
 
-// aux: 0 cta_group, 1 kind, 2 A in tensor memory, 3 disable registers, 4 offset of A, 5 offset of D, 6 bit 0 .ws, bit 1 collector use, 7 scale factors
-// along K (0: none), 8 input scale or -1, 9 .ashift.
+// aux: 0 cta_group, 1 kind, 2 A in tensor memory, 3 disable registers, 4 offset of A, 5 offset of D, 6 bit 0 .ws, bit
+// 1 the operand is in the collector, 7 scale factors along K (0: none), 8 input scale or -1, 9 .ashift.
 // Operands: D, A, B, instruction descriptor, enable-input-d, scale A or none, scale B or none, disable registers..
 HANDLER("tcgen05.mma", Plain) {
   for (int i : lanes_of(lanes)) {

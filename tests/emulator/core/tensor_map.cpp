@@ -163,6 +163,7 @@ HANDLER("tensormap.replace", Plain) {
       map = shared_data(cta, (u32)address);
     } else {
       map = global_data(&w, &in, address, 128, true, "tensormap.replace");
+      race::global_access(w, in, address, 128, true, race::generic(w));
     }
     replace_field(w, in, map, field, (u32)in.aux[3], value);
   }
@@ -177,6 +178,8 @@ HANDLER("tensormap.cp_fenceproxy", Sync) {
   u32 from = (u32)lane_address(w, in.op[1], i, in.aux[1]);
   Cta &cta = shared_owner(w, in, from, 128, "tensormap.cp_fenceproxy");
   race::shared_access(w, in, cta, shared_offset(from), 128, false, race::generic(w));
-  memcpy(global_data(&w, &in, to, 128, true, "tensormap.cp_fenceproxy"), shared_data(cta, from), 128);
+  u8 *target = global_data(&w, &in, to, 128, true, "tensormap.cp_fenceproxy");
+  race::global_access(w, in, to, 128, true, race::generic(w));
+  memcpy(target, shared_data(cta, from), 128);
   return Step::Done;
 }
