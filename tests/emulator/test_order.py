@@ -321,6 +321,26 @@ def test_commit_to_a_peer_that_does_not_wait() -> None:
     assert warning.startswith("exited_cta") and "arrives at CTA rank 0" in warning
 
 
+# CTA 1 completes the bytes that CTA 0 expects; CTA 0 waits for them before it exits.
+COMPLETE_AT_PEER = """mov.u32 %r1, %cluster_ctarank; setp.ne.u32 %p1, %r100, 0; @%p1 bra I;
+mbarrier.init.shared::cta.b64 [%r103], 1; fence.mbarrier_init.release.cluster; I: barrier.cluster.arrive; barrier.cluster.wait;
+setp.ne.u32 %p2, %r1, 1; mov.u32 %r2, 0; mapa.shared::cluster.u32 %r5, %r103, %r2; mov.u32 %r6, 16; @%p1 bra J;
+@%p2 bra X; mbarrier.complete_tx.shared::cluster.relaxed.cluster.b64 [%r5], %r6; bra J;
+X: mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r103], 16; J: @!%p2 bra E;
+W: mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r103], 0; @!%p4 bra W; /*wait*/
+E:"""
+
+
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_bytes_completed_at_a_peer_that_waits_for_them(schedule: str, seed: int) -> None:
+    options = {"grid": 2, "cluster": 2, "schedule": schedule, "seed": seed}
+    assert not run(COMPLETE_AT_PEER, **options).warnings
+    line = next(x for x in COMPLETE_AT_PEER.splitlines() if "/*wait*/" in x)
+    with pytest.raises(EmulationError) as e:
+        run(COMPLETE_AT_PEER.replace(line, ""), **options)
+    assert e.value.kind.name == "exited_cta"
+
+
 # .relaxed arrivals and waits: tcgen05.fence carries tensor-core work over them, and nothing else.
 RELAXED = """setp.ne.u32 %p1, %r102, 0; @%p1 bra S; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r103], 32;
 setp.ne.u32 %p6, %r101, 0; @%p6 bra S; mbarrier.init.shared::cta.b64 [%r103+8], 32; S: bar.sync 0;

@@ -195,6 +195,7 @@ struct Mbarrier {
   u32 init_event = 0;
   i32 init_line = 0;
   ClockPair gathering, complete;
+  Clock executed, executed_complete;  // what lies before explicit complete_tx, which orders nothing: enough for exits
 };
 
 struct TmemAllocation {

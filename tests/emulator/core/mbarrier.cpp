@@ -30,6 +30,7 @@ void finish_phase_if_complete(Mbarrier &b) {
   b.phase ^= 1;
   b.pending = b.expected;
   b.complete = b.gathering;
+  b.executed_complete = b.executed;
 }
 
 }  // namespace
@@ -157,7 +158,7 @@ HANDLER("mbarrier.expect_tx", Plain) {
 HANDLER("mbarrier.complete_tx", Plain) {
   for (int i : lanes_of(lanes)) {
     u32 address = (u32)lane_address(w, in.op[0], i, in.aux[0]);
-    mbarrier_at(w, in, address, race::generic(w), "mbarrier.complete_tx");
+    race::executed(w, mbarrier_at(w, in, address, race::generic(w), "mbarrier.complete_tx").executed);
     mbarrier_complete_tx(w, in, address, (i32)row<u32>(w, in.op[1])[i], nullptr);
   }
   return Step::Done;
@@ -186,7 +187,10 @@ HANDLER("mbarrier.wait", Sync) {
         continue;
       }
       done |= 1u << j;
-      if (!acquired) race::acquire(w, b.complete, in.aux[2]);
+      if (!acquired) {
+        race::acquire(w, b.complete, in.aux[2]);
+        if (machine.track_order) w.cta->exit_clock.join(b.executed_complete);
+      }
       acquired = true;
     }
   }
