@@ -75,11 +75,13 @@ class Checks:
     async_write_fence: str = "off"
     # fence.mbarrier_init (or fence.proxy.async) between mbarrier.init and the first asynchronous arrival.
     mbarrier_init_fence: str = "warn"
+    # Lanes of one warp that follow each other, or hand on each other's accesses, with no bar.warp.sync between.
+    lane_race: str = "off"
 
     @classmethod
     def strict(cls) -> Checks:
         """Also what PTX asks for and released kernels leave out: our own kernels are held to it."""
-        asked = ("tmem_wait", "tmem_freed", "tcgen05_fence", "async_write_fence", "mbarrier_init_fence")
+        asked = ("tmem_wait", "tmem_freed", "tcgen05_fence", "async_write_fence", "mbarrier_init_fence", "lane_race")
         return cls(**dict.fromkeys(asked, "error"))
 
 

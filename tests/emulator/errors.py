@@ -35,6 +35,7 @@ class ErrorKind(enum.IntEnum):
     async_write_fence = 24
     mbarrier_init_fence = 25
     global_race = 26
+    lane_race = 27
 
 
 class EmulationError(Exception):

@@ -234,7 +234,9 @@ HANDLER("activemask", Plain) {
 }
 HANDLER("bar.warp", Sync) {
   u32 members = members_of(w, in, in.op[0], lanes);
-  return members_here(w, lanes, members) ? Step::Done : Step::NeedConvergence;
+  if (!members_here(w, lanes, members)) return Step::NeedConvergence;
+  race::lanes_meet(w);
+  return Step::Done;
 }
 // aux: 0 operation. Operands: d, a, membermask.
 HANDLER("redux", Sync) {

@@ -27,6 +27,7 @@ class Clock {
     if (a >= v_.size()) v_.resize(a + 1, 0);
     if (v_[a] < event) v_[a] = event;
   }
+  void set(Agent a, u32 event) { v_[a] = event; }  // of an agent that it knows
   void join(const Clock &o) {
     if (o.v_.size() > v_.size()) v_.resize(o.v_.size(), 0);
     u32 *__restrict d = v_.data();
@@ -77,5 +78,6 @@ enum WarpAgent : u32 {
   kBulkWrite,    // global-memory writes of bulk stores
   kBarrierInit,  // mbarrier.init, the only thing that fence.mbarrier_init publishes
   kWgmma,        // wgmma.mma_async (sm_90a)
+  kSolo,         // kGeneric, if one lane executes alone; its events are numbered together with those
   kWarpAgents
 };

@@ -76,7 +76,7 @@ enum class ErrorKind : u32 {
   Race, ProxyFence, UninitialisedSmem, UninitialisedTmem, OutOfBounds, TmemOverlap, DivergentCollective,
   MisalignedDescriptor, Misaligned, TxCount, TmemLeak, Deadlock, IllegalInstruction, Mbarrier, Barrier, ExitedCta,
   TmemWait, Trap, InstructionLimit, Internal, TmemFreed, TensorFence, WgmmaFence, WgmmaWait, AsyncWriteFence,
-  MbarrierInitFence, GlobalRace, Count
+  MbarrierInitFence, GlobalRace, LaneRace, Count
 };
 enum class Level : u8 { Off, Warn, Error };
 
@@ -125,6 +125,18 @@ struct BulkGroups {
   std::deque<Closed> closed;
 };
 
+// See lanes.h. By stream of the warp's own accesses.
+struct LaneOrder {
+  u32 met[kWarpAgents] = {};       // the last event that all lanes are ordered after
+  u32 last[kWarpAgents] = {};      // the last access
+  u32 accessed[kWarpAgents] = {};  // lanes with an access after `met`
+  struct Handover {  // some lanes released or issued something while events in (met, known] were not theirs to hand on
+    u32 met = 0, known = 0;
+    i32 line = 0;
+    u32 lanes = 0;
+  } handovers[kWarpAgents];
+};
+
 struct Warp {
   ~Warp();
   Cta *cta = nullptr;
@@ -136,6 +148,8 @@ struct Warp {
   std::vector<Group> groups;
   u32 current = 0;
   u32 exited = 0;
+  const Instruction *executing = nullptr;  // and the lanes that do
+  u32 lanes = 0;
   bool finished = false;
   u64 executed = 0;
   i64 executed_at_yield = 0;  // `executed` when it last waited in vain
@@ -150,6 +164,7 @@ struct Warp {
   Clock tensor_published; // what its last tcgen05.fence::before_thread_sync covered
   Clock tensor_seen;      // what barriers brought, usable after the next tcgen05.fence::after_thread_sync
   u32 events[kWarpAgents] = {};
+  LaneOrder lane_order;
   Agent agent(WarpAgent k) const { return global_index * kWarpAgents + k; }
 
   // asynchronous work in program order

@@ -142,7 +142,7 @@ HANDLER("mbarrier.arrive", Plain) {
       for (int j : lanes_of(same)) row<u64>(w, in.op[2])[j] = b.phase;
     if (bytes) mbarrier_expect(w, in, address, bytes);
     if (in.aux[5]) b.expected -= count;
-    if (machine.track_order) race::release(w, b.gathering, in.aux[3]);
+    if (machine.track_order) race::release(w, b.gathering, in.aux[3], same);
     mbarrier_arrive(w, in, address, count, nullptr);
   }
   return Step::Done;

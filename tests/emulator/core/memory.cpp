@@ -113,12 +113,16 @@ class GlobalAccesses {
   GlobalAccesses(Warp &w, const Instruction &in, bool write, const race::Actor &actor)
       : w_(w), in_(in), write_(write), actor_(actor) {}
   // `same`: the bytes are there already.
-  void add(const void *data, u32 bytes, bool same = false) {
+  void add(int lane, const void *data, u32 bytes, bool same = false) {
     u64 address = (u64)data;
     if (same != same_ || (address != end_ && !(address == begin_ && bytes <= end_ - begin_))) {
       flush();
       begin_ = address;
       same_ = same;
+      actor_.lane = (u8)lane;
+    } else {
+      bool all_same = address == begin_ && bytes == end_ - begin_ && actor_.lane != kUnknownLane;
+      actor_.lane = all_same ? kSeveralLanes : kUnknownLane;
     }
     end_ = std::max(end_, address + bytes);
   }
@@ -173,13 +177,14 @@ HANDLER("ld", Plain) {
                                                              : lane_address(w, in.op[n], i, in.aux[4]);
     Location at = locate(w, in, i, address, space, n * bytes, false);
     if (at.cta) {
+      actor.lane = (u8)i;
       race::shared_access(w, in, *at.cta, at.offset, n * bytes, false, actor);
       offsets[i] = at.offset;
       shared_lanes |= 1u << i;
       (at.cta == w.cta ? machine.counters.shared_read : machine.counters.dsmem) += n * bytes;
     } else if (at.global) {
       machine.counters.global_read += n * bytes;
-      global.add(at.data, n * bytes);
+      global.add(i, at.data, n * bytes);
     }
     for (u32 k = 0; k < n; k++)
       if (in.op[k] != kNone) put_element(w, in.op[k], i, at.data + k * bytes, bytes, in.aux[3]);
@@ -209,6 +214,7 @@ HANDLER("st", Plain) {
   for (int i : lanes_of(lanes)) {
     Location at = locate(w, in, i, lane_address(w, in.op[n], i, in.aux[4]), space, n * bytes, true);
     if (at.cta) {
+      actor.lane = (u8)i;
       race::shared_access(w, in, *at.cta, at.offset, n * bytes, true, actor);
       offsets[i] = at.offset;
       shared_lanes |= 1u << i;
@@ -220,7 +226,7 @@ HANDLER("st", Plain) {
     u8 before[32];  // the widest vector
     if (at.global) memcpy(before, at.data, n * bytes);
     for (u32 k = 0; k < n; k++) get_element(w, in.op[k], i, at.data + k * bytes, bytes);
-    if (at.global) global.add(at.data, n * bytes, memcmp(before, at.data, n * bytes) == 0);
+    if (at.global) global.add(i, at.data, n * bytes, memcmp(before, at.data, n * bytes) == 0);
   }
   global.flush();
   if (order != Order::Weak) machine.progress++;
@@ -305,6 +311,7 @@ HANDLER("atom", Sync) {
   bool changed = false;
   for (int i : lanes_of(lanes)) {
     Location at = locate(w, in, i, lane_address(w, in.op[address_at], i, in.aux[4]), (Space)in.aux[0], bytes * vector, true);
+    actor.lane = (u8)i;
     if (at.cta) race::shared_access(w, in, *at.cta, at.offset, bytes * vector, true, actor);
     else if (at.global) {
       machine.counters.global_read += bytes, machine.counters.global_written += bytes;

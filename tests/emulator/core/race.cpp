@@ -1,4 +1,5 @@
 #include "race.h"
+#include "lanes.h"
 #include "memory.h"
 
 namespace race {
@@ -6,12 +7,18 @@ namespace race {
 constexpr u32 kPageGranules = 256;  // of the global shadow
 constexpr u32 kGlobalReaders = 4;   // reads of a granule of global memory that are remembered
 
+// What the warp does from now on is not part of what it has handed on so far.
+static void next_event(Warp &w) {
+  ++w.events[kGeneric];
+  for (WarpAgent k : {kGeneric, kSolo}) w.now.order.raise(w.agent(k), w.events[kGeneric]);
+}
+
 static const char *describe(const Cluster &cluster, Agent agent, char *buffer, size_t size) {
   u32 fixed = cluster.warp_count * kWarpAgents;
   if (agent >= fixed) return "a TMA or bulk copy";
   static const char *const kind[] = {"", " through tcgen05.mma/cp", " through tcgen05.ld", " through tcgen05.st",
                                      " through cp.async", " through a bulk store", " through a bulk store",
-                                     " through mbarrier.init", " through wgmma"};
+                                     " through mbarrier.init", " through wgmma", ""};
   u32 warp = agent / kWarpAgents, per_cta = cluster.warp_count / (u32)cluster.ctas.size();
   snprintf(buffer, size, "warp %u of CTA rank %u%s", warp % per_cta, warp / per_cta, kind[agent % kWarpAgents]);
   return buffer;
@@ -31,25 +38,30 @@ void start_cluster(Cluster &c) {
       w->tensor_seen.clear();
       w->slots.clear();
       for (u32 &e : w->events) e = 0;
-      w->events[kGeneric] = 1;
-      w->now.order.raise(w->agent(kGeneric), 1);
+      w->lane_order = {};
+      next_event(*w);
     }
 }
 
-// What the warp does from now on is not part of what it has handed on so far.
-static void next_event(Warp &w) { w.now.order.raise(w.agent(kGeneric), ++w.events[kGeneric]); }
-
-Actor generic(Warp &w) { return {w.agent(kGeneric), w.events[kGeneric], &w.now, true, false}; }
+Actor generic(Warp &w) {
+  u8 lane = lanes::executing(w);
+  WarpAgent k = lane != kUnknownLane && lanes::tracked() ? kSolo : kGeneric;
+  return {w.agent(k), w.events[kGeneric], &w.now, true, false, false, lane};
+}
 
 Actor stream(Warp &w, WarpAgent kind, bool async_proxy) {
   // cp.async counts as generic proxy in PTX, but CUTLASS and FlashAttention-4 feed it to MMAs without a proxy fence.
-  return {w.agent(kind), ++w.events[kind], &w.now, false, async_proxy};
+  return {w.agent(kind), ++w.events[kind], &w.now, false, async_proxy, false, lanes::executing(w)};
 }
 
 Free free_running(Warp &w) {
   Cluster &c = *w.cta->cluster;
   Free f;
-  f.start = w.now;
+  {
+    lanes::Withheld others(w, w.now, w.lanes);
+    f.start = w.now;
+  }
+  f.lane = lanes::executing(w);
   f.start.tensor.clear();
   next_event(w);
   // A slot may be used again once its last operation is known to be complete: then later knowledge implies earlier.
@@ -69,8 +81,36 @@ Free free_running(Warp &w) {
 
 void enter_tensor_pipe(Warp &w) {
   if (!machine.track_order) return;
-  w.pipe.join(w.now);
+  {
+    lanes::Withheld others(w, w.now, w.lanes);
+    w.pipe.join(w.now);
+  }
   next_event(w);
+}
+
+// A conflict that lanes of one warp explain: between two of them, or because some spoke for others.
+static bool report_lanes(Warp &w, const Instruction &in, const char *place, const char *doing, const Conflict &c) {
+  if (!lanes::tracked()) return false;
+  const char *earlier = c.earlier.write ? "the write" : "the read";
+  if (c.kind == Conflict::LaneRace) {
+    report(ErrorKind::LaneRace, &w, &in,
+           "%s %s while %s by another lane of this warp at ptx line %d is not ordered before it: bar.warp.sync, or another "
+           "barrier of both lanes, is missing between",
+           doing, place, earlier, c.earlier.line);
+    return true;
+  }
+  Cluster &cluster = *w.cta->cluster;
+  u32 warp = c.earlier.agent / kWarpAgents, per_cta = cluster.warp_count / (u32)cluster.ctas.size();
+  if (c.earlier.cluster || warp >= cluster.warp_count) return false;
+  const Warp &other = *cluster.ctas[warp / per_cta]->warps[warp % per_cta];
+  const LaneOrder::Handover *h = lanes::withheld(other, c.earlier.agent % kWarpAgents, c.earlier.event);
+  if (!h) return false;
+  char buffer[96];
+  report(ErrorKind::LaneRace, &w, &in,
+         "%s %s after %s by %s at ptx line %d, which lanes %08x handed on at ptx line %d for lanes that nothing had ordered "
+         "before: bar.warp.sync is missing there",
+         doing, place, earlier, describe(cluster, c.earlier.agent, buffer, sizeof buffer), c.earlier.line, h->lanes, h->line);
+  return true;
 }
 
 [[gnu::noinline]] static void report_conflict(Warp &w, const Instruction &in, Cta &cta, const char *memory, u32 at,
@@ -78,8 +118,12 @@ void enter_tensor_pipe(Warp &w) {
   char buffer[96];
   const char *who = describe(*w.cta->cluster, c.earlier.agent, buffer, sizeof buffer);
   const char *doing = write ? "writes" : "reads", *earlier = c.earlier.write ? "the write" : "the read";
+  char place[128];
+  snprintf(place, sizeof place, "%s 0x%x (CTA rank %u)", memory, at, cta.rank);
+  if (report_lanes(w, in, place, doing, c)) return;
   switch (c.kind) {
-    case Conflict::None: break;
+    case Conflict::None:
+    case Conflict::LaneRace: break;
     case Conflict::TensorFence:
       report(ErrorKind::TensorFence, &w, &in,
              "%s %s 0x%x (CTA rank %u): a barrier orders it after %s by %s at ptx line %d, but tcgen05.fence does not: "
@@ -106,11 +150,20 @@ void enter_tensor_pipe(Warp &w) {
   }
 }
 
+// For an access by the warp or by what it issues.
+static void tell_lanes_apart(Warp &w, const Actor &a, Demands &demands) {
+  if (!lanes::tracked()) return;
+  demands.warp = w.agent(kGeneric);
+  demands.met = w.lane_order.met;
+  if (a.agent - demands.warp < kWarpAgents) lanes::accessed(w, a.agent - demands.warp, a.event);
+}
+
 void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 bytes, bool write, const Actor &a) {
   if (!machine.track_order || !bytes) return;
   if (&cta != w.cta) touch_peer(w, in, cta, a);
   Shadow &s = *cta.smem_shadow;
   Demands demands{a.async_proxy, machine.level[(int)ErrorKind::AsyncWriteFence] != Level::Off};
+  tell_lanes_apart(w, a, demands);
   u32 end = offset + bytes;
   for (u32 g = offset / 16; g * 16 < end; g++) {
     u32 lo = g * 16 < offset ? offset - g * 16 : 0, hi = std::min(16u, end - g * 16);
@@ -120,12 +173,14 @@ void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 byt
              "reads shared memory 0x%x (CTA rank %u), which nothing has written", g * 16 + lo, cta.rank);
       s.mark_written(g, mask);
     }
-    Conflict conflict = s.access(g, {a.agent, a.event, in.line, mask, write, a.generic, a.atomic}, *a.known, demands);
+    Access access{a.agent, a.event, in.line, mask, write, a.generic, a.atomic, 0, a.lane};
+    Conflict conflict = s.access(g, access, *a.known, demands);
     if (conflict.kind) report_conflict(w, in, cta, "shared memory", g * 16 + lo, write, conflict);
   }
 }
 
-[[gnu::noinline]] static void report_global_race(Warp &w, const Instruction &in, u64 at, bool write, const Access &e) {
+[[gnu::noinline]] static void report_global_race(Warp &w, const Instruction &in, u64 at, bool write, const Conflict &conflict) {
+  const Access &e = conflict.earlier;
   char buffer[96], place[64] = "";
   const char *who = describe(*w.cta->cluster, e.agent, buffer, sizeof buffer);
   if (e.cluster != w.cta->cluster->sequence) {
@@ -136,6 +191,14 @@ void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 byt
   const GlobalRange *in_range = nullptr;
   for (auto &r : machine.ranges)
     if (at >= r.begin && at < r.end) in_range = &r;
+  if (conflict.earlier.cluster == w.cta->cluster->sequence) {
+    Conflict here = conflict;
+    here.earlier.cluster = 0;
+    char global[160];
+    snprintf(global, sizeof global, "global memory 0x%llx (%s + %llu)", (unsigned long long)at,
+             in_range ? in_range->name.c_str() : "unnamed", (unsigned long long)(in_range ? at - in_range->begin : 0));
+    if (report_lanes(w, in, global, write ? "writes" : "reads", here)) return;
+  }
   report(ErrorKind::GlobalRace, &w, &in,
          "%s global memory 0x%llx (%s + %llu) while %s by %s%s at ptx line %d is not ordered before it: %s",
          write ? "writes" : "reads", (unsigned long long)at, in_range ? in_range->name.c_str() : "unnamed",
@@ -147,6 +210,7 @@ void global_access(Warp &w, const Instruction &in, u64 address, u64 bytes, bool 
   if (!machine.track_order || machine.level[(int)ErrorKind::GlobalRace] == Level::Off) return;
   Demands demands{false};
   demands.max_readers = kGlobalReaders;
+  tell_lanes_apart(w, a, demands);
   u64 end = address + bytes;
   for (u64 g = address / 16; g * 16 < end; g++) {
     u32 lo = g * 16 < address ? (u32)(address - g * 16) : 0, hi = (u32)std::min<u64>(16, end - g * 16);
@@ -157,7 +221,7 @@ void global_access(Warp &w, const Instruction &in, u64 address, u64 bytes, bool 
       machine.last_page = g / kPageGranules;
       machine.last_page_shadow = page.get();
     }
-    Access access{a.agent, a.event, in.line, mask, write, false, a.atomic, w.cta->cluster->sequence};
+    Access access{a.agent, a.event, in.line, mask, write, false, a.atomic, w.cta->cluster->sequence, a.lane};
     Conflict conflict = machine.last_page_shadow->access((u32)(g % kPageGranules), access, *a.known, demands);
     if (!conflict.kind) continue;
     // Released kernels have several warps write one result (CUTLASS's MLA decode), or issue one bulk store (its tma_store).
@@ -168,7 +232,7 @@ void global_access(Warp &w, const Instruction &in, u64 address, u64 bytes, bool 
       warn(ErrorKind::GlobalRace, &in,
            "several agents write the same to global memory, and nothing orders them; the other is at ptx line " + std::to_string(e.line));
     else
-      report_global_race(w, in, g * 16 + lo, write, e);
+      report_global_race(w, in, g * 16 + lo, write, conflict);
   }
 }
 
@@ -197,8 +261,10 @@ void tmem_access(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 colum
                  const Actor &a, const char *what, bool also_read) {
   if (!machine.track_order) return;
   Shadow &s = *cta.tmem_shadow;
+  Demands demands{false};
+  tell_lanes_apart(w, a, demands);
   if (also_read) check_one_region(w, in, cta, lane16, column, count, lanes);
-  Agent own = tracks_tensor_fences() ? w.agent(kGeneric) : kNoAgent;
+  Agent own = demands.own = tracks_tensor_fences() ? w.agent(kGeneric) : kNoAgent;
   if (own != kNoAgent)
     for (auto &t : cta.tmem_allocations)
       if (column >= t.column && column < t.column + t.columns && t.agent - own >= kWarpAgents && a.known->tensor[t.agent] < t.event) {
@@ -216,7 +282,7 @@ void tmem_access(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 colum
              what, lane16 * 16 + missing, c, cta.rank);
       s.mark_written(g, lanes);
     }
-    Conflict conflict = s.access(g, {a.agent, a.event, in.line, lanes, write, false, false}, *a.known, {false, false, own});
+    Conflict conflict = s.access(g, {a.agent, a.event, in.line, lanes, write, false, false}, *a.known, demands);
     if (conflict.kind) {
       char place[64];
       u32 lane = lane16 * 16 + (u32)__builtin_ctz(conflict.earlier.mask & lanes ? conflict.earlier.mask & lanes : lanes);
@@ -238,14 +304,18 @@ void touch_peer(Warp &w, const Instruction &in, Cta &cta, const Actor &a, bool c
   cta.remote_lines[a.agent] = in.line;
 }
 
-void release(Warp &w, ClockPair &into, bool relaxed) {
+void release(Warp &w, ClockPair &into, bool relaxed, u32 lanes) {
   if (!machine.track_order) return;
   // Without tcgen05.fence::before_thread_sync nothing of the warp's own is handed on to the tensor core of others.
   if (tracks_tensor_fences()) {
     into.tensor.join(w.tensor_published);
     into.tensor.join(w.tensor_seen);
   }
-  into.join_order(relaxed ? w.released : w.now);
+  {
+    ClockPair &known = relaxed ? w.released : w.now;
+    lanes::Withheld others(w, known, lanes ? lanes : w.lanes);
+    into.join_order(known);
+  }
   if (relaxed) return;
   next_event(w);
 }
@@ -254,17 +324,25 @@ void acquire(Warp &w, const ClockPair &from, bool relaxed) {
   if (!machine.track_order) return;
   if (tracks_tensor_fences()) w.tensor_seen.join(from.tensor);
   (relaxed ? w.to_acquire : w.now).join_order(from);
+  if (!relaxed && lanes::tracked()) lanes::acquired(w, from.order);
+}
+
+void lanes_meet(Warp &w) {
+  if (!lanes::tracked()) return;
+  lanes::meet(w);
+  next_event(w);
 }
 
 void release_at(Warp &w, const void *location, bool relaxed) {
   if (!machine.track_order) return;
   if (relaxed && !w.released.order.size()) return;  // no release fence so far: nothing is handed on
-  std::shared_ptr<const ClockPair> clock = relaxed ? w.released_copy : nullptr;
+  bool keep = relaxed && (!lanes::tracked() || (w.lanes | w.exited) == kAllLanes);  // else it may have less to hand on
+  std::shared_ptr<const ClockPair> clock = keep ? w.released_copy : nullptr;
   if (!clock) {
     auto copy = std::make_shared<ClockPair>();
     release(w, *copy, relaxed);
     clock = copy;
-    if (relaxed) w.released_copy = clock;
+    if (keep) w.released_copy = clock;
   }
   u32 cluster = w.cta->cluster->sequence;
   auto &published = machine.locations[location];
@@ -299,7 +377,10 @@ void acquire_at(Warp &w, const void *location, bool global, bool relaxed) {
 
 void release_fence(Warp &w) {
   if (!machine.track_order) return;
-  w.released.join(w.now);
+  {
+    lanes::Withheld others(w, w.now, w.lanes);
+    w.released.join(w.now);
+  }
   w.released_copy.reset();
   next_event(w);
 }
@@ -307,6 +388,7 @@ void release_fence(Warp &w) {
 void acquire_fence(Warp &w) {
   if (!machine.track_order) return;
   w.now.join(w.to_acquire);
+  if (lanes::tracked()) lanes::acquired(w, w.to_acquire.order);
 }
 
 void barrier_init_fence(Warp &w) {
@@ -320,7 +402,10 @@ void barrier_init_fence(Warp &w) {
 
 void proxy_fence(Warp &w) {
   if (!machine.track_order) return;
-  w.now.fenced.join(w.now.order);
+  {
+    lanes::Withheld others(w, w.now, w.lanes);
+    w.now.fenced.join(w.now.order);
+  }
   // What comes after the fence is a new event: it is not fenced.
   next_event(w);
 }

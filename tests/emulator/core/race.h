@@ -13,6 +13,7 @@ struct Actor {
   bool generic;      // generic proxy
   bool async_proxy;  // reads shared memory through the async proxy
   bool atomic = false;
+  u8 lane = kUnknownLane;  // for whom
 };
 
 void start_cluster(Cluster &c);
@@ -24,7 +25,8 @@ struct Free {
   Agent agent;
   u32 event;
   ClockPair start;
-  Actor actor(bool generic_proxy = false) const { return {agent, event, &start, generic_proxy, !generic_proxy}; }
+  u8 lane = kUnknownLane;
+  Actor actor(bool generic_proxy = false) const { return {agent, event, &start, generic_proxy, !generic_proxy, false, lane}; }
   ClockPair finished() const {
     ClockPair c = start;
     c.order.raise(agent, event);
@@ -46,11 +48,13 @@ void tmem_access(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 colum
 void touch_peer(Warp &w, const Instruction &in, Cta &cta, const Actor &a, bool commit = false);
 
 // Synchronisation of the generic program.
-void release(Warp &w, ClockPair &into, bool relaxed = false);
+// `lanes`: who releases, if not all that execute.
+void release(Warp &w, ClockPair &into, bool relaxed = false, u32 lanes = 0);
 void acquire(Warp &w, const ClockPair &from, bool relaxed = false);
 // The same through a strong access to a location in memory. Other clusters see those to global memory.
 void release_at(Warp &w, const void *location, bool relaxed);
 void acquire_at(Warp &w, const void *location, bool global, bool relaxed);
+void lanes_meet(Warp &w);  // bar.warp.sync
 void release_fence(Warp &w);
 void acquire_fence(Warp &w);
 void barrier_init_fence(Warp &w);

@@ -126,6 +126,8 @@ static Turn run_warp(Warp &w, int quantum) {
     if (lanes) {
       executions[in.index]++;
       lane_executions[in.index] += (u32)__builtin_popcount(lanes);
+      w.executing = &in;
+      w.lanes = lanes;
       if (!w.tmem_pending.empty()) check_pending_registers(w, in, lanes);
     }
     switch (in.kind) {

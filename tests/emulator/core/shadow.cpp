@@ -15,13 +15,27 @@ static bool ordered(const Access &e, const Access &a, const ClockPair &known) {
   auto of = known.foreign.find(e.cluster);
   return of != known.foreign.end() && of->second[e.agent] >= e.event;
 }
+// Between lanes of one warp. One instruction may write a place for several lanes.
+static bool between_lanes(const Access &e, const Access &a, const Demands &d) {
+  u32 k = e.agent - d.warp;
+  if (e.cluster != a.cluster || (k != kGeneric && k != kSolo && k != kCpAsync) || e.event <= d.met[k]) return false;
+  return e.lane != a.lane && e.lane != kUnknownLane && a.lane != kUnknownLane && !(e.line == a.line && e.write && a.write);
+}
 static Conflict::Kind between(const Access &e, const Access &a, const ClockPair &known, const Demands &d) {
-  if (e.same_agent(a) || !(a.write || e.write) || (a.atomic && e.atomic)) return Conflict::None;
+  if (!(a.write || e.write) || (a.atomic && e.atomic)) return Conflict::None;
+  if (d.warp != kNoAgent && between_lanes(e, a, d)) return Conflict::LaneRace;
+  if (e.same_agent(a)) return Conflict::None;
   if (!ordered(e, a, known)) return Conflict::Race;
   if (d.async_proxy && e.generic && (a.write ? d.async_write_fence : e.write) && known.fenced[e.agent] < e.event)
     return a.write ? Conflict::AsyncWriteFence : Conflict::ProxyFence;
   if (d.own != kNoAgent && e.agent - d.own >= kWarpAgents && known.tensor[e.agent] < e.event) return Conflict::TensorFence;
   return Conflict::None;
+}
+
+// Who has read what both reads of one agent cover, since the lanes met.
+static u8 reader(const Access &e, const Access &a, const Demands &d) {
+  bool old = d.warp == kNoAgent || e.agent < d.warp || e.agent - d.warp >= kWarpAgents || e.event <= d.met[e.agent - d.warp];
+  return old || e.lane == a.lane ? a.lane : e.lane == kUnknownLane ? kUnknownLane : kSeveralLanes;
 }
 
 Conflict Shadow::access(u32 g, const Access &a, const ClockPair &known, const Demands &demands) {
@@ -49,7 +63,9 @@ Conflict Shadow::access(u32 g, const Access &a, const ClockPair &known, const De
     if (replaced) {
       // The same units are read again: refresh in place, the common case of a loop.
       if (!a.write && !merged && e.mask == a.mask) {
+        u8 lane = reader(e, a, demands);
         e = a;
+        e.lane = lane;
         merged = true;
         link = &pool_[n].next;
         continue;

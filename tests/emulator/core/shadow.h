@@ -8,6 +8,9 @@
 #include "clock.h"
 #include "types.h"
 
+// Access::lane, if not a lane: several read it, or it is not known who did.
+constexpr u8 kSeveralLanes = kLanes, kUnknownLane = kLanes + 1;
+
 struct Access {
   Agent agent;
   u32 event;
@@ -17,12 +20,13 @@ struct Access {
   bool generic;  // written through the generic proxy: the async proxy needs a fence to read it
   bool atomic = false;  // strong access: does not conflict with other strong accesses
   u32 cluster = 0;      // of the agent; in global memory only
+  u8 lane = kUnknownLane;
   bool same_agent(const Access &o) const { return agent == o.agent && cluster == o.cluster; }
 };
 
 struct Conflict {
-  // Only the last is a race; the others are ordered, but without what the proxies or the tensor core ask for besides.
-  enum Kind : u8 { None, TensorFence, AsyncWriteFence, ProxyFence, Race } kind = None;
+  // Only the last two are races; the others are ordered, but without what the proxies or the tensor core ask for besides.
+  enum Kind : u8 { None, TensorFence, AsyncWriteFence, ProxyFence, LaneRace, Race } kind = None;
   Access earlier{};
 };
 
@@ -32,6 +36,8 @@ struct Demands {
   bool async_write_fence = false; // and so do writes, behind any generic access
   Agent own = kNoAgent;           // accesses by agents outside of [own, own + kWarpAgents) are ordered by tcgen05.fence too
   u32 max_readers = ~0u;          // how many reads to remember for a later write
+  Agent warp = kNoAgent;          // first agent of the accessing warp: its lanes are told apart (lanes.h)
+  const u32 *met = nullptr;       // by its streams, the last event that all its lanes are ordered after
 };
 
 class Shadow {

@@ -295,6 +295,7 @@ HANDLER("cp.async", Plain) {
     check_aligned(w, in, dst, n, "cp.async destination");
     check_aligned(w, in, src, n, "cp.async source");
     Cta &cta = shared_owner(w, in, dst, n, "cp.async");
+    actor.lane = (u8)i;
     race::shared_access(w, in, cta, shared_offset(dst), n, true, actor);
     copies.push_back({shared_data(cta, dst), bytes ? global_data(&w, &in, src, bytes, false, "cp.async") : nullptr, bytes});
     race::global_access(w, in, src, bytes, false, actor);

@@ -258,7 +258,11 @@ def _grouped_and_mixed_gemms() -> list[Case]:
             "--tokens 32 --experts 4 --top_k_select 2 --hidden 256 --intermediate 256",
         ),
         *[
-            Case(f"cute_ext {name}", f"{DSL}/cute_ext/blackwell/{name}.py")
+            Case(
+                f"cute_ext {name}",
+                f"{DSL}/cute_ext/blackwell/{name}.py",
+                forgiven=("global_race",) if name == "dense_gemm_ptr_array" else (),
+            )
             for name in (
                 "dense_gemm",
                 "dense_gemm_2sm",
