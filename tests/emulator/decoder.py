@@ -564,6 +564,11 @@ def _vector(text: str) -> list[str]:
     r"(?:\.(?P<space>global|shared::cta|shared::cluster|shared|local|const|param::entry|param::func|param))?"
     r"(?:\.c[agsvu]|\.lu)?(?P<nc>\.nc)?" + _EVICT + r"(?:\.v(?P<vec>[248]))?\.(?P<type>\w+)",
 )
+# CUTLASS's C++ writes the state space before the order, the manual after it.
+@family(
+    "ld",
+    r"ld\.(?P<space>global)\.(?P<order>relaxed|acquire)\.(?:cta|cluster|gpu|sys)(?:\.v(?P<vec>[248]))?\.(?P<type>\w+)",
+)
 def _ld(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     space = SPACES[m["space"] or ""]
     nbytes, count = TYPE_BYTES[m["type"]], int(m["vec"] or 1)

@@ -9,6 +9,7 @@ from report import rates_of
 # How one thread looks at the counter in [%rd100], into %r3.
 POLLS = {
     "ld.acquire": "ld.acquire.gpu.global.u32 %r3, [%rd100];",
+    "ld.acquire as CUTLASS spells it": "ld.global.acquire.gpu.u32 %r3, [%rd100];",
     "ld.relaxed and fence": "ld.relaxed.gpu.global.u32 %r3, [%rd100]; fence.acq_rel.gpu;",
     "atom.add of 0": "atom.acquire.gpu.global.add.u32 %r3, [%rd100], 0;",
     "atom.cas": "atom.acquire.gpu.global.cas.b32 %r3, [%rd100], 0, 0;",

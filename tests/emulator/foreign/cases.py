@@ -399,6 +399,30 @@ def _flash_attention_4() -> list[Case]:
     ]
 
 
+def _quack() -> list[Case]:
+    def case(name: str, arguments: str, arch: str) -> Case:
+        # quack is a dependency of FlashAttention-4's, imported from where Python finds it.
+        return Case(name, "flash-attention", arguments, "quack_gemm.py", arch=arch)
+
+    return [
+        case("QuACK gemm, gathered rows", "gathered --mnk 300,256,128", "sm_100a"),
+        case("sm_90a QuACK gemm, gathered rows", "gathered --mnk 300,256,128", "sm_90a"),
+        case("sm_90a QuACK gemm, more tiles than CTAs, from a counter", "dynamic --mnk 2048,1536,64", "sm_90a"),
+    ]
+
+
+def _stream_k() -> list[Case]:
+    def case(name: str, arguments: str) -> Case:
+        return Case(
+            f"CUTLASS C++ stream-K {name}", "cutlass", arguments, "cutlass_stream_k.py", forgiven=("global_race",)
+        )
+
+    return [
+        case("2 tiles on 5 CTAs", "--mnk 256,128,1024 --ctas 5"),
+        case("6 tiles on 4 CTAs", "--mnk 384,256,512 --ctas 4"),
+    ]
+
+
 def _flash_mla() -> list[Case]:
     def case(name: str, arguments: str, forgiven: tuple[str, ...] = ()) -> Case:
         return Case(f"FlashMLA {name}", "FlashMLA", arguments, "flash_mla.py", forgiven=forgiven)
@@ -548,7 +572,9 @@ CASES: list[Case] = [
     *_without_tensor_memory(),
     *_task_scheduling(),
     *_flash_attention_4(),
+    *_quack(),
     *_flash_mla(),
+    *_stream_k(),
     *_primitives(),
     *_hopper(),
 ]

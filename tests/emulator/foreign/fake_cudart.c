@@ -1,5 +1,5 @@
 // Stands in for libcudart under host code that nvcc compiled: kernels register themselves by name,
-// and launches are handed to Python. Only what FlashMLA's host code calls.
+// and launches are handed to Python. Only what FlashMLA's and CUTLASS's host code calls.
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -134,6 +134,28 @@ int cudaLaunchKernelExC(const LaunchConfig *config, const void *host_function, v
   return launch(kernel, config->grid, config->block, cluster, config->smem, arguments);
 }
 int cudaFuncSetAttribute(const void *host_function, int attribute, int value) { return kSuccess; }
+
+// ---- the device: one B200, with memory where the host can write it
+
+int cudaGetDevice(int *device) {
+  *device = 0;
+  return kSuccess;
+}
+int cudaDeviceGetAttribute(int *value, int attribute, int device) {
+  enum { kMultiProcessorCount = 16 };
+  if (attribute != kMultiProcessorCount) return kErrorNotSupported;
+  *value = 148;
+  return kSuccess;
+}
+int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *host_function,
+                                                           int threads, size_t smem, unsigned flags) {
+  *blocks = 1;
+  return kSuccess;
+}
+int cudaMemsetAsync(void *device_memory, int value, size_t bytes, void *stream) {
+  memset(device_memory, value, bytes);
+  return kSuccess;
+}
 
 // ---- the driver's tensor maps
 

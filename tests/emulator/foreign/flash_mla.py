@@ -4,17 +4,14 @@
     python flash_mla.py --checkout PATH decode --heads 64 --batch 2 --keys 1024 --topk 512
 
 nvcc compiles FlashMLA's own sources with a small driver (flash_mla_driver.cu) that calls its host
-functions; these build the tensor maps and launch. fake_cudart.c hands the launches to the emulator,
-with the PTX of the same compilation. The checkout's CUTLASS submodule may be absent: a CUTLASS
-checkout beside it serves.
+functions; these build the tensor maps and launch. The checkout's CUTLASS submodule may be absent: a
+CUTLASS checkout beside it serves.
 """
 
 import argparse
 import ctypes
-import hashlib
 import json
 import math
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,7 +22,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch  # noqa: E402
 from flash_attention_4 import relative_error  # noqa: E402
 from host import Device, Options  # noqa: E402
-from host_callbacks import BUILD_DIR, HostCallbacks, build_library, unpack_launch  # noqa: E402
+from nvcc_program import attach, build, pointer  # noqa: E402
 from run_program import checks_with_warnings, summary  # noqa: E402
 
 KERNELS = {("prefill", 64): 1, ("prefill", 128): 2, ("decode", 64): 3, ("decode", 128): 4}
@@ -36,54 +33,22 @@ TOKEN_BYTES = LATENT_DIM + 2 * ROPE_DIM  # then, after all tokens of the page, 8
 SCALE_BYTES = 8
 KEYS_PER_BLOCK = 64
 
-NVCC_FLAGS = [
-    "-std=c++20",
-    "-O3",
-    # PTX only: the emulator needs no machine code.
-    "-gencode=arch=compute_100a,code=compute_100a",
-    "--expt-relaxed-constexpr",
+FLAGS = [
     "--expt-extended-lambda",
     "--use_fast_math",
-    "-DNDEBUG",
     "-D_USE_MATH_DEFINES",
     "-U__CUDA_NO_HALF_OPERATORS__",
     "-U__CUDA_NO_HALF_CONVERSIONS__",
     "-U__CUDA_NO_HALF2_OPERATORS__",
     "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
-    "-w",
 ]
 
 
-def build(checkout: Path, cutlass: Path, kernel: int) -> tuple[Path, str]:
-    """(the driver's shared library, its PTX), built once per content."""
+def build_kernel(checkout: Path, cutlass: Path, kernel: int) -> tuple[Path, str]:
     includes = [checkout / "csrc", checkout / "csrc/kerutils/include", cutlass / "include"]
+    sources = sorted((checkout / "csrc").rglob("*.cu*"))
     driver = HERE / "flash_mla_driver.cu"
-    digest = hashlib.sha256("".join([*NVCC_FLAGS, str(kernel)]).encode())
-    for source in [driver, *sorted((checkout / "csrc").rglob("*.cu*"))]:
-        digest.update(source.read_bytes())
-    folder = BUILD_DIR / f"flash_mla-{kernel}-{digest.hexdigest()[:16]}"
-    library, ptx = folder / "driver.so", folder / "flash_mla_driver.ptx"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        command = ["nvcc", *NVCC_FLAGS, f"-DKERNEL={kernel}", "-shared", "-cudart", "none"]
-        command += ["-Xcompiler", "-fPIC", "--keep", "--keep-dir", str(folder)]
-        command += [f"-I{path}" for path in includes]
-        subprocess.run([*command, "-o", str(library), str(driver)], check=True, cwd=folder)
-    return library, ptx.read_text()
-
-
-def attach(device: Device, ptx: str) -> HostCallbacks:
-    """Loads fake_cudart.c, as the driver's library needs; its launches go to the device."""
-
-    def launch(library: int, kernel: bytes, dims: object, smem: int, arguments: object) -> None:
-        name = kernel.decode()
-        device.launch(ptx, name, *unpack_launch(ptx, name, dims, smem, arguments))
-
-    callbacks = HostCallbacks(launch)
-    path = build_library(HERE / "fake_cudart.c", "libcudart.so")
-    runtime = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    runtime.fake_cudart_set_callbacks(callbacks.launch, callbacks.encode)
-    return callbacks
+    return build(driver, f"flash_mla-{kernel}", [*FLAGS, f"-DKERNEL={kernel}"], includes, sources)
 
 
 def quantised_pages(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,10 +98,6 @@ def _top_k(queries: int, keys: int, topk: int, padding: int) -> torch.Tensor:
     return indices
 
 
-def _pointer(device: Device, tensor: torch.Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(device.memory.address_of(tensor))
-
-
 def prefill(device: Device, run: "ctypes._CFuncPtr", heads: int, queries: int, keys: int, topk: int) -> float:
     q = torch.randn(queries, heads, HEAD_DIM).bfloat16()
     kv = torch.randn(keys, 1, HEAD_DIM).bfloat16()
@@ -145,7 +106,7 @@ def prefill(device: Device, run: "ctypes._CFuncPtr", heads: int, queries: int, k
     max_logits, lse = torch.zeros(queries, heads), torch.zeros(queries, heads)
     scale = HEAD_DIM**-0.5
     tensors = [q, kv, indices, sink, out, max_logits, lse]
-    pointers = [_pointer(device, tensor) for tensor in tensors]
+    pointers = [pointer(device, tensor) for tensor in tensors]
     run(queries, keys, heads, topk, ctypes.c_float(scale), *pointers)
     return relative_error(out, sparse_attention(q, kv[:, 0], indices, sink, scale)[0])
 
@@ -185,10 +146,10 @@ def decode(
         *sizes,
         topk,
         ctypes.c_float(scale),
-        *[_pointer(device, tensor) for tensor in tensors],
+        *[pointer(device, tensor) for tensor in tensors],
         num_parts,
-        _pointer(device, lse_parts),
-        _pointer(device, out_parts),
+        pointer(device, lse_parts),
+        pointer(device, out_parts),
     )
     if is_split:
         # What FlashMLA's combine kernel does: the parts' log-sum-exps are in base 2.
@@ -222,7 +183,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     cutlass = options.cutlass or options.checkout.parent / "cutlass"
-    library, ptx = build(options.checkout, cutlass, KERNELS[options.command, options.heads])
+    library, ptx = build_kernel(options.checkout, cutlass, KERNELS[options.command, options.heads])
     start = time.monotonic()
     checks = checks_with_warnings(options.warn)
     emulation = Options(schedule=options.schedule, seed=options.seed, checks=checks)

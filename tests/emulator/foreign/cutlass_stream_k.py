@@ -1,0 +1,66 @@
+"""CUTLASS's stream-K GEMM, compiled from C++ by nvcc, against float64.
+
+    python cutlass_stream_k.py --checkout PATH --mnk 384,256,512 --ctas 4
+
+`--ctas` of them share the tiles, unevenly. The error that is reported is ||d - reference|| / ||reference||; d is f16.
+"""
+
+import argparse
+import ctypes
+import json
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import torch  # noqa: E402
+from flash_attention_4 import relative_error  # noqa: E402
+from host import Device, Options  # noqa: E402
+from nvcc_program import attach, build, pointer  # noqa: E402
+from run_program import checks_with_warnings, summary  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkout", type=Path, required=True)
+    parser.add_argument("--schedule", default="eager")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--warn", default="", help="error kinds to report as warnings")
+    parser.add_argument("--max-error", type=float, default=1e-3)
+    parser.add_argument("--mnk", required=True)
+    parser.add_argument("--ctas", type=int, required=True)
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    sizes = (*map(int, options.mnk.split(",")), options.ctas)
+    m, n, k, _ = sizes
+    include = options.checkout / "include"
+    sources = [include / "cutlass/barrier.h", include / "cutlass/gemm/kernel/gemm_universal_streamk.h"]
+    library, ptx = build(HERE / "cutlass_stream_k_driver.cu", "cutlass_stream_k", [], [include], sources)
+    start = time.monotonic()
+    emulation = Options(schedule=options.schedule, seed=options.seed, checks=checks_with_warnings(options.warn))
+    with Device(emulation) as device:
+        callbacks = attach(device, ptx)
+        driver = ctypes.CDLL(str(library))
+        driver.workspace_bytes.restype = ctypes.c_size_t
+        a, b = torch.randn(m, k).half(), torch.randn(n, k).half()
+        d = torch.zeros(m, n).half()
+        workspace = torch.zeros(driver.workspace_bytes(*sizes), dtype=torch.uint8)
+        failed = driver.run(*sizes, *[pointer(device, tensor) for tensor in (a, b, d, workspace)])
+        callbacks.raise_pending()
+        if failed:
+            raise RuntimeError("CUTLASS's host code refused the arguments")
+    error = relative_error(d, a.double() @ b.double().T)
+    result = summary(device, time.monotonic() - start) | {"relative_error": error}
+    print(f"[emulator] {result['seconds']} s, relative error {error:.2e}", flush=True)
+    if options.report:
+        options.report.write_text(json.dumps(result))
+    if not error <= options.max_error:
+        raise SystemExit(f"relative error {error:.2e} exceeds {options.max_error:.2e}")
+
+
+if __name__ == "__main__":
+    main()
