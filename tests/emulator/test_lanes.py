@@ -53,6 +53,13 @@ bar.warp.sync -1; ld.shared.u32 %r5, [%r103]; {OUTPUT}
 bar.warp.sync -1; /*together*/
 @!%p1 mbarrier.arrive.shared::cta.b64 _, [%r6]; bra E;
 R: {WAIT} @!%p1 st.shared.u32 [%r103], 6; E:""",
+    "one lane frees two stages, one after the other": f"""@%p3 bra J; mbarrier.init.shared::cta.b64 [%r6+16], 1;
+J: bar.sync 0; mov.u32 %r10, 0; @%p2 bra R;
+C: shl.b32 %r12, %r10, 4; add.u32 %r12, %r6, %r12; shl.b32 %r13, %r10, 7; add.u32 %r13, %r103, %r13;
+@!%p1 st.shared.u32 [%r13], 5; bar.warp.sync -1; ld.shared.u32 %r5, [%r13];
+bar.warp.sync -1; /*together*/
+@!%p1 mbarrier.arrive.shared::cta.b64 _, [%r12]; add.u32 %r10, %r10, 1; setp.lt.u32 %p5, %r10, 2; @%p5 bra C; {OUTPUT} bra E;
+R: {WAIT} @!%p1 st.shared.u32 [%r103], 6; E:""",
     "one lane publishes for all": f"""@%p2 bra R; st.global.u32 [%rd2], %r101;
 bar.warp.sync -1; /*together*/
 @!%p1 st.release.gpu.global.u32 [%rd101], 1; bra E;

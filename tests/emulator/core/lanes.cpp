@@ -4,6 +4,7 @@ namespace lanes {
 
 // Streams into which several lanes of a warp issue. The others belong to whichever thread issues an operation, or to a
 // warpgroup.
+constexpr size_t kHandoversKept = 1024;
 constexpr WarpAgent kStreams[] = {kGeneric, kSolo, kTmemLoad, kTmemStore, kCpAsync};
 
 bool tracked() { return machine.track_order && machine.level[(int)ErrorKind::LaneRace] != Level::Off; }
@@ -36,7 +37,8 @@ Withheld::Withheld(Warp &w, ClockPair &clock, u32 handing) : w_(w), clock_(clock
     fenced_[k] = clock.fenced[w.agent(k)];
     clock.order.set(w.agent(k), met);
     if (fenced_[k] > met) clock.fenced.set(w.agent(k), met);
-    o.handovers[k] = {met, known, w.executing->line, handing};
+    o.handovers.push_back({k, met, known, w.executing->line, handing});
+    if (o.handovers.size() > kHandoversKept) o.handovers.pop_front();
   }
 }
 
@@ -50,8 +52,9 @@ Withheld::~Withheld() {
 }
 
 const LaneOrder::Handover *withheld(const Warp &w, u32 k, u32 event) {
-  const LaneOrder::Handover &h = w.lane_order.handovers[k];
-  return event > h.met && event <= h.known ? &h : nullptr;
+  for (const LaneOrder::Handover &h : w.lane_order.handovers)
+    if (h.stream == k && event > h.met && event <= h.known) return &h;
+  return nullptr;
 }
 
 }  // namespace lanes

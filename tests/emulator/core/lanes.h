@@ -34,7 +34,7 @@ class Withheld {
   u32 order_[kWarpAgents] = {}, fenced_[kWarpAgents] = {};
 };
 
-// Where an event of this warp was withheld last, or null.
+// Where an event of this warp was withheld first, or null.
 const LaneOrder::Handover *withheld(const Warp &w, u32 k, u32 event);
 
 }  // namespace lanes

@@ -131,10 +131,11 @@ struct LaneOrder {
   u32 last[kWarpAgents] = {};      // the last access
   u32 accessed[kWarpAgents] = {};  // lanes with an access after `met`
   struct Handover {  // some lanes released or issued something while events in (met, known] were not theirs to hand on
-    u32 met = 0, known = 0;
-    i32 line = 0;
-    u32 lanes = 0;
-  } handovers[kWarpAgents];
+    u32 stream, met, known;
+    i32 line;
+    u32 lanes;
+  };
+  std::deque<Handover> handovers;  // the last ones, for messages
 };
 
 struct Warp {
