@@ -27,7 +27,7 @@ WIDE = 2 * DECODE_SPLIT_KEYS
 """Slots of a list, or columns of a page table, in the calls that compile: as wide as in decode, where the width tells a
 kernel that a token may have several parts."""
 FEW_AND_MANY_TOKENS = (1, 512)
-"""A kernel may have a faster variant for either; the bits are the same."""
+"""Hopper's kernel has a variant that divides a token's keys among CTAs, for few tokens; the bits are the same."""
 KIND_OF_RATIO = {SWA_RATIO: "window", CSA_RATIO: "CSA", HCA_RATIO: "HCA"}
 
 

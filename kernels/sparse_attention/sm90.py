@@ -1,37 +1,37 @@
 """Attention on Hopper (sm_90a): wgmma over gathered rows, one persistent kernel for decode, speculation and prefill.
 
-A work item is one query token, one block of 64 heads and one part of its keys. A CTA walks over items; of each item it
-reads Q once and then keys in steps of 128: two tiles of 64 keys. A tile is a [64 x 512] bf16 buffer in shared memory
-that is K (K-major) and V (MN-major) at once; it is filled and released in halves of 256 channels, left and right.
+A work item is one query token, one block of 64 heads and one piece of its keys. A CTA walks over items; of each item it
+reads Q once and then keys in steps of 128, two tiles of 64. The keys of a step are bf16 in shared memory, K (K-major)
+and V (MN-major) at once; they are filled and released in eight groups of 64 channels.
 
-    who                       does                                             waits for
-    producers (2 warpgroups)  gather rows, e4m3 -> bf16, st.shared; cp.async   free[tile][half], in consumption order
-    consumer 0                S0 = Q K0^T, P0; O[:, :256] += P0 V0 + P1 V1     full[0][both], full[1][left], consumer 1
-    consumer 1                S1 = Q K1^T, P1; O[:, 256:] += P1 V1 + P0 V0     full[1][both], full[0][right], consumer 0
+    who             does                                                        waits for
+    producer 0, 1   gathers rows: e4m3 -> bf16, st.shared; cp.async             free[group], of its four groups
+    consumer 0, 1   S = Q K^T of its tile, group by group as they come          full[group], of all eight
+                    the maximum over both tiles, P = 2**(S - maximum)           the other one's maximum
+                    64 channels of P V at a time, of its half; O takes them in  the other one's P
 
-Both consumers keep [64 x 256] of O in registers, so each computes the scores of one tile and hands its probabilities to
-the other through shared memory. Every step begins with the scores. Then consumer 1's maximum builds on consumer 0's and
-consumer 0 takes over the result, so that both end a step with the same one; the softmax of one hides behind products of
-the other:
+There are two of each, side by side and in the same code: a consumer has the scores of one tile and half of the channels
+of O, in registers; a producer fills one half of the channels of both tiles. A group is free again when its product is
+done, which is the last thing that reads it: the scores came before, and the exchange of P says so of the other tile's.
 
-    consumer 0:  S0 | P0, maxima 0 -> | O += P0 V0 | -> maxima 1, rescale P0 and O, P0 -> | -> P1, O += P1 V1
-    consumer 1:  S1 | -> maxima 0, P1, maxima 1 ->, P1 -> | O += P1 V1 | -> P0, O += P0 V0
+Every step is computed as if it were alone, with its own maximum and products that begin at zero. Then it is folded into
+O and the sums (`Results.factors`): O = O * a + (P V) * b in fp32. So it does not matter who computes a step, as long as
+the order of the folding is kept: a query's steps are folded within parts, and parts with each other, and the parts
+follow from the query's own length alone (`split.num_parts`, `split.part_steps`). Results are bitwise the same in any
+batch, on any number of multiprocessors, with `split_keys` for a token that has one part and without. What may depend on
+the batch is who does it: if all of them fit on the GPU at once, parts are divided into pieces of a few steps. A piece
+at the beginning of a part folds its steps; any other leaves each of them as a partial result of its own, because
+nobody has yet what it would have to be folded into.
 
-A half is free again when its last product is done. That is of tile 0 left and tile 1 left consumer 0's, of the right
-halves consumer 1's; the scores of the same half came before, and the exchange of P says so.
+Maxima, in units of log2, only move when a step's exceeds them by more than RESCALE_ABOVE, which is rare after an item's
+first step. There are two sums: of P as it is multiplied, in bf16, which normalises O; and of P before rounding, for the
+log-sum-exp.
 
-Maxima, in units of log2, only move when scores exceed them by more than RESCALE_ABOVE, which is rare after an item's
-first step. The first one is exact: the largest weight of few keys is one. Where consumer 1 moves them it is by a whole
-number, because P0 is in bf16 by then: it follows by a power of two, exactly. There are two sums: of P as it is
-multiplied, in bf16, which normalises O; and of P before rounding, for the log-sum-exp.
-
-A query's keys are divided in parts by its own length alone (`split.num_parts`, `split.part_steps`). Parts leave fp32
-partial results in a ring of scratch slots of their CTA. Then every CTA of a query merges a share of the columns, over
-all parts in their order, one item later than it wrote its own: nobody waits while there is work. A CTA waits for parts
-of the same query, whose numbers are below that of the item it has just written, and before it writes to a slot again
-for the merge that reads it, which is older still. So the waiting ends, if all CTAs are resident at once (at most one a
-multiprocessor) and a token's parts are no more than the CTAs, which `sparse_attention` checks. Nothing depends on which
-CTA ran when: results are bitwise the same in any batch.
+Partial results are fp32, in scratch slots of their CTA. Every CTA of a query then merges a share of the columns, one
+item later than it wrote its own: nobody waits while there is work. A CTA waits for pieces of the same query, whose
+numbers are below that of the item it has just written, and before it writes to a slot again for the merge that reads
+it, which is older still. So the waiting ends, if all CTAs are resident at once (at most one a multiprocessor) and a
+token's parts are no more than the CTAs, which `sparse_attention` checks.
 """
 
 import functools
@@ -42,7 +42,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 import torch
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dsv4_kernels.compile_cache import load_or_compile
@@ -57,17 +57,22 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
     CONSUMER_REGISTERS,
     CONSUMER_THREADS,
     DIM,
+    FILL_ORDER,
+    GROUP,
+    GROUPS,
     HALF,
+    HALF_GROUPS,
     HEADS,
     LOG2_E,
     MAX_SPLIT_TOKENS,
+    MIN_CTAS_PER_TOKEN,
     NO_MAXIMUM,
     PRODUCER_REGISTERS,
     PRODUCER_THREADS,
-    RESCALE_ABOVE,
     ROW_STRIDE,
     SCRATCH_SLOTS,
     SLOT_BYTES,
+    SLOTS_PER_CTA,
     STATISTICS_BYTES,
     THREADS,
     TILE,
@@ -78,7 +83,7 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
     Shared,
 )
 from dsv4_kernels.sparse_attention.sm90_results import Results
-from dsv4_kernels.sparse_attention.split import STEP_KEYS
+from dsv4_kernels.sparse_attention.split import STEP_KEYS, num_steps
 
 
 class SparseAttention(Producers, Results):
@@ -94,35 +99,33 @@ class SparseAttention(Producers, Results):
 
     @cute.kernel
     def kernel(self, args: Arguments) -> None:
-        """Sets up barriers, counts parts, and sends every warp to its role with its share of registers."""
+        """Sets up barriers, counts pieces, and sends every warp to its role with its share of registers."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = cutlass.utils.SmemAllocator().allocate(Shared)
         if warp == 0:
             with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(4):
+                for group in cutlass.range_constexpr(GROUPS):
                     cute.arch.mbarrier_init(
-                        shared.full.data_ptr() + i, PRODUCER_THREADS // 32 + self.asynchronous(i % 2)
+                        shared.full.data_ptr() + group, PRODUCER_THREADS // 64 + self.asynchronous(group)
                     )
-                    cute.arch.mbarrier_init(shared.free.data_ptr() + i, 4)
+                    cute.arch.mbarrier_init(shared.free.data_ptr() + group, 4)
                 cute.arch.mbarrier_init_fence()
         if const_expr(self.configuration.split):
-            self.count_parts(args, shared, thread)
+            self.count_pieces(args, shared, thread)
         cute.arch.barrier()
         if warp < CONSUMER_THREADS // 32:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            if warp < 4:
-                self.consume(args, shared, thread, 0)
-            else:
-                self.consume(args, shared, thread, 1)
+            self.consume(args, shared, thread, warp // 4)
         else:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self.produce(args, shared, thread - CONSUMER_THREADS)
+            producer = warp // 4 - CONSUMER_THREADS // 128
+            self.produce(args, shared, thread % 128, producer)
 
     # Consumers
 
     @cute.jit
-    def consume(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, which: cutlass.Constexpr) -> None:
+    def consume(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, which: Int32) -> None:
         """One consumer warpgroup: scores of tile `which`, channels [which * 256, + 256) of O."""
         in_group = thread % 128
         lane, warp = thread % 32, in_group // 32
@@ -131,38 +134,37 @@ class SparseAttention(Producers, Results):
         p_own = Int32(shared.p.data_ptr().toint()) + which * BLOCK_BYTES
         rows = cute.recast_ptr(shared.rows.data_ptr() + which * TILE // 8, dtype=Uint32)
         maxima = Int32(shared.maxima.data_ptr().toint()) + row * 4
-        sums = Int32(shared.sums.data_ptr().toint()) + row * 4
 
         # The same blocks of shared memory as operands of four products.
         swizzled = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         q = shared.q.get_tensor(*layout(swizzled, (HEADS, DIM)))
-        keys = shared.keys.get_tensor(*layout(swizzled, (TILE, HALF, 4)))
+        keys = shared.keys.get_tensor(*layout(swizzled, (TILE, GROUP, 2 * GROUPS)))
         p = shared.p.get_tensor(*layout(swizzled, (HEADS, TILE, 2)))
-        values = cute.composition(keys, cute.make_ordered_layout((HALF, TILE, 4), order=(1, 0, 2)))
+        values = cute.composition(keys, cute.make_ordered_layout((GROUP, TILE, 2 * GROUPS), order=(1, 0, 2)))
 
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         types = (BFloat16, BFloat16)
         scores_mma = hopper.make_trivial_tiled_mma(*types, k_major, k_major, Float32, (1, 1, 1), (HEADS, TILE))
         own_mma = hopper.make_trivial_tiled_mma(
-            *types, k_major, mn_major, Float32, (1, 1, 1), (HEADS, HALF // 2), warpgroup.OperandSource.RMEM
+            *types, k_major, mn_major, Float32, (1, 1, 1), (HEADS, GROUP), warpgroup.OperandSource.RMEM
         )
-        other_mma = hopper.make_trivial_tiled_mma(*types, k_major, mn_major, Float32, (1, 1, 1), (HEADS, HALF // 2))
+        other_mma = hopper.make_trivial_tiled_mma(*types, k_major, mn_major, Float32, (1, 1, 1), (HEADS, GROUP))
         part = scores_mma.get_slice(in_group)
         q_operand = part.make_fragment_A(part.partition_A(q))
         key_operand = part.make_fragment_B(part.partition_B(keys))
         part = other_mma.get_slice(in_group)
-        other_p_operand = part.make_fragment_A(part.partition_A(p))[None, None, None, 1 - which]
+        p_operand = part.make_fragment_A(part.partition_A(p))
         value_operand = part.make_fragment_B(part.partition_B(values))
-        own_values = value_operand[None, None, None, 2 * which + which]
-        other_values = value_operand[None, None, None, 2 * (1 - which) + which]
 
-        out = cute.make_rmem_tensor(own_mma.partition_shape_C((HEADS, HALF)), Float32)
+        # Of the accumulators: element 4 * j + 2 * i + k of a thread is row `row` + 8 i, column 8 j + 2 (lane % 4) + k.
+        out = cute.make_rmem_tensor((HEADS * HALF // 128,), Float32)
         scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((HEADS, TILE)), Float32)
+        product = cute.make_rmem_tensor(own_mma.partition_shape_C((HEADS, GROUP)), Float32)
         own_p = cute.make_rmem_tensor(own_mma.partition_shape_A((HEADS, TILE)), BFloat16)
         packed_p = cute.recast_tensor(own_p, Uint32)
+        weight, step_total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Float32)
         # Of two rows each: maxima; sums of P as it is multiplied, and sums before rounding.
         maximum, total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Float32)
-        num_sums = 4 if const_expr(self.configuration.lse) else 2
 
         num_items = self.num_items(args, shared)
         ctas, _, _ = cute.arch.grid_dim()
@@ -174,98 +176,86 @@ class SparseAttention(Producers, Results):
         if index < num_items:
             item = self.item(args, shared, index)
             self.load_q(args, shared, thread, item.token, item.head_block)
-        while index < num_items:
-            item = self.item(args, shared, index)
-            following = index + ctas
-            for i in cutlass.range_constexpr(2):
-                maximum[i] = Float32(NO_MAXIMUM)
-            total.fill(0.0)
-            out.fill(0.0)
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.fence_view_async_shared()
-            self.sync(Named.CONSUMERS)
-            if const_expr(which == 1):
-                if in_group < HEADS:
-                    sink = self.sink(args, item.head_block * HEADS + in_group)
-                    (shared.sinks.data_ptr() + in_group).store(sink)
+        # A token's share is merged one item later than its piece was written.
+        while (index < num_items) | (pending >= 0):
+            merging, pending = pending, Int32(-1)
+            if index < num_items:
+                item = self.item(args, shared, index)
+                self.clear(maximum, total, out)
+                cute.arch.cp_async_wait_group(0)
+                cute.arch.fence_view_async_shared()
+                self.sync(Named.CONSUMERS)
+                if thread < HEADS:
+                    (shared.sinks.data_ptr() + thread).store(self.sink(args, item.head_block * HEADS + thread))
 
-            step = item.first
-            while step < item.last:
-                fresh = step == item.first
-                for i in cutlass.range_constexpr(2):
-                    half = i if const_expr(which == 0) else 1 - i  # in the order in which they arrive
-                    cute.arch.mbarrier_wait(full + 2 * which + half, phase)
-                    half_keys = key_operand[None, None, None, 2 * which + half]
-                    multiply(scores_mma, scores, q_operand, half_keys, half * HALF // 16, i > 0)
-                warpgroup.wait_group(0)
-                self.mask(scores, rows, lane)
-                if const_expr(which == 0):
-                    self.softmax(args, scores, packed_p, maximum, total, out, None, fresh)
-                    self.publish_maxima(maxima, maximum, lane)
-                    self.arrive(Named.MAX0)
-                    multiply(own_mma, out, own_p, own_values, 0, True)
+                step = item.first
+                while step < item.last:
+                    # Anew in every step, so that descriptors are computed where they are used, not kept in registers.
+                    which = cute.arch.make_warp_uniform(which)
+                    for i in cutlass.range_constexpr(GROUPS):
+                        group = i % 2 * HALF_GROUPS + FILL_ORDER[i // 2]
+                        cute.arch.mbarrier_wait(full + group, phase)
+                        group_keys = key_operand[None, None, None, which * GROUPS + group]
+                        multiply(scores_mma, scores, q_operand, group_keys, group * GROUP // 16, i > 0)
+                        warpgroup.commit_group()
                     warpgroup.wait_group(0)
-                    self.release(free + 0, lane)
-                    self.sync(Named.MAX1)
-                    self.follow(maxima, packed_p, maximum, total, out)
+                    self.mask(scores, rows, lane)
+                    highest = self.highest(args, scores, maxima, which, lane)
+                    self.exponentials(args, scores, highest, packed_p, step_total)
                     self.store_p(p_own, packed_p, warp, lane)
                     cute.arch.fence_view_async_shared()
-                    self.arrive(Named.P0)
-                    cute.arch.mbarrier_wait(full + 2, phase)
-                    self.sync(Named.P1)
-                    multiply(other_mma, out, other_p_operand, other_values, 0, True)
-                    warpgroup.wait_group(0)
-                    self.release(free + 2, lane)
+                    self.arrive(Named.P + which)
+                    self.fold_sums(highest, packed_p, step_total, maximum, total, weight, out)
+                    self.sync(Named.P + 1 - which)
+                    for place in FILL_ORDER:
+                        group = which * HALF_GROUPS + place
+                        multiply(
+                            own_mma, product, own_p, value_operand[None, None, None, which * GROUPS + group], 0, False
+                        )
+                        other_values = value_operand[None, None, None, (1 - which) * GROUPS + group]
+                        other_p = p_operand[None, None, None, 1 - which]
+                        multiply(other_mma, product, other_p, other_values, 0, True)
+                        warpgroup.commit_group()
+                        warpgroup.wait_group(0)
+                        self.release(free + group, lane)
+                        first = place * cute.size(product)
+                        for j in cutlass.range_constexpr(cute.size(product)):
+                            out[first + j] = ptx.fma(product[j], weight[j // 2 % 2], out[first + j])
+                    phase ^= 1
+                    step += 1
+                    if const_expr(split):
+                        # Nobody has yet what this would be folded into.
+                        if (not item.begins) & (step < item.last):
+                            self.store_partial(args, index, step - 1 - item.first, thread, out, maximum, total)
+                            self.clear(maximum, total, out)
+                if const_expr(split):
+                    self.wait_for_slot(args, shared, thread, history[0])
+                self.sync(Named.CONSUMERS)  # nobody reads Q any more
+                self.load_next_q(args, shared, thread, index + ctas, num_items)
+                item = self.item(args, shared, index)  # again: its numbers need no registers meanwhile
+                if const_expr(split):
+                    pending = index
+                    if item.pieces > 1:
+                        place = item.last - 1 - item.first
+                        if item.begins:
+                            place = Int32(0)
+                        self.store_partial(args, index, place, thread, out, maximum, total)
+                        self.sync(Named.CONSUMERS)
+                        if thread == 0:
+                            ptx.add_release(self.arrived(args, item))
+                    else:
+                        self.sum_up(shared, which, row, lane, total)
+                        self.store_out(args, shared, item, which, p_own, warp, row, lane, out, maximum, total)
+                        pending = Int32(-1)
+                    history[0], history[1], history[2] = history[1], history[2], pending
                 else:
-                    self.sync(Named.MAX0)
-                    self.softmax(args, scores, packed_p, maximum, total, out, maxima, fresh)
-                    self.publish_maxima(maxima, maximum, lane)
-                    self.arrive(Named.MAX1)
-                    self.store_p(p_own, packed_p, warp, lane)
-                    cute.arch.fence_view_async_shared()
-                    self.arrive(Named.P1)
-                    multiply(own_mma, out, own_p, own_values, 0, True)
-                    cute.arch.mbarrier_wait(full + 1, phase)
-                    self.sync(Named.P0)
-                    multiply(other_mma, out, other_p_operand, other_values, 0, True)
-                    warpgroup.wait_group(1)
-                    self.release(free + 3, lane)
-                    warpgroup.wait_group(0)
-                    self.release(free + 1, lane)
-                phase ^= 1
-                step += 1
-            for i in cutlass.range_constexpr(num_sums):
-                total[i] += cute.arch.shuffle_sync_bfly(total[i], offset=1)
-                total[i] += cute.arch.shuffle_sync_bfly(total[i], offset=2)
-                if lane % 4 == 0:
-                    ptx.store_shared_f32(sums + ((i // 2 * 2 + which) * HEADS + i % 2 * 8) * 4, total[i])
-            if const_expr(split):
-                self.wait_for_slot(args, shared, thread, history[0])
-            self.sync(Named.CONSUMERS)
-            for i in cutlass.range_constexpr(num_sums):
-                total[i] += ptx.load_shared_f32(sums + ((i // 2 * 2 + 1 - which) * HEADS + i % 2 * 8) * 4)
-            self.load_next_q(args, shared, thread, following, num_items)
-            item = self.item(args, shared, index)  # again: its numbers need no registers meanwhile
-            if const_expr(split):
-                if item.parts > 1:
-                    self.store_partial(args, index, which, thread, out, maximum, total)
-                    self.sync(Named.CONSUMERS)
-                    if thread == 0:
-                        ptx.add_release(self.arrived(args, item))
-                else:
+                    self.sum_up(shared, which, row, lane, total)
                     self.store_out(args, shared, item, which, p_own, warp, row, lane, out, maximum, total)
-                if pending >= 0:
-                    self.merge(args, shared, thread, pending, num_items)
-                pending = index
-                if item.parts == 1:
-                    pending = Int32(-1)
-                history[0], history[1], history[2] = history[1], history[2], pending
-            else:
-                self.store_out(args, shared, item, which, p_own, warp, row, lane, out, maximum, total)
-            index = following
+            if const_expr(split):
+                if merging >= 0:
+                    self.merge(args, shared, thread, which, merging, num_items)
+            index += ctas
         if const_expr(split):
-            if pending >= 0:
-                self.merge(args, shared, thread, pending, num_items)
             if self.slots_are_reused(num_items):
                 self.leave(args, shared, thread)
 
@@ -316,91 +306,62 @@ class SparseAttention(Producers, Results):
                         scores[4 * j + 2 + column] = -Float32.inf
 
     @cute.jit
-    def softmax(
-        self,
-        args: Arguments,
-        scores: cute.Tensor,
-        packed_p: cute.Tensor,
-        maximum: cute.Tensor,
-        total: cute.Tensor,
-        out: cute.Tensor,
-        published: cutlass.Constexpr,
-        fresh: Boolean,
-    ) -> None:
-        """P = 2**(s - maximum) in bf16 with the new maximum; O and the sums follow it.
-
-        The new maximum builds on the one that the other consumer published (an address), if there is one.
-        `fresh`: O and the sums are zero.
-        """
-        newest = cute.make_rmem_tensor((2,), Float32)
+    def highest(self, args: Arguments, scores: cute.Tensor, maxima: Int32, which: Int32, lane: Int32) -> tuple:
+        """Maxima of this thread's two rows over both tiles, in units of log2; NO_MAXIMUM if all keys are holes."""
+        highest = []
         for i in cutlass.range_constexpr(2):
             largest = scores[2 * i]
             for j in cutlass.range_constexpr(TILE // 8):
                 largest = ptx.fmax(largest, ptx.fmax(scores[4 * j + 2 * i], scores[4 * j + 2 * i + 1]))
             largest = ptx.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1))
             largest = ptx.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=2))
-            newest[i] = maximum[i]
-            if const_expr(published is not None):
-                newest[i] = ptx.load_shared_f32(published + 32 * i)
-            largest = largest * args.scale_log2
-            if largest > newest[i] + RESCALE_ABOVE:
-                if const_expr(published is not None):
-                    # The other's P follows by a power of two, unless it is all zeros.
-                    if newest[i] != NO_MAXIMUM:
-                        largest = newest[i] + ptx.ceil(largest - newest[i])
-                newest[i] = largest
-        self.rescale(maximum, newest, total, out, fresh)
+            largest = ptx.fmax(largest * args.scale_log2, Float32(NO_MAXIMUM))
+            if lane % 4 == 0:
+                ptx.store_shared_f32(maxima + (which * HEADS + 8 * i) * 4, largest)
+            highest.append(largest)
+        self.sync(Named.CONSUMERS)
+        return tuple(
+            ptx.fmax(highest[i], ptx.load_shared_f32(maxima + ((1 - which) * HEADS + 8 * i) * 4)) for i in range(2)
+        )
+
+    @cute.jit
+    def exponentials(
+        self, args: Arguments, scores: cute.Tensor, highest: tuple, packed_p: cute.Tensor, step_total: cute.Tensor
+    ) -> None:
+        """P = 2**(s - highest) in bf16, and its sums before rounding if they are asked for."""
+        step_total.fill(0.0)
         for i in cutlass.range_constexpr(2):
             for j in cutlass.range_constexpr(TILE // 8):
-                low = ptx.exp2(ptx.fma(scores[4 * j + 2 * i], args.scale_log2, -maximum[i]))
-                high = ptx.exp2(ptx.fma(scores[4 * j + 2 * i + 1], args.scale_log2, -maximum[i]))
-                pair = ptx.pack_bf16(low, high)
-                packed_p[2 * j + i] = pair
-                # The sum of what is multiplied: rounding then cancels in O / sum.
-                total[i] = total[i] + (ptx.as_f32(pair << 16) + ptx.as_f32(pair & Uint32(0xFFFF0000)))
+                low = ptx.exp2(ptx.fma(scores[4 * j + 2 * i], args.scale_log2, -highest[i]))
+                high = ptx.exp2(ptx.fma(scores[4 * j + 2 * i + 1], args.scale_log2, -highest[i]))
+                packed_p[2 * j + i] = ptx.pack_bf16(low, high)
                 if const_expr(self.configuration.lse):
-                    total[2 + i] = total[2 + i] + (low + high)
+                    step_total[2 + i] = step_total[2 + i] + (low + high)
 
     @cute.jit
-    def rescale(
-        self, maximum: cute.Tensor, newest: cute.Tensor, total: cute.Tensor, out: cute.Tensor, fresh: Boolean
+    def fold_sums(
+        self,
+        highest: tuple,
+        packed_p: cute.Tensor,
+        step_total: cute.Tensor,
+        maximum: cute.Tensor,
+        total: cute.Tensor,
+        weight: cute.Tensor,
+        out: cute.Tensor,
     ) -> None:
-        """Moves O and the sums to new maxima, where any of the warp's has changed."""
-        if cute.arch.vote_any_sync((newest[0] != maximum[0]) | (newest[1] != maximum[1])):
-            if not fresh:
-                for i in cutlass.range_constexpr(2):
-                    factor = ptx.exp2(maximum[i] - newest[i])
-                    total[i] = total[i] * factor
-                    total[2 + i] = total[2 + i] * factor
-                    for j in cutlass.range_constexpr(HALF // 8):
-                        out[4 * j + 2 * i] = out[4 * j + 2 * i] * factor
-                        out[4 * j + 2 * i + 1] = out[4 * j + 2 * i + 1] * factor
-            for i in cutlass.range_constexpr(2):
-                maximum[i] = newest[i]
-
-    @cute.jit
-    def follow(
-        self, published: Int32, packed_p: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor, out: cute.Tensor
-    ) -> None:
-        """Takes over the other consumer's maxima (an address): P by an exact power of two, O and the sums."""
-        newest = cute.make_rmem_tensor((2,), Float32)
+        """Takes a step into the sums and makes O ready for it: `weight` is the factor of what P yields."""
+        before = cute.make_rmem_tensor((2,), Float32)
         for i in cutlass.range_constexpr(2):
-            newest[i] = ptx.load_shared_f32(published + 32 * i)
-        if cute.arch.vote_any_sync((newest[0] != maximum[0]) | (newest[1] != maximum[1])):
-            for i in cutlass.range_constexpr(2):
-                factor = ptx.exp2(maximum[i] - newest[i])
-                pair = ptx.pack_bf16(factor, factor)
-                for j in cutlass.range_constexpr(TILE // 8):
-                    packed_p[2 * j + i] = ptx.scale_bf16x2(packed_p[2 * j + i], pair)
-        self.rescale(maximum, newest, total, out, False)
-
-    @cute.jit
-    def publish_maxima(self, address: Int32, maximum: cute.Tensor, lane: Int32) -> None:
-        """Writes a warp's maxima to shared memory, one lane a row."""
-        cute.arch.sync_warp()  # the four threads of a row have read what is overwritten
-        if lane % 4 == 0:
-            for i in cutlass.range_constexpr(2):
-                ptx.store_shared_f32(address + 32 * i, maximum[i])
+            for j in cutlass.range_constexpr(TILE // 8):
+                pair = packed_p[2 * j + i]
+                # The sum of what is multiplied: rounding then cancels in O / sum.
+                step_total[i] = step_total[i] + (ptx.as_f32(pair << 16) + ptx.as_f32(pair & Uint32(0xFFFF0000)))
+            before[i], weight[i] = self.factors(maximum, highest[i], i)
+            for k in cutlass.range_constexpr(0, 4, 2):
+                total[k + i] = ptx.fma(step_total[k + i], weight[i], total[k + i] * before[i])
+        if cute.arch.vote_any_sync((before[0] != 1.0) | (before[1] != 1.0)):
+            for j in cutlass.range_constexpr(cute.size(out)):
+                out[j] = out[j] * before[j // 2 % 2]
 
 
 def layout(atom: cute.ComposedLayout, shape: tuple) -> tuple:
@@ -417,14 +378,13 @@ def multiply(
     a_first: int,
     accumulate: bool,
 ) -> None:
-    """accumulator (+)= a[.., a_first:] @ b by wgmma, committed as one group."""
+    """accumulator (+)= a[.., a_first:] @ b by wgmma, not committed yet."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
     for k in range(cute.size(b, mode=[2])):
         cute.gemm(atom, accumulator, a[None, None, a_first + k], b[None, None, k], accumulator)
         atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
 
 
 # Host side
@@ -468,10 +428,30 @@ def sparse_attention(problem: Problem) -> None:
         RuntimeError: a CUDA graph is being captured with `split_keys` and no such call has been made on the device.
         ValueError: so small a `split_keys` that the parts of a token are more than the CTAs.
     """
-    split = problem.max_parts > 1
+    split = _divides(problem)
     step = MAX_SPLIT_TOKENS if split else problem.num_tokens
     for first in range(0, problem.num_tokens, step):
         _launch(problem, slice(first, min(first + step, problem.num_tokens)), split)
+
+
+def _divides(problem: Problem) -> bool:
+    """Whether several CTAs may work on a token. If they won't, there is no need for the kernel that can.
+
+    Raises:
+        ValueError: keys beyond what the kernel's divisions of small numbers take.
+    """
+    if problem.split_keys is None:
+        return False
+    steps = num_steps(problem.window_slots, problem.max_entry_slots)
+    if problem.max_parts * steps >= 1 << 20:
+        raise ValueError(
+            f"sparse_attention: a token of this call may have {steps} steps of {STEP_KEYS} keys in {problem.max_parts} "
+            f"parts; expected less than {1 << 20} as their product. Pass a larger split_keys, or None"
+        )
+    few = MIN_CTAS_PER_TOKEN * problem.num_tokens * -(-problem.num_heads // HEADS) <= num_multiprocessors(
+        problem.q.device
+    )
+    return problem.max_parts > 1 or (few and steps > 2)
 
 
 def _launch(problem: Problem, tokens: slice, split: bool) -> None:
@@ -497,7 +477,7 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
     )
     scratch = None
     if split:
-        num_bytes = num_sms * SCRATCH_SLOTS * (SLOT_BYTES + STATISTICS_BYTES)
+        num_bytes = num_sms * SLOTS_PER_CTA * (SLOT_BYTES + STATISTICS_BYTES)
         scratch = Scratch.on(device, num_bytes, 2 * 2 * MAX_SPLIT_TOKENS + 1)
     entry_list = problem.entry_rows[tokens] if problem.entry_rows is not None else problem.page_table
     q, out, window_rows = problem.q[tokens], problem.out[tokens], problem.window_rows[tokens]
@@ -530,6 +510,6 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
         scratch=Int64(address(scratch and scratch.slots)),
         counters=Int64(address(scratch and scratch.counters)),
     )
-    num_ctas = min(num_tokens * head_blocks * problem.max_parts, num_sms)
+    num_ctas = num_sms if split else min(num_tokens * head_blocks, num_sms)
     stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
     compile(configuration)(arguments, Int32(num_ctas), stream)

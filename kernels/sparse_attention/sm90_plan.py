@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, const_expr
 
 from dsv4_kernels.kv_layout import ROW_DIM as DIM
 from dsv4_kernels.sparse_attention import sm90_ptx as ptx
@@ -16,12 +16,24 @@ HEADS = 64
 """Heads of a work item: M of every wgmma."""
 TILE = 64
 """Keys of a tile."""
+GROUP = 64
+"""Channels of a block of shared memory; those with one scale in FP8 rows."""
+GROUPS = DIM // GROUP
 HALF = DIM // 2
-"""Channels of a half buffer, and of O in one consumer."""
-ROW_STRIDE = 128
+"""Channels of O in one consumer."""
+FILL_ORDER = (3, 0, 1, 2)
+"""The groups of either consumer's channels, in the order in which a producer fills them, scores read them and products
+release them; the one that is copied asynchronously (the last channels of FP8 rows) first."""
+HALF_GROUPS = GROUPS // 2
+AHEAD = 2
+"""Groups whose FP8 rows a producer holds in registers."""
+ROWS = 4
+"""Rows of a step that a producer's thread has a part of."""
+ROW_STEP = STEP // ROWS
+ROW_STRIDE = GROUP * 2
 """Bytes of a row of a swizzled [64 x 64] bf16 block."""
 BLOCK_BYTES = TILE * ROW_STRIDE
-HALF_BYTES = TILE * HALF * 2
+TILE_BYTES = GROUPS * BLOCK_BYTES
 
 CONSUMER_THREADS = 256
 PRODUCER_THREADS = 256
@@ -31,25 +43,20 @@ PRODUCER_REGISTERS = 64
 
 LOG2_E = 1.4426950408889634
 RESCALE_ABOVE = 40.0
-"""O follows a new maximum only if it exceeds the old one by this many powers of two. Until then P, in bf16 with the
-range of fp32, is as precise above 1 as below."""
+"""O follows a new maximum only if it exceeds the old one by this many powers of two."""
 NO_MAXIMUM = -1.0e30
 """Maximum of no scores: finite, so that differences of maxima are never NaN."""
 
 
 class Named(IntEnum):
-    """Named barriers of the CTA, all of both consumers: on the first four one arrives and the other one waits."""
+    """Named barriers of the CTA."""
 
-    MAX0 = 1
-    """Consumer 0's maxima are in shared memory: consumer 1 waits."""
-    MAX1 = 2
-    """Consumer 1's maxima are there: consumer 0 waits."""
-    P0 = 3
-    """P0 is in shared memory, and consumer 0 has read K0: consumer 1 waits."""
-    P1 = 4
-    """P1 is in shared memory, and consumer 1 has read K1: consumer 0 waits."""
-    CONSUMERS = 5
-    """Both wait, between items."""
+    CONSUMERS = 1
+    """Both consumers wait."""
+    P = 2
+    """And 3: P of this consumer is in shared memory, and it has read its keys; the other one waits."""
+    PRODUCER = 4
+    """And 5: the numbers of a step's rows are in this producer's shared memory."""
 
 
 class Entries(IntEnum):
@@ -71,17 +78,24 @@ class Configuration:
     fp32_out: bool
     lse: bool
     split: bool
-    """Tokens may have several parts: partial results go through global memory and are merged."""
+    """Several CTAs may work on a token: partial results go through global memory and are merged."""
 
 
+MAX_PIECE_STEPS = 3
+"""Parts are divided into pieces of up to so many steps (or one more), if all of a launch fit on the GPU at once."""
+MIN_CTAS_PER_TOKEN = 4
+"""And if there are so many CTAs for every token and block of heads: with less it takes longer, measured on an H200."""
 SCRATCH_SLOTS = 3
-"""Partial results that a CTA keeps: one being written, one whose merge is pending, one that others may still read."""
+"""Partial results that a CTA keeps if it has several items: one being written, one whose merge is pending, one that
+others may still read."""
+SLOTS_PER_CTA = max(SCRATCH_SLOTS, MAX_PIECE_STEPS + 1)
+"""A CTA with a single piece may leave one for every step, of which there may be one more than MAX_PIECE_STEPS."""
 SLOT_BYTES = HEADS * DIM * 4
 STATISTICS_BYTES = CONSUMER_THREADS * 32
 """Maxima and sums of a slot, as every thread has them."""
 MERGE_PARTS = 4
 MERGE_GROUPS = 4
-"""Parts, and groups of four values of each, that a thread loads at a time when it merges."""
+"""Partial results, and groups of four values of each, that a thread loads at a time when it merges."""
 MAX_SPLIT_TOKENS = 2048
 """Tokens of a launch that may divide their keys: `Shared.starts` holds a number for each."""
 
@@ -92,22 +106,26 @@ class Shared:
 
     q: cute.struct.Align[cute.struct.MemRange[BFloat16, HEADS * DIM], 1024]
     keys: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * TILE * DIM], 1024]
-    # keys: [tile][half][64 keys x 256 channels], swizzled
+    # keys: [tile][group][64 keys x 64 channels], swizzled
     p: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * HEADS * TILE], 1024]
     # p: [consumer][64 heads x 64 keys], swizzled; then staging of the output
     rows: cute.struct.MemRange[Uint8, 2 * TILE // 8]
     # rows: [tile], a bit for every key that is no hole
-    maxima: cute.struct.MemRange[Float32, HEADS]
+    numbers: cute.struct.MemRange[Int32, 2 * 2 * STEP]
+    # numbers: [producer][step % 2], of the rows, -1 for holes
+    maxima: cute.struct.MemRange[Float32, 2 * HEADS]
+    # maxima: [consumer], of its tile
     sums: cute.struct.MemRange[Float32, 4 * HEADS]
     sinks: cute.struct.MemRange[Float32, HEADS]
     # sinks: of the item's heads, in units of log2
     starts: cute.struct.MemRange[Int32, MAX_SPLIT_TOKENS + 1]
-    # starts: [token], parts of all tokens before it
-    scan: cute.struct.MemRange[Int32, THREADS // 32]
-    # scan: [warp], sums while parts are counted; then who is the last to leave
-    full: cute.struct.MemRange[Int64, 4]
-    # full, free: [tile][half]
-    free: cute.struct.MemRange[Int64, 4]
+    # starts: [token], pieces of all tokens before it
+    piece_steps: cute.struct.MemRange[Int32, 1]
+    scan: cute.struct.MemRange[Int32, (1 + MAX_PIECE_STEPS) * (THREADS // 32)]
+    # scan: [warp], sums while pieces are counted; then who is the last to leave
+    full: cute.struct.MemRange[Int64, GROUPS]
+    # full, free: [group], of both tiles
+    free: cute.struct.MemRange[Int64, GROUPS]
 
 
 class Arguments(NamedTuple):
@@ -142,15 +160,26 @@ class Arguments(NamedTuple):
     counters: Int64
 
 
+class Division(NamedTuple):
+    """How a token's steps are divided: into `parts` (see split.py) of `pieces` each."""
+
+    steps: Int32
+    parts: Int32
+    pieces: Int32
+
+
 class Item(NamedTuple):
-    """A work item: steps [first, last) of a token's keys for a block of heads."""
+    """A work item: a piece of a token's keys, steps [first, last), for a block of heads."""
 
     token: Int32
     head_block: Int32
     first: Int32
     last: Int32
-    part: Int32
-    parts: Int32
+    piece: Int32
+    """Of all pieces of the token."""
+    pieces: Int32
+    begins: Boolean
+    """Whether a part begins with this piece."""
     visible: Int32
 
 
@@ -173,7 +202,7 @@ class WorkItems:
         two_blocks = self.head_blocks(args) - 1
         token = index >> two_blocks
         head_block = index & two_blocks
-        part, parts = Int32(0), Int32(1)
+        piece = Int32(0)
         if const_expr(self.configuration.split):
             starts = shared.starts.data_ptr()
             wanted = token
@@ -185,17 +214,19 @@ class WorkItems:
                     if (starts + candidate).load() <= wanted:
                         token = candidate
                 jump = jump // 2
-            part = wanted - (starts + token).load()
-            parts = (starts + token + 1).load() - (starts + token).load()
-        if token >= args.num_tokens:
-            token = args.num_tokens - 1
+            piece = wanted - (starts + token).load()
+        token = ptx.imin(token, args.num_tokens - 1)
         visible = Int32(0)
         if const_expr(self.configuration.entries != Entries.NONE):
             visible = self.visible_entries(args, token)
-        first, last = Int32(0), self.steps(args, visible)
+        # With a 0 that the compiler knows, it adds up addresses step by step, in registers that there are not.
+        first, last = ptx.opaque(Int32(0)), self.steps(args, visible)
+        pieces, begins = Int32(1), Boolean(True)
         if const_expr(self.configuration.split):
-            first, last = part * last // parts, (part + 1) * last // parts
-        return Item(token, head_block, first, last, part, parts, visible)
+            division = self.division(args, last, shared.piece_steps.data_ptr().load())
+            first, last, begins = self.steps_of_piece(division, piece)
+            pieces = division.parts * division.pieces
+        return Item(token, head_block, first, last, piece, pieces, begins, visible)
 
     @cute.jit
     def steps(self, args: Arguments, visible: Int32) -> Int32:
@@ -206,23 +237,86 @@ class WorkItems:
         return steps
 
     @cute.jit
-    def count_parts(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32) -> None:
-        """starts[t] = parts of the tokens before t, by all threads; a barrier must follow."""
+    def division(self, args: Arguments, steps: Int32, piece_steps: Int32) -> Division:
+        """Of a token with so many steps; parts are left whole if `piece_steps` is 0 or they are little longer."""
+        parts = ptx.divide(steps + args.steps_per_part - 1, args.steps_per_part)
+        pieces = Int32(1)
+        if piece_steps > 0:
+            shortest = ptx.divide(steps, parts)
+            if shortest > piece_steps + 1:
+                pieces = ptx.divide(shortest + piece_steps - 1, piece_steps)
+        return Division(steps, parts, pieces)
+
+    @cute.jit
+    def steps_of_piece(self, division: Division, piece: Int32) -> tuple:
+        """[first, last) of a token's piece, and whether a part begins with it; a part's first pieces are the longer."""
+        part = ptx.divide(piece, division.pieces)
+        place = piece - part * division.pieces
+        begin, end = ptx.divide(part * division.steps, division.parts), division.steps
+        if part + 1 < division.parts:
+            end = ptx.divide((part + 1) * division.steps, division.parts)
+        up = division.pieces - 1
+        first = begin + ptx.divide(place * (end - begin) + up, division.pieces)
+        last = begin + ptx.divide((place + 1) * (end - begin) + up, division.pieces)
+        return first, last, place == 0
+
+    @cute.jit
+    def steps_of_token(self, args: Arguments, token: Int32) -> Int32:
+        """0 beyond the last one."""
+        steps = Int32(0)
+        if token < args.num_tokens:
+            visible = Int32(0)
+            if const_expr(self.configuration.entries != Entries.NONE):
+                visible = self.visible_entries(args, token)
+            steps = self.steps(args, visible)
+        return steps
+
+    @cute.jit
+    def pieces(self, args: Arguments, steps: Int32, piece_steps: Int32) -> Int32:
+        """Of a token with so many steps."""
+        pieces = Int32(0)
+        if steps > 0:
+            division = self.division(args, steps, piece_steps)
+            pieces = division.parts * division.pieces
+        return pieces
+
+    @cute.jit
+    def choose_piece_steps(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, steps: Int32) -> Int32:
+        """The shortest pieces that all fit on the GPU at once, or 0: whole parts. `steps` are those of token `thread`.
+
+        This looks at the whole batch, and may: results do not depend on it.
+        """
+        totals = shared.scan.data_ptr() + THREADS // 32
+        ctas, _, _ = cute.arch.grid_dim()
+        chosen = Int32(0)
+        if args.num_tokens * self.head_blocks(args) * MIN_CTAS_PER_TOKEN <= ctas:
+            for i in cutlass.range_constexpr(MAX_PIECE_STEPS):
+                total = ptx.warp_sum(self.pieces(args, steps, Int32(i + 1)))
+                if thread % 32 == 0:
+                    (totals + (i * (THREADS // 32) + thread // 32)).store(total)
+            cute.arch.barrier()
+            for i in cutlass.range_constexpr(MAX_PIECE_STEPS):
+                total = Int32(0)
+                for warp in cutlass.range((args.num_tokens + 31) // 32, unroll=1):
+                    total += (totals + ((MAX_PIECE_STEPS - 1 - i) * (THREADS // 32) + warp)).load()
+                if total * self.head_blocks(args) <= ctas:
+                    chosen = Int32(MAX_PIECE_STEPS - i)
+        return chosen
+
+    @cute.jit
+    def count_pieces(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32) -> None:
+        """starts[t] = pieces of the tokens before t, by all threads; a barrier must follow."""
         starts, scan = shared.starts.data_ptr(), shared.scan.data_ptr()
         lane, warp = thread % 32, thread // 32
+        steps = self.steps_of_token(args, thread)
+        piece_steps = self.choose_piece_steps(args, shared, thread, steps)
         before = Int32(0)
         base = Int32(0)
         while base < args.num_tokens:
             token = base + thread
-            parts = Int32(0)
-            if token < args.num_tokens:
-                visible = Int32(0)
-                if const_expr(self.configuration.entries != Entries.NONE):
-                    visible = self.visible_entries(args, token)
-                parts = (self.steps(args, visible) + args.steps_per_part - 1) // args.steps_per_part
-                if parts < 1:
-                    parts = Int32(1)
-            total = parts
+            if base > 0:
+                steps = self.steps_of_token(args, token)
+            total = self.pieces(args, steps, piece_steps)
             for i in cutlass.range_constexpr(5):
                 other = cute.arch.shuffle_sync_up(total, offset=1 << i, mask_and_clamp=0)
                 if lane >= (1 << i):
@@ -231,7 +325,7 @@ class WorkItems:
                 (scan + warp).store(total)
             cute.arch.barrier()
             ahead, everything = Int32(0), Int32(0)
-            for i in cutlass.range_constexpr(THREADS // 32):
+            for i in cutlass.range(THREADS // 32, unroll=4):
                 count = (scan + i).load()
                 everything += count
                 if i < warp:
@@ -243,6 +337,7 @@ class WorkItems:
             cute.arch.barrier()
         if thread == 0:
             starts.store(Int32(0))
+            shared.piece_steps.data_ptr().store(piece_steps)
 
     @cute.jit
     def num_items(self, args: Arguments, shared: cutlass.Constexpr) -> Int32:

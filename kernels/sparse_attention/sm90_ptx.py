@@ -54,32 +54,31 @@ def load_f32(address: Int64) -> Float32:
     return asm("ld.global.b32 {$w0}, [{$r0}];", [Float32], address)
 
 
-def load_16_bytes(address: Int64, valid: Int32) -> tuple:
-    """16 bytes of a row, or zeros. Rows are read once, so they stay out of L1."""
+def load_16_bytes(row: Int64, offset: Int32) -> tuple:
+    """16 bytes of a row at an address, or zeros if that is 0. Rows are read once, so they stay out of L1."""
     return asm(
-        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r1}, 0;\n"
+        "{\n.reg .pred p;\nsetp.ne.s64 p, {$r1}, 0;\n"
         "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0;\n"
         "@p ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];\n}",
         [Uint32] * 4,
-        address,
-        valid,
+        row + offset,
+        row,
     )
 
 
-def load_8_bytes(address: Int64, valid: Int32) -> tuple:
-    """8 bytes of a row, or zeros."""
+def load_4_bytes(address: Int64, number: Int32) -> Uint32:
+    """4 bytes that belong to a row, or zeros if its number is negative."""
     return asm(
-        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r1}, 0;\nmov.b32 {$w0}, 0; mov.b32 {$w1}, 0;\n"
-        "@p ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];\n}",
-        [Uint32] * 2,
+        "{\n.reg .pred p;\nsetp.ge.s32 p, {$r1}, 0;\nmov.b32 {$w0}, 0;\n@p ld.global.b32 {$w0}, [{$r0}];\n}",
+        [Uint32],
         address,
-        valid,
+        number,
     )
 
 
-def prefetch(address: Int64, valid: Int32) -> None:
-    """Calls the line of an address into L2, if it is valid."""
-    asm("{\n.reg .pred p;\nsetp.ne.s32 p, {$r1}, 0;\n@p prefetch.global.L2 [{$r0}];\n}", [], address, valid)
+def prefetch(row: Int64, offset: Int32) -> None:
+    """Calls a line of a row at an address into L2, unless that is 0."""
+    asm("{\n.reg .pred p;\nsetp.ne.s64 p, {$r1}, 0;\n@p prefetch.global.L2 [{$r0}];\n}", [], row + offset, row)
 
 
 def store_shared(address: Int32, words: tuple) -> None:
@@ -145,6 +144,25 @@ def store_f32x4(address: Int64, words: tuple) -> None:
 def store_u32(address: Int64, x: Uint32) -> None:
     """A word to global memory."""
     asm("st.global.b32 [{$r0}], {$r1};", [], address, x)
+
+
+def divide(x: Int32, by: Int32) -> Int32:
+    """x // by for 0 <= x < 2**20 and by > 0, in a few instructions.
+
+    Half more than x is at least 1 / (2 by) from a multiple, and the quotient is off by less than x / by * 2**-21.
+    """
+    inverse = asm("rcp.approx.ftz.f32 {$w0}, {$r0};", [Float32], Float32(by))
+    return Int32((Float32(x) + 0.5) * inverse)
+
+
+def warp_sum(x: Int32) -> Int32:
+    """Sum over the warp."""
+    return asm("redux.sync.add.s32 {$w0}, {$r0}, 0xffffffff;", [Int32], x)
+
+
+def opaque(x: Int32) -> Int32:
+    """The same, unknown to the compiler."""
+    return asm("mov.b32 {$w0}, {$r0};", [Int32], x)
 
 
 def imin(a: Int32, b: Int32) -> Int32:

@@ -13,9 +13,11 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
     MERGE_GROUPS,
     MERGE_PARTS,
     NO_MAXIMUM,
+    RESCALE_ABOVE,
     ROW_STRIDE,
     SCRATCH_SLOTS,
     SLOT_BYTES,
+    SLOTS_PER_CTA,
     STATISTICS_BYTES,
     TILE,
     Arguments,
@@ -28,13 +30,23 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
 class Results(WorkItems):
     """What the consumers do with O."""
 
-    def sync(self, barrier: Named) -> None:
-        """Waits until both consumers have come to a barrier."""
-        cute.arch.barrier(barrier_id=int(barrier), number_of_threads=CONSUMER_THREADS)
+    def clear(self, maximum: cute.Tensor, total: cute.Tensor, values: cute.Tensor) -> None:
+        """A result of no keys."""
+        maximum.fill(NO_MAXIMUM)
+        total.fill(0.0)
+        values.fill(0.0)
 
-    def arrive(self, barrier: Named) -> None:
+    def sync(self, barrier: Named | Int32) -> None:
+        """Waits until both consumers have come to a barrier."""
+        cute.arch.barrier(
+            barrier_id=int(barrier) if isinstance(barrier, int) else barrier, number_of_threads=CONSUMER_THREADS
+        )
+
+    def arrive(self, barrier: Named | Int32) -> None:
         """Comes to a barrier at which the other consumer waits."""
-        cute.arch.barrier_arrive(barrier_id=int(barrier), number_of_threads=CONSUMER_THREADS)
+        cute.arch.barrier_arrive(
+            barrier_id=int(barrier) if isinstance(barrier, int) else barrier, number_of_threads=CONSUMER_THREADS
+        )
 
     def store_p(self, block: Int32, words: cute.Tensor, warp: Int32, lane: Int32) -> None:
         """The warp's 16 rows of an accumulator of 64 columns, as bf16 pairs, to a swizzled block."""
@@ -78,7 +90,7 @@ class Results(WorkItems):
         args: Arguments,
         shared: cutlass.Constexpr,
         item: Item,
-        which: cutlass.Constexpr,
+        which: Int32,
         staging: Int32,
         warp: Int32,
         row: Int32,
@@ -91,7 +103,7 @@ class Results(WorkItems):
         inverse = cute.make_rmem_tensor((2,), Float32)
         for i in cutlass.range_constexpr(2):
             inverse[i] = self.inverse((shared.sinks.data_ptr() + row + 8 * i).load(), maximum[i], total[i])
-        if const_expr(which == 0):
+        if which == 0:
             if lane % 4 == 0:
                 for i in cutlass.range_constexpr(2):
                     self.store_lse(args, item.token, item.head_block * HEADS + row + 8 * i, maximum[i], total[2 + i])
@@ -122,28 +134,59 @@ class Results(WorkItems):
                         ptx.store_16_bytes(args.out + element * 2, piece)
                 cute.arch.sync_warp()
 
-    def slot(self, args: Arguments, index: Int32) -> Int64:
-        """Address of the scratch slot of an item: its CTA's, by its number there."""
+    @cute.jit
+    def factors(self, maximum: cute.Tensor, other: Float32, i: cutlass.Constexpr) -> tuple:
+        """Of what is there (with maximum[i]) and of what joins it (with its own maximum); maximum[i] becomes theirs.
+
+        This and `fma(joining, factor, present * factor)` is how results are folded, whoever does it.
+        """
+        newest = maximum[i]
+        if other > newest + RESCALE_ABOVE:
+            newest = other
+        factors = ptx.exp2(maximum[i] - newest), ptx.exp2(other - newest)
+        maximum[i] = newest
+        return factors
+
+    @cute.jit
+    def sum_up(self, shared: cutlass.Constexpr, which: Int32, row: Int32, lane: Int32, total: cute.Tensor) -> None:
+        """Sums of two rows over the threads that share them, of both consumers."""
+        sums = Int32(shared.sums.data_ptr().toint()) + row * 4
+        for i in cutlass.range_constexpr(4 if self.configuration.lse else 2):
+            total[i] += cute.arch.shuffle_sync_bfly(total[i], offset=1)
+            total[i] += cute.arch.shuffle_sync_bfly(total[i], offset=2)
+            if lane % 4 == 0:
+                ptx.store_shared_f32(sums + ((i // 2 * 2 + which) * HEADS + i % 2 * 8) * 4, total[i])
+        self.sync(Named.CONSUMERS)
+        for i in cutlass.range_constexpr(4 if self.configuration.lse else 2):
+            total[i] += ptx.load_shared_f32(sums + ((i // 2 * 2 + 1 - which) * HEADS + i % 2 * 8) * 4)
+
+    def slot(self, args: Arguments, index: Int32, place: Int32) -> Int64:
+        """Address of a scratch slot of an item: its CTA's, by its number there; `place` in the first one's."""
+        return args.scratch + Int64(self.slot_number(args, index) + place) * (SLOT_BYTES + STATISTICS_BYTES)
+
+    @cute.jit
+    def slot_number(self, args: Arguments, index: Int32) -> Int32:
+        """Of an item's first slot."""
         ctas, _, _ = cute.arch.grid_dim()
-        number = (index % ctas) * SCRATCH_SLOTS + (index // ctas) % SCRATCH_SLOTS
-        return args.scratch + Int64(number) * (SLOT_BYTES + STATISTICS_BYTES)
+        turn = ptx.divide(index, ctas)
+        return (index - turn * ctas) * SLOTS_PER_CTA + turn % SCRATCH_SLOTS
 
     @cute.jit
     def store_partial(
         self,
         args: Arguments,
         index: Int32,
-        which: cutlass.Constexpr,
+        place: Int32,
         thread: Int32,
         out: cute.Tensor,
         maximum: cute.Tensor,
         total: cute.Tensor,
     ) -> None:
-        """O (not normalised), maxima and sums of a part, in the order of the registers.
+        """O (not normalised), maxima and sums of this thread, in the order of the registers.
 
         [32][256 threads][4], then [256][4]: maximum and sum, of two rows; for the lse [256][2]: sums before rounding.
         """
-        slot = self.slot(args, index) + thread * 16
+        slot = self.slot(args, index, place) + thread * 16
         for j in cutlass.range_constexpr(HALF // 8):
             ptx.store_f32x4(slot + j * CONSUMER_THREADS * 16, tuple(out[4 * j + i] for i in range(4)))
         ptx.store_f32x4(slot + SLOT_BYTES, (maximum[0], total[0], maximum[1], total[1]))
@@ -151,7 +194,7 @@ class Results(WorkItems):
             ptx.store_f32x2(slot + SLOT_BYTES + (CONSUMER_THREADS * 16 - thread * 8), (total[2], total[3]))
 
     def arrived(self, args: Arguments, item: Item) -> Int64:
-        """Address of the count of parts that are written, of an item's group."""
+        """Address of the count of pieces that are written, of an item's token and heads."""
         return args.counters + Int64(item.token * self.head_blocks(args) + item.head_block) * 4
 
     def merged(self, args: Arguments, item: Item) -> Int64:
@@ -164,7 +207,7 @@ class Results(WorkItems):
         if thread == 0:
             if oldest >= 0:
                 item = self.item(args, shared, oldest)
-                self.wait_for_count(self.merged(args, item), item.parts)
+                self.wait_for_count(self.merged(args, item), item.pieces)
 
     @cute.jit
     def wait_for_count(self, address: Int64, count: Int32) -> None:
@@ -178,70 +221,162 @@ class Results(WorkItems):
         return num_items > ctas * SCRATCH_SLOTS
 
     @cute.jit
-    def merge(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, index: Int32, num_items: Int32) -> None:
-        """This CTA's share of a query, once all its parts are there: sum_i 2**(m_i - m) O_i / total, i in order."""
+    def list_partials(
+        self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, item: Item, first: Int32
+    ) -> None:
+        """Writes the slots of a token's partial results in order, one warp for all; a barrier must follow.
+
+        partials[0] is their number; then (number of the slot) * 2 + (does a part begin with it), and an end that begins
+        one. `first` is the number of the token's first item for these heads.
+        """
+        partials = self.partials(shared)
+        lane = thread % 32
+        division = self.division(args, self.steps(args, item.visible), shared.piece_steps.data_ptr().load())
+        count, base = Int32(0), Int32(0)
+        while base < item.pieces:
+            piece = base + lane
+            begin, end, begins = self.steps_of_piece(division, piece)
+            mine = end - begin
+            if begins:
+                mine = Int32(1)
+            if piece >= item.pieces:
+                mine = Int32(0)
+            # Folding whole parts one after the other is folding them into nothing first and then together.
+            marks = begins & ((division.pieces > 1) | (piece == 0))
+            total = mine
+            for i in cutlass.range_constexpr(5):
+                other = cute.arch.shuffle_sync_up(total, offset=1 << i, mask_and_clamp=0)
+                if lane >= (1 << i):
+                    total += other
+            number = self.slot_number(args, first + piece * self.head_blocks(args))
+            place = Int32(0)
+            while place < mine:
+                (partials + (1 + count + total - mine + place)).store((number + place) * 2 + Int32(marks))
+                place += 1
+            count += cute.arch.shuffle_sync(total, 31)
+            base += 32
+        if lane == 0:
+            partials.store(count)
+            (partials + 1 + count).store(Int32(1))
+
+    def partials(self, shared: cutlass.Constexpr) -> cute.Pointer:
+        """Where `list_partials` writes: in the memory of P, which nobody needs between items."""
+        return cute.recast_ptr(shared.p.data_ptr(), dtype=Int32)
+
+    @cute.jit
+    def merge(
+        self,
+        args: Arguments,
+        shared: cutlass.Constexpr,
+        thread: Int32,
+        which: Int32,
+        index: Int32,
+        num_items: Int32,
+    ) -> None:
+        """This CTA's share of a token's columns, once all its partial results are there.
+
+        They are folded in order: those of a part into one, as if one CTA had done all its steps, and then the parts.
+        """
         item = self.item(args, shared, index)
         stride = self.head_blocks(args)
-        first = index - item.part * stride
-        row = thread % 128 // 32 * 16 + thread % 32 // 4
+        lane = thread % 32
+        row = thread % 128 // 32 * 16 + lane // 4
         head = item.head_block * HEADS + row
         sinks = (self.sink(args, head), self.sink(args, head + 8))
-        begin, end = item.part * (HALF // 8) // item.parts, (item.part + 1) * (HALF // 8) // item.parts
-        if thread == 0:
-            self.wait_for_count(self.arrived(args, item), item.parts)
+        begin = ptx.divide(item.piece * (HALF // 8), item.pieces)
+        end = ptx.divide((item.piece + 1) * (HALF // 8), item.pieces)
+        self.sync(Named.CONSUMERS)  # P is free
+        if thread < 32:
+            self.list_partials(args, shared, thread, item, index - item.piece * stride)
+            if thread == 0:
+                self.wait_for_count(self.arrived(args, item), item.pieces)
         self.sync(Named.CONSUMERS)
-        newest, total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Float32)
-        merged = cute.make_rmem_tensor((4 * MERGE_GROUPS,), Float32)
-        for base in cutlass.range(begin, end, MERGE_GROUPS):
-            newest.fill(NO_MAXIMUM)
-            total.fill(0.0)
-            merged.fill(0.0)
-            for some in cutlass.range(0, item.parts, MERGE_PARTS):
-                statistics, exact, words = [], [], []
-                for i in cutlass.range_constexpr(MERGE_PARTS):
-                    slot = self.slot(args, first + ptx.imin(some + i, item.parts - 1) * stride) + thread * 16
-                    statistics.append(ptx.load_f32x4(slot + SLOT_BYTES))
-                    if const_expr(self.configuration.lse):
-                        exact.append(ptx.load_f32x2(slot + SLOT_BYTES + (CONSUMER_THREADS * 16 - thread * 8)))
-                    for u in cutlass.range_constexpr(MERGE_GROUPS):
-                        words.append(ptx.load_f32x4(slot + ptx.imin(base + u, end - 1) * (CONSUMER_THREADS * 16)))
-                for i in cutlass.range_constexpr(MERGE_PARTS):
-                    if some + i < item.parts:
-                        for k in cutlass.range_constexpr(2):
-                            maximum = ptx.fmax(newest[k], statistics[i][2 * k])
-                            before, weight = ptx.exp2(newest[k] - maximum), ptx.exp2(statistics[i][2 * k] - maximum)
-                            newest[k] = maximum
-                            total[k] = total[k] * before + statistics[i][2 * k + 1] * weight
+        partials = self.partials(shared)
+        count = partials.load()
+        size = 4 * MERGE_GROUPS
+        # Of the part at hand, and of the parts before it.
+        maximum, total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Float32)
+        values = cute.make_rmem_tensor((size,), Float32)
+        all_maximum, all_total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Float32)
+        all_values = cute.make_rmem_tensor((size,), Float32)
+        inverse = cute.make_rmem_tensor((2,), Float32)
+        for base in cutlass.range(begin, end, MERGE_GROUPS, unroll=1):
+            self.clear(all_maximum, all_total, all_values)
+            done = Int32(0)
+            while done < count:
+                self.clear(maximum, total, values)
+                more = Boolean(True)
+                while more:
+                    belongs, statistics, exact, words = [], [], [], []
+                    for i in cutlass.range_constexpr(MERGE_PARTS):
+                        entry = (partials + (1 + ptx.imin(done + i, count - 1))).load()
+                        if const_expr(i == 0):
+                            belongs.append(Boolean(True))
+                        else:
+                            belongs.append(belongs[-1] & (done + i < count) & ((entry & 1) == 0))
+                        slot = args.scratch + Int64(entry >> 1) * (SLOT_BYTES + STATISTICS_BYTES) + thread * 16
+                        statistics.append(ptx.load_f32x4(slot + SLOT_BYTES))
+                        if const_expr(self.configuration.lse):
+                            exact.append(ptx.load_f32x2(slot + SLOT_BYTES + (CONSUMER_THREADS * 16 - thread * 8)))
+                        for u in cutlass.range_constexpr(MERGE_GROUPS):
+                            words.extend(ptx.load_f32x4(slot + ptx.imin(base + u, end - 1) * (CONSUMER_THREADS * 16)))
+                    for i in cutlass.range_constexpr(MERGE_PARTS):
+                        if belongs[i]:
+                            sums = [statistics[i][1], statistics[i][3], 0.0, 0.0]
                             if const_expr(self.configuration.lse):
-                                total[2 + k] = total[2 + k] * before + exact[i][k] * weight
-                            for u in cutlass.range_constexpr(MERGE_GROUPS):
-                                for j in cutlass.range_constexpr(2):
-                                    at = 4 * u + 2 * k + j
-                                    word = words[i * MERGE_GROUPS + u][2 * k + j]
-                                    merged[at] = ptx.fma(word, weight, merged[at] * before)
+                                sums[2:] = exact[i]
+                            mine = words[size * i : size * (i + 1)]
+                            self.fold(maximum, total, values, (statistics[i][0], statistics[i][2]), sums, mine)
+                            done += 1
+                    more = ((partials + (1 + done)).load() & 1) == 0
+                self.fold(all_maximum, all_total, all_values, maximum, total, values)
+            if base == begin:
+                self.sum_up(shared, which, row, lane, all_total)
+                for k in cutlass.range_constexpr(2):
+                    inverse[k] = self.inverse(sinks[k], all_maximum[k], all_total[k])
+                    # Whoever has the first columns: if the pieces are more than the columns, that is not the first one.
+                    if (which == 0) & (begin == 0) & (lane % 4 == 0):
+                        self.store_lse(args, item.token, head + 8 * k, all_maximum[k], all_total[2 + k])
             for k in cutlass.range_constexpr(2):
-                inverse = self.inverse(sinks[k], newest[k], total[k])
                 if head + 8 * k < args.num_heads:
                     at = Int64(item.token) * args.out_token_stride + Int64(head + 8 * k) * args.out_head_stride
                     for u in cutlass.range_constexpr(MERGE_GROUPS):
                         if base + u < end:
-                            column = thread // 128 * HALF + (base + u) * 8 + thread % 4 * 2
-                            low, high = merged[4 * u + 2 * k] * inverse, merged[4 * u + 2 * k + 1] * inverse
+                            column = which * HALF + (base + u) * 8 + lane % 4 * 2
+                            low, high = (
+                                all_values[4 * u + 2 * k] * inverse[k],
+                                all_values[4 * u + 2 * k + 1] * inverse[k],
+                            )
                             if const_expr(self.configuration.fp32_out):
                                 ptx.store_f32x2(args.out + (at + column) * 4, (low, high))
                             else:
                                 ptx.store_u32(args.out + (at + column) * 2, ptx.pack_bf16(low, high))
-        # Whoever has the first columns: with more parts than column groups that is not part 0, which then has none.
-        if (begin == 0) & (end > 0) & (thread < 128) & (thread % 4 == 0):
-            for k in cutlass.range_constexpr(2):
-                self.store_lse(args, item.token, head + 8 * k, newest[k], total[2 + k])
         self.sync(Named.CONSUMERS)
         if thread == 0:
             if self.slots_are_reused(num_items):
                 ptx.add_release(self.merged(args, item))
-            elif ptx.count_out(self.merged(args, item)) == item.parts - 1:  # the last: clears for the next launch
+            elif ptx.count_out(self.merged(args, item)) == item.pieces - 1:  # the last: clears for the next launch
                 ptx.store_i32(self.merged(args, item), Int32(0))
                 ptx.store_i32(self.arrived(args, item), Int32(0))
+
+    def fold(
+        self,
+        maximum: cute.Tensor,
+        total: cute.Tensor,
+        values: cute.Tensor,
+        other_maximum: cute.Tensor | tuple,
+        other_total: cute.Tensor | tuple,
+        other_values: cute.Tensor | list,
+    ) -> None:
+        """Lets a result join the first one, for two rows."""
+        for k in range(2):
+            before, weight = self.factors(maximum, other_maximum[k], k)
+            for i in (k, 2 + k):
+                total[i] = ptx.fma(Float32(other_total[i]), weight, total[i] * before)
+            for u in range(MERGE_GROUPS):
+                for j in range(2):
+                    at = 4 * u + 2 * k + j
+                    values[at] = ptx.fma(other_values[at], weight, values[at] * before)
 
     @cute.jit
     def leave(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32) -> None:

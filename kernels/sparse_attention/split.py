@@ -3,7 +3,8 @@
 A query's key slots are its window list (width W) and then its entries (the first `visible` slots of its list, or all
 its visible ones), each padded with holes to whole steps of STEP_KEYS slots. Its steps are divided into parts of nearly
 equal length, and the partial results are merged in fp32 in the order of the parts. Since nothing here looks at other
-queries, a query has the same bits in every batch.
+queries, a query has the same bits in every batch. (The Hopper kernel may divide parts further where there is room for
+it, in a way that does not change the bits.)
 """
 
 from __future__ import annotations

@@ -123,6 +123,8 @@ _BOTH_FORMATS = {
     "split_128_heads": Spec(heads=128, entry_lengths=(1024, 640, 2), split_keys=256),
     "split_8_heads": Spec(tokens=5, heads=8, entry_lengths=(1024, 640, 2), split_keys=128, sink="mixed"),
     "split_in_40_parts": Spec(tokens=1, heads=8, entry_lengths=(4900,), dense=True, split_keys=128),
+    "pieces": Spec(tokens=2, entry_lengths=(512, 300), split_keys=1280),
+    "pieces_of_parts": Spec(tokens=1, heads=65, entry_lengths=(2900,), split_keys=640),
     "partial": Spec(entry_lengths=(200, 0), sink=None, normalised=False),
     "partial_split": Spec(
         window_lengths=(128, 0), entry_lengths=(900, 0, 1), sink=None, normalised=False, split_keys=256

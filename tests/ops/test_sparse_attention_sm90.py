@@ -160,8 +160,9 @@ def multiprocessors_for(case: Case) -> tuple[int, ...]:
     return 132, fewest, fewest + 2
 
 
-SAME_BITS = ("heads_65-fp8", "split_128-fp8", "split_128_heads-fp8")
-"""The second one: more than three items a CTA, so that scratch slots are used again."""
+SAME_BITS = ("heads_65-fp8", "split_128-fp8", "split_128_heads-fp8", "pieces-fp8", "pieces_of_parts-fp8")
+"""The second one: more than three items a CTA, so that scratch slots are used again. The last two: on few
+multiprocessors parts are left whole, on many they are divided into pieces."""
 
 
 @pytest.mark.parametrize("name", SAME_BITS)
@@ -172,6 +173,14 @@ def test_the_same_bits_under_every_schedule(name: str) -> None:
     for schedule, multiprocessors in zip(SCHEDULES, multiprocessors_for(case)[::-1], strict=True):
         result = launch(case, multiprocessors, schedule=schedule, seed=multiprocessors)
         assert all(map(same_bits, expected, result)), (schedule, multiprocessors)
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 20, 8])
+def test_pieces_have_the_bits_of_the_whole(multiprocessors: int) -> None:
+    """Pieces of one step, of several, and none, against the kernel that does not divide tokens."""
+    divided = build(Spec(tokens=2, entry_lengths=(1024, 300), split_keys=1280))
+    whole = replace(divided, spec=replace(divided.spec, split_keys=None))
+    assert all(map(same_bits, launch(divided, multiprocessors), launch(whole)))
 
 
 @pytest.mark.slow
