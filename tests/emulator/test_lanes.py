@@ -44,6 +44,16 @@ bar.warp.sync -1; /*read*/
 cp.async.cg.shared.global [%r9], [%rd3], 16; cp.async.commit_group; cp.async.wait_group 0;
 bar.warp.sync -1; /*loaded*/
 xor.b32 %r9, %r9, 16; ld.shared.u32 %r5, [%r9]; {OUTPUT}""",
+    "a matrix is stored, and read line by line": f"""shl.b32 %r8, %r101, 4; add.u32 %r9, %r103, %r8; @%p2 bra E;
+stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%r9], {{%r101, %r101, %r101, %r101}};
+bar.warp.sync -1; /*stored*/
+ld.shared.u32 %r5, [%r3]; {OUTPUT}
+bar.warp.sync -1; /*read*/
+stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%r9], {{%r5, %r5, %r5, %r5}}; E:""",
+    "words are stored, and loaded as a matrix": f"""shl.b32 %r8, %r101, 4; add.u32 %r9, %r103, %r8; @%p2 bra E;
+st.shared.u32 [%r2], %r101;
+bar.warp.sync -1; /*stored*/
+ldmatrix.sync.aligned.m8n8.x1.shared::cta.b16 {{%r5}}, [%r9]; {OUTPUT} E:""",
     "one lane arrives for all": f"""@%p2 bra R; st.shared.u32 [%r2], %r101;
 bar.warp.sync -1; /*together*/
 @!%p1 mbarrier.arrive.shared::cta.b64 _, [%r6]; bra E;

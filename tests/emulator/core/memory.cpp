@@ -361,10 +361,13 @@ HANDLER("isspacep", Plain) {
 
 // ---- ldmatrix / stmatrix. aux: 0 matrices, 1 transposed, 2 offset.
 namespace {
+// A row belongs to four lanes or more, whose parts are not told apart.
 u8 *matrix_row(Warp &w, const Instruction &in, u32 address, bool write) {
   if (address & 15) report(ErrorKind::Misaligned, &w, &in, "matrix row at 0x%x is not 16-byte aligned", address);
   Cta &c = shared_owner(w, in, address, 16, write ? "stmatrix" : "ldmatrix");
-  race::shared_access(w, in, c, shared_offset(address), 16, write, race::generic(w));
+  race::Actor actor = race::generic(w);
+  actor.lane = kSeveralLanes;
+  race::shared_access(w, in, c, shared_offset(address), 16, write, actor);
   (write ? machine.counters.shared_written : machine.counters.shared_read) += 16;
   return shared_data(c, address);
 }
