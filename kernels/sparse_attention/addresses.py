@@ -5,11 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def address(tensor: Tensor | None, tokens: slice | None = None) -> int:
+def address(tensor: Tensor | None, rows: slice | None = None) -> int:
     """Of a tensor's first element, or of the first one of these rows; 0 for none."""
     if tensor is None:
         return 0
-    return (tensor if tokens is None else tensor[tokens]).data_ptr()
+    return (tensor if rows is None else tensor[rows]).data_ptr()
+
+
+def row_stride(tensor: Tensor | None) -> int:
+    """Elements from row to row; 0 for none."""
+    return 0 if tensor is None else tensor.stride(0)
 
 
 def row_bytes(storage: Tensor | None) -> int:

@@ -7,17 +7,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+NUM_COUNTERS = 1 << 16
+"""Of every launch, however large: those that a captured graph was given are never replaced for a larger one."""
+
 
 @dataclass(frozen=True)
 class Scratch:
     """A launch's own memory. Launches that run at the same time must not share it."""
 
     slots: Tensor  # [bytes] uint8, without a meaning between launches
-    counters: Tensor  # [n] int32, zero between launches
+    counters: Tensor  # [NUM_COUNTERS] int32, zero between launches
 
     @staticmethod
-    def on(device: torch.device, num_bytes: int, num_counters: int) -> Scratch:
-        """For a launch on the current stream.
+    def on(device: torch.device, num_bytes: int) -> Scratch:
+        """For a launch on the current stream; `slots` has at least so many bytes.
 
         A stream keeps its own. While a graph is captured, the slots come from the graph's pool, which its other
         temporaries share; the counters are those that all graphs of a device use, so graphs that divide keys must not
@@ -26,25 +29,30 @@ class Scratch:
         Raises:
             RuntimeError: a graph is being captured, and no such call has been made on the device.
         """
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        counters = _graph_counters.get(device)
-        if capturing:
-            if counters is None or counters.numel() < num_counters:
+        is_cuda = device.type == "cuda"
+        if is_cuda and torch.cuda.is_current_stream_capturing():
+            if device not in _graph_counters:
                 raise RuntimeError(
-                    "sparse_attention: a CUDA graph is being captured with split_keys, and the kernel has not run on "
-                    f"{device} with as many tokens before; make the same call once without a graph"
+                    "sparse_attention: a CUDA graph is being captured with split_keys, and no keys have been divided "
+                    f"on {device} before; make the same call once without a graph"
                 )
-            return Scratch(torch.empty(num_bytes, dtype=torch.uint8, device=device), counters)
-        if counters is None or counters.numel() < num_counters:
-            _graph_counters[device] = torch.zeros(num_counters, dtype=torch.int32, device=device)
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        held = _by_stream.get((device, stream))
-        if held is None or held.slots.numel() < num_bytes or held.counters.numel() < num_counters:
-            held = _by_stream[device, stream] = Scratch(
-                torch.empty(num_bytes, dtype=torch.uint8, device=device),
-                torch.zeros(num_counters, dtype=torch.int32, device=device),
-            )
+            return Scratch(_slots(device, num_bytes), _graph_counters[device])
+        if device not in _graph_counters:
+            _graph_counters[device] = _counters(device)
+        stream = device, torch.cuda.current_stream(device).cuda_stream if is_cuda else 0
+        held = _by_stream.get(stream)
+        if held is None or held.slots.numel() < num_bytes:
+            counters = _counters(device) if held is None else held.counters
+            held = _by_stream[stream] = Scratch(_slots(device, num_bytes), counters)
         return held
+
+
+def _slots(device: torch.device, num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def _counters(device: torch.device) -> Tensor:
+    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 _by_stream: dict[tuple[torch.device, int], Scratch] = {}

@@ -38,7 +38,9 @@ from cutlass.experimental import primitives as prims
 
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import ROW_DIM, RowFormat
+from dsv4_kernels.sparse_attention.addresses import address, row_bytes, row_stride
 from dsv4_kernels.sparse_attention.problem import Problem
+from dsv4_kernels.sparse_attention.scratch import NUM_COUNTERS, Scratch
 from dsv4_kernels.sparse_attention.sm100_gather import gather
 from dsv4_kernels.sparse_attention.sm100_plan import (
     HALF_DIM,
@@ -282,6 +284,11 @@ def launch(
 
 # ---- host
 
+SLOT_BYTES = HEADS * ROW_DIM * 4
+"""Of a partial O: see the last fields of `Arguments`."""
+STATE_BYTES = len(RowState._fields) * HEADS * 4
+"""Of the states of its rows."""
+
 
 def configurations() -> tuple[Config, ...]:
     """All that `sparse_attention` may ask for, to compile them beforehand."""
@@ -313,14 +320,16 @@ def sparse_attention(problem: Problem) -> None:
     plan = Plan(-(-problem.num_heads // HEADS))
     num_items = problem.num_tokens * max_parts
     num_sms, arch = device_facts(device)
-    partials = None
+    num_slots = num_items * plan.ctas
+    states = slice(num_slots * SLOT_BYTES, num_slots * (SLOT_BYTES + STATE_BYTES))  # behind the slots of O
+    scratch = None
     if max_parts > 1:
-        if problem.num_tokens * plan.ctas > MAX_COUNTERS:
+        if problem.num_tokens * plan.ctas > NUM_COUNTERS:
             raise ValueError(
                 f"sparse_attention: {problem.num_tokens} tokens of {problem.num_heads} heads with split_keys; expected "
-                f"at most {MAX_COUNTERS // plan.ctas}. Pass split_keys=None: so many tokens need no parts"
+                f"at most {NUM_COUNTERS // plan.ctas}. Pass split_keys=None: so many tokens need no parts"
             )
-        partials = Partials.on(device, num_items * plan.ctas)
+        scratch = Scratch.on(device, states.stop)
     arguments = Arguments(
         q=Int64(address(problem.q)),
         q_token_stride=Int64(problem.q.stride(0)),
@@ -351,29 +360,14 @@ def sparse_attention(problem: Problem) -> None:
         split_steps=Int32(0 if problem.split_keys is None else problem.split_keys // STEP_KEYS),
         max_parts=Int32(max_parts),
         num_items=Int32(num_items),
-        partial_out=Int64(0 if partials is None else address(partials.out)),
-        partial_state=Int64(0 if partials is None else address(partials.state)),
-        arrived=Int64(0 if partials is None else address(partials.arrived)),
+        partial_out=Int64(address(scratch and scratch.slots, slice(0, states.start))),
+        partial_state=Int64(address(scratch and scratch.slots, states)),
+        arrived=Int64(address(scratch and scratch.counters)),
         zeros=Int64(address(zero_row(device))),
     )
     stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream)
     num_ctas = plan.ctas * min(num_items, num_sms // plan.ctas)
     compile(Config(problem.row_format, max_parts > 1, plan), arch)(arguments, Int32(num_ctas), stream)
-
-
-def address(tensor: torch.Tensor | None) -> int:
-    """Of its first element; 0 for none."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def row_stride(tensor: torch.Tensor | None) -> int:
-    """Elements from row to row."""
-    return 0 if tensor is None else tensor.stride(0)
-
-
-def row_bytes(storage: torch.Tensor | None) -> int:
-    """Bytes from page to page, or from row to row of plain rows."""
-    return 0 if storage is None else storage.stride(0) * storage.element_size()
 
 
 @functools.cache
@@ -388,54 +382,3 @@ def device_facts(device: torch.device) -> tuple[int, str]:
 def zero_row(device: torch.device) -> torch.Tensor:
     """What stands for holes and missing heads."""
     return torch.zeros(ROW_DIM, dtype=torch.bfloat16, device=device)
-
-
-MAX_COUNTERS = 1 << 16
-"""CTAs' worth of tokens in a call that may divide their keys."""
-
-
-@dataclass(frozen=True)
-class Partials:
-    """Global memory through which the parts of a token meet: see the last fields of `Arguments`."""
-
-    out: torch.Tensor
-    state: torch.Tensor
-    arrived: torch.Tensor
-
-    @staticmethod
-    def allocate(device: torch.device, num_slots: int, arrived: torch.Tensor) -> "Partials":
-        """With these counters; out and state need no initial value."""
-        return Partials(
-            torch.empty(num_slots, HEADS, ROW_DIM, dtype=torch.float32, device=device),
-            torch.empty(num_slots, len(RowState._fields), HEADS, dtype=torch.float32, device=device),
-            arrived,
-        )
-
-    @staticmethod
-    def on(device: torch.device, num_slots: int) -> "Partials":
-        """For a launch on the current stream; launches that run at the same time must not meet.
-
-        A stream keeps its own. While a graph is captured, out and state come from the graph's pool, which its other
-        temporaries share; the counters, which are zero between launches, are those that all graphs of a device use, so
-        graphs with divided keys must not run at the same time.
-        """
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            if device not in _graph_counters:
-                raise RuntimeError(
-                    "sparse_attention: a CUDA graph is being captured with split_keys, and the kernel has not run on "
-                    f"{device} before; make the same call once without a graph"
-                )
-            return Partials.allocate(device, num_slots, _graph_counters[device])
-        if device not in _graph_counters:
-            _graph_counters[device] = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
-        key = (device, torch.cuda.current_stream(device).cuda_stream)
-        held = _partials.get(key)
-        if held is None or held.out.shape[0] < num_slots:
-            arrived = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device) if held is None else held.arrived
-            held = _partials[key] = Partials.allocate(device, num_slots, arrived)
-        return held
-
-
-_partials: dict[tuple[torch.device, int], Partials] = {}
-"""By stream."""
-_graph_counters: dict[torch.device, torch.Tensor] = {}

@@ -50,7 +50,7 @@ from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.sparse_attention import sm90_ptx as ptx
 from dsv4_kernels.sparse_attention.addresses import address, row_bytes
 from dsv4_kernels.sparse_attention.problem import Problem
-from dsv4_kernels.sparse_attention.scratch import Scratch
+from dsv4_kernels.sparse_attention.scratch import NUM_COUNTERS, Scratch
 from dsv4_kernels.sparse_attention.sm90_gather import Producers
 from dsv4_kernels.sparse_attention.sm90_plan import (
     BLOCK_BYTES,
@@ -478,7 +478,8 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
     scratch = None
     if split:
         num_bytes = num_sms * SLOTS_PER_CTA * (SLOT_BYTES + STATISTICS_BYTES)
-        scratch = Scratch.on(device, num_bytes, 2 * 2 * MAX_SPLIT_TOKENS + 1)
+        assert 2 * 2 * MAX_SPLIT_TOKENS + 1 <= NUM_COUNTERS  # two a token and block of heads; CTAs done
+        scratch = Scratch.on(device, num_bytes)
     entry_list = problem.entry_rows[tokens] if problem.entry_rows is not None else problem.page_table
     q, out, window_rows = problem.q[tokens], problem.out[tokens], problem.window_rows[tokens]
     arguments = Arguments(

@@ -139,7 +139,7 @@ def test_a_split_by_hand_and_its_merge(name: str) -> None:
 def test_too_many_tokens_with_parts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from dsv4_kernels.sparse_attention import sm100
 
-    monkeypatch.setattr(sm100, "MAX_COUNTERS", 9)
+    monkeypatch.setattr(sm100, "NUM_COUNTERS", 9)
     with pytest.raises(ValueError, match="5 tokens of 65 heads with split_keys; expected at most 4"):
         launch(build(Spec(tokens=5, heads=65, entry_lengths=(300,), split_keys=128)))
 
