@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from ops.attention_cases import CASES, Case, Spec, build, check, reference
+from ops.number_formats import same_bits
 from torch import Tensor
 
 from dsv4_kernels import compile_cache, registry
@@ -50,11 +51,6 @@ def poison(case: Case) -> None:
     T, H, D = case.q.shape
     torch.full((T, H, D), NAN, dtype=torch.bfloat16 if case.spec.normalised else torch.float32, device="cuda")
     torch.full((T, H), NAN, device="cuda")
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
 # ---- values

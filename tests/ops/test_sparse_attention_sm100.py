@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,58 +20,31 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from ops import attention_launch
 from ops.attention_cases import CASES, Case, Spec, build, check, reference, relative_error
-from torch import Tensor
+from ops.attention_launch import LONG, SCHEDULES, Result
+from ops.number_formats import same_bits
 
-from dsv4_kernels import compile_cache
 from dsv4_kernels.sparse_attention import merge_partials
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-sys.path.append(str(Path(__file__).resolve().parents[1] / "emulator"))
+pytestmark = pytest.mark.usefixtures("compiled_here")
 
 if TYPE_CHECKING:
     from host import Device
 
-SCHEDULES = ("late", "random", "random_warps")
-LONG = ("hca_1m", "csa_1024", "more_tokens_than_sms")
 EMULATED_RESULTS = Path(__file__).resolve().parents[1] / "emulator" / "results" / "sparse_attention_sm100.json"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_here() -> Iterator[None]:
-    """Kernels are compiled in the emulator, which needs their PTX: none from disk, and none is left behind."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(compile_cache.FOLDER_VARIABLE, "off")
-        compile_cache.forget()
-        yield
-        compile_cache.forget()
-
-
-def launch(case: Case, multiprocessors: int = 148, out: Tensor | None = None, lse: bool = True, **options: object):  # noqa: ANN201
-    """((out, lse), the emulated device) of one call."""
+def launch(case: Case, multiprocessors: int = 148, **options: object) -> tuple[Result, Device]:
+    """((out, lse), the emulated device) of one call, see `attention_launch.launch`."""
     from emulator import Checks
-    from host import emulated
 
     from dsv4_kernels.sparse_attention import sm100
 
-    problem = case.problem(out)
-    if not lse:
-        problem = replace(problem, lse=None)
-    options = {"checks": Checks.strict(), **options}
     sm100.device_facts.cache_clear()  # this device has another number of multiprocessors
-    with emulated(multiprocessors=multiprocessors, **options) as device:
-        sm100.sparse_attention(problem)
-    assert device.reports[0].grid[0] <= multiprocessors
-    return (problem.out, problem.lse), device
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
-
-
-def warnings_of(device: Device) -> list[str]:
-    return [warning for report in device.reports for warning in report.warnings]
+    options = {"checks": Checks.strict(), **options}
+    return attention_launch.launch(sm100.sparse_attention, case, multiprocessors, **options)
 
 
 # ---- values
@@ -82,9 +54,8 @@ def warnings_of(device: Device) -> list[str]:
 def test_case(name: str) -> None:
     case = build(CASES[name])
     seed = list(CASES).index(name)
-    result, device = launch(case, schedule=SCHEDULES[seed % len(SCHEDULES)], seed=seed)
+    result, _ = launch(case, schedule=SCHEDULES[seed % len(SCHEDULES)], seed=seed)
     check(case, result)
-    assert not warnings_of(device)
 
 
 SERVED = {
@@ -155,9 +126,8 @@ def test_the_same_bits_under_every_schedule(name: str) -> None:
     for (schedule, seed), multiprocessors in zip(
         itertools.product(SCHEDULES, (1, 2)), (148, 3, 2, 5, 148, 4), strict=True
     ):
-        result, device = launch(case, multiprocessors, schedule=schedule, seed=seed)
+        result, _ = launch(case, multiprocessors, schedule=schedule, seed=seed)
         assert all(same_bits(a, b) for a, b in zip(expected, result, strict=True)), (schedule, seed, multiprocessors)
-        assert not warnings_of(device)
 
 
 @pytest.fixture(scope="module")

@@ -13,28 +13,23 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from ops import attention_launch
 from ops.attention_cases import CASES, Case, Spec, build, check
-from torch import Tensor
+from ops.attention_launch import LONG, SCHEDULES, Result
+from ops.number_formats import same_bits
 
-from dsv4_kernels import compile_cache
-from dsv4_kernels.sparse_attention import merge_partials, scratch
+from dsv4_kernels.sparse_attention import merge_partials
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-sys.path.append(str(Path(__file__).resolve().parents[1] / "emulator"))
+pytestmark = pytest.mark.usefixtures("compiled_here")
 
-SCHEDULES = ("late", "random", "random_warps")
 QUICK = ((True, "LIST", False), (True, "LIST", True), (False, "PAGES", False))
 """(FP8 rows, entries, divided): compiling one takes longer than all its cases."""
-
-
-LONG = ("hca_1m", "csa_1024", "more_tokens_than_sms")
 
 
 def is_quick(name: str) -> bool:
@@ -49,44 +44,13 @@ def with_marks(names: Iterable[str]) -> list:
     return [pytest.param(n, marks=() if is_quick(n) else pytest.mark.slow) for n in names]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_here() -> Iterator[None]:
-    """Kernels are compiled in the emulator, which needs their PTX: none from disk, and none is left behind."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(compile_cache.FOLDER_VARIABLE, "off")
-        compile_cache.forget()
-        yield
-        compile_cache.forget()
-
-
-def launch(
-    case: Case, multiprocessors: int = 132, out: Tensor | None = None, lse: bool = True, **options: object
-) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of one call, whose memory was NaN and whose counters are zero afterwards."""
-    from host import emulated
-
+def launch(case: Case, multiprocessors: int = 132, **options: object) -> Result:
+    """(out, lse) of one call, see `attention_launch.launch`."""
     from dsv4_kernels.sparse_attention import sm90
 
-    problem = case.problem(out)
-    if not lse:
-        problem = replace(problem, lse=None)
-    for result in (problem.out, problem.lse):
-        if result is not None:
-            result.fill_(float("nan"))
-    sm90.num_multiprocessors.cache_clear()
-    for held in scratch._by_stream.values():
-        held.slots.fill_(0xFF)  # NaN
-    with emulated(arch=sm90.ARCH, multiprocessors=multiprocessors, **options) as device:
-        sm90.sparse_attention(problem)
-    assert device.reports and all(report.grid[0] <= multiprocessors for report in device.reports)
-    assert not {warning.split(" at ")[0] for report in device.reports for warning in report.warnings}
-    assert not any(held.counters.any() for held in scratch._by_stream.values())
-    return problem.out, problem.lse
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+    sm90.num_multiprocessors.cache_clear()  # this device has another number
+    result, _ = attention_launch.launch(sm90.sparse_attention, case, multiprocessors, arch=sm90.ARCH, **options)
+    return result
 
 
 # ---- values
