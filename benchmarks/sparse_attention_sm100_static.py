@@ -2,11 +2,11 @@
 
     PYTHONPATH=tests/emulator python benchmarks/sparse_attention_sm100_static.py [--write]
 
-Compiles every configuration for sm_100a and reads registers, stack and shared memory from the cubins. Then runs one
-token of every case in the emulator (tests/emulator) and divides what the launch did by published rates (report.py there
-names them), for a full GPU: all 148 multiprocessors are taken to do the same. The largest quotient is a lower bound of
-the time, not a prediction. `--write` puts everything into benchmarks/results/sparse_attention_sm100_static.json, which
-a test compares.
+Compiles every configuration for sm_100a and reads registers, stack and code from the cubins. Then runs one token of
+every case in the emulator (tests/emulator) and divides what the launch did by published rates (report.py there names
+them), for a full GPU: all 148 multiprocessors are taken to do the same. The largest quotient is a lower bound of the
+time, not a prediction. `--write` puts everything into benchmarks/results/sparse_attention_sm100_static.json, which a
+test compares.
 
 Columns, in clock cycles of one multiprocessor for one token and 64 heads; 128 heads are a pair of multiprocessors:
 
@@ -31,11 +31,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from cubin import resources
 
 from dsv4_kernels import compile_cache
 from dsv4_kernels.kv_layout import ROW_DIM, KVRows, RowFormat
@@ -46,7 +46,6 @@ from dsv4_kernels.sparse_attention.sm100_plan import HEADS, TILE_KEYS, Smem
 RESULTS = Path(__file__).resolve().parent / "results" / "sparse_attention_sm100_static.json"
 FLOPS_PER_CYCLE = 8192
 UNITS = ("floor", "fma", "alu", "issue", "sfu", "tmem", "shared", "operands", "port", "l2", "hbm")
-_REGISTERS, _FRAME_BYTES, _STACK_BYTES = 0x2F, 0x11, 0x12  # attributes of a cubin's .nv.info: (symbol, value)
 
 
 @dataclass(frozen=True)
@@ -77,34 +76,10 @@ CASES = (
 )
 
 
-def resources(cubin: bytes) -> dict[str, int]:
-    """Registers a thread, stack bytes a thread and static shared memory of a cubin with one kernel (an ELF file)."""
-    section_table = struct.unpack_from("<Q", cubin, 0x28)[0]
-    entry_bytes, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, section_table + i * entry_bytes) for i in range(count)]
-    names = sections[names_index][4]
-    found = {"registers": 0, "stack_bytes": 0}
-    for section in sections:
-        begin = names + section[0]
-        name, offset, size = cubin[begin : cubin.index(b"\0", begin)].decode(), section[4], section[5]
-        if not name.startswith(".nv.info"):
-            continue
-        place = offset
-        while place < offset + size:
-            kind, attribute, value_bytes = struct.unpack_from("<BBH", cubin, place)
-            place += 4
-            if kind == 4:  # a value of its own length follows; other kinds hold it in the two bytes
-                if attribute in (_REGISTERS, _FRAME_BYTES, _STACK_BYTES):
-                    key = "registers" if attribute == _REGISTERS else "stack_bytes"
-                    found[key] = max(found[key], struct.unpack_from("<II", cubin, place)[1])
-                place += value_bytes
-    assert found["registers"] > 0, "the cubin says nothing about registers"
-    return found | {"dynamic_smem_bytes": Smem.BYTES}
-
-
 def all_resources() -> dict[str, dict[str, int]]:
     """By configuration; inside `emulated()`, which keeps the cubins."""
-    return {str(config): resources(sm100.compile(config).__cubin__) for config in sm100.configurations()}
+    shared = {"dynamic_smem_bytes": Smem.BYTES}
+    return {str(config): resources(sm100.compile(config).__cubin__) | shared for config in sm100.configurations()}
 
 
 def problem_of(case: StaticCase) -> Problem:
