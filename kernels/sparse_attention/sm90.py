@@ -478,7 +478,7 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
     scratch = None
     if split:
         num_bytes = num_sms * SLOTS_PER_CTA * (SLOT_BYTES + STATISTICS_BYTES)
-        assert 2 * 2 * MAX_SPLIT_TOKENS + 1 <= NUM_COUNTERS  # two a token and block of heads; CTAs done
+        assert 2 * 2 * MAX_SPLIT_TOKENS + 1 <= NUM_COUNTERS  # two of each token and block of heads, one of all
         scratch = Scratch.on(device, num_bytes)
     entry_list = problem.entry_rows[tokens] if problem.entry_rows is not None else problem.page_table
     q, out, window_rows = problem.q[tokens], problem.out[tokens], problem.window_rows[tokens]
