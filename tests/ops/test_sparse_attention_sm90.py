@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -24,6 +26,9 @@ from ops.attention_launch import LONG, SCHEDULES, Result
 from ops.number_formats import same_bits
 
 from dsv4_kernels.sparse_attention import merge_partials
+
+if TYPE_CHECKING:
+    from host import Device
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 pytestmark = pytest.mark.usefixtures("compiled_here")
@@ -46,11 +51,18 @@ def with_marks(names: Iterable[str]) -> list:
 
 def launch(case: Case, multiprocessors: int = 132, **options: object) -> Result:
     """(out, lse) of one call, see `attention_launch.launch`."""
+    return launch_on(case, multiprocessors, **options)[0]
+
+
+def launch_on(case: Case, multiprocessors: int, **options: object) -> tuple[Result, Device]:
+    """The same, and the emulated device."""
+    from emulator import Checks
+
     from dsv4_kernels.sparse_attention import sm90
 
     sm90.num_multiprocessors.cache_clear()  # this device has another number
-    result, _ = attention_launch.launch(sm90.sparse_attention, case, multiprocessors, arch=sm90.ARCH, **options)
-    return result
+    options = {"checks": Checks.strict(), "arch": sm90.ARCH, **options}
+    return attention_launch.launch(sm90.sparse_attention, case, multiprocessors, **options)
 
 
 # ---- values
@@ -188,6 +200,31 @@ def test_the_width_of_lists_and_tables_is_not_seen(dense: bool, split_keys: int 
     wide = torch.nn.functional.pad(case.entry_arguments[name], (0, 524), value=2**31 - 1)
     wider = replace(case, entry_arguments={**case.entry_arguments, name: wide})
     assert same_bits(launch(wider)[0], launch(case)[0])
+
+
+# Eight tokens of one to four parts on four multiprocessors, so that scratch slots are used again.
+MUTATED = Spec(tokens=8, window_lengths=(128, 3), entry_lengths=(200, 5, 700), split_keys=256)
+
+
+@pytest.mark.slow
+def test_deleted_synchronisation_is_noticed() -> None:
+    """Every deletion but those explained in emulator/results/mutation_reasons.json.
+
+    DSV4_WRITE_RESULTS=1 writes emulator/results/mutation_*.
+    """
+    import mutation
+    from emulator import Checks
+
+    name = "sparse_attention_sm90"
+    _, device = launch_on(build(MUTATED), multiprocessors=4, record=True)
+    result = mutation.run(name, device.recordings[0], checks=Checks.strict())
+    reasons = mutation.reasons_for(name)
+    document = mutation.as_json(result, reasons)
+    assert not [missed for missed in document["not caught"] if missed["reason"] == mutation.NOT_ANALYSED]
+    if os.environ.get("DSV4_WRITE_RESULTS"):
+        base = mutation.RESULTS / f"mutation_{name}"
+        base.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+        base.with_suffix(".md").write_text(mutation.readable(document))
 
 
 # ---- compile gate
