@@ -313,7 +313,7 @@ def sparse_attention(problem: Problem) -> None:
     See `dsv4_kernels.sparse_attention.sparse_attention` for what is computed.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured with `split_keys` and no such call has been made on the device.
+        RuntimeError: a CUDA graph is being captured, and no such call has been made on the device.
         ValueError: more tokens than counters in a call with `split_keys`.
     """
     device, max_parts = problem.q.device, problem.max_parts
@@ -380,5 +380,14 @@ def device_facts(device: torch.device) -> tuple[int, str]:
 
 @functools.cache
 def zero_row(device: torch.device) -> torch.Tensor:
-    """What stands for holes and missing heads."""
+    """What stands for holes and missing heads.
+
+    Raises:
+        RuntimeError: a graph is being captured, whose memory this would be, and the kernel has not run on the device.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"sparse_attention: a CUDA graph is being captured, and the kernel has not run on {device} before; make "
+            "the same call once without a graph"
+        )
     return torch.zeros(ROW_DIM, dtype=torch.bfloat16, device=device)

@@ -57,6 +57,21 @@ def test_a_graph_needs_a_call_before(cuda: Callable[[int, bool], None]) -> None:
     Scratch.on(DEVICE, 100)
 
 
+def test_a_graph_does_not_get_to_keep_the_row_of_zeros(cuda: Callable[[int, bool], None]) -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from dsv4_kernels.sparse_attention.sm100 import zero_row
+
+    zero_row.cache_clear()
+    cuda(0, True)
+    with pytest.raises(RuntimeError, match="has not run on cuda:0 before; make the same call once"):
+        zero_row(DEVICE)
+    cuda(0, False)
+    row = zero_row(DEVICE)
+    cuda(0, True)
+    assert zero_row(DEVICE) is row and not row.any()
+    zero_row.cache_clear()
+
+
 def test_graphs_share_counters_that_no_eager_call_uses_or_replaces(cuda: Callable[[int, bool], None]) -> None:
     eager = Scratch.on(DEVICE, 100)
     cuda(1, True)
