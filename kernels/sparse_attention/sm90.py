@@ -287,9 +287,9 @@ class SparseAttention(Producers, Results):
             num_bytes = Int32(16)
             if head >= args.num_heads:
                 num_bytes, head = Int32(0), Int32(0)
-            address = args.q + (Int64(token) * args.q_token_stride + Int64(head) * args.q_head_stride) * 2 + piece * 16
+            source = args.q + (Int64(token) * args.q_token_stride + Int64(head) * args.q_head_stride) * 2 + piece * 16
             block = base + (piece // 8) * BLOCK_BYTES + row * ROW_STRIDE
-            ptx.copy_async(block + ((piece % 8) ^ (row & 7)) * 16, address, num_bytes)
+            ptx.copy_async(block + ((piece % 8) ^ (row & 7)) * 16, source, num_bytes)
         cute.arch.cp_async_commit_group()
 
     @cute.jit

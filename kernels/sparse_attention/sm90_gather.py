@@ -97,9 +97,8 @@ class Producers(WorkItems):
                     if which == 0:
                         self.write_row_bits(shared.rows.data_ptr() + warp, lane, address)
                 if const_expr(not fp8):
-                    self.copy_group(
-                        place + group * BLOCK_BYTES, row, quarter, address, (which * HALF_GROUPS + group) * 128
-                    )
+                    first = (which * HALF_GROUPS + group) * (GROUP * 2)
+                    self.copy_group(place + group * BLOCK_BYTES, row, quarter, address, first)
                 elif const_expr(group == HALF_GROUPS - 1):
                     if which == 0:
                         self.store_group(place + group * BLOCK_BYTES, row, quarter, group, words[i % AHEAD], scales)
