@@ -261,7 +261,7 @@ class SparseAttention(Producers, Results):
 
     @cute.jit
     def release(self, barrier: cute.Pointer, lane: Int32) -> None:
-        """Gives a half buffer back to the producers."""
+        """Gives a group back to its producer."""
         if lane == 0:
             cute.arch.mbarrier_arrive(barrier)
 

@@ -191,9 +191,11 @@ class WorkItems:
     @cute.jit
     def visible_entries(self, args: Arguments, token: Int32) -> Int32:
         """Entries that a token may read: of a list, its first slots."""
-        visible = args.num_entries
-        if args.visible != 0:
-            visible = ptx.imin(ptx.load_i32(args.visible + Int64(token) * 4), visible)
+        visible = Int32(0)
+        if const_expr(self.configuration.entries != Entries.NONE):
+            visible = args.num_entries
+            if args.visible != 0:
+                visible = ptx.imin(ptx.load_i32(args.visible + Int64(token) * 4), visible)
         return visible
 
     @cute.jit
@@ -216,9 +218,7 @@ class WorkItems:
                 jump = jump // 2
             piece = wanted - (starts + token).load()
         token = ptx.imin(token, args.num_tokens - 1)
-        visible = Int32(0)
-        if const_expr(self.configuration.entries != Entries.NONE):
-            visible = self.visible_entries(args, token)
+        visible = self.visible_entries(args, token)
         # With a 0 that the compiler knows, it adds up addresses step by step, in registers that there are not.
         first, last = ptx.opaque(Int32(0)), self.steps(args, visible)
         pieces, begins = Int32(1), Boolean(True)
@@ -265,10 +265,7 @@ class WorkItems:
         """0 beyond the last one."""
         steps = Int32(0)
         if token < args.num_tokens:
-            visible = Int32(0)
-            if const_expr(self.configuration.entries != Entries.NONE):
-                visible = self.visible_entries(args, token)
-            steps = self.steps(args, visible)
+            steps = self.steps(args, self.visible_entries(args, token))
         return steps
 
     @cute.jit
@@ -279,6 +276,15 @@ class WorkItems:
             division = self.division(args, steps, piece_steps)
             pieces = division.parts * division.pieces
         return pieces
+
+    @cute.jit
+    def sum_of_lanes_up_to(self, x: Int32, lane: Int32) -> Int32:
+        """x of the lanes of the warp from the first one to this one."""
+        for i in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(x, offset=1 << i, mask_and_clamp=0)
+            if lane >= (1 << i):
+                x += other
+        return x
 
     @cute.jit
     def choose_piece_steps(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, steps: Int32) -> Int32:
@@ -316,11 +322,7 @@ class WorkItems:
             token = base + thread
             if base > 0:
                 steps = self.steps_of_token(args, token)
-            total = self.pieces(args, steps, piece_steps)
-            for i in cutlass.range_constexpr(5):
-                other = cute.arch.shuffle_sync_up(total, offset=1 << i, mask_and_clamp=0)
-                if lane >= (1 << i):
-                    total += other
+            total = self.sum_of_lanes_up_to(self.pieces(args, steps, piece_steps), lane)
             if lane == 31:
                 (scan + warp).store(total)
             cute.arch.barrier()

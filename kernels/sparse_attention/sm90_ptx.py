@@ -24,11 +24,6 @@ def fmax(a: Float32, b: Float32) -> Float32:
     return asm("max.f32 {$w0}, {$r0}, {$r1};", [Float32], a, b)
 
 
-def ceil(x: Float32) -> Float32:
-    """The least whole number not below x."""
-    return asm("cvt.rpi.f32.f32 {$w0}, {$r0};", [Float32], x)
-
-
 def pack_bf16(low: Float32, high: Float32) -> Uint32:
     """Two fp32 rounded to bf16, the first in the low half."""
     return asm("cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", [Uint32], high, low)
@@ -37,11 +32,6 @@ def pack_bf16(low: Float32, high: Float32) -> Uint32:
 def as_f32(bits: Uint32) -> Float32:
     """The fp32 with these bits."""
     return asm("mov.b32 {$w0}, {$r0};", [Float32], Uint32(bits))
-
-
-def scale_bf16x2(x: Uint32, factor: Uint32) -> Uint32:
-    """The products of both bf16 pairs."""
-    return asm("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", [Uint32], x, factor)
 
 
 def load_i32(address: Int64) -> Int32:

@@ -243,11 +243,7 @@ class Results(WorkItems):
                 mine = Int32(0)
             # Folding whole parts one after the other is folding them into nothing first and then together.
             marks = begins & ((division.pieces > 1) | (piece == 0))
-            total = mine
-            for i in cutlass.range_constexpr(5):
-                other = cute.arch.shuffle_sync_up(total, offset=1 << i, mask_and_clamp=0)
-                if lane >= (1 << i):
-                    total += other
+            total = self.sum_of_lanes_up_to(mine, lane)
             number = self.slot_number(args, first + piece * self.head_blocks(args))
             place = Int32(0)
             while place < mine:
