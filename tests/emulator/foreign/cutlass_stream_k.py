@@ -7,7 +7,6 @@
 
 import argparse
 import ctypes
-import json
 import sys
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch  # noqa: E402
 from flash_attention_4 import relative_error  # noqa: E402
 from host import Device, Options  # noqa: E402
 from nvcc_program import attach, build, pointer  # noqa: E402
-from run_program import checks_with_warnings, summary  # noqa: E402
+from run_program import checks_with_warnings, finish  # noqa: E402
 
 
 def main() -> None:
@@ -54,12 +53,7 @@ def main() -> None:
         if failed:
             raise RuntimeError("CUTLASS's host code refused the arguments")
     error = relative_error(d, a.double() @ b.double().T)
-    result = summary(device, time.monotonic() - start) | {"relative_error": error}
-    print(f"[emulator] {result['seconds']} s, relative error {error:.2e}", flush=True)
-    if options.report:
-        options.report.write_text(json.dumps(result))
-    if not error <= options.max_error:
-        raise SystemExit(f"relative error {error:.2e} exceeds {options.max_error:.2e}")
+    finish(device, start, error, options)
 
 
 if __name__ == "__main__":

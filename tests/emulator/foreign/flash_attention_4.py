@@ -11,7 +11,6 @@ is bf16 as well, 3e-3 to 4e-3.
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import sys
@@ -26,7 +25,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
 from host import Device, emulated  # noqa: E402
-from run_program import checks_with_warnings, driver_answers, summary  # noqa: E402
+from run_program import checks_with_warnings, driver_answers, finish  # noqa: E402
 from torch_as_cuda import torch_as_cuda  # noqa: E402
 
 MLA_HEADS, MLA_ROPE_DIM, MLA_LATENT_DIM = 128, 64, 512
@@ -214,14 +213,9 @@ def main() -> None:
             names = ("topk", "padding", "query_scale", "backward")
             mla = {name: getattr(options, name) for name in names}
             error = run_mla(interface, **mla, **sizes)
-    result = summary(device, time.monotonic() - start) | {"relative_error": error}
-    print(f"[emulator] {result['seconds']} s, relative error {error:.2e}", flush=True)
-    if options.report:
-        options.report.write_text(json.dumps(result))
     if options.recording:
         device.recordings[-1].save(options.recording)
-    if not error <= options.max_error:
-        raise SystemExit(f"relative error {error:.2e} exceeds {options.max_error:.2e}")
+    finish(device, start, error, options)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ CUTLASS checkout beside it serves.
 
 import argparse
 import ctypes
-import json
 import math
 import sys
 import time
@@ -23,7 +22,7 @@ import torch  # noqa: E402
 from flash_attention_4 import relative_error  # noqa: E402
 from host import Device, Options  # noqa: E402
 from nvcc_program import attach, build, pointer  # noqa: E402
-from run_program import checks_with_warnings, summary  # noqa: E402
+from run_program import checks_with_warnings, finish  # noqa: E402
 
 KERNELS = {("prefill", 64): 1, ("prefill", 128): 2, ("decode", 64): 3, ("decode", 128): 4}
 HEAD_DIM, LATENT_DIM, ROPE_DIM = 512, 448, 64
@@ -203,12 +202,7 @@ def main() -> None:
         else:
             parts = options.parts_per_request
             error = decode(device, run, batch=options.batch, parts_per_request=parts, **sizes)
-    result = summary(device, time.monotonic() - start) | {"relative_error": error}
-    print(f"[emulator] {result['seconds']} s, relative error {error:.2e}", flush=True)
-    if options.report:
-        options.report.write_text(json.dumps(result))
-    if not error <= options.max_error:
-        raise SystemExit(f"relative error {error:.2e} exceeds {options.max_error:.2e}")
+    finish(device, start, error, options)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ with a matrix each. `quack` is imported from where FlashAttention-4 finds it. Th
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -21,7 +20,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch  # noqa: E402
 from flash_attention_4 import relative_error  # noqa: E402
 from host import emulated  # noqa: E402
-from run_program import checks_with_warnings, driver_answers, summary  # noqa: E402
+from run_program import checks_with_warnings, driver_answers, finish  # noqa: E402
 from torch_as_cuda import torch_as_cuda  # noqa: E402
 
 TILE = {"tile_M": 128, "tile_N": 128, "cluster_M": 1, "cluster_N": 1}
@@ -77,12 +76,7 @@ def main() -> None:
         driver_answers(),
     ):
         error = run(*map(int, options.mnk.split(",")))
-    result = summary(device, time.monotonic() - start) | {"relative_error": error}
-    print(f"[emulator] {result['seconds']} s, relative error {error:.2e}", flush=True)
-    if options.report:
-        options.report.write_text(json.dumps(result))
-    if not error <= options.max_error:
-        raise SystemExit(f"relative error {error:.2e} exceeds {options.max_error:.2e}")
+    finish(device, start, error, options)
 
 
 if __name__ == "__main__":

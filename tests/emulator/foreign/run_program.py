@@ -123,6 +123,20 @@ def summary(device: Device, seconds: float) -> dict[str, Any]:
     }
 
 
+def finish(device: Device, start: float, error: float, options: argparse.Namespace) -> None:
+    """Ends a runner that computes an error of its own: prints it, and writes `options.report` if it is asked for.
+
+    Raises:
+        SystemExit: the error exceeds `options.max_error`, or is NaN.
+    """
+    result = summary(device, time.monotonic() - start) | {"relative_error": error}
+    print(f"[emulator] {result['seconds']} s, relative error {error:.2e}", flush=True)
+    if options.report:
+        options.report.write_text(json.dumps(result))
+    if not error <= options.max_error:
+        raise SystemExit(f"relative error {error:.2e} exceeds {options.max_error:.2e}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", default="sm_100a")
