@@ -179,6 +179,12 @@ class Case:
         """(out, lse) of the public function."""
         return sparse_attention(**{**self.arguments(), "return_lse": True, **overrides})
 
+    def halves(self) -> tuple[Case, Case]:
+        """The window and the entries as two partial results, without the sink, for `merge_partials`."""
+        partial = replace(self, spec=replace(self.spec, normalised=False), sink=None)
+        window = replace(partial, entries=None, entry_arguments={})
+        return window, replace(partial, window_rows=self.window_rows[:, :0])
+
     def take(self, tokens: list[int]) -> Case:
         """The same for these tokens only, in this order; a token may come several times."""
         index = torch.tensor(tokens, device=self.q.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -51,3 +53,23 @@ def launch(
     assert not {warning.split(" at ")[0] for report in device.reports for warning in report.warnings}
     assert not any(held.counters.any() for held in scratch._by_stream.values())
     return (problem.out, problem.lse), device
+
+
+def delete_synchronisation(name: str, device: Device) -> dict[str, float]:
+    """Class -> share of the deletions that are noticed, of a mutation test of the first launch that `device` recorded.
+
+    Every deletion must be noticed or explained in emulator/results/mutation_reasons.json. DSV4_WRITE_RESULTS=1 writes
+    emulator/results/mutation_*.
+    """
+    import mutation
+    from emulator import Checks
+
+    result = mutation.run(name, device.recordings[0], checks=Checks.strict())
+    reasons = mutation.reasons_for(name)
+    document = mutation.as_json(result, reasons)
+    assert not [missed for missed in document["not caught"] if missed["reason"] == mutation.NOT_ANALYSED]
+    if os.environ.get("DSV4_WRITE_RESULTS"):
+        base = mutation.RESULTS / f"mutation_{name}"
+        base.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+        base.with_suffix(".md").write_text(mutation.readable(document))
+    return {kind: mutation.rate(*counts) for kind, counts in result.by_class(reasons).items()}

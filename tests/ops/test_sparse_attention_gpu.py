@@ -21,7 +21,7 @@ from ops.number_formats import same_bits
 from torch import Tensor
 
 from dsv4_kernels import compile_cache, registry
-from dsv4_kernels.sparse_attention import merge_partials, sparse_attention
+from dsv4_kernels.sparse_attention import merge_partials
 
 pytestmark = pytest.mark.gpu
 NAN = float("nan")
@@ -91,11 +91,8 @@ def test_nothing_is_written_beside_the_output(kernel: str, heads: int, split_key
 def test_a_split_by_hand_and_its_merge(kernel: str, name: str) -> None:
     """Window and entries as two partial results, merged with the sink."""
     case = build(CASES[name], "cuda")
-    no_window = case.window_rows[:, :0]
-    options = {"scale": case.scale, "normalised": False, "impl": kernel}
-    window = sparse_attention(case.q, case.window, case.window_rows, **options)
-    entries = sparse_attention(case.q, case.window, no_window, case.entries, **case.entry_arguments, **options)
-    out, lse = merge_partials([window[0], entries[0]], [window[1], entries[1]], case.sink)
+    outs, lses = zip(*(half.run(impl=kernel) for half in case.halves()), strict=True)
+    out, lse = merge_partials(outs, lses, case.sink)
     check(case, (out.bfloat16(), lse))
 
 

@@ -98,10 +98,7 @@ def test_nothing_is_written_beside_the_output(heads: int, split_keys: int | None
 def test_a_split_by_hand_and_its_merge(name: str) -> None:
     """Window and entries as two partial results, merged with the sink."""
     case = build(CASES[name])
-    partial = replace(case, spec=replace(case.spec, normalised=False), sink=None)
-    window = replace(partial, entries=None, entry_arguments={})
-    entries = replace(partial, window_rows=case.window_rows[:, :0])
-    parts = [launch(part)[0] for part in (window, entries)]
+    parts = [launch(part)[0] for part in case.halves()]
     outs, lses = zip(*parts, strict=True)
     out, lse = merge_partials(outs, lses, case.sink)
     check(case, (out.bfloat16(), lse))
@@ -170,24 +167,10 @@ MUTATED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATED)
 def test_deleted_synchronisation_is_noticed(name: str) -> None:
-    """Every deletion but those explained in emulator/results/mutation_reasons.json.
-
-    DSV4_WRITE_RESULTS=1 writes emulator/results/mutation_*.
-    """
-    import mutation
-    from emulator import Checks
-
+    """Every deletion but those explained in emulator/results/mutation_reasons.json."""
     _, device = launch(build(MUTATED[name]), multiprocessors=2, record=True)
-    result = mutation.run(name, device.recordings[0], checks=Checks.strict())
-    reasons = mutation.reasons_for(name)
-    document = mutation.as_json(result, reasons)
-    unexplained = [missed for missed in document["not caught"] if missed["reason"] == mutation.NOT_ANALYSED]
-    assert not unexplained
-    assert all(mutation.rate(*counts) == 1 for counts in result.by_class(reasons).values())
-    if os.environ.get("DSV4_WRITE_RESULTS"):
-        base = mutation.RESULTS / f"mutation_{name}"
-        base.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-        base.with_suffix(".md").write_text(mutation.readable(document))
+    rates = attention_launch.delete_synchronisation(name, device)
+    assert rates and set(rates.values()) == {1}
 
 
 @pytest.mark.parametrize("name", ["csa_512-bf16", "split_512-fp8", "split_8_heads-fp8", "split_128_heads-fp8"])
