@@ -284,6 +284,5 @@ def test_an_opponent_that_refuses_is_noted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     plot({"gpu": "none", "cases": ROWS}, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
