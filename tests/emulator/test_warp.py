@@ -108,3 +108,20 @@ def test_cluster_barrier_and_distributed_shared_memory(schedule: str) -> None:
         seed=3,
     )
     np.testing.assert_array_equal(out, np.concatenate([np.arange(32) + 100, np.arange(32)]))
+
+
+@pytest.mark.parametrize(("more", "enough"), [(112, True), (120, False)])
+def test_setmaxnreg_moves_what_the_launch_gave(more: int, enough: bool) -> None:
+    """768 threads begin with 80 registers each: four warpgroups that keep 64 leave 32 more for the other two."""
+    body = f"""shr.u32 %r1, %r100, 7; setp.lt.u32 %p1, %r1, 2; @%p1 bra CONSUME;
+setmaxnreg.dec.sync.aligned.u32 64; bra.uni END;
+CONSUME: setmaxnreg.inc.sync.aligned.u32 {more};
+END: setp.eq.u32 %p2, %r100, 0; @%p2 st.global.u32 [%rd100], {more};"""
+    out = np.zeros(1, np.uint32)
+    if enough:
+        run(body, out, threads=768, target="sm_90a")
+        assert out[0] == more
+        return
+    with pytest.raises(EmulationError) as e:
+        run(body, out, threads=768, target="sm_90a")
+    assert e.value.kind is ErrorKind.deadlock and "setmaxnreg" in str(e.value)

@@ -286,11 +286,17 @@ HANDLER("redux", Sync) {
   each_lane<u32>(w, in.op[0], lanes, [&](int) { return r; });
   return Step::Done;
 }
-// setmaxnreg: aux[0] 1 increase, 0 decrease; aux[1] registers.
+// setmaxnreg: aux[0] 1 increase, 0 decrease; aux[1] registers. What a CTA is launched with is all there is: at most the
+// register file divided by its threads, in eights. An increase waits until others have given back enough.
 HANDLER("setmaxnreg", Sync) {
   if (lanes != (u32)~w.exited) return Step::NeedConvergence;
   i64 n = in.aux[1];
   if (n < 24 || n > 256 || n % 8)
     fail(ErrorKind::IllegalInstruction, &w, &in, "setmaxnreg %lld: not a multiple of 8 in [24, 256]", (long long)n);
+  i64 at_launch = std::min<i64>(256, 65536 / (32 * (i64)w.cta->warps.size()) / 8 * 8);
+  i64 more = n - (w.registers ? w.registers : at_launch);
+  if (in.aux[0] && more > w.cta->registers_given_back) return Step::Blocked;
+  w.cta->registers_given_back -= more;
+  w.registers = (u32)n;
   return Step::Done;
 }

@@ -154,7 +154,7 @@ struct Warp {
   bool finished = false;
   u64 executed = 0;
   i64 executed_at_yield = 0;  // `executed` when it last waited in vain
-  u32 register_limit = 0;
+  u32 registers = 0;                  // of a thread, as setmaxnreg has left them; 0 before it
 
   // happens-before state
   ClockPair now;          // what this warp knows
@@ -240,6 +240,7 @@ struct Cta {
   std::vector<std::unique_ptr<Warp>> warps;
   std::vector<std::shared_ptr<struct Warpgroup>> warpgroups;  // with wgmma, by warp / 4
   u32 live_warps = 0;
+  i64 registers_given_back = 0;          // by setmaxnreg.dec, for setmaxnreg.inc: of a thread of each warp, summed
   Clock remote_accesses;                 // accesses to this CTA's memory by agents of its peers
   std::map<Agent, i32> remote_lines;     // and the last instruction of each
   struct RemoteCommit {
