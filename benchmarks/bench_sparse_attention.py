@@ -576,7 +576,8 @@ def main() -> int:
     if arguments.out is not None:
         arguments.out.write_text(text + "\n")
         try:
-            plot(result, arguments.out.with_suffix(".png"))
+            if result["cases"]:
+                plot(result, arguments.out.with_suffix(".png"))
         except ImportError as error:
             print(f"no picture: {error}; draw it elsewhere with --plot", file=sys.stderr)
     print(text)
