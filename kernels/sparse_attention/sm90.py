@@ -1,8 +1,8 @@
 """Attention on Hopper (sm_90a): wgmma over gathered rows, one persistent kernel for decode, speculation and prefill.
 
-A work item is one query token, one block of 64 heads and one piece of its keys. A CTA walks over items; of each item it
-reads Q once and then keys in steps of 128, two tiles of 64. The keys of a step are bf16 in shared memory, K (K-major)
-and V (MN-major) at once; they are filled and released in eight groups of 64 channels.
+A work item is one query token, one block of 64 heads, one piece of its keys and one share of the channels of O. A CTA
+walks over items; of each item it reads Q once and then keys in steps of 128, two tiles of 64. The keys of a step are
+bf16 in shared memory, K (K-major) and V (MN-major) at once, filled and released in eight groups of 64 channels.
 
     who             does                                                        waits for
     producer 0, 1   gathers rows: e4m3 -> bf16, st.shared; cp.async             free[group], of its four groups
@@ -14,14 +14,19 @@ There are two of each, side by side and in the same code: a consumer has the sco
 of O, in registers; a producer fills one half of the channels of both tiles. A group is free again when its product is
 done, which is the last thing that reads it: the scores came before, and the exchange of P says so of the other tile's.
 
+Where there are few tokens, several CTAs divide the channels of O: each computes all scores, which repeats work, but has
+only its share of the products, of the output and of what is merged. Groups of other shares are free after the scores.
+The registers that O leaves go to a second pair of producers, which take turns with the first.
+
 Every step is computed as if it were alone, with its own maximum and products that begin at zero. Then it is folded into
 O and the sums (`Results.factors`): O = O * a + (P V) * b in fp32. So it does not matter who computes a step, as long as
 the order of the folding is kept: a query's steps are folded within parts, and parts with each other, and the parts
 follow from the query's own length alone (`split.num_parts`, `split.part_steps`). Results are bitwise the same in any
 batch, on any number of multiprocessors, with `split_keys` for a token that has one part and without. What may depend on
-the batch is who does it: if all of them fit on the GPU at once, parts are divided into pieces of a few steps. A piece
-at the beginning of a part folds its steps; any other leaves each of them as a partial result of its own, because
-nobody has yet what it would have to be folded into.
+the batch is who does it: if all of them fit on the GPU at once, parts are divided into pieces of a few steps, and the
+channels into shares. The scores are summed over the channels in one order, whatever a CTA's share. A piece at the
+beginning of a part folds its steps; any other leaves each of them as a partial result of its own, because nobody has
+yet what it would have to be folded into.
 
 Maxima, in units of log2, only move when a step's exceeds them by more than RESCALE_ABOVE, which is rare after an item's
 first step. There are two sums: of P as it is multiplied, in bf16, which normalises O; and of P before rounding, for the
@@ -54,27 +59,22 @@ from dsv4_kernels.sparse_attention.scratch import NUM_COUNTERS, Scratch
 from dsv4_kernels.sparse_attention.sm90_gather import Producers
 from dsv4_kernels.sparse_attention.sm90_plan import (
     BLOCK_BYTES,
-    CONSUMER_REGISTERS,
     CONSUMER_THREADS,
     DIM,
-    FILL_ORDER,
     GROUP,
     GROUPS,
-    HALF,
     HALF_GROUPS,
     HEADS,
     LOG2_E,
     MAX_SPLIT_TOKENS,
-    MIN_CTAS_PER_TOKEN,
     NO_MAXIMUM,
-    PRODUCER_REGISTERS,
     PRODUCER_THREADS,
     ROW_STRIDE,
     SCRATCH_SLOTS,
+    SHARES,
     SLOT_BYTES,
     SLOTS_PER_CTA,
     STATISTICS_BYTES,
-    THREADS,
     TILE,
     Arguments,
     Configuration,
@@ -95,7 +95,9 @@ class SparseAttention(Producers, Results):
     @cute.jit
     def launch(self, arguments: Arguments, num_ctas: Int32, stream: cuda.CUstream) -> None:
         """Persistent: the CTAs must all be resident at once."""
-        self.kernel(arguments).launch(grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1)
+        self.kernel(arguments).launch(
+            grid=[num_ctas, 1, 1], block=[self.configuration.threads, 1, 1], stream=stream, min_blocks_per_mp=1
+        )
 
     @cute.kernel
     def kernel(self, args: Arguments) -> None:
@@ -107,20 +109,23 @@ class SparseAttention(Producers, Results):
             with cute.arch.elect_one():
                 for group in cutlass.range_constexpr(GROUPS):
                     cute.arch.mbarrier_init(
-                        shared.full.data_ptr() + group, PRODUCER_THREADS // 64 + self.asynchronous(group)
+                        shared.full.data_ptr() + group, PRODUCER_THREADS // 32 + self.asynchronous(group)
                     )
                     cute.arch.mbarrier_init(shared.free.data_ptr() + group, 4)
                 cute.arch.mbarrier_init_fence()
         if const_expr(self.configuration.split):
-            self.count_pieces(args, shared, thread)
+            if warp == 0:
+                self.count_pieces(args, shared, thread)
+            else:
+                self.prefetch_lists(args, thread - 32)
         cute.arch.barrier()
         if warp < CONSUMER_THREADS // 32:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(self.configuration.registers[0])
             self.consume(args, shared, thread, warp // 4)
         else:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.configuration.registers[1])
             producer = warp // 4 - CONSUMER_THREADS // 128
-            self.produce(args, shared, thread % 128, producer)
+            self.produce(args, shared, thread % 128, producer % 2, producer // 2)
 
     # Consumers
 
@@ -157,7 +162,7 @@ class SparseAttention(Producers, Results):
         value_operand = part.make_fragment_B(part.partition_B(values))
 
         # Of the accumulators: element 4 * j + 2 * i + k of a thread is row `row` + 8 i, column 8 j + 2 (lane % 4) + k.
-        out = cute.make_rmem_tensor((HEADS * HALF // 128,), Float32)
+        out = cute.make_rmem_tensor((HEADS * GROUP // 128 * self.configuration.share_groups,), Float32)
         scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((HEADS, TILE)), Float32)
         product = cute.make_rmem_tensor(own_mma.partition_shape_C((HEADS, GROUP)), Float32)
         own_p = cute.make_rmem_tensor(own_mma.partition_shape_A((HEADS, TILE)), BFloat16)
@@ -169,6 +174,7 @@ class SparseAttention(Producers, Results):
         num_items = self.num_items(args, shared)
         ctas, _, _ = cute.arch.grid_dim()
         index, _, _ = cute.arch.block_idx()
+        share = self.share(index)
         phase = Int32(0)
         split = self.configuration.split
         pending, history = Int32(-1), cute.make_rmem_tensor((SCRATCH_SLOTS,), Int32)
@@ -193,7 +199,7 @@ class SparseAttention(Producers, Results):
                     # Anew in every step, so that descriptors are computed where they are used, not kept in registers.
                     which = cute.arch.make_warp_uniform(which)
                     for i in cutlass.range_constexpr(GROUPS):
-                        group = i % 2 * HALF_GROUPS + FILL_ORDER[i // 2]
+                        group = i % 2 * HALF_GROUPS + self.place(i // 2)
                         cute.arch.mbarrier_wait(full + group, phase)
                         group_keys = key_operand[None, None, None, which * GROUPS + group]
                         multiply(scores_mma, scores, q_operand, group_keys, group * GROUP // 16, i > 0)
@@ -201,13 +207,19 @@ class SparseAttention(Producers, Results):
                     warpgroup.wait_group(0)
                     self.mask(scores, rows, lane)
                     highest = self.highest(args, scores, maxima, which, lane)
+                    if const_expr(self.configuration.shares > 1):
+                        self.release_others(free + which * HALF_GROUPS, share, lane)
                     self.exponentials(args, scores, highest, packed_p, step_total)
                     self.store_p(p_own, packed_p, warp, lane)
                     cute.arch.fence_view_async_shared()
                     self.arrive(Named.P + which)
                     self.fold_sums(highest, packed_p, step_total, maximum, total, weight, out)
                     self.sync(Named.P + 1 - which)
-                    for place in FILL_ORDER:
+                    for i in cutlass.range_constexpr(self.configuration.share_groups):
+                        share = self.anew(share)
+                        place = share * self.configuration.share_groups + i
+                        if const_expr(self.configuration.shares == 1):
+                            place = self.place(i)
                         group = which * HALF_GROUPS + place
                         multiply(
                             own_mma, product, own_p, value_operand[None, None, None, which * GROUPS + group], 0, False
@@ -218,7 +230,7 @@ class SparseAttention(Producers, Results):
                         warpgroup.commit_group()
                         warpgroup.wait_group(0)
                         self.release(free + group, lane)
-                        first = place * cute.size(product)
+                        first = (place if const_expr(self.configuration.shares == 1) else i) * cute.size(product)
                         for j in cutlass.range_constexpr(cute.size(product)):
                             out[first + j] = ptx.fma(product[j], weight[j // 2 % 2], out[first + j])
                     phase ^= 1
@@ -245,12 +257,12 @@ class SparseAttention(Producers, Results):
                             ptx.add_release(self.arrived(args, item))
                     else:
                         self.sum_up(shared, which, row, lane, total)
-                        self.store_out(args, shared, item, which, p_own, warp, row, lane, out, maximum, total)
+                        self.store_out(args, shared, item, which, row, lane, out, maximum, total)
                         pending = Int32(-1)
                     history[0], history[1], history[2] = history[1], history[2], pending
                 else:
                     self.sum_up(shared, which, row, lane, total)
-                    self.store_out(args, shared, item, which, p_own, warp, row, lane, out, maximum, total)
+                    self.store_out(args, shared, item, which, row, lane, out, maximum, total)
             if const_expr(split):
                 if merging >= 0:
                     self.merge(args, shared, thread, which, merging, num_items)
@@ -258,6 +270,13 @@ class SparseAttention(Producers, Results):
         if const_expr(split):
             if self.slots_are_reused(num_items):
                 self.leave(args, shared, thread)
+
+    @cute.jit
+    def release_others(self, free: cute.Pointer, share: Int32, lane: Int32) -> None:
+        """Gives back this consumer's groups of other CTAs' shares, which only the scores were for."""
+        for place in cutlass.range_constexpr(HALF_GROUPS):
+            if place // self.configuration.share_groups != share:
+                self.release(free + place, lane)
 
     @cute.jit
     def release(self, barrier: cute.Pointer, lane: Int32) -> None:
@@ -395,11 +414,12 @@ ARCH = "sm_90a"
 def configurations() -> tuple[Configuration, ...]:
     """Everything that a model's layers may need."""
     return tuple(
-        Configuration(fp8_rows, entries, fp32_out, lse, split)
+        Configuration(fp8_rows, entries, fp32_out, lse, split, shares)
         for fp8_rows in (True, False)
         for entries in Entries
         for fp32_out, lse in ((False, False), (False, True), (True, True))
         for split in (False, True)
+        for shares in SHARES
     )
 
 
@@ -435,7 +455,7 @@ def sparse_attention(problem: Problem) -> None:
 
 
 def _divides(problem: Problem) -> bool:
-    """Whether several CTAs may work on a token. If they won't, there is no need for the kernel that can.
+    """Whether several CTAs may work on a token's keys. If they won't, there is no need for the kernel that can.
 
     Raises:
         ValueError: keys beyond what the kernel's divisions of small numbers take.
@@ -448,10 +468,24 @@ def _divides(problem: Problem) -> bool:
             f"sparse_attention: a token of this call may have {steps} steps of {STEP_KEYS} keys in {problem.max_parts} "
             f"parts; expected less than {1 << 20} as their product. Pass a larger split_keys, or None"
         )
-    few = MIN_CTAS_PER_TOKEN * problem.num_tokens * -(-problem.num_heads // HEADS) <= num_multiprocessors(
-        problem.q.device
-    )
-    return problem.max_parts > 1 or (few and steps > 2)
+    if problem.max_parts > 1:
+        return True
+    # Measured on an H200: merging takes as long as two or three steps.
+    ctas = num_multiprocessors(problem.q.device) // (problem.num_tokens * -(-problem.num_heads // HEADS))
+    return steps > (2 if ctas >= 8 else 3 if ctas >= 4 else steps)
+
+
+def _shares(problem: Problem, items: int, split: bool) -> int:
+    """Into how many shares to divide the channels of so many tokens and blocks of heads.
+
+    Every share computes the scores again, so dividing the keys comes first: there is room for shares if every step has
+    a CTA of its own, or if the steps are too few to divide them.
+    """
+    steps = num_steps(problem.window_slots, problem.max_entry_slots)
+    if steps > 3 and not split:
+        return 1
+    ctas = num_multiprocessors(problem.q.device)
+    return max(shares for shares in SHARES if shares == 1 or items * (steps if split else 1) * shares <= ctas)
 
 
 def _launch(problem: Problem, tokens: slice, split: bool) -> None:
@@ -474,11 +508,13 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
         else Entries.PAGES,
         fp32_out=not problem.normalised,
         split=split,
+        shares=_shares(problem, num_tokens * head_blocks, split),
     )
     scratch = None
     if split:
         num_bytes = num_sms * SLOTS_PER_CTA * (SLOT_BYTES + STATISTICS_BYTES)
-        assert 2 * 2 * MAX_SPLIT_TOKENS + 1 <= NUM_COUNTERS  # two of each token and block of heads, one of all
+        # Two of each token, block of heads and share (there are shares for few tokens only), one of all.
+        assert 2 * 2 * MAX_SPLIT_TOKENS + 1 <= NUM_COUNTERS
         scratch = Scratch.on(device, num_bytes)
     entry_list = problem.entry_rows[tokens] if problem.entry_rows is not None else problem.page_table
     q, out, window_rows = problem.q[tokens], problem.out[tokens], problem.window_rows[tokens]
@@ -511,6 +547,8 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
         scratch=Int64(address(scratch and scratch.slots)),
         counters=Int64(address(scratch and scratch.counters)),
     )
-    num_ctas = num_sms if split else min(num_tokens * head_blocks, num_sms)
+    num_ctas = num_sms // configuration.shares * configuration.shares  # a CTA keeps its share
+    if not split:
+        num_ctas = min(num_tokens * head_blocks * configuration.shares, num_ctas)
     stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
     compile(configuration)(arguments, Int32(num_ctas), stream)

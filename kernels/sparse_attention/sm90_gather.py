@@ -7,10 +7,8 @@ from cutlass import Int32, Int64, Uint8, Uint32, const_expr
 from dsv4_kernels.kv_layout import NOPE_DIM, PAGE_ROWS, ROW_DATA_BYTES, ROW_SCALE_BYTES
 from dsv4_kernels.sparse_attention import sm90_ptx as ptx
 from dsv4_kernels.sparse_attention.sm90_plan import (
-    AHEAD,
     BLOCK_BYTES,
     DIM,
-    FILL_ORDER,
     GROUP,
     GROUPS,
     HALF_GROUPS,
@@ -32,20 +30,25 @@ class Producers(WorkItems):
     """Two warpgroups that fill both tiles, each the groups of channels of one consumer."""
 
     @cute.jit
-    def produce(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, which: Int32) -> None:
-        """Fills half of the groups, those of consumer `which`, each as soon as it is free.
+    def produce(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, which: Int32, turn: Int32) -> None:
+        """Fills groups of the channels of consumer `which`, each as soon as it is free: all, or every second one.
 
         Four threads side by side share ROWS rows, a quarter of a step apart; each has 16 channels of a group. FP8 rows
-        wait in registers: loads are issued AHEAD groups before their conversion. Row numbers come a step before that:
+        wait in registers: loads are issued `ahead` groups before their conversion. Row numbers come a step before that:
         a thread loads one, calls its row into L2 and hands the number to the others of its warpgroup.
         """
         fp8 = self.configuration.fp8_rows
         lane, warp = thread % 32, thread // 32
         row, quarter = thread // 4, thread % 4
-        numbers = shared.numbers.data_ptr() + which * 2 * STEP
-        words = [cute.make_rmem_tensor((4 * ROWS,), Uint32) for _ in range(AHEAD)]
+        producers = self.configuration.producers
+        if const_expr(producers == 1):
+            turn = 0
+        numbers = shared.numbers.data_ptr() + (turn * 2 + which) * 2 * STEP
+        ahead = self.configuration.ahead
+        words = [cute.make_rmem_tensor((4 * ROWS,), Uint32) for _ in range(ahead)]
         scales = cute.make_rmem_tensor((ROWS,), Uint32)
         address = cute.make_rmem_tensor((ROWS,), Int64)
+        turns = HALF_GROUPS // producers
 
         num_items = self.num_items(args, shared)
         index, _, _ = cute.arch.block_idx()
@@ -59,11 +62,12 @@ class Producers(WorkItems):
             token, leading, last, visible = item.token, item.first, item.last, item.visible
             step = leading
             (numbers + thread).store(self.row_number(args, token, visible, step, thread))
-            self.sync_producer(which)
+            self.sync_producer(turn * 2 + which)
             self.locate(args, step, numbers + row, address)
             if const_expr(fp8):
-                for i in cutlass.range_constexpr(AHEAD):
-                    self.load_group(address, which * HALF_GROUPS * GROUP + quarter * 16, which, FILL_ORDER[i], words[i])
+                for i in cutlass.range_constexpr(ahead):
+                    offset = which * HALF_GROUPS * GROUP + quarter * 16
+                    self.load_group(address, offset, which, self.place(i * producers + turn), words[i])
             index, token, leading, last, visible = self.advance(
                 args, shared, index, num_items, token, leading, last, visible
             )
@@ -75,14 +79,14 @@ class Producers(WorkItems):
             full, free = shared.full.data_ptr() + which * HALF_GROUPS, shared.free.data_ptr() + which * HALF_GROUPS
             place = Int32(shared.keys.data_ptr().toint()) + which * HALF_GROUPS * BLOCK_BYTES + row * ROW_STRIDE
             offset = which * HALF_GROUPS * GROUP + quarter * 16  # of FP8 channels in a row
-            numbers = shared.numbers.data_ptr() + which * 2 * STEP
+            numbers = shared.numbers.data_ptr() + (turn * 2 + which) * 2 * STEP
             next_numbers = numbers + phase * STEP
             # The first groups of this step are on their way, and the consumers are busy with the step before.
             if const_expr(fp8):
                 self.load_scales(args, step, numbers + ((phase ^ 1) * STEP + row), scales, which)
             (next_numbers + thread).store(number)
             self.prefetch_half_row(args, next_step, number, which)
-            self.sync_producer(which)
+            self.sync_producer(turn * 2 + which)
             number = Int32(-1)
             if index < num_items:
                 index, token, leading, last, visible = self.advance(
@@ -90,28 +94,27 @@ class Producers(WorkItems):
                 )
                 if index < num_items:
                     number = self.row_number(args, token, visible, leading, thread)
-            for i in cutlass.range_constexpr(HALF_GROUPS):
-                group = FILL_ORDER[i]
+            for i in cutlass.range_constexpr(turns):
+                group = self.place(i * producers + turn)
                 cute.arch.mbarrier_wait(free + group, phase)
                 if const_expr(i == 0):
-                    if which == 0:
+                    if (which == 0) & (turn == 0):
                         self.write_row_bits(shared.rows.data_ptr() + warp, lane, address)
                 if const_expr(not fp8):
                     first = (which * HALF_GROUPS + group) * (GROUP * 2)
                     self.copy_group(place + group * BLOCK_BYTES, row, quarter, address, first)
-                elif const_expr(group == HALF_GROUPS - 1):
-                    if which == 0:
-                        self.store_group(place + group * BLOCK_BYTES, row, quarter, group, words[i % AHEAD], scales)
-                    else:
-                        self.copy_group(place + group * BLOCK_BYTES, row, quarter, address, Int32(NOPE_DIM))
+                elif const_expr(isinstance(group, int) and group < HALF_GROUPS - 1):
+                    self.store_group(place + group * BLOCK_BYTES, row, quarter, group, words[i % ahead], scales)
+                elif (which == 0) | (group < HALF_GROUPS - 1):
+                    self.store_group(place + group * BLOCK_BYTES, row, quarter, group, words[i % ahead], scales)
                 else:
-                    self.store_group(place + group * BLOCK_BYTES, row, quarter, group, words[i % AHEAD], scales)
+                    self.copy_group(place + group * BLOCK_BYTES, row, quarter, address, Int32(NOPE_DIM))
                 self.publish(full + group, lane, which, group)
                 if const_expr(fp8):
-                    if const_expr(i == HALF_GROUPS - AHEAD):
+                    if const_expr(i == turns - ahead):
                         self.locate(args, next_step, next_numbers + row, address)
-                    coming_group = FILL_ORDER[(i + AHEAD) % HALF_GROUPS]
-                    self.load_group(address, offset, which, coming_group, words[i % AHEAD])
+                    coming_group = self.place((i + ahead) % turns * producers + turn)
+                    self.load_group(address, offset, which, coming_group, words[i % ahead])
             if const_expr(not fp8):
                 self.locate(args, next_step, next_numbers + row, address)
             step, next_step = next_step, leading
@@ -119,9 +122,9 @@ class Producers(WorkItems):
                 next_step = Int32(-1)
             phase ^= 1
 
-    def sync_producer(self, which: Int32) -> None:
+    def sync_producer(self, producer: Int32) -> None:
         """Waits for all threads of a producer."""
-        cute.arch.barrier(barrier_id=int(Named.PRODUCER) + which, number_of_threads=PRODUCER_THREADS // 2)
+        cute.arch.barrier(barrier_id=int(Named.PRODUCER) + producer, number_of_threads=PRODUCER_THREADS)
 
     @cute.jit
     def advance(
@@ -208,6 +211,15 @@ class Producers(WorkItems):
             scales[i] = ptx.load_4_bytes(table + (Int64(existing // PAGE_ROWS) * page_bytes + offset), number)
 
     @cute.jit
+    def prefetch_lists(self, args: Arguments, thread: Int32) -> None:
+        """Calls the first lines of all tokens' lists into L2, before it is known who needs them."""
+        if thread * 32 < args.num_tokens * args.window_rows_stride:
+            ptx.prefetch(args.window_rows, thread * 128)
+        if const_expr(self.configuration.entries == Entries.LIST):
+            if thread * 32 < args.num_tokens * args.entry_list_stride:
+                ptx.prefetch(args.entry_list, thread * 128)
+
+    @cute.jit
     def prefetch_half_row(self, args: Arguments, step: Int32, number: Int32, which: Int32) -> None:
         """Calls this half of the channels into L2."""
         address = self.row_address(args, step, number)
@@ -219,13 +231,13 @@ class Producers(WorkItems):
 
     @cute.jit
     def load_group(
-        self, addresses: cute.Tensor, offset: Int32, which: Int32, group: cutlass.Constexpr, words: cute.Tensor
+        self, addresses: cute.Tensor, offset: Int32, which: Int32, group: Int32 | int, words: cute.Tensor
     ) -> None:
         """This quarter's e4m3 of a group of the rows; nothing of the group that is no e4m3."""
         for i in cutlass.range_constexpr(ROWS):
             row = addresses[i]
-            if const_expr(group == HALF_GROUPS - 1):
-                if which == 1:
+            if const_expr(not isinstance(group, int) or group == HALF_GROUPS - 1):
+                if (which == 1) & (group == HALF_GROUPS - 1):
                     row = Int64(0)
             loaded = ptx.load_16_bytes(row, group * GROUP + offset)
             for j in cutlass.range_constexpr(4):
@@ -237,17 +249,17 @@ class Producers(WorkItems):
         place: Int32,
         row: Int32,
         quarter: Int32,
-        group: cutlass.Constexpr,
+        group: Int32 | int,
         words: cute.Tensor,
         scales: cute.Tensor,
     ) -> None:
         """The loaded e4m3 as bf16 to the rows' places in swizzled blocks."""
         for i in cutlass.range_constexpr(ROWS):
             byte = (scales[i] >> (8 * group)) & 0xFF
-            scale = byte << 7
-            if scale < 0x40:
-                scale = Uint32(0x40)  # byte 0 is 2**-127, a subnormal bf16
-            scale = scale * 0x00010001
+            bits = byte << 23
+            if byte == 0:
+                bits = Uint32(0x00400000)  # 2**-127, a subnormal
+            scale = ptx.as_f32(bits)
             for j in cutlass.range_constexpr(2):
                 low = ptx.dequantise(words[4 * i + 2 * j], scale)
                 high = ptx.dequantise(words[4 * i + 2 * j + 1], scale)
@@ -281,7 +293,7 @@ class Producers(WorkItems):
                 (rows + i * ROW_STEP // 8).store(Uint8(bits))
 
     @cute.jit
-    def publish(self, barrier: cute.Pointer, lane: Int32, which: Int32, group: cutlass.Constexpr) -> None:
+    def publish(self, barrier: cute.Pointer, lane: Int32, which: Int32, group: Int32 | int) -> None:
         """Tells the consumers that this warp's part of a group is written."""
         cute.arch.fence_view_async_shared()  # generic stores, read by wgmma
         cute.arch.sync_warp()
@@ -289,10 +301,10 @@ class Producers(WorkItems):
             cute.arch.mbarrier_arrive(barrier)
         if const_expr(not self.configuration.fp8_rows):
             cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
-        elif const_expr(group == HALF_GROUPS - 1):
-            if which == 1:
+        elif const_expr(not isinstance(group, int) or group == HALF_GROUPS - 1):
+            if (which == 1) & (group == HALF_GROUPS - 1):
                 cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
 
     def asynchronous(self, group: int) -> int:
         """Arrivals at full[group] by completed cp.async: bf16 rows, and the last channels of FP8 rows."""
-        return PRODUCER_THREADS // 2 if group == GROUPS - 1 or not self.configuration.fp8_rows else 0
+        return PRODUCER_THREADS if group == GROUPS - 1 or not self.configuration.fp8_rows else 0

@@ -21,12 +21,10 @@ GROUP = 64
 GROUPS = DIM // GROUP
 HALF = DIM // 2
 """Channels of O in one consumer."""
-FILL_ORDER = (3, 0, 1, 2)
-"""The groups of either consumer's channels, in the order in which a producer fills them, scores read them and products
-release them; the one that is copied asynchronously (the last channels of FP8 rows) first."""
+SHARES = (1, 2, 4)
+"""Into how many shares the channels of O may be divided."""
 HALF_GROUPS = GROUPS // 2
-AHEAD = 2
-"""Groups whose FP8 rows a producer holds in registers."""
+"""Groups of the channels of O in one consumer."""
 ROWS = 4
 """Rows of a step that a producer's thread has a part of."""
 ROW_STEP = STEP // ROWS
@@ -36,10 +34,7 @@ BLOCK_BYTES = TILE * ROW_STRIDE
 TILE_BYTES = GROUPS * BLOCK_BYTES
 
 CONSUMER_THREADS = 256
-PRODUCER_THREADS = 256
-THREADS = CONSUMER_THREADS + PRODUCER_THREADS
-CONSUMER_REGISTERS = 192
-PRODUCER_REGISTERS = 64
+PRODUCER_THREADS = 128
 
 LOG2_E = 1.4426950408889634
 RESCALE_ABOVE = 40.0
@@ -56,7 +51,7 @@ class Named(IntEnum):
     P = 2
     """And 3: P of this consumer is in shared memory, and it has read its keys; the other one waits."""
     PRODUCER = 4
-    """And 5: the numbers of a step's rows are in this producer's shared memory."""
+    """And 5 to 7: the numbers of a step's rows are in this producer's shared memory."""
 
 
 class Entries(IntEnum):
@@ -78,13 +73,45 @@ class Configuration:
     fp32_out: bool
     lse: bool
     split: bool
-    """Several CTAs may work on a token: partial results go through global memory and are merged."""
+    """Several CTAs may work on a token's keys: partial results go through global memory and are merged."""
+    shares: int
+    """CTAs that divide the channels of O among them, after each has computed all scores: 1, 2 or 4."""
+
+    @property
+    def share_groups(self) -> int:
+        """Groups of O in a consumer."""
+        return HALF_GROUPS // self.shares
+
+    @property
+    def producers(self) -> int:
+        """Of each half of the channels: where O leaves room for their registers, two take turns."""
+        return 1 if self.shares == 1 else 2
+
+    @property
+    def ahead(self) -> int:
+        """Groups whose FP8 rows a producer holds in registers."""
+        return 2 // self.producers
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return CONSUMER_THREADS + 2 * self.producers * PRODUCER_THREADS
+
+    @property
+    def merge_loads(self) -> tuple[int, int]:
+        """Partial results, and groups of four values of each, that a thread loads at a time when it merges."""
+        return (4 if self.lse else 5, 3) if self.shares == 4 else (4, 4)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a consumer's thread and of a producer's; all together no more than a CTA is launched with."""
+        return {1: (192, 64), 2: (128, 56), 4: (112, 64)}[self.shares]
 
 
 MAX_PIECE_STEPS = 3
 """Parts are divided into pieces of up to so many steps (or one more), if all of a launch fit on the GPU at once."""
-MIN_CTAS_PER_TOKEN = 4
-"""And if there are so many CTAs for every token and block of heads: with less it takes longer, measured on an H200."""
+MIN_CTAS_PER_TOKEN = 2
+"""And if there are so many CTAs for every token, block of heads and share of the channels."""
 SCRATCH_SLOTS = 3
 """Partial results that a CTA keeps if it has several items: one being written, one whose merge is pending, one that
 others may still read."""
@@ -93,25 +120,22 @@ SLOTS_PER_CTA = max(SCRATCH_SLOTS, MAX_PIECE_STEPS + 1)
 SLOT_BYTES = HEADS * DIM * 4
 STATISTICS_BYTES = CONSUMER_THREADS * 32
 """Maxima and sums of a slot, as every thread has them."""
-MERGE_PARTS = 4
-MERGE_GROUPS = 4
-"""Partial results, and groups of four values of each, that a thread loads at a time when it merges."""
 MAX_SPLIT_TOKENS = 2048
 """Tokens of a launch that may divide their keys: `Shared.starts` holds a number for each."""
 
 
 @cute.struct
 class Shared:
-    """Shared memory of a CTA: 221 KiB of 227."""
+    """Shared memory of a CTA: 223 KiB of 227."""
 
     q: cute.struct.Align[cute.struct.MemRange[BFloat16, HEADS * DIM], 1024]
     keys: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * TILE * DIM], 1024]
     # keys: [tile][group][64 keys x 64 channels], swizzled
     p: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * HEADS * TILE], 1024]
-    # p: [consumer][64 heads x 64 keys], swizzled; then staging of the output
+    # p: [consumer][64 heads x 64 keys], swizzled; between items the list of what is to be merged
     rows: cute.struct.MemRange[Uint8, 2 * TILE // 8]
     # rows: [tile], a bit for every key that is no hole
-    numbers: cute.struct.MemRange[Int32, 2 * 2 * STEP]
+    numbers: cute.struct.MemRange[Int32, 4 * 2 * STEP]
     # numbers: [producer][step % 2], of the rows, -1 for holes
     maxima: cute.struct.MemRange[Float32, 2 * HEADS]
     # maxima: [consumer], of its tile
@@ -121,8 +145,8 @@ class Shared:
     starts: cute.struct.MemRange[Int32, MAX_SPLIT_TOKENS + 1]
     # starts: [token], pieces of all tokens before it
     piece_steps: cute.struct.MemRange[Int32, 1]
-    scan: cute.struct.MemRange[Int32, (1 + MAX_PIECE_STEPS) * (THREADS // 32)]
-    # scan: [warp], sums while pieces are counted; then who is the last to leave
+    is_last: cute.struct.MemRange[Int32, 1]
+    # is_last: what `leave` counted
     full: cute.struct.MemRange[Int64, GROUPS]
     # full, free: [group], of both tiles
     free: cute.struct.MemRange[Int64, GROUPS]
@@ -169,12 +193,14 @@ class Division(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A work item: a piece of a token's keys, steps [first, last), for a block of heads."""
+    """A work item: a piece of a token's keys, steps [first, last), for a block of heads and a share of the channels."""
 
     token: Int32
     head_block: Int32
     first: Int32
     last: Int32
+    share: Int32
+    """Of the channels."""
     piece: Int32
     """Of all pieces of the token."""
     pieces: Int32
@@ -201,22 +227,15 @@ class WorkItems:
     @cute.jit
     def item(self, args: Arguments, shared: cutlass.Constexpr, index: Int32) -> Item:
         """An item by its number; beyond the last one, something harmless."""
+        share = self.share(index)
         two_blocks = self.head_blocks(args) - 1
-        token = index >> two_blocks
-        head_block = index & two_blocks
+        token = index // self.configuration.shares >> two_blocks
+        head_block = index // self.configuration.shares & two_blocks
         piece = Int32(0)
         if const_expr(self.configuration.split):
-            starts = shared.starts.data_ptr()
             wanted = token
-            token = Int32(0)
-            jump = Int32(MAX_SPLIT_TOKENS)
-            while jump > 0:
-                candidate = token + jump
-                if candidate < args.num_tokens:
-                    if (starts + candidate).load() <= wanted:
-                        token = candidate
-                jump = jump // 2
-            piece = wanted - (starts + token).load()
+            token = self.token_of_piece(args, shared, wanted)
+            piece = wanted - (shared.starts.data_ptr() + token).load()
         token = ptx.imin(token, args.num_tokens - 1)
         visible = self.visible_entries(args, token)
         # With a 0 that the compiler knows, it adds up addresses step by step, in registers that there are not.
@@ -226,7 +245,23 @@ class WorkItems:
             division = self.division(args, last, shared.piece_steps.data_ptr().load())
             first, last, begins = self.steps_of_piece(division, piece)
             pieces = division.parts * division.pieces
-        return Item(token, head_block, first, last, piece, pieces, begins, visible)
+        return Item(token, head_block, first, last, share, piece, pieces, begins, visible)
+
+    @cute.jit
+    def token_of_piece(self, args: Arguments, shared: cutlass.Constexpr, piece: Int32) -> Int32:
+        """The token of a piece by its number in the launch. All lanes of a warp look for the same one."""
+        starts, lane = shared.starts.data_ptr(), cute.arch.lane_idx()
+        token, last, stride = Int32(0), args.num_tokens - 1, (args.num_tokens + 31) // 32
+        while stride > 0:
+            candidate = token + lane * stride
+            is_before = Boolean(False)
+            if candidate <= last:
+                is_before = (starts + candidate).load() <= piece
+            found = token + (cute.arch.popc(cute.arch.vote_ballot_sync(is_before)) - 1) * stride
+            last = ptx.imin(last, found + stride - 1)
+            token = found
+            stride = (stride + 31) // 32 - Int32(stride == 1)
+        return token
 
     @cute.jit
     def steps(self, args: Arguments, visible: Int32) -> Int32:
@@ -238,13 +273,21 @@ class WorkItems:
 
     @cute.jit
     def division(self, args: Arguments, steps: Int32, piece_steps: Int32) -> Division:
-        """Of a token with so many steps; parts are left whole if `piece_steps` is 0 or they are little longer."""
+        """Of a token with so many steps.
+
+        Parts are divided into pieces of `piece_steps`, unless they are little longer; or, if it is negative, into as
+        many as a token with -piece_steps CTAs can have. They are left whole if it is 0.
+        """
         parts = ptx.divide(steps + args.steps_per_part - 1, args.steps_per_part)
+        shortest = ptx.divide(steps, parts)
         pieces = Int32(1)
         if piece_steps > 0:
-            shortest = ptx.divide(steps, parts)
             if shortest > piece_steps + 1:
                 pieces = ptx.divide(shortest + piece_steps - 1, piece_steps)
+        elif piece_steps < -parts:
+            most = ptx.imin(ptx.divide(-piece_steps, parts), shortest)
+            if shortest <= most * SLOTS_PER_CTA:  # every piece but a part's first leaves all of its steps
+                pieces = most
         return Division(steps, parts, pieces)
 
     @cute.jit
@@ -287,57 +330,57 @@ class WorkItems:
         return x
 
     @cute.jit
-    def choose_piece_steps(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, steps: Int32) -> Int32:
-        """The shortest pieces that all fit on the GPU at once, or 0: whole parts. `steps` are those of token `thread`.
+    def choose_piece_steps(self, args: Arguments, lane: Int32) -> Int32:
+        """`piece_steps` of `division`, such that all pieces fit on the GPU at once. By one warp.
 
-        This looks at the whole batch, and may: results do not depend on it.
+        The same number of CTAs for every token, or the shortest pieces of equal length, if that is shorter: where some
+        tokens have less steps than others. This looks at the whole batch, and may: results do not depend on it.
         """
-        totals = shared.scan.data_ptr() + THREADS // 32
         ctas, _, _ = cute.arch.grid_dim()
         chosen = Int32(0)
-        if args.num_tokens * self.head_blocks(args) * MIN_CTAS_PER_TOKEN <= ctas:
-            for i in cutlass.range_constexpr(MAX_PIECE_STEPS):
-                total = ptx.warp_sum(self.pieces(args, steps, Int32(i + 1)))
-                if thread % 32 == 0:
-                    (totals + (i * (THREADS // 32) + thread // 32)).store(total)
-            cute.arch.barrier()
-            for i in cutlass.range_constexpr(MAX_PIECE_STEPS):
-                total = Int32(0)
-                for warp in cutlass.range((args.num_tokens + 31) // 32, unroll=1):
-                    total += (totals + ((MAX_PIECE_STEPS - 1 - i) * (THREADS // 32) + warp)).load()
-                if total * self.head_blocks(args) <= ctas:
-                    chosen = Int32(MAX_PIECE_STEPS - i)
+        slots = ptx.divide(ctas, self.item_stride(args))
+        if args.num_tokens * MIN_CTAS_PER_TOKEN <= slots:
+            ctas_per_token = ptx.divide(slots, args.num_tokens)
+            longest = Int32(0)
+            base = Int32(0)
+            while base < args.num_tokens:
+                longest = ptx.imax(longest, ptx.warp_max(self.steps_of_token(args, base + lane)))
+                base += 32
+            candidate = ptx.imin(ptx.divide(longest + ctas_per_token - 1, ctas_per_token) - 1, Int32(MAX_PIECE_STEPS))
+            if self.total_pieces(args, lane, -ctas_per_token) <= slots:
+                chosen = -ctas_per_token
+            else:
+                candidate = Int32(MAX_PIECE_STEPS)  # some tokens have more parts than that
+            while candidate > 0:
+                if self.total_pieces(args, lane, candidate) <= slots:
+                    chosen = candidate
+                candidate -= 1
         return chosen
 
     @cute.jit
-    def count_pieces(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32) -> None:
-        """starts[t] = pieces of the tokens before t, by all threads; a barrier must follow."""
-        starts, scan = shared.starts.data_ptr(), shared.scan.data_ptr()
-        lane, warp = thread % 32, thread // 32
-        steps = self.steps_of_token(args, thread)
-        piece_steps = self.choose_piece_steps(args, shared, thread, steps)
-        before = Int32(0)
-        base = Int32(0)
+    def total_pieces(self, args: Arguments, lane: Int32, piece_steps: Int32) -> Int32:
+        """Of all tokens; by one warp."""
+        total, base = Int32(0), Int32(0)
         while base < args.num_tokens:
-            token = base + thread
-            if base > 0:
-                steps = self.steps_of_token(args, token)
-            total = self.sum_of_lanes_up_to(self.pieces(args, steps, piece_steps), lane)
-            if lane == 31:
-                (scan + warp).store(total)
-            cute.arch.barrier()
-            ahead, everything = Int32(0), Int32(0)
-            for i in cutlass.range(THREADS // 32, unroll=4):
-                count = (scan + i).load()
-                everything += count
-                if i < warp:
-                    ahead += count
+            total += ptx.warp_sum(self.pieces(args, self.steps_of_token(args, base + lane), piece_steps))
+            base += 32
+        return total
+
+    @cute.jit
+    def count_pieces(self, args: Arguments, shared: cutlass.Constexpr, lane: Int32) -> None:
+        """starts[t] = pieces of the tokens before t, by one warp; a barrier must follow."""
+        starts = shared.starts.data_ptr()
+        piece_steps = self.choose_piece_steps(args, lane)
+        before, base = Int32(0), Int32(0)
+        while base < args.num_tokens:
+            token = base + lane
+            pieces = self.pieces(args, self.steps_of_token(args, token), piece_steps)
+            before += self.sum_of_lanes_up_to(pieces, lane)
             if token < args.num_tokens:
-                (starts + token + 1).store(before + ahead + total)
-            before += everything
-            base += THREADS
-            cute.arch.barrier()
-        if thread == 0:
+                (starts + token + 1).store(before)
+            before = cute.arch.shuffle_sync(before, 31)
+            base += 32
+        if lane == 0:
             starts.store(Int32(0))
             shared.piece_steps.data_ptr().store(piece_steps)
 
@@ -347,7 +390,24 @@ class WorkItems:
         rows = args.num_tokens
         if const_expr(self.configuration.split):
             rows = (shared.starts.data_ptr() + args.num_tokens).load()
-        return rows * self.head_blocks(args)
+        return rows * self.item_stride(args)
+
+    def share(self, index: Int32) -> Int32 | int:
+        """An item's share of the channels, the same for all items of a CTA."""
+        return 0 if self.configuration.shares == 1 else index % self.configuration.shares
+
+    def anew(self, share: Int32 | int) -> Int32 | int:
+        """The same, such that what follows from it is computed where it is used, not kept in registers."""
+        return 0 if self.configuration.shares == 1 else cute.arch.make_warp_uniform(share)
+
+    def place(self, i: Int32 | int) -> Int32 | int:
+        """The group of either half of the channels that is the i-th to be filled and read: first the one that is copied
+        asynchronously, the last channels of FP8 rows. The scores are summed in this order, whatever a CTA's share."""
+        return (HALF_GROUPS - 1 + i) % HALF_GROUPS
+
+    def item_stride(self, args: Arguments) -> Int32:
+        """Items side by side of the same keys: blocks of heads, and shares of the channels."""
+        return self.head_blocks(args) * self.configuration.shares
 
     def head_blocks(self, args: Arguments) -> Int32:
         """1 or 2: there are at most 128 heads."""

@@ -1,7 +1,7 @@
 """PTX instructions that the Hopper kernel names itself. Addresses are numbers: Int64 global, Int32 shared."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 
 def asm(code: str, results: list, *args: object) -> object:
@@ -96,11 +96,6 @@ def copy_async(shared: Int32, address: Int64, num_bytes: Int32) -> None:
     asm("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", [], shared, address, num_bytes)
 
 
-def load_shared(address: Int32) -> tuple:
-    """16 bytes from shared memory."""
-    return asm("ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Uint32] * 4, address)
-
-
 def load_f32x4(address: Int64) -> tuple:
     """Four fp32 that are read once."""
     return asm("ld.global.L1::no_allocate.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Float32] * 4, address)
@@ -150,6 +145,16 @@ def warp_sum(x: Int32) -> Int32:
     return asm("redux.sync.add.s32 {$w0}, {$r0}, 0xffffffff;", [Int32], x)
 
 
+def warp_max(x: Int32) -> Int32:
+    """Largest of the warp."""
+    return asm("redux.sync.max.s32 {$w0}, {$r0}, 0xffffffff;", [Int32], x)
+
+
+def imax(a: Int32, b: Int32) -> Int32:
+    """The larger one."""
+    return asm("max.s32 {$w0}, {$r0}, {$r1};", [Int32], a, b)
+
+
 def opaque(x: Int32) -> Int32:
     """The same, unknown to the compiler."""
     return asm("mov.b32 {$w0}, {$r0};", [Int32], x)
@@ -180,19 +185,32 @@ def load_acquire(address: Int64) -> Int32:
     return asm("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", [Int32], address)
 
 
-def dequantise(word: Uint32, scale: Uint32) -> tuple:
-    """Four e4m3 -> four bf16 in two words, exactly.
-
-    The seven low bits of an e4m3, put at bits 4-10 of a bf16, are its value times 2**-120 (subnormals included).
-    The two products are by 2**120 and by the row's scale, so that no scale overflows on the way.
-    """
+def dequantise(word: Uint32, scale: Float32) -> tuple:
+    """Four e4m3 times a power of two -> four bf16 in two words, rounded only where bf16 has fewer bits (subnormals)."""
     return asm(
-        "{\n.reg .b32 y, t, big;\nmov.b32 big, 0x7b807b80;\n"
-        "prmt.b32 y, {$r0}, 0, 0x1404;\nshr.u32 t, y, 4;\nand.b32 t, t, 0x07f007f0;\n"
-        "lop3.b32 y, y, 0x80008000, t, 0xea;\nmul.rn.bf16x2 y, y, big;\nmul.rn.bf16x2 {$w0}, y, {$r1};\n"
-        "prmt.b32 y, {$r0}, 0, 0x3424;\nshr.u32 t, y, 4;\nand.b32 t, t, 0x07f007f0;\n"
-        "lop3.b32 y, y, 0x80008000, t, 0xea;\nmul.rn.bf16x2 y, y, big;\nmul.rn.bf16x2 {$w1}, y, {$r1};\n}",
+        "{\n.reg .b16 low, high, a, b;\n.reg .b32 x, y;\n.reg .f32 f, g;\nmov.b32 {low, high}, {$r0};\n"
+        "cvt.rn.f16x2.e4m3x2 x, low;\ncvt.rn.f16x2.e4m3x2 y, high;\n"
+        "mov.b32 {a, b}, x;\ncvt.f32.f16 f, a;\ncvt.f32.f16 g, b;\n"
+        "mul.f32 f, f, {$r1};\nmul.f32 g, g, {$r1};\ncvt.rn.bf16x2.f32 {$w0}, g, f;\n"
+        "mov.b32 {a, b}, y;\ncvt.f32.f16 f, a;\ncvt.f32.f16 g, b;\n"
+        "mul.f32 f, f, {$r1};\nmul.f32 g, g, {$r1};\ncvt.rn.bf16x2.f32 {$w1}, g, f;\n}",
         [Uint32, Uint32],
         word,
         scale,
     )
+
+
+def select(condition: Boolean, yes: Uint32, no: Uint32) -> Uint32:
+    """yes if condition, else no."""
+    return asm(
+        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r0}, 0;\nselp.b32 {$w0}, {$r1}, {$r2}, p;\n}",
+        [Uint32],
+        Int32(condition),
+        yes,
+        no,
+    )
+
+
+def exchange(x: Uint32, distance: int) -> Uint32:
+    """x of the lane whose number differs in this bit."""
+    return asm(f"shfl.sync.bfly.b32 {{$w0}}, {{$r0}}, {distance}, 31, 0xffffffff;", [Uint32], x)

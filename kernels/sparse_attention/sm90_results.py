@@ -2,16 +2,15 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from dsv4_kernels.sparse_attention import sm90_ptx as ptx
 from dsv4_kernels.sparse_attention.sm90_plan import (
     CONSUMER_THREADS,
+    GROUP,
     HALF,
     HEADS,
     LOG2_E,
-    MERGE_GROUPS,
-    MERGE_PARTS,
     NO_MAXIMUM,
     RESCALE_ABOVE,
     ROW_STRIDE,
@@ -56,6 +55,10 @@ class Results(WorkItems):
             matrices = (words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3])
             ptx.store_matrices(block + row * ROW_STRIDE + chunk * 16, matrices)
 
+    def first_channel(self, item: Item, which: Int32) -> Int32:
+        """Of this consumer's O."""
+        return which * HALF + item.share * (self.configuration.share_groups * GROUP)
+
     @cute.jit
     def sink(self, args: Arguments, head: Int32) -> Float32:
         """A head's sink in units of log2; -inf without one."""
@@ -91,48 +94,53 @@ class Results(WorkItems):
         shared: cutlass.Constexpr,
         item: Item,
         which: Int32,
-        staging: Int32,
-        warp: Int32,
         row: Int32,
         lane: Int32,
         out: cute.Tensor,
         maximum: cute.Tensor,
         total: cute.Tensor,
     ) -> None:
-        """Normalises O and writes it; bf16 by way of shared memory, in whole lines."""
+        """Normalises O and writes it; of bf16, four lanes side by side write 64 bytes."""
         inverse = cute.make_rmem_tensor((2,), Float32)
         for i in cutlass.range_constexpr(2):
             inverse[i] = self.inverse((shared.sinks.data_ptr() + row + 8 * i).load(), maximum[i], total[i])
-        if which == 0:
+        if (which == 0) & (item.share == 0):
             if lane % 4 == 0:
                 for i in cutlass.range_constexpr(2):
                     self.store_lse(args, item.token, item.head_block * HEADS + row + 8 * i, maximum[i], total[2 + i])
-        base = Int64(item.token) * args.out_token_stride + which * HALF
+        base = Int64(item.token) * args.out_token_stride + self.first_channel(item, which)
         if const_expr(self.configuration.fp32_out):
             for i in cutlass.range_constexpr(2):
                 head = item.head_block * HEADS + row + 8 * i
                 if head < args.num_heads:
                     address = args.out + (base + Int64(head) * args.out_head_stride + (lane % 4) * 2) * 4
-                    for j in cutlass.range_constexpr(HALF // 8):
+                    for j in cutlass.range_constexpr(cute.size(out) // 4):
                         pair = (out[4 * j + 2 * i] * inverse[i], out[4 * j + 2 * i + 1] * inverse[i])
                         ptx.store_f32x2(address + j * 32, pair)
         else:
-            words = cute.make_rmem_tensor((16,), Uint32)
-            for block in cutlass.range_constexpr(HALF // TILE):
-                for j in cutlass.range_constexpr(TILE // 8):
-                    for i in cutlass.range_constexpr(2):
-                        at = block * 32 + 4 * j + 2 * i
-                        words[2 * j + i] = ptx.pack_bf16(out[at] * inverse[i], out[at + 1] * inverse[i])
-                self.store_p(staging, words, warp, lane)
-                cute.arch.sync_warp()
-                for i in cutlass.range_constexpr(4):
-                    line = warp * 16 + i * 4 + lane // 8
-                    head = item.head_block * HEADS + line
+            for i in cutlass.range_constexpr(2):
+                head = item.head_block * HEADS + row + 8 * i
+                address = args.out + (base + Int64(head) * args.out_head_stride + (lane % 4) * 8) * 2
+                for j in cutlass.range_constexpr(0, cute.size(out) // 4, 4):
+                    words = [
+                        ptx.pack_bf16(out[4 * k + 2 * i] * inverse[i], out[4 * k + 2 * i + 1] * inverse[i])
+                        for k in range(j, j + 4)
+                    ]
+                    piece = self.transposed(words, lane)
                     if head < args.num_heads:
-                        piece = ptx.load_shared(staging + line * ROW_STRIDE + ((lane % 8) ^ (line & 7)) * 16)
-                        element = base + Int64(head) * args.out_head_stride + block * TILE + (lane % 8) * 8
-                        ptx.store_16_bytes(args.out + element * 2, piece)
-                cute.arch.sync_warp()
+                        ptx.store_16_bytes(address + j * 16, piece)
+
+    def transposed(self, words: list, lane: Int32) -> list:
+        """Of four words of each of four lanes side by side: lane l gets the l-th of all."""
+        for distance in (1, 2):
+            upper = (lane & distance) != 0
+            for i in range(4):
+                if i & distance:
+                    continue
+                kept = ptx.select(upper, words[i + distance], words[i])
+                other = ptx.exchange(ptx.select(upper, words[i], words[i + distance]), distance)
+                words[i], words[i + distance] = ptx.select(upper, other, kept), ptx.select(upper, kept, other)
+        return words
 
     @cute.jit
     def factors(self, maximum: cute.Tensor, other: Float32, i: cutlass.Constexpr) -> tuple:
@@ -184,10 +192,11 @@ class Results(WorkItems):
     ) -> None:
         """O (not normalised), maxima and sums of this thread, in the order of the registers.
 
-        [32][256 threads][4], then [256][4]: maximum and sum, of two rows; for the lse [256][2]: sums before rounding.
+        [32 / shares][256 threads][4]; behind room for 32 [256][4]: maximum and sum, of two rows; for the lse [256][2]:
+        sums before rounding.
         """
         slot = self.slot(args, index, place) + thread * 16
-        for j in cutlass.range_constexpr(HALF // 8):
+        for j in cutlass.range_constexpr(cute.size(out) // 4):
             ptx.store_f32x4(slot + j * CONSUMER_THREADS * 16, tuple(out[4 * j + i] for i in range(4)))
         ptx.store_f32x4(slot + SLOT_BYTES, (maximum[0], total[0], maximum[1], total[1]))
         if const_expr(self.configuration.lse):
@@ -195,18 +204,19 @@ class Results(WorkItems):
 
     def arrived(self, args: Arguments, item: Item) -> Int64:
         """Address of the count of pieces that are written, of an item's token and heads."""
-        return args.counters + Int64(item.token * self.head_blocks(args) + item.head_block) * 4
+        group = (item.token * self.head_blocks(args) + item.head_block) * self.configuration.shares + item.share
+        return args.counters + Int64(group) * 4
 
     def merged(self, args: Arguments, item: Item) -> Int64:
         """Address of the count of shares that are merged."""
-        return self.arrived(args, item) + Int64(args.num_tokens * self.head_blocks(args)) * 4
+        return self.arrived(args, item) + Int64(args.num_tokens * self.item_stride(args)) * 4
 
     @cute.jit
     def wait_for_slot(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, oldest: Int32) -> None:
         """Waits until the merge that reads this CTA's oldest slot is over. A barrier must follow."""
-        if thread == 0:
-            if oldest >= 0:
-                item = self.item(args, shared, oldest)
+        if oldest >= 0:
+            item = self.item(args, shared, oldest)
+            if thread == 0:
                 self.wait_for_count(self.merged(args, item), item.pieces)
 
     @cute.jit
@@ -244,7 +254,7 @@ class Results(WorkItems):
             # Folding whole parts one after the other is folding them into nothing first and then together.
             marks = begins & ((division.pieces > 1) | (piece == 0))
             total = self.sum_of_lanes_up_to(mine, lane)
-            number = self.slot_number(args, first + piece * self.head_blocks(args))
+            number = self.slot_number(args, first + piece * self.item_stride(args))
             place = Int32(0)
             while place < mine:
                 (partials + (1 + count + total - mine + place)).store((number + place) * 2 + Int32(marks))
@@ -274,13 +284,14 @@ class Results(WorkItems):
         They are folded in order: those of a part into one, as if one CTA had done all its steps, and then the parts.
         """
         item = self.item(args, shared, index)
-        stride = self.head_blocks(args)
+        stride = self.item_stride(args)
         lane = thread % 32
         row = thread % 128 // 32 * 16 + lane // 4
         head = item.head_block * HEADS + row
         sinks = (self.sink(args, head), self.sink(args, head + 8))
-        begin = ptx.divide(item.piece * (HALF // 8), item.pieces)
-        end = ptx.divide((item.piece + 1) * (HALF // 8), item.pieces)
+        columns = self.configuration.share_groups * GROUP // 8
+        begin = ptx.divide(item.piece * columns, item.pieces)
+        end = ptx.divide((item.piece + 1) * columns, item.pieces)
         self.sync(Named.CONSUMERS)  # P is free
         if thread < 32:
             self.list_partials(args, shared, thread, item, index - item.piece * stride)
@@ -289,14 +300,15 @@ class Results(WorkItems):
         self.sync(Named.CONSUMERS)
         partials = self.partials(shared)
         count = partials.load()
-        size = 4 * MERGE_GROUPS
+        parts_at_once, groups = self.configuration.merge_loads
+        size = 4 * groups
         # Of the part at hand, and of the parts before it.
         maximum, total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Float32)
         values = cute.make_rmem_tensor((size,), Float32)
         all_maximum, all_total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Float32)
         all_values = cute.make_rmem_tensor((size,), Float32)
         inverse = cute.make_rmem_tensor((2,), Float32)
-        for base in cutlass.range(begin, end, MERGE_GROUPS, unroll=1):
+        for base in cutlass.range(begin, end, groups, unroll=1):
             self.clear(all_maximum, all_total, all_values)
             done = Int32(0)
             while done < count:
@@ -304,7 +316,7 @@ class Results(WorkItems):
                 more = Boolean(True)
                 while more:
                     belongs, statistics, exact, words = [], [], [], []
-                    for i in cutlass.range_constexpr(MERGE_PARTS):
+                    for i in cutlass.range_constexpr(parts_at_once):
                         entry = (partials + (1 + ptx.imin(done + i, count - 1))).load()
                         if const_expr(i == 0):
                             belongs.append(Boolean(True))
@@ -314,9 +326,9 @@ class Results(WorkItems):
                         statistics.append(ptx.load_f32x4(slot + SLOT_BYTES))
                         if const_expr(self.configuration.lse):
                             exact.append(ptx.load_f32x2(slot + SLOT_BYTES + (CONSUMER_THREADS * 16 - thread * 8)))
-                        for u in cutlass.range_constexpr(MERGE_GROUPS):
+                        for u in cutlass.range_constexpr(groups):
                             words.extend(ptx.load_f32x4(slot + ptx.imin(base + u, end - 1) * (CONSUMER_THREADS * 16)))
-                    for i in cutlass.range_constexpr(MERGE_PARTS):
+                    for i in cutlass.range_constexpr(parts_at_once):
                         if belongs[i]:
                             sums = [statistics[i][1], statistics[i][3], 0.0, 0.0]
                             if const_expr(self.configuration.lse):
@@ -331,14 +343,14 @@ class Results(WorkItems):
                 for k in cutlass.range_constexpr(2):
                     inverse[k] = self.inverse(sinks[k], all_maximum[k], all_total[k])
                     # Whoever has the first columns: if the pieces are more than the columns, that is not the first one.
-                    if (which == 0) & (begin == 0) & (lane % 4 == 0):
+                    if (which == 0) & (item.share == 0) & (begin == 0) & (lane % 4 == 0):
                         self.store_lse(args, item.token, head + 8 * k, all_maximum[k], all_total[2 + k])
             for k in cutlass.range_constexpr(2):
                 if head + 8 * k < args.num_heads:
                     at = Int64(item.token) * args.out_token_stride + Int64(head + 8 * k) * args.out_head_stride
-                    for u in cutlass.range_constexpr(MERGE_GROUPS):
+                    for u in cutlass.range_constexpr(groups):
                         if base + u < end:
-                            column = which * HALF + (base + u) * 8 + lane % 4 * 2
+                            column = self.first_channel(item, which) + (base + u) * 8 + lane % 4 * 2
                             low, high = (
                                 all_values[4 * u + 2 * k] * inverse[k],
                                 all_values[4 * u + 2 * k + 1] * inverse[k],
@@ -369,7 +381,7 @@ class Results(WorkItems):
             before, weight = self.factors(maximum, other_maximum[k], k)
             for i in (k, 2 + k):
                 total[i] = ptx.fma(Float32(other_total[i]), weight, total[i] * before)
-            for u in range(MERGE_GROUPS):
+            for u in range(cute.size(values) // 4):
                 for j in range(2):
                     at = 4 * u + 2 * k + j
                     values[at] = ptx.fma(other_values[at], weight, values[at] * before)
@@ -378,8 +390,8 @@ class Results(WorkItems):
     def leave(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32) -> None:
         """The last CTA to leave clears the counters for the next launch."""
         ctas, _, _ = cute.arch.grid_dim()
-        groups = args.num_tokens * self.head_blocks(args)
-        last = shared.scan.data_ptr()
+        groups = args.num_tokens * self.item_stride(args)
+        last = shared.is_last.data_ptr()
         if thread == 0:
             last.store(ptx.count_out(args.counters + Int64(2 * groups) * 4))
         self.sync(Named.CONSUMERS)
