@@ -8,6 +8,7 @@ every released model has; a model of another one (a small random one) is served 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -23,11 +24,15 @@ from sglang_dsv4.geometry import CSA_RATIO, HCA_RATIO, SWA_RATIO, PoolGeometry, 
 logger = logging.getLogger(__name__)
 
 NAME_VARIABLE = "SGLANG_DSV4_ATTENTION"
-WIDE = 2 * DECODE_SPLIT_KEYS
-"""Slots of a list, or columns of a page table, in the calls that compile: as wide as in decode, where the width tells a
-kernel that a token may have several parts."""
-FEW_AND_MANY_TOKENS = (1, 512)
-"""Hopper's kernel has a variant that divides a token's keys among CTAs, for few tokens; the bits are the same."""
+ENTRIES = {
+    SWA_RATIO: (0,),
+    CSA_RATIO: (512, 2 * DECODE_SPLIT_KEYS),
+    HCA_RATIO: (128, 512, 2 * DECODE_SPLIT_KEYS),
+}
+"""Entries that lists or page tables have room for in the calls that compile: few, some, and several parts of them."""
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 512)
+"""Hopper's kernel has variants that divide keys and channels among CTAs, by how many tokens there are and how wide
+their lists; the bits are the same."""
 KIND_OF_RATIO = {SWA_RATIO: "window", CSA_RATIO: "CSA", HCA_RATIO: "HCA"}
 
 
@@ -71,8 +76,8 @@ def compile_ahead(geometry: PoolGeometry, heads: int, device: torch.device) -> N
     begin, known = time.perf_counter(), len(compile_cache.origins())
     for done, (ratio, split_keys) in enumerate(todo, 1):
         what = f"{KIND_OF_RATIO[ratio]}, {'prefill' if split_keys is None else 'decode'}"
-        for tokens in FEW_AND_MANY_TOKENS:
-            _call_once(geometry, heads, device, ratio, split_keys, tokens)
+        for entries, tokens in itertools.product(ENTRIES[ratio], TOKENS):
+            _call_once(geometry, heads, device, ratio, split_keys, entries, tokens)
         logger.info(
             "attention kernel %s: %d of %d ready (%s), %.1f s", chosen.name, done, len(todo), what, _since(begin)
         )
@@ -92,9 +97,15 @@ def _since(begin: float) -> float:
 
 
 def _call_once(
-    geometry: PoolGeometry, heads: int, device: torch.device, ratio: int, split_keys: int | None, tokens: int
+    geometry: PoolGeometry,
+    heads: int,
+    device: torch.device,
+    ratio: int,
+    split_keys: int | None,
+    entries: int,
+    tokens: int,
 ) -> None:
-    """Tokens that read one window row each, and one entry if there are entries."""
+    """Tokens that read one window row each, and one of so many entries if there are any."""
 
     def filled(*shape: int, value: int = 0) -> torch.Tensor:
         return torch.full(shape, value, dtype=torch.int32, device=device)
@@ -104,10 +115,11 @@ def _call_once(
     if ratio:
         arguments = {"entries": rows, "visible": filled(tokens, value=1)}
     if ratio == CSA_RATIO:
-        arguments["entry_rows"] = filled(tokens, WIDE)
+        arguments["entry_rows"] = filled(tokens, entries)
     elif ratio == HCA_RATIO:
-        arguments |= {"page_table": filled(1, WIDE), "token_to_request": filled(tokens)}
-        arguments["entries_per_page"] = entries_per_page(HCA_RATIO)
+        of_page = entries_per_page(HCA_RATIO)
+        arguments |= {"page_table": filled(1, entries // of_page), "token_to_request": filled(tokens)}
+        arguments["entries_per_page"] = of_page
     out = sparse_attention(
         torch.zeros(tokens, heads, geometry.row_dim, dtype=geometry.dtype, device=device),
         rows,

@@ -213,10 +213,10 @@ class Producers(WorkItems):
     @cute.jit
     def prefetch_lists(self, args: Arguments, thread: Int32) -> None:
         """Calls the first lines of all tokens' lists into L2, before it is known who needs them."""
-        if thread * 32 < args.num_tokens * args.window_rows_stride:
+        if thread * 32 < (args.num_tokens - 1) * args.window_rows_stride + args.window_width:
             ptx.prefetch(args.window_rows, thread * 128)
         if const_expr(self.configuration.entries == Entries.LIST):
-            if thread * 32 < args.num_tokens * args.entry_list_stride:
+            if thread * 32 < (args.num_tokens - 1) * args.entry_list_stride + args.num_entries:
                 ptx.prefetch(args.entry_list, thread * 128)
 
     @cute.jit

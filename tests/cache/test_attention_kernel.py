@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from dsv4_kernels import registry
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.sparse_attention.problem import Problem
-from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
+from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS, num_parts, num_steps
 from sglang_dsv4 import attention_backend, attention_kernel
 from sglang_dsv4.geometry import CSA_RATIO, HCA_RATIO, SWA_RATIO, PoolGeometry
 
@@ -53,14 +54,52 @@ def test_every_kind_of_layer_is_called_in_decode_and_prefill(
     with caplog.at_level(logging.INFO, logger=attention_kernel.__name__):
         attention_kernel.compile_ahead(geometry(format=format), 16, CPU)
     assert all(problem.row_format is format and problem.num_heads == 16 for problem in kernel)
-    assert [problem.num_tokens for problem in kernel] == [1, 512] * 6
-    few = kernel[::2]
-    kinds = [(p.entry_rows is not None, p.page_table is not None, p.split_keys) for p in few]
-    assert kinds == [(*k, split) for k in ((0, 0), (1, 0), (0, 1)) for split in (DECODE_SPLIT_KEYS, None)]
-    assert [problem.max_parts > 1 for problem in few] == [False, False, True, False, True, False]
+    assert [problem.num_tokens for problem in kernel] == list(attention_kernel.TOKENS) * 12
+    kinds = [(p.entry_rows is not None, p.page_table is not None, p.split_keys, p.max_entry_slots) for p in kernel]
+    assert list(dict.fromkeys(kinds)) == [
+        (*kind, split, entries)
+        for kind, widths in (((0, 0), (0,)), ((1, 0), (512, 2560)), ((0, 1), (128, 512, 2560)))
+        for split in (DECODE_SPLIT_KEYS, None)
+        for entries in widths
+    ]
+    assert {p.max_parts > 1 for p in kernel if p.max_entry_slots == 2560 and p.split_keys} == {True}
     messages = [record.getMessage() for record in caplog.records]
     assert messages[2].startswith("attention kernel stand_in: 3 of 6 ready (CSA, decode), ") and len(messages) == 7
     assert messages[-1].endswith("0 compiled, 0 from disk")
+
+
+@pytest.mark.parametrize(("heads", "multiprocessors"), [(64, 132), (128, 132), (16, 78)])
+def test_no_variant_of_the_hopper_kernel_is_left_for_the_first_request(
+    kernel: list[Problem], heads: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever there is in a batch, its kernel was called ahead."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from dsv4_kernels.sparse_attention import sm90
+
+    monkeypatch.setattr(sm90, "num_multiprocessors", lambda device: multiprocessors)
+
+    def variant(problem: Problem | SimpleNamespace) -> tuple:
+        split = sm90._divides(problem)
+        shares = sm90._shares(problem, problem.num_tokens * -(-problem.num_heads // 64), split)
+        return problem.entry_rows is not None, problem.page_table is not None, split, shares
+
+    attention_kernel.compile_ahead(geometry(), heads, CPU)
+    called = set(map(variant, kernel))
+    widths = {SWA_RATIO: [0], CSA_RATIO: [512, 1024], HCA_RATIO: [*range(2, 1024, 62), 8192]}
+    for ratio, tokens, split_keys in itertools.product(widths, range(1, 300), (None, DECODE_SPLIT_KEYS)):
+        for entries in widths[ratio]:
+            batch = SimpleNamespace(
+                entry_rows=True if ratio == CSA_RATIO else None,
+                page_table=True if ratio == HCA_RATIO else None,
+                window_slots=128,
+                max_entry_slots=entries,
+                split_keys=split_keys,
+                max_parts=num_parts(num_steps(128, entries), split_keys),
+                num_tokens=tokens,
+                num_heads=heads,
+                q=torch.empty(0),
+            )
+            assert variant(batch) in called, (ratio, tokens, split_keys, entries)
 
 
 def test_a_kernel_that_is_wrong_about_zeros_stops_the_server(
@@ -96,7 +135,7 @@ def test_a_name_in_the_environment_decides(kernel: list[Problem], monkeypatch: p
     assert Engine(small, Sequences(small, 8)).backend.attention_impl == "ref"
     monkeypatch.setenv(attention_kernel.NAME_VARIABLE, "stand_in")
     attention_kernel.compile_ahead(geometry(), 16, CPU)
-    assert len(kernel) == 12
+    assert kernel
     monkeypatch.setenv(attention_kernel.NAME_VARIABLE, "sm100")
     with pytest.raises(NotImplementedError, match="'sm100' of op 'sparse_attention' does not support device 'cpu'"):
         attention_kernel.compile_ahead(geometry(), 16, CPU)
