@@ -67,9 +67,14 @@ class Problem:
         return 0 if self.page_table is None else self.page_table.shape[1] * self.entries_per_page
 
     @property
+    def max_steps(self) -> int:
+        """The most steps (see split.py) that a token of this call could have."""
+        return num_steps(self.window_slots, self.max_entry_slots)
+
+    @property
     def max_parts(self) -> int:
         """The most parts that a token of this call could be divided into."""
-        return num_parts(num_steps(self.window_slots, self.max_entry_slots), self.split_keys)
+        return num_parts(self.max_steps, self.split_keys)
 
     @staticmethod
     def of(

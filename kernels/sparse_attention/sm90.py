@@ -83,7 +83,7 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
     Shared,
 )
 from dsv4_kernels.sparse_attention.sm90_results import Results
-from dsv4_kernels.sparse_attention.split import STEP_KEYS, num_steps
+from dsv4_kernels.sparse_attention.split import STEP_KEYS
 
 
 class SparseAttention(Producers, Results):
@@ -462,7 +462,7 @@ def _divides(problem: Problem) -> bool:
     """
     if problem.split_keys is None:
         return False
-    steps = num_steps(problem.window_slots, problem.max_entry_slots)
+    steps = problem.max_steps
     if problem.max_parts * steps >= 1 << 20:
         raise ValueError(
             f"sparse_attention: a token of this call may have {steps} steps of {STEP_KEYS} keys in {problem.max_parts} "
@@ -472,7 +472,7 @@ def _divides(problem: Problem) -> bool:
         return True
     # Measured on an H200: merging takes as long as two or three steps.
     ctas = num_multiprocessors(problem.q.device) // (problem.num_tokens * -(-problem.num_heads // HEADS))
-    return steps > (2 if ctas >= 8 else 3 if ctas >= 4 else steps)
+    return (ctas >= 8 and steps > 2) or (ctas >= 4 and steps > 3)
 
 
 def _shares(problem: Problem, items: int, split: bool) -> int:
@@ -481,11 +481,11 @@ def _shares(problem: Problem, items: int, split: bool) -> int:
     Every share computes the scores again, so dividing the keys comes first: there is room for shares if every step has
     a CTA of its own, or if the steps are too few to divide them.
     """
-    steps = num_steps(problem.window_slots, problem.max_entry_slots)
-    if steps > 3 and not split:
+    if problem.max_steps > 3 and not split:
         return 1
     ctas = num_multiprocessors(problem.q.device)
-    return max(shares for shares in SHARES if shares == 1 or items * (steps if split else 1) * shares <= ctas)
+    pieces = items * (problem.max_steps if split else 1)
+    return max(shares for shares in SHARES if shares == 1 or pieces * shares <= ctas)
 
 
 def _launch(problem: Problem, tokens: slice, split: bool) -> None:

@@ -27,7 +27,7 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
 
 
 class Producers(WorkItems):
-    """Two warpgroups that fill both tiles, each the groups of channels of one consumer."""
+    """Two or four warpgroups that fill both tiles, each groups of the channels of one consumer."""
 
     @cute.jit
     def produce(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, which: Int32, turn: Int32) -> None:
@@ -103,8 +103,6 @@ class Producers(WorkItems):
                 if const_expr(not fp8):
                     first = (which * HALF_GROUPS + group) * (GROUP * 2)
                     self.copy_group(place + group * BLOCK_BYTES, row, quarter, address, first)
-                elif const_expr(isinstance(group, int) and group < HALF_GROUPS - 1):
-                    self.store_group(place + group * BLOCK_BYTES, row, quarter, group, words[i % ahead], scales)
                 elif (which == 0) | (group < HALF_GROUPS - 1):
                     self.store_group(place + group * BLOCK_BYTES, row, quarter, group, words[i % ahead], scales)
                 else:

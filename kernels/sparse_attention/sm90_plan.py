@@ -109,7 +109,8 @@ class Configuration:
 
 
 MAX_PIECE_STEPS = 3
-"""Parts are divided into pieces of up to so many steps (or one more), if all of a launch fit on the GPU at once."""
+"""Where tokens differ in length, parts are divided into pieces of up to so many steps (or one more), if all of a launch
+fit on the GPU at once."""
 MIN_CTAS_PER_TOKEN = 2
 """And if there are so many CTAs for every token, block of heads and share of the channels."""
 SCRATCH_SLOTS = 3
@@ -126,7 +127,7 @@ MAX_SPLIT_TOKENS = 2048
 
 @cute.struct
 class Shared:
-    """Shared memory of a CTA: 223 KiB of 227."""
+    """Shared memory of a CTA: 222 KiB of 227."""
 
     q: cute.struct.Align[cute.struct.MemRange[BFloat16, HEADS * DIM], 1024]
     keys: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * TILE * DIM], 1024]
