@@ -52,6 +52,8 @@ def _integers() -> None:
         for t in ("s32", "u32", "s64", "u64", "s16"):
             _add(f"{op}.{t}", f"{op}.{t}", f"b{t[1:]} b{t[1:]} b{t[1:]}")
         _add(f"{op}.u16", f"{op}.u32", "b16 b16 b16")
+        for t in ("s16x2", "u16x2"):
+            _add(f"{op}.{t}", f"{op}.{t}", "b32 b32 b32")
         _add(f"{op}.relu.s32", f"{op}.relu.s32", "b32 b32 b32")
     for op in ("neg", "abs"):
         for w in (16, 32, 64):

@@ -38,6 +38,8 @@ U32_CASES = {
     "mad.lo.u32 D, ?, ?, ?": lambda a, b, c: a * b + c,
     "min.s32 D, ?, ?": lambda a, b, c: np.minimum(a.view(np.int32), b.view(np.int32)).view(np.uint32),
     "max.u32 D, ?, ?": lambda a, b, c: np.maximum(a, b),
+    "max.u16x2 D, ?, ?": lambda a, b, c: np.maximum(a.view(np.uint16), b.view(np.uint16)).view(np.uint32),
+    "min.s16x2 D, ?, ?": lambda a, b, c: np.minimum(a.view(np.int16), b.view(np.int16)).view(np.uint32),
     "and.b32 D, ?, ?": lambda a, b, c: a & b,
     "xor.b32 D, ?, ?": lambda a, b, c: a ^ b,
     "not.b32 D, ?": lambda a, b, c: ~a,

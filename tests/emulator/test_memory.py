@@ -148,6 +148,8 @@ def test_cp_async_zero_fills_and_waits() -> None:
         ("ld.shared.u32 %r1, [%r103+65536];", ErrorKind.out_of_bounds),
         ("mov.u32 %r2, 16; ld.shared.u32 %r1, [%r2];", ErrorKind.out_of_bounds),
         ("ld.shared.u32 %r1, [%r103];", ErrorKind.uninitialised_smem),
+        ("red.shared.max.s32 [%r103], %r100;", ErrorKind.uninitialised_smem),
+        ("atom.shared.exch.b32 %r1, [%r103], %r100;", ErrorKind.uninitialised_smem),
         ("trap;", ErrorKind.trap),
         ("L: bra L;", ErrorKind.instruction_limit),
     ],
@@ -156,6 +158,17 @@ def test_bad_access(body: str, kind: ErrorKind) -> None:
     with pytest.raises(EmulationError) as e:
         run(body, np.zeros(32, np.uint32), read_only=(0,))
     assert e.value.kind is kind
+
+
+def test_an_atomic_operation_may_find_what_was_written() -> None:
+    out = np.zeros(32, np.uint32)
+    run(
+        """setp.eq.u32 %p1, %r101, 0; @%p1 st.shared.u32 [%r103], 3; bar.warp.sync 0xffffffff;
+    red.shared.max.s32 [%r103], %r101; bar.warp.sync 0xffffffff; ld.shared.u32 %r1, [%r103];
+    mul.wide.u32 %rd3, %r101, 4; add.s64 %rd4, %rd100, %rd3; st.global.u32 [%rd4], %r1;""",
+        out,
+    )
+    np.testing.assert_array_equal(out, np.full(32, 31))
 
 
 def test_local_memory_is_per_lane() -> None:

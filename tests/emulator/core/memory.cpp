@@ -312,8 +312,10 @@ HANDLER("atom", Sync) {
   for (int i : lanes_of(lanes)) {
     Location at = locate(w, in, i, lane_address(w, in.op[address_at], i, in.aux[4]), (Space)in.aux[0], bytes * vector, true);
     actor.lane = (u8)i;
-    if (at.cta) race::shared_access(w, in, *at.cta, at.offset, bytes * vector, true, actor);
-    else if (at.global) {
+    if (at.cta) {
+      if (has_dst || in.aux[1] != kExch) race::shared_atomic_reads(w, in, *at.cta, at.offset, bytes * vector);
+      race::shared_access(w, in, *at.cta, at.offset, bytes * vector, true, actor);
+    } else if (at.global) {
       machine.counters.global_read += bytes, machine.counters.global_written += bytes;
       race::global_access(w, in, (u64)at.data, bytes * vector, true, actor);
     }
