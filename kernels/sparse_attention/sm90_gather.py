@@ -8,14 +8,11 @@ from dsv4_kernels.kv_layout import NOPE_DIM, PAGE_ROWS, ROW_DATA_BYTES, ROW_SCAL
 from dsv4_kernels.sparse_attention import sm90_ptx as ptx
 from dsv4_kernels.sparse_attention.sm90_plan import (
     BLOCK_BYTES,
-    DIM,
     GROUP,
     GROUPS,
     HALF_GROUPS,
     PRODUCER_THREADS,
-    ROW_STEP,
     ROW_STRIDE,
-    ROWS,
     STEP,
     TILE,
     TILE_BYTES,
@@ -33,21 +30,22 @@ class Producers(WorkItems):
     def produce(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, which: Int32, turn: Int32) -> None:
         """Fills groups of the channels of consumer `which`, each as soon as it is free: all, or every second one.
 
-        Four threads side by side share ROWS rows, a quarter of a step apart; each has 16 channels of a group. FP8 rows
-        wait in registers: loads are issued `ahead` groups before their conversion. Row numbers come a step before that:
-        a thread loads one, calls its row into L2 and hands the number to the others of its warpgroup.
+        As many threads side by side as a thread has rows share those rows, which are as far apart as they can be, and
+        read a row's bytes of a group together. FP8 rows wait in registers: loads are issued `ahead` groups before their
+        conversion. Row numbers come a step before that: a thread loads one, calls its FP8 row into L2 and hands the
+        number to the others of its warpgroup.
         """
         fp8 = self.configuration.fp8_rows
         lane, warp = thread % 32, thread // 32
-        row, quarter = thread // 4, thread % 4
+        row, part = thread // self.configuration.rows, thread % self.configuration.rows
         producers = self.configuration.producers
         if const_expr(producers == 1):
             turn = 0
         numbers = shared.numbers.data_ptr() + (turn * 2 + which) * 2 * STEP
         ahead = self.configuration.ahead
-        words = [cute.make_rmem_tensor((4 * ROWS,), Uint32) for _ in range(ahead)]
-        scales = cute.make_rmem_tensor((ROWS,), Uint32)
-        address = cute.make_rmem_tensor((ROWS,), Int64)
+        words = [cute.make_rmem_tensor((4 * self.configuration.rows,), Uint32) for _ in range(ahead)]
+        scales = cute.make_rmem_tensor((self.configuration.rows,), Uint32)
+        address = cute.make_rmem_tensor((self.configuration.rows,), Int64)
         turns = HALF_GROUPS // producers
 
         num_items = self.num_items(args, shared)
@@ -66,7 +64,7 @@ class Producers(WorkItems):
             self.locate(args, step, numbers + row, address)
             if const_expr(fp8):
                 for i in cutlass.range_constexpr(ahead):
-                    offset = which * HALF_GROUPS * GROUP + quarter * 16
+                    offset = which * HALF_GROUPS * GROUP + part * 16
                     self.load_group(address, offset, which, self.place(i * producers + turn), words[i])
             index, token, leading, last, visible = self.advance(
                 args, shared, index, num_items, token, leading, last, visible
@@ -78,14 +76,15 @@ class Producers(WorkItems):
             which = cute.arch.make_warp_uniform(which)  # what is computed from it needs no registers meanwhile
             full, free = shared.full.data_ptr() + which * HALF_GROUPS, shared.free.data_ptr() + which * HALF_GROUPS
             place = Int32(shared.keys.data_ptr().toint()) + which * HALF_GROUPS * BLOCK_BYTES + row * ROW_STRIDE
-            offset = which * HALF_GROUPS * GROUP + quarter * 16  # of FP8 channels in a row
+            offset = which * HALF_GROUPS * GROUP + part * 16  # of FP8 channels in a row
             numbers = shared.numbers.data_ptr() + (turn * 2 + which) * 2 * STEP
             next_numbers = numbers + phase * STEP
             # The first groups of this step are on their way, and the consumers are busy with the step before.
             if const_expr(fp8):
                 self.load_scales(args, step, numbers + ((phase ^ 1) * STEP + row), scales, which)
             (next_numbers + thread).store(number)
-            self.prefetch_half_row(args, next_step, number, which)
+            if const_expr(fp8):
+                self.prefetch_half_row(args, next_step, number, which)
             self.sync_producer(turn * 2 + which)
             number = Int32(-1)
             if index < num_items:
@@ -99,14 +98,14 @@ class Producers(WorkItems):
                 cute.arch.mbarrier_wait(free + group, phase)
                 if const_expr(i == 0):
                     if (which == 0) & (turn == 0):
-                        self.write_row_bits(shared.rows.data_ptr() + warp, lane, address)
+                        self.write_row_bits(shared, numbers + ((phase ^ 1) * STEP + thread), warp, lane, address)
                 if const_expr(not fp8):
                     first = (which * HALF_GROUPS + group) * (GROUP * 2)
-                    self.copy_group(place + group * BLOCK_BYTES, row, quarter, address, first)
+                    self.copy_group(place + group * BLOCK_BYTES, row, part, address, first)
                 elif (which == 0) | (group < HALF_GROUPS - 1):
-                    self.store_group(place + group * BLOCK_BYTES, row, quarter, group, words[i % ahead], scales)
+                    self.store_group(place + group * BLOCK_BYTES, row, part, group, words[i % ahead], scales)
                 else:
-                    self.copy_group(place + group * BLOCK_BYTES, row, quarter, address, Int32(NOPE_DIM))
+                    self.copy_group(place + group * BLOCK_BYTES, row, part, address, Int32(NOPE_DIM))
                 self.publish(full + group, lane, which, group)
                 if const_expr(fp8):
                     if const_expr(i == turns - ahead):
@@ -191,8 +190,8 @@ class Producers(WorkItems):
     @cute.jit
     def locate(self, args: Arguments, step: Int32, numbers: cute.Pointer, addresses: cute.Tensor) -> None:
         """Addresses of this thread's rows."""
-        for i in cutlass.range_constexpr(ROWS):
-            addresses[i] = self.row_address(args, step, (numbers + i * ROW_STEP).load())
+        for i in cutlass.range_constexpr(self.configuration.rows):
+            addresses[i] = self.row_address(args, step, (numbers + i * self.configuration.row_step).load())
 
     @cute.jit
     def load_scales(
@@ -200,8 +199,8 @@ class Producers(WorkItems):
     ) -> None:
         """The four scale bytes of each row for this half of the channels, 0 in holes."""
         table, page_bytes = self.table(args, step)
-        for i in cutlass.range_constexpr(ROWS):
-            number = (numbers + i * ROW_STEP).load()
+        for i in cutlass.range_constexpr(self.configuration.rows):
+            number = (numbers + i * self.configuration.row_step).load()
             existing = number
             if number < 0:
                 existing = Int32(0)
@@ -220,19 +219,16 @@ class Producers(WorkItems):
     @cute.jit
     def prefetch_half_row(self, args: Arguments, step: Int32, number: Int32, which: Int32) -> None:
         """Calls this half of the channels into L2."""
-        address = self.row_address(args, step, number)
-        half, lines = ROW_DATA_BYTES // 2, 3
-        if const_expr(not self.configuration.fp8_rows):
-            half, lines = DIM, DIM // 128
-        for i in cutlass.range_constexpr(lines):
+        address, half = self.row_address(args, step, number), ROW_DATA_BYTES // 2
+        for i in cutlass.range_constexpr(3):
             ptx.prefetch(address, which * half + min(128 * i, half - 1))
 
     @cute.jit
     def load_group(
         self, addresses: cute.Tensor, offset: Int32, which: Int32, group: Int32 | int, words: cute.Tensor
     ) -> None:
-        """This quarter's e4m3 of a group of the rows; nothing of the group that is no e4m3."""
-        for i in cutlass.range_constexpr(ROWS):
+        """This thread's e4m3 of a group of the rows; nothing of the group that is no e4m3."""
+        for i in cutlass.range_constexpr(self.configuration.rows):
             row = addresses[i]
             if const_expr(not isinstance(group, int) or group == HALF_GROUPS - 1):
                 if (which == 1) & (group == HALF_GROUPS - 1):
@@ -246,49 +242,55 @@ class Producers(WorkItems):
         self,
         place: Int32,
         row: Int32,
-        quarter: Int32,
+        part: Int32,
         group: Int32 | int,
         words: cute.Tensor,
         scales: cute.Tensor,
     ) -> None:
         """The loaded e4m3 as bf16 to the rows' places in swizzled blocks."""
-        for i in cutlass.range_constexpr(ROWS):
-            byte = (scales[i] >> (8 * group)) & 0xFF
-            bits = byte << 23
-            if byte == 0:
-                bits = Uint32(0x00400000)  # 2**-127, a subnormal
-            scale = ptx.as_f32(bits)
+        for i in cutlass.range_constexpr(self.configuration.rows):
+            scale = ptx.scale_pair((scales[i] >> (8 * group)) & 0xFF)
             for j in cutlass.range_constexpr(2):
                 low = ptx.dequantise(words[4 * i + 2 * j], scale)
                 high = ptx.dequantise(words[4 * i + 2 * j + 1], scale)
-                chunk = (quarter * 2 + j) ^ (row & 7)
+                chunk = (part * 2 + j) ^ (row & 7)
                 ptx.store_shared(place + (self.offset(i) + chunk * 16), (*low, *high))
 
     @cute.jit
-    def copy_group(self, place: Int32, row: Int32, quarter: Int32, addresses: cute.Tensor, offset: Int32) -> None:
+    def copy_group(self, place: Int32, row: Int32, part: Int32, addresses: cute.Tensor, offset: Int32) -> None:
         """A group's channels that are bf16 already, `offset` bytes behind the rows' beginning."""
-        for i in cutlass.range_constexpr(ROWS):
+        for i in cutlass.range_constexpr(self.configuration.rows):
             num_bytes = Int32(16) if addresses[i] != 0 else Int32(0)
-            for j in cutlass.range_constexpr(2):
-                chunk = j * 4 + quarter
+            for j in cutlass.range_constexpr(ROW_STRIDE // 16 // self.configuration.rows):
+                chunk = j * self.configuration.rows + part
                 ptx.copy_async(
                     place + (self.offset(i) + (chunk ^ (row & 7)) * 16), addresses[i] + (offset + chunk * 16), num_bytes
                 )
 
     def offset(self, i: int) -> int:
         """Of a thread's row i from its first one in shared memory."""
-        return i * ROW_STEP // TILE * TILE_BYTES + i * ROW_STEP % TILE * ROW_STRIDE
+        row = i * self.configuration.row_step
+        return row // TILE * TILE_BYTES + row % TILE * ROW_STRIDE
 
     @cute.jit
-    def write_row_bits(self, rows: cute.Pointer, lane: Int32, addresses: cute.Tensor) -> None:
-        """A bit for each of the warp's rows, eight side by side, of which four lanes each know the same."""
-        for i in cutlass.range_constexpr(ROWS):
-            bits = cute.arch.vote_ballot_sync(addresses[i] != 0) & 0x11111111
-            bits = (bits | (bits >> 3)) & 0x03030303
-            bits = (bits | (bits >> 6)) & 0x000F000F
-            bits = (bits | (bits >> 12)) & 0xFF
+    def write_row_bits(
+        self, shared: cutlass.Constexpr, number: cute.Pointer, warp: Int32, lane: Int32, addresses: cute.Tensor
+    ) -> None:
+        """A bit for each of the warp's rows that is no hole; `number` is this lane's."""
+        if const_expr(self.configuration.fp8_rows):
+            # From the addresses, which needs less registers: of rows side by side, four lanes each know the same.
+            rows = shared.rows.data_ptr() + warp
+            for i in cutlass.range_constexpr(self.configuration.rows):
+                bits = cute.arch.vote_ballot_sync(addresses[i] != 0) & 0x11111111
+                bits = (bits | (bits >> 3)) & 0x03030303
+                bits = (bits | (bits >> 6)) & 0x000F000F
+                bits = (bits | (bits >> 12)) & 0xFF
+                if lane == 0:
+                    (rows + i * self.configuration.row_step // 8).store(Uint8(bits))
+        else:
+            bits = cute.arch.vote_ballot_sync(number.load() >= 0)
             if lane == 0:
-                (rows + i * ROW_STEP // 8).store(Uint8(bits))
+                (cute.recast_ptr(shared.rows.data_ptr(), dtype=Uint32) + warp).store(Uint32(bits))
 
     @cute.jit
     def publish(self, barrier: cute.Pointer, lane: Int32, which: Int32, group: Int32 | int) -> None:

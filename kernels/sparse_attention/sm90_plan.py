@@ -25,9 +25,6 @@ SHARES = (1, 2, 4)
 """Into how many shares the channels of O may be divided."""
 HALF_GROUPS = GROUPS // 2
 """Groups of the channels of O in one consumer."""
-ROWS = 4
-"""Rows of a step that a producer's thread has a part of."""
-ROW_STEP = STEP // ROWS
 ROW_STRIDE = GROUP * 2
 """Bytes of a row of a swizzled [64 x 64] bf16 block."""
 BLOCK_BYTES = TILE * ROW_STRIDE
@@ -91,6 +88,16 @@ class Configuration:
     def ahead(self) -> int:
         """Groups whose FP8 rows a producer holds in registers."""
         return 2 // self.producers
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step that a producer's thread has 16 bytes of, in every group."""
+        return 4 if self.fp8_rows else 8
+
+    @property
+    def row_step(self) -> int:
+        """From one of them to the next."""
+        return STEP // self.rows
 
     @property
     def threads(self) -> int:

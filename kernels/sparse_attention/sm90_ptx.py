@@ -185,15 +185,26 @@ def load_acquire(address: Int64) -> Int32:
     return asm("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", [Int32], address)
 
 
-def dequantise(word: Uint32, scale: Float32) -> tuple:
-    """Four e4m3 times a power of two -> four bf16 in two words, rounded only where bf16 has fewer bits (subnormals)."""
+def scale_pair(byte: Uint32) -> Uint32:
+    """A ue8m0 as two bf16; 0 is 2**-127, a subnormal."""
+    return asm(
+        "{\n.reg .b32 x, least;\nmov.b32 least, 0x00400040;\nmul.lo.u32 x, {$r0}, 0x00800080;\n"
+        "max.u16x2 {$w0}, x, least;\n}",
+        [Uint32],
+        byte,
+    )
+
+
+def dequantise(word: Uint32, scale: Uint32) -> tuple:
+    """Four e4m3 times a power of two (`scale_pair`) -> four bf16 in two words, rounded only where bf16 has fewer bits
+    (subnormals). The upper halves of fp32 are exact, and taking them is cheaper than rounding."""
     return asm(
         "{\n.reg .b16 low, high, a, b;\n.reg .b32 x, y;\n.reg .f32 f, g;\nmov.b32 {low, high}, {$r0};\n"
         "cvt.rn.f16x2.e4m3x2 x, low;\ncvt.rn.f16x2.e4m3x2 y, high;\n"
         "mov.b32 {a, b}, x;\ncvt.f32.f16 f, a;\ncvt.f32.f16 g, b;\n"
-        "mul.f32 f, f, {$r1};\nmul.f32 g, g, {$r1};\ncvt.rn.bf16x2.f32 {$w0}, g, f;\n"
+        "prmt.b32 x, f, g, 0x7632;\nmul.rn.bf16x2 {$w0}, x, {$r1};\n"
         "mov.b32 {a, b}, y;\ncvt.f32.f16 f, a;\ncvt.f32.f16 g, b;\n"
-        "mul.f32 f, f, {$r1};\nmul.f32 g, g, {$r1};\ncvt.rn.bf16x2.f32 {$w1}, g, f;\n}",
+        "prmt.b32 y, f, g, 0x7632;\nmul.rn.bf16x2 {$w1}, y, {$r1};\n}",
         [Uint32, Uint32],
         word,
         scale,
