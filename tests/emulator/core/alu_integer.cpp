@@ -66,6 +66,11 @@ template <class T>
 T saturating(i64 v) {
   return (T)std::min<i64>(std::max<i64>(v, std::numeric_limits<T>::min()), std::numeric_limits<T>::max());
 }
+// f of both 16-bit halves.
+template <class T, class F>
+u32 by_halves(u32 x, u32 y, F f) {
+  return (u32)(u16)f((T)x, (T)y) | (u32)(u16)f((T)(x >> 16), (T)(y >> 16)) << 16;
+}
 i32 dot4(u32 a, u32 b, i32 c, bool a_signed, bool b_signed) {
   u32 sum = (u32)c;
   for (int k = 0; k < 4; k++) {
@@ -130,11 +135,6 @@ BINARY("rem.s16", u32, (u32)((i16)y == 0 ? (i16)x : (i32)(i16)x % (i32)(i16)y) &
 
 BINARY("min.s16", u32, (u32)std::min((i16)x, (i16)y) & 0xffff)
 BINARY("max.s16", u32, (u32)std::max((i16)x, (i16)y) & 0xffff)
-// Two halves of a word each.
-template <typename T, typename F>
-u32 by_halves(u32 x, u32 y, F f) {
-  return (u32)(u16)f((T)x, (T)y) | (u32)(u16)f((T)(x >> 16), (T)(y >> 16)) << 16;
-}
 BINARY("min.s16x2", u32, by_halves<i16>(x, y, [](i16 a, i16 b) { return std::min(a, b); }))
 BINARY("max.s16x2", u32, by_halves<i16>(x, y, [](i16 a, i16 b) { return std::max(a, b); }))
 BINARY("min.u16x2", u32, by_halves<u16>(x, y, [](u16 a, u16 b) { return std::min(a, b); }))

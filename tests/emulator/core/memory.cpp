@@ -308,14 +308,13 @@ HANDLER("atom", Sync) {
   Order order = (Order)in.aux[5];
   race::Actor actor = race::generic(w);
   actor.atomic = true;
+  actor.updates = has_dst || in.aux[1] != kExch;
   bool changed = false;
   for (int i : lanes_of(lanes)) {
     Location at = locate(w, in, i, lane_address(w, in.op[address_at], i, in.aux[4]), (Space)in.aux[0], bytes * vector, true);
     actor.lane = (u8)i;
-    if (at.cta) {
-      if (has_dst || in.aux[1] != kExch) race::shared_atomic_reads(w, in, *at.cta, at.offset, bytes * vector);
-      race::shared_access(w, in, *at.cta, at.offset, bytes * vector, true, actor);
-    } else if (at.global) {
+    if (at.cta) race::shared_access(w, in, *at.cta, at.offset, bytes * vector, true, actor);
+    else if (at.global) {
       machine.counters.global_read += bytes, machine.counters.global_written += bytes;
       race::global_access(w, in, (u64)at.data, bytes * vector, true, actor);
     }

@@ -158,20 +158,6 @@ static void tell_lanes_apart(Warp &w, const Actor &a, Demands &demands) {
   if (a.agent - demands.warp < kWarpAgents) lanes::accessed(w, a.agent - demands.warp, a.event);
 }
 
-static void demand_written(Warp &w, const Instruction &in, Cta &cta, u32 g, u32 lo, u16 mask) {
-  Shadow &s = *cta.smem_shadow;
-  if ((s.written(g) & mask) == mask) return;
-  report(ErrorKind::UninitialisedSmem, &w, &in,
-         "reads shared memory 0x%x (CTA rank %u), which nothing has written", g * 16 + lo, cta.rank);
-  s.mark_written(g, mask);
-}
-
-void shared_atomic_reads(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 bytes) {
-  if (!machine.track_order) return;
-  // Aligned: within a granule.
-  demand_written(w, in, cta, offset / 16, offset % 16, (u16)(((1u << bytes) - 1) << offset % 16));
-}
-
 void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 bytes, bool write, const Actor &a) {
   if (!machine.track_order || !bytes) return;
   if (&cta != w.cta) touch_peer(w, in, cta, a);
@@ -182,7 +168,11 @@ void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 byt
   for (u32 g = offset / 16; g * 16 < end; g++) {
     u32 lo = g * 16 < offset ? offset - g * 16 : 0, hi = std::min(16u, end - g * 16);
     u16 mask = (u16)(((1u << hi) - 1) & ~((1u << lo) - 1));
-    if (!write) demand_written(w, in, cta, g, lo, mask);
+    if ((!write || a.updates) && (s.written(g) & mask) != mask) {
+      report(ErrorKind::UninitialisedSmem, &w, &in,
+             "reads shared memory 0x%x (CTA rank %u), which nothing has written", g * 16 + lo, cta.rank);
+      s.mark_written(g, mask);
+    }
     Access access{a.agent, a.event, in.line, mask, write, a.generic, a.atomic, 0, a.lane};
     Conflict conflict = s.access(g, access, *a.known, demands);
     if (conflict.kind) report_conflict(w, in, cta, "shared memory", g * 16 + lo, write, conflict);

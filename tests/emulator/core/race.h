@@ -14,6 +14,7 @@ struct Actor {
   bool async_proxy;  // reads shared memory through the async proxy
   bool atomic = false;
   u8 lane = kUnknownLane;  // for whom
+  bool updates = false;    // its writes depend on what was there
 };
 
 void start_cluster(Cluster &c);
@@ -39,8 +40,6 @@ Free free_running(Warp &w);
 void enter_tensor_pipe(Warp &w);
 
 void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 bytes, bool write, const Actor &a);
-// What an atomic operation on shared memory finds there must have been written; `shared_access` has the rest.
-void shared_atomic_reads(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 bytes);
 void global_access(Warp &w, const Instruction &in, u64 address, u64 bytes, bool write, const Actor &a,
                    bool same_value = false);
 // Tensor memory: `lanes` of 16 lanes from lane16 * 16, columns [column, column + count).
