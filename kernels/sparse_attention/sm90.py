@@ -66,7 +66,9 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
     HALF_GROUPS,
     HEADS,
     LOG2_E,
+    MAX_CTAS,
     MAX_SPLIT_TOKENS,
+    MIN_CTAS_PER_TOKEN,
     NO_MAXIMUM,
     PRODUCER_THREADS,
     ROW_STRIDE,
@@ -114,10 +116,10 @@ class SparseAttention(Producers, Results):
                     cute.arch.mbarrier_init(shared.free.data_ptr() + group, 4)
                 cute.arch.mbarrier_init_fence()
         if const_expr(self.configuration.split):
-            if warp == 0:
-                self.count_pieces(args, shared, thread)
-            else:
-                self.prefetch_lists(args, thread - 32)
+            if warp == CONSUMER_THREADS // 32:
+                self.count_pieces(args, shared, thread % 32)
+            elif warp > CONSUMER_THREADS // 32:
+                self.prefetch_lists(args, thread - CONSUMER_THREADS - 32)
         cute.arch.barrier()
         if warp < CONSUMER_THREADS // 32:
             cute.arch.setmaxregister_increase(self.configuration.registers[0])
@@ -173,26 +175,33 @@ class SparseAttention(Producers, Results):
 
         num_items = self.num_items(args, shared)
         ctas, _, _ = cute.arch.grid_dim()
-        index, _, _ = cute.arch.block_idx()
+        block, _, _ = cute.arch.block_idx()
+        index = block
         share = self.share(index)
         phase = Int32(0)
         split = self.configuration.split
-        pending, history = Int32(-1), cute.make_rmem_tensor((SCRATCH_SLOTS,), Int32)
-        history.fill(-1)
+        turn, stop = Int32(0), num_items
+        if const_expr(split):
+            stop += ctas  # a token's share is merged one turn later than its piece was written
         if index < num_items:
-            item = self.item(args, shared, index)
+            item = self.item(args, shared, index, turn)
             self.load_q(args, shared, thread, item.token, item.head_block)
-        # A token's share is merged one item later than its piece was written.
-        while (index < num_items) | (pending >= 0):
-            merging, pending = pending, Int32(-1)
-            if index < num_items:
-                item = self.item(args, shared, index)
+        while index < stop:
+            if (index < num_items) | const_expr(not split):
+                item = self.item(args, shared, index, turn)
                 self.clear(maximum, total, out)
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.fence_view_async_shared()
                 self.sync(Named.CONSUMERS)
                 if thread < HEADS:
                     (shared.sinks.data_ptr() + thread).store(self.sink(args, item.head_block * HEADS + thread))
+                if const_expr(split):
+                    # While the first rows are on their way.
+                    if thread < 32:
+                        if (turn == 0) & (item.pieces > 1):
+                            self.list_partials(args, shared, lane, item, index)
+                        if index + ctas < num_items:
+                            self.know_item(args, shared, index + ctas, turn + 1, lane)
 
                 step = item.first
                 while step < item.last:
@@ -238,34 +247,32 @@ class SparseAttention(Producers, Results):
                     if const_expr(split):
                         # Nobody has yet what this would be folded into.
                         if (not item.begins) & (step < item.last):
-                            self.store_partial(args, index, step - 1 - item.first, thread, out, maximum, total)
+                            self.store_partial(args, turn, step - 1 - item.first, thread, out, maximum, total)
                             self.clear(maximum, total, out)
                 if const_expr(split):
-                    self.wait_for_slot(args, shared, thread, history[0])
+                    self.wait_for_slot(args, shared, thread, turn - SCRATCH_SLOTS)
                 self.sync(Named.CONSUMERS)  # nobody reads Q any more
-                self.load_next_q(args, shared, thread, index + ctas, num_items)
-                item = self.item(args, shared, index)  # again: its numbers need no registers meanwhile
-                if const_expr(split):
-                    pending = index
-                    if item.pieces > 1:
-                        place = item.last - 1 - item.first
-                        if item.begins:
-                            place = Int32(0)
-                        self.store_partial(args, index, place, thread, out, maximum, total)
-                        self.sync(Named.CONSUMERS)
-                        if thread == 0:
-                            ptx.add_release(self.arrived(args, item))
-                    else:
-                        self.sum_up(shared, which, row, lane, total)
-                        self.store_out(args, shared, item, which, row, lane, out, maximum, total)
-                        pending = Int32(-1)
-                    history[0], history[1], history[2] = history[1], history[2], pending
+                if index + ctas < num_items:
+                    item = self.item(args, shared, index + ctas, turn + 1)
+                    self.load_q(args, shared, thread, item.token, item.head_block)
+                item = self.item(args, shared, index, turn)  # again: its numbers need no registers meanwhile
+                if item.pieces > 1:
+                    place = item.last - 1 - item.first
+                    if item.begins:
+                        place = Int32(0)
+                    self.store_partial(args, turn, place, thread, out, maximum, total)
+                    self.sync(Named.CONSUMERS)
+                    if thread == 0:
+                        ptx.add_release(self.arrived(args, item))
                 else:
                     self.sum_up(shared, which, row, lane, total)
                     self.store_out(args, shared, item, which, row, lane, out, maximum, total)
             if const_expr(split):
-                if merging >= 0:
-                    self.merge(args, shared, thread, which, merging, num_items)
+                if turn > 0:
+                    item = self.item(args, shared, index - ctas, turn - 1)
+                    if item.pieces > 1:
+                        self.merge(args, shared, thread, which, item, index - ctas, turn - 1, num_items)
+                turn += 1
             index += ctas
         if const_expr(split):
             if self.slots_are_reused(num_items):
@@ -283,15 +290,6 @@ class SparseAttention(Producers, Results):
         """Gives a group back to its producer."""
         if lane == 0:
             cute.arch.mbarrier_arrive(barrier)
-
-    @cute.jit
-    def load_next_q(
-        self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, following: Int32, num_items: Int32
-    ) -> None:
-        """Starts copying Q of this CTA's next item; nobody may read the present one any more."""
-        if following < num_items:
-            item = self.item(args, shared, following)
-            self.load_q(args, shared, thread, item.token, item.head_block)
 
     @cute.jit
     def load_q(
@@ -436,7 +434,7 @@ def compile(configuration: Configuration) -> Callable[..., None]:
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """CTAs that are resident at once: one a multiprocessor."""
-    return cutlass.utils.HardwareInfo(device.index or 0).get_device_multiprocessor_count()
+    return min(MAX_CTAS, cutlass.utils.HardwareInfo(device.index or 0).get_device_multiprocessor_count())
 
 
 def sparse_attention(problem: Problem) -> None:
@@ -470,9 +468,9 @@ def _divides(problem: Problem) -> bool:
         )
     if problem.max_parts > 1:
         return True
-    # Measured on an H200: merging takes as long as two or three steps.
+    # Measured on an H200: merging takes as long as a step, or as two of larger results.
     ctas = num_multiprocessors(problem.q.device) // (problem.num_tokens * -(-problem.num_heads // HEADS))
-    return (ctas >= 8 and steps > 2) or (ctas >= 4 and steps > 3)
+    return (ctas >= 8 and steps > 1) or (ctas >= 4 and steps > 3)
 
 
 def _shares(problem: Problem, items: int, split: bool) -> int:
@@ -510,6 +508,9 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
         split=split,
         shares=_shares(problem, num_tokens * head_blocks, split),
     )
+    num_ctas = num_sms // configuration.shares * configuration.shares  # a CTA keeps its share
+    items_of_a_piece = num_tokens * head_blocks * configuration.shares
+    ctas_per_token = num_ctas // items_of_a_piece
     scratch = None
     if split:
         num_bytes = num_sms * SLOTS_PER_CTA * (SLOT_BYTES + STATISTICS_BYTES)
@@ -544,11 +545,11 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
         lse=Int64(address(problem.lse, tokens)),
         scale_log2=Float32(problem.scale * LOG2_E),
         steps_per_part=Int32(problem.split_keys // STEP_KEYS if split else 0),
+        ctas_per_token=Int32(ctas_per_token if ctas_per_token >= MIN_CTAS_PER_TOKEN else 0),
         scratch=Int64(address(scratch and scratch.slots)),
         counters=Int64(address(scratch and scratch.counters)),
     )
-    num_ctas = num_sms // configuration.shares * configuration.shares  # a CTA keeps its share
     if not split:
-        num_ctas = min(num_tokens * head_blocks * configuration.shares, num_ctas)
+        num_ctas = min(items_of_a_piece, num_ctas)
     stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
     compile(configuration)(arguments, Int32(num_ctas), stream)

@@ -56,7 +56,7 @@ class Producers(WorkItems):
         step, next_step = Int32(-1), Int32(-1)  # if there are such steps
         number, phase = Int32(-1), Int32(1)
         if index < num_items:
-            item = self.item(args, shared, index)
+            item = self.item(args, shared, index, Int32(0))
             token, leading, last, visible = item.token, item.first, item.last, item.visible
             step = leading
             (numbers + thread).store(self.row_number(args, token, visible, step, thread))
@@ -141,7 +141,7 @@ class Producers(WorkItems):
             ctas, _, _ = cute.arch.grid_dim()
             index += ctas
             if index < num_items:
-                item = self.item(args, shared, index)
+                item = self.computed_item(args, shared, index)
                 token, step, last, visible = item.token, item.first, item.last, item.visible
         return index, token, step, last, visible
 
@@ -210,11 +210,13 @@ class Producers(WorkItems):
     @cute.jit
     def prefetch_lists(self, args: Arguments, thread: Int32) -> None:
         """Calls the first lines of all tokens' lists into L2, before it is known who needs them."""
-        if thread * 32 < (args.num_tokens - 1) * args.window_rows_stride + args.window_width:
-            ptx.prefetch(args.window_rows, thread * 128)
-        if const_expr(self.configuration.entries == Entries.LIST):
-            if thread * 32 < (args.num_tokens - 1) * args.entry_list_stride + args.num_entries:
-                ptx.prefetch(args.entry_list, thread * 128)
+        for i in cutlass.range_constexpr(2):
+            place = thread * 32 + i * 32 * (2 * self.configuration.producers * PRODUCER_THREADS - 32)
+            if place < (args.num_tokens - 1) * args.window_rows_stride + args.window_width:
+                ptx.prefetch(args.window_rows, place * 4)
+            if const_expr(self.configuration.entries == Entries.LIST):
+                if place < (args.num_tokens - 1) * args.entry_list_stride + args.num_entries:
+                    ptx.prefetch(args.entry_list, place * 4)
 
     @cute.jit
     def prefetch_half_row(self, args: Arguments, step: Int32, number: Int32, which: Int32) -> None:

@@ -49,6 +49,8 @@ class Named(IntEnum):
     """And 3: P of this consumer is in shared memory, and it has read its keys; the other one waits."""
     PRODUCER = 4
     """And 5 to 7: the numbers of a step's rows are in this producer's shared memory."""
+    MERGE = 8
+    """And 9 to 11: sums of this warp's rows, of both consumers."""
 
 
 class Entries(IntEnum):
@@ -104,10 +106,9 @@ class Configuration:
         """Of a CTA."""
         return CONSUMER_THREADS + 2 * self.producers * PRODUCER_THREADS
 
-    @property
-    def merge_loads(self) -> tuple[int, int]:
-        """Partial results, and groups of four values of each, that a thread loads at a time when it merges."""
-        return (4 if self.lse else 5, 3) if self.shares == 4 else (4, 4)
+    def merge_loads(self, single: bool) -> tuple[int, int]:
+        """Partial results, and columns of each, that a thread loads at a time when it merges."""
+        return {1: (12, 1), 2: (10, 1), 4: (8, 1)}[self.shares] if single else {1: (5, 4), 2: (5, 3), 4: (5, 2)}[self.shares]
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -128,19 +129,25 @@ SLOTS_PER_CTA = max(SCRATCH_SLOTS, MAX_PIECE_STEPS + 1)
 SLOT_BYTES = HEADS * DIM * 4
 STATISTICS_BYTES = CONSUMER_THREADS * 32
 """Maxima and sums of a slot, as every thread has them."""
+KNOWN_ITEMS = 8
+"""Of a CTA: the next one, the present one, and those whose slots are still needed."""
+ITEM_NUMBERS = 8
+"""Int32 of a known item: an `Item` but for what is the same for all items of a CTA."""
 MAX_SPLIT_TOKENS = 2048
 """Tokens of a launch that may divide their keys: `Shared.starts` holds a number for each."""
+MAX_CTAS = 144
+"""Of a launch, as many as a full chip has multiprocessors: `Shared.partials` has room for all that they leave."""
 
 
 @cute.struct
 class Shared:
-    """Shared memory of a CTA: 222 KiB of 227."""
+    """Shared memory of a CTA: 225 KiB of 227."""
 
     q: cute.struct.Align[cute.struct.MemRange[BFloat16, HEADS * DIM], 1024]
     keys: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * TILE * DIM], 1024]
     # keys: [tile][group][64 keys x 64 channels], swizzled
     p: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * HEADS * TILE], 1024]
-    # p: [consumer][64 heads x 64 keys], swizzled; between items the list of what is to be merged
+    # p: [consumer][64 heads x 64 keys], swizzled
     rows: cute.struct.MemRange[Uint8, 2 * TILE // 8]
     # rows: [tile], a bit for every key that is no hole
     numbers: cute.struct.MemRange[Int32, 4 * 2 * STEP]
@@ -150,9 +157,14 @@ class Shared:
     sums: cute.struct.MemRange[Float32, 4 * HEADS]
     sinks: cute.struct.MemRange[Float32, HEADS]
     # sinks: of the item's heads, in units of log2
+    partials: cute.struct.MemRange[Int32, MAX_CTAS * SLOTS_PER_CTA + 2]
+    # partials: what is to be merged (`Results.list_partials`)
     starts: cute.struct.MemRange[Int32, MAX_SPLIT_TOKENS + 1]
-    # starts: [token], pieces of all tokens before it
-    piece_steps: cute.struct.MemRange[Int32, 1]
+    # starts: [token], pieces of all tokens before it; unless all tokens have the same number
+    plan: cute.struct.MemRange[Int32, 3]
+    # plan: `piece_steps` of `WorkItems.division`; pieces of every token, 0 if they differ; work items of the launch
+    items: cute.struct.MemRange[Int32, KNOWN_ITEMS * ITEM_NUMBERS]
+    # items: [turn % KNOWN_ITEMS], of this CTA, where keys are divided
     is_last: cute.struct.MemRange[Int32, 1]
     # is_last: what `leave` counted
     full: cute.struct.MemRange[Int64, GROUPS]
@@ -188,6 +200,8 @@ class Arguments(NamedTuple):
     lse: Int64
     scale_log2: Float32
     steps_per_part: Int32
+    ctas_per_token: Int32
+    """For every block of heads and share of the channels, too; 0 if they are too few to divide parts into pieces."""
     scratch: Int64
     counters: Int64
 
@@ -232,25 +246,59 @@ class WorkItems:
                 visible = ptx.imin(ptx.load_i32(args.visible + Int64(token) * 4), visible)
         return visible
 
+    def item(self, args: Arguments, shared: cutlass.Constexpr, index: Int32, turn: Int32) -> Item:
+        """An item by its number and its turn in this CTA; of several turns only where keys are divided.
+
+        There it was computed once for all: finding out which keys it has takes a warp several hundred cycles.
+        """
+        return self.known_item(shared, turn) if self.configuration.split else self.computed_item(args, shared, index)
+
     @cute.jit
-    def item(self, args: Arguments, shared: cutlass.Constexpr, index: Int32) -> Item:
-        """An item by its number; beyond the last one, something harmless."""
+    def known_item(self, shared: cutlass.Constexpr, turn: Int32) -> Item:
+        """What `know_item` wrote."""
+        place = shared.items.data_ptr() + turn % KNOWN_ITEMS * ITEM_NUMBERS
+        numbers = [(place + i).load() for i in range(ITEM_NUMBERS)]
+        block, _, _ = cute.arch.block_idx()
+        token, head_block, first, last, piece, pieces, begins, visible = numbers
+        return Item(token, head_block, first, last, self.share(block), piece, pieces, begins != 0, visible)
+
+    @cute.jit
+    def know_item(self, args: Arguments, shared: cutlass.Constexpr, index: Int32, turn: Int32, lane: Int32) -> None:
+        """Computes an item for all, by one warp; a barrier must follow."""
+        item = self.computed_item(args, shared, index)
+        place = shared.items.data_ptr() + turn % KNOWN_ITEMS * ITEM_NUMBERS
+        if lane == 0:
+            (place + 0).store(item.token)
+            (place + 1).store(item.head_block)
+            (place + 2).store(item.first)
+            (place + 3).store(item.last)
+            (place + 4).store(item.piece)
+            (place + 5).store(item.pieces)
+            (place + 6).store(Int32(item.begins))
+            (place + 7).store(item.visible)
+
+    @cute.jit
+    def computed_item(self, args: Arguments, shared: cutlass.Constexpr, index: Int32) -> Item:
+        """An item from its number and the plan."""
         share = self.share(index)
-        two_blocks = self.head_blocks(args) - 1
-        token = index // self.configuration.shares >> two_blocks
-        head_block = index // self.configuration.shares & two_blocks
+        token = index // self.configuration.shares >> (self.head_blocks(args) - 1)
+        head_block = self.head_block(args, index)
         piece = Int32(0)
         if const_expr(self.configuration.split):
-            wanted = token
-            token = self.token_of_piece(args, shared, wanted)
-            piece = wanted - (shared.starts.data_ptr() + token).load()
+            wanted, pieces_of_all = token, (shared.plan.data_ptr() + 1).load()
+            if pieces_of_all > 0:
+                token = ptx.divide(wanted, pieces_of_all)
+                piece = wanted - token * pieces_of_all
+            else:
+                token = self.token_of_piece(args, shared, wanted)
+                piece = wanted - (shared.starts.data_ptr() + token).load()
         token = ptx.imin(token, args.num_tokens - 1)
         visible = self.visible_entries(args, token)
         # With a 0 that the compiler knows, it adds up addresses step by step, in registers that there are not.
         first, last = ptx.opaque(Int32(0)), self.steps(args, visible)
         pieces, begins = Int32(1), Boolean(True)
         if const_expr(self.configuration.split):
-            division = self.division(args, last, shared.piece_steps.data_ptr().load())
+            division = self.division(args, last, shared.plan.data_ptr().load())
             first, last, begins = self.steps_of_piece(division, piece)
             pieces = division.parts * division.pieces
         return Item(token, head_block, first, last, share, piece, pieces, begins, visible)
@@ -286,47 +334,53 @@ class WorkItems:
         Parts are divided into pieces of `piece_steps`, unless they are little longer; or, if it is negative, into as
         many as a token with -piece_steps CTAs can have. They are left whole if it is 0.
         """
-        parts = ptx.divide(steps + args.steps_per_part - 1, args.steps_per_part)
-        shortest = ptx.divide(steps, parts)
+        parts, shortest, most = Int32(1), steps, -piece_steps
+        if steps > args.steps_per_part:
+            parts = ptx.divide(steps + args.steps_per_part - 1, args.steps_per_part)
+            shortest = ptx.divide(steps, parts)
+            most = ptx.divide(ptx.imax(most, Int32(0)), parts)
         pieces = Int32(1)
         if piece_steps > 0:
             if shortest > piece_steps + 1:
                 pieces = ptx.divide(shortest + piece_steps - 1, piece_steps)
-        elif piece_steps < -parts:
-            most = ptx.imin(ptx.divide(-piece_steps, parts), shortest)
-            if shortest <= most * SLOTS_PER_CTA:  # every piece but a part's first leaves all of its steps
+        elif most > 1:
+            most = ptx.imin(most, shortest)
+            if shortest <= most * SLOTS_PER_CTA + 1:  # every piece but a part's first leaves all of its steps
                 pieces = most
         return Division(steps, parts, pieces)
 
     @cute.jit
     def steps_of_piece(self, division: Division, piece: Int32) -> tuple:
-        """[first, last) of a token's piece, and whether a part begins with it; a part's first pieces are the longer."""
-        part = ptx.divide(piece, division.pieces)
-        place = piece - part * division.pieces
-        begin, end = ptx.divide(part * division.steps, division.parts), division.steps
-        if part + 1 < division.parts:
-            end = ptx.divide((part + 1) * division.steps, division.parts)
-        up = division.pieces - 1
-        first = begin + ptx.divide(place * (end - begin) + up, division.pieces)
-        last = begin + ptx.divide((place + 1) * (end - begin) + up, division.pieces)
+        """[first, last) of a token's piece, and whether a part begins with it.
+
+        A part's first pieces are the longer. If they are long, the first one has one more: it leaves a single partial
+        result, the others one of every step.
+        """
+        place, begin, end = piece, Int32(0), division.steps
+        if division.parts > 1:
+            part = ptx.divide(piece, division.pieces)
+            place = piece - part * division.pieces
+            begin = ptx.divide(part * division.steps, division.parts)
+            if part + 1 < division.parts:
+                end = ptx.divide((part + 1) * division.steps, division.parts)
+        more = Int32(end - begin > (SLOTS_PER_CTA - 1) * division.pieces + 1)
+        shared_out, up = end - begin - more, division.pieces - 1
+        first = begin
+        if place > 0:
+            first = begin + more + ptx.divide(place * shared_out + up, division.pieces)
+        last = begin + more + ptx.divide((place + 1) * shared_out + up, division.pieces)
         return first, last, place == 0
 
     @cute.jit
     def steps_of_token(self, args: Arguments, token: Int32) -> Int32:
-        """0 beyond the last one."""
-        steps = Int32(0)
-        if token < args.num_tokens:
-            steps = self.steps(args, self.visible_entries(args, token))
-        return steps
+        """By its number."""
+        return self.steps(args, self.visible_entries(args, token))
 
     @cute.jit
     def pieces(self, args: Arguments, steps: Int32, piece_steps: Int32) -> Int32:
         """Of a token with so many steps."""
-        pieces = Int32(0)
-        if steps > 0:
-            division = self.division(args, steps, piece_steps)
-            pieces = division.parts * division.pieces
-        return pieces
+        division = self.division(args, steps, piece_steps)
+        return division.parts * division.pieces
 
     @cute.jit
     def sum_of_lanes_up_to(self, x: Int32, lane: Int32) -> Int32:
@@ -338,25 +392,19 @@ class WorkItems:
         return x
 
     @cute.jit
-    def choose_piece_steps(self, args: Arguments, lane: Int32) -> Int32:
+    def choose_piece_steps(self, args: Arguments, longest: Int32, lane: Int32) -> Int32:
         """`piece_steps` of `division`, such that all pieces fit on the GPU at once. By one warp.
 
         The same number of CTAs for every token, or the shortest pieces of equal length, if that is shorter: where some
         tokens have less steps than others. This looks at the whole batch, and may: results do not depend on it.
         """
-        ctas, _, _ = cute.arch.grid_dim()
-        chosen = Int32(0)
-        slots = ptx.divide(ctas, self.item_stride(args))
-        if args.num_tokens * MIN_CTAS_PER_TOKEN <= slots:
-            ctas_per_token = ptx.divide(slots, args.num_tokens)
-            longest = Int32(0)
-            base = Int32(0)
-            while base < args.num_tokens:
-                longest = ptx.imax(longest, ptx.warp_max(self.steps_of_token(args, base + lane)))
-                base += 32
-            candidate = ptx.imin(ptx.divide(longest + ctas_per_token - 1, ctas_per_token) - 1, Int32(MAX_PIECE_STEPS))
-            if self.total_pieces(args, lane, -ctas_per_token) <= slots:
-                chosen = -ctas_per_token
+        chosen, each = Int32(0), args.ctas_per_token
+        if each > 0:
+            ctas, _, _ = cute.arch.grid_dim()
+            slots = ptx.divide(ctas, self.item_stride(args))
+            candidate = ptx.imin(ptx.divide(longest + each - 1, each) - 1, Int32(MAX_PIECE_STEPS))
+            if self.total_pieces(args, lane, -each) <= slots:
+                chosen = -each
             else:
                 candidate = Int32(MAX_PIECE_STEPS)  # some tokens have more parts than that
             while candidate > 0:
@@ -370,19 +418,51 @@ class WorkItems:
         """Of all tokens; by one warp."""
         total, base = Int32(0), Int32(0)
         while base < args.num_tokens:
-            total += ptx.warp_sum(self.pieces(args, self.steps_of_token(args, base + lane), piece_steps))
+            pieces = Int32(0)
+            if base + lane < args.num_tokens:
+                pieces = self.pieces(args, self.steps_of_token(args, base + lane), piece_steps)
+            total += ptx.warp_sum(pieces)
             base += 32
         return total
 
     @cute.jit
     def count_pieces(self, args: Arguments, shared: cutlass.Constexpr, lane: Int32) -> None:
-        """starts[t] = pieces of the tokens before t, by one warp; a barrier must follow."""
-        starts = shared.starts.data_ptr()
-        piece_steps = self.choose_piece_steps(args, lane)
+        """Writes the plan and this CTA's first item, by one warp; a barrier must follow.
+
+        If all tokens have the same number of steps, they have the same number of pieces.
+        """
+        longest, least, base = Int32(0), Int32(-(1 << 20)), Int32(0)
+        while base < args.num_tokens:
+            steps = self.steps_of_token(args, ptx.imin(base + lane, args.num_tokens - 1))
+            longest, least = ptx.imax(longest, steps), ptx.imax(least, -steps)
+            base += 32
+        longest, least = ptx.warp_max(longest), ptx.warp_max(least)
+        piece_steps, rows = -args.ctas_per_token, Int32(0)
+        pieces_of_all = Int32(0)
+        if longest == -least:
+            pieces_of_all = self.pieces(args, longest, piece_steps)
+            rows = args.num_tokens * pieces_of_all
+        else:
+            piece_steps = self.choose_piece_steps(args, longest, lane)
+            rows = self.count_before(args, shared.starts.data_ptr(), piece_steps, lane)
+        block, _, _ = cute.arch.block_idx()
+        if lane == 0:
+            plan = shared.plan.data_ptr()
+            plan.store(piece_steps)
+            (plan + 1).store(pieces_of_all)
+            (plan + 2).store(rows * self.item_stride(args))
+        cute.arch.sync_warp()
+        self.know_item(args, shared, block, Int32(0), lane)
+
+    @cute.jit
+    def count_before(self, args: Arguments, starts: cute.Pointer, piece_steps: Int32, lane: Int32) -> Int32:
+        """starts[t] = pieces of the tokens before t, by one warp; returns those of all tokens."""
         before, base = Int32(0), Int32(0)
         while base < args.num_tokens:
             token = base + lane
-            pieces = self.pieces(args, self.steps_of_token(args, token), piece_steps)
+            pieces = Int32(0)
+            if token < args.num_tokens:
+                pieces = self.pieces(args, self.steps_of_token(args, token), piece_steps)
             before += self.sum_of_lanes_up_to(pieces, lane)
             if token < args.num_tokens:
                 (starts + token + 1).store(before)
@@ -390,15 +470,15 @@ class WorkItems:
             base += 32
         if lane == 0:
             starts.store(Int32(0))
-            shared.piece_steps.data_ptr().store(piece_steps)
+        return before
 
     @cute.jit
     def num_items(self, args: Arguments, shared: cutlass.Constexpr) -> Int32:
         """Work items of the launch."""
-        rows = args.num_tokens
+        num_items = args.num_tokens * self.item_stride(args)
         if const_expr(self.configuration.split):
-            rows = (shared.starts.data_ptr() + args.num_tokens).load()
-        return rows * self.item_stride(args)
+            num_items = (shared.plan.data_ptr() + 2).load()
+        return num_items
 
     def share(self, index: Int32) -> Int32 | int:
         """An item's share of the channels, the same for all items of a CTA."""
@@ -420,3 +500,7 @@ class WorkItems:
     def head_blocks(self, args: Arguments) -> Int32:
         """1 or 2: there are at most 128 heads."""
         return (args.num_heads + HEADS - 1) // HEADS
+
+    def head_block(self, args: Arguments, index: Int32) -> Int32:
+        """Of an item."""
+        return index // self.configuration.shares & (self.head_blocks(args) - 1)

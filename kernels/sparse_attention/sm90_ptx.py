@@ -96,14 +96,27 @@ def copy_async(shared: Int32, address: Int64, num_bytes: Int32) -> None:
     asm("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", [], shared, address, num_bytes)
 
 
-def load_f32x4(address: Int64) -> tuple:
-    """Four fp32 that are read once."""
-    return asm("ld.global.L1::no_allocate.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Float32] * 4, address)
+def load_f32x4_if(condition: Boolean, address: Int64) -> tuple:
+    """Four fp32 that are read once, or zeros."""
+    return asm(
+        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r1}, 0;\n"
+        "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0;\n"
+        "@p ld.global.L1::no_allocate.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];\n}",
+        [Float32] * 4,
+        address,
+        Int32(condition),
+    )
 
 
-def load_f32x2(address: Int64) -> tuple:
-    """Two fp32 that are read once."""
-    return asm("ld.global.L1::no_allocate.v2.f32 {{$w0}, {$w1}}, [{$r0}];", [Float32] * 2, address)
+def load_f32x2_if(condition: Boolean, address: Int64) -> tuple:
+    """Two fp32 that are read once, or zeros."""
+    return asm(
+        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r1}, 0;\nmov.b32 {$w0}, 0; mov.b32 {$w1}, 0;\n"
+        "@p ld.global.L1::no_allocate.v2.f32 {{$w0}, {$w1}}, [{$r0}];\n}",
+        [Float32] * 2,
+        address,
+        Int32(condition),
+    )
 
 
 def store_i32(address: Int64, x: Int32) -> None:
@@ -178,6 +191,16 @@ def add_release(address: Int64) -> None:
 def count_out(address: Int64) -> Int32:
     """Counts one up and returns what was there."""
     return asm("atom.acq_rel.gpu.global.add.s32 {$w0}, [{$r0}], 1;", [Int32], address)
+
+
+def count(address: Int64) -> Int32:
+    """Counts one up and returns what was there; publishes nothing."""
+    return asm("atom.relaxed.gpu.global.add.s32 {$w0}, [{$r0}], 1;", [Int32], address)
+
+
+def reset(address: Int64) -> None:
+    """Sets a count to 0 that nobody waits for any more."""
+    asm("st.relaxed.gpu.global.s32 [{$r0}], 0;", [], address)
 
 
 def load_acquire(address: Int64) -> Int32:

@@ -35,11 +35,9 @@ class Results(WorkItems):
         total.fill(0.0)
         values.fill(0.0)
 
-    def sync(self, barrier: Named | Int32) -> None:
-        """Waits until both consumers have come to a barrier."""
-        cute.arch.barrier(
-            barrier_id=int(barrier) if isinstance(barrier, int) else barrier, number_of_threads=CONSUMER_THREADS
-        )
+    def sync(self, barrier: Named | Int32, threads: int = CONSUMER_THREADS) -> None:
+        """Waits until both consumers, or so many of their threads, have come to a barrier."""
+        cute.arch.barrier(barrier_id=int(barrier) if isinstance(barrier, int) else barrier, number_of_threads=threads)
 
     def arrive(self, barrier: Named | Int32) -> None:
         """Comes to a barrier at which the other consumer waits."""
@@ -61,17 +59,17 @@ class Results(WorkItems):
 
     @cute.jit
     def sink(self, args: Arguments, head: Int32) -> Float32:
-        """A head's sink in units of log2; -inf without one."""
+        """A head's; -inf without one."""
         sink = -Float32.inf
         if args.sink != 0:
             if head < args.num_heads:
-                sink = ptx.load_f32(args.sink + head * 4) * LOG2_E
+                sink = ptx.load_f32(args.sink + head * 4)
         return sink
 
     @cute.jit
     def inverse(self, sink: Float32, maximum: Float32, total: Float32) -> Float32:
         """1 / (sum + the sink's share), 0 where there is nothing at all."""
-        total += ptx.exp2(sink - maximum)
+        total += ptx.exp2(sink * LOG2_E - maximum)
         inverse = Float32(0.0)
         if total != 0.0:
             inverse = cute.arch.rcp_approx(total)
@@ -156,34 +154,42 @@ class Results(WorkItems):
         return factors
 
     @cute.jit
-    def sum_up(self, shared: cutlass.Constexpr, which: Int32, row: Int32, lane: Int32, total: cute.Tensor) -> None:
-        """Sums of two rows over the threads that share them, of both consumers."""
+    def sum_up(
+        self,
+        shared: cutlass.Constexpr,
+        which: Int32,
+        row: Int32,
+        lane: Int32,
+        total: cute.Tensor,
+        barrier: Named | Int32 = Named.CONSUMERS,
+        threads: cutlass.Constexpr = CONSUMER_THREADS,
+    ) -> None:
+        """Sums of two rows over the threads that share them, of both consumers, which meet at a barrier."""
         sums = Int32(shared.sums.data_ptr().toint()) + row * 4
         for i in cutlass.range_constexpr(4 if self.configuration.lse else 2):
             total[i] += cute.arch.shuffle_sync_bfly(total[i], offset=1)
             total[i] += cute.arch.shuffle_sync_bfly(total[i], offset=2)
             if lane % 4 == 0:
                 ptx.store_shared_f32(sums + ((i // 2 * 2 + which) * HEADS + i % 2 * 8) * 4, total[i])
-        self.sync(Named.CONSUMERS)
+        self.sync(barrier, threads)
         for i in cutlass.range_constexpr(4 if self.configuration.lse else 2):
             total[i] += ptx.load_shared_f32(sums + ((i // 2 * 2 + 1 - which) * HEADS + i % 2 * 8) * 4)
 
-    def slot(self, args: Arguments, index: Int32, place: Int32) -> Int64:
-        """Address of a scratch slot of an item: its CTA's, by its number there; `place` in the first one's."""
-        return args.scratch + Int64(self.slot_number(args, index) + place) * (SLOT_BYTES + STATISTICS_BYTES)
-
     @cute.jit
     def slot_number(self, args: Arguments, index: Int32) -> Int32:
-        """Of an item's first slot."""
+        """Of an item's first scratch slot: its CTA's, by its turn there."""
         ctas, _, _ = cute.arch.grid_dim()
-        turn = ptx.divide(index, ctas)
-        return (index - turn * ctas) * SLOTS_PER_CTA + turn % SCRATCH_SLOTS
+        number = index * SLOTS_PER_CTA
+        if index >= ctas:
+            turn = ptx.divide(index, ctas)
+            number = (index - turn * ctas) * SLOTS_PER_CTA + turn % SCRATCH_SLOTS
+        return number
 
     @cute.jit
     def store_partial(
         self,
         args: Arguments,
-        index: Int32,
+        turn: Int32,
         place: Int32,
         thread: Int32,
         out: cute.Tensor,
@@ -195,7 +201,9 @@ class Results(WorkItems):
         [32 / shares][256 threads][4]; behind room for 32 [256][4]: maximum and sum, of two rows; for the lse [256][2]:
         sums before rounding.
         """
-        slot = self.slot(args, index, place) + thread * 16
+        block, _, _ = cute.arch.block_idx()
+        number = block * SLOTS_PER_CTA + turn % SCRATCH_SLOTS + place
+        slot = args.scratch + Int64(number) * (SLOT_BYTES + STATISTICS_BYTES) + thread * 16
         for j in cutlass.range_constexpr(cute.size(out) // 4):
             ptx.store_f32x4(slot + j * CONSUMER_THREADS * 16, tuple(out[4 * j + i] for i in range(4)))
         ptx.store_f32x4(slot + SLOT_BYTES, (maximum[0], total[0], maximum[1], total[1]))
@@ -213,10 +221,10 @@ class Results(WorkItems):
 
     @cute.jit
     def wait_for_slot(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, oldest: Int32) -> None:
-        """Waits until the merge that reads this CTA's oldest slot is over. A barrier must follow."""
-        if oldest >= 0:
-            item = self.item(args, shared, oldest)
-            if thread == 0:
+        """Waits until the merge that reads the slot of turn `oldest` is over. A barrier must follow."""
+        if (oldest >= 0) & (thread == 0):
+            item = self.known_item(shared, oldest)
+            if item.pieces > 1:
                 self.wait_for_count(self.merged(args, item), item.pieces)
 
     @cute.jit
@@ -232,16 +240,16 @@ class Results(WorkItems):
 
     @cute.jit
     def list_partials(
-        self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, item: Item, first: Int32
+        self, args: Arguments, shared: cutlass.Constexpr, lane: Int32, item: Item, index: Int32
     ) -> None:
-        """Writes the slots of a token's partial results in order, one warp for all; a barrier must follow.
+        """Writes the slots of the partial results of an item's token in order, one warp for all; a barrier must follow.
 
         partials[0] is their number; then (number of the slot) * 2 + (does a part begin with it), and an end that begins
-        one. `first` is the number of the token's first item for these heads.
+        one.
         """
-        partials = self.partials(shared)
-        lane = thread % 32
-        division = self.division(args, self.steps(args, item.visible), shared.piece_steps.data_ptr().load())
+        partials = shared.partials.data_ptr()
+        first = index - item.piece * self.item_stride(args)  # of the token's items for these heads
+        division = self.division(args, self.steps(args, item.visible), shared.plan.data_ptr().load())
         count, base = Int32(0), Int32(0)
         while base < item.pieces:
             piece = base + lane
@@ -265,10 +273,6 @@ class Results(WorkItems):
             partials.store(count)
             (partials + 1 + count).store(Int32(1))
 
-    def partials(self, shared: cutlass.Constexpr) -> cute.Pointer:
-        """Where `list_partials` writes: in the memory of P, which nobody needs between items."""
-        return cute.recast_ptr(shared.p.data_ptr(), dtype=Int32)
-
     @cute.jit
     def merge(
         self,
@@ -276,32 +280,71 @@ class Results(WorkItems):
         shared: cutlass.Constexpr,
         thread: Int32,
         which: Int32,
+        item: Item,
         index: Int32,
+        turn: Int32,
         num_items: Int32,
     ) -> None:
-        """This CTA's share of a token's columns, once all its partial results are there.
+        """This CTA's share of a token's output, once all its partial results are there.
 
-        They are folded in order: those of a part into one, as if one CTA had done all its steps, and then the parts.
+        What is shared are columns of eight channels of either consumer, each of 16 rows of one warp.
         """
-        item = self.item(args, shared, index)
-        stride = self.item_stride(args)
-        lane = thread % 32
-        row = thread % 128 // 32 * 16 + lane // 4
+        lane, warp = thread % 32, thread % 128 // 32
+        row = warp * 16 + lane // 4
         head = item.head_block * HEADS + row
         sinks = (self.sink(args, head), self.sink(args, head + 8))
-        columns = self.configuration.share_groups * GROUP // 8
-        begin = ptx.divide(item.piece * columns, item.pieces)
-        end = ptx.divide((item.piece + 1) * columns, item.pieces)
-        self.sync(Named.CONSUMERS)  # P is free
-        if thread < 32:
-            self.list_partials(args, shared, thread, item, index - item.piece * stride)
-            if thread == 0:
-                self.wait_for_count(self.arrived(args, item), item.pieces)
+        units = self.configuration.share_groups * GROUP // 8 * 4
+        begin = (ptx.divide(item.piece * units, item.pieces) + 3 - warp) // 4
+        end = (ptx.divide((item.piece + 1) * units, item.pieces) + 3 - warp) // 4
+        if turn > 0:  # that of the first item is there already
+            self.sync(Named.CONSUMERS)  # nobody reads the list before any more
+            if thread < 32:
+                self.list_partials(args, shared, lane, item, index)
+        if thread == 0:
+            self.wait_for_count(self.arrived(args, item), item.pieces)
         self.sync(Named.CONSUMERS)
-        partials = self.partials(shared)
+        reused, merged_before = self.slots_are_reused(num_items), Int32(0)
+        if thread == 0:
+            if not reused:
+                merged_before = ptx.count(self.merged(args, item))
+        if end - begin == 1:
+            self.merge_columns(args, shared, item, which, lane, warp, head, sinks, begin, end, True)
+        elif end > begin:
+            self.merge_columns(args, shared, item, which, lane, warp, head, sinks, begin, end, False)
+        if thread == 0:
+            if merged_before == item.pieces - 1:  # nobody waits any more: clears for the next launch
+                ptx.reset(self.merged(args, item))
+                ptx.reset(self.arrived(args, item))
+        if reused:
+            self.sync(Named.CONSUMERS)
+            if thread == 0:
+                ptx.add_release(self.merged(args, item))
+
+    @cute.jit
+    def merge_columns(
+        self,
+        args: Arguments,
+        shared: cutlass.Constexpr,
+        item: Item,
+        which: Int32,
+        lane: Int32,
+        warp: Int32,
+        head: Int32,
+        sinks: tuple,
+        begin: Int32,
+        end: Int32,
+        single: cutlass.Constexpr,
+    ) -> None:
+        """Columns [begin, end) of a warp's rows.
+
+        Partial results are folded in order: those of a part into one, as if one CTA had done all its steps, and then
+        the parts.
+        """
+        parts_at_once, groups = self.configuration.merge_loads(single)
+        partials = shared.partials.data_ptr()
         count = partials.load()
-        parts_at_once, groups = self.configuration.merge_loads
         size = 4 * groups
+        thread = which * 128 + warp * 32 + lane  # whose values these are
         # Of the part at hand, and of the parts before it.
         maximum, total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Float32)
         values = cute.make_rmem_tensor((size,), Float32)
@@ -317,17 +360,20 @@ class Results(WorkItems):
                 while more:
                     belongs, statistics, exact, words = [], [], [], []
                     for i in cutlass.range_constexpr(parts_at_once):
+                        exists = done + i < count
                         entry = (partials + (1 + ptx.imin(done + i, count - 1))).load()
                         if const_expr(i == 0):
                             belongs.append(Boolean(True))
                         else:
-                            belongs.append(belongs[-1] & (done + i < count) & ((entry & 1) == 0))
+                            belongs.append(belongs[-1] & exists & ((entry & 1) == 0))
                         slot = args.scratch + Int64(entry >> 1) * (SLOT_BYTES + STATISTICS_BYTES) + thread * 16
-                        statistics.append(ptx.load_f32x4(slot + SLOT_BYTES))
+                        statistics.append(ptx.load_f32x4_if(exists, slot + SLOT_BYTES))
                         if const_expr(self.configuration.lse):
-                            exact.append(ptx.load_f32x2(slot + SLOT_BYTES + (CONSUMER_THREADS * 16 - thread * 8)))
+                            at = slot + SLOT_BYTES + (CONSUMER_THREADS * 16 - thread * 8)
+                            exact.append(ptx.load_f32x2_if(exists, at))
                         for u in cutlass.range_constexpr(groups):
-                            words.extend(ptx.load_f32x4(slot + ptx.imin(base + u, end - 1) * (CONSUMER_THREADS * 16)))
+                            wanted = exists if const_expr(u == 0) else exists & (base + u < end)
+                            words.extend(ptx.load_f32x4_if(wanted, slot + (base + u) * (CONSUMER_THREADS * 16)))
                     for i in cutlass.range_constexpr(parts_at_once):
                         if belongs[i]:
                             sums = [statistics[i][1], statistics[i][3], 0.0, 0.0]
@@ -339,7 +385,7 @@ class Results(WorkItems):
                     more = ((partials + (1 + done)).load() & 1) == 0
                 self.fold(all_maximum, all_total, all_values, maximum, total, values)
             if base == begin:
-                self.sum_up(shared, which, row, lane, all_total)
+                self.sum_up(shared, which, warp * 16 + lane // 4, lane, all_total, Named.MERGE + warp, 64)
                 for k in cutlass.range_constexpr(2):
                     inverse[k] = self.inverse(sinks[k], all_maximum[k], all_total[k])
                     # Whoever has the first columns: if the pieces are more than the columns, that is not the first one.
@@ -359,13 +405,6 @@ class Results(WorkItems):
                                 ptx.store_f32x2(args.out + (at + column) * 4, (low, high))
                             else:
                                 ptx.store_u32(args.out + (at + column) * 2, ptx.pack_bf16(low, high))
-        self.sync(Named.CONSUMERS)
-        if thread == 0:
-            if self.slots_are_reused(num_items):
-                ptx.add_release(self.merged(args, item))
-            elif ptx.count_out(self.merged(args, item)) == item.pieces - 1:  # the last: clears for the next launch
-                ptx.store_i32(self.merged(args, item), Int32(0))
-                ptx.store_i32(self.arrived(args, item), Int32(0))
 
     def fold(
         self,
