@@ -190,6 +190,8 @@ class SparseAttention(Producers, Results):
             if (index < num_items) | const_expr(not split):
                 item = self.item(args, shared, index, turn)
                 self.clear(maximum, total, out)
+                if const_expr(split):
+                    self.wait_for_slot(args, shared, thread, turn - SCRATCH_SLOTS)
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.fence_view_async_shared()
                 self.sync(Named.CONSUMERS)
@@ -203,7 +205,12 @@ class SparseAttention(Producers, Results):
                         if index + ctas < num_items:
                             self.know_item(args, shared, index + ctas, turn + 1, lane)
 
-                step = item.first
+                step, first_export = item.first, item.last  # the first step that leaves a partial result
+                if const_expr(split):
+                    if item.pieces > 1:
+                        first_export = item.last - 1
+                        if not item.begins:
+                            first_export = item.first  # nobody has yet what this would be folded into
                 while step < item.last:
                     # Anew in every step, so that descriptors are computed where they are used, not kept in registers.
                     which = cute.arch.make_warp_uniform(which)
@@ -242,29 +249,26 @@ class SparseAttention(Producers, Results):
                         first = (place if const_expr(self.configuration.shares == 1) else i) * cute.size(product)
                         for j in cutlass.range_constexpr(cute.size(product)):
                             out[first + j] = ptx.fma(product[j], weight[j // 2 % 2], out[first + j])
+                        if const_expr(split):
+                            if step >= first_export:  # while the next product runs
+                                slot = self.slot(args, turn, step - first_export) + thread * 16
+                                self.store_columns(slot, out, first // 4, cute.size(product) // 4)
+                    if const_expr(split):
+                        if step >= first_export:
+                            slot = self.slot(args, turn, step - first_export)
+                            self.store_statistics(slot + SLOT_BYTES, thread, maximum, total)
+                            self.clear(maximum, total, out)
                     phase ^= 1
                     step += 1
-                    if const_expr(split):
-                        # Nobody has yet what this would be folded into.
-                        if (not item.begins) & (step < item.last):
-                            self.store_partial(args, turn, step - 1 - item.first, thread, out, maximum, total)
-                            self.clear(maximum, total, out)
-                if const_expr(split):
-                    self.wait_for_slot(args, shared, thread, turn - SCRATCH_SLOTS)
-                self.sync(Named.CONSUMERS)  # nobody reads Q any more
-                if index + ctas < num_items:
-                    item = self.item(args, shared, index + ctas, turn + 1)
-                    self.load_q(args, shared, thread, item.token, item.head_block)
+                self.sync(Named.CONSUMERS)  # nobody reads Q any more, and what this CTA leaves is stored
                 item = self.item(args, shared, index, turn)  # again: its numbers need no registers meanwhile
                 if item.pieces > 1:
-                    place = item.last - 1 - item.first
-                    if item.begins:
-                        place = Int32(0)
-                    self.store_partial(args, turn, place, thread, out, maximum, total)
-                    self.sync(Named.CONSUMERS)
                     if thread == 0:
                         ptx.add_release(self.arrived(args, item))
-                else:
+                if index + ctas < num_items:
+                    next_item = self.item(args, shared, index + ctas, turn + 1)
+                    self.load_q(args, shared, thread, next_item.token, next_item.head_block)
+                if item.pieces == 1:
                     self.sum_up(shared, which, row, lane, total)
                     self.store_out(args, shared, item, which, row, lane, out, maximum, total)
             if const_expr(split):

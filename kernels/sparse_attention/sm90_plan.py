@@ -107,8 +107,11 @@ class Configuration:
         return CONSUMER_THREADS + 2 * self.producers * PRODUCER_THREADS
 
     def merge_loads(self, single: bool) -> tuple[int, int]:
-        """Partial results, and columns of each, that a thread loads at a time when it merges."""
-        return {1: (12, 1), 2: (10, 1), 4: (8, 1)}[self.shares] if single else {1: (5, 4), 2: (5, 3), 4: (5, 2)}[self.shares]
+        """Partial results, and columns of each, that a thread loads at a time when it merges one column or several."""
+        fewer = int(self.lse)
+        if single:
+            return {1: 12, 2: 10 - 2 * fewer, 4: 8 - 2 * fewer}[self.shares], 1
+        return {1: (5, 4), 2: (5 - fewer, 3), 4: (5 - fewer, 2)}[self.shares]
 
     @property
     def registers(self) -> tuple[int, int]:

@@ -185,30 +185,27 @@ class Results(WorkItems):
             number = (index - turn * ctas) * SLOTS_PER_CTA + turn % SCRATCH_SLOTS
         return number
 
-    @cute.jit
-    def store_partial(
-        self,
-        args: Arguments,
-        turn: Int32,
-        place: Int32,
-        thread: Int32,
-        out: cute.Tensor,
-        maximum: cute.Tensor,
-        total: cute.Tensor,
-    ) -> None:
-        """O (not normalised), maxima and sums of this thread, in the order of the registers.
+    def slot(self, args: Arguments, turn: Int32, place: Int32) -> Int64:
+        """Address of a scratch slot of this CTA: of its item of a turn the first one, or one `place` behind it.
 
-        [32 / shares][256 threads][4]; behind room for 32 [256][4]: maximum and sum, of two rows; for the lse [256][2]:
+        A slot holds what a step or more have yielded, in the order of the registers. O, not normalised:
+        [32 / shares][256 threads][4]. Behind room for 32, [256][4]: maximum and sum, of two rows; for the lse [256][2]:
         sums before rounding.
         """
         block, _, _ = cute.arch.block_idx()
         number = block * SLOTS_PER_CTA + turn % SCRATCH_SLOTS + place
-        slot = args.scratch + Int64(number) * (SLOT_BYTES + STATISTICS_BYTES) + thread * 16
-        for j in cutlass.range_constexpr(cute.size(out) // 4):
+        return args.scratch + Int64(number) * (SLOT_BYTES + STATISTICS_BYTES)
+
+    def store_columns(self, slot: Int64, out: cute.Tensor, first: int, count: int) -> None:
+        """Columns of O; `slot` is that of a thread."""
+        for j in range(first, first + count):
             ptx.store_f32x4(slot + j * CONSUMER_THREADS * 16, tuple(out[4 * j + i] for i in range(4)))
-        ptx.store_f32x4(slot + SLOT_BYTES, (maximum[0], total[0], maximum[1], total[1]))
-        if const_expr(self.configuration.lse):
-            ptx.store_f32x2(slot + SLOT_BYTES + (CONSUMER_THREADS * 16 - thread * 8), (total[2], total[3]))
+
+    def store_statistics(self, address: Int64, thread: Int32, maximum: cute.Tensor, total: cute.Tensor) -> None:
+        """Maxima and sums of a thread."""
+        ptx.store_f32x4(address + thread * 16, (maximum[0], total[0], maximum[1], total[1]))
+        if self.configuration.lse:
+            ptx.store_f32x2(address + CONSUMER_THREADS * 16 + thread * 8, (total[2], total[3]))
 
     def arrived(self, args: Arguments, item: Item) -> Int64:
         """Address of the count of pieces that are written, of an item's token and heads."""
