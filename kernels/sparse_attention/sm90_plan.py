@@ -215,6 +215,8 @@ class Division(NamedTuple):
     steps: Int32
     parts: Int32
     pieces: Int32
+    """0 if every step of several parts is a piece."""
+    all_pieces: Int32
 
 
 class Item(NamedTuple):
@@ -303,7 +305,7 @@ class WorkItems:
         if const_expr(self.configuration.split):
             division = self.division(args, last, shared.plan.data_ptr().load())
             first, last, begins = self.steps_of_piece(division, piece)
-            pieces = division.parts * division.pieces
+            pieces = division.all_pieces
         return Item(token, head_block, first, last, share, piece, pieces, begins, visible)
 
     @cute.jit
@@ -350,7 +352,10 @@ class WorkItems:
             most = ptx.imin(most, shortest)
             if shortest <= most * SLOTS_PER_CTA + 1:  # every piece but a part's first leaves all of its steps
                 pieces = most
-        return Division(steps, parts, pieces)
+        all_pieces = parts * pieces
+        if (parts > 1) & (parts < steps) & (steps <= -piece_steps):
+            pieces, all_pieces = Int32(0), steps  # no part of one more step than another holds up all
+        return Division(steps, parts, pieces, all_pieces)
 
     @cute.jit
     def steps_of_piece(self, division: Division, piece: Int32) -> tuple:
@@ -359,20 +364,26 @@ class WorkItems:
         A part's first pieces are the longer. If they are long, the first one has one more: it leaves a single partial
         result, the others one of every step.
         """
-        place, begin, end = piece, Int32(0), division.steps
-        if division.parts > 1:
-            part = ptx.divide(piece, division.pieces)
-            place = piece - part * division.pieces
+        place, pieces, begin, end = piece, division.pieces, Int32(0), division.steps
+        begins = place == 0
+        if pieces == 0:
+            part = ptx.divide(piece * division.parts + division.steps - 1, division.steps)
+            begins = ptx.divide(part * division.steps, division.parts) == piece
+            place, pieces, begin, end = Int32(0), Int32(1), piece, piece + 1
+        elif division.parts > 1:
+            part = ptx.divide(piece, pieces)
+            place = piece - part * pieces
+            begins = place == 0
             begin = ptx.divide(part * division.steps, division.parts)
             if part + 1 < division.parts:
                 end = ptx.divide((part + 1) * division.steps, division.parts)
-        more = Int32(end - begin > (SLOTS_PER_CTA - 1) * division.pieces + 1)
-        shared_out, up = end - begin - more, division.pieces - 1
+        more = Int32(end - begin > (SLOTS_PER_CTA - 1) * pieces + 1)
+        evenly, up = end - begin - more, pieces - 1
         first = begin
         if place > 0:
-            first = begin + more + ptx.divide(place * shared_out + up, division.pieces)
-        last = begin + more + ptx.divide((place + 1) * shared_out + up, division.pieces)
-        return first, last, place == 0
+            first = begin + more + ptx.divide(place * evenly + up, pieces)
+        last = begin + more + ptx.divide((place + 1) * evenly + up, pieces)
+        return first, last, begins
 
     @cute.jit
     def steps_of_token(self, args: Arguments, token: Int32) -> Int32:
@@ -382,8 +393,7 @@ class WorkItems:
     @cute.jit
     def pieces(self, args: Arguments, steps: Int32, piece_steps: Int32) -> Int32:
         """Of a token with so many steps."""
-        division = self.division(args, steps, piece_steps)
-        return division.parts * division.pieces
+        return self.division(args, steps, piece_steps).all_pieces
 
     @cute.jit
     def sum_of_lanes_up_to(self, x: Int32, lane: Int32) -> Int32:

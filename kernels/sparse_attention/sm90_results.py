@@ -257,7 +257,7 @@ class Results(WorkItems):
             if piece >= item.pieces:
                 mine = Int32(0)
             # Folding whole parts one after the other is folding them into nothing first and then together.
-            marks = begins & ((division.pieces > 1) | (piece == 0))
+            marks = begins & ((division.pieces != 1) | (piece == 0))
             total = self.sum_of_lanes_up_to(mine, lane)
             number = self.slot_number(args, first + piece * self.item_stride(args))
             place = Int32(0)
