@@ -32,11 +32,14 @@ Maxima, in units of log2, only move when a step's exceeds them by more than RESC
 first step. There are two sums: of P as it is multiplied, in bf16, which normalises O; and of P before rounding, for the
 log-sum-exp.
 
-Partial results are fp32, in scratch slots of their CTA. Every CTA of a query then merges a share of the columns, one
-item later than it wrote its own: nobody waits while there is work. A CTA waits for pieces of the same query, whose
-numbers are below that of the item it has just written, and before it writes to a slot again for the merge that reads
-it, which is older still. So the waiting ends, if all CTAs are resident at once (at most one a multiprocessor) and a
-token's parts are no more than the CTAs, which `sparse_attention` checks.
+Who does what is found out by one warp, for an item after the other while rows are on their way, and read by all in
+shared memory (`WorkItems.know_item`); producers, which are ahead, do so by themselves, but for the first item.
+
+Partial results are fp32, in scratch slots of their CTA. Every CTA of a query then merges a share of the columns and
+rows, one item later than it wrote its own: nobody waits while there is work. A CTA waits for pieces of the same query,
+whose numbers are below that of the item it has just written, and before it writes to a slot again for the merge that
+reads it, which is older still. So the waiting ends, if all CTAs are resident at once (at most one a multiprocessor) and
+a token's parts are no more than the CTAs, which `sparse_attention` checks.
 """
 
 import functools
@@ -187,7 +190,7 @@ class SparseAttention(Producers, Results):
             item = self.item(args, shared, index, turn)
             self.load_q(args, shared, thread, item.token, item.head_block)
         while index < stop:
-            if (index < num_items) | const_expr(not split):
+            if index < num_items:
                 item = self.item(args, shared, index, turn)
                 self.clear(maximum, total, out)
                 if const_expr(split):

@@ -159,7 +159,7 @@ class Shared:
     # maxima: [consumer], of its tile
     sums: cute.struct.MemRange[Float32, 4 * HEADS]
     sinks: cute.struct.MemRange[Float32, HEADS]
-    # sinks: of the item's heads, in units of log2
+    # sinks: of the item's heads
     partials: cute.struct.MemRange[Int32, MAX_CTAS * SLOTS_PER_CTA + 2]
     # partials: what is to be merged (`Results.list_partials`)
     starts: cute.struct.MemRange[Int32, MAX_SPLIT_TOKENS + 1]

@@ -69,7 +69,7 @@ class Results(WorkItems):
     @cute.jit
     def inverse(self, sink: Float32, maximum: Float32, total: Float32) -> Float32:
         """1 / (sum + the sink's share), 0 where there is nothing at all."""
-        total += ptx.exp2(sink * LOG2_E - maximum)
+        total += ptx.exp2(ptx.fma(sink, Float32(LOG2_E), -maximum))  # one rounding, whoever calls
         inverse = Float32(0.0)
         if total != 0.0:
             inverse = cute.arch.rcp_approx(total)
@@ -236,9 +236,7 @@ class Results(WorkItems):
         return num_items > ctas * SCRATCH_SLOTS
 
     @cute.jit
-    def list_partials(
-        self, args: Arguments, shared: cutlass.Constexpr, lane: Int32, item: Item, index: Int32
-    ) -> None:
+    def list_partials(self, args: Arguments, shared: cutlass.Constexpr, lane: Int32, item: Item, index: Int32) -> None:
         """Writes the slots of the partial results of an item's token in order, one warp for all; a barrier must follow.
 
         partials[0] is their number; then (number of the slot) * 2 + (does a part begin with it), and an end that begins
