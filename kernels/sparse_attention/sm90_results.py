@@ -291,10 +291,8 @@ class Results(WorkItems):
         units = self.configuration.share_groups * GROUP // 8 * 4
         begin = (ptx.divide(item.piece * units, item.pieces) + 3 - warp) // 4
         end = (ptx.divide((item.piece + 1) * units, item.pieces) + 3 - warp) // 4
-        if turn > 0:  # that of the first item is there already
-            self.sync(Named.CONSUMERS)  # nobody reads the list before any more
-            if thread < 32:
-                self.list_partials(args, shared, lane, item, index)
+        if (turn > 0) & (thread < 32):  # that of the first item is there already
+            self.list_partials(args, shared, lane, item, index)
         if thread == 0:
             self.wait_for_count(self.arrived(args, item), item.pieces)
         self.sync(Named.CONSUMERS)
@@ -310,10 +308,9 @@ class Results(WorkItems):
             if merged_before == item.pieces - 1:  # nobody waits any more: clears for the next launch
                 ptx.reset(self.merged(args, item))
                 ptx.reset(self.arrived(args, item))
-        if reused:
-            self.sync(Named.CONSUMERS)
-            if thread == 0:
-                ptx.add_release(self.merged(args, item))
+        self.sync(Named.CONSUMERS)  # nobody reads the list or the slots any more
+        if reused & (thread == 0):
+            ptx.add_release(self.merged(args, item))
 
     @cute.jit
     def merge_columns(
