@@ -6,6 +6,7 @@ from cutlass import Int32, Int64, Uint8, Uint32, const_expr
 
 from dsv4_kernels.kv_layout import NOPE_DIM, PAGE_ROWS, ROW_DATA_BYTES, ROW_SCALE_BYTES
 from dsv4_kernels.sparse_attention import sm90_ptx as ptx
+from dsv4_kernels.sparse_attention.sm90_items import WorkItems
 from dsv4_kernels.sparse_attention.sm90_plan import (
     BLOCK_BYTES,
     GROUP,
@@ -19,7 +20,6 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
     Arguments,
     Entries,
     Named,
-    WorkItems,
 )
 
 

@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from dsv4_kernels.sparse_attention import sm90_ptx as ptx
+from dsv4_kernels.sparse_attention.sm90_items import Item, WorkItems
 from dsv4_kernels.sparse_attention.sm90_plan import (
     CONSUMER_THREADS,
     GROUP,
@@ -20,9 +21,7 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
     STATISTICS_BYTES,
     TILE,
     Arguments,
-    Item,
     Named,
-    WorkItems,
 )
 
 
