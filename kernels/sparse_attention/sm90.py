@@ -178,8 +178,7 @@ class SparseAttention(Producers, Results):
 
         num_items = self.num_items(args, shared)
         ctas, _, _ = cute.arch.grid_dim()
-        block, _, _ = cute.arch.block_idx()
-        index = block
+        index, _, _ = cute.arch.block_idx()
         share = self.share(index)
         phase = Int32(0)
         split = self.configuration.split

@@ -84,15 +84,11 @@ class WorkItems:
         """Computes an item for all, by one warp; a barrier must follow."""
         item = self.computed_item(args, shared, index)
         place = shared.items.data_ptr() + turn % KNOWN_ITEMS * ITEM_NUMBERS
+        span = (item.first, item.last, item.piece, item.pieces, item.begins)
+        numbers = (item.token, item.head_block, *span, item.visible)
         if lane == 0:
-            (place + 0).store(item.token)
-            (place + 1).store(item.head_block)
-            (place + 2).store(item.first)
-            (place + 3).store(item.last)
-            (place + 4).store(item.piece)
-            (place + 5).store(item.pieces)
-            (place + 6).store(Int32(item.begins))
-            (place + 7).store(item.visible)
+            for i in cutlass.range_constexpr(ITEM_NUMBERS):
+                (place + i).store(Int32(numbers[i]))
 
     @cute.jit
     def computed_item(self, args: Arguments, shared: cutlass.Constexpr, index: Int32) -> Item:
@@ -102,7 +98,7 @@ class WorkItems:
         head_block = self.head_block(args, index)
         piece = Int32(0)
         if const_expr(self.configuration.split):
-            wanted, pieces_of_all = token, (shared.plan.data_ptr() + 1).load()
+            wanted, pieces_of_all = token, shared.pieces_of_all.data_ptr().load()
             if pieces_of_all > 0:
                 token = ptx.divide(wanted, pieces_of_all)
                 piece = wanted - token * pieces_of_all
@@ -115,7 +111,7 @@ class WorkItems:
         first, last = ptx.opaque(Int32(0)), self.steps(args, visible)
         pieces, begins = Int32(1), Boolean(True)
         if const_expr(self.configuration.split):
-            division = self.division(args, last, shared.plan.data_ptr().load())
+            division = self.division(args, last, shared.piece_steps.data_ptr().load())
             first, last, begins = self.steps_of_piece(division, piece)
             pieces = division.all_pieces
         return Item(token, head_block, first, last, share, piece, pieces, begins, visible)
@@ -208,6 +204,14 @@ class WorkItems:
         return self.division(args, steps, piece_steps).all_pieces
 
     @cute.jit
+    def pieces_of_token(self, args: Arguments, token: Int32, piece_steps: Int32) -> Int32:
+        """0 beyond the last one."""
+        pieces = Int32(0)
+        if token < args.num_tokens:
+            pieces = self.pieces(args, self.steps_of_token(args, token), piece_steps)
+        return pieces
+
+    @cute.jit
     def sum_of_lanes_up_to(self, x: Int32, lane: Int32) -> Int32:
         """x of the lanes of the warp from the first one to this one."""
         for i in cutlass.range_constexpr(5):
@@ -243,10 +247,7 @@ class WorkItems:
         """Of all tokens; by one warp."""
         total, base = Int32(0), Int32(0)
         while base < args.num_tokens:
-            pieces = Int32(0)
-            if base + lane < args.num_tokens:
-                pieces = self.pieces(args, self.steps_of_token(args, base + lane), piece_steps)
-            total += ptx.warp_sum(pieces)
+            total += ptx.warp_sum(self.pieces_of_token(args, base + lane, piece_steps))
             base += 32
         return total
 
@@ -272,10 +273,9 @@ class WorkItems:
             rows = self.count_before(args, shared.starts.data_ptr(), piece_steps, lane)
         block, _, _ = cute.arch.block_idx()
         if lane == 0:
-            plan = shared.plan.data_ptr()
-            plan.store(piece_steps)
-            (plan + 1).store(pieces_of_all)
-            (plan + 2).store(rows * self.item_stride(args))
+            shared.piece_steps.data_ptr().store(piece_steps)
+            shared.pieces_of_all.data_ptr().store(pieces_of_all)
+            shared.num_items.data_ptr().store(rows * self.item_stride(args))
         cute.arch.sync_warp()
         self.know_item(args, shared, block, Int32(0), lane)
 
@@ -285,10 +285,7 @@ class WorkItems:
         before, base = Int32(0), Int32(0)
         while base < args.num_tokens:
             token = base + lane
-            pieces = Int32(0)
-            if token < args.num_tokens:
-                pieces = self.pieces(args, self.steps_of_token(args, token), piece_steps)
-            before += self.sum_of_lanes_up_to(pieces, lane)
+            before += self.sum_of_lanes_up_to(self.pieces_of_token(args, token, piece_steps), lane)
             if token < args.num_tokens:
                 (starts + token + 1).store(before)
             before = cute.arch.shuffle_sync(before, 31)
@@ -302,7 +299,7 @@ class WorkItems:
         """Work items of the launch."""
         num_items = args.num_tokens * self.item_stride(args)
         if const_expr(self.configuration.split):
-            num_items = (shared.plan.data_ptr() + 2).load()
+            num_items = shared.num_items.data_ptr().load()
         return num_items
 
     def share(self, index: Int32) -> Int32 | int:

@@ -162,8 +162,12 @@ class Shared:
     # partials: what is to be merged (`Results.list_partials`)
     starts: cute.struct.MemRange[Int32, MAX_SPLIT_TOKENS + 1]
     # starts: [token], pieces of all tokens before it; unless all tokens have the same number
-    plan: cute.struct.MemRange[Int32, 3]
-    # plan: `piece_steps` of `WorkItems.division`; pieces of every token, 0 if they differ; work items of the launch
+    piece_steps: cute.struct.MemRange[Int32, 1]
+    # piece_steps: of `WorkItems.division`
+    pieces_of_all: cute.struct.MemRange[Int32, 1]
+    # pieces_of_all: pieces of every token, 0 if they differ
+    num_items: cute.struct.MemRange[Int32, 1]
+    # num_items: work items of the launch
     items: cute.struct.MemRange[Int32, KNOWN_ITEMS * ITEM_NUMBERS]
     # items: [turn % KNOWN_ITEMS], of this CTA, where keys are divided
     is_last: cute.struct.MemRange[Int32, 1]

@@ -44,26 +44,32 @@ def load_f32(address: Int64) -> Float32:
     return asm("ld.global.b32 {$w0}, [{$r0}];", [Float32], address)
 
 
+def load_or_zeros(
+    kind: type, count: int, address: Int64, tested: Int32 | Int64, test: str = "ne.s32", cache: str = ".L1::no_allocate"
+) -> object:
+    """`count` values of 32 bits from global memory, or zeros unless `tested` is in this relation to 0."""
+    suffix = "f32" if kind is Float32 else "b32"
+    words = [f"{{$w{i}}}" for i in range(count)]
+    target = words[0] if count == 1 else "{" + ", ".join(words) + "}"
+    vector = "" if count == 1 else f".v{count}"
+    zeros = " ".join(f"mov.b32 {word}, 0;" for word in words)
+    return asm(
+        f"{{\n.reg .pred p;\nsetp.{test} p, {{$r1}}, 0;\n{zeros}\n"
+        f"@p ld.global{cache}{vector}.{suffix} {target}, [{{$r0}}];\n}}",
+        [kind] * count,
+        address,
+        tested,
+    )
+
+
 def load_16_bytes(row: Int64, offset: Int32) -> tuple:
     """16 bytes of a row at an address, or zeros if that is 0. Rows are read once, so they stay out of L1."""
-    return asm(
-        "{\n.reg .pred p;\nsetp.ne.s64 p, {$r1}, 0;\n"
-        "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0;\n"
-        "@p ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];\n}",
-        [Uint32] * 4,
-        row + offset,
-        row,
-    )
+    return load_or_zeros(Uint32, 4, row + offset, row, "ne.s64")
 
 
 def load_4_bytes(address: Int64, number: Int32) -> Uint32:
     """4 bytes that belong to a row, or zeros if its number is negative."""
-    return asm(
-        "{\n.reg .pred p;\nsetp.ge.s32 p, {$r1}, 0;\nmov.b32 {$w0}, 0;\n@p ld.global.b32 {$w0}, [{$r0}];\n}",
-        [Uint32],
-        address,
-        number,
-    )
+    return load_or_zeros(Uint32, 1, address, number, "ge.s32", cache="")
 
 
 def prefetch(row: Int64, offset: Int32) -> None:
@@ -98,25 +104,12 @@ def copy_async(shared: Int32, address: Int64, num_bytes: Int32) -> None:
 
 def load_f32x4_if(condition: Boolean, address: Int64) -> tuple:
     """Four fp32 that are read once, or zeros."""
-    return asm(
-        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r1}, 0;\n"
-        "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0;\n"
-        "@p ld.global.L1::no_allocate.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];\n}",
-        [Float32] * 4,
-        address,
-        Int32(condition),
-    )
+    return load_or_zeros(Float32, 4, address, Int32(condition))
 
 
 def load_f32x2_if(condition: Boolean, address: Int64) -> tuple:
     """Two fp32 that are read once, or zeros."""
-    return asm(
-        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r1}, 0;\nmov.b32 {$w0}, 0; mov.b32 {$w1}, 0;\n"
-        "@p ld.global.L1::no_allocate.v2.f32 {{$w0}, {$w1}}, [{$r0}];\n}",
-        [Float32] * 2,
-        address,
-        Int32(condition),
-    )
+    return load_or_zeros(Float32, 2, address, Int32(condition))
 
 
 def store_i32(address: Int64, x: Int32) -> None:

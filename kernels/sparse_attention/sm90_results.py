@@ -174,6 +174,10 @@ class Results(WorkItems):
         for i in cutlass.range_constexpr(4 if self.configuration.lse else 2):
             total[i] += ptx.load_shared_f32(sums + ((i // 2 * 2 + 1 - which) * HEADS + i % 2 * 8) * 4)
 
+    def first_slot(self, cta: Int32, turn: Int32) -> Int32:
+        """Number of the first scratch slot of a CTA's item."""
+        return cta * SLOTS_PER_CTA + turn % SCRATCH_SLOTS
+
     @cute.jit
     def slot_number(self, args: Arguments, index: Int32) -> Int32:
         """Of an item's first scratch slot: its CTA's, by its turn there."""
@@ -181,7 +185,7 @@ class Results(WorkItems):
         number = index * SLOTS_PER_CTA
         if index >= ctas:
             turn = ptx.divide(index, ctas)
-            number = (index - turn * ctas) * SLOTS_PER_CTA + turn % SCRATCH_SLOTS
+            number = self.first_slot(index - turn * ctas, turn)
         return number
 
     def slot(self, args: Arguments, turn: Int32, place: Int32) -> Int64:
@@ -192,7 +196,7 @@ class Results(WorkItems):
         sums before rounding.
         """
         block, _, _ = cute.arch.block_idx()
-        number = block * SLOTS_PER_CTA + turn % SCRATCH_SLOTS + place
+        number = self.first_slot(block, turn) + place
         return args.scratch + Int64(number) * (SLOT_BYTES + STATISTICS_BYTES)
 
     def store_columns(self, slot: Int64, out: cute.Tensor, first: int, count: int) -> None:
@@ -243,7 +247,7 @@ class Results(WorkItems):
         """
         partials = shared.partials.data_ptr()
         first = index - item.piece * self.item_stride(args)  # of the token's items for these heads
-        division = self.division(args, self.steps(args, item.visible), shared.plan.data_ptr().load())
+        division = self.division(args, self.steps(args, item.visible), shared.piece_steps.data_ptr().load())
         count, base = Int32(0), Int32(0)
         while base < item.pieces:
             piece = base + lane
