@@ -186,6 +186,7 @@ _REFERENCES = {
     "rope": ("apply_rope",),
     "router": ("route_topk", "route_hash"),
     "sparse_attention": ("sparse_attention", "merge_partials"),
+    "unpack": ("unpack_pages",),
 }
 
 _WAITING_REFERENCES = ("experts_forward", "index_scores", "index_topk", "sparse_attention")
@@ -198,5 +199,7 @@ for _folder, _functions in _REFERENCES.items():
 for _function in _REFERENCES["linear"]:
     register(_function, "tiled", f"dsv4_kernels.linear.tiled:{_function}", cpu_only, 10)
 
-register("sparse_attention", "sm90", "dsv4_kernels.sparse_attention.launch:sm90", gpu_of_generation(9), 20, True)
-register("sparse_attention", "sm100", "dsv4_kernels.sparse_attention.launch:sm100", gpu_of_generation(10), 20, True)
+for _name, _generation in (("sm90", 9), ("sm100", 10)):
+    for _function, _module in (("sparse_attention", "sparse_attention.launch"), ("unpack_pages", "unpack.gpu")):
+        _loader = f"dsv4_kernels.{_module}:{_name}"
+        register(_function, _name, _loader, gpu_of_generation(_generation), 20, True)

@@ -1,0 +1,154 @@
+"""Unpacking on Hopper and Blackwell (sm_90a, sm_100a): one kernel, bound by memory.
+
+A row of 576 bytes and its scales become 1,024 bytes, 64 chunks of 16. A thread makes the same chunk of ROWS_A_THREAD
+rows: of 8 e4m3 with a scale, or by copying 16 bytes of the rotated channels. So neighbours read and write neighbouring
+bytes, and all loads of a thread are on their way before it stores the first chunk. No thread waits for another.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Int32, Int64, Uint32
+from torch import Tensor
+
+from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.kv_layout import (
+    NOPE_DIM,
+    PAGE_ROWS,
+    ROW_DATA_BYTES,
+    ROW_DIM,
+    ROW_SCALE_BYTES,
+    SCALE_GROUP,
+    KVRows,
+)
+from dsv4_kernels.sparse_attention import sm90_ptx as ptx
+from dsv4_kernels.sparse_attention.addresses import row_bytes
+
+THREADS = 256
+CHUNK = 8
+"""Channels of 16 bytes in bf16."""
+CHUNKS = ROW_DIM // CHUNK
+E4M3_CHUNKS = NOPE_DIM // CHUNK
+ROWS_A_THREAD = 4
+ROW_STEP = THREADS // CHUNKS
+"""From one row of a thread to its next."""
+ROWS_A_CTA = ROWS_A_THREAD * ROW_STEP
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Of what is compiled: nothing to choose."""
+
+
+class Arguments(NamedTuple):
+    """Dynamic arguments of the kernel; addresses are Int64."""
+
+    table: Int64
+    table_page_bytes: Int32  # of 64 rows
+    pages: Int64  # int32
+    rows_per_page: Int32
+    out: Int64
+    out_row_bytes: Int32
+    num_rows: Int32  # of out
+
+
+@cute.jit
+def launch(arguments: Arguments, num_ctas: Int32, stream: cuda.CUstream) -> None:
+    """One CTA for ROWS_A_CTA rows."""
+    kernel(arguments).launch(grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+
+@cute.kernel
+def kernel(args: Arguments) -> None:
+    """Writes a chunk of ROWS_A_THREAD rows."""
+    thread, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    chunk = thread % CHUNKS
+    first = cta * ROWS_A_CTA + thread // CHUNKS
+    data = cute.make_rmem_tensor((ROWS_A_THREAD,), Int64)  # addresses of the rows, 0 for those that are left alone
+    scales = cute.make_rmem_tensor((ROWS_A_THREAD,), Int64)
+    words = cute.make_rmem_tensor((4 * ROWS_A_THREAD,), Uint32)
+    for i in cutlass.range_constexpr(ROWS_A_THREAD):
+        data[i], scales[i] = locate(args, first + i * ROW_STEP)
+    out = args.out + Int64(first) * args.out_row_bytes + chunk * 16
+    if chunk < E4M3_CHUNKS:
+        group = chunk * CHUNK // SCALE_GROUP
+        for i in cutlass.range_constexpr(ROWS_A_THREAD):
+            loaded = ptx.load_or_zeros(Uint32, 2, data[i] + chunk * CHUNK, data[i], "ne.s64")
+            words[4 * i], words[4 * i + 1] = loaded[0], loaded[1]
+            four_scales = ptx.load_or_zeros(Uint32, 1, scales[i] + group // 4 * 4, data[i], "ne.s64", cache="")
+            words[4 * i + 2] = four_scales
+        for i in cutlass.range_constexpr(ROWS_A_THREAD):
+            scale = ptx.scale_pair((words[4 * i + 2] >> (8 * (group % 4))) & 0xFF)
+            low, high = ptx.dequantise(words[4 * i], scale), ptx.dequantise(words[4 * i + 1], scale)
+            if data[i] != 0:
+                ptx.store_16_bytes(out + Int64(i * ROW_STEP) * args.out_row_bytes, (*low, *high))
+    else:
+        offset = NOPE_DIM + (chunk - E4M3_CHUNKS) * 16
+        for i in cutlass.range_constexpr(ROWS_A_THREAD):
+            loaded = ptx.load_16_bytes(data[i], offset)
+            for j in cutlass.range_constexpr(4):
+                words[4 * i + j] = loaded[j]
+        for i in cutlass.range_constexpr(ROWS_A_THREAD):
+            if data[i] != 0:
+                row = tuple(words[4 * i + j] for j in range(4))
+                ptx.store_16_bytes(out + Int64(i * ROW_STEP) * args.out_row_bytes, row)
+
+
+@cute.jit
+def locate(args: Arguments, row: Int32) -> tuple:
+    """Addresses of the data and the scales of what becomes row `row` of out; 0 behind the last row and in holes."""
+    data, scales = Int64(0), Int64(0)
+    if row < args.num_rows:
+        page = ptx.load_i32(args.pages + Int64(row // args.rows_per_page) * 4)
+        if page >= 0:
+            number = page * args.rows_per_page + row % args.rows_per_page
+            begin = args.table + Int64(number // PAGE_ROWS) * args.table_page_bytes
+            data = begin + number % PAGE_ROWS * ROW_DATA_BYTES
+            scales = begin + (PAGE_ROWS * ROW_DATA_BYTES + number % PAGE_ROWS * ROW_SCALE_BYTES)
+    return data, scales
+
+
+# Host side
+
+
+def compile(arch: str) -> Callable[..., None]:
+    """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
+
+    def from_compiler() -> Callable[..., None]:
+        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
+        return cute.compile(launch, example, Int32(1), cuda.CUstream(0))
+
+    return load_or_compile("unpack_pages", Configuration(), arch, from_compiler)
+
+
+def _run(arch: str, table: KVRows, pages: Tensor, rows_per_page: int, out: Tensor) -> None:
+    pages = pages.to(torch.int32).contiguous()
+    arguments = Arguments(
+        table=Int64(table.storage.data_ptr()),
+        table_page_bytes=Int32(row_bytes(table.storage)),
+        pages=Int64(pages.data_ptr()),
+        rows_per_page=Int32(rows_per_page),
+        out=Int64(out.data_ptr()),
+        out_row_bytes=Int32(row_bytes(out)),
+        num_rows=Int32(len(out)),
+    )
+    device = out.device
+    stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+    compile(arch)(arguments, Int32(-(-len(out) // ROWS_A_CTA)), stream)
+
+
+def sm90(table: KVRows, pages: Tensor, rows_per_page: int, out: Tensor) -> None:
+    """`dsv4_kernels.unpack.unpack_pages` on Hopper; writes all of `out` [n * rows_per_page, 512]."""
+    _run("sm_90a", table, pages, rows_per_page, out)
+
+
+def sm100(table: KVRows, pages: Tensor, rows_per_page: int, out: Tensor) -> None:
+    """`dsv4_kernels.unpack.unpack_pages` on Blackwell (B200, GB200, B300); as `sm90`."""
+    minor = torch.cuda.get_device_capability(out.device)[1] if out.device.type == "cuda" else 0
+    _run(f"sm_10{minor}a", table, pages, rows_per_page, out)

@@ -1,0 +1,161 @@
+"""Unpacking FP8 rows: the reference against values worked out from the bits, and the kernel, emulated, against it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from ops.number_formats import E4M3, same_bits
+from torch import Tensor
+
+from dsv4_kernels.kv_layout import KVRows, RowFormat
+from dsv4_kernels.unpack import unpack_pages
+
+NAN = float("nan")
+
+
+def bf16_bits(x: np.ndarray) -> np.ndarray:
+    """float64 -> bits of the nearest bf16, ties to even, subnormals and infinity included; by the format's spacing."""
+    magnitude = np.abs(x)
+    exponent = np.maximum(np.frexp(np.where(magnitude, magnitude, 2.0**-126))[1] - 1, -126)
+    steps = np.round(magnitude / np.exp2(exponent - 7.0)).astype(np.int64)  # of a normal number 128 to 256
+    bits = np.minimum(steps + (exponent + 126) * 128, 0x7F80)
+    return np.where(np.signbit(x), bits | 0x8000, bits).astype(np.uint16)
+
+
+def every_code_and_scale() -> tuple[KVRows, np.ndarray]:
+    """A table of 255 rows, one for each scale byte but NaN, in which all codes but NaN occur; and the bits of its
+    channels that are not rotated."""
+    codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
+    rows = KVRows.allocate(255, RowFormat.FP8, 512, 64, torch.bfloat16, "cpu", NAN)
+    data, scales = rows._split_pages()
+    chosen = np.resize(codes, (255, 448))
+    page, place = np.arange(255) // 64, np.arange(255) % 64
+    data[page, place, :448] = torch.from_numpy(chosen)
+    data[page, place, 448:] = torch.arange(255 * 128).remainder(251).to(torch.uint8).view(255, 128)
+    scales[page, place, :7] = torch.arange(255, dtype=torch.uint8)[:, None].expand(-1, 7)
+    values = E4M3[chosen & 0x7F] * np.where(chosen & 0x80, -1.0, 1.0)
+    return rows, bf16_bits(values * np.exp2(np.arange(255.0) - 127)[:, None])
+
+
+def as_bits(rows: Tensor) -> np.ndarray:
+    return rows.contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+def filled(num_rows: int, named: Tensor, seed: int = 0) -> KVRows:
+    """Noise in the named rows, NaN in the others."""
+    rows = KVRows.allocate(num_rows, RowFormat.FP8, 512, 64, torch.bfloat16, "cpu", NAN)
+    rows.scatter(named, torch.randn(len(named), 512, generator=torch.Generator().manual_seed(seed)).bfloat16())
+    return rows
+
+
+PAGES = {
+    "pages_of_64": (64, [3, 0, 2]),
+    "pages_of_2": (2, [40, 7, 8, 100, 3]),
+    "rows": (1, [70, 5, 64, 63, 0, 191, 128]),
+    "repeated": (3, [9, 9, 1]),
+    "holes": (4, [-1, 20, -1, 3, -1]),
+    "only_holes": (64, [-1]),
+    "one_row": (1, [130]),
+}
+"""Rows of a page, and pages: counts that are no multiple of what a CTA makes, in no order."""
+
+
+def named_rows(pages: list[int], rows_per_page: int) -> list[int]:
+    return [page * rows_per_page + i if page >= 0 else -1 for page in pages for i in range(rows_per_page)]
+
+
+def sentinels(num_rows: int) -> Tensor:
+    return torch.full((num_rows, 512), -7.0, dtype=torch.bfloat16)
+
+
+# ---- the definition
+
+
+def test_every_code_with_every_scale() -> None:
+    rows, expected = every_code_and_scale()
+    out = unpack_pages(rows, torch.arange(255), 1, sentinels(255))
+    assert (out.format, out.num_rows, out.row_dim, out.rope_dim) == (RowFormat.PLAIN, 255, 512, 64)
+    assert np.array_equal(as_bits(out.storage[:, :448]), expected)
+    rotated = torch.arange(255 * 128).remainder(251).to(torch.uint8).view(255, 128)
+    assert torch.equal(out.storage[:, 448:].contiguous().view(torch.uint8), rotated)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_lie_side_by_side(name: str) -> None:
+    """What no page names is NaN; what a hole names, and what lies behind the rows, stays as it was."""
+    rows_per_page, pages = PAGES[name]
+    named = torch.tensor(named_rows(pages, rows_per_page))
+    rows = filled(300, named[named >= 0].unique())
+    storage = sentinels(len(named) + 3)
+    out = unpack_pages(rows, torch.tensor(pages), rows_per_page, storage)
+    assert out.num_rows == len(named) and out.storage.data_ptr() == storage.data_ptr()
+    for i, number in enumerate(named.tolist()):
+        expected = torch.full((512,), -7.0) if number < 0 else rows.gather(torch.tensor(number))
+        assert torch.equal(out.storage[i].float(), expected), f"row {i}, of {number}"
+    assert (storage[len(named) :] == -7.0).all()
+
+
+def test_no_pages_are_no_rows() -> None:
+    storage = sentinels(2)
+    out = unpack_pages(filled(64, torch.tensor([3])), torch.zeros(0, dtype=torch.int32), 64, storage)
+    assert out.num_rows == 0 and (storage == -7.0).all()
+
+
+def test_what_is_refused() -> None:
+    rows, page, out = filled(64, torch.tensor([0])), torch.tensor([0]), sentinels(64)
+    plain = KVRows.allocate(64, RowFormat.PLAIN, 512, 64, torch.bfloat16, "cpu")
+    with pytest.raises(ValueError, match="takes FP8 rows; got plain"):
+        unpack_pages(plain, page, 64, out)
+    for pages, per_page in ((page[None], 64), (page.float(), 64), (page, 0)):
+        with pytest.raises(ValueError, match=r"needs pages \[n\] of an integer dtype and rows_per_page >= 1"):
+            unpack_pages(rows, pages, per_page, out)
+    wide = torch.empty(64, 520, dtype=torch.bfloat16)
+    for wrong in (out[:63], out.float(), out.T, out[:, :256], wide[:, 1:513], wide[:, ::1][:, 4:516], out.view(-1)):
+        with pytest.raises(ValueError, match=r"needs out \[at least 64, 512\] torch.bfloat16"):
+            unpack_pages(rows, page, 64, wrong)
+    with pytest.raises(ValueError, match="move them to one device"):
+        unpack_pages(rows, page.to("meta"), 64, out)
+
+
+# ---- the kernel
+
+
+@pytest.fixture(params=["sm90", "sm100"])
+def kernel(request: pytest.FixtureRequest, compiled_here: None) -> str:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    return request.param
+
+
+def emulated_kernel(name: str, rows: KVRows, pages: Tensor, rows_per_page: int, out: Tensor) -> None:
+    """Writes out as the kernel does, with all checks of the emulator on."""
+    from emulator import Checks
+    from host import emulated
+
+    from dsv4_kernels.unpack import gpu
+
+    with emulated(checks=Checks.strict(), arch={"sm90": "sm_90a", "sm100": "sm_100a"}[name]) as device:
+        getattr(gpu, name)(rows, pages, rows_per_page, out)
+    assert len(device.reports) == 1 and not device.reports[0].warnings
+
+
+def test_the_kernel_makes_the_same_bits(kernel: str) -> None:
+    rows, expected = every_code_and_scale()
+    out = sentinels(255)
+    emulated_kernel(kernel, rows, torch.arange(255, dtype=torch.int32), 1, out)
+    assert np.array_equal(as_bits(out[:, :448]), expected)
+    assert same_bits(out, unpack_pages(rows, torch.arange(255), 1, sentinels(255)).storage)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_kernel_finds_the_pages(kernel: str, name: str) -> None:
+    """Into rows that lie apart; what is between and behind them stays as it was. Page numbers of two widths."""
+    rows_per_page, pages = PAGES[name]
+    named = torch.tensor(named_rows(pages, rows_per_page))
+    rows = filled(300, named[named >= 0].unique(), seed=1)
+    for dtype in (torch.int32, torch.int64):
+        around = torch.full((len(named) + 3, 528), -7.0, dtype=torch.bfloat16)
+        expected = around.clone()
+        unpack_pages(rows, torch.tensor(pages), rows_per_page, expected[1:, 8:520])
+        emulated_kernel(kernel, rows, torch.tensor(pages, dtype=dtype), rows_per_page, around[1 : len(named) + 1, 8:520])
+        assert same_bits(around, expected)
