@@ -25,6 +25,7 @@ from dsv4_kernels.compressor import compress
 from dsv4_kernels.indexer import index_topk
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.sparse_attention import sparse_attention
+from dsv4_kernels.unpack import choice, unpack_pages
 from sglang_dsv4.attention_kernel import implementation_by_name
 from sglang_dsv4.geometry import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, SWA_RATIO, entries_per_page
 from sglang_dsv4.kv_pool import Dsv4KVPool
@@ -88,6 +89,7 @@ class Dsv4AttentionBackend(AttentionBackend):
         self.forward_metadata: ForwardMetadata | None = None
         self._max_pages = -(-self.req_to_token.shape[1] // FULL_PAGE_TOKENS)
         self._workspace: KVRows | None = None
+        self._unpacked_rows: Tensor | None = None  # [rows, row_dim] bf16
         self._tail_writes: ChunkWrites | None = None
         self._graph_buffers: UniformInputs | None = None
         self._graph_inputs: UniformInputs | None = None
@@ -117,7 +119,7 @@ class Dsv4AttentionBackend(AttentionBackend):
             RuntimeError: a request continues a prefix whose window rows are not in its slot's rings.
             NotImplementedError: a forward mode of a feature that is not supported.
         """
-        self._workspace = None
+        self._workspace = self._unpacked_rows = None
         self._tail_writes = None
         mode = forward_batch.forward_mode
         if mode.is_idle():
@@ -165,7 +167,7 @@ class Dsv4AttentionBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Derive the metadata from the graph's buffers: fixed shapes, no host synchronisation."""
         assert self._graph_inputs is not None, "init_forward_metadata_out_graph has not run"
-        self._workspace = None
+        self._workspace = self._unpacked_rows = None
         self.forward_metadata = self._uniform(self._graph_inputs, self._max_pages)
 
     def draft_extend_metadata_captured_in_graph(self) -> bool:
@@ -374,7 +376,7 @@ class Dsv4AttentionBackend(AttentionBackend):
         self.token_to_kv_pool.index_keys(layer_id).scatter(self.metadata.compress[CSA_RATIO].slots, keys)
 
     def select(self, layer_id: int, q: Tensor, head_weights: Tensor, top_k: int) -> Tensor:
-        """The entry rows [T, top_k] int32 that the lightning indexer picks, -1 padded.
+        """The entry rows [T, top_k] int32 that the lightning indexer picks, -1 padded, as `attend` takes them.
 
         Args:
             q: [T, index_heads, index_dim].
@@ -390,6 +392,7 @@ class Dsv4AttentionBackend(AttentionBackend):
             meta.token_to_request,
             meta.visible[CSA_RATIO],
             top_k,
+            row_pages=meta.unpack.page_table if self._unpacks(CSA_RATIO, top_k) else None,
         )
 
     def attend(
@@ -408,13 +411,17 @@ class Dsv4AttentionBackend(AttentionBackend):
         ratio = pool.geometry.layer_ratio(layer_id)
         assert (selected is not None) == (ratio == CSA_RATIO), f"layer {layer_id} has ratio {ratio}"
         dense = ratio == HCA_RATIO
+        window_rows, entries, page_table = window.rows, pool.entries(layer_id) if ratio else None, meta.page_table
+        if self._unpacks(ratio, None if selected is None else selected.shape[1]):
+            window_rows, entries = self._unpacked(ratio, window_rows, entries)
+            page_table = meta.unpack.page_table
         return sparse_attention(
             q,
-            window.rows,
+            window_rows,
             window.index,
-            entries=None if ratio == SWA_RATIO else pool.entries(layer_id),
+            entries=entries,
             entry_rows=selected,
-            page_table=meta.page_table if dense else None,
+            page_table=page_table if dense else None,
             entries_per_page=entries_per_page(HCA_RATIO) if dense else 0,
             token_to_request=meta.token_to_request if dense else None,
             visible=meta.visible[ratio] if ratio else None,
@@ -423,6 +430,36 @@ class Dsv4AttentionBackend(AttentionBackend):
             split_keys=meta.split_keys,
             impl=self.attention_impl,
         )
+
+    def _unpacks(self, ratio: int, top_k: int | None) -> bool:
+        """Whether the attention of such a layer reads bf16 rows that this forward unpacks from its FP8 rows.
+
+        Args:
+            ratio: of the layer.
+            top_k: the most entries that a token reads, None for all.
+        """
+        plan = self.metadata.unpack
+        if plan is None:
+            return False
+        rows, keys = len(plan.window_rows), plan.keys(1, self.token_to_kv_pool.geometry.window_tokens)
+        if ratio == SWA_RATIO:
+            return choice.pays(rows, keys, 1)
+        longest = max((end for _, end in plan.spans), default=0)
+        keys += plan.keys(ratio, longest if top_k is None else top_k)
+        return choice.pays(rows + len(plan.pages) * entries_per_page(ratio), keys, 2)
+
+    def _unpacked(self, ratio: int, window: KVRows, entries: KVRows | None) -> tuple[KVRows, KVRows | None]:
+        """Window rows and the requests' entries as bf16 rows, in memory that the forward's layers take turns in."""
+        plan, per_page = self.metadata.unpack, entries_per_page(ratio) if ratio else 0
+        needed = window.num_rows + len(plan.pages) * per_page
+        if self._unpacked_rows is None or len(self._unpacked_rows) < needed:
+            self._unpacked_rows = None  # given back first: the larger one may take its place
+            self._unpacked_rows = torch.empty(needed, window.row_dim, dtype=torch.bfloat16, device=self.device)
+        behind_window = self._unpacked_rows[window.num_rows :]
+        window = unpack_pages(window, plan.window_rows, 1, self._unpacked_rows)
+        if entries is not None:
+            entries = unpack_pages(entries, plan.pages, per_page, behind_window)
+        return window, entries
 
 
 class Dsv4DraftBackend:

@@ -9,7 +9,8 @@ Two builders make a `ForwardMetadata`:
       workspace rows [0, G)     the last <= 127 window rows of each request's prefix, copied from its ring
       workspace rows [G, G+T)   the rows of this forward's T tokens
 
-  and only the last rows of each chunk go to the ring.
+  and only the last rows of each chunk go to the ring. If rows are stored as FP8, `UnpackPlan` says what may be read,
+  for an attention over bf16 rows of the same values.
 * `uniform_metadata`: k tokens for every request (decode k = 1, speculation). All shapes follow from (B, k) alone and
   all inputs are device tensors, so the whole function can be recorded into a CUDA graph. Rows are written to the ring
   first and attention reads them there.
@@ -26,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsv4_kernels.kv_layout import entry_rows
+from dsv4_kernels.kv_layout import RowFormat, entry_rows
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
 from sglang_dsv4.geometry import FULL_PAGE_TOKENS, PoolGeometry, entries_per_page, overlap_groups
 
@@ -47,6 +48,34 @@ class CompressPlan:
 
 
 @dataclass(frozen=True)
+class UnpackPlan:
+    """What the tokens of a chunk may read, numbered without gaps, so that it can be unpacked into a table of its own.
+
+    Pages that requests share are there once for each. Of a request's last page entries are unpacked that nobody has
+    written yet; nobody reads them either.
+    """
+
+    window_rows: Tensor  # [G+T] int32: all rows of the workspace
+    pages: Tensor  # [N] int32: FULL pages of the batch's requests, a request's side by side
+    page_table: Tensor  # [B, P] int32: in place of the metadata's, page numbers in the unpacked table
+    spans: tuple[tuple[int, int], ...]
+    """Of each request: positions [begin, end) of its tokens in this forward."""
+
+    def keys(self, ratio: int, limit: int) -> int:
+        """Entries of a ratio that the tokens read, all together, at most `limit` each; with ratio 1, window rows.
+
+        The token at position t may read (t + 1) // ratio. Over the tokens up to there, n = t + 1 of them, that is a
+        sum over entries: the k-th is read by n - k * ratio + 1 tokens.
+        """
+
+        def up_to(n: int) -> int:
+            k = min(n // ratio, limit)
+            return k * (n + 1) - ratio * k * (k + 1) // 2
+
+        return sum(up_to(end) - up_to(begin) for begin, end in self.spans)
+
+
+@dataclass(frozen=True)
 class ForwardMetadata:
     """Everything that attention needs to know about a batch, the same for all layers."""
 
@@ -61,6 +90,7 @@ class ForwardMetadata:
     ring_write_rows: Tensor  # [N] int64
     compress: dict[int, CompressPlan]  # by ratio
     visible: dict[int, Tensor]  # by ratio: [T] int32, entries a token may read: (t+1)//r, 0 for padding
+    unpack: UnpackPlan | None  # of a chunk whose rows are stored as FP8
 
     @property
     def num_tokens(self) -> int:
@@ -176,6 +206,17 @@ def extend_metadata(
 
     visible = {ratio: ((positions + 1) // ratio).int() for ratio in geometry.compressed}
     token_to_request, window_rows = owner.int(), window_rows.int()
+    unpack = None
+    if geometry.row_format is RowFormat.FP8:
+        held = (end + FULL_PAGE_TOKENS - 1) // FULL_PAGE_TOKENS
+        page_owner, page_place = _runs(held, sum(-(-e // FULL_PAGE_TOKENS) for e in ends))
+        unpacked = (held.cumsum(0) - held)[:, None] + torch.arange(page_table.shape[1], device=device)
+        unpack = UnpackPlan(
+            window_rows=torch.arange(G + num_tokens, dtype=torch.int32, device=device),
+            pages=page_table[page_owner, page_place],
+            page_table=F.pad(unpacked.int(), (0, 0, 0, 1 if padding else 0)),
+            spans=tuple(zip(prefix_lens, ends, strict=True)),
+        )
     if padding:
         # Padding tokens belong to an extra request in the sink slot: they see their own row and no entry.
         req_slots, page_table = F.pad(req_slots, (0, 1)), F.pad(page_table, (0, 0, 0, 1))
@@ -197,6 +238,7 @@ def extend_metadata(
         ring_write_rows=req_slots[kept_owner] * R + kept_positions % R,
         compress=compress,
         visible=visible,
+        unpack=unpack,
     )
 
 
@@ -264,4 +306,5 @@ def uniform_metadata(
         ring_write_rows=req_slots[owner] * R + positions % R,
         compress=compress,
         visible={ratio: ((positions + 1) // ratio).int() for ratio in geometry.compressed},
+        unpack=None,
     )

@@ -18,13 +18,15 @@ def index_topk(
     token_to_request: Tensor,
     visible: Tensor,
     top_k: int,
+    row_pages: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """The rows of the `top_k` best visible entries of every token, by rising entry.
 
     Scores as in `index_scores`; of equal scores the lower entry wins; a token with at most `top_k` visible entries gets
     all of them. Entry j of request b has the row `page_table[b, j // entries_per_page] * entries_per_page +
-    j % entries_per_page`, here and in the table of entries that the attention reads.
+    j % entries_per_page` in the table of keys. In the table of entries, which the result is for, it has the same row,
+    or the one that `row_pages` gives in place of `page_table`.
 
     Args:
         q: [T, Hi, Di] fp32 or bf16 (rotated, Hadamard-transformed and rounded as the model says).
@@ -35,6 +37,7 @@ def index_topk(
         token_to_request: [T] integer row of page_table.
         visible: [T] integer, entries [0, visible) may be read; 0 is legal.
         top_k: at least 1.
+        row_pages: [B, P] integer page numbers of the entries, if these are elsewhere than the keys (unpacked).
         impl: implementation by name; None lets the registry choose.
 
     Returns:
@@ -46,8 +49,14 @@ def index_topk(
     _check("index_topk", q, head_weights, keys, page_table, token_to_request, visible)
     if top_k < 1:
         raise ValueError(f"index_topk: top_k is {top_k}; expected at least 1")
+    if row_pages is None:
+        row_pages = page_table
+    elif row_pages.shape != page_table.shape:
+        raise ValueError(
+            f"index_topk: row_pages are {tuple(row_pages.shape)}; expected page_table's {tuple(page_table.shape)}"
+        )
     function = select("index_topk", q.device, q.dtype, impl)
-    return function(q, head_weights, keys, page_table, entries_per_page, token_to_request, visible, top_k)
+    return function(q, head_weights, keys, page_table, entries_per_page, token_to_request, visible, top_k, row_pages)
 
 
 def index_scores(

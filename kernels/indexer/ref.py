@@ -23,6 +23,7 @@ def index_topk(
     token_to_request: Tensor,
     visible: Tensor,
     top_k: int,
+    row_pages: Tensor,
 ) -> Tensor:
     """See `dsv4_kernels.indexer.index_topk`."""
     scores = index_scores(q, head_weights, keys, page_table, entries_per_page, token_to_request, visible)
@@ -36,7 +37,7 @@ def index_topk(
     rows = torch.full((num_tokens, top_k), -1, dtype=torch.int32, device=q.device)
     if num_entries:
         within = entry.clamp(max=num_entries - 1)
-        chosen = entry_rows(page_table, token_to_request.long().unsqueeze(1), within, entries_per_page)
+        chosen = entry_rows(row_pages, token_to_request.long().unsqueeze(1), within, entries_per_page)
         rows[:, : entry.shape[1]] = torch.where(entry < visible.unsqueeze(1), chosen, -1)
     return rows
 

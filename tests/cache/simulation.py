@@ -12,6 +12,7 @@ import random
 import torch
 from torch import Tensor
 
+from dsv4_kernels.kv_layout import RowFormat
 from sglang_dsv4.geometry import CSA_RATIO, FULL_PAGE_TOKENS, PoolGeometry, entries_per_page
 from sglang_dsv4.metadata import ForwardMetadata, extend_metadata, page_table_of, uniform_metadata
 
@@ -131,6 +132,12 @@ class Simulation(Requests):
         seen = torch.where(meta.window_rows >= 0, rows[meta.window_rows.clamp(min=0)], -1)[:real]
         expected = [[name(r, q) for q in range(t - W + 1, t + 1)] for r, t in tokens]
         assert torch.equal(seen, torch.tensor(expected, dtype=torch.int64).view(real, W))
+        assert (meta.unpack is not None) == (self.geometry.row_format is RowFormat.FP8 and not meta.window_in_ring)
+        if meta.unpack is not None:
+            assert meta.unpack.window_rows.tolist() == list(range(len(rows)))
+            assert meta.unpack.keys(1, W) == int((meta.window_rows[:real] >= 0).sum())
+            assert len(meta.unpack.pages) == sum(len(self.pages[request]) for request in requests)
+            assert meta.unpack.page_table.shape == meta.page_table.shape
 
         new = dict.fromkeys(requests, 0)
         for request, _ in tokens:
@@ -179,5 +186,14 @@ class Simulation(Requests):
         for b, request in enumerate(requests):
             most = max((t + 1) // ratio for r, t in tokens if r == request)
             j = torch.arange(most)
+            expected = [name(request, i) for i in range(most)]
             rows = meta.page_table[b, j // per_page] * per_page + j % per_page
-            assert self.entries[ratio][rows.long()].tolist() == [name(request, i) for i in range(most)]
+            assert self.entries[ratio][rows.long()].tolist() == expected
+            if meta.unpack is not None:
+                in_pages = self.entries[ratio].view(-1, per_page)[meta.unpack.pages.long()].flatten()
+                rows = meta.unpack.page_table[b, j // per_page] * per_page + j % per_page
+                assert in_pages[rows.long()].tolist() == expected
+        if meta.unpack is not None:
+            for limit in (3, 10**6):
+                read = sum(min((t + 1) // ratio, limit) for _, t in tokens)
+                assert meta.unpack.keys(ratio, limit) == read

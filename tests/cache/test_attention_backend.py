@@ -11,12 +11,13 @@ import random
 
 import pytest
 import torch
-from cache.harness import Engine, Sequences, dense_reference, poison_unreadable, snapshot_rows
+from cache.harness import TOP_K, Engine, Sequences, dense_reference, poison_unreadable, snapshot_rows
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4_kernels.kv_layout import KVRows, RowFormat
+from sglang_dsv4 import attention_backend
 from sglang_dsv4.geometry import PoolGeometry
 
 SMALL = PoolGeometry(ratios=(0, 4, 128), row_dim=16, rope_dim=4, index_dim=8, dtype=torch.float32)
@@ -192,6 +193,73 @@ def test_fp8_rows_in_any_chunking(chunk: int) -> None:
             poison_unreadable(engine)
         outputs.append(out)
     assert_same(outputs[1], outputs[0])
+
+
+@pytest.fixture
+def formats_read(monkeypatch: pytest.MonkeyPatch) -> list[RowFormat]:
+    """Of the window rows of every call of the attention; entries must be as they are."""
+    formats, original = [], attention_backend.sparse_attention
+
+    def recorded(q: Tensor, window: KVRows, *arguments: object, **options: object) -> Tensor:
+        assert options["entries"] is None or options["entries"].format is window.format
+        formats.append(window.format)
+        return original(q, window, *arguments, **options)
+
+    monkeypatch.setattr(attention_backend, "sparse_attention", recorded)
+    return formats
+
+
+@pytest.mark.parametrize("padding", [0, 3], ids=["", "padded"])
+def test_unpacked_rows_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, formats_read: list[RowFormat], padding: int
+) -> None:
+    """Chunks of requests that begin, continue a prefix, or decode beside others; everything unreadable is NaN."""
+    work = [[(0, 260)], [(1, 130), (0, 1), (2, 5)], [(1, 1), (2, 140), (0, 70)], [(0, 1), (1, 200)]]
+    sequences, outputs = Sequences(FP8, 340), []
+    for unpacks in (False, True):
+        monkeypatch.setattr(attention_backend.choice, "pays", lambda *sizes, unpacks=unpacks: unpacks)
+        engine, out = Engine(FP8, sequences), {}
+        formats_read.clear()
+        for batch in work:
+            if not padding:  # padding reads the sinks, which must stay finite
+                poison_unreadable(engine)
+            out |= engine.forward(ForwardMode.MIXED, batch, padding=padding)
+        assert set(formats_read) == {RowFormat.PLAIN if unpacks else RowFormat.FP8}
+        out |= engine.forward(DECODE, [(0, 1), (1, 1)])
+        assert formats_read[-1] is RowFormat.FP8
+        outputs.append(out)
+    assert len(outputs[0]) == sum(n for batch in work for _, n in batch) + 2
+    assert outputs[0].keys() == outputs[1].keys()
+    assert_same(outputs[1], outputs[0])
+
+
+def test_what_pays_is_asked_of_the_sizes_of_every_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 150 tokens behind 200, and 3 at the beginning of another request; 2 pages and 1 are theirs."""
+    asked = []
+    monkeypatch.setattr(attention_backend.choice, "pays", lambda *sizes: asked.append(sizes) or True)
+    engine = Engine(FP8, Sequences(FP8, 350))
+    engine.forward(EXTEND, [(0, 200)])
+    asked.clear()
+    engine.forward(EXTEND, [(0, 150), (1, 3)])
+    window_rows, window_keys = 127 + 153, 150 * 128 + 1 + 2 + 3
+    csa_keys, hca_keys = 150 * TOP_K, (256 - 200 - 1) * 1 + (350 - 256 + 1) * 2
+    swa, *csa, hca = asked  # a CSA layer asks for its indexer and for its attention
+    assert swa == (window_rows, window_keys, 1)
+    assert csa == [(window_rows + 3 * 64, window_keys + csa_keys, 2)] * 2
+    assert hca == (window_rows + 3 * 2, window_keys + hca_keys, 2)
+    unpacked = engine.backend._unpacked_rows
+    assert unpacked.shape == (window_rows + 3 * 64, 512) and unpacked.dtype == torch.bfloat16
+    engine.forward(DECODE, [(0, 1)] if engine.length[0] < 350 else [(1, 1)])
+    assert engine.backend._unpacked_rows is None and len(asked) == 4
+
+
+def test_a_large_chunk_unpacks_and_a_small_one_does_not(formats_read: list[RowFormat]) -> None:
+    """With the rule as it is."""
+    engine = Engine(FP8, Sequences(FP8, 708))
+    engine.forward(EXTEND, [(0, 700)])
+    assert formats_read == [RowFormat.PLAIN] * 3
+    engine.forward(EXTEND, [(0, 8)])
+    assert formats_read[3:] == [RowFormat.FP8] * 3
 
 
 def test_idle_forward(sequences: Sequences) -> None:

@@ -13,11 +13,12 @@ import pytest
 import torch
 from cache.simulation import Simulation
 
+from dsv4_kernels.kv_layout import RowFormat
 from sglang_dsv4.geometry import PoolGeometry
 from sglang_dsv4.metadata import extend_metadata, uniform_metadata
 
 EDGES = [*range(1, 10), *range(127, 131), *range(255, 258)]
-FLASH = PoolGeometry(ratios=(0, 0, 4, 128, 4))
+FLASH = PoolGeometry(ratios=(0, 0, 4, 128, 4), row_format=RowFormat.FP8)
 SPECULATIVE = PoolGeometry(ratios=(0, 4, 128), draft_tokens=4)
 NARROW = PoolGeometry(ratios=(4, 128, 0), window_tokens=8)
 GEOMETRIES = pytest.mark.parametrize("geometry", [FLASH, SPECULATIVE, NARROW], ids=["flash", "speculative", "window8"])

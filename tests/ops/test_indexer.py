@@ -89,6 +89,20 @@ def test_topk(name: str, top_k: int, lengths: tuple[int, int]) -> None:
         assert got[token].tolist() == rows + [-1] * (top_k - len(rows))
 
 
+@pytest.mark.parametrize("top_k", [8, 200])
+def test_rows_of_a_table_with_other_pages(top_k: int) -> None:
+    """The keys are found by page_table, the rows numbered by row_pages; nothing else changes."""
+    case = Case("plain_fp32", (150, 40))
+    elsewhere = torch.arange(100, 120).view(2, 10).flip(1).int()
+    in_keys = index_topk(*case.arguments(), top_k)
+    got = index_topk(*case.arguments(), top_k, row_pages=elsewhere)
+    case.page_table = elsewhere
+    numbers = {(r, row): j for r in (0, 1) for j, row in enumerate(Case("plain_fp32", (150, 40)).rows(r, 150).tolist())}
+    for request, rows, others in zip(case.request.tolist(), in_keys.tolist(), got.tolist(), strict=True):
+        entries = case.rows(request, 150).tolist()
+        assert others == [-1 if row < 0 else entries[numbers[request, row]] for row in rows]
+
+
 @pytest.mark.parametrize("top_k", [1, 5, 17, 100])
 def test_of_equal_scores_the_lower_entry_wins(top_k: int) -> None:
     """Small integers: the scores are exact, and most of them tie, at zero and elsewhere, negative ones included."""
@@ -130,8 +144,9 @@ def test_no_tokens_and_no_entries() -> None:
         ({"head_weights": torch.zeros(2, 4)}, r"head_weights \[T, Hi\]"),
         ({"head_weights": torch.zeros(2, 3).bfloat16()}, "expected torch.float32"),
         ({"visible": torch.zeros(3)}, r"visible \(2,\)"),
+        ({"row_pages": torch.zeros(1, 2, dtype=torch.int32)}, r"row_pages are \(1, 2\); expected .* \(1, 1\)"),
     ],
-    ids=["top_k", "q", "head_weights", "dtype", "visible"],
+    ids=["top_k", "q", "head_weights", "dtype", "visible", "row_pages"],
 )
 def test_errors_say_what_is_expected(change: dict, message: str) -> None:
     arguments = {
