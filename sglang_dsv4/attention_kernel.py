@@ -1,5 +1,8 @@
 """Which implementation of the attention serves a model on a device, and its compilation before the first request.
 
+A large prefill chunk over FP8 rows has them unpacked and attends to bf16 rows (`dsv4_kernels.unpack.choice`): that is
+compiled, too.
+
 The registry decides by device and dtype. What it cannot see is the head_dim: the GPU kernels are written for 512, which
 every released model has; a model of another one (a small random one) is served by the reference, and the log says so.
 
@@ -16,9 +19,10 @@ import time
 import torch
 
 from dsv4_kernels import compile_cache, registry
-from dsv4_kernels.kv_layout import ROW_DIM, KVRows
+from dsv4_kernels.kv_layout import ROW_DIM, KVRows, RowFormat
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
+from dsv4_kernels.unpack import choice, unpack_pages
 from sglang_dsv4.geometry import CSA_RATIO, HCA_RATIO, SWA_RATIO, PoolGeometry, entries_per_page
 
 logger = logging.getLogger(__name__)
@@ -77,7 +81,9 @@ def compile_ahead(geometry: PoolGeometry, heads: int, device: torch.device) -> N
     for done, (ratio, split_keys) in enumerate(todo, 1):
         what = f"{KIND_OF_RATIO[ratio]}, {'prefill' if split_keys is None else 'decode'}"
         for entries, tokens in itertools.product(ENTRIES[ratio], TOKENS):
-            _call_once(geometry, heads, device, ratio, split_keys, entries, tokens)
+            _call_once(geometry, heads, device, ratio, split_keys, entries, tokens, False)
+            if split_keys is None and may_unpack(geometry, entries, tokens):
+                _call_once(geometry, heads, device, ratio, split_keys, entries, tokens, True)
         logger.info(
             "attention kernel %s: %d of %d ready (%s), %.1f s", chosen.name, done, len(todo), what, _since(begin)
         )
@@ -92,6 +98,16 @@ def compile_ahead(geometry: PoolGeometry, heads: int, device: torch.device) -> N
     )
 
 
+def may_unpack(geometry: PoolGeometry, entries: int, tokens: int) -> bool:
+    """Whether a chunk of so many tokens, which read at most so many entries each, can be one that unpacks its rows.
+
+    Each token brings a window row of its own; how many rows of entries there are depends on the context.
+    """
+    if geometry.row_format is not RowFormat.FP8:
+        return False
+    return choice.pays(tokens, tokens * (geometry.window_tokens + entries), 2 if entries else 1)
+
+
 def _since(begin: float) -> float:
     return time.perf_counter() - begin
 
@@ -104,13 +120,17 @@ def _call_once(
     split_keys: int | None,
     entries: int,
     tokens: int,
+    unpacked: bool,
 ) -> None:
-    """Tokens that read one window row each, and one of so many entries if there are any."""
+    """Tokens that read one window row each, and one of so many entries if there are any; from FP8 rows, or unpacked."""
 
     def filled(*shape: int, value: int = 0) -> torch.Tensor:
         return torch.full(shape, value, dtype=torch.int32, device=device)
 
     rows = KVRows.allocate(64, geometry.row_format, geometry.row_dim, geometry.rope_dim, geometry.dtype, device, 0.0)
+    if unpacked:
+        out = torch.empty(64, geometry.row_dim, dtype=torch.bfloat16, device=device)
+        rows = unpack_pages(rows, filled(1), 64, out)
     arguments: dict[str, object] = {}
     if ratio:
         arguments = {"entries": rows, "visible": filled(tokens, value=1)}

@@ -53,7 +53,12 @@ def test_every_kind_of_layer_is_called_in_decode_and_prefill(
 ) -> None:
     with caplog.at_level(logging.INFO, logger=attention_kernel.__name__):
         attention_kernel.compile_ahead(geometry(format=format), 16, CPU)
-    assert all(problem.row_format is format and problem.num_heads == 16 for problem in kernel)
+    unpacked = [problem for problem in kernel if problem.row_format is not format]
+    kernel[:] = [problem for problem in kernel if problem.row_format is format]
+    kinds = {(p.entry_rows is not None, p.page_table is not None) for p in unpacked if p.num_tokens == 512}
+    assert kinds == ({(False, False), (True, False), (False, True)} if format is RowFormat.FP8 else set())
+    assert all(p.split_keys is None and p.num_tokens > 16 for p in unpacked)
+    assert all(problem.num_heads == 16 for problem in kernel)
     assert [problem.num_tokens for problem in kernel] == list(attention_kernel.TOKENS) * 12
     kinds = [(p.entry_rows is not None, p.page_table is not None, p.split_keys, p.max_entry_slots) for p in kernel]
     assert list(dict.fromkeys(kinds)) == [
@@ -81,7 +86,7 @@ def test_no_variant_of_the_hopper_kernel_is_left_for_the_first_request(
     def variant(problem: Problem | SimpleNamespace) -> tuple:
         split = sm90._divides(problem)
         shares = sm90._shares(problem, problem.num_tokens * -(-problem.num_heads // 64), split)
-        return problem.entry_rows is not None, problem.page_table is not None, split, shares
+        return problem.row_format, problem.entry_rows is not None, problem.page_table is not None, split, shares
 
     attention_kernel.compile_ahead(geometry(), heads, CPU)
     called = set(map(variant, kernel))
@@ -89,6 +94,7 @@ def test_no_variant_of_the_hopper_kernel_is_left_for_the_first_request(
     for ratio, tokens, split_keys in itertools.product(widths, range(1, 300), (None, DECODE_SPLIT_KEYS)):
         for entries in widths[ratio]:
             batch = SimpleNamespace(
+                row_format=RowFormat.FP8,
                 entry_rows=True if ratio == CSA_RATIO else None,
                 page_table=True if ratio == HCA_RATIO else None,
                 max_steps=num_steps(128, entries),
@@ -99,6 +105,9 @@ def test_no_variant_of_the_hopper_kernel_is_left_for_the_first_request(
                 q=torch.empty(0),
             )
             assert variant(batch) in called, (ratio, tokens, split_keys, entries)
+            if split_keys is None and attention_kernel.may_unpack(geometry(), entries, tokens):
+                batch.row_format = RowFormat.PLAIN
+                assert variant(batch) in called, ("unpacked", ratio, tokens, entries)
 
 
 def test_a_kernel_that_is_wrong_about_zeros_stops_the_server(
@@ -133,7 +142,7 @@ def test_a_name_in_the_environment_decides(kernel: list[Problem], monkeypatch: p
     small = PoolGeometry(ratios=LAYERS, row_dim=32, rope_dim=8, index_dim=32, dtype=torch.float32)
     assert Engine(small, Sequences(small, 8)).backend.attention_impl == "ref"
     monkeypatch.setenv(attention_kernel.NAME_VARIABLE, "stand_in")
-    attention_kernel.compile_ahead(geometry(), 16, CPU)
+    attention_kernel.compile_ahead(geometry(format=RowFormat.PLAIN), 16, CPU)
     assert len(kernel) == 12 * len(attention_kernel.TOKENS)
     monkeypatch.setenv(attention_kernel.NAME_VARIABLE, "sm100")
     with pytest.raises(NotImplementedError, match="'sm100' of op 'sparse_attention' does not support device 'cpu'"):
