@@ -70,11 +70,10 @@ def kernel(args: Arguments) -> None:
     cta, _, _ = cute.arch.block_idx()
     chunk = thread % CHUNKS
     first = cta * ROWS_A_CTA + thread // CHUNKS
-    data = cute.make_rmem_tensor((ROWS_A_THREAD,), Int64)  # addresses of the rows, 0 for those that are left alone
+    data = cute.make_rmem_tensor((ROWS_A_THREAD,), Int64)
     scales = cute.make_rmem_tensor((ROWS_A_THREAD,), Int64)
     words = cute.make_rmem_tensor((4 * ROWS_A_THREAD,), Uint32)
-    for i in cutlass.range_constexpr(ROWS_A_THREAD):
-        data[i], scales[i] = locate(args, first + i * ROW_STEP)
+    locate(args, first, data, scales)
     out = args.out + Int64(first) * args.out_row_bytes + chunk * 16
     if chunk < E4M3_CHUNKS:
         group = chunk * CHUNK // SCALE_GROUP
@@ -101,17 +100,24 @@ def kernel(args: Arguments) -> None:
 
 
 @cute.jit
-def locate(args: Arguments, row: Int32) -> tuple:
-    """Addresses of the data and the scales of what becomes row `row` of out; 0 behind the last row and in holes."""
-    data, scales = Int64(0), Int64(0)
-    if row < args.num_rows:
-        page = ptx.load_i32(args.pages + Int64(row // args.rows_per_page) * 4)
-        if page >= 0:
-            number = page * args.rows_per_page + row % args.rows_per_page
-            begin = args.table + Int64(number // PAGE_ROWS) * args.table_page_bytes
-            data = begin + number % PAGE_ROWS * ROW_DATA_BYTES
-            scales = begin + (PAGE_ROWS * ROW_DATA_BYTES + number % PAGE_ROWS * ROW_SCALE_BYTES)
-    return data, scales
+def locate(args: Arguments, first: Int32, data: cute.Tensor, scales: cute.Tensor) -> None:
+    """Addresses of the data and the scales of what becomes a thread's rows of out, data 0 for what is left alone.
+
+    Without branches, so that the page numbers of all rows are loaded side by side.
+    """
+    pages = cute.make_rmem_tensor((ROWS_A_THREAD,), Int32)
+    places = cute.make_rmem_tensor((ROWS_A_THREAD,), Int32)
+    for i in cutlass.range_constexpr(ROWS_A_THREAD):
+        row = first + i * ROW_STEP
+        page = row // args.rows_per_page
+        places[i] = row - page * args.rows_per_page
+        pages[i] = ptx.load_or_zeros(Int32, 1, args.pages + Int64(page) * 4, args.num_rows - row, "gt.s32", cache="")
+    for i in cutlass.range_constexpr(ROWS_A_THREAD):
+        number = pages[i] * args.rows_per_page + places[i]
+        page = args.table + Int64(number // PAGE_ROWS) * args.table_page_bytes
+        exists = (pages[i] >= 0) & (first + i * ROW_STEP < args.num_rows)
+        data[i] = cutlass.select_(exists, page + number % PAGE_ROWS * ROW_DATA_BYTES, Int64(0))
+        scales[i] = page + (PAGE_ROWS * ROW_DATA_BYTES + number % PAGE_ROWS * ROW_SCALE_BYTES)
 
 
 # Host side

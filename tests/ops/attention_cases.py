@@ -12,12 +12,13 @@ much as all keys together. All random numbers come from the CPU, so a case has t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dsv4_kernels.kv_layout import NOPE_DIM, ROW_DIM, SCALE_GROUP, KVRows, RowFormat
+from dsv4_kernels.kv_layout import NOPE_DIM, PAGE_ROWS, ROW_DIM, SCALE_GROUP, KVRows, RowFormat
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.sparse_attention.problem import Problem
 
@@ -184,6 +185,19 @@ class Case:
         partial = replace(self, spec=replace(self.spec, normalised=False), sink=None)
         window = replace(partial, entries=None, entry_arguments={})
         return window, replace(partial, window_rows=self.window_rows[:, :0])
+
+    def unpacked(self, unpack: Callable[[KVRows, Tensor, int, Tensor], object]) -> Case:
+        """The same over bf16 rows, which `unpack(table, pages, rows_per_page, out)` makes of the FP8 rows."""
+
+        def plain(table: KVRows) -> KVRows:
+            pages = torch.arange(len(table.storage), dtype=torch.int32, device=table.device)
+            shape = (PAGE_ROWS * len(pages), ROW_DIM)
+            out = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=table.device)
+            unpack(table, pages, PAGE_ROWS, out)
+            return KVRows(out, RowFormat.PLAIN, len(out), ROW_DIM, table.rope_dim)
+
+        entries = None if self.entries is None else plain(self.entries)
+        return replace(self, spec=replace(self.spec, fp8=False), window=plain(self.window), entries=entries)
 
     def take(self, tokens: list[int]) -> Case:
         """The same for these tokens only, in this order; a token may come several times."""

@@ -6,6 +6,7 @@ CUDA graph; nothing written outside the output; no allocation and no waiting for
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import subprocess
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from dsv4_kernels import compile_cache, registry
 from dsv4_kernels.sparse_attention import merge_partials
+from dsv4_kernels.unpack import unpack_pages
 
 pytestmark = pytest.mark.gpu
 NAN = float("nan")
@@ -152,6 +154,14 @@ def test_the_width_of_lists_and_tables_is_not_seen(kernel: str, split_keys: int 
     dense = build(Spec(entry_lengths=(500, 3, 130), dense=True, split_keys=split_keys), "cuda")
     table = torch.nn.functional.pad(dense.entry_arguments["page_table"], (0, 4001), value=2**31 - 1)
     assert same_bits(dense.run(impl=kernel, page_table=table)[0], dense.run(impl=kernel)[0])
+
+
+@pytest.mark.parametrize("name", [name for name, spec in CASES.items() if spec.fp8])
+def test_unpacked_rows_give_the_same_bits(kernel: str, name: str) -> None:
+    """A chunk may read FP8 rows, or bf16 rows that were made of them: nobody can tell by the results."""
+    case = build(CASES[name], "cuda")
+    plain = case.unpacked(functools.partial(unpack_pages, impl=kernel))
+    assert all(map(same_bits, case.run(impl=kernel), plain.run(impl=kernel)))
 
 
 @pytest.mark.parametrize("name", INVARIANT)

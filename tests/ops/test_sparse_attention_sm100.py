@@ -115,6 +115,30 @@ def test_too_many_tokens_with_parts_are_refused(monkeypatch: pytest.MonkeyPatch)
 # ---- bits
 
 
+UNPACKED = (
+    "csa_512-fp8",
+    "holes-fp8",
+    "heads_65-fp8",
+    "scales_at_the_extremes-fp8",
+    "hca_32k-fp8",
+    "window_lengths-fp8",
+)
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+def test_unpacked_rows_give_the_same_bits(name: str) -> None:
+    """A chunk may read FP8 rows, or bf16 rows that were made of them: nobody can tell by the results."""
+    from emulator import Checks
+    from host import emulated
+
+    from dsv4_kernels.unpack import gpu
+
+    case = build(CASES[name])
+    with emulated(arch="sm_100a", checks=Checks.strict()):
+        plain = case.unpacked(gpu.sm100)
+    assert all(map(same_bits, launch(case)[0], launch(plain)[0]))
+
+
 @pytest.mark.parametrize("name", ["lengths_of_both-fp8", "heads_128-fp8", "split_128-bf16", "split_128_heads-fp8"])
 def test_the_same_bits_under_every_schedule(name: str) -> None:
     """Whoever comes first, last, or alone on one multiprocessor."""

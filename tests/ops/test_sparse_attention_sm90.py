@@ -132,6 +132,30 @@ def multiprocessors_for(case: Case) -> tuple[int, ...]:
     return 132, fewest, fewest + 2
 
 
+UNPACKED = [
+    *("csa_512-fp8", "list_lengths-fp8", "holes-fp8", "heads_65-fp8", "scales_at_the_extremes-fp8", "sinks_mixed-fp8"),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("window_lengths-fp8", "hca_32k-fp8", "dense_lengths-fp8")
+    ),
+]
+"""Of lists the kernels are compiled for other cases, but one; the slow ones need others."""
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+def test_unpacked_rows_give_the_same_bits(name: str) -> None:
+    """A chunk may read FP8 rows, or bf16 rows that were made of them: nobody can tell by the results."""
+    from emulator import Checks
+    from host import emulated
+
+    from dsv4_kernels.unpack import gpu
+
+    case = build(CASES[name])
+    with emulated(arch="sm_90a", checks=Checks.strict()):
+        plain = case.unpacked(gpu.sm90)
+    assert all(map(same_bits, launch(case), launch(plain)))
+
+
 SAME_BITS = ("heads_65-fp8", "split_128-fp8", "split_128_heads-fp8", "pieces-fp8", "pieces_of_parts-fp8")
 """The second one: more than three items a CTA, so that scratch slots are used again. The last two: on few
 multiprocessors parts are left whole, on many they are divided into pieces."""

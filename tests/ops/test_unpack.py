@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from ops.number_formats import E4M3, same_bits
 from torch import Tensor
 
-from dsv4_kernels.kv_layout import KVRows, RowFormat
+from dsv4_kernels import registry
+from dsv4_kernels.kv_layout import PAGE_BYTES, KVRows, RowFormat
 from dsv4_kernels.unpack import choice, unpack_pages
 
 NAN = float("nan")
@@ -160,6 +163,69 @@ def test_the_kernel_finds_the_pages(kernel: str, name: str) -> None:
         out = around[1 : len(named) + 1, 8:520]
         emulated_kernel(kernel, rows, torch.tensor(pages, dtype=dtype), rows_per_page, out)
         assert same_bits(around, expected)
+
+
+# ---- the kernel on a GPU
+
+
+@pytest.fixture
+def kernel_here() -> str:
+    """Name of the kernel that serves this GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU: torch sees none")
+    name = registry.chosen("unpack_pages", torch.device("cuda"), torch.bfloat16).name
+    if name == "ref":
+        pytest.skip(f"no kernel for {torch.cuda.get_device_name()}")
+    return name
+
+
+def on_gpu(rows: KVRows) -> KVRows:
+    return replace(rows, storage=rows.storage.cuda())
+
+
+@pytest.mark.gpu
+def test_the_gpu_makes_the_same_bits(kernel_here: str) -> None:
+    rows, expected = every_code_and_scale()
+    out = unpack_pages(on_gpu(rows), torch.arange(255).cuda(), 1, sentinels(255).cuda(), kernel_here)
+    assert np.array_equal(as_bits(out.storage.cpu()[:, :448]), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PAGES)
+def test_the_gpu_finds_the_pages(kernel_here: str, name: str) -> None:
+    """Eagerly, and out of a CUDA graph that is replayed with other pages."""
+    rows_per_page, pages = PAGES[name]
+    rows = filled(300, torch.arange(300))
+    lists = [torch.tensor(pages), torch.tensor(pages).flip(0)]
+    expected = [unpack_pages(rows, listed, rows_per_page, sentinels(len(pages) * rows_per_page)) for listed in lists]
+    live, table = lists[0].int().cuda(), on_gpu(rows)
+    out = sentinels(len(pages) * rows_per_page).cuda()
+    unpack_pages(table, live, rows_per_page, out, kernel_here)
+    assert same_bits(out.cpu(), expected[0].storage)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        unpack_pages(table, live, rows_per_page, out, kernel_here)
+    for listed, wanted in zip(lists, expected, strict=True):
+        live.copy_(listed)
+        out.fill_(-7.0)
+        graph.replay()
+        assert same_bits(out.cpu(), wanted.storage)
+
+
+@pytest.mark.gpu
+def test_the_gpu_finds_rows_beyond_two_gigabytes(kernel_here: str) -> None:
+    """Of the table and of the output: 5 GB together."""
+    num_pages = 2**31 // PAGE_BYTES + 2
+    table = KVRows.allocate(64 * num_pages, RowFormat.FP8, 512, 64, torch.bfloat16, "cuda", 0.0)
+    values = torch.randn(64, 512).bfloat16().cuda()
+    table.scatter(torch.arange(64).cuda() + 64 * (num_pages - 1), values)
+    out = torch.empty(2**21 + 64, 512, dtype=torch.bfloat16, device="cuda")
+    pages = torch.full((2**15 + 1,), num_pages - 1, dtype=torch.int32, device="cuda")
+    pages[:-1] = 0
+    unpacked = unpack_pages(table, pages, 64, out, kernel_here)
+    last = torch.arange(64).cuda()
+    assert torch.equal(unpacked.gather(last + 2**21).float(), table.gather(last + 64 * (num_pages - 1)))
+    assert not unpacked.storage[: 2**21].any()
 
 
 # ---- when
