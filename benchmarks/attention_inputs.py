@@ -3,8 +3,8 @@
 A decode case is a batch of requests at one context length. A request has a ring of 128 window rows and a stretch of the
 entry pool: context / 4 entries, of which a CSA layer reads 512 or 1,024 picked all over the stretch in any order, or
 context / 128, all of which an HCA layer reads through its page table. A prefill case is the last chunk of one request:
-128 window rows of the chunk's workspace (they reach 127 rows back) and entries as above. Rows have the values of
-quantised Gaussian noise, the same in every row format.
+128 window rows of the chunk's workspace (they reach 127 rows back) and entries as above; their pages, of 256 tokens,
+come in any order. Rows have the values of quantised Gaussian noise, the same in every row format.
 
 Several sets of inputs, of different requests, are used in turn until they have touched SETS_OVER_L2 times the L2 cache:
 none finds its rows there. The entry pool is bounded (`Pools`); requests beyond it share rows with earlier ones.
@@ -26,6 +26,8 @@ WINDOW = 128
 SCALE = ROW_DIM**-0.5
 HCA_PAGE_ENTRIES = 2
 """Entries of a 256-token page at ratio 128."""
+CSA_PAGE_ENTRIES = 64
+"""And at ratio 4."""
 CONTEXTS = {"4k": 4 << 10, "32k": 32 << 10, "128k": 128 << 10, "1m": 1 << 20}
 SETS_OVER_L2 = 2
 MAX_SETS = 512
@@ -65,6 +67,11 @@ class Case:
     def context_entries(self) -> int:
         """Entries that a request has."""
         return self.context // self.ratio if self.ratio else 0
+
+    @property
+    def page_entries(self) -> int:
+        """Entries of a 256-token page."""
+        return HCA_PAGE_ENTRIES if self.kind == "hca" else CSA_PAGE_ENTRIES
 
     @property
     def entries_read(self) -> int:
@@ -109,6 +116,7 @@ class Inputs:
     token_to_request: Tensor | None  # HCA: [T] int32
     visible: Tensor | None  # [T] int32
     sink: Tensor  # [H] fp32
+    pages: Tensor | None = None  # of a chunk with entries: [n] int32, all of the request's, rows of page_entries
 
     def arguments(self) -> dict[str, object]:
         """Of `dsv4_kernels.sparse_attention.sparse_attention`."""
@@ -126,12 +134,13 @@ class Inputs:
             return {**arguments, **dense, "entries_per_page": HCA_PAGE_ENTRIES}
         return {**arguments, "entry_rows": self.entry_list}
 
+    def keys(self) -> int:
+        """Rows that all tokens together read; holes are none."""
+        return sum(int((rows >= 0).sum()) for rows in (self.window_rows, self.entry_list) if rows is not None)
+
     def flops(self) -> int:
-        """Of both products, over the rows that are read (holes cost nothing)."""
-        keys = int((self.window_rows >= 0).sum())
-        if self.entry_list is not None:
-            keys += int((self.entry_list >= 0).sum())
-        return 4 * self.q.shape[1] * ROW_DIM * keys
+        """Of both products, over the rows that are read."""
+        return 4 * self.q.shape[1] * ROW_DIM * self.keys()
 
     def bytes(self) -> int:
         """What must be moved at least: each distinct row once, q, the output, and the lists or the page table."""
@@ -241,13 +250,18 @@ def _prefill_set(case: Case, pools: Pools, index: int) -> Inputs:
     if not case.ratio:
         return made
     visible = (case.context - T + token[:, 0] + 1) // case.ratio
+    per_page = case.page_entries
+    pages = torch.randperm(entry_rows // per_page, generator=pools.random, device=device)
+    pages = pages[: -(-case.context_entries // per_page)]
+    made = replace(made, pages=pages.int())
     if case.kind == "hca":
-        pages = torch.arange(-(-case.context_entries // HCA_PAGE_ENTRIES), device=device)[None]
-        return _with_pages(made, entries, pages, torch.zeros(T, dtype=torch.int32, device=device), visible.int())
+        request = torch.zeros(T, dtype=torch.int32, device=device)
+        return _with_pages(made, entries, pages[None], request, visible.int())
     fewest = int(visible[0])
     listed = _picked(min(case.entries_read, fewest), fewest, T, pools)
+    rows = pages[listed // per_page] * per_page + listed % per_page
     lengths = torch.full((T,), listed.shape[1], dtype=torch.int32, device=device)
-    return replace(made, entries=entries, entry_list=listed.int(), visible=lengths)
+    return replace(made, entries=entries, entry_list=rows.int(), visible=lengths)
 
 
 def _with_pages(
@@ -290,6 +304,36 @@ def split_plain(storage: Tensor, window_rows: int) -> tuple[KVRows, KVRows]:
     parts = storage[:window_rows], storage[window_rows:]
     window, entries = (KVRows(part, RowFormat.PLAIN, len(part), ROW_DIM, 64) for part in parts)
     return window, entries
+
+
+def unpacked(case: Case, inputs: Inputs, storage: Tensor) -> Inputs:
+    """A chunk over bf16 rows [window | the request's pages] in `storage`, in the numbering of an unpacked table.
+
+    Args:
+        storage: [at least unpacked_rows(case), 512] bf16; who fills it is the caller's business.
+    """
+    window, entries = split_plain(storage[: unpacked_rows(case)], case.tokens + WINDOW - 1)
+    if inputs.pages is None:
+        return replace(inputs, window=window)
+    per_page, pages = case.page_entries, inputs.pages.long()
+    place = torch.empty(int(pages.max()) + 1, dtype=torch.int64, device=pages.device)
+    place[pages] = torch.arange(len(pages), device=pages.device)
+    listed = inputs.entry_list.long()
+    rows = torch.where(listed >= 0, place[listed // per_page] * per_page + listed % per_page, -1)
+    return replace(
+        inputs,
+        window=window,
+        entries=entries,
+        entry_list=rows.int(),
+        page_table=None if inputs.page_table is None else place[inputs.page_table.long()].int(),
+        pages=None,
+    )
+
+
+def unpacked_rows(case: Case) -> int:
+    """Rows that a chunk of a case may read: of its workspace, and whole pages of entries."""
+    entries = -(-case.context_entries // case.page_entries) * case.page_entries if case.ratio else 0
+    return case.tokens + WINDOW - 1 + entries
 
 
 def checked_tokens(inputs: Inputs) -> Iterator[int]:

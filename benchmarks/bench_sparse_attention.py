@@ -5,6 +5,11 @@
 
 Every case runs on the same inputs in the same process: ours by the public function with the kernel forced by name,
 FlashMLA (the `flash_mla` module of sgl-flash-mla) called as SGLang calls it, its schedule made outside the timed part.
+A chunk over FP8 rows is what the attention backend does: where `dsv4_kernels.unpack.choice` says so, its workspace and
+its request's pages are unpacked first, in the timed part ("rows" of the result: "unpacked"; `--no-unpack` never does).
+Beside it, as `flashmla_unpacked`, FlashMLA's sparse prefill, which SGLang calls for bf16 rows only, after the same
+unpacking.
+
 First each output is compared with fp64 on up to four tokens, in the Frobenius norm; a result that is off by more than
 WRONG is not timed. Then each contender's calls over all sets of inputs (`attention_inputs`: cold L2) are captured in a
 CUDA graph and the graphs are replayed in turns; the time is the median of a replay over its calls.
@@ -34,6 +39,7 @@ from pathlib import Path
 import torch
 from attention_inputs import (
     SCALE,
+    WINDOW,
     Case,
     Inputs,
     Pools,
@@ -43,6 +49,8 @@ from attention_inputs import (
     exact,
     number_of_sets,
     quick_cases,
+    unpacked,
+    unpacked_rows,
 )
 from torch import Tensor
 
@@ -50,6 +58,7 @@ from dsv4_kernels import compile_cache, registry
 from dsv4_kernels.kv_layout import PAGE_ROWS, ROW_BYTES, ROW_DIM, KVRows
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
+from dsv4_kernels.unpack import choice, unpack_pages
 
 WRONG = 0.02
 LARGE_US = 25.0
@@ -71,6 +80,51 @@ def ours(sets: list[Inputs], impl: str, split_keys: int | None) -> list[Call]:
         return lambda: sparse_attention(**arguments, split_keys=split_keys, impl=impl)
 
     return [call(inputs) for inputs in sets]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A set of inputs over bf16 rows, and what makes these of FP8 rows; both belong to the timed part."""
+
+    inputs: Inputs
+    fill: Callable[[], object]
+
+    def after_filling(self, call: Call) -> Call:
+        """Both as one call."""
+
+        def both() -> Tensor:
+            self.fill()
+            return call()
+
+        return both
+
+
+def unpacked_chunks(sets: list[Inputs], case: Case, impl: str) -> list[Chunk]:
+    """Of a case of FP8 rows. All use the same memory, as the layers of a forward do."""
+    device = sets[0].q.device
+    storage = torch.empty(unpacked_rows(case), ROW_DIM, dtype=torch.bfloat16, device=device)
+    window_rows = torch.arange(case.tokens + WINDOW - 1, dtype=torch.int32, device=device)
+
+    def chunk(inputs: Inputs) -> Chunk:
+        def fill() -> None:
+            unpack_pages(inputs.window, window_rows, 1, storage, impl)
+            if inputs.pages is not None:
+                unpack_pages(inputs.entries, inputs.pages, case.page_entries, storage[len(window_rows) :], impl)
+
+        return Chunk(unpacked(case, inputs, storage), fill)
+
+    return [chunk(inputs) for inputs in sets]
+
+
+def ours_unpacked(chunks: list[Chunk], impl: str) -> list[Call]:
+    """The public functions, with the kernels forced by name."""
+    calls = ours([chunk.inputs for chunk in chunks], impl, None)
+    return [chunk.after_filling(call) for chunk, call in zip(chunks, calls, strict=True)]
+
+
+def flashmla_unpacked(chunks: list[Chunk]) -> list[Call]:
+    """Our unpacking, and FlashMLA's sparse prefill."""
+    return [chunk.after_filling(_flashmla_prefill(chunk.inputs)) for chunk in chunks]
 
 
 def flashmla(sets: list[Inputs], case: Case) -> list[Call]:
@@ -299,6 +353,8 @@ class Options:
     opponents: tuple[str, ...]
     limit_seconds: float = math.inf
     """Of the whole run; cases that have not begun by then are left out, and named."""
+    unpack: bool = True
+    """Whether we unpack FP8 rows of a chunk where that pays."""
 
 
 def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> dict[str, object]:
@@ -308,15 +364,25 @@ def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> 
         AssertionError: our output is wrong.
     """
     sets = build(case, pools, number_of_sets(case, l2_bytes(options.device)))
-    contenders = {"ours": ours(sets, options.impl, None if case.prefill else options.split_keys)}
+    chunks = unpacked_chunks(sets, case, options.impl) if case.prefill and case.fp8 else []
+    unpacks = bool(chunks) and options.unpack
+    unpacks = unpacks and choice.pays(unpacked_rows(case), sets[0].keys(), 2 if case.ratio else 1)
+    if unpacks:
+        contenders = {"ours": ours_unpacked(chunks, options.impl)}
+    else:
+        contenders = {"ours": ours(sets, options.impl, None if case.prefill else options.split_keys)}
     outputs = {"ours": contenders["ours"][0]()}
-    row: dict[str, object] = {"name": case.name}
-    makers = {"flashmla": flashmla, "trtllm": trtllm_gen}
+    row: dict[str, object] = {"name": case.name, "rows": "unpacked" if unpacks else "as stored"}
+    makers: dict[str, Callable[[], list[Call]]] = {
+        "flashmla": lambda: flashmla(sets, case),
+        "flashmla_unpacked": lambda: flashmla_unpacked(chunks),
+        "trtllm": lambda: trtllm_gen(sets, case),
+    }
     for name in options.opponents:
-        if name == "trtllm" and case.prefill:
+        if (name == "trtllm" and case.prefill) or (name == "flashmla_unpacked" and not chunks):
             continue
         try:
-            calls = makers[name](sets, case)
+            calls = makers[name]()
             outputs[name] = calls[0]()
             contenders[name] = calls
         except Exception as error:  # an opponent that does not take this case is a fact about it
@@ -355,12 +421,14 @@ def summary(rows: list[dict]) -> dict[str, object]:
         part: geometric_mean([ratio for name, ratio in ratios.items() if name.startswith(part)])
         for part in ("decode", "prefill")
     }
+    against_unpacked = [row["ours_us"] / row["flashmla_unpacked_us"] for row in rows if row.get("flashmla_unpacked_us")]
     return {
         "cases": len(rows),
         "compared": len(compared),
         "geomean_ratio": geometric_mean(list(ratios.values())),
         "geomean_ratio_decode": of_part["decode"],
         "geomean_ratio_prefill": of_part["prefill"],
+        "geomean_ratio_to_flashmla_unpacked": geometric_mean(against_unpacked),
         "worst_ratio": _extreme(max, ratios),
         "slower_than_flashmla": sum(ratio > 1 for ratio in ratios.values()),
         "large_cases": len(large),
@@ -398,6 +466,12 @@ def line(row: dict) -> str:
         f"{number(row['floor_us'] / row['ours_us'], 6, '.0%')} {row['bound']:>6} "
         f"{number(row['rel_err'], 9, '.1e')} {number(row.get('flashmla_rel_err'), 9, '.1e')}"
     )
+    if row.get("rows") == "unpacked":
+        text += "   unpacked"
+    if row.get("flashmla_unpacked_us"):
+        text += (
+            f"   FlashMLA, unpacked: {row['flashmla_unpacked_us']:.1f} us, error {row['flashmla_unpacked_rel_err']:.1e}"
+        )
     if row.get("trtllm_us"):
         text += f"   trtllm-gen {row['trtllm_us']:.1f} us, error {row['trtllm_rel_err']:.1e}"
     return text + "".join(f"\n    {key}: {row[key]}" for key in row if key.endswith("_error"))
@@ -479,7 +553,8 @@ def opponents_here(device: torch.device) -> tuple[str, ...]:
     if device.type != "cuda":
         return ()
     found = []
-    for name, module in (("flashmla", "flash_mla"), ("trtllm", "flashinfer.mla")):
+    modules = {"flashmla": "flash_mla", "flashmla_unpacked": "flash_mla", "trtllm": "flashinfer.mla"}
+    for name, module in modules.items():
         if name == "trtllm" and torch.cuda.get_device_capability(device)[0] != 10:
             continue
         try:
@@ -546,6 +621,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="about 50 cases instead of about 200")
     parser.add_argument("--impl", help="kernel by name; default: the registry's choice")
     parser.add_argument("--split-keys", type=int, default=DECODE_SPLIT_KEYS, help="of decode; 0: no split")
+    parser.add_argument("--no-unpack", action="store_true", help="chunks read FP8 rows as they are")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pool-gib", type=float, default=8.0, help="bound of the pool of FP8 entries")
     parser.add_argument("--query-gib", type=float, default=1.5, help="bound of the queries of a case")
@@ -565,7 +641,13 @@ def main() -> int:
     device = torch.device(arguments.device)
     impl = arguments.impl or registry.chosen("sparse_attention", device, torch.bfloat16).name
     options = Options(
-        impl, arguments.split_keys or None, device, arguments.seconds, opponents_here(device), 60 * arguments.minutes
+        impl,
+        arguments.split_keys or None,
+        device,
+        arguments.seconds,
+        opponents_here(device),
+        60 * arguments.minutes,
+        not arguments.no_unpack,
     )
     cases = [c for c in (quick_cases() if arguments.quick else all_cases()) if re.search(arguments.cases, c.name)]
     gib = 1 << 30

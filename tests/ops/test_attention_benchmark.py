@@ -23,6 +23,7 @@ from attention_inputs import (
     exact,
     number_of_sets,
     quick_cases,
+    unpacked_rows,
 )
 from bench_sparse_attention import (
     Ceilings,
@@ -35,10 +36,14 @@ from bench_sparse_attention import (
     plot,
     run,
     summary,
+    unpacked_chunks,
 )
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import ROW_BYTES, KVRows, RowFormat
+from dsv4_kernels.unpack import choice
+from sglang_dsv4.geometry import PoolGeometry
+from sglang_dsv4.metadata import extend_metadata
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -53,15 +58,45 @@ DECODE = [Case(False, kind, 4096, 3, 5) for kind in ("swa", "csa512", "csa1024",
 PREFILL = [Case(True, kind, 4096, 2, 70, fp8) for kind in ("swa", "csa512", "hca") for fp8 in (True, False)]
 
 
-def test_a_run_from_end_to_end() -> None:
+@pytest.mark.parametrize("unpacks", [False, True], ids=["as_stored", "unpacked"])
+def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, unpacks: bool) -> None:
     """Every kind of case agrees with fp64, as the run itself checks: a wrong list, offset or page table would show."""
+    monkeypatch.setattr(choice, "pays", lambda *sizes: unpacks)
     shown: list[str] = []
     result = run(DECODE + PREFILL, Options("ref", 512, CPU, 0.0, ()), 12 * MIB, 8 * MIB, shown.append)
     assert [row["name"] for row in result["cases"]] == [case.name for case in DECODE + PREFILL]
     assert not result["wrong"] and len(shown) == 2 + len(result["cases"])
     for row in result["cases"]:
         assert row["rel_err"] < 3e-3 and row["ours_us"] > 0 and row["floor_us"] > 0 and row["flashmla_us"] is None
+        chunk_of_fp8 = row["name"].startswith("prefill") and row["name"].endswith("fp8")
+        assert row["rows"] == ("unpacked" if unpacks and chunk_of_fp8 else "as stored")
     json.dumps(result)
+
+
+@pytest.mark.parametrize("kind", ["swa", "csa512", "hca"])
+@pytest.mark.parametrize("tokens", [128, 512])
+def test_what_pays_is_asked_the_same_as_in_the_backend(pools: Pools, kind: str, tokens: int) -> None:
+    case = Case(True, kind, 32 << 10, 1, tokens)
+    (inputs,) = build(case, pools, 1)
+    slots = torch.arange(32 << 10, dtype=torch.int32)[None].expand(2, -1)
+    geometry = PoolGeometry(ratios=(4, 128), row_format=RowFormat.FP8)
+    plan = extend_metadata([case.context - tokens], [tokens], torch.tensor([1]), slots, geometry, 2).unpack
+    assert unpacked_rows(case) == len(plan.window_rows) + (len(plan.pages) * case.page_entries if case.ratio else 0)
+    assert inputs.keys() == plan.keys(1, WINDOW) + (plan.keys(case.ratio, case.entries_read) if case.ratio else 0)
+
+
+@pytest.mark.parametrize("case", [case for case in PREFILL if case.fp8], ids=lambda case: case.name)
+def test_unpacked_inputs_are_the_same_rows_in_another_order(pools: Pools, case: Case) -> None:
+    (inputs,) = build(case, pools, 1)
+    (chunk,) = unpacked_chunks([inputs], case, "ref")
+    chunk.fill()
+    assert chunk.inputs.keys() == inputs.keys()
+    for token in checked_tokens(inputs):
+        assert torch.equal(exact(chunk.inputs, token), exact(inputs, token))
+    if case.ratio:
+        assert chunk.inputs.entries.num_rows == case.context_entries and not torch.equal(
+            chunk.inputs.entry_list, inputs.entry_list
+        )
 
 
 @pytest.mark.parametrize("case", DECODE + PREFILL, ids=lambda case: case.name)
@@ -178,11 +213,15 @@ def test_flashmla_is_called_as_it_documents_and_gets_what_we_get(monkeypatch: py
     monkeypatch.setitem(sys.modules, "flash_mla", StandIn)
     StandIn.calls.clear()
     cases = [replace(case, tokens=3) for case in DECODE + PREFILL]
-    result = run(cases, Options("ref", None, CPU, 0.0, ("flashmla",)), 12 * MIB, 8 * MIB, lambda text: None)
+    opponents = ("flashmla", "flashmla_unpacked")
+    result = run(cases, Options("ref", None, CPU, 0.0, opponents), 12 * MIB, 8 * MIB, lambda text: None)
     assert len(result["cases"]) == len(cases) and set(StandIn.calls) == {"decode", "prefill"}
-    for row in result["cases"]:
-        assert row.get("flashmla_error") is None and row["flashmla_rel_err"] < 3e-3, row
-        assert row["flashmla_us"] > 0
+    for case, row in zip(cases, result["cases"], strict=True):
+        for name in opponents if case.prefill and case.fp8 else opponents[:1]:
+            assert row.get(f"{name}_error") is None and row[f"{name}_rel_err"] < 3e-3, row
+            assert row[f"{name}_us"] > 0
+    assert sum(row["flashmla_unpacked_us"] is not None for row in result["cases"]) == 3
+    assert result["summary"]["geomean_ratio_to_flashmla_unpacked"] > 0
     assert result["summary"]["compared"] == len(cases)
 
 
