@@ -449,16 +449,20 @@ class Dsv4AttentionBackend(AttentionBackend):
         return choice.pays(rows + len(plan.pages) * entries_per_page(ratio), keys, 2)
 
     def _unpacked(self, ratio: int, window: KVRows, entries: KVRows | None) -> tuple[KVRows, KVRows | None]:
-        """Window rows and the requests' entries as bf16 rows, in memory that the forward's layers take turns in."""
+        """Window rows and the requests' entries as bf16 rows, in memory that the forward's layers take turns in.
+
+        For the attention's reference by its reference: so what is compared with it has both kernels in it.
+        """
+        impl = "ref" if self.attention_impl == "ref" else None
         plan, per_page = self.metadata.unpack, entries_per_page(ratio) if ratio else 0
         needed = window.num_rows + len(plan.pages) * per_page
         if self._unpacked_rows is None or len(self._unpacked_rows) < needed:
             self._unpacked_rows = None  # given back first: the larger one may take its place
             self._unpacked_rows = torch.empty(needed, window.row_dim, dtype=torch.bfloat16, device=self.device)
         behind_window = self._unpacked_rows[window.num_rows :]
-        window = unpack_pages(window, plan.window_rows, 1, self._unpacked_rows)
+        window = unpack_pages(window, plan.window_rows, 1, self._unpacked_rows, impl)
         if entries is not None:
-            entries = unpack_pages(entries, plan.pages, per_page, behind_window)
+            entries = unpack_pages(entries, plan.pages, per_page, behind_window, impl)
         return window, entries
 
 

@@ -1,6 +1,7 @@
 """SGLANG_DSV4_COMPARE_ATTENTION=FILE: a server that computes every attention twice, and writes how far they are apart.
 
-The kernel's result is what the server goes on with; the reference gets the same queries, rows and lists. One line of
+The kernel's result is what the server goes on with; the reference gets the same queries, rows and lists, and where the
+kernel reads unpacked rows it unpacks them itself. One line of
 JSON for every layer of every forward:
 
     {"layer": 2, "kind": "CSA", "mode": "decode", "attended": [...], "sublayer": [...]}

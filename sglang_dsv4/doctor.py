@@ -20,6 +20,7 @@ import torch
 
 from dsv4_kernels import compile_cache, registry
 from dsv4_kernels.kv_layout import RowFormat
+from dsv4_kernels.unpack import choice
 from sglang_dsv4 import compat, shims
 from sglang_dsv4.config import Config
 from sglang_dsv4.geometry import PoolGeometry
@@ -79,6 +80,11 @@ def plan(model: Path, tokens: int, requests: int, rows: str) -> list[str]:
     host = options.slots_on_host(slots, int(plan.bytes_per_checkpoint))
     lines = [
         plan.table(),
+        *(
+            [f"beside the pools, during a prefill: up to {format_bytes(choice.MAX_BYTES)} of unpacked rows"]
+            if fp8
+            else []
+        ),
         "",
         f"tail checkpoints: one every {options.interval_tokens:,} prefilled tokens, {slots:,} on the device, "
         f"{host:,} in host memory ({format_bytes(host * plan.bytes_per_checkpoint)})",

@@ -16,7 +16,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsv4_kernels import registry
 from dsv4_kernels.kv_layout import KVRows, RowFormat
+from dsv4_kernels.unpack import ref
 from sglang_dsv4 import attention_backend
 from sglang_dsv4.geometry import PoolGeometry
 
@@ -251,6 +253,29 @@ def test_what_pays_is_asked_of_the_sizes_of_every_kind_of_layer(monkeypatch: pyt
     assert unpacked.shape == (window_rows + 3 * 64, 512) and unpacked.dtype == torch.bfloat16
     engine.forward(DECODE, [(0, 1)] if engine.length[0] < 350 else [(1, 1)])
     assert engine.backend._unpacked_rows is None and len(asked) == 4
+
+
+def off_by_a_factor(table: KVRows, pages: Tensor, rows_per_page: int, out: Tensor) -> None:
+    ref.unpack_pages(table, pages, rows_per_page, out)
+    out *= 1.5
+
+
+def test_the_reference_unpacks_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else SGLANG_DSV4_COMPARE_ATTENTION would compare two attentions of the same wrong rows."""
+    outputs, sequences = [], Sequences(FP8, 20)
+    loader = f"{__name__}:{off_by_a_factor.__name__}"
+    for unpacks, attention in ((False, None), (True, None), (True, "ref")):
+        monkeypatch.setattr(attention_backend.choice, "pays", lambda *sizes, unpacks=unpacks: unpacks)
+        registry.register("unpack_pages", "off", loader, registry.any_device, 100)
+        try:
+            engine = Engine(FP8, sequences)
+            engine.backend.attention_impl = attention
+            outputs.append(engine.forward(EXTEND, [(0, 20)]))
+        finally:
+            registry.unregister("unpack_pages", "off")
+    as_stored, wrong, by_reference = outputs
+    assert not any(torch.equal(value, wrong[token]) for token, value in as_stored.items())
+    assert_same(by_reference, as_stored)
 
 
 def test_a_large_chunk_unpacks_and_a_small_one_does_not(formats_read: list[RowFormat]) -> None:

@@ -26,6 +26,7 @@ def test_installation_names_versions_and_implementations(tmp_path: Path, monkeyp
     assert f"compiled kernels: 1 in {tmp_path}" in lines
     found = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line.startswith("  ")}
     assert found["sparse_attention"] == "ref of sm90, sm100, ref, not in a CUDA graph"
+    assert found["unpack_pages"] == "ref of sm90, sm100, ref"
     assert found["linear"] == "tiled of tiled, ref, not in a CUDA graph"
     assert found["rms_norm"] == "ref of ref"
     monkeypatch.setenv("DSV4_KERNEL_CACHE", "off")
@@ -39,6 +40,7 @@ def test_plan_says_what_is_kept(model: Path, rows: str, monkeypatch: pytest.Monk
     assert "8 requests, 24 tail checkpoints" in lines[0]
     assert any("24 on the device, 77 in host memory" in line for line in lines)
     assert ["32,768", "2", "17"] in [line.split() for line in lines]
+    assert ("beside the pools, during a prefill: up to 256 MiB of unpacked rows" in lines) == (rows == "fp8")
 
 
 def test_a_missing_server_or_model_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
