@@ -64,7 +64,8 @@ def recording(harness: Harness) -> Iterator[Recording]:
         rows = select(layer, q, weights, top_k)
         record.add("index_q", layer, q)
         record.add("index_weights", layer, weights)
-        pages = backend.metadata.page_table[0].long()
+        rows_of = backend.metadata.unpack if backend._unpacks(4, top_k) else backend.metadata
+        pages = rows_of.page_table[0].long()
         place = torch.full((int(pages.max()) + 1,), -1)
         place[pages] = torch.arange(len(pages))
         entries = place[rows.long().clamp(min=0) // 64] * 64 + rows % 64
