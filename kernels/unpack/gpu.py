@@ -6,7 +6,6 @@ bytes, and all loads of a thread are on their way before it stores the first chu
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -38,11 +37,6 @@ ROWS_A_THREAD = 4
 ROW_STEP = THREADS // CHUNKS
 """From one row of a thread to its next."""
 ROWS_A_CTA = ROWS_A_THREAD * ROW_STEP
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """Of what is compiled: nothing to choose."""
 
 
 class Arguments(NamedTuple):
@@ -130,7 +124,7 @@ def compile(arch: str) -> Callable[..., None]:
         example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
         return cute.compile(launch, example, Int32(1), cuda.CUstream(0))
 
-    return load_or_compile("unpack_pages", Configuration(), arch, from_compiler)
+    return load_or_compile("unpack_pages", "the only one", arch, from_compiler)
 
 
 def _run(arch: str, table: KVRows, pages: Tensor, rows_per_page: int, out: Tensor) -> None:
