@@ -35,6 +35,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
             max_running_requests=SLOTS,
             chunked_prefill_size=256,
             log_level="warning",
+            sleep_on_idle=True,
         )
         yield engine
         engine.shutdown()

@@ -13,7 +13,7 @@ import requests
 import torch
 from model.compare import MARGIN, TOLERANCE
 from model.oracle import TransformersOracle, read_dequantised
-from serving.server import Server, running_server
+from serving.server import SLEEP_ON_IDLE, Server, running_server
 from torch import Tensor
 
 from sglang_dsv4.random_checkpoint import PRESETS, hf_config, write_checkpoint
@@ -41,7 +41,7 @@ def oracle(checkpoint: Path) -> TransformersOracle:
 @pytest.fixture(scope="module")
 def fp32_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("fp32-server") / "log"
-    flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "7")
+    flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "7", SLEEP_ON_IDLE)
     # Mixed batches: while one request prefills, the others' decode steps ride along.
     with running_server(checkpoint, log, *flags, "--chunked-prefill-size", "256", "--enable-mixed-chunk") as server:
         yield server

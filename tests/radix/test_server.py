@@ -1,8 +1,9 @@
 """Prefix reuse through SGLang's own server: exact under concurrency, chunked prefill, overlap, retraction, abort and
 flush; and what the server says about it.
 
-Two servers: with SGLang's overlap scheduling, and without it but with requests retracted every few steps. Both have few
-pages, fewer device slots for checkpoints than there are prefixes, and prefill in chunks of two pages.
+Two servers: the session's, with SGLang's overlap scheduling, and one without it but with requests retracted every few
+steps. Both have few pages, fewer device slots for checkpoints than there are prefixes, and prefill in chunks of two
+pages.
 """
 
 from __future__ import annotations
@@ -17,28 +18,32 @@ from typing import Any
 
 import pytest
 import requests
-from serving.server import Server, running_server
+from serving.server import SLEEP_ON_IDLE, TAILS, Server, running_server
 
 from sglang_dsv4.random_checkpoint import PRESETS, write_checkpoint
 
-FLAGS = ("--max-total-tokens", "10240", "--max-running-requests", "6", "--chunked-prefill-size", "512")
-TAILS = {"SGLANG_DSV4_TAIL_SLOTS": "9", "SGLANG_DSV4_TAIL_HOST_SLOTS": "40", "SGLANG_DSV4_TAIL_INTERVAL": "512"}
+FLAGS = ("--max-total-tokens", "10240", "--max-running-requests", "6", "--chunked-prefill-size", "512", SLEEP_ON_IDLE)
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    write_checkpoint(path, PRESETS["tiny"])
-    return path
+WITH_OVERLAP_ONLY = pytest.mark.parametrize("schedule", ["overlap"], indirect=True, scope="module")
+"""For what a server says, which does not depend on when it is said."""
 
 
 @pytest.fixture(scope="module", params=["overlap", "no-overlap-retracting"])
-def server(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def schedule(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def server(
+    schedule: str, request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    if schedule == "overlap":
+        yield request.getfixturevalue("server")
+        return
     log = tmp_path_factory.mktemp("server") / "log"
-    retracting = request.param != "overlap"
-    flags = (*FLAGS, "--disable-overlap-schedule") if retracting else (*FLAGS, "--enable-metrics")
-    with running_server(folder, log, *flags, env=TAILS | (RETRACT if retracting else {})) as running:
+    with running_server(checkpoint, log, *FLAGS, "--disable-overlap-schedule", env=TAILS | RETRACT) as running:
         yield running
 
 
@@ -79,8 +84,9 @@ def test_cached_equals_cold(server: Server, remainder: int) -> None:
     assert answer(result) == expected
 
 
-def test_concurrent_requests_with_shared_prefixes(server: Server) -> None:
-    """Twelve at once on six slots, over three prefixes: some hit, some race, some wait; all answer as they do alone."""
+def test_concurrent_requests_with_shared_prefixes(server: Server, schedule: str) -> None:
+    """Twelve at once, over three prefixes: some hit, some race, some wait for a slot (six of them) or for pages (24 of
+    the other server); all answer as they do alone."""
     prefixes = [some(10 + i, 700 + 150 * i) for i in range(3)]
     prompts = [prefixes[i % 3] + some(20 + i, 30 + 17 * i) for i in range(12)]
     expected = [cold(server, prompt, 12) for prompt in prompts]
@@ -90,6 +96,7 @@ def test_concurrent_requests_with_shared_prefixes(server: Server) -> None:
             results = list(pool.map(lambda prompt: server.generate(prompt, max_new_tokens=12), prompts))
             assert [answer(r) for r in results] == expected
     assert sum(r["meta_info"]["cached_tokens"] for r in results) > 5000
+    assert schedule == "overlap" or sum(r["meta_info"]["num_retractions"] for r in results) > 0
 
 
 def test_a_conversation(server: Server) -> None:
@@ -138,6 +145,7 @@ def test_abort_gives_everything_back(server: Server) -> None:
     assert server.is_alive()
 
 
+@WITH_OVERLAP_ONLY
 def test_salts_are_separate_and_said(server: Server) -> None:
     flush(server)
     prompt = some(70, 600)
@@ -154,6 +162,7 @@ def test_salts_are_separate_and_said(server: Server) -> None:
     assert ask(extra_key="tenant")["position"] == 512
 
 
+@WITH_OVERLAP_ONLY
 def test_a_response_says_where_its_hit_ended(server: Server) -> None:
     flush(server)
     shared = some(80, 900)
@@ -169,10 +178,9 @@ def test_a_response_says_where_its_hit_ended(server: Server) -> None:
     assert (again["position"], again["stopped_by"]) == (768, "no block")
 
 
+@WITH_OVERLAP_ONLY
 def test_metrics(server: Server) -> None:
     """Prometheus, through SGLang's /metrics: the account adds up, and the memory is not zero."""
-    if requests.get(f"{server.url}/metrics", timeout=60).status_code != 200:
-        pytest.skip("this server was started without --enable-metrics")
     flush(server)
 
     def read() -> dict[str, float]:

@@ -24,6 +24,10 @@ ENV = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 # 24 pages of 256 tokens and 16 request slots: small enough that a handful of requests fills the pool.
 POOL_TOKENS = 6144
 MAX_RUNNING = 16
+# Fewer device slots for checkpoints than requests may run or prefixes are stored.
+TAILS = {"SGLANG_DSV4_TAIL_SLOTS": "9", "SGLANG_DSV4_TAIL_HOST_SLOTS": "40", "SGLANG_DSV4_TAIL_INTERVAL": "512"}
+# An idle server asks for requests without pause otherwise, and takes a core from the tests beside it.
+SLEEP_ON_IDLE = "--sleep-on-idle"
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,11 @@ class Server:
         return response.json()
 
     def is_alive(self) -> bool:
+        """It answers with a token. /health_generate asks for one too, but looks for it once a second."""
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
         return (
-            self.process.poll() is None and requests.get(f"{self.url}/health_generate", timeout=120).status_code == 200
+            self.process.poll() is None
+            and requests.post(f"{self.url}/generate", json=body, timeout=120).status_code == 200
         )
 
 
