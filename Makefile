@@ -1,6 +1,6 @@
 # make serve   a server for a small random DeepSeek-V4 on this machine's CPU     make test    the test suite, but for what is slow
 #
-# Variables: PYTHON=python3.11  PORT=30000  MODEL=<checkpoint folder>  SERVE_ARGS="--tp 2 …"  TEST_ARGS="tests/ops -k …"
+# Variables: PYTHON=python3.11  PORT=30000  MODEL=<checkpoint folder>  SERVE_ARGS="--tp 2 …"  TEST_ARGS="tests/ops -k …"  WORKERS=2
 #            TORCH_INDEX=<index with CPU builds of torch; empty: only pip's configured ones>
 
 PYTHON      ?= python3.11
@@ -8,6 +8,7 @@ PORT        ?= 30000
 MODEL       ?= checkpoints/tiny
 SERVE_ARGS  ?=
 TEST_ARGS   ?=
+WORKERS     ?= 2
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 VENV  := .venv
@@ -19,6 +20,9 @@ STAMP := $(VENV)/.ready-$(shell cat $(SETUP_INPUTS) | cksum | cut -d' ' -f1)
 # many times slower, so they sleep.
 THREADS := $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -gt 4 ] && echo 4 || echo $$n)
 ENV     := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
+# `make test` runs WORKERS processes side by side (tests/conftest.py says which tests stay together), so each computes
+# with one thread. TEST_ARGS="-n0 …" runs them in one process, which a debugger needs.
+TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
 
 .PHONY: help setup serve test test-slow lint format clean
 .DEFAULT_GOAL := help
@@ -41,7 +45,7 @@ serve: $(STAMP) $(if $(filter checkpoints/tiny,$(MODEL)),checkpoints/tiny/config
 	@$(ENV) $(BIN)/python -m sglang_dsv4.quickstart --model-path "$(MODEL)" --port $(PORT) $(SERVE_ARGS)
 
 test: $(STAMP)
-	$(ENV) $(BIN)/python -m pytest -m "not slow and not gpu" $(TEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(TEST_ARGS)
 
 test-slow: $(STAMP)
 	$(ENV) $(BIN)/python -m pytest -m "slow and not gpu" $(TEST_ARGS)

@@ -1,10 +1,10 @@
-"""Fixtures that several folders share."""
+"""Fixtures that several folders share, and how `make test` shares the tests out among its processes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -35,3 +35,58 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     flags += ("--chunked-prefill-size", "512", "--constrained-json-disable-any-whitespace", "--enable-metrics")
     with running_server(checkpoint, log_path, *flags, SLEEP_ON_IDLE, env=TAILS) as running:
         yield running
+
+
+# ---- pytest-xdist: a file is a unit of work, all that starts a server is another one
+
+SERVERS = "what starts a server"
+STARTS_A_SERVER = (
+    "tests/serving/",
+    "tests/radix/test_server.py",
+    "tests/model/test_served.py",
+    "tests/model/test_tensor_parallel.py",
+    "tests/cache/test_exhaustion.py",
+)
+# Minutes, or most of one: these come first, so that no process is left with one of them when the other is done.
+# Nothing but the time depends on this list.
+LONG = (
+    SERVERS,
+    "tests/radix/test_exact.py",
+    "tests/ops/test_sparse_attention_sm90.py",
+    "tests/model/test_state.py",
+    "tests/model/test_logits.py",
+    "tests/model/test_invariance.py",
+    "tests/ops/test_sparse_attention_sm100.py",
+    "tests/emulator/test_residency.py",
+    "tests/ops/test_attention_benchmark.py",
+)
+
+
+def unit_of(nodeid: str) -> str:
+    """One process runs everything with a server: one is shared, the others start one at a time and share no port."""
+    path = nodeid.split("::")[0]
+    return SERVERS if path.startswith(STARTS_A_SERVER) else path
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "server" in getattr(item, "fixturenames", ()) and unit_of(item.nodeid) != SERVERS:
+        pytest.fail(f"this test uses the server: name its file in STARTS_A_SERVER ({__file__})", pytrace=False)
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)  # where the suite runs in one process, xdist need not be installed
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Takes the place of `--dist load`, the default; another `--dist` is left alone."""
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Units(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            first = min(self.workqueue, key=lambda unit: LONG.index(unit) if unit in LONG else len(LONG))
+            self.workqueue.move_to_end(first, last=False)
+            super()._assign_work_unit(node)
+
+    return Units(config, log)
