@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,12 +40,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "fp8_e4m3"], ids=["plain-rows", "fp8-rows"])
-def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[ServedEngine]:
-    """Rows of head_dim 512, so that both formats exist. Three device slots: most checkpoints are on the host."""
+def row_format(request: pytest.FixtureRequest) -> str:
+    """Of head_dim 512, so that both formats exist."""
+    return request.param
+
+
+@contextmanager
+def engine_of(folder: Path, row_format: str, tokens: int) -> Iterator[ServedEngine]:
+    """Three device slots: most checkpoints are on the host."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SGLANG_DSV4_TAIL_SLOTS", "3")
         environment.setenv("SGLANG_DSV4_TAIL_HOST_SLOTS", "12")
-        yield ServedEngine(folder, dtype="bfloat16", kv_cache_dtype=request.param, max_total_tokens=4096)
+        yield ServedEngine(folder, dtype="bfloat16", kv_cache_dtype=row_format, max_total_tokens=tokens)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, row_format: str) -> Iterator[ServedEngine]:
+    with engine_of(folder, row_format, 4096) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def small_engine(folder: Path, row_format: str) -> Iterator[ServedEngine]:
+    """Eight pages, which few tokens fill."""
+    with engine_of(folder, row_format, 2048) as engine:
+        yield engine
 
 
 def some(seed: int, count: int) -> list[int]:
@@ -136,17 +156,19 @@ def test_from_the_host_without_promotion(engine: ServedEngine) -> None:
             engine.finish(running)
 
 
-def test_under_eviction_pressure(engine: ServedEngine) -> None:
-    """Requests of twice the pool: whatever is still hit is exact."""
-    prompts = [some(40 + i, 1300 + 100 * i) for i in range(4)]
+def test_under_eviction_pressure(small_engine: ServedEngine) -> None:
+    """Requests of twice the pool: whatever is still hit is exact. There are slots for all their checkpoints."""
+    engine = small_engine
+    prompts = [some(40 + i, 650 + 50 * i) for i in range(4)]
     expected = [cold(engine, prompt, []) for prompt in prompts]
-    hits = []
+    hits, lost = [], engine.tails.store.counters.lost
     for step, i in enumerate((0, 1, 0, 2, 3, 1, 2, 2)):
         hit, logits = engine.serve(prompts[i])
         hits.append(hit)
         assert_equals_cold(logits, expected[i], hit)
-        engine.serve(some(100 + step, 700))
+        engine.serve(some(100 + step, 350))
     assert [bool(hit) for hit in hits] == [False, False, True, False, False, False, False, True], hits
+    assert engine.tails.store.counters.lost == lost, "what was missed was missed because its pages were evicted"
 
 
 def one_row(pool: object, layer: int, name: str, row: int) -> Tensor:
