@@ -107,13 +107,14 @@ class Producers(WorkItems):
                 else:
                     self.copy_group(place + group * BLOCK_BYTES, row, part, address, Int32(NOPE_DIM))
                 self.publish(full + group, lane, which, group)
-                if const_expr(fp8):
-                    if const_expr(i == turns - ahead):
-                        self.locate(args, next_step, next_numbers + row, address)
-                    coming_group = self.place((i + ahead) % turns * producers + turn)
+                if const_expr(fp8 and i + ahead < turns):
+                    coming_group = self.place((i + ahead) * producers + turn)
                     self.load_group(address, offset, which, coming_group, words[i % ahead])
-            if const_expr(not fp8):
-                self.locate(args, next_step, next_numbers + row, address)
+            # Not before: the consumers wait for the groups of this step, and then nobody waits for a while.
+            self.locate(args, next_step, next_numbers + row, address)
+            if const_expr(fp8):
+                for i in cutlass.range_constexpr(ahead):
+                    self.load_group(address, offset, which, self.place(i * producers + turn), words[i])
             step, next_step = next_step, leading
             if index >= num_items:
                 next_step = Int32(-1)
