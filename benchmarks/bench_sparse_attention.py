@@ -58,7 +58,7 @@ from dsv4_kernels import compile_cache, registry
 from dsv4_kernels.kv_layout import PAGE_ROWS, ROW_BYTES, ROW_DIM, KVRows
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
-from dsv4_kernels.unpack import choice, unpack_pages
+from dsv4_kernels.unpack import Pages, choice, unpack_pages
 
 WRONG = 0.02
 LARGE_US = 25.0
@@ -107,9 +107,10 @@ def unpacked_chunks(sets: list[Inputs], case: Case, impl: str) -> list[Chunk]:
 
     def chunk(inputs: Inputs) -> Chunk:
         def fill() -> None:
-            unpack_pages(inputs.window, window_rows, 1, storage, impl)
+            parts = [Pages(inputs.window, window_rows, 1)]
             if inputs.pages is not None:
-                unpack_pages(inputs.entries, inputs.pages, case.page_entries, storage[len(window_rows) :], impl)
+                parts.append(Pages(inputs.entries, inputs.pages, case.page_entries))
+            unpack_pages(parts, storage, impl)
 
         return Chunk(unpacked(case, inputs, storage), fill)
 
@@ -366,7 +367,7 @@ def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> 
     sets = build(case, pools, number_of_sets(case, l2_bytes(options.device)))
     chunks = unpacked_chunks(sets, case, options.impl) if case.prefill and case.fp8 else []
     unpacks = bool(chunks) and options.unpack
-    unpacks = unpacks and choice.pays(unpacked_rows(case), sets[0].keys(), 2 if case.ratio else 1)
+    unpacks = unpacks and choice.pays(unpacked_rows(case), sets[0].keys(), case.heads)
     if unpacks:
         contenders = {"ours": ours_unpacked(chunks, options.impl)}
     else:

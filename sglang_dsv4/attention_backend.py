@@ -25,7 +25,7 @@ from dsv4_kernels.compressor import compress
 from dsv4_kernels.indexer import index_topk
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.sparse_attention import sparse_attention
-from dsv4_kernels.unpack import choice, unpack_pages
+from dsv4_kernels.unpack import Pages, choice, unpack_pages
 from sglang_dsv4.attention_kernel import implementation_by_name
 from sglang_dsv4.geometry import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, SWA_RATIO, entries_per_page
 from sglang_dsv4.kv_pool import Dsv4KVPool
@@ -375,12 +375,13 @@ class Dsv4AttentionBackend(AttentionBackend):
         """Store indexer keys [M, index_dim], after norm, RoPE, Hadamard and fp4 fake-quantisation."""
         self.token_to_kv_pool.index_keys(layer_id).scatter(self.metadata.compress[CSA_RATIO].slots, keys)
 
-    def select(self, layer_id: int, q: Tensor, head_weights: Tensor, top_k: int) -> Tensor:
+    def select(self, layer_id: int, q: Tensor, head_weights: Tensor, top_k: int, num_heads: int) -> Tensor:
         """The entry rows [T, top_k] int32 that the lightning indexer picks, -1 padded, as `attend` takes them.
 
         Args:
             q: [T, index_heads, index_dim].
             head_weights: [T, index_heads] fp32.
+            num_heads: of the queries that `attend` will get: whether rows are unpacked depends on it.
         """
         meta = self.metadata
         return index_topk(
@@ -392,7 +393,7 @@ class Dsv4AttentionBackend(AttentionBackend):
             meta.token_to_request,
             meta.visible[CSA_RATIO],
             top_k,
-            row_pages=meta.unpack.page_table if self._unpacks(CSA_RATIO, top_k) else None,
+            row_pages=meta.unpack.page_table if self._unpacks(CSA_RATIO, top_k, num_heads) else None,
         )
 
     def attend(
@@ -412,7 +413,7 @@ class Dsv4AttentionBackend(AttentionBackend):
         assert (selected is not None) == (ratio == CSA_RATIO), f"layer {layer_id} has ratio {ratio}"
         dense = ratio == HCA_RATIO
         window_rows, entries, page_table = window.rows, pool.entries(layer_id) if ratio else None, meta.page_table
-        if self._unpacks(ratio, None if selected is None else selected.shape[1]):
+        if self._unpacks(ratio, None if selected is None else selected.shape[1], q.shape[1]):
             window_rows, entries = self._unpacked(ratio, window_rows, entries)
             page_table = meta.unpack.page_table
         return sparse_attention(
@@ -431,22 +432,23 @@ class Dsv4AttentionBackend(AttentionBackend):
             impl=self.attention_impl,
         )
 
-    def _unpacks(self, ratio: int, top_k: int | None) -> bool:
+    def _unpacks(self, ratio: int, top_k: int | None, num_heads: int) -> bool:
         """Whether the attention of such a layer reads bf16 rows that this forward unpacks from its FP8 rows.
 
         Args:
             ratio: of the layer.
             top_k: the most entries that a token reads, None for all.
+            num_heads: of the attention, on this rank.
         """
         plan = self.metadata.unpack
         if plan is None:
             return False
         rows, keys = len(plan.window_rows), plan.keys(1, self.token_to_kv_pool.geometry.window_tokens)
         if ratio == SWA_RATIO:
-            return choice.pays(rows, keys, 1)
+            return choice.pays(rows, keys, num_heads)
         longest = max((end for _, end in plan.spans), default=0)
         keys += plan.keys(ratio, longest if top_k is None else top_k)
-        return choice.pays(rows + len(plan.pages) * entries_per_page(ratio), keys, 2)
+        return choice.pays(rows + len(plan.pages) * entries_per_page(ratio), keys, num_heads)
 
     def _unpacked(self, ratio: int, window: KVRows, entries: KVRows | None) -> tuple[KVRows, KVRows | None]:
         """Window rows and the requests' entries as bf16 rows, in memory that the forward's layers take turns in.
@@ -459,11 +461,11 @@ class Dsv4AttentionBackend(AttentionBackend):
         if self._unpacked_rows is None or len(self._unpacked_rows) < needed:
             self._unpacked_rows = None  # given back first: the larger one may take its place
             self._unpacked_rows = torch.empty(needed, window.row_dim, dtype=torch.bfloat16, device=self.device)
-        behind_window = self._unpacked_rows[window.num_rows :]
-        window = unpack_pages(window, plan.window_rows, 1, self._unpacked_rows, impl)
+        parts = [Pages(window, plan.window_rows, 1)]
         if entries is not None:
-            entries = unpack_pages(entries, plan.pages, per_page, behind_window, impl)
-        return window, entries
+            parts.append(Pages(entries, plan.pages, per_page))
+        window, *others = unpack_pages(parts, self._unpacked_rows, impl)
+        return window, others[0] if others else None
 
 
 class Dsv4DraftBackend:

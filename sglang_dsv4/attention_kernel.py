@@ -22,7 +22,7 @@ from dsv4_kernels import compile_cache, registry
 from dsv4_kernels.kv_layout import ROW_DIM, KVRows, RowFormat
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
-from dsv4_kernels.unpack import choice, unpack_pages
+from dsv4_kernels.unpack import Pages, choice, unpack_pages
 from sglang_dsv4.geometry import CSA_RATIO, HCA_RATIO, SWA_RATIO, PoolGeometry, entries_per_page
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def compile_ahead(geometry: PoolGeometry, heads: int, device: torch.device) -> N
         what = f"{KIND_OF_RATIO[ratio]}, {'prefill' if split_keys is None else 'decode'}"
         for entries, tokens in itertools.product(ENTRIES[ratio], TOKENS):
             _call_once(geometry, heads, device, ratio, split_keys, entries, tokens, False)
-            if split_keys is None and may_unpack(geometry, entries, tokens):
+            if split_keys is None and may_unpack(geometry, heads, entries, tokens):
                 _call_once(geometry, heads, device, ratio, split_keys, entries, tokens, True)
         logger.info(
             "attention kernel %s: %d of %d ready (%s), %.1f s", chosen.name, done, len(todo), what, _since(begin)
@@ -98,14 +98,14 @@ def compile_ahead(geometry: PoolGeometry, heads: int, device: torch.device) -> N
     )
 
 
-def may_unpack(geometry: PoolGeometry, entries: int, tokens: int) -> bool:
+def may_unpack(geometry: PoolGeometry, heads: int, entries: int, tokens: int) -> bool:
     """Whether a chunk of so many tokens, which read at most so many entries each, can be one that unpacks its rows.
 
     Each token brings a window row of its own; how many rows of entries there are depends on the context.
     """
     if geometry.row_format is not RowFormat.FP8:
         return False
-    return choice.pays(tokens, tokens * (geometry.window_tokens + entries), 2 if entries else 1)
+    return choice.pays(tokens, tokens * (geometry.window_tokens + entries), heads)
 
 
 def _since(begin: float) -> float:
@@ -130,7 +130,7 @@ def _call_once(
     rows = KVRows.allocate(64, geometry.row_format, geometry.row_dim, geometry.rope_dim, geometry.dtype, device, 0.0)
     if unpacked:
         out = torch.empty(64, geometry.row_dim, dtype=torch.bfloat16, device=device)
-        rows = unpack_pages(rows, filled(1), 64, out)
+        (rows,) = unpack_pages([Pages(rows, filled(1), 64)], out)
     arguments: dict[str, object] = {}
     if ratio:
         arguments = {"entries": rows, "visible": filled(tokens, value=1)}

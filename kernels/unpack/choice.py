@@ -6,22 +6,25 @@ from dsv4_kernels.kv_layout import ROW_DIM
 
 MAX_BYTES = 256 * 2**20
 """Of the rows that are unpacked at a time: entries of 1M tokens of CSA. More are read as they are."""
-KEYS_PER_ROW = 9
-KEYS_PER_TABLE = 30_000
+KEYS_PER_ROW = 5
+KEYS_PER_LAUNCH = 35_000
+HEADS = 64
+"""Of a block: the kernel converts a row once for each."""
 
 
-def pays(num_rows: int, num_keys: int, num_tables: int) -> bool:
+def pays(num_rows: int, num_keys: int, num_heads: int) -> bool:
     """Whether unpacking takes less time than it saves, in memory that may be had for it.
 
     On an H200 the attention takes 0.07 to 0.1 ns longer for a key in an FP8 row than in a bf16 row, for every block of
-    up to 64 heads. Unpacking moves 1.6 KB a row, at 2.65 TB/s 0.6 ns: as much as KEYS_PER_ROW keys save; and a launch
-    for each table takes about 2 us: KEYS_PER_TABLE. So few tokens never unpack, nor does a small chunk in a long
-    context that reads a small part of it.
+    heads. Unpacking moves 1.6 KB a row, which takes 0.2 to 0.6 ns: as much as KEYS_PER_ROW keys save; and its launch
+    about 3 us: KEYS_PER_LAUNCH. So few tokens never unpack, nor does a small chunk in a long context that reads a small
+    part of it.
 
     Args:
         num_rows: that would be unpacked, of all tables of one call.
         num_keys: that the call reads, over all its tokens.
-        num_tables: 1 for a window alone, 2 with entries.
+        num_heads: of the call.
     """
-    worth = num_rows * KEYS_PER_ROW + num_tables * KEYS_PER_TABLE <= num_keys
+    blocks = -(-num_heads // HEADS)
+    worth = num_rows * KEYS_PER_ROW + KEYS_PER_LAUNCH <= num_keys * blocks
     return worth and num_rows * ROW_DIM * 2 <= MAX_BYTES

@@ -1,11 +1,11 @@
-"""Unpacking on Hopper and Blackwell (sm_90a, sm_100a): one kernel, bound by memory.
+"""Unpacking on Hopper and Blackwell (sm_90a, sm_100a): one kernel and one launch for both parts, bound by memory.
 
 A row of 576 bytes and its scales become 1,024 bytes, 64 chunks of 16. A thread makes the same chunk of ROWS_A_THREAD
 rows: of 8 e4m3 with a scale, or by copying 16 bytes of the rotated channels. So neighbours read and write neighbouring
 bytes, and all loads of a thread are on their way before it stores the first chunk. No thread waits for another.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -23,10 +23,10 @@ from dsv4_kernels.kv_layout import (
     ROW_DIM,
     ROW_SCALE_BYTES,
     SCALE_GROUP,
-    KVRows,
 )
 from dsv4_kernels.sparse_attention import sm90_ptx as ptx
 from dsv4_kernels.sparse_attention.addresses import row_bytes
+from dsv4_kernels.unpack import Pages
 
 THREADS = 256
 CHUNK = 8
@@ -40,20 +40,36 @@ ROWS_A_CTA = ROWS_A_THREAD * ROW_STEP
 
 
 class Arguments(NamedTuple):
-    """Dynamic arguments of the kernel; addresses are Int64."""
+    """Dynamic arguments of the kernel; addresses are Int64. The first `num_ctas` CTAs make the first part."""
 
     table: Int64
     table_page_bytes: Int32  # of 64 rows
     pages: Int64  # int32
     rows_per_page: Int32
+    num_rows: Int32  # of out
+    num_ctas: Int32
+    second_table: Int64
+    second_table_page_bytes: Int32
+    second_pages: Int64
+    second_rows_per_page: Int32
+    second_num_rows: Int32
     out: Int64
     out_row_bytes: Int32
-    num_rows: Int32  # of out
+
+
+class Part(NamedTuple):
+    """What a CTA works on: those of the arguments that are its own."""
+
+    table: Int64
+    table_page_bytes: Int32
+    pages: Int64
+    rows_per_page: Int32
+    num_rows: Int32
 
 
 @cute.jit
 def launch(arguments: Arguments, num_ctas: Int32, stream: cuda.CUstream) -> None:
-    """One CTA for ROWS_A_CTA rows."""
+    """One CTA for ROWS_A_CTA rows of one part."""
     kernel(arguments).launch(grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream)
 
 
@@ -63,12 +79,20 @@ def kernel(args: Arguments) -> None:
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     chunk = thread % CHUNKS
+    is_second = cta >= args.num_ctas
+    part = Part(
+        *(cutlass.select_(is_second, getattr(args, f"second_{name}"), getattr(args, name)) for name in Part._fields)
+    )
+    out = args.out
+    if is_second:
+        cta -= args.num_ctas
+        out += Int64(args.num_rows) * args.out_row_bytes
     first = cta * ROWS_A_CTA + thread // CHUNKS
     data = cute.make_rmem_tensor((ROWS_A_THREAD,), Int64)
     scales = cute.make_rmem_tensor((ROWS_A_THREAD,), Int64)
     words = cute.make_rmem_tensor((4 * ROWS_A_THREAD,), Uint32)
-    locate(args, first, data, scales)
-    out = args.out + Int64(first) * args.out_row_bytes + chunk * 16
+    locate(part, first, data, scales)
+    out += Int64(first) * args.out_row_bytes + chunk * 16
     if chunk < E4M3_CHUNKS:
         group = chunk * CHUNK // SCALE_GROUP
         for i in cutlass.range_constexpr(ROWS_A_THREAD):
@@ -94,7 +118,7 @@ def kernel(args: Arguments) -> None:
 
 
 @cute.jit
-def locate(args: Arguments, first: Int32, data: cute.Tensor, scales: cute.Tensor) -> None:
+def locate(part: Part, first: Int32, data: cute.Tensor, scales: cute.Tensor) -> None:
     """Addresses of the data and the scales of what becomes a thread's rows of out, data 0 for what is left alone.
 
     Without branches, so that the page numbers of all rows are loaded side by side.
@@ -103,13 +127,13 @@ def locate(args: Arguments, first: Int32, data: cute.Tensor, scales: cute.Tensor
     places = cute.make_rmem_tensor((ROWS_A_THREAD,), Int32)
     for i in cutlass.range_constexpr(ROWS_A_THREAD):
         row = first + i * ROW_STEP
-        page = row // args.rows_per_page
-        places[i] = row - page * args.rows_per_page
-        pages[i] = ptx.load_or_zeros(Int32, 1, args.pages + Int64(page) * 4, args.num_rows - row, "gt.s32", cache="")
+        page = row // part.rows_per_page
+        places[i] = row - page * part.rows_per_page
+        pages[i] = ptx.load_or_zeros(Int32, 1, part.pages + Int64(page) * 4, part.num_rows - row, "gt.s32", cache="")
     for i in cutlass.range_constexpr(ROWS_A_THREAD):
-        number = pages[i] * args.rows_per_page + places[i]
-        page = args.table + Int64(number // PAGE_ROWS) * args.table_page_bytes
-        exists = (pages[i] >= 0) & (first + i * ROW_STEP < args.num_rows)
+        number = pages[i] * part.rows_per_page + places[i]
+        page = part.table + Int64(number // PAGE_ROWS) * part.table_page_bytes
+        exists = (pages[i] >= 0) & (first + i * ROW_STEP < part.num_rows)
         data[i] = cutlass.select_(exists, page + number % PAGE_ROWS * ROW_DATA_BYTES, Int64(0))
         scales[i] = page + (PAGE_ROWS * ROW_DATA_BYTES + number % PAGE_ROWS * ROW_SCALE_BYTES)
 
@@ -127,28 +151,33 @@ def compile(arch: str) -> Callable[..., None]:
     return load_or_compile("unpack_pages", "the only one", arch, from_compiler)
 
 
-def _run(arch: str, table: KVRows, pages: Tensor, rows_per_page: int, out: Tensor) -> None:
-    pages = pages.to(torch.int32).contiguous()
-    arguments = Arguments(
-        table=Int64(table.storage.data_ptr()),
-        table_page_bytes=Int32(row_bytes(table.storage)),
-        pages=Int64(pages.data_ptr()),
-        rows_per_page=Int32(rows_per_page),
-        out=Int64(out.data_ptr()),
-        out_row_bytes=Int32(row_bytes(out)),
-        num_rows=Int32(len(out)),
-    )
+def _run(arch: str, parts: Sequence[Pages], out: Tensor) -> None:
+    numbers = [part.numbers.to(torch.int32).contiguous() for part in parts]
+    values = [
+        (
+            Int64(part.table.storage.data_ptr()),
+            Int32(row_bytes(part.table.storage)),
+            Int64(pages.data_ptr()),
+            Int32(part.rows_per_page),
+            Int32(part.num_rows),
+        )
+        for part, pages in zip(parts, numbers, strict=True)
+    ]
+    nothing = (Int64(0), Int32(0), Int64(0), Int32(1), Int32(0))
+    second = values[1] if len(values) > 1 else nothing
+    num_ctas = [-(-part.num_rows // ROWS_A_CTA) for part in parts]
+    arguments = Arguments(*values[0], Int32(num_ctas[0]), *second, Int64(out.data_ptr()), Int32(row_bytes(out)))
     device = out.device
     stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-    compile(arch)(arguments, Int32(-(-len(out) // ROWS_A_CTA)), stream)
+    compile(arch)(arguments, Int32(sum(num_ctas)), stream)
 
 
-def sm90(table: KVRows, pages: Tensor, rows_per_page: int, out: Tensor) -> None:
-    """`dsv4_kernels.unpack.unpack_pages` on Hopper; writes all of `out` [n * rows_per_page, 512]."""
-    _run("sm_90a", table, pages, rows_per_page, out)
+def sm90(parts: Sequence[Pages], out: Tensor) -> None:
+    """`dsv4_kernels.unpack.unpack_pages` on Hopper; writes all of `out` [rows of all parts, 512]."""
+    _run("sm_90a", parts, out)
 
 
-def sm100(table: KVRows, pages: Tensor, rows_per_page: int, out: Tensor) -> None:
+def sm100(parts: Sequence[Pages], out: Tensor) -> None:
     """`dsv4_kernels.unpack.unpack_pages` on Blackwell (B200, GB200, B300); as `sm90`."""
     minor = torch.cuda.get_device_capability(out.device)[1] if out.device.type == "cuda" else 0
-    _run(f"sm_10{minor}a", table, pages, rows_per_page, out)
+    _run(f"sm_10{minor}a", parts, out)

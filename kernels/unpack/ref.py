@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from dsv4_kernels.kv_layout import KVRows
+from dsv4_kernels.unpack import Pages
 
 PIECE_ROWS = 1024
 """Rows dequantised at a time: 2 MB in fp32, so that temporaries stay in a cache."""
 
 
-def unpack_pages(table: KVRows, pages: Tensor, rows_per_page: int, out: Tensor) -> None:
-    """See `dsv4_kernels.unpack.unpack_pages`; writes all of `out` [n * rows_per_page, 512]."""
-    within = torch.arange(rows_per_page, device=pages.device)
-    rows = (pages.long()[:, None] * rows_per_page + within).flatten()
+def unpack_pages(parts: Sequence[Pages], out: Tensor) -> None:
+    """See `dsv4_kernels.unpack.unpack_pages`; writes all of `out` [rows of all parts, 512]."""
+    for part, rows in zip(parts, out.split([part.num_rows for part in parts]), strict=True):
+        _unpack(part, rows)
+
+
+def _unpack(part: Pages, out: Tensor) -> None:
+    within = torch.arange(part.rows_per_page, device=out.device)
+    rows = (part.numbers.long()[:, None] * part.rows_per_page + within).flatten()
     for piece, target in zip(rows.split(PIECE_ROWS), out.split(PIECE_ROWS), strict=True):
-        values = table.gather(piece.clamp(min=0)).to(out.dtype)
+        values = part.table.gather(piece.clamp(min=0)).to(out.dtype)
         target.copy_(torch.where((piece >= 0)[:, None], values, target))

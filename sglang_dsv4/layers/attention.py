@@ -94,7 +94,7 @@ class Attention(nn.Module):
         kv = apply_rope(kv, positions, self.frequencies)
 
         window = backend.window(self.layer_id, quantise_kv_row(kv, self.config, backend.kv_row_format))
-        selected = self.indexer(x, q_latent, positions) if self.indexer is not None else None
+        selected = self.indexer(x, q_latent, positions, self.num_local_heads) if self.indexer is not None else None
         if self.compressor is not None:
             entries = self.compressor(x, positions)
             backend.write_entries(self.layer_id, quantise_kv_row(entries, self.config, backend.kv_row_format))

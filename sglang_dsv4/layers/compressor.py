@@ -97,13 +97,14 @@ class Indexer(nn.Module):
         self.compressor = Compressor(config, layer_id, LayerKind.CSA, dim, indexer=True)
         self.weight_scale = dim**-0.5 * heads**-0.5
 
-    def forward(self, x: Tensor, q_latent: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, q_latent: Tensor, positions: Tensor, num_heads: int) -> Tensor:
         """Write this forward's keys, then select.
 
         Args:
             x: [T, d], the sublayer's normed input.
             q_latent: [T, q_lora_rank], the normed query latent of the main attention.
             positions: [T] int64.
+            num_heads: of the main attention, on this rank.
 
         Returns:
             [T, index_topk] int32 rows of the layer's entries, -1 = hole.
@@ -116,4 +117,4 @@ class Indexer(nn.Module):
         q = apply_rope(q, positions, self.compressor.frequencies)
         q = quantise_index_row(q, self.config)
         head_weights = self.weights_proj(x)[0].float() * self.weight_scale
-        return backend.select(self.layer_id, q, head_weights, self.config.index_topk)
+        return backend.select(self.layer_id, q, head_weights, self.config.index_topk, num_heads)

@@ -166,7 +166,7 @@ class Engine(Requests):
         if ratio == CSA_RATIO:
             keys = backend.compress(layer, x.index_raw[:, 0].contiguous(), x.index_raw[:, 1].contiguous(), indexer=True)
             backend.write_index_keys(layer, stamp(keys, positions))
-            selected = backend.select(layer, x.index_q, x.index_weights, TOP_K)
+            selected = backend.select(layer, x.index_q, x.index_weights, TOP_K, HEADS)
         return backend.attend(layer, x.q, window, selected, sink_of(layer), self.geometry.row_dim**-0.5)
 
 

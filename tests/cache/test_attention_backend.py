@@ -8,17 +8,18 @@ that may not be read.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
-from cache.harness import TOP_K, Engine, Sequences, dense_reference, poison_unreadable, snapshot_rows
+from cache.harness import HEADS, TOP_K, Engine, Sequences, dense_reference, poison_unreadable, snapshot_rows
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4_kernels import registry
 from dsv4_kernels.kv_layout import KVRows, RowFormat
-from dsv4_kernels.unpack import ref
+from dsv4_kernels.unpack import Pages, ref
 from sglang_dsv4 import attention_backend
 from sglang_dsv4.geometry import PoolGeometry
 
@@ -246,17 +247,17 @@ def test_what_pays_is_asked_of_the_sizes_of_every_kind_of_layer(monkeypatch: pyt
     window_rows, window_keys = 127 + 153, 150 * 128 + 1 + 2 + 3
     csa_keys, hca_keys = 150 * TOP_K, (256 - 200 - 1) * 1 + (350 - 256 + 1) * 2
     swa, *csa, hca = asked  # a CSA layer asks for its indexer and for its attention
-    assert swa == (window_rows, window_keys, 1)
-    assert csa == [(window_rows + 3 * 64, window_keys + csa_keys, 2)] * 2
-    assert hca == (window_rows + 3 * 2, window_keys + hca_keys, 2)
+    assert swa == (window_rows, window_keys, HEADS)
+    assert csa == [(window_rows + 3 * 64, window_keys + csa_keys, HEADS)] * 2
+    assert hca == (window_rows + 3 * 2, window_keys + hca_keys, HEADS)
     unpacked = engine.backend._unpacked_rows
     assert unpacked.shape == (window_rows + 3 * 64, 512) and unpacked.dtype == torch.bfloat16
     engine.forward(DECODE, [(0, 1)] if engine.length[0] < 350 else [(1, 1)])
     assert engine.backend._unpacked_rows is None and len(asked) == 4
 
 
-def off_by_a_factor(table: KVRows, pages: Tensor, rows_per_page: int, out: Tensor) -> None:
-    ref.unpack_pages(table, pages, rows_per_page, out)
+def off_by_a_factor(parts: Sequence[Pages], out: Tensor) -> None:
+    ref.unpack_pages(parts, out)
     out *= 1.5
 
 

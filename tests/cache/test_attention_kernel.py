@@ -57,7 +57,7 @@ def test_every_kind_of_layer_is_called_in_decode_and_prefill(
     kernel[:] = [problem for problem in kernel if problem.row_format is format]
     kinds = {(p.entry_rows is not None, p.page_table is not None) for p in unpacked if p.num_tokens == 512}
     assert kinds == ({(False, False), (True, False), (False, True)} if format is RowFormat.FP8 else set())
-    assert all(p.split_keys is None and p.num_tokens > 16 for p in unpacked)
+    assert all(p.split_keys is None and p.num_tokens >= 16 for p in unpacked)
     assert all(problem.num_heads == 16 for problem in kernel)
     assert [problem.num_tokens for problem in kernel] == list(attention_kernel.TOKENS) * 12
     kinds = [(p.entry_rows is not None, p.page_table is not None, p.split_keys, p.max_entry_slots) for p in kernel]
@@ -105,7 +105,7 @@ def test_no_variant_of_the_hopper_kernel_is_left_for_the_first_request(
                 q=torch.empty(0),
             )
             assert variant(batch) in called, (ratio, tokens, split_keys, entries)
-            if split_keys is None and attention_kernel.may_unpack(geometry(), entries, tokens):
+            if split_keys is None and attention_kernel.may_unpack(geometry(), heads, entries, tokens):
                 batch.row_format = RowFormat.PLAIN
                 assert variant(batch) in called, ("unpacked", ratio, tokens, entries)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from dsv4_kernels.kv_layout import NOPE_DIM, PAGE_ROWS, ROW_DIM, SCALE_GROUP, KVRows, RowFormat
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.sparse_attention.problem import Problem
+from dsv4_kernels.unpack import Pages
 
 INF = float("inf")
 NONSENSE = 2**31 - 1
@@ -186,14 +187,14 @@ class Case:
         window = replace(partial, entries=None, entry_arguments={})
         return window, replace(partial, window_rows=self.window_rows[:, :0])
 
-    def unpacked(self, unpack: Callable[[KVRows, Tensor, int, Tensor], object]) -> Case:
-        """The same over bf16 rows, which `unpack(table, pages, rows_per_page, out)` makes of the FP8 rows."""
+    def unpacked(self, unpack: Callable[[list[Pages], Tensor], object]) -> Case:
+        """The same over bf16 rows, which `unpack(parts, out)` makes of the FP8 rows."""
 
         def plain(table: KVRows) -> KVRows:
             pages = torch.arange(len(table.storage), dtype=torch.int32, device=table.device)
             shape = (PAGE_ROWS * len(pages), ROW_DIM)
             out = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=table.device)
-            unpack(table, pages, PAGE_ROWS, out)
+            unpack([Pages(table, pages, PAGE_ROWS)], out)
             return KVRows(out, RowFormat.PLAIN, len(out), ROW_DIM, table.rope_dim)
 
         entries = None if self.entries is None else plain(self.entries)

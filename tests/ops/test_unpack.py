@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4_kernels import registry
 from dsv4_kernels.kv_layout import PAGE_BYTES, KVRows, RowFormat
-from dsv4_kernels.unpack import choice, unpack_pages
+from dsv4_kernels.unpack import Pages, choice, unpack_pages
 
 NAN = float("nan")
 
@@ -77,7 +77,7 @@ def sentinels(num_rows: int) -> Tensor:
 
 def test_every_code_with_every_scale() -> None:
     rows, expected = every_code_and_scale()
-    out = unpack_pages(rows, torch.arange(255), 1, sentinels(255))
+    (out,) = unpack_pages([Pages(rows, torch.arange(255), 1)], sentinels(255))
     assert (out.format, out.num_rows, out.row_dim, out.rope_dim) == (RowFormat.PLAIN, 255, 512, 64)
     assert np.array_equal(as_bits(out.storage[:, :448]), expected)
     rotated = torch.arange(255 * 128).remainder(251).to(torch.uint8).view(255, 128)
@@ -91,7 +91,7 @@ def test_pages_lie_side_by_side(name: str) -> None:
     named = torch.tensor(named_rows(pages, rows_per_page))
     rows = filled(300, named[named >= 0].unique())
     storage = sentinels(len(named) + 3)
-    out = unpack_pages(rows, torch.tensor(pages), rows_per_page, storage)
+    (out,) = unpack_pages([Pages(rows, torch.tensor(pages), rows_per_page)], storage)
     assert out.num_rows == len(named) and out.storage.data_ptr() == storage.data_ptr()
     for i, number in enumerate(named.tolist()):
         expected = torch.full((512,), -7.0) if number < 0 else rows.gather(torch.tensor(number))
@@ -101,24 +101,55 @@ def test_pages_lie_side_by_side(name: str) -> None:
 
 def test_no_pages_are_no_rows() -> None:
     storage = sentinels(2)
-    out = unpack_pages(filled(64, torch.tensor([3])), torch.zeros(0, dtype=torch.int32), 64, storage)
+    nothing = Pages(filled(64, torch.tensor([3])), torch.zeros(0, dtype=torch.int32), 64)
+    (out,) = unpack_pages([nothing], storage)
     assert out.num_rows == 0 and (storage == -7.0).all()
+    with_nothing = unpack_pages([nothing, nothing], storage)
+    assert [rows.num_rows for rows in with_nothing] == [0, 0] and (storage == -7.0).all()
+
+
+def two_parts() -> list[Pages]:
+    """Of two tables with pages of two sizes; NaN in the rows that are not named."""
+    parts = []
+    for seed, name in enumerate(("rows", "holes")):
+        rows_per_page, pages = PAGES[name]
+        named = torch.tensor(named_rows(pages, rows_per_page))
+        parts.append(Pages(filled(300, named[named >= 0].unique(), seed), torch.tensor(pages), rows_per_page))
+    return parts
+
+
+def test_a_second_part_lies_behind_the_first() -> None:
+    first, second = parts = two_parts()
+    storage = sentinels(first.num_rows + second.num_rows + 2)
+    both = unpack_pages(parts, storage)
+    assert [rows.num_rows for rows in both] == [first.num_rows, second.num_rows]
+    for part, rows in zip(parts, both, strict=True):
+        alone = sentinels(part.num_rows)
+        unpack_pages([part], alone)
+        assert torch.equal(rows.storage, alone)
+    assert both[1].storage.data_ptr() == storage[first.num_rows].data_ptr()
+    assert (storage[-2:] == -7.0).all()
 
 
 def test_what_is_refused() -> None:
     rows, page, out = filled(64, torch.tensor([0])), torch.tensor([0]), sentinels(64)
     plain = KVRows.allocate(64, RowFormat.PLAIN, 512, 64, torch.bfloat16, "cpu")
     with pytest.raises(ValueError, match="takes FP8 rows; got plain"):
-        unpack_pages(plain, page, 64, out)
+        unpack_pages([Pages(plain, page, 64)], out)
     for pages, per_page in ((page[None], 64), (page.float(), 64), (page, 0)):
         with pytest.raises(ValueError, match=r"needs pages \[n\] of an integer dtype and rows_per_page >= 1"):
-            unpack_pages(rows, pages, per_page, out)
+            unpack_pages([Pages(rows, pages, per_page)], out)
     wide = torch.empty(64, 520, dtype=torch.bfloat16)
     for wrong in (out[:63], out.float(), out.T, out[:, :256], wide[:, 1:513], wide[:, ::1][:, 4:516], out.view(-1)):
         with pytest.raises(ValueError, match=r"needs out \[at least 64, 512\] torch.bfloat16"):
-            unpack_pages(rows, page, 64, wrong)
+            unpack_pages([Pages(rows, page, 64)], wrong)
+    with pytest.raises(ValueError, match=r"needs out \[at least 128, 512\]"):
+        unpack_pages([Pages(rows, page, 64)] * 2, out)
     with pytest.raises(ValueError, match="move them to one device"):
-        unpack_pages(rows, page.to("meta"), 64, out)
+        unpack_pages([Pages(rows, page.to("meta"), 64)], out)
+    for parts in ([], [Pages(rows, page, 1)] * 3):
+        with pytest.raises(ValueError, match=f"takes 1 to 2 parts; got {len(parts)}"):
+            unpack_pages(parts, out)
 
 
 # ---- the kernel
@@ -130,7 +161,7 @@ def kernel(request: pytest.FixtureRequest, compiled_here: None) -> str:
     return request.param
 
 
-def emulated_kernel(name: str, rows: KVRows, pages: Tensor, rows_per_page: int, out: Tensor) -> None:
+def emulated_kernel(name: str, parts: list[Pages], out: Tensor) -> None:
     """Writes out as the kernel does, with all checks of the emulator on."""
     from emulator import Checks
     from host import emulated
@@ -138,16 +169,16 @@ def emulated_kernel(name: str, rows: KVRows, pages: Tensor, rows_per_page: int, 
     from dsv4_kernels.unpack import gpu
 
     with emulated(checks=Checks.strict(), arch={"sm90": "sm_90a", "sm100": "sm_100a"}[name]) as device:
-        getattr(gpu, name)(rows, pages, rows_per_page, out)
+        getattr(gpu, name)(parts, out)
     assert len(device.reports) == 1 and not device.reports[0].warnings
 
 
 def test_the_kernel_makes_the_same_bits(kernel: str) -> None:
     rows, expected = every_code_and_scale()
     out = sentinels(255)
-    emulated_kernel(kernel, rows, torch.arange(255, dtype=torch.int32), 1, out)
+    emulated_kernel(kernel, [Pages(rows, torch.arange(255, dtype=torch.int32), 1)], out)
     assert np.array_equal(as_bits(out[:, :448]), expected)
-    assert same_bits(out, unpack_pages(rows, torch.arange(255), 1, sentinels(255)).storage)
+    assert same_bits(out, unpack_pages([Pages(rows, torch.arange(255), 1)], sentinels(255))[0].storage)
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -159,10 +190,22 @@ def test_the_kernel_finds_the_pages(kernel: str, name: str) -> None:
     for dtype in (torch.int32, torch.int64):
         around = torch.full((len(named) + 3, 528), -7.0, dtype=torch.bfloat16)
         expected = around.clone()
-        unpack_pages(rows, torch.tensor(pages), rows_per_page, expected[1:, 8:520])
+        unpack_pages([Pages(rows, torch.tensor(pages), rows_per_page)], expected[1:, 8:520])
         out = around[1 : len(named) + 1, 8:520]
-        emulated_kernel(kernel, rows, torch.tensor(pages, dtype=dtype), rows_per_page, out)
+        emulated_kernel(kernel, [Pages(rows, torch.tensor(pages, dtype=dtype), rows_per_page)], out)
         assert same_bits(around, expected)
+
+
+@pytest.mark.parametrize("empty", [None, 0, 1])
+def test_the_kernel_makes_both_parts(kernel: str, empty: int | None) -> None:
+    """Or one of them, where the other has no pages."""
+    parts = two_parts()
+    if empty is not None:
+        parts[empty] = parts[empty]._replace(numbers=parts[empty].numbers[:0])
+    expected, out = sentinels(60), sentinels(60)
+    unpack_pages(parts, expected)
+    emulated_kernel(kernel, parts, out[: sum(part.num_rows for part in parts)])
+    assert same_bits(out, expected)
 
 
 # ---- the kernel on a GPU
@@ -186,7 +229,7 @@ def on_gpu(rows: KVRows) -> KVRows:
 @pytest.mark.gpu
 def test_the_gpu_makes_the_same_bits(kernel_here: str) -> None:
     rows, expected = every_code_and_scale()
-    out = unpack_pages(on_gpu(rows), torch.arange(255).cuda(), 1, sentinels(255).cuda(), kernel_here)
+    (out,) = unpack_pages([Pages(on_gpu(rows), torch.arange(255).cuda(), 1)], sentinels(255).cuda(), kernel_here)
     assert np.array_equal(as_bits(out.storage.cpu()[:, :448]), expected)
 
 
@@ -197,19 +240,30 @@ def test_the_gpu_finds_the_pages(kernel_here: str, name: str) -> None:
     rows_per_page, pages = PAGES[name]
     rows = filled(300, torch.arange(300))
     lists = [torch.tensor(pages), torch.tensor(pages).flip(0)]
-    expected = [unpack_pages(rows, listed, rows_per_page, sentinels(len(pages) * rows_per_page)) for listed in lists]
+    expected = [
+        unpack_pages([Pages(rows, listed, rows_per_page)], sentinels(len(pages) * rows_per_page))[0] for listed in lists
+    ]
     live, table = lists[0].int().cuda(), on_gpu(rows)
     out = sentinels(len(pages) * rows_per_page).cuda()
-    unpack_pages(table, live, rows_per_page, out, kernel_here)
+    unpack_pages([Pages(table, live, rows_per_page)], out, kernel_here)
     assert same_bits(out.cpu(), expected[0].storage)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        unpack_pages(table, live, rows_per_page, out, kernel_here)
+        unpack_pages([Pages(table, live, rows_per_page)], out, kernel_here)
     for listed, wanted in zip(lists, expected, strict=True):
         live.copy_(listed)
         out.fill_(-7.0)
         graph.replay()
         assert same_bits(out.cpu(), wanted.storage)
+
+
+@pytest.mark.gpu
+def test_the_gpu_makes_both_parts(kernel_here: str) -> None:
+    parts = two_parts()
+    expected, out = sentinels(60), sentinels(60).cuda()
+    unpack_pages(parts, expected)
+    unpack_pages([Pages(on_gpu(p.table), p.numbers.cuda(), p.rows_per_page) for p in parts], out, kernel_here)
+    assert same_bits(out.cpu(), expected)
 
 
 @pytest.mark.gpu
@@ -222,7 +276,7 @@ def test_the_gpu_finds_rows_beyond_two_gigabytes(kernel_here: str) -> None:
     out = torch.empty(2**21 + 64, 512, dtype=torch.bfloat16, device="cuda")
     pages = torch.full((2**15 + 1,), num_pages - 1, dtype=torch.int32, device="cuda")
     pages[:-1] = 0
-    unpacked = unpack_pages(table, pages, 64, out, kernel_here)
+    (unpacked,) = unpack_pages([Pages(table, pages, 64)], out, kernel_here)
     last = torch.arange(64).cuda()
     assert torch.equal(unpacked.gather(last + 2**21).float(), table.gather(last + 64 * (num_pages - 1)))
     assert not unpacked.storage[: 2**21].any()
@@ -232,13 +286,17 @@ def test_the_gpu_finds_rows_beyond_two_gigabytes(kernel_here: str) -> None:
 
 
 def test_what_pays() -> None:
-    """Chunks of one request with 64 heads at 32K of context, as measured on an H200 (benchmarks/results)."""
+    """Chunks of one request at 32K of context, as measured on an H200 (benchmarks/results)."""
 
-    def of_chunk(tokens: int, entries: int, read: int) -> bool:
-        return choice.pays(tokens + 127 + entries, tokens * (128 + read), 2 if entries else 1)
+    def of_chunk(tokens: int, entries: int, read: int, heads: int = 64) -> bool:
+        return choice.pays(tokens + 127 + entries, tokens * (128 + read), heads)
 
-    assert all(of_chunk(t, 8192, 512) for t in (512, 4096)) and not of_chunk(128, 8192, 512)  # CSA: 28, 225 and 7 us
-    assert all(of_chunk(t, 256, 256) for t in (512, 4096)) and not of_chunk(128, 256, 256)  # HCA: 17, 109 and 5 us
-    assert all(of_chunk(t, 0, 0) for t in (512, 4096)) and not of_chunk(128, 0, 0)  # windows: 6, 53 and 2 us
+    for heads in (16, 64, 128):
+        assert all(of_chunk(t, 8192, 512, heads) for t in (512, 4096))  # CSA: of 64 heads 28 and 225 us
+        assert all(of_chunk(t, 256, 256, heads) for t in (512, 4096))  # HCA: 17 and 109 us
+        assert all(of_chunk(t, 0, 0, heads) for t in (512, 4096))  # windows: 2 and 53 us
+    assert of_chunk(128, 8192, 512) and of_chunk(128, 256, 192)  # 7 and 5 us; unpacking takes 5 and 3
+    # A row is converted for every 64 heads: 192 tokens over a window.
+    assert [of_chunk(192, 0, 0, heads) for heads in (8, 64, 65, 128)] == [False, False, True, True]
     assert not of_chunk(1, 8192, 512) and not of_chunk(256, 2**17, 512)
     assert of_chunk(4096, 2**18 - 4096 - 127, 1024) and not of_chunk(4096, 2**18 - 4096 - 126, 1024)  # 256 MiB
