@@ -91,6 +91,7 @@ def main() -> int:
         *(sys.executable, "-m", "sglang.launch_server"),
         *("--model-path", str(arguments.model_path), "--host", HOST, "--port", str(arguments.port)),
         *("--uvicorn-access-log-exclude-prefixes", "/health"),  # polled below
+        "--sleep-on-idle",  # else a server that nobody asks anything keeps a core busy
         *server_flags,
     ]
     print("+", shlex.join(command), flush=True)
