@@ -366,7 +366,7 @@ def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> 
     """
     sets = build(case, pools, number_of_sets(case, l2_bytes(options.device)))
     chunks = unpacked_chunks(sets, case, options.impl) if case.prefill and case.fp8 else []
-    unpacks = bool(chunks) and options.unpack
+    unpacks = bool(chunks) and options.unpack and choice.helps(options.impl)
     unpacks = unpacks and choice.pays(unpacked_rows(case), sets[0].keys(), case.heads)
     if unpacks:
         contenders = {"ours": ours_unpacked(chunks, options.impl)}

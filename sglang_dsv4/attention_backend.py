@@ -26,7 +26,7 @@ from dsv4_kernels.indexer import index_topk
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.unpack import Pages, choice, unpack_pages
-from sglang_dsv4.attention_kernel import implementation_by_name
+from sglang_dsv4.attention_kernel import chosen_implementation, implementation_by_name
 from sglang_dsv4.geometry import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, SWA_RATIO, entries_per_page
 from sglang_dsv4.kv_pool import Dsv4KVPool
 from sglang_dsv4.metadata import ForwardMetadata, extend_metadata, page_table_of, uniform_metadata
@@ -82,6 +82,8 @@ class Dsv4AttentionBackend(AttentionBackend):
         self.device = torch.device(runner.device)
         self.draft_step = draft_step
         self.attention_impl = implementation_by_name(self.device, pool.geometry.row_dim)
+        chosen = chosen_implementation(self.device, pool.geometry.dtype, pool.geometry.row_dim)
+        self._unpacking_helps = choice.helps(chosen.name)
         # Host copies of the lengths are read where they exist; decode needs none, so a GPU's scheduler can run ahead.
         # With speculation, which pages are full depends on what was accepted.
         saves_verified_pages = pool.geometry.draft_tokens > 0 and pool.tail_storage is not None
@@ -441,7 +443,7 @@ class Dsv4AttentionBackend(AttentionBackend):
             num_heads: of the attention, on this rank.
         """
         plan = self.metadata.unpack
-        if plan is None:
+        if plan is None or not self._unpacking_helps:
             return False
         rows, keys = len(plan.window_rows), plan.keys(1, self.token_to_kv_pool.geometry.window_tokens)
         if ratio == SWA_RATIO:

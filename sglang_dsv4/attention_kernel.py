@@ -82,7 +82,7 @@ def compile_ahead(geometry: PoolGeometry, heads: int, device: torch.device) -> N
         what = f"{KIND_OF_RATIO[ratio]}, {'prefill' if split_keys is None else 'decode'}"
         for entries, tokens in itertools.product(ENTRIES[ratio], TOKENS):
             _call_once(geometry, heads, device, ratio, split_keys, entries, tokens, False)
-            if split_keys is None and may_unpack(geometry, heads, entries, tokens):
+            if split_keys is None and choice.helps(chosen.name) and may_unpack(geometry, heads, entries, tokens):
                 _call_once(geometry, heads, device, ratio, split_keys, entries, tokens, True)
         logger.info(
             "attention kernel %s: %d of %d ready (%s), %.1f s", chosen.name, done, len(todo), what, _since(begin)

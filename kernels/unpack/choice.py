@@ -12,8 +12,17 @@ HEADS = 64
 """Of a block: the kernel converts a row once for each."""
 
 
+def helps(kernel: str) -> bool:
+    """Whether an attention kernel ("sm90", "sm100", "ref") may be faster over bf16 rows than over FP8 rows at all.
+
+    Blackwell's is not, as far as can be told without one: what bounds it is the port of shared memory, whatever the
+    rows were before (benchmarks/README_B200.md).
+    """
+    return kernel != "sm100"
+
+
 def pays(num_rows: int, num_keys: int, num_heads: int) -> bool:
-    """Whether unpacking takes less time than it saves, in memory that may be had for it.
+    """Whether unpacking takes less time than it saves a kernel that it helps, in memory that may be had for it.
 
     On an H200 the attention takes 0.07 to 0.1 ns longer for a key in an FP8 row than in a bf16 row, for every block of
     heads. Unpacking moves 1.6 KB a row, which takes 0.2 to 0.6 ns: as much as KEYS_PER_ROW keys save; and its launch

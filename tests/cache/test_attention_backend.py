@@ -288,6 +288,15 @@ def test_a_large_chunk_unpacks_and_a_small_one_does_not(formats_read: list[RowFo
     assert formats_read[3:] == [RowFormat.FP8] * 3
 
 
+def test_a_kernel_that_unpacking_does_not_help_reads_rows_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, formats_read: list[RowFormat]
+) -> None:
+    asked = []
+    monkeypatch.setattr(attention_backend.choice, "helps", lambda kernel: asked.append(kernel))
+    Engine(FP8, Sequences(FP8, 700)).forward(EXTEND, [(0, 700)])
+    assert formats_read == [RowFormat.FP8] * 3 and asked == ["ref"]
+
+
 def test_idle_forward(sequences: Sequences) -> None:
     engine = Engine(SMALL, sequences)
     engine.forward(EXTEND, [(0, 130)])

@@ -298,5 +298,6 @@ def test_what_pays() -> None:
     assert of_chunk(128, 8192, 512) and of_chunk(128, 256, 192)  # 7 and 5 us; unpacking takes 5 and 3
     # A row is converted for every 64 heads: 192 tokens over a window.
     assert [of_chunk(192, 0, 0, heads) for heads in (8, 64, 65, 128)] == [False, False, True, True]
+    assert [choice.helps(kernel) for kernel in ("ref", "sm90", "sm100")] == [True, True, False]
     assert not of_chunk(1, 8192, 512) and not of_chunk(256, 2**17, 512)
     assert of_chunk(4096, 2**18 - 4096 - 127, 1024) and not of_chunk(4096, 2**18 - 4096 - 126, 1024)  # 256 MiB
