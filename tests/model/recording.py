@@ -64,7 +64,7 @@ def recording(harness: Harness) -> Iterator[Recording]:
         rows = select(layer, q, weights, top_k, num_heads)
         record.add("index_q", layer, q)
         record.add("index_weights", layer, weights)
-        rows_of = backend.metadata.unpack if backend._unpacks(4, top_k) else backend.metadata
+        rows_of = backend.metadata.unpack if backend._unpacks(4, top_k, num_heads) else backend.metadata
         pages = rows_of.page_table[0].long()
         place = torch.full((int(pages.max()) + 1,), -1)
         place[pages] = torch.arange(len(pages))

@@ -274,11 +274,15 @@ def two_sided_gate_clamp(plant: Plant) -> None:
 
 
 def top_k_all(plant: Plant) -> None:
-    plant.backend("select", lambda original: lambda layer, q, weights, top_k: original(layer, q, weights, PROMPT))
+    plant.backend(
+        "select", lambda original: lambda layer, q, weights, top_k, heads: original(layer, q, weights, PROMPT, heads)
+    )
 
 
 def top_k_minus_one(plant: Plant) -> None:
-    plant.backend("select", lambda original: lambda layer, q, weights, top_k: original(layer, q, weights, top_k - 1))
+    plant.backend(
+        "select", lambda original: lambda layer, q, weights, top_k, heads: original(layer, q, weights, top_k - 1, heads)
+    )
 
 
 def hash_by_top_k(plant: Plant) -> None:
