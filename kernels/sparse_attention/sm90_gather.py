@@ -110,7 +110,7 @@ class Producers(WorkItems):
                 if const_expr(fp8 and i + ahead < turns):
                     coming_group = self.place((i + ahead) * producers + turn)
                     self.load_group(address, offset, which, coming_group, words[i % ahead])
-            # Not before: the consumers wait for the groups of this step, and then nobody waits for a while.
+            # Only now: within a step the consumers wait for every group, and then nobody waits for a while.
             self.locate(args, next_step, next_numbers + row, address)
             if const_expr(fp8):
                 for i in cutlass.range_constexpr(ahead):
