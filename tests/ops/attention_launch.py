@@ -1,4 +1,4 @@
-"""One call of a GPU attention kernel in the emulator, for test_sparse_attention_sm90.py and _sm100.py."""
+"""One call of a GPU attention kernel, or of the one that unpacks its rows, in the emulator; for the tests of both."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsv4_kernels.sparse_attention import scratch
 from dsv4_kernels.sparse_attention.problem import Problem
+from dsv4_kernels.unpack import Pages
 
 if TYPE_CHECKING:
     from host import Device
@@ -53,6 +54,18 @@ def launch(
     assert not {warning.split(" at ")[0] for report in device.reports for warning in report.warnings}
     assert not any(held.counters.any() for held in scratch._by_stream.values())
     return (problem.out, problem.lse), device
+
+
+def unpack_emulated(name: str, parts: list[Pages], out: Tensor) -> None:
+    """Writes `out` as the unpacking kernel "sm90" or "sm100" does, with all checks of the emulator on."""
+    from emulator import Checks
+    from host import emulated
+
+    from dsv4_kernels.unpack import gpu
+
+    with emulated(checks=Checks.strict(), arch={"sm90": "sm_90a", "sm100": "sm_100a"}[name]) as device:
+        getattr(gpu, name)(parts, out)
+    assert len(device.reports) == 1 and not device.reports[0].warnings
 
 
 def delete_synchronisation(name: str, device: Device) -> dict[str, float]:

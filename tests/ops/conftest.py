@@ -1,14 +1,15 @@
-"""Where kernels run in the emulator: its modules' place on the import path, and a fixture."""
+"""Where kernels run: in the emulator, whose modules are put on the import path, or on a GPU; and fixtures of both."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from dsv4_kernels import compile_cache
+from dsv4_kernels import compile_cache, registry
 from dsv4_kernels.sparse_attention import scratch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "emulator"))
@@ -27,3 +28,18 @@ def compiled_here() -> Iterator[None]:
         compile_cache.forget()
         yield
         compile_cache.forget()
+
+
+@pytest.fixture(scope="session")
+def kernel_on_gpu() -> Callable[[str], str]:
+    """op -> name of the kernel that serves this GPU; skips where there is none."""
+
+    def name_of(op: str) -> str:
+        if not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU: torch sees none")
+        name = registry.chosen(op, torch.device("cuda"), torch.bfloat16).name
+        if name == "ref":
+            pytest.skip(f"no kernel of {op} for {torch.cuda.get_device_name()}")
+        return name
+
+    return name_of

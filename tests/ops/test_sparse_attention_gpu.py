@@ -11,7 +11,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,14 +30,8 @@ NAN = float("nan")
 
 
 @pytest.fixture(scope="module")
-def kernel() -> str:
-    """Name of the kernel that serves this GPU."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU: torch sees none")
-    name = registry.chosen("sparse_attention", torch.device("cuda"), torch.bfloat16).name
-    if name == "ref":
-        pytest.skip(f"no attention kernel for {torch.cuda.get_device_name()}")
-    return name
+def kernel(kernel_on_gpu: Callable[[str], str]) -> str:
+    return kernel_on_gpu("sparse_attention")
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ What passes is functionally verified by emulation; it did not run on a B200.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -128,14 +129,8 @@ UNPACKED = (
 @pytest.mark.parametrize("name", UNPACKED)
 def test_unpacked_rows_give_the_same_bits(name: str) -> None:
     """A chunk may read FP8 rows, or bf16 rows that were made of them: nobody can tell by the results."""
-    from emulator import Checks
-    from host import emulated
-
-    from dsv4_kernels.unpack import gpu
-
     case = build(CASES[name])
-    with emulated(arch="sm_100a", checks=Checks.strict()):
-        plain = case.unpacked(gpu.sm100)
+    plain = case.unpacked(functools.partial(attention_launch.unpack_emulated, "sm100"))
     assert all(map(same_bits, launch(case)[0], launch(plain)[0]))
 
 

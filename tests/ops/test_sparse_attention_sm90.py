@@ -11,6 +11,7 @@ test_sparse_attention_gpu.py.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Iterable
@@ -145,14 +146,8 @@ UNPACKED = [
 @pytest.mark.parametrize("name", UNPACKED)
 def test_unpacked_rows_give_the_same_bits(name: str) -> None:
     """A chunk may read FP8 rows, or bf16 rows that were made of them: nobody can tell by the results."""
-    from emulator import Checks
-    from host import emulated
-
-    from dsv4_kernels.unpack import gpu
-
     case = build(CASES[name])
-    with emulated(arch="sm_90a", checks=Checks.strict()):
-        plain = case.unpacked(gpu.sm90)
+    plain = case.unpacked(functools.partial(attention_launch.unpack_emulated, "sm90"))
     assert all(map(same_bits, launch(case), launch(plain)))
 
 

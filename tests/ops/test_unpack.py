@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from ops.attention_launch import unpack_emulated
 from ops.number_formats import E4M3, same_bits
 from torch import Tensor
 
-from dsv4_kernels import registry
 from dsv4_kernels.kv_layout import PAGE_BYTES, KVRows, RowFormat
 from dsv4_kernels.unpack import Pages, choice, unpack_pages
 
@@ -161,22 +162,10 @@ def kernel(request: pytest.FixtureRequest, compiled_here: None) -> str:
     return request.param
 
 
-def emulated_kernel(name: str, parts: list[Pages], out: Tensor) -> None:
-    """Writes out as the kernel does, with all checks of the emulator on."""
-    from emulator import Checks
-    from host import emulated
-
-    from dsv4_kernels.unpack import gpu
-
-    with emulated(checks=Checks.strict(), arch={"sm90": "sm_90a", "sm100": "sm_100a"}[name]) as device:
-        getattr(gpu, name)(parts, out)
-    assert len(device.reports) == 1 and not device.reports[0].warnings
-
-
 def test_the_kernel_makes_the_same_bits(kernel: str) -> None:
     rows, expected = every_code_and_scale()
     out = sentinels(255)
-    emulated_kernel(kernel, [Pages(rows, torch.arange(255, dtype=torch.int32), 1)], out)
+    unpack_emulated(kernel, [Pages(rows, torch.arange(255, dtype=torch.int32), 1)], out)
     assert np.array_equal(as_bits(out[:, :448]), expected)
     assert same_bits(out, unpack_pages([Pages(rows, torch.arange(255), 1)], sentinels(255))[0].storage)
 
@@ -192,7 +181,7 @@ def test_the_kernel_finds_the_pages(kernel: str, name: str) -> None:
         expected = around.clone()
         unpack_pages([Pages(rows, torch.tensor(pages), rows_per_page)], expected[1:, 8:520])
         out = around[1 : len(named) + 1, 8:520]
-        emulated_kernel(kernel, [Pages(rows, torch.tensor(pages, dtype=dtype), rows_per_page)], out)
+        unpack_emulated(kernel, [Pages(rows, torch.tensor(pages, dtype=dtype), rows_per_page)], out)
         assert same_bits(around, expected)
 
 
@@ -204,7 +193,7 @@ def test_the_kernel_makes_both_parts(kernel: str, empty: int | None) -> None:
         parts[empty] = parts[empty]._replace(numbers=parts[empty].numbers[:0])
     expected, out = sentinels(60), sentinels(60)
     unpack_pages(parts, expected)
-    emulated_kernel(kernel, parts, out[: sum(part.num_rows for part in parts)])
+    unpack_emulated(kernel, parts, out[: sum(part.num_rows for part in parts)])
     assert same_bits(out, expected)
 
 
@@ -212,14 +201,8 @@ def test_the_kernel_makes_both_parts(kernel: str, empty: int | None) -> None:
 
 
 @pytest.fixture
-def kernel_here() -> str:
-    """Name of the kernel that serves this GPU."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU: torch sees none")
-    name = registry.chosen("unpack_pages", torch.device("cuda"), torch.bfloat16).name
-    if name == "ref":
-        pytest.skip(f"no kernel for {torch.cuda.get_device_name()}")
-    return name
+def kernel_here(kernel_on_gpu: Callable[[str], str]) -> str:
+    return kernel_on_gpu("unpack_pages")
 
 
 def on_gpu(rows: KVRows) -> KVRows:
