@@ -11,7 +11,7 @@ from __future__ import annotations
 
 STEP_KEYS = 128
 """Key slots of one step; parts begin and end at steps."""
-DECODE_SPLIT_KEYS = 1280
+DECODE_SPLIT_KEYS = 1152
 """`split_keys` of forwards with few queries a request: decode and verification of drafts."""
 
 

@@ -61,13 +61,14 @@ def test_every_kind_of_layer_is_called_in_decode_and_prefill(
     assert all(problem.num_heads == 16 for problem in kernel)
     assert [problem.num_tokens for problem in kernel] == list(attention_kernel.TOKENS) * 12
     kinds = [(p.entry_rows is not None, p.page_table is not None, p.split_keys, p.max_entry_slots) for p in kernel]
+    parts = 2 * DECODE_SPLIT_KEYS  # entries that take several
     assert list(dict.fromkeys(kinds)) == [
         (*kind, split, entries)
-        for kind, widths in (((0, 0), (0,)), ((1, 0), (512, 2560)), ((0, 1), (128, 512, 2560)))
+        for kind, widths in (((0, 0), (0,)), ((1, 0), (512, parts)), ((0, 1), (128, 512, parts)))
         for split in (DECODE_SPLIT_KEYS, None)
         for entries in widths
     ]
-    assert all((p.max_parts > 1) == (p.split_keys is not None and p.max_entry_slots == 2560) for p in kernel)
+    assert all((p.max_parts > 1) == (p.split_keys is not None and p.max_entry_slots == parts) for p in kernel)
     messages = [record.getMessage() for record in caplog.records]
     assert messages[2].startswith("attention kernel stand_in: 3 of 6 ready (CSA, decode), ") and len(messages) == 7
     assert messages[-1].endswith("0 compiled, 0 from disk")
