@@ -141,7 +141,7 @@ class SparseAttention(Producers, Results):
         lane, warp = thread % 32, in_group // 32
         row = warp * 16 + lane // 4  # of the accumulators' first row; the second is row + 8
         full, free = shared.full.data_ptr(), shared.free.data_ptr()
-        p_own = Int32(shared.p.data_ptr().toint()) + which * BLOCK_BYTES
+        p_address = Int32(shared.p.data_ptr().toint())
         rows = cute.recast_ptr(shared.rows.data_ptr() + which * TILE // 8, dtype=Uint32)
         maxima = Int32(shared.maxima.data_ptr().toint()) + row * 4
 
@@ -172,6 +172,7 @@ class SparseAttention(Producers, Results):
         product = cute.make_rmem_tensor(own_mma.partition_shape_C((HEADS, GROUP)), Float32)
         own_p = cute.make_rmem_tensor(own_mma.partition_shape_A((HEADS, TILE)), BFloat16)
         packed_p = cute.recast_tensor(own_p, Uint32)
+        other_p = p_operand[None, None, None, 1 - which]
         weight, step_total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Float32)
         # Of two rows each: maxima; sums of P as it is multiplied, and sums before rounding.
         maximum, total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Float32)
@@ -228,7 +229,7 @@ class SparseAttention(Producers, Results):
                     if const_expr(self.configuration.shares > 1):
                         self.release_others(free + which * HALF_GROUPS, share, lane)
                     self.exponentials(args, scores, highest, packed_p, step_total)
-                    self.store_p(p_own, packed_p, warp, lane)
+                    self.store_p(p_address + which * BLOCK_BYTES, packed_p, warp, lane)
                     cute.arch.fence_view_async_shared()
                     self.arrive(Named.P + which)
                     self.fold_sums(highest, packed_p, step_total, maximum, total, weight, out)
@@ -243,7 +244,6 @@ class SparseAttention(Producers, Results):
                             own_mma, product, own_p, value_operand[None, None, None, which * GROUPS + group], 0, False
                         )
                         other_values = value_operand[None, None, None, (1 - which) * GROUPS + group]
-                        other_p = p_operand[None, None, None, 1 - which]
                         multiply(other_mma, product, other_p, other_values, 0, True)
                         warpgroup.commit_group()
                         warpgroup.wait_group(0)

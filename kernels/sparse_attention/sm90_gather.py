@@ -61,11 +61,10 @@ class Producers(WorkItems):
             step = leading
             (numbers + thread).store(self.row_number(args, token, visible, step, thread))
             self.sync_producer(turn * 2 + which)
-            self.locate(args, step, numbers + row, address)
+            self.locate(args, step, numbers + row, self.piece(which, part), address)
             if const_expr(fp8):
                 for i in cutlass.range_constexpr(ahead):
-                    offset = which * HALF_GROUPS * GROUP + part * 16
-                    self.load_group(address, offset, which, self.place(i * producers + turn), words[i])
+                    self.load_group(address, which, self.place(i * producers + turn), words[i])
             index, token, leading, last, visible = self.advance(
                 args, shared, index, num_items, token, leading, last, visible
             )
@@ -76,7 +75,6 @@ class Producers(WorkItems):
             which = cute.arch.make_warp_uniform(which)  # what is computed from it needs no registers meanwhile
             full, free = shared.full.data_ptr() + which * HALF_GROUPS, shared.free.data_ptr() + which * HALF_GROUPS
             place = Int32(shared.keys.data_ptr().toint()) + which * HALF_GROUPS * BLOCK_BYTES + row * ROW_STRIDE
-            offset = which * HALF_GROUPS * GROUP + part * 16  # of FP8 channels in a row
             numbers = shared.numbers.data_ptr() + (turn * 2 + which) * 2 * STEP
             next_numbers = numbers + phase * STEP
             # The first groups of this step are on their way, and the consumers are busy with the step before.
@@ -100,21 +98,20 @@ class Producers(WorkItems):
                     if (which == 0) & (turn == 0):
                         self.write_row_bits(shared, numbers + ((phase ^ 1) * STEP + thread), warp, lane, address)
                 if const_expr(not fp8):
-                    first = (which * HALF_GROUPS + group) * (GROUP * 2)
-                    self.copy_group(place + group * BLOCK_BYTES, row, part, address, first)
+                    self.copy_group(place + group * BLOCK_BYTES, row, part, address, group * (GROUP * 2))
                 elif (which == 0) | (group < HALF_GROUPS - 1):
                     self.store_group(place + group * BLOCK_BYTES, row, part, group, words[i % ahead], scales)
                 else:
-                    self.copy_group(place + group * BLOCK_BYTES, row, part, address, Int32(NOPE_DIM))
+                    self.copy_group(place + group * BLOCK_BYTES, row, part, address, NOPE_DIM - HALF_GROUPS * GROUP)
                 self.publish(full + group, lane, which, group)
                 if const_expr(fp8 and i + ahead < turns):
                     coming_group = self.place((i + ahead) * producers + turn)
-                    self.load_group(address, offset, which, coming_group, words[i % ahead])
+                    self.load_group(address, which, coming_group, words[i % ahead])
             # Only now: within a step the consumers wait for every group, and then nobody waits for a while.
-            self.locate(args, next_step, next_numbers + row, address)
+            self.locate(args, next_step, next_numbers + row, self.piece(which, part), address)
             if const_expr(fp8):
                 for i in cutlass.range_constexpr(ahead):
-                    self.load_group(address, offset, which, self.place(i * producers + turn), words[i])
+                    self.load_group(address, which, self.place(i * producers + turn), words[i])
             step, next_step = next_step, leading
             if index >= num_items:
                 next_step = Int32(-1)
@@ -178,9 +175,9 @@ class Producers(WorkItems):
 
     @cute.jit
     def row_address(self, args: Arguments, step: Int32, number: Int32) -> Int64:
-        """Address of a row's channels, 0 for a hole."""
+        """Address of a row's channels, HOLE for a hole."""
         table, page_bytes = self.table(args, step)
-        address = Int64(0)
+        address = Int64(ptx.HOLE)
         if number >= 0:
             if const_expr(self.configuration.fp8_rows):
                 address = table + (Int64(number // PAGE_ROWS) * page_bytes + number % PAGE_ROWS * ROW_DATA_BYTES)
@@ -188,11 +185,16 @@ class Producers(WorkItems):
                 address = table + Int64(number) * page_bytes
         return address
 
+    def piece(self, which: Int32, part: Int32) -> Int32:
+        """Where a thread's bytes of this half of the channels begin in a row."""
+        channel_bytes = 1 if self.configuration.fp8_rows else 2
+        return which * (HALF_GROUPS * GROUP * channel_bytes) + part * 16
+
     @cute.jit
-    def locate(self, args: Arguments, step: Int32, numbers: cute.Pointer, addresses: cute.Tensor) -> None:
-        """Addresses of this thread's rows."""
+    def locate(self, args: Arguments, step: Int32, numbers: cute.Pointer, piece: Int32, addresses: cute.Tensor) -> None:
+        """Addresses of this thread's pieces of its rows, so that those of groups differ by what instructions name."""
         for i in cutlass.range_constexpr(self.configuration.rows):
-            addresses[i] = self.row_address(args, step, (numbers + i * self.configuration.row_step).load())
+            addresses[i] = self.row_address(args, step, (numbers + i * self.configuration.row_step).load()) + piece
 
     @cute.jit
     def load_scales(
@@ -227,16 +229,14 @@ class Producers(WorkItems):
             ptx.prefetch(address, which * half + min(128 * i, half - 1))
 
     @cute.jit
-    def load_group(
-        self, addresses: cute.Tensor, offset: Int32, which: Int32, group: Int32 | int, words: cute.Tensor
-    ) -> None:
+    def load_group(self, addresses: cute.Tensor, which: Int32, group: Int32 | int, words: cute.Tensor) -> None:
         """This thread's e4m3 of a group of the rows; nothing of the group that is no e4m3."""
         for i in cutlass.range_constexpr(self.configuration.rows):
             row = addresses[i]
             if const_expr(not isinstance(group, int) or group == HALF_GROUPS - 1):
                 if (which == 1) & (group == HALF_GROUPS - 1):
-                    row = Int64(0)
-            loaded = ptx.load_16_bytes(row, group * GROUP + offset)
+                    row = Int64(ptx.HOLE)
+            loaded = ptx.load_16_bytes(row, group * GROUP)
             for j in cutlass.range_constexpr(4):
                 words[4 * i + j] = loaded[j]
 
@@ -260,15 +260,13 @@ class Producers(WorkItems):
                 ptx.store_shared(place + (self.offset(i) + chunk * 16), (*low, *high))
 
     @cute.jit
-    def copy_group(self, place: Int32, row: Int32, part: Int32, addresses: cute.Tensor, offset: Int32) -> None:
-        """A group's channels that are bf16 already, `offset` bytes behind the rows' beginning."""
+    def copy_group(self, place: Int32, row: Int32, part: Int32, addresses: cute.Tensor, offset: Int32 | int) -> None:
+        """A group's channels that are bf16 already, `offset` bytes behind the pieces' beginning; zeros for holes."""
+        side_by_side = self.configuration.rows
         for i in cutlass.range_constexpr(self.configuration.rows):
-            num_bytes = Int32(16) if addresses[i] != 0 else Int32(0)
-            for j in cutlass.range_constexpr(ROW_STRIDE // 16 // self.configuration.rows):
-                chunk = j * self.configuration.rows + part
-                ptx.copy_async(
-                    place + (self.offset(i) + (chunk ^ (row & 7)) * 16), addresses[i] + (offset + chunk * 16), num_bytes
-                )
+            for j in cutlass.range_constexpr(ROW_STRIDE // 16 // side_by_side):
+                target = place + (self.offset(i) + ((j * side_by_side + part) ^ (row & 7)) * 16)
+                ptx.copy_row_async(target, addresses[i], offset + j * side_by_side * 16)
 
     def offset(self, i: int) -> int:
         """Of a thread's row i from its first one in shared memory."""
@@ -284,7 +282,7 @@ class Producers(WorkItems):
             # From the addresses, which needs less registers: of rows side by side, four lanes each know the same.
             rows = shared.rows.data_ptr() + warp
             for i in cutlass.range_constexpr(self.configuration.rows):
-                bits = cute.arch.vote_ballot_sync(addresses[i] != 0) & 0x11111111
+                bits = cute.arch.vote_ballot_sync(addresses[i] >= 0) & 0x11111111
                 bits = (bits | (bits >> 3)) & 0x03030303
                 bits = (bits | (bits >> 6)) & 0x000F000F
                 bits = (bits | (bits >> 12)) & 0xFF
@@ -297,8 +295,9 @@ class Producers(WorkItems):
 
     @cute.jit
     def publish(self, barrier: cute.Pointer, lane: Int32, which: Int32, group: Int32 | int) -> None:
-        """Tells the consumers that this warp's part of a group is written."""
-        cute.arch.fence_view_async_shared()  # generic stores, read by wgmma
+        """Tells the consumers that this warp's part of a group is written, or will be when its copies are complete."""
+        if const_expr(self.configuration.fp8_rows):
+            cute.arch.fence_view_async_shared()  # generic stores, read by wgmma
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(barrier)

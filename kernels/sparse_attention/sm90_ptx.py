@@ -62,9 +62,21 @@ def load_or_zeros(
     )
 
 
-def load_16_bytes(row: Int64, offset: Int32) -> tuple:
-    """16 bytes of a row at an address, or zeros if that is 0. Rows are read once, so they stay out of L1."""
-    return load_or_zeros(Uint32, 4, row + offset, row, "ne.s64")
+HOLE = -(1 << 62)
+"""Address of a row that is not there: negative whatever is added, so that its upper word tells."""
+
+
+def load_16_bytes(row: Int64, offset: Int32 | int = 0) -> tuple:
+    """16 bytes behind an address, or zeros if that is HOLE. Rows are read once, so they stay out of L1."""
+    if not isinstance(offset, int):
+        row, offset = row + offset, 0
+    zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(4))
+    return asm(
+        "{\n.reg .pred p;\n.reg .b32 low, high;\nmov.b64 {low, high}, {$r0};\nsetp.ge.s32 p, high, 0;\n"
+        f"{zeros}\n@p ld.global.L1::no_allocate.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}+{offset}];\n}}",
+        [Uint32] * 4,
+        row,
+    )
 
 
 def load_4_bytes(address: Int64, number: Int32) -> Uint32:
@@ -73,8 +85,8 @@ def load_4_bytes(address: Int64, number: Int32) -> Uint32:
 
 
 def prefetch(row: Int64, offset: Int32) -> None:
-    """Calls a line of a row at an address into L2, unless that is 0."""
-    asm("{\n.reg .pred p;\nsetp.ne.s64 p, {$r1}, 0;\n@p prefetch.global.L2 [{$r0}];\n}", [], row + offset, row)
+    """Calls a line behind an address into L2, unless that is HOLE."""
+    asm("{\n.reg .pred p;\nsetp.ge.s64 p, {$r0}, 0;\n@p prefetch.global.L2 [{$r0}];\n}", [], row + offset)
 
 
 def store_shared(address: Int32, words: tuple) -> None:
@@ -100,6 +112,19 @@ def store_matrices(address: Int32, words: tuple) -> None:
 def copy_async(shared: Int32, address: Int64, num_bytes: Int32) -> None:
     """16 bytes from global to shared memory, of which those from num_bytes on are zeros."""
     asm("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", [], shared, address, num_bytes)
+
+
+def copy_row_async(shared: Int32, row: Int64, offset: Int32 | int) -> None:
+    """16 bytes behind an address from global to shared memory, or zeros if that is HOLE."""
+    if not isinstance(offset, int):
+        row, offset = row + offset, 0
+    asm(
+        "{\n.reg .pred p;\n.reg .b32 low, high;\nmov.b64 {low, high}, {$r1};\nsetp.lt.s32 p, high, 0;\n"
+        f"cp.async.cg.shared.global [{{$r0}}], [{{$r1}}+{offset}], 16, p;\n}}",
+        [],
+        shared,
+        row,
+    )
 
 
 def load_f32x4_if(condition: Boolean, address: Int64) -> tuple:

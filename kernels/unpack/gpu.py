@@ -39,32 +39,24 @@ ROW_STEP = THREADS // CHUNKS
 ROWS_A_CTA = ROWS_A_THREAD * ROW_STEP
 
 
-class Arguments(NamedTuple):
-    """Dynamic arguments of the kernel; addresses are Int64. The first `num_ctas` CTAs make the first part."""
+class Part(NamedTuple):
+    """Pages of one table; addresses are Int64."""
 
     table: Int64
     table_page_bytes: Int32  # of 64 rows
     pages: Int64  # int32
     rows_per_page: Int32
     num_rows: Int32  # of out
+
+
+class Arguments(NamedTuple):
+    """Dynamic arguments of the kernel. The first `num_ctas` CTAs make the first part."""
+
+    first: Part
+    second: Part
     num_ctas: Int32
-    second_table: Int64
-    second_table_page_bytes: Int32
-    second_pages: Int64
-    second_rows_per_page: Int32
-    second_num_rows: Int32
     out: Int64
     out_row_bytes: Int32
-
-
-class Part(NamedTuple):
-    """What a CTA works on: those of the arguments that are its own."""
-
-    table: Int64
-    table_page_bytes: Int32
-    pages: Int64
-    rows_per_page: Int32
-    num_rows: Int32
 
 
 @cute.jit
@@ -80,13 +72,11 @@ def kernel(args: Arguments) -> None:
     cta, _, _ = cute.arch.block_idx()
     chunk = thread % CHUNKS
     is_second = cta >= args.num_ctas
-    part = Part(
-        *(cutlass.select_(is_second, getattr(args, f"second_{name}"), getattr(args, name)) for name in Part._fields)
-    )
+    part = Part(*(cutlass.select_(is_second, b, a) for a, b in zip(args.first, args.second, strict=True)))
     out = args.out
     if is_second:
         cta -= args.num_ctas
-        out += Int64(args.num_rows) * args.out_row_bytes
+        out += Int64(args.first.num_rows) * args.out_row_bytes
     first = cta * ROWS_A_CTA + thread // CHUNKS
     data = cute.make_rmem_tensor((ROWS_A_THREAD,), Int64)
     scales = cute.make_rmem_tensor((ROWS_A_THREAD,), Int64)
@@ -96,14 +86,14 @@ def kernel(args: Arguments) -> None:
     if chunk < E4M3_CHUNKS:
         group = chunk * CHUNK // SCALE_GROUP
         for i in cutlass.range_constexpr(ROWS_A_THREAD):
-            loaded = ptx.load_or_zeros(Uint32, 2, data[i] + chunk * CHUNK, data[i], "ne.s64")
+            loaded = ptx.load_or_zeros(Uint32, 2, data[i] + chunk * CHUNK, data[i], "ge.s64")
             words[4 * i], words[4 * i + 1] = loaded[0], loaded[1]
-            four_scales = ptx.load_or_zeros(Uint32, 1, scales[i] + group // 4 * 4, data[i], "ne.s64", cache="")
+            four_scales = ptx.load_or_zeros(Uint32, 1, scales[i] + group // 4 * 4, data[i], "ge.s64", cache="")
             words[4 * i + 2] = four_scales
         for i in cutlass.range_constexpr(ROWS_A_THREAD):
             scale = ptx.scale_pair((words[4 * i + 2] >> (8 * (group % 4))) & 0xFF)
             low, high = ptx.dequantise(words[4 * i], scale), ptx.dequantise(words[4 * i + 1], scale)
-            if data[i] != 0:
+            if data[i] >= 0:
                 ptx.store_16_bytes(out + Int64(i * ROW_STEP) * args.out_row_bytes, (*low, *high))
     else:
         offset = NOPE_DIM + (chunk - E4M3_CHUNKS) * 16
@@ -112,14 +102,14 @@ def kernel(args: Arguments) -> None:
             for j in cutlass.range_constexpr(4):
                 words[4 * i + j] = loaded[j]
         for i in cutlass.range_constexpr(ROWS_A_THREAD):
-            if data[i] != 0:
+            if data[i] >= 0:
                 row = tuple(words[4 * i + j] for j in range(4))
                 ptx.store_16_bytes(out + Int64(i * ROW_STEP) * args.out_row_bytes, row)
 
 
 @cute.jit
 def locate(part: Part, first: Int32, data: cute.Tensor, scales: cute.Tensor) -> None:
-    """Addresses of the data and the scales of what becomes a thread's rows of out, data 0 for what is left alone.
+    """Addresses of the data and the scales of what becomes a thread's rows of out, data HOLE for what is left alone.
 
     Without branches, so that the page numbers of all rows are loaded side by side.
     """
@@ -134,7 +124,7 @@ def locate(part: Part, first: Int32, data: cute.Tensor, scales: cute.Tensor) -> 
         number = pages[i] * part.rows_per_page + places[i]
         page = part.table + Int64(number // PAGE_ROWS) * part.table_page_bytes
         exists = (pages[i] >= 0) & (first + i * ROW_STEP < part.num_rows)
-        data[i] = cutlass.select_(exists, page + number % PAGE_ROWS * ROW_DATA_BYTES, Int64(0))
+        data[i] = cutlass.select_(exists, page + number % PAGE_ROWS * ROW_DATA_BYTES, Int64(ptx.HOLE))
         scales[i] = page + (PAGE_ROWS * ROW_DATA_BYTES + number % PAGE_ROWS * ROW_SCALE_BYTES)
 
 
@@ -145,7 +135,8 @@ def compile(arch: str) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
     def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
+        part = Part(*(kind(1) for kind in Part.__annotations__.values()))
+        example = Arguments(part, part, Int32(1), Int64(1), Int32(1))
         return cute.compile(launch, example, Int32(1), cuda.CUstream(0))
 
     return load_or_compile("unpack_pages", "the only one", arch, from_compiler)
@@ -154,19 +145,24 @@ def compile(arch: str) -> Callable[..., None]:
 def _run(arch: str, parts: Sequence[Pages], out: Tensor) -> None:
     numbers = [part.numbers.to(torch.int32).contiguous() for part in parts]
     values = [
-        (
-            Int64(part.table.storage.data_ptr()),
-            Int32(row_bytes(part.table.storage)),
-            Int64(pages.data_ptr()),
-            Int32(part.rows_per_page),
-            Int32(part.num_rows),
+        Part(
+            table=Int64(part.table.storage.data_ptr()),
+            table_page_bytes=Int32(row_bytes(part.table.storage)),
+            pages=Int64(pages.data_ptr()),
+            rows_per_page=Int32(part.rows_per_page),
+            num_rows=Int32(part.num_rows),
         )
         for part, pages in zip(parts, numbers, strict=True)
     ]
-    nothing = (Int64(0), Int32(0), Int64(0), Int32(1), Int32(0))
-    second = values[1] if len(values) > 1 else nothing
+    nothing = Part(table=Int64(0), table_page_bytes=Int32(0), pages=Int64(0), rows_per_page=Int32(1), num_rows=Int32(0))
     num_ctas = [-(-part.num_rows // ROWS_A_CTA) for part in parts]
-    arguments = Arguments(*values[0], Int32(num_ctas[0]), *second, Int64(out.data_ptr()), Int32(row_bytes(out)))
+    arguments = Arguments(
+        first=values[0],
+        second=values[1] if len(values) > 1 else nothing,
+        num_ctas=Int32(num_ctas[0]),
+        out=Int64(out.data_ptr()),
+        out_row_bytes=Int32(row_bytes(out)),
+    )
     device = out.device
     stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
     compile(arch)(arguments, Int32(sum(num_ctas)), stream)
