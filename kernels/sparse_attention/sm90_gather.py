@@ -61,7 +61,7 @@ class Producers(WorkItems):
             step = leading
             (numbers + thread).store(self.row_number(args, token, visible, step, thread))
             self.sync_producer(turn * 2 + which)
-            self.locate(args, step, numbers + row, self.piece(which, part), address)
+            self.locate(args, step, numbers + row, self.first_byte(which, part), address)
             if const_expr(fp8):
                 for i in cutlass.range_constexpr(ahead):
                     self.load_group(address, which, self.place(i * producers + turn), words[i])
@@ -108,7 +108,7 @@ class Producers(WorkItems):
                     coming_group = self.place((i + ahead) * producers + turn)
                     self.load_group(address, which, coming_group, words[i % ahead])
             # Only now: within a step the consumers wait for every group, and then nobody waits for a while.
-            self.locate(args, next_step, next_numbers + row, self.piece(which, part), address)
+            self.locate(args, next_step, next_numbers + row, self.first_byte(which, part), address)
             if const_expr(fp8):
                 for i in cutlass.range_constexpr(ahead):
                     self.load_group(address, which, self.place(i * producers + turn), words[i])
@@ -185,16 +185,16 @@ class Producers(WorkItems):
                 address = table + Int64(number) * page_bytes
         return address
 
-    def piece(self, which: Int32, part: Int32) -> Int32:
+    def first_byte(self, which: Int32, part: Int32) -> Int32:
         """Where a thread's bytes of this half of the channels begin in a row."""
         channel_bytes = 1 if self.configuration.fp8_rows else 2
         return which * (HALF_GROUPS * GROUP * channel_bytes) + part * 16
 
     @cute.jit
-    def locate(self, args: Arguments, step: Int32, numbers: cute.Pointer, piece: Int32, addresses: cute.Tensor) -> None:
-        """Addresses of this thread's pieces of its rows, so that those of groups differ by what instructions name."""
+    def locate(self, args: Arguments, step: Int32, numbers: cute.Pointer, first: Int32, addresses: cute.Tensor) -> None:
+        """Addresses of this thread's first bytes of its rows: groups are immediate offsets from there."""
         for i in cutlass.range_constexpr(self.configuration.rows):
-            addresses[i] = self.row_address(args, step, (numbers + i * self.configuration.row_step).load()) + piece
+            addresses[i] = self.row_address(args, step, (numbers + i * self.configuration.row_step).load()) + first
 
     @cute.jit
     def load_scales(
@@ -261,7 +261,7 @@ class Producers(WorkItems):
 
     @cute.jit
     def copy_group(self, place: Int32, row: Int32, part: Int32, addresses: cute.Tensor, offset: Int32 | int) -> None:
-        """A group's channels that are bf16 already, `offset` bytes behind the pieces' beginning; zeros for holes."""
+        """A group's channels that are bf16 already, `offset` bytes behind the first ones; zeros for holes."""
         side_by_side = self.configuration.rows
         for i in cutlass.range_constexpr(self.configuration.rows):
             for j in cutlass.range_constexpr(ROW_STRIDE // 16 // side_by_side):
