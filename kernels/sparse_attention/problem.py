@@ -27,7 +27,7 @@ class Problem:
     Holes of the lists are -1. A row that no list names must not be read: it may be NaN.
     """
 
-    q: Tensor  # [T, H, 512] bf16; rows 16-byte aligned
+    q: Tensor  # [T, H, 512] bf16; rows 16-byte aligned, no stride is 0
     row_format: RowFormat  # of both tables: FP8 or PLAIN (bf16)
     window_storage: Tensor  # FP8: [pages, page stride >= 37440] uint8, 64 rows a page; PLAIN: [N, 512] bf16
     entry_storage: Tensor | None  # the same; None: no entries
@@ -111,7 +111,7 @@ class Problem:
         out = out if out is not None else q.new_empty(q.shape, dtype=q.dtype if normalised else torch.float32)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse or not normalised else None
         problem = Problem(
-            q=q if _rows_are_aligned(q) else q.clone(memory_format=torch.contiguous_format),
+            q=q if _rows_are_aligned(q) and 0 not in q.stride() else q.clone(memory_format=torch.contiguous_format),
             row_format=row_format,
             window_storage=_checked_storage("window", window),
             entry_storage=None if entries is None else _checked_storage("entries", entries),

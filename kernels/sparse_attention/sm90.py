@@ -13,6 +13,12 @@ bf16 in shared memory, K (K-major) and V (MN-major) at once, filled and released
 There are two of each, side by side and in the same code: a consumer has the scores of one tile and half of the channels
 of O, in registers; a producer fills one half of the channels of both tiles. A group is free again when its product is
 done, which is the last thing that reads it: the scores came before, and the exchange of P says so of the other tile's.
+Consumer 0 gives its P away when its first product is on its way. So the products take turns: while one consumer folds,
+the other one's runs.
+
+Where tokens have a CTA each, little stops between them: Q of the next one is copied as soon as nobody reads this one's,
+and O of this one is written, from where P was, while the first scores of the next one are computed. Both is done by the
+copy engine.
 
 Where there are few tokens, several CTAs divide the channels of O: each computes all scores, which repeats work, but has
 only its share of the products, of the output and of what is merged. Groups of other shares are free after the scores.
@@ -51,7 +57,7 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 import torch
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import RowFormat
@@ -81,13 +87,14 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
     SLOTS_PER_CTA,
     STATISTICS_BYTES,
     TILE,
+    WARP_HEADS,
     Arguments,
     Configuration,
     Entries,
     Named,
     Shared,
 )
-from dsv4_kernels.sparse_attention.sm90_results import Results
+from dsv4_kernels.sparse_attention.sm90_results import Copy, Results, layout, partition, swizzled_atom
 from dsv4_kernels.sparse_attention.split import STEP_KEYS
 
 
@@ -100,12 +107,20 @@ class SparseAttention(Producers, Results):
     @cute.jit
     def launch(self, arguments: Arguments, num_ctas: Int32, stream: cuda.CUstream) -> None:
         """Persistent: the CTAs must all be resident at once."""
-        self.kernel(arguments).launch(
+        heads, tokens = arguments.num_heads, arguments.num_tokens
+        q = rows_of_heads(arguments.q, heads, tokens, arguments.q_head_stride, arguments.q_token_stride)
+        out = rows_of_heads(arguments.out, heads, tokens, arguments.out_head_stride, arguments.out_token_stride)
+        copy_q = Copy(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), q, *tile_of_heads(HEADS)))
+        copy_out = None
+        if const_expr(not self.configuration.fp32_out):
+            operation = cpasync.CopyBulkTensorTileS2GOp()
+            copy_out = Copy(*cpasync.make_tiled_tma_atom(operation, out, *tile_of_heads(WARP_HEADS)))
+        self.kernel(arguments, copy_q, copy_out).launch(
             grid=[num_ctas, 1, 1], block=[self.configuration.threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
-    def kernel(self, args: Arguments) -> None:
+    def kernel(self, args: Arguments, copy_q: Copy, copy_out: Copy | None) -> None:
         """Sets up barriers, counts pieces, and sends every warp to its role with its share of registers."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -117,6 +132,7 @@ class SparseAttention(Producers, Results):
                         shared.full.data_ptr() + group, PRODUCER_THREADS // 32 + self.asynchronous(group)
                     )
                     cute.arch.mbarrier_init(shared.free.data_ptr() + group, 4)
+                cute.arch.mbarrier_init(shared.q_full.data_ptr(), 1)
                 cute.arch.mbarrier_init_fence()
         if const_expr(self.configuration.split):
             if warp == CONSUMER_THREADS // 32:
@@ -126,7 +142,7 @@ class SparseAttention(Producers, Results):
         cute.arch.barrier()
         if warp < CONSUMER_THREADS // 32:
             cute.arch.setmaxregister_increase(self.configuration.registers[0])
-            self.consume(args, shared, thread, warp // 4)
+            self.consume(args, shared, copy_q, copy_out, thread, warp // 4)
         else:
             cute.arch.setmaxregister_decrease(self.configuration.registers[1])
             producer = warp // 4 - CONSUMER_THREADS // 128
@@ -135,7 +151,15 @@ class SparseAttention(Producers, Results):
     # Consumers
 
     @cute.jit
-    def consume(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, which: Int32) -> None:
+    def consume(
+        self,
+        args: Arguments,
+        shared: cutlass.Constexpr,
+        copy_q: Copy,
+        copy_out: Copy | None,
+        thread: Int32,
+        which: Int32,
+    ) -> None:
         """One consumer warpgroup: scores of tile `which`, channels [which * 256, + 256) of O."""
         in_group = thread % 128
         lane, warp = thread % 32, in_group // 32
@@ -146,7 +170,7 @@ class SparseAttention(Producers, Results):
         maxima = Int32(shared.maxima.data_ptr().toint()) + row * 4
 
         # The same blocks of shared memory as operands of four products.
-        swizzled = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        swizzled = swizzled_atom()
         q = shared.q.get_tensor(*layout(swizzled, (HEADS, DIM)))
         keys = shared.keys.get_tensor(*layout(swizzled, (TILE, GROUP, 2 * GROUPS)))
         p = shared.p.get_tensor(*layout(swizzled, (HEADS, TILE, 2)))
@@ -186,20 +210,24 @@ class SparseAttention(Producers, Results):
         turn, stop = Int32(0), num_items
         if const_expr(split):
             stop += ctas  # a token's share is merged one turn later than its piece was written
+        inverse = cute.make_rmem_tensor((2,), Float32)
+        steps = Int32(0)  # of the item at hand, if it is a whole token
         if index < num_items:
-            item = self.item(args, shared, index, turn)
-            self.load_q(args, shared, thread, item.token, item.head_block)
+            self.load_q(args, shared, copy_q, thread, index, turn)
+            if thread < 2 * HEADS:
+                (shared.sinks.data_ptr() + thread).store(self.sink(args, thread))
+            if const_expr(not split):
+                steps = self.steps_of_item(args, index)
+                self.clear(maximum, total, out)
         while index < stop:
             if index < num_items:
-                item = self.item(args, shared, index, turn)
-                self.clear(maximum, total, out)
                 if const_expr(split):
+                    item = self.known_item(shared, turn)
+                    self.clear(maximum, total, out)
                     self.wait_for_slot(args, shared, thread, turn - SCRATCH_SLOTS)
-                cute.arch.cp_async_wait_group(0)
-                cute.arch.fence_view_async_shared()
-                self.sync(Named.CONSUMERS)
-                if thread < HEADS:
-                    (shared.sinks.data_ptr() + thread).store(self.sink(args, item.head_block * HEADS + thread))
+                else:
+                    item = self.whole_token(args, index, steps)
+                self.wait_for_q(shared, turn)
                 if const_expr(split):
                     # While the first rows are on their way.
                     if thread < 32:
@@ -207,7 +235,6 @@ class SparseAttention(Producers, Results):
                             self.list_partials(args, shared, lane, item, index)
                         if index + ctas < num_items:
                             self.know_item(args, shared, index + ctas, turn + 1, lane)
-
                 step, first_export = item.first, item.last  # the first step that leaves a partial result
                 if const_expr(split):
                     if item.pieces > 1:
@@ -217,21 +244,30 @@ class SparseAttention(Producers, Results):
                 while step < item.last:
                     # Anew in every step, so that descriptors are computed where they are used, not kept in registers.
                     which = cute.arch.make_warp_uniform(which)
-                    for i in cutlass.range_constexpr(GROUPS):
-                        group = i % 2 * HALF_GROUPS + self.place(i // 2)
-                        cute.arch.mbarrier_wait(full + group, phase)
-                        group_keys = key_operand[None, None, None, which * GROUPS + group]
-                        multiply(scores_mma, scores, q_operand, group_keys, group * GROUP // 16, i > 0)
-                        warpgroup.commit_group()
-                    warpgroup.wait_group(0)
+                    if const_expr(not self.configuration.overlaps):
+                        self.multiply_keys(full, phase, which, scores_mma, scores, q_operand, key_operand)
+                    elif (step == item.first) & (index >= ctas):
+                        before = self.whole_token(args, index - ctas, Int32(0))
+                        store = functools.partial(
+                            self.store_out, args, shared, copy_out, before, which, warp, lane, out, inverse
+                        )
+                        self.multiply_keys(full, phase, which, scores_mma, scores, q_operand, key_operand, store)
+                        self.finish_store()
+                    else:
+                        self.multiply_keys(full, phase, which, scores_mma, scores, q_operand, key_operand)
                     self.mask(scores, rows, lane)
                     highest = self.highest(args, scores, maxima, which, lane)
+                    if const_expr(not split):
+                        if (step == item.last - 1) & (index + ctas < num_items):  # nobody reads Q any more
+                            self.load_q(args, shared, copy_q, thread, index + ctas, turn + 1)
+                            steps = self.steps_of_item(args, index + ctas)
                     if const_expr(self.configuration.shares > 1):
                         self.release_others(free + which * HALF_GROUPS, share, lane)
                     self.exponentials(args, scores, highest, packed_p, step_total)
                     self.store_p(p_address + which * BLOCK_BYTES, packed_p, warp, lane)
                     cute.arch.fence_view_async_shared()
-                    self.arrive(Named.P + which)
+                    if which == 1:  # consumer 0 comes there with its first product, ahead of this one's
+                        self.arrive(Named.P + 1)
                     self.fold_sums(highest, packed_p, step_total, maximum, total, weight, out)
                     self.sync(Named.P + 1 - which)
                     for i in cutlass.range_constexpr(self.configuration.share_groups):
@@ -246,6 +282,9 @@ class SparseAttention(Producers, Results):
                         other_values = value_operand[None, None, None, (1 - which) * GROUPS + group]
                         multiply(other_mma, product, other_p, other_values, 0, True)
                         warpgroup.commit_group()
+                        if const_expr(i == 0):
+                            if which == 0:
+                                self.arrive(Named.P)
                         warpgroup.wait_group(0)
                         self.release(free + group, lane)
                         first = (place if const_expr(self.configuration.shares == 1) else i) * cute.size(product)
@@ -262,27 +301,58 @@ class SparseAttention(Producers, Results):
                             self.clear(maximum, total, out)
                     phase ^= 1
                     step += 1
-                self.sync(Named.CONSUMERS)  # nobody reads Q any more, and what this CTA leaves is stored
-                item = self.item(args, shared, index, turn)  # again: its numbers need no registers meanwhile
-                if item.pieces > 1:
-                    if thread == 0:
-                        ptx.add_release(self.arrived(args, item))
-                if index + ctas < num_items:
-                    next_item = self.item(args, shared, index + ctas, turn + 1)
-                    self.load_q(args, shared, thread, next_item.token, next_item.head_block)
-                if item.pieces == 1:
-                    self.sum_up(shared, which, row, lane, total)
-                    self.store_out(args, shared, item, which, row, lane, out, maximum, total)
+                if const_expr(split):
+                    self.sync(Named.CONSUMERS)  # nobody reads Q any more, and what this CTA leaves is stored
+                    item = self.known_item(shared, turn)  # again: its numbers need no registers meanwhile
+                    if item.pieces > 1:
+                        if thread == 0:
+                            ptx.add_release(self.arrived(args, item))
+                    if index + ctas < num_items:
+                        self.load_q(args, shared, copy_q, thread, index + ctas, turn + 1)
+                    if item.pieces == 1:
+                        factors = cute.make_rmem_tensor((2,), Float32)
+                        self.normalise(args, shared, item, which, row, lane, maximum, total, factors)
+                        self.store_all(args, shared, copy_out, item, which, warp, lane, out, factors)
+                else:
+                    item = self.whole_token(args, index, Int32(0))
+                    self.normalise(args, shared, item, which, row, lane, maximum, total, inverse)
+                    maximum.fill(NO_MAXIMUM)
+                    total.fill(0.0)
+                    if const_expr(not self.configuration.overlaps):
+                        self.store_all(args, shared, copy_out, item, which, warp, lane, out, inverse)
+                    elif index + ctas >= num_items:
+                        self.store_all(args, shared, copy_out, item, which, warp, lane, out, inverse)
             if const_expr(split):
                 if turn > 0:
                     item = self.item(args, shared, index - ctas, turn - 1)
                     if item.pieces > 1:
                         self.merge(args, shared, thread, which, item, index - ctas, turn - 1, num_items)
-                turn += 1
+            turn += 1
             index += ctas
         if const_expr(split):
             if self.slots_are_reused(num_items):
                 self.leave(args, shared, thread)
+
+    def multiply_keys(
+        self,
+        full: cute.Pointer,
+        phase: Int32,
+        which: Int32,
+        mma: cute.TiledMma,
+        scores: cute.Tensor,
+        q: cute.Tensor,
+        keys: cute.Tensor,
+        meanwhile: Callable[[int], None] | None = None,
+    ) -> None:
+        """Scores of a tile, group by group as they come; `meanwhile(i)` is called after every second one."""
+        for i in range(GROUPS):
+            group = i % 2 * HALF_GROUPS + self.place(i // 2)
+            cute.arch.mbarrier_wait(full + group, phase)
+            multiply(mma, scores, q, keys[None, None, None, which * GROUPS + group], group * GROUP // 16, i > 0)
+            warpgroup.commit_group()
+            if meanwhile and i % 2 == 1:
+                meanwhile(i // 2)
+        warpgroup.wait_group(0)
 
     @cute.jit
     def release_others(self, free: cute.Pointer, share: Int32, lane: Int32) -> None:
@@ -299,21 +369,52 @@ class SparseAttention(Producers, Results):
 
     @cute.jit
     def load_q(
-        self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, token: Int32, head_block: Int32
+        self,
+        args: Arguments,
+        shared: cutlass.Constexpr,
+        copy_q: Copy,
+        thread: Int32,
+        index: Int32,
+        turn: Int32,
     ) -> None:
-        """Starts copying Q of an item to shared memory, zeros where there are no heads."""
-        base = Int32(shared.q.data_ptr().toint())
-        for i in cutlass.range_constexpr(HEADS * DIM * 2 // 16 // CONSUMER_THREADS):
-            row = i * (CONSUMER_THREADS // 64) + thread // 64
-            piece = thread % 64
-            head = head_block * HEADS + row
-            num_bytes = Int32(16)
-            if head >= args.num_heads:
-                num_bytes, head = Int32(0), Int32(0)
-            source = args.q + (Int64(token) * args.q_token_stride + Int64(head) * args.q_head_stride) * 2 + piece * 16
-            block = base + (piece // 8) * BLOCK_BYTES + row * ROW_STRIDE
-            ptx.copy_async(block + ((piece % 8) ^ (row & 7)) * 16, source, num_bytes)
-        cute.arch.cp_async_commit_group()
+        """Starts copying Q of an item to shared memory, zeros where there are no heads.
+
+        One thread, by the copy engine; where keys are divided, which leaves no registers for that, all consumers.
+        """
+        if const_expr(self.configuration.split):
+            item = self.known_item(shared, turn)
+            base = Int32(shared.q.data_ptr().toint())
+            for i in cutlass.range_constexpr(HEADS * DIM * 2 // 16 // CONSUMER_THREADS):
+                row = i * (CONSUMER_THREADS // 64) + thread // 64
+                place = thread % 64  # of 16 bytes in the row
+                head = item.head_block * HEADS + row
+                num_bytes = Int32(16)
+                if head >= args.num_heads:
+                    num_bytes, head = Int32(0), Int32(0)
+                source = Int64(item.token) * args.q_token_stride + Int64(head) * args.q_head_stride
+                block = base + (place // 8) * BLOCK_BYTES + row * ROW_STRIDE
+                ptx.copy_async(block + ((place % 8) ^ (row & 7)) * 16, args.q + source * 2 + place * 16, num_bytes)
+            cute.arch.cp_async_commit_group()
+        elif thread < 32:
+            item = self.whole_token(args, index, Int32(0))
+            full = shared.q_full.data_ptr()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, HEADS * DIM * 2)
+            places = shared.q.get_tensor(*layout(swizzled_atom(), (HEADS, GROUP, GROUPS)))
+            targets, sources = partition(copy_q, places)
+            for group in cutlass.range_constexpr(GROUPS):
+                source = sources[None, item.head_block, group, item.token]
+                cute.copy(copy_q.atom, source, targets[None, group], tma_bar_ptr=full)
+
+    @cute.jit
+    def wait_for_q(self, shared: cutlass.Constexpr, turn: Int32) -> None:
+        """Until Q of this turn's item is there."""
+        if const_expr(self.configuration.split):
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.fence_view_async_shared()
+            self.sync(Named.CONSUMERS)
+        else:
+            cute.arch.mbarrier_wait(shared.q_full.data_ptr(), turn % 2)
 
     @cute.jit
     def mask(self, scores: cute.Tensor, rows: cute.Pointer, lane: Int32) -> None:
@@ -387,10 +488,16 @@ class SparseAttention(Producers, Results):
                 out[j] = out[j] * before[j // 2 % 2]
 
 
-def layout(atom: cute.ComposedLayout, shape: tuple) -> tuple:
-    """(outer layout, swizzle) of `shape` tiled with a swizzled atom, first modes first."""
-    layout = cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
-    return layout.outer, layout.inner
+def rows_of_heads(start: Int64, heads: Int32, tokens: Int32, head_stride: Int32, token_stride: Int32) -> cute.Tensor:
+    """[heads, 512, tokens] bf16 in global memory, for the copy engine."""
+    strides = (cute.assume(head_stride, 8), 1, cute.assume(token_stride, 8))
+    pointer = cute.make_ptr(BFloat16, start, cute.AddressSpace.gmem, assumed_align=16)
+    return cute.make_tensor(pointer, cute.make_layout((heads, DIM, tokens), stride=strides))
+
+
+def tile_of_heads(heads: int) -> tuple:
+    """(layout in shared memory, shape) of what is copied at a time: 64 channels of some heads, swizzled."""
+    return cute.tile_to_shape(swizzled_atom(), (heads, GROUP), order=(0, 1)), (heads, GROUP)
 
 
 def multiply(

@@ -90,12 +90,23 @@ class WorkItems:
             for i in cutlass.range_constexpr(ITEM_NUMBERS):
                 (place + i).store(Int32(numbers[i]))
 
+    def whole_token(self, args: Arguments, index: Int32, steps: Int32) -> Item:
+        """An item by its number, as if keys were not divided."""
+        token = index // self.configuration.shares >> (self.head_blocks(args) - 1)
+        # With a 0 that the compiler knows, it adds up addresses step by step, in registers that there are not.
+        first = ptx.opaque(Int32(0))
+        head_block = self.head_block(args, index)
+        return Item(token, head_block, first, steps, self.share(index), Int32(0), Int32(1), Boolean(True), Int32(0))
+
+    @cute.jit
+    def steps_of_item(self, args: Arguments, index: Int32) -> Int32:
+        """Of an item, if keys are not divided."""
+        return self.steps_of_token(args, self.whole_token(args, index, Int32(0)).token)
+
     @cute.jit
     def computed_item(self, args: Arguments, shared: cutlass.Constexpr, index: Int32) -> Item:
         """An item from its number and the plan."""
-        share = self.share(index)
-        token = index // self.configuration.shares >> (self.head_blocks(args) - 1)
-        head_block = self.head_block(args, index)
+        token, head_block, first, _, share, *_ = self.whole_token(args, index, Int32(0))
         piece = Int32(0)
         if const_expr(self.configuration.split):
             wanted, pieces_of_all = token, shared.pieces_of_all.data_ptr().load()
@@ -107,8 +118,7 @@ class WorkItems:
                 piece = wanted - (shared.starts.data_ptr() + token).load()
         token = ptx.imin(token, args.num_tokens - 1)
         visible = self.visible_entries(args, token)
-        # With a 0 that the compiler knows, it adds up addresses step by step, in registers that there are not.
-        first, last = ptx.opaque(Int32(0)), self.steps(args, visible)
+        last = self.steps(args, visible)
         pieces, begins = Int32(1), Boolean(True)
         if const_expr(self.configuration.split):
             division = self.division(args, last, shared.piece_steps.data_ptr().load())

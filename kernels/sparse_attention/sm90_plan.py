@@ -12,6 +12,8 @@ from dsv4_kernels.sparse_attention.split import STEP_KEYS as STEP
 
 HEADS = 64
 """Heads of a work item: M of every wgmma."""
+WARP_HEADS = 16
+"""Rows of an accumulator in a warp."""
 TILE = 64
 """Keys of a tile."""
 GROUP = 64
@@ -44,7 +46,7 @@ class Named(IntEnum):
     CONSUMERS = 1
     """Both consumers wait."""
     P = 2
-    """And 3: P of this consumer is in shared memory, and it has read its keys; the other one waits."""
+    """And 3: P of this consumer is in shared memory, it has read its keys and may go first; the other one waits."""
     PRODUCER = 4
     """And 5 to 7: the numbers of a step's rows are in this producer's shared memory."""
     MERGE = 8
@@ -73,6 +75,11 @@ class Configuration:
     """Several CTAs may work on a token's keys: partial results go through global memory and are merged."""
     shares: int
     """CTAs that divide the channels of O among them, after each has computed all scores: 1, 2 or 4."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether O of an item is written while the scores of the next one are computed."""
+        return not self.split and not self.fp32_out
 
     @property
     def share_groups(self) -> int:
@@ -148,7 +155,7 @@ class Shared:
     keys: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * TILE * DIM], 1024]
     # keys: [tile][group][64 keys x 64 channels], swizzled
     p: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * HEADS * TILE], 1024]
-    # p: [consumer][64 heads x 64 keys], swizzled
+    # p: [consumer][64 heads x 64 keys], swizzled; or 64 channels of O on their way out
     rows: cute.struct.MemRange[Uint8, 2 * TILE // 8]
     # rows: [tile], a bit for every key that is no hole
     numbers: cute.struct.MemRange[Int32, 4 * 2 * STEP]
@@ -156,8 +163,8 @@ class Shared:
     maxima: cute.struct.MemRange[Float32, 2 * HEADS]
     # maxima: [consumer], of its tile
     sums: cute.struct.MemRange[Float32, 4 * HEADS]
-    sinks: cute.struct.MemRange[Float32, HEADS]
-    # sinks: of the item's heads
+    sinks: cute.struct.MemRange[Float32, 2 * HEADS]
+    # sinks: of all heads
     partials: cute.struct.MemRange[Int32, MAX_CTAS * SLOTS_PER_CTA + 2]
     # partials: what is to be merged (`Results.list_partials`)
     starts: cute.struct.MemRange[Int32, MAX_SPLIT_TOKENS + 1]
@@ -175,6 +182,8 @@ class Shared:
     full: cute.struct.MemRange[Int64, GROUPS]
     # full, free: [group], of both tiles
     free: cute.struct.MemRange[Int64, GROUPS]
+    q_full: cute.struct.MemRange[Int64, 1]
+    # q_full: Q of an item is there
 
 
 class Arguments(NamedTuple):

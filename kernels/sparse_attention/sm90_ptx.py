@@ -250,19 +250,3 @@ def dequantise(word: Uint32, scale: Uint32) -> tuple:
         word,
         scale,
     )
-
-
-def select(condition: Boolean, yes: Uint32, no: Uint32) -> Uint32:
-    """yes if condition, else no."""
-    return asm(
-        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r0}, 0;\nselp.b32 {$w0}, {$r1}, {$r2}, p;\n}",
-        [Uint32],
-        Int32(condition),
-        yes,
-        no,
-    )
-
-
-def exchange(x: Uint32, distance: int) -> Uint32:
-    """x of the lane whose number differs in this bit."""
-    return asm(f"shfl.sync.bfly.b32 {{$w0}}, {{$r0}}, {distance}, 31, 0xffffffff;", [Uint32], x)

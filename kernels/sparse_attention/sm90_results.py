@@ -1,15 +1,20 @@
 """Results of the Hopper kernel: a whole query's, or parts that several CTAs merge (see sm90.py)."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsv4_kernels.sparse_attention import sm90_ptx as ptx
 from dsv4_kernels.sparse_attention.sm90_items import Item, WorkItems
 from dsv4_kernels.sparse_attention.sm90_plan import (
+    BLOCK_BYTES,
     CONSUMER_THREADS,
     GROUP,
     HALF,
+    HALF_GROUPS,
     HEADS,
     LOG2_E,
     NO_MAXIMUM,
@@ -20,9 +25,17 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
     SLOTS_PER_CTA,
     STATISTICS_BYTES,
     TILE,
+    WARP_HEADS,
     Arguments,
     Named,
 )
+
+
+class Copy(NamedTuple):
+    """What the copy engine moves tiles of."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
 
 
 class Results(WorkItems):
@@ -85,7 +98,7 @@ class Results(WorkItems):
                 ptx.store_f32(args.lse + (Int64(token) * args.num_heads + head) * 4, lse)
 
     @cute.jit
-    def store_out(
+    def normalise(
         self,
         args: Arguments,
         shared: cutlass.Constexpr,
@@ -93,51 +106,93 @@ class Results(WorkItems):
         which: Int32,
         row: Int32,
         lane: Int32,
-        out: cute.Tensor,
         maximum: cute.Tensor,
         total: cute.Tensor,
+        inverse: cute.Tensor,
     ) -> None:
-        """Normalises O and writes it; of bf16, four lanes side by side write 64 bytes."""
-        inverse = cute.make_rmem_tensor((2,), Float32)
+        """What O is to be multiplied with, of two rows; writes the log-sum-exp."""
+        self.sum_up(shared, which, row, lane, total)
         for i in cutlass.range_constexpr(2):
-            inverse[i] = self.inverse((shared.sinks.data_ptr() + row + 8 * i).load(), maximum[i], total[i])
+            sink = (shared.sinks.data_ptr() + item.head_block * HEADS + row + 8 * i).load()
+            inverse[i] = self.inverse(sink, maximum[i], total[i])
         if (which == 0) & (item.share == 0):
             if lane % 4 == 0:
                 for i in cutlass.range_constexpr(2):
                     self.store_lse(args, item.token, item.head_block * HEADS + row + 8 * i, maximum[i], total[2 + i])
-        base = Int64(item.token) * args.out_token_stride + self.first_channel(item, which)
-        if const_expr(self.configuration.fp32_out):
-            for i in cutlass.range_constexpr(2):
-                head = item.head_block * HEADS + row + 8 * i
-                if head < args.num_heads:
-                    address = args.out + (base + Int64(head) * args.out_head_stride + (lane % 4) * 2) * 4
-                    for j in cutlass.range_constexpr(cute.size(out) // 4):
-                        pair = (out[4 * j + 2 * i] * inverse[i], out[4 * j + 2 * i + 1] * inverse[i])
-                        ptx.store_f32x2(address + j * 32, pair)
-        else:
-            for i in cutlass.range_constexpr(2):
-                head = item.head_block * HEADS + row + 8 * i
-                address = args.out + (base + Int64(head) * args.out_head_stride + (lane % 4) * 8) * 2
-                for j in cutlass.range_constexpr(0, cute.size(out) // 4, 4):
-                    words = [
-                        ptx.pack_bf16(out[4 * k + 2 * i] * inverse[i], out[4 * k + 2 * i + 1] * inverse[i])
-                        for k in range(j, j + 4)
-                    ]
-                    piece = self.transposed(words, lane)
-                    if head < args.num_heads:
-                        ptx.store_16_bytes(address + j * 16, piece)
 
-    def transposed(self, words: list, lane: Int32) -> list:
-        """Of four words of each of four lanes side by side: lane l gets the l-th of all."""
-        for distance in (1, 2):
-            upper = (lane & distance) != 0
-            for i in range(4):
-                if i & distance:
-                    continue
-                kept = ptx.select(upper, words[i + distance], words[i])
-                other = ptx.exchange(ptx.select(upper, words[i], words[i + distance]), distance)
-                words[i], words[i + distance] = ptx.select(upper, other, kept), ptx.select(upper, kept, other)
-        return words
+    @cute.jit
+    def store_out(
+        self,
+        args: Arguments,
+        shared: cutlass.Constexpr,
+        copy_out: Copy | None,
+        item: Item,
+        which: Int32,
+        warp: Int32,
+        lane: Int32,
+        out: cute.Tensor,
+        inverse: cute.Tensor,
+        part: cutlass.Constexpr,
+    ) -> None:
+        """Writes 64 channels of O, if there are so many, and clears them.
+
+        In bf16 a warp puts its rows where its P was, for the copy engine. `finish_store` must follow.
+        """
+        if const_expr(part < self.configuration.share_groups):
+            first = part * (HEADS * GROUP // 128)
+            if const_expr(self.configuration.fp32_out):
+                base = Int64(item.token) * args.out_token_stride + self.first_channel(item, which) + part * GROUP
+                for i in cutlass.range_constexpr(2):
+                    head = item.head_block * HEADS + warp * WARP_HEADS + lane // 4 + 8 * i
+                    if head < args.num_heads:
+                        address = args.out + (base + Int64(head) * args.out_head_stride + (lane % 4) * 2) * 4
+                        for j in cutlass.range_constexpr(GROUP // 8):
+                            at = first + 4 * j + 2 * i
+                            ptx.store_f32x2(address + j * 32, (out[at] * inverse[i], out[at + 1] * inverse[i]))
+            else:
+                words = []
+                for j in cutlass.range_constexpr(GROUP // 8):
+                    for i in cutlass.range_constexpr(2):
+                        at = first + 4 * j + 2 * i
+                        words.append(ptx.pack_bf16(out[at] * inverse[i], out[at + 1] * inverse[i]))
+                if const_expr(part > 0):
+                    self.finish_store()
+                self.store_p(Int32(shared.p.data_ptr().toint()) + which * BLOCK_BYTES, words, warp, lane)
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                places = shared.p.get_tensor(*layout(swizzled_atom(), (WARP_HEADS, GROUP, HEADS // WARP_HEADS, 2)))
+                sources, targets = partition(copy_out, places)
+                heads = item.head_block * (HEADS // WARP_HEADS) + warp
+                group = which * HALF_GROUPS + item.share * self.configuration.share_groups + part
+                # All lanes issue the same copy, and ptxas makes one of it.
+                cute.copy(copy_out.atom, sources[None, warp, which], targets[None, heads, group, item.token])
+                cute.arch.cp_async_bulk_commit_group()
+            for j in cutlass.range_constexpr(first, first + HEADS * GROUP // 128):
+                out[j] = Float32(0.0)
+
+    @cute.jit
+    def store_all(
+        self,
+        args: Arguments,
+        shared: cutlass.Constexpr,
+        copy_out: Copy | None,
+        item: Item,
+        which: Int32,
+        warp: Int32,
+        lane: Int32,
+        out: cute.Tensor,
+        inverse: cute.Tensor,
+    ) -> None:
+        """Writes all channels of O that this consumer has."""
+        for part in cutlass.range_constexpr(HALF_GROUPS):
+            self.store_out(args, shared, copy_out, item, which, warp, lane, out, inverse, part)
+        self.finish_store()
+
+    def finish_store(self) -> None:
+        """Waits until the copy engine has read what this warp gave it."""
+        if not self.configuration.fp32_out:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
 
     @cute.jit
     def factors(self, maximum: cute.Tensor, other: Float32, i: cutlass.Constexpr) -> tuple:
@@ -434,3 +489,22 @@ class Results(WorkItems):
             while place <= 2 * groups:
                 ptx.store_i32(args.counters + Int64(place) * 4, Int32(0))
                 place += CONSUMER_THREADS
+
+
+def swizzled_atom() -> cute.ComposedLayout:
+    """Rows of 128 bytes, swizzled."""
+    return warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+
+
+def layout(atom: cute.ComposedLayout, shape: tuple) -> tuple:
+    """(outer layout, swizzle) of `shape` tiled with a swizzled atom, first modes first."""
+    layout = cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
+    return layout.outer, layout.inner
+
+
+def partition(copy: Copy, places: cute.Tensor) -> tuple:
+    """(shared memory, global memory) of a copy by the engine, a tile first: places, and coordinates of tiles."""
+    tile = tuple(cute.size(places, mode=[mode]) for mode in (0, 1))
+    tiles = cute.local_tile(copy.tensor, tile, (None, None, None))
+    blocks = cute.group_modes(places, 0, 2), cute.group_modes(tiles, 0, 2)
+    return cpasync.tma_partition(copy.atom, 0, cute.make_layout(1), *blocks)

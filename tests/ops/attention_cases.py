@@ -110,6 +110,7 @@ _BOTH_FORMATS = {
     "q_rows_of_a_wider_tensor": Spec(entry_lengths=(64,), q_layout="wider"),
     "q_heads_first": Spec(entry_lengths=(64,), q_layout="heads_first"),
     "q_unaligned": Spec(entry_lengths=(64,), q_layout="unaligned"),
+    "q_same_for_all_tokens": Spec(entry_lengths=(64,), q_layout="expanded"),
     # Splits and partial results
     **{
         f"split_{n}": Spec(
@@ -325,6 +326,8 @@ def _with_layout(q: Tensor, layout: str) -> Tensor:
     if layout == "contiguous":
         return q
     wide = torch.full((T, H, 3 * D + 24), float("nan"), dtype=q.dtype, device=q.device)
+    if layout == "expanded":
+        return q[:1].expand(T, H, D)
     if layout == "heads_first":
         return q.transpose(0, 1).contiguous().transpose(0, 1)
     begin = {"wider": D + 8, "unaligned": D + 3}[layout]
