@@ -17,8 +17,8 @@ Consumer 0 gives its P away when its first product is on its way. So the product
 the other one's runs.
 
 Where tokens have a CTA each, little stops between them: Q of the next one is copied as soon as nobody reads this one's,
-and O of this one is written, from where P was, while the first scores of the next one are computed. Both are done by the
-copy engine.
+and O of this one is written, from where P was, while the first scores of the next one are computed. Both times the copy
+engine does it.
 
 Where there are few tokens, several CTAs divide the channels of O: each computes all scores, which repeats work, but has
 only its share of the products, of the output and of what is merged. Groups of other shares are free after the scores.
