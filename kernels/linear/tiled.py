@@ -7,8 +7,8 @@ on an AVX-512 CPU, 1 to 4 threads, k from 24 to 4,096, n from 8 to 4,096, m from
                     large k differs from the same product with one thread
     fp32, oneDNN    m = 1 differs (a vector kernel); all other m are bit-identical, with any number of threads; from 8
                     rows on it is 1.5 to 2 times as fast as MKL here
-    bf16, oneDNN    every m is bit-identical, with any number of threads; but with AMX, or on a CPU that emulates bf16,
-                    many differ from m = 256, and with the number of threads, which then divide k
+    bf16, oneDNN    every m is bit-identical, with any number of threads; but not with AMX, nor without instructions for
+                    bf16: many products then change with the number of threads, and rows of tall tiles with the height
 
 So products go to oneDNN (`torch.nn.functional.linear` sends fp32 to MKL), in tiles of TILE_ROWS rows, the last tile
 padded with zeros: few heights also mean few kernels to generate. That the heights agree is a property of the library

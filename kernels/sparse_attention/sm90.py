@@ -90,11 +90,15 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
     WARP_HEADS,
     Arguments,
     Configuration,
+    Copy,
     Entries,
     Named,
     Shared,
+    layout,
+    partition,
+    swizzled_atom,
 )
-from dsv4_kernels.sparse_attention.sm90_results import Copy, Results, layout, partition, swizzled_atom
+from dsv4_kernels.sparse_attention.sm90_results import Results
 from dsv4_kernels.sparse_attention.split import STEP_KEYS
 
 

@@ -1,4 +1,4 @@
-"""What all parts of the Hopper kernel share: static plan, shared memory, arguments (see sm90.py)."""
+"""What all parts of the Hopper kernel share: static plan, shared memory, arguments, copies (see sm90.py)."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsv4_kernels.kv_layout import ROW_DIM as DIM
 from dsv4_kernels.sparse_attention.split import STEP_KEYS as STEP
@@ -218,3 +219,29 @@ class Arguments(NamedTuple):
     """For every block of heads and share of the channels, too; 0 if they are too few to divide parts into pieces."""
     scratch: Int64
     counters: Int64
+
+
+class Copy(NamedTuple):
+    """What the copy engine moves tiles of."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+def swizzled_atom() -> cute.ComposedLayout:
+    """Rows of 128 bytes, swizzled."""
+    return warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+
+
+def layout(atom: cute.ComposedLayout, shape: tuple) -> tuple:
+    """(outer layout, swizzle) of `shape` tiled with a swizzled atom, first modes first."""
+    layout = cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
+    return layout.outer, layout.inner
+
+
+def partition(copy: Copy, places: cute.Tensor) -> tuple:
+    """(shared memory, global memory) of a copy by the engine, a tile first: places, and coordinates of tiles."""
+    tile = tuple(cute.size(places, mode=[mode]) for mode in (0, 1))
+    tiles = cute.local_tile(copy.tensor, tile, (None, None, None))
+    blocks = cute.group_modes(places, 0, 2), cute.group_modes(tiles, 0, 2)
+    return cpasync.tma_partition(copy.atom, 0, cute.make_layout(1), *blocks)

@@ -1,11 +1,8 @@
 """Results of the Hopper kernel: a whole query's, or parts that several CTAs merge (see sm90.py)."""
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from dsv4_kernels.sparse_attention import sm90_ptx as ptx
 from dsv4_kernels.sparse_attention.sm90_items import Item, WorkItems
@@ -27,15 +24,12 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
     TILE,
     WARP_HEADS,
     Arguments,
+    Copy,
     Named,
+    layout,
+    partition,
+    swizzled_atom,
 )
-
-
-class Copy(NamedTuple):
-    """What the copy engine moves tiles of."""
-
-    atom: cute.CopyAtom
-    tensor: cute.Tensor
 
 
 class Results(WorkItems):
@@ -489,22 +483,3 @@ class Results(WorkItems):
             while place <= 2 * groups:
                 ptx.store_i32(args.counters + Int64(place) * 4, Int32(0))
                 place += CONSUMER_THREADS
-
-
-def swizzled_atom() -> cute.ComposedLayout:
-    """Rows of 128 bytes, swizzled."""
-    return warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-
-
-def layout(atom: cute.ComposedLayout, shape: tuple) -> tuple:
-    """(outer layout, swizzle) of `shape` tiled with a swizzled atom, first modes first."""
-    layout = cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
-    return layout.outer, layout.inner
-
-
-def partition(copy: Copy, places: cute.Tensor) -> tuple:
-    """(shared memory, global memory) of a copy by the engine, a tile first: places, and coordinates of tiles."""
-    tile = tuple(cute.size(places, mode=[mode]) for mode in (0, 1))
-    tiles = cute.local_tile(copy.tensor, tile, (None, None, None))
-    blocks = cute.group_modes(places, 0, 2), cute.group_modes(tiles, 0, 2)
-    return cpasync.tma_partition(copy.atom, 0, cute.make_layout(1), *blocks)
