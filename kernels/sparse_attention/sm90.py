@@ -167,7 +167,7 @@ class SparseAttention(Producers, Results):
         """One consumer warpgroup: scores of tile `which`, channels [which * 256, + 256) of O."""
         in_group = thread % 128
         lane, warp = thread % 32, in_group // 32
-        row = warp * 16 + lane // 4  # of the accumulators' first row; the second is row + 8
+        row = warp * WARP_HEADS + lane // 4  # of the accumulators' first row; the second is row + 8
         full, free = shared.full.data_ptr(), shared.free.data_ptr()
         p_address = Int32(shared.p.data_ptr().toint())
         rows = cute.recast_ptr(shared.rows.data_ptr() + which * TILE // 8, dtype=Uint32)
@@ -215,6 +215,7 @@ class SparseAttention(Producers, Results):
         if const_expr(split):
             stop += ctas  # a token's share is merged one turn later than its piece was written
         inverse = cute.make_rmem_tensor((2,), Float32)
+        store_out = functools.partial(self.store_out, args, shared, copy_out)
         steps = Int32(0)  # of the item at hand, if it is a whole token
         if index < num_items:
             self.load_q(args, shared, copy_q, thread, index, turn)
@@ -252,9 +253,7 @@ class SparseAttention(Producers, Results):
                         self.multiply_keys(full, phase, which, scores_mma, scores, q_operand, key_operand)
                     elif (step == item.first) & (index >= ctas):
                         before = self.whole_token(args, index - ctas, Int32(0))
-                        store = functools.partial(
-                            self.store_out, args, shared, copy_out, before, which, warp, lane, out, inverse
-                        )
+                        store = functools.partial(store_out, before, which, warp, lane, out, inverse)
                         self.multiply_keys(full, phase, which, scores_mma, scores, q_operand, key_operand, store)
                         self.finish_store()
                     else:
@@ -316,16 +315,14 @@ class SparseAttention(Producers, Results):
                     if item.pieces == 1:
                         factors = cute.make_rmem_tensor((2,), Float32)
                         self.normalise(args, shared, item, which, row, lane, maximum, total, factors)
-                        self.store_all(args, shared, copy_out, item, which, warp, lane, out, factors)
+                        self.store_all(functools.partial(store_out, item, which, warp, lane, out, factors))
                 else:
                     item = self.whole_token(args, index, Int32(0))
                     self.normalise(args, shared, item, which, row, lane, maximum, total, inverse)
                     maximum.fill(NO_MAXIMUM)
                     total.fill(0.0)
-                    if const_expr(not self.configuration.overlaps):
-                        self.store_all(args, shared, copy_out, item, which, warp, lane, out, inverse)
-                    elif index + ctas >= num_items:
-                        self.store_all(args, shared, copy_out, item, which, warp, lane, out, inverse)
+                    if (index + ctas >= num_items) | (not self.configuration.overlaps):
+                        self.store_all(functools.partial(store_out, item, which, warp, lane, out, inverse))
             if const_expr(split):
                 if turn > 0:
                     item = self.item(args, shared, index - ctas, turn - 1)

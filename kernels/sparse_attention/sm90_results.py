@@ -1,5 +1,7 @@
 """Results of the Hopper kernel: a whole query's, or parts that several CTAs merge (see sm90.py)."""
 
+from collections.abc import Callable
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
@@ -53,7 +55,7 @@ class Results(WorkItems):
 
     def store_p(self, block: Int32, words: cute.Tensor, warp: Int32, lane: Int32) -> None:
         """The warp's 16 rows of an accumulator of 64 columns, as bf16 pairs, to a swizzled block."""
-        row = warp * 16 + lane % 16
+        row = warp * WARP_HEADS + lane % 16
         for j in range(TILE // 16):
             chunk = (2 * j + lane // 16) ^ (row & 7)
             matrices = (words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3])
@@ -164,22 +166,10 @@ class Results(WorkItems):
             for j in cutlass.range_constexpr(first, first + HEADS * GROUP // 128):
                 out[j] = Float32(0.0)
 
-    @cute.jit
-    def store_all(
-        self,
-        args: Arguments,
-        shared: cutlass.Constexpr,
-        copy_out: Copy | None,
-        item: Item,
-        which: Int32,
-        warp: Int32,
-        lane: Int32,
-        out: cute.Tensor,
-        inverse: cute.Tensor,
-    ) -> None:
-        """Writes all channels of O that this consumer has."""
-        for part in cutlass.range_constexpr(HALF_GROUPS):
-            self.store_out(args, shared, copy_out, item, which, warp, lane, out, inverse, part)
+    def store_all(self, store: Callable[[int], None]) -> None:
+        """Writes all channels of O that this consumer has; `store` is `store_out` of a part."""
+        for part in range(HALF_GROUPS):
+            store(part)
         self.finish_store()
 
     def finish_store(self) -> None:
@@ -337,7 +327,7 @@ class Results(WorkItems):
         What is shared are columns of eight channels of either consumer, each of 16 rows of one warp.
         """
         lane, warp = thread % 32, thread % 128 // 32
-        row = warp * 16 + lane // 4
+        row = warp * WARP_HEADS + lane // 4
         head = item.head_block * HEADS + row
         sinks = (self.sink(args, head), self.sink(args, head + 8))
         units = self.configuration.share_groups * GROUP // 8 * 4
@@ -429,7 +419,7 @@ class Results(WorkItems):
                     more = ((partials + (1 + done)).load() & 1) == 0
                 self.fold(all_maximum, all_total, all_values, maximum, total, values)
             if base == begin:
-                self.sum_up(shared, which, warp * 16 + lane // 4, lane, all_total, Named.MERGE + warp, 64)
+                self.sum_up(shared, which, warp * WARP_HEADS + lane // 4, lane, all_total, Named.MERGE + warp, 64)
                 for k in cutlass.range_constexpr(2):
                     inverse[k] = self.inverse(sinks[k], all_maximum[k], all_total[k])
                     # Whoever has the first columns: if the pieces are more than the columns, that is not the first one.
