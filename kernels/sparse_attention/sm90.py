@@ -112,11 +112,12 @@ class SparseAttention(Producers, Results):
     def launch(self, arguments: Arguments, num_ctas: Int32, stream: cuda.CUstream) -> None:
         """Persistent: the CTAs must all be resident at once."""
         heads, tokens = arguments.num_heads, arguments.num_tokens
-        q = rows_of_heads(arguments.q, heads, tokens, arguments.q_head_stride, arguments.q_token_stride)
-        out = rows_of_heads(arguments.out, heads, tokens, arguments.out_head_stride, arguments.out_token_stride)
-        copy_q = Copy(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), q, *tile_of_heads(HEADS)))
-        copy_out = None
+        copy_q = copy_out = None
+        if const_expr(not self.configuration.split):
+            q = rows_of_heads(arguments.q, heads, tokens, arguments.q_head_stride, arguments.q_token_stride)
+            copy_q = Copy(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), q, *tile_of_heads(HEADS)))
         if const_expr(not self.configuration.fp32_out):
+            out = rows_of_heads(arguments.out, heads, tokens, arguments.out_head_stride, arguments.out_token_stride)
             operation = cpasync.CopyBulkTensorTileS2GOp()
             copy_out = Copy(*cpasync.make_tiled_tma_atom(operation, out, *tile_of_heads(WARP_HEADS)))
         self.kernel(arguments, copy_q, copy_out).launch(
@@ -124,7 +125,7 @@ class SparseAttention(Producers, Results):
         )
 
     @cute.kernel
-    def kernel(self, args: Arguments, copy_q: Copy, copy_out: Copy | None) -> None:
+    def kernel(self, args: Arguments, copy_q: Copy | None, copy_out: Copy | None) -> None:
         """Sets up barriers, counts pieces, and sends every warp to its role with its share of registers."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -159,7 +160,7 @@ class SparseAttention(Producers, Results):
         self,
         args: Arguments,
         shared: cutlass.Constexpr,
-        copy_q: Copy,
+        copy_q: Copy | None,
         copy_out: Copy | None,
         thread: Int32,
         which: Int32,
@@ -373,7 +374,7 @@ class SparseAttention(Producers, Results):
         self,
         args: Arguments,
         shared: cutlass.Constexpr,
-        copy_q: Copy,
+        copy_q: Copy | None,
         thread: Int32,
         index: Int32,
         turn: Int32,
