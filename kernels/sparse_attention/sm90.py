@@ -16,6 +16,9 @@ done, which is the last thing that reads it: the scores came before, and the exc
 Consumer 0 gives its P away when its first product is on its way. So the products take turns: while one consumer folds,
 the other one's runs.
 
+bf16 rows are only copied, which one producer does for both halves. The registers of a second one hold the other
+consumer's P, which `wgmma` would read from shared memory for every group again, beside keys and copies.
+
 Where tokens have a CTA each, little stops between them: Q of the next one is copied as soon as nobody reads this one's,
 and O of this one is written, from where P was, while the first scores of the next one are computed. Both times the copy
 engine does it.
@@ -202,6 +205,9 @@ class SparseAttention(Producers, Results):
         own_p = cute.make_rmem_tensor(own_mma.partition_shape_A((HEADS, TILE)), BFloat16)
         packed_p = cute.recast_tensor(own_p, Uint32)
         other_p = p_operand[None, None, None, 1 - which]
+        p_in_registers = self.configuration.p_in_registers
+        if const_expr(p_in_registers):
+            other_mma, other_p = own_mma, cute.make_rmem_tensor(own_mma.partition_shape_A((HEADS, TILE)), BFloat16)
         weight, step_total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Float32)
         # Of two rows each: maxima; sums of P as it is multiplied, and sums before rounding.
         maximum, total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Float32)
@@ -250,16 +256,20 @@ class SparseAttention(Producers, Results):
                 while step < item.last:
                     # Anew in every step, so that descriptors are computed where they are used, not kept in registers.
                     which = cute.arch.make_warp_uniform(which)
+                    multiply_keys = functools.partial(
+                        self.multiply_keys, full, phase, which, rows, scores_mma, scores, q_operand, key_operand
+                    )
+                    holes = Uint32(0), Uint32(0)
                     if const_expr(not self.configuration.overlaps):
-                        self.multiply_keys(full, phase, which, scores_mma, scores, q_operand, key_operand)
+                        holes = multiply_keys()
                     elif (step == item.first) & (index >= ctas):
                         before = self.whole_token(args, index - ctas, Int32(0))
                         store = functools.partial(store_out, before, which, warp, lane, out, inverse)
-                        self.multiply_keys(full, phase, which, scores_mma, scores, q_operand, key_operand, store)
+                        holes = multiply_keys(store)
                         self.finish_store()
                     else:
-                        self.multiply_keys(full, phase, which, scores_mma, scores, q_operand, key_operand)
-                    self.mask(scores, rows, lane)
+                        holes = multiply_keys()
+                    self.mask(scores, holes, lane)
                     highest = self.highest(args, scores, maxima, which, lane)
                     if const_expr(not split):
                         if (step == item.last - 1) & (index + ctas < num_items):  # nobody reads Q any more
@@ -269,20 +279,23 @@ class SparseAttention(Producers, Results):
                         self.release_others(free + which * HALF_GROUPS, share, lane)
                     self.exponentials(args, scores, highest, packed_p, step_total)
                     self.store_p(p_address + which * BLOCK_BYTES, packed_p, warp, lane)
-                    cute.arch.fence_view_async_shared()
+                    if const_expr(not p_in_registers):
+                        cute.arch.fence_view_async_shared()
                     if which == 1:  # consumer 0 comes there with its first product, ahead of this one's
                         self.arrive(Named.P + 1)
-                    self.fold_sums(highest, packed_p, step_total, maximum, total, weight, out)
+                    self.fold_sums(highest, step_total, maximum, total, weight, out)
                     self.sync(Named.P + 1 - which)
+                    if const_expr(p_in_registers):
+                        words = cute.recast_tensor(other_p, Uint32)
+                        self.load_p(p_address + (1 - which) * BLOCK_BYTES, words, warp, lane)
                     for i in cutlass.range_constexpr(self.configuration.share_groups):
                         share = self.anew(share)
                         place = share * self.configuration.share_groups + i
                         if const_expr(self.configuration.shares == 1):
                             place = self.place(i)
                         group = which * HALF_GROUPS + place
-                        multiply(
-                            own_mma, product, own_p, value_operand[None, None, None, which * GROUPS + group], 0, False
-                        )
+                        own_values = value_operand[None, None, None, which * GROUPS + group]
+                        multiply(own_mma, product, own_p, own_values, 0, False)
                         other_values = value_operand[None, None, None, (1 - which) * GROUPS + group]
                         multiply(other_mma, product, other_p, other_values, 0, True)
                         warpgroup.commit_group()
@@ -340,13 +353,17 @@ class SparseAttention(Producers, Results):
         full: cute.Pointer,
         phase: Int32,
         which: Int32,
+        rows: cute.Pointer,
         mma: cute.TiledMma,
         scores: cute.Tensor,
         q: cute.Tensor,
         keys: cute.Tensor,
         meanwhile: Callable[[int], None] | None = None,
-    ) -> None:
-        """Scores of a tile, group by group as they come; `meanwhile(i)` is called after every second one."""
+    ) -> tuple:
+        """Scores of a tile, group by group as they come; `meanwhile(i)` is called after every second one.
+
+        Returns the bits of its rows, which are there with the first group and read before the last scores are done.
+        """
         for i in range(GROUPS):
             group = i % 2 * HALF_GROUPS + self.place(i // 2)
             cute.arch.mbarrier_wait(full + group, phase)
@@ -354,7 +371,9 @@ class SparseAttention(Producers, Results):
             warpgroup.commit_group()
             if meanwhile and i % 2 == 1:
                 meanwhile(i // 2)
+        bits = Uint32(rows.load()), Uint32((rows + 1).load())
         warpgroup.wait_group(0)
+        return bits
 
     @cute.jit
     def release_others(self, free: cute.Pointer, share: Int32, lane: Int32) -> None:
@@ -419,9 +438,9 @@ class SparseAttention(Producers, Results):
             cute.arch.mbarrier_wait(shared.q_full.data_ptr(), turn % 2)
 
     @cute.jit
-    def mask(self, scores: cute.Tensor, rows: cute.Pointer, lane: Int32) -> None:
-        """-inf where the tile has a hole."""
-        low, high = rows.load(), (rows + 1).load()
+    def mask(self, scores: cute.Tensor, rows: tuple, lane: Int32) -> None:
+        """-inf where the tile has a hole; `rows` are its 64 bits."""
+        low, high = rows
         if (low & high) != 0xFFFFFFFF:
             low, high = low >> (2 * (lane % 4)), high >> (2 * (lane % 4))
             for j in cutlass.range_constexpr(TILE // 8):
@@ -452,15 +471,26 @@ class SparseAttention(Producers, Results):
 
     @cute.jit
     def exponentials(
-        self, args: Arguments, scores: cute.Tensor, highest: tuple, packed_p: cute.Tensor, step_total: cute.Tensor
+        self,
+        args: Arguments,
+        scores: cute.Tensor,
+        highest: tuple,
+        packed_p: cute.Tensor,
+        step_total: cute.Tensor,
     ) -> None:
-        """P = 2**(s - highest) in bf16, and its sums before rounding if they are asked for."""
+        """P = 2**(s - highest) in bf16, its sums, and those before rounding if they are asked for.
+
+        The sums cost nothing here, where warps wait for exponentials.
+        """
         step_total.fill(0.0)
-        for i in cutlass.range_constexpr(2):
-            for j in cutlass.range_constexpr(TILE // 8):
+        for j in cutlass.range_constexpr(TILE // 8):
+            for i in cutlass.range_constexpr(2):
                 low = ptx.exp2(ptx.fma(scores[4 * j + 2 * i], args.scale_log2, -highest[i]))
                 high = ptx.exp2(ptx.fma(scores[4 * j + 2 * i + 1], args.scale_log2, -highest[i]))
-                packed_p[2 * j + i] = ptx.pack_bf16(low, high)
+                pair = ptx.pack_bf16(low, high)
+                packed_p[2 * j + i] = pair
+                # The sum of what is multiplied: rounding then cancels in O / sum.
+                step_total[i] = step_total[i] + (ptx.as_f32(pair << 16) + ptx.as_f32(pair & Uint32(0xFFFF0000)))
                 if const_expr(self.configuration.lse):
                     step_total[2 + i] = step_total[2 + i] + (low + high)
 
@@ -468,7 +498,6 @@ class SparseAttention(Producers, Results):
     def fold_sums(
         self,
         highest: tuple,
-        packed_p: cute.Tensor,
         step_total: cute.Tensor,
         maximum: cute.Tensor,
         total: cute.Tensor,
@@ -478,10 +507,6 @@ class SparseAttention(Producers, Results):
         """Takes a step into the sums and makes O ready for it: `weight` is the factor of what P yields."""
         before = cute.make_rmem_tensor((2,), Float32)
         for i in cutlass.range_constexpr(2):
-            for j in cutlass.range_constexpr(TILE // 8):
-                pair = packed_p[2 * j + i]
-                # The sum of what is multiplied: rounding then cancels in O / sum.
-                step_total[i] = step_total[i] + (ptx.as_f32(pair << 16) + ptx.as_f32(pair & Uint32(0xFFFF0000)))
             before[i], weight[i] = self.factors(maximum, highest[i], i)
             for k in cutlass.range_constexpr(0, 4, 2):
                 total[k + i] = ptx.fma(step_total[k + i], weight[i], total[k + i] * before[i])

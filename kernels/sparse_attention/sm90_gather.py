@@ -24,11 +24,12 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
 
 
 class Producers(WorkItems):
-    """Two or four warpgroups that fill both tiles, each groups of the channels of one consumer."""
+    """One, two or four warpgroups that fill both tiles, each groups of the channels of one consumer or of both."""
 
     @cute.jit
     def produce(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, which: Int32, turn: Int32) -> None:
-        """Fills groups of the channels of consumer `which`, each as soon as it is free: all, or every second one.
+        """Fills groups of the channels of consumer `which`, each as soon as it is free: all, or every second one. A single
+        producer fills those of both.
 
         As many threads side by side as a thread has rows share those rows, which are as far apart as they can be, and
         read a row's bytes of a group together. FP8 rows wait in registers: loads are issued `ahead` groups before their
@@ -38,15 +39,17 @@ class Producers(WorkItems):
         fp8 = self.configuration.fp8_rows
         lane, warp = thread % 32, thread // 32
         row, part = thread // self.configuration.rows, thread % self.configuration.rows
-        producers = self.configuration.producers
-        if const_expr(producers == 1):
+        takers = self.configuration.takers
+        if const_expr(takers == 1):
             turn = 0
+        # To one that fills both halves, groups of the second are groups of the first, numbered on.
+        halves = (0, 1) if self.configuration.producers == 1 else (0,)
         numbers = shared.numbers.data_ptr() + (turn * 2 + which) * 2 * STEP
         ahead = self.configuration.ahead
         words = [cute.make_rmem_tensor((4 * self.configuration.rows,), Uint32) for _ in range(ahead)]
         scales = cute.make_rmem_tensor((self.configuration.rows,), Uint32)
         address = cute.make_rmem_tensor((self.configuration.rows,), Int64)
-        turns = HALF_GROUPS // producers
+        turns = HALF_GROUPS // takers
 
         num_items = self.num_items(args, shared)
         index, _, _ = cute.arch.block_idx()
@@ -64,7 +67,7 @@ class Producers(WorkItems):
             self.locate(args, step, numbers + row, self.first_byte(which, part), address)
             if const_expr(fp8):
                 for i in cutlass.range_constexpr(ahead):
-                    self.load_group(address, which, self.place(i * producers + turn), words[i])
+                    self.load_group(address, which, self.place(i * takers + turn), words[i])
             index, token, leading, last, visible = self.advance(
                 args, shared, index, num_items, token, leading, last, visible
             )
@@ -81,7 +84,7 @@ class Producers(WorkItems):
             if const_expr(fp8):
                 self.load_scales(args, step, numbers + ((phase ^ 1) * STEP + row), scales, which)
             (next_numbers + thread).store(number)
-            if const_expr(fp8):
+            if const_expr(fp8 and self.configuration.entries != Entries.NONE):  # of single steps it gains nothing
                 self.prefetch_half_row(args, next_step, number, which)
             self.sync_producer(turn * 2 + which)
             number = Int32(-1)
@@ -92,26 +95,27 @@ class Producers(WorkItems):
                 if index < num_items:
                     number = self.row_number(args, token, visible, leading, thread)
             for i in cutlass.range_constexpr(turns):
-                group = self.place(i * producers + turn)
-                cute.arch.mbarrier_wait(free + group, phase)
-                if const_expr(i == 0):
-                    if (which == 0) & (turn == 0):
-                        self.write_row_bits(shared, numbers + ((phase ^ 1) * STEP + thread), warp, lane, address)
-                if const_expr(not fp8):
-                    self.copy_group(place + group * BLOCK_BYTES, row, part, address, group * (GROUP * 2))
-                elif (which == 0) | (group < HALF_GROUPS - 1):
-                    self.store_group(place + group * BLOCK_BYTES, row, part, group, words[i % ahead], scales)
-                else:
-                    self.copy_group(place + group * BLOCK_BYTES, row, part, address, NOPE_DIM - HALF_GROUPS * GROUP)
-                self.publish(full + group, lane, which, group)
-                if const_expr(fp8 and i + ahead < turns):
-                    coming_group = self.place((i + ahead) * producers + turn)
-                    self.load_group(address, which, coming_group, words[i % ahead])
+                for half in halves:
+                    group = self.place(i * takers + turn) + half * HALF_GROUPS
+                    cute.arch.mbarrier_wait(free + group, phase)
+                    if const_expr(i == 0 and half == 0):
+                        if (which == 0) & (turn == 0):
+                            self.write_row_bits(shared, numbers + ((phase ^ 1) * STEP + thread), warp, lane, address)
+                    if const_expr(not fp8):
+                        self.copy_group(place + group * BLOCK_BYTES, row, part, address, group * (GROUP * 2))
+                    elif (which == 0) | (group < HALF_GROUPS - 1):
+                        self.store_group(place + group * BLOCK_BYTES, row, part, group, words[i % ahead], scales)
+                    else:
+                        self.copy_group(place + group * BLOCK_BYTES, row, part, address, NOPE_DIM - HALF_GROUPS * GROUP)
+                    self.publish(full + group, lane, which, group)
+                    if const_expr(fp8 and i + ahead < turns):
+                        coming_group = self.place((i + ahead) * takers + turn)
+                        self.load_group(address, which, coming_group, words[i % ahead])
             # Only now: within a step the consumers wait for every group, and then nobody waits for a while.
             self.locate(args, next_step, next_numbers + row, self.first_byte(which, part), address)
             if const_expr(fp8):
                 for i in cutlass.range_constexpr(ahead):
-                    self.load_group(address, which, self.place(i * producers + turn), words[i])
+                    self.load_group(address, which, self.place(i * takers + turn), words[i])
             step, next_step = next_step, leading
             if index >= num_items:
                 next_step = Int32(-1)
@@ -214,7 +218,7 @@ class Producers(WorkItems):
     def prefetch_lists(self, args: Arguments, thread: Int32) -> None:
         """Calls the first lines of all tokens' lists into L2, before it is known who needs them."""
         for i in cutlass.range_constexpr(2):
-            place = thread * 32 + i * 32 * (2 * self.configuration.producers * PRODUCER_THREADS - 32)
+            place = thread * 32 + i * 32 * (self.configuration.producers * PRODUCER_THREADS - 32)
             if place < (args.num_tokens - 1) * args.window_rows_stride + args.window_width:
                 ptx.prefetch(args.window_rows, place * 4)
             if const_expr(self.configuration.entries == Entries.LIST):

@@ -89,13 +89,26 @@ class Configuration:
 
     @property
     def producers(self) -> int:
-        """Of each half of the channels: where O leaves room for their registers, two take turns."""
-        return 1 if self.shares == 1 else 2
+        """Warpgroups that fill groups: one of each half of the channels, or two that take turns, where O leaves room
+        for their registers. To copy bf16 rows one of both halves is enough, unless items are single steps."""
+        if self.shares > 1:
+            return 4
+        return 2 if self.fp8_rows or self.entries == Entries.NONE else 1
+
+    @property
+    def takers(self) -> int:
+        """Producers that take turns at the groups of a half."""
+        return max(self.producers // 2, 1)
+
+    @property
+    def p_in_registers(self) -> bool:
+        """Whether consumers have registers for the other one's P."""
+        return self.producers == 1
 
     @property
     def ahead(self) -> int:
         """Groups whose FP8 rows a producer holds in registers."""
-        return 2 // self.producers
+        return 2 // self.takers
 
     @property
     def rows(self) -> int:
@@ -110,7 +123,7 @@ class Configuration:
     @property
     def threads(self) -> int:
         """Of a CTA."""
-        return CONSUMER_THREADS + 2 * self.producers * PRODUCER_THREADS
+        return CONSUMER_THREADS + self.producers * PRODUCER_THREADS
 
     def merge_loads(self, single: bool) -> tuple[int, int]:
         """Partial results, and columns of each, that a thread loads at a time when it merges one column or several."""
@@ -122,7 +135,8 @@ class Configuration:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a consumer's thread and of a producer's; all together no more than a CTA is launched with."""
-        return {1: (192, 64), 2: (128, 56), 4: (112, 64)}[self.shares]
+        of = {(1, 1): (224, 56), (2, 1): (192, 64), (4, 2): (128, 56), (4, 4): (112, 64)}
+        return of[self.producers, self.shares]
 
 
 MAX_PIECE_STEPS = 3

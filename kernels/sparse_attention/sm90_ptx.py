@@ -109,6 +109,11 @@ def store_matrices(address: Int32, words: tuple) -> None:
     asm("stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
 
 
+def load_matrices(address: Int32) -> tuple:
+    """What `store_matrices` stored, for the same lanes."""
+    return asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Uint32] * 4, address)
+
+
 def copy_async(shared: Int32, address: Int64, num_bytes: Int32) -> None:
     """16 bytes from global to shared memory, of which those from num_bytes on are zeros."""
     asm("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", [], shared, address, num_bytes)

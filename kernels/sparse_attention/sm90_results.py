@@ -61,6 +61,15 @@ class Results(WorkItems):
             matrices = (words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3])
             ptx.store_matrices(block + row * ROW_STRIDE + chunk * 16, matrices)
 
+    def load_p(self, block: Int32, words: cute.Tensor, warp: Int32, lane: Int32) -> None:
+        """What the same warp of the other consumer gave `store_p`."""
+        row = warp * WARP_HEADS + lane % 16
+        for j in range(TILE // 16):
+            chunk = (2 * j + lane // 16) ^ (row & 7)
+            loaded = ptx.load_matrices(block + row * ROW_STRIDE + chunk * 16)
+            for i in range(4):
+                words[4 * j + i] = loaded[i]
+
     def first_channel(self, item: Item, which: Int32) -> Int32:
         """Of this consumer's O."""
         return which * HALF + item.share * (self.configuration.share_groups * GROUP)

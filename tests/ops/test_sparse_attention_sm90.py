@@ -274,23 +274,27 @@ def gate(fp8_rows: bool, entries: str, fp32_out: bool, lse: bool, split: bool, s
     return found
 
 
-def registers_at_launch(shares: int) -> int:
-    """Of a thread: 65,536 are divided in eights."""
+def one_of(fp8_rows: bool, entries: str, shares: int) -> object:
+    """A configuration with so many threads and registers."""
     from dsv4_kernels.sparse_attention.sm90_plan import Configuration, Entries
 
-    return 65536 // Configuration(True, Entries.LIST, False, False, False, shares).threads // 8 * 8
+    return Configuration(fp8_rows, Entries[entries], False, False, False, shares)
+
+
+def registers_at_launch(fp8_rows: bool, entries: str, shares: int) -> int:
+    """Of a thread: 65,536 are divided in eights."""
+    return 65536 // one_of(fp8_rows, entries, shares).threads // 8 * 8
 
 
 @pytest.mark.parametrize("shares", [1, 2, 4])
-def test_no_more_registers_are_moved_than_there_are(shares: int) -> None:
+@pytest.mark.parametrize("entries", ["NONE", "LIST", "PAGES"])
+@pytest.mark.parametrize("fp8_rows", [True, False])
+def test_no_more_registers_are_moved_than_there_are(fp8_rows: bool, entries: str, shares: int) -> None:
     """setmaxnreg would wait for ever: a CTA has what it was launched with."""
-    from dsv4_kernels.sparse_attention.sm90_plan import Configuration, Entries
-
-    configuration = Configuration(True, Entries.LIST, False, False, False, shares)
+    configuration = one_of(fp8_rows, entries, shares)
     consumer, producer = configuration.registers
-    assert 2 * consumer + 2 * configuration.producers * producer <= (
-        registers_at_launch(shares) * configuration.threads // 128
-    )
+    there_are = registers_at_launch(fp8_rows, entries, shares) * configuration.threads // 128
+    assert 2 * consumer + configuration.producers * producer <= there_are
 
 
 CONFIGURATIONS = list(
@@ -310,7 +314,8 @@ GATED = {
 def test_compiled(fp8_rows: bool, entries: str, out_and_lse: tuple[int, int], split: bool, shares: int) -> None:
     """No register, byte of the stack or of code more than benchmarks/results says; wgmma runs asynchronously."""
     found = gate(fp8_rows, entries, *map(bool, out_and_lse), split, shares)
-    assert found["registers"] == registers_at_launch(shares), "the threads share 65,536; setmaxnreg moves them"
+    at_launch = registers_at_launch(fp8_rows, entries, shares)
+    assert found["registers"] == at_launch, "the threads share 65,536; setmaxnreg moves them"
     assert found["shared_memory_bytes"] <= 227 * 1024
     assert found["stack_bytes"] <= 32, "what is kept there is written once an item, not in the loop over steps"
 
