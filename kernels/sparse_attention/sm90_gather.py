@@ -28,8 +28,8 @@ class Producers(WorkItems):
 
     @cute.jit
     def produce(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, which: Int32, turn: Int32) -> None:
-        """Fills groups of the channels of consumer `which`, each as soon as it is free: all, or every second one. A single
-        producer fills those of both.
+        """Fills groups of the channels of consumer `which`, each as soon as it is free: all, or every second one. One
+        that is alone fills those of both.
 
         As many threads side by side as a thread has rows share those rows, which are as far apart as they can be, and
         read a row's bytes of a group together. FP8 rows wait in registers: loads are issued `ahead` groups before their

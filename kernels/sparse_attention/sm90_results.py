@@ -169,9 +169,9 @@ class Results(WorkItems):
                 sources, targets = partition(copy_out, places)
                 heads = item.head_block * (HEADS // WARP_HEADS) + warp
                 group = which * HALF_GROUPS + item.share * self.configuration.share_groups + part
-                # All lanes issue the same copy, and ptxas makes one of it.
-                cute.copy(copy_out.atom, sources[None, warp, which], targets[None, heads, group, item.token])
-                cute.arch.cp_async_bulk_commit_group()
+                with cute.arch.elect_one():
+                    cute.copy(copy_out.atom, sources[None, warp, which], targets[None, heads, group, item.token])
+                    cute.arch.cp_async_bulk_commit_group()
             for j in cutlass.range_constexpr(first, first + HEADS * GROUP // 128):
                 out[j] = Float32(0.0)
 
