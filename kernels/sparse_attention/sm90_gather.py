@@ -302,7 +302,7 @@ class Producers(WorkItems):
         """Tells the consumers that this warp's part of a group is written, or will be when its copies are complete."""
         if const_expr(self.configuration.fp8_rows):
             cute.arch.fence_view_async_shared()  # generic stores, read by wgmma
-        cute.arch.sync_warp()
+            cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(barrier)
         if const_expr(not self.configuration.fp8_rows):

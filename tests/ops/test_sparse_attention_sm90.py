@@ -232,14 +232,19 @@ def test_the_width_of_lists_and_tables_is_not_seen(dense: bool, split_keys: int 
     assert same_bits(launch(wider)[0], launch(case)[0])
 
 
-# Eight tokens of one to four parts on four multiprocessors, so that scratch slots are used again; and one token whose
-# channels four of them share. With the share of deleted fences that is noticed.
+# Eight tokens of one to four parts on four multiprocessors, so that scratch slots are used again; one token whose
+# channels four of them share; and whole tokens of bf16 rows, two or three a multiprocessor. With the share of deleted
+# fences that is noticed.
 MUTATED = {
     "sparse_attention_sm90": (
         Spec(tokens=8, window_lengths=(128, 3), entry_lengths=(200, 5, 700), split_keys=256),
         5 / 6,
     ),
     "sparse_attention_sm90_shares": (Spec(tokens=1, heads=16, entry_lengths=(200,)), 3 / 4),
+    "sparse_attention_sm90_bf16": (
+        Spec(tokens=10, window_lengths=(128, 3), entry_lengths=(200, 5, 300), fp8=False),
+        1,
+    ),
 }
 
 
