@@ -279,7 +279,7 @@ class SparseAttention(Producers, Results):
                         self.release_others(free + which * HALF_GROUPS, share, lane)
                     self.exponentials(args, scores, highest, packed_p, step_total)
                     self.store_p(p_address + which * BLOCK_BYTES, packed_p, warp, lane)
-                    if const_expr(not p_in_registers):
+                    if const_expr(not p_in_registers):  # else it is read as it is written, not by wgmma
                         cute.arch.fence_view_async_shared()
                     if which == 1:  # consumer 0 comes there with its first product, ahead of this one's
                         self.arrive(Named.P + 1)
@@ -480,7 +480,7 @@ class SparseAttention(Producers, Results):
     ) -> None:
         """P = 2**(s - highest) in bf16, its sums, and those before rounding if they are asked for.
 
-        The sums cost nothing here, where warps wait for exponentials.
+        All at once: the sums are computed while exponentials are waited for.
         """
         step_total.fill(0.0)
         for j in cutlass.range_constexpr(TILE // 8):

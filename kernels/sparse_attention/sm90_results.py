@@ -55,20 +55,19 @@ class Results(WorkItems):
 
     def store_p(self, block: Int32, words: cute.Tensor, warp: Int32, lane: Int32) -> None:
         """The warp's 16 rows of an accumulator of 64 columns, as bf16 pairs, to a swizzled block."""
-        row = warp * WARP_HEADS + lane % 16
-        for j in range(TILE // 16):
-            chunk = (2 * j + lane // 16) ^ (row & 7)
-            matrices = (words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3])
-            ptx.store_matrices(block + row * ROW_STRIDE + chunk * 16, matrices)
+        for j, address in enumerate(self.p_addresses(block, warp, lane)):
+            ptx.store_matrices(address, (words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]))
 
     def load_p(self, block: Int32, words: cute.Tensor, warp: Int32, lane: Int32) -> None:
         """What the same warp of the other consumer gave `store_p`."""
+        for j, address in enumerate(self.p_addresses(block, warp, lane)):
+            words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3] = ptx.load_matrices(address)
+
+    def p_addresses(self, block: Int32, warp: Int32, lane: Int32) -> list[Int32]:
+        """Of this lane's rows of matrices: four each time, of 16 columns."""
         row = warp * WARP_HEADS + lane % 16
-        for j in range(TILE // 16):
-            chunk = (2 * j + lane // 16) ^ (row & 7)
-            loaded = ptx.load_matrices(block + row * ROW_STRIDE + chunk * 16)
-            for i in range(4):
-                words[4 * j + i] = loaded[i]
+        chunks = [(2 * j + lane // 16) ^ (row & 7) for j in range(TILE // 16)]
+        return [block + row * ROW_STRIDE + chunk * 16 for chunk in chunks]
 
     def first_channel(self, item: Item, which: Int32) -> Int32:
         """Of this consumer's O."""
