@@ -471,12 +471,7 @@ class SparseAttention(Producers, Results):
 
     @cute.jit
     def exponentials(
-        self,
-        args: Arguments,
-        scores: cute.Tensor,
-        highest: tuple,
-        packed_p: cute.Tensor,
-        step_total: cute.Tensor,
+        self, args: Arguments, scores: cute.Tensor, highest: tuple, packed_p: cute.Tensor, step_total: cute.Tensor
     ) -> None:
         """P = 2**(s - highest) in bf16, its sums, and those before rounding if they are asked for.
 

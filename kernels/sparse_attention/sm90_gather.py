@@ -42,14 +42,14 @@ class Producers(WorkItems):
         takers = self.configuration.takers
         if const_expr(takers == 1):
             turn = 0
-        # To one that fills both halves, groups of the second are groups of the first, numbered on.
-        halves = (0, 1) if self.configuration.producers == 1 else (0,)
+        # To one that fills both halves, in turns, groups of the second are groups of the first, numbered on.
+        halves = 2 if self.configuration.producers == 1 else 1
         numbers = shared.numbers.data_ptr() + (turn * 2 + which) * 2 * STEP
         ahead = self.configuration.ahead
         words = [cute.make_rmem_tensor((4 * self.configuration.rows,), Uint32) for _ in range(ahead)]
         scales = cute.make_rmem_tensor((self.configuration.rows,), Uint32)
         address = cute.make_rmem_tensor((self.configuration.rows,), Int64)
-        turns = HALF_GROUPS // takers
+        turns = HALF_GROUPS // takers * halves
 
         num_items = self.num_items(args, shared)
         index, _, _ = cute.arch.block_idx()
@@ -95,22 +95,21 @@ class Producers(WorkItems):
                 if index < num_items:
                     number = self.row_number(args, token, visible, leading, thread)
             for i in cutlass.range_constexpr(turns):
-                for half in halves:
-                    group = self.place(i * takers + turn) + half * HALF_GROUPS
-                    cute.arch.mbarrier_wait(free + group, phase)
-                    if const_expr(i == 0 and half == 0):
-                        if (which == 0) & (turn == 0):
-                            self.write_row_bits(shared, numbers + ((phase ^ 1) * STEP + thread), warp, lane, address)
-                    if const_expr(not fp8):
-                        self.copy_group(place + group * BLOCK_BYTES, row, part, address, group * (GROUP * 2))
-                    elif (which == 0) | (group < HALF_GROUPS - 1):
-                        self.store_group(place + group * BLOCK_BYTES, row, part, group, words[i % ahead], scales)
-                    else:
-                        self.copy_group(place + group * BLOCK_BYTES, row, part, address, NOPE_DIM - HALF_GROUPS * GROUP)
-                    self.publish(full + group, lane, which, group)
-                    if const_expr(fp8 and i + ahead < turns):
-                        coming_group = self.place((i + ahead) * takers + turn)
-                        self.load_group(address, which, coming_group, words[i % ahead])
+                group = self.place(i // halves * takers + turn) + i % halves * HALF_GROUPS
+                cute.arch.mbarrier_wait(free + group, phase)
+                if const_expr(i == 0):
+                    if (which == 0) & (turn == 0):
+                        self.write_row_bits(shared, numbers + ((phase ^ 1) * STEP + thread), warp, lane, address)
+                if const_expr(not fp8):
+                    self.copy_group(place + group * BLOCK_BYTES, row, part, address, group * (GROUP * 2))
+                elif (which == 0) | (group < HALF_GROUPS - 1):
+                    self.store_group(place + group * BLOCK_BYTES, row, part, group, words[i % ahead], scales)
+                else:
+                    self.copy_group(place + group * BLOCK_BYTES, row, part, address, NOPE_DIM - HALF_GROUPS * GROUP)
+                self.publish(full + group, lane, which, group)
+                if const_expr(fp8 and i + ahead < turns):
+                    coming_group = self.place((i + ahead) * takers + turn)
+                    self.load_group(address, which, coming_group, words[i % ahead])
             # Only now: within a step the consumers wait for every group, and then nobody waits for a while.
             self.locate(args, next_step, next_numbers + row, self.first_byte(which, part), address)
             if const_expr(fp8):

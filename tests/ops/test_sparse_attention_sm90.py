@@ -30,6 +30,8 @@ from dsv4_kernels.sparse_attention import merge_partials
 if TYPE_CHECKING:
     from host import Device
 
+    from dsv4_kernels.sparse_attention.sm90_plan import Configuration
+
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 pytestmark = pytest.mark.usefixtures("compiled_here")
 
@@ -262,15 +264,13 @@ def test_deleted_synchronisation_is_noticed(name: str) -> None:
 # ---- compile gate
 
 
-def gate(fp8_rows: bool, entries: str, fp32_out: bool, lse: bool, split: bool, shares: int) -> dict[str, int]:
+def gate(configuration: Configuration) -> dict[str, int]:
     """Compiles a configuration and compares it with the record, which is what it says of it."""
     from host import emulated
     from sparse_attention_sm90_static import RESULTS, static_numbers
 
     from dsv4_kernels.sparse_attention import sm90
-    from dsv4_kernels.sparse_attention.sm90_plan import Configuration, Entries
 
-    configuration = Configuration(fp8_rows, Entries[entries], fp32_out, lse, split, shares)
     with emulated(arch=sm90.ARCH):
         found = static_numbers(configuration)
     recorded = json.loads(RESULTS.read_text())[str(configuration)]
@@ -279,27 +279,19 @@ def gate(fp8_rows: bool, entries: str, fp32_out: bool, lse: bool, split: bool, s
     return found
 
 
-def one_of(fp8_rows: bool, entries: str, shares: int) -> object:
-    """A configuration with so many threads and registers."""
-    from dsv4_kernels.sparse_attention.sm90_plan import Configuration, Entries
-
-    return Configuration(fp8_rows, Entries[entries], False, False, False, shares)
-
-
-def registers_at_launch(fp8_rows: bool, entries: str, shares: int) -> int:
+def registers_at_launch(threads: int) -> int:
     """Of a thread: 65,536 are divided in eights."""
-    return 65536 // one_of(fp8_rows, entries, shares).threads // 8 * 8
+    return 65536 // threads // 8 * 8
 
 
-@pytest.mark.parametrize("shares", [1, 2, 4])
-@pytest.mark.parametrize("entries", ["NONE", "LIST", "PAGES"])
-@pytest.mark.parametrize("fp8_rows", [True, False])
-def test_no_more_registers_are_moved_than_there_are(fp8_rows: bool, entries: str, shares: int) -> None:
+def test_no_more_registers_are_moved_than_there_are() -> None:
     """setmaxnreg would wait for ever: a CTA has what it was launched with."""
-    configuration = one_of(fp8_rows, entries, shares)
-    consumer, producer = configuration.registers
-    there_are = registers_at_launch(fp8_rows, entries, shares) * configuration.threads // 128
-    assert 2 * consumer + configuration.producers * producer <= there_are
+    from dsv4_kernels.sparse_attention.sm90 import configurations
+
+    for configuration in configurations():
+        consumer, producer = configuration.registers
+        there_are = registers_at_launch(configuration.threads) * configuration.threads // 128
+        assert 2 * consumer + configuration.producers * producer <= there_are, configuration
 
 
 CONFIGURATIONS = list(
@@ -318,8 +310,11 @@ GATED = {
 )
 def test_compiled(fp8_rows: bool, entries: str, out_and_lse: tuple[int, int], split: bool, shares: int) -> None:
     """No register, byte of the stack or of code more than benchmarks/results says; wgmma runs asynchronously."""
-    found = gate(fp8_rows, entries, *map(bool, out_and_lse), split, shares)
-    at_launch = registers_at_launch(fp8_rows, entries, shares)
+    from dsv4_kernels.sparse_attention.sm90_plan import Configuration, Entries
+
+    configuration = Configuration(fp8_rows, Entries[entries], *map(bool, out_and_lse), split, shares)
+    found = gate(configuration)
+    at_launch = registers_at_launch(configuration.threads)
     assert found["registers"] == at_launch, "the threads share 65,536; setmaxnreg moves them"
     assert found["shared_memory_bytes"] <= 227 * 1024
     assert found["stack_bytes"] <= 32, "what is kept there is written once an item, not in the loop over steps"
