@@ -6,6 +6,7 @@ that can change it: all source files of this package (a kernel takes constants f
 environment, Python's minor version, the architecture and the configuration. Beside it lies a JSON file with the
 object's SHA-256; an object that does not have that hash is compiled again, and a log line says so. Files appear under
 their names whole or not at all, and of several processes that need the same kernel one compiles while the others wait.
+Whoever adds a kernel deletes those that nobody has loaded for KEEP_DAYS: they are of older versions, mostly.
 
 `DSV4_KERNEL_CACHE` names the folder, or is `off` for none; unset it is `~/.cache/sglang-dsv4/kernels` (under
 `XDG_CACHE_HOME` if that is set). Whoever can write to it can run code in this process.
@@ -35,6 +36,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "DSV4_KERNEL_CACHE"
+KEEP_DAYS = 90
 _SYMBOL = "dsv4_kernel"
 """Name of the function inside an object file."""
 
@@ -168,9 +170,12 @@ class _Stored:
         if not isinstance(facts, dict) or facts.get("sha256") != found:  # the loader would crash on a damaged object
             return self._unusable(f"its SHA-256 is {found}, not the recorded one")
         try:
-            return _loaded(self.object, self.facts["tvm_ffi"])
+            function = _loaded(self.object, self.facts["tvm_ffi"])
         except Exception as error:
             return self._unusable(repr(error))
+        with contextlib.suppress(OSError):
+            os.utime(self.object)  # when it was used last
+        return function
 
     def _unusable(self, reason: object) -> None:
         logger.warning("%s cannot be used and is compiled again: %s", self.object, reason)
@@ -182,6 +187,7 @@ class _Stored:
             facts = {"sha256": hashlib.sha256(contents).hexdigest(), "compile_seconds": round(seconds, 3)}
             _write(self.object, contents)
             _write(self.object.with_suffix(".json"), (json.dumps(self.facts | facts, indent=1) + "\n").encode())
+            _delete_unused(self.object.parent)
         except Exception as error:  # the function works all the same
             logger.warning("%s is not kept: %s", self.object, error)
             return "kept in memory only"
@@ -208,6 +214,16 @@ def _loaded(path: Path, tvm_ffi: bool) -> Callable[..., Any]:
     from cutlass import cute
 
     return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=tvm_ffi), _SYMBOL)
+
+
+def _delete_unused(folder: Path) -> None:
+    """Deletes what has not been loaded for KEEP_DAYS."""
+    since = time.time() - KEEP_DAYS * 24 * 3600
+    for object in folder.glob("*.o"):
+        with contextlib.suppress(OSError):  # another process does the same
+            if object.stat().st_mtime < since:
+                for suffix in (".json", ".o", ".lock"):
+                    object.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def _write(path: Path, contents: bytes) -> None:

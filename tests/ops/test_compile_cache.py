@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,6 +178,23 @@ def test_a_function_that_does_not_export_works_all_the_same(
     monkeypatch.setattr(compile_cache, "_exported", failing)
     assert Counted().get()() == "Config(factor=2) sm_90a"
     assert "is not kept: no symbols" in caplog.text and not objects(folder)
+
+
+def test_what_nobody_has_loaded_for_long_is_deleted(folder: Path) -> None:
+    old, used, new = (Counted(Config(factor=factor)) for factor in (2, 3, 4))
+    old.get()
+    used.get()
+    long_ago = time.time() - (compile_cache.KEEP_DAYS + 1) * 24 * 3600
+    for file in folder.glob("*.o"):
+        os.utime(file, (long_ago, long_ago))
+    compile_cache.forget()
+    used.get()
+    new.get()
+    compile_cache.forget()
+    assert len(list(folder.iterdir())) == 2 * 3
+    for kernel in (old, used, new):
+        kernel.get()
+    assert [kernel.compilations for kernel in (old, used, new)] == [2, 1, 1]
 
 
 def test_off_keeps_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
