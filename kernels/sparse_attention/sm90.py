@@ -33,9 +33,10 @@ the order of the folding is kept: a query's steps are folded within parts, and p
 follow from the query's own length alone (`split.num_parts`, `split.part_steps`). Results are bitwise the same in any
 batch, on any number of multiprocessors, with `split_keys` for a token that has one part and without. What may depend on
 the batch is who does it: if all of them fit on the GPU at once, parts are divided into pieces of a few steps, and the
-channels into shares. The scores are summed over the channels in one order, whatever a CTA's share. A piece at the
-beginning of a part folds its steps; any other leaves each of them as a partial result of its own, because nobody has
-yet what it would have to be folded into.
+channels into shares; if tokens are many, a CTA has whole ones, and folds their parts by way of a scratch slot of its
+own. The scores are summed over the channels in one order, whatever a CTA's share. A piece at the beginning of a part
+folds its steps; any other leaves each of them as a partial result of its own, because nobody has yet what it would have
+to be folded into.
 
 Maxima, in units of log2, only move when a step's exceeds them by more than RESCALE_ABOVE, which is rare after an item's
 first step. There are two sums: of P as it is multiplied, in bf16, which normalises O; and of P before rounding, for the
@@ -97,6 +98,7 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
     Entries,
     Named,
     Shared,
+    Split,
     layout,
     partition,
     swizzled_atom,
@@ -251,8 +253,9 @@ class SparseAttention(Producers, Results):
                 if const_expr(split):
                     if item.pieces > 1:
                         first_export = item.last - 1
-                        if not item.begins:
-                            first_export = item.first  # nobody has yet what this would be folded into
+                        if const_expr(split == Split.PIECES):
+                            if not item.begins:
+                                first_export = item.first  # nobody has yet what this would be folded into
                 while step < item.last:
                     # Anew in every step, so that descriptors are computed where they are used, not kept in registers.
                     which = cute.arch.make_warp_uniform(which)
@@ -316,6 +319,9 @@ class SparseAttention(Producers, Results):
                             slot = self.slot(args, turn, step - first_export)
                             self.store_statistics(slot + SLOT_BYTES, thread, maximum, total)
                             self.clear(maximum, total, out)
+                        elif const_expr(split == Split.PARTS):
+                            if self.ends_part(args, item, step + 1):
+                                self.set_aside(args, turn, thread, step + 1, item.last, maximum, total, out)
                     phase ^= 1
                     step += 1
                 if const_expr(split):
@@ -551,8 +557,8 @@ def configurations() -> tuple[Configuration, ...]:
         for fp8_rows in (True, False)
         for entries in Entries
         for fp32_out, lse in ((False, False), (False, True), (True, True))
-        for split in (False, True)
-        for shares in SHARES
+        for split in Split
+        for shares in (SHARES if split != Split.PARTS else (1,))
     )
 
 
@@ -603,9 +609,9 @@ def _divides(problem: Problem) -> bool:
         )
     if problem.max_parts > 1:
         return True
-    # Measured on an H200: merging takes as long as a step, or as two of larger results.
+    # Measured on an H200: merging takes as long as one or two steps.
     ctas = num_multiprocessors(problem.q.device) // (problem.num_tokens * -(-problem.num_heads // HEADS))
-    return (ctas >= 8 and steps > 1) or (ctas >= 4 and steps > 3)
+    return (ctas >= 8 and steps > 1) or (ctas >= 4 and steps > 2)
 
 
 def _shares(problem: Problem, items: int, split: bool) -> int:
@@ -631,6 +637,11 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
             f"{problem.max_parts} parts, times {head_blocks} blocks of heads; expected at most {num_sms} CTAs a token. "
             "Pass a larger split_keys"
         )
+    shares = _shares(problem, num_tokens * head_blocks, split)
+    num_ctas = num_sms // shares * shares  # a CTA keeps its share
+    items_of_a_piece = num_tokens * head_blocks * shares
+    ctas_per_token = num_ctas // items_of_a_piece
+    few = ctas_per_token >= MIN_CTAS_PER_TOKEN
     configuration = Configuration(
         fp8_rows=problem.row_format is RowFormat.FP8,
         lse=problem.lse is not None,
@@ -640,12 +651,9 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
         if problem.page_table is None
         else Entries.PAGES,
         fp32_out=not problem.normalised,
-        split=split,
-        shares=_shares(problem, num_tokens * head_blocks, split),
+        split=Split.NONE if not split else Split.PIECES if few else Split.PARTS,
+        shares=shares,
     )
-    num_ctas = num_sms // configuration.shares * configuration.shares  # a CTA keeps its share
-    items_of_a_piece = num_tokens * head_blocks * configuration.shares
-    ctas_per_token = num_ctas // items_of_a_piece
     scratch = None
     if split:
         num_bytes = num_sms * SLOTS_PER_CTA * (SLOT_BYTES + STATISTICS_BYTES)
@@ -680,7 +688,7 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
         lse=Int64(address(problem.lse, tokens)),
         scale_log2=Float32(problem.scale * LOG2_E),
         steps_per_part=Int32(problem.split_keys // STEP_KEYS if split else 0),
-        ctas_per_token=Int32(ctas_per_token if ctas_per_token >= MIN_CTAS_PER_TOKEN else 0),
+        ctas_per_token=Int32(ctas_per_token if few else 0),
         scratch=Int64(address(scratch and scratch.slots)),
         counters=Int64(address(scratch and scratch.counters)),
     )

@@ -15,9 +15,11 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
     MAX_PIECE_STEPS,
     SLOTS_PER_CTA,
     STEP,
+    WHOLE_TOKENS,
     Arguments,
     Configuration,
     Entries,
+    Split,
 )
 
 
@@ -155,10 +157,11 @@ class WorkItems:
         """Of a token with so many steps.
 
         Parts are divided into pieces of `piece_steps`, unless they are little longer; or, if it is negative, into as
-        many as a token with -piece_steps CTAs can have. They are left whole if it is 0.
+        many as a token with -piece_steps CTAs can have. They are left whole if it is 0; and so are tokens, whose CTA
+        then folds their parts, if it is WHOLE_TOKENS.
         """
         parts, shortest, most = Int32(1), steps, -piece_steps
-        if steps > args.steps_per_part:
+        if (steps > args.steps_per_part) & (piece_steps != WHOLE_TOKENS):
             parts = ptx.divide(steps + args.steps_per_part - 1, args.steps_per_part)
             shortest = ptx.divide(steps, parts)
             most = ptx.divide(ptx.imax(most, Int32(0)), parts)
@@ -174,6 +177,16 @@ class WorkItems:
         if (parts > 1) & (parts < steps) & (steps <= -piece_steps):
             pieces, all_pieces = Int32(0), steps  # no part of one more step than another holds up all
         return Division(steps, parts, pieces, all_pieces)
+
+    @cute.jit
+    def ends_part(self, args: Arguments, item: Item, step: Int32) -> Boolean:
+        """Whether a part ends in front of a step, of an item that is a whole token of several parts."""
+        ends = Boolean(False)
+        if item.last - item.first > args.steps_per_part:
+            parts = ptx.divide(item.last + args.steps_per_part - 1, args.steps_per_part)
+            part = ptx.divide(step * parts + item.last - 1, item.last)
+            ends = ptx.divide(part * item.last, parts) == step
+        return ends
 
     @cute.jit
     def steps_of_piece(self, division: Division, piece: Int32) -> tuple:
@@ -238,6 +251,8 @@ class WorkItems:
         tokens have less steps than others. This looks at the whole batch, and may: results do not depend on it.
         """
         chosen, each = Int32(0), args.ctas_per_token
+        if const_expr(self.configuration.split == Split.PARTS):
+            each = 0
         if each > 0:
             ctas, _, _ = cute.arch.grid_dim()
             slots = ptx.divide(ctas, self.item_stride(args))
@@ -278,6 +293,12 @@ class WorkItems:
         if longest == -least:
             pieces_of_all = self.pieces(args, longest, piece_steps)
             rows = args.num_tokens * pieces_of_all
+            if const_expr(self.configuration.split == Split.PARTS):
+                # Whole tokens, if no CTA has more parts then.
+                ctas, _, _ = cute.arch.grid_dim()
+                tokens, parts = args.num_tokens * self.item_stride(args), rows * self.item_stride(args)
+                if ptx.divide(tokens + ctas - 1, ctas) * pieces_of_all <= ptx.divide(parts + ctas - 1, ctas):
+                    piece_steps, pieces_of_all, rows = Int32(WHOLE_TOKENS), Int32(1), args.num_tokens
         else:
             piece_steps = self.choose_piece_steps(args, longest, lane)
             rows = self.count_before(args, shared.starts.data_ptr(), piece_steps, lane)

@@ -64,6 +64,16 @@ class Entries(IntEnum):
     """The first ones of the token's request, through a page table (HCA)."""
 
 
+class Split(IntEnum):
+    """How a token's keys are divided among CTAs."""
+
+    NONE = 0
+    PARTS = 1
+    """By its parts, where tokens are many; not at all if that takes no longer."""
+    PIECES = 2
+    """By pieces of its parts, where tokens are few."""
+
+
 @dataclass(frozen=True)
 class Configuration:
     """What a compiled kernel is specialised for."""
@@ -72,8 +82,8 @@ class Configuration:
     entries: Entries
     fp32_out: bool
     lse: bool
-    split: bool
-    """Several CTAs may work on a token's keys: partial results go through global memory and are merged."""
+    split: Split
+    """If several CTAs may work on a token's keys, partial results go through global memory and are merged."""
     shares: int
     """CTAs that divide the channels of O among them, after each has computed all scores: 1, 2 or 4."""
 
@@ -139,6 +149,8 @@ class Configuration:
         return of[self.producers, self.shares]
 
 
+WHOLE_TOKENS = 1 << 20
+"""Instead of the steps of a piece: all parts of a token are one."""
 MAX_PIECE_STEPS = 3
 """Where tokens differ in length, parts are divided into pieces of up to so many steps (or one more), if all of a launch
 fit on the GPU at once."""

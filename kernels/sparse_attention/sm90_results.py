@@ -257,6 +257,51 @@ class Results(WorkItems):
         if self.configuration.lse:
             ptx.store_f32x2(address + CONSUMER_THREADS * 16 + thread * 8, (total[2], total[3]))
 
+    @cute.jit
+    def set_aside(
+        self,
+        args: Arguments,
+        turn: Int32,
+        thread: Int32,
+        end: Int32,
+        last: Int32,
+        maximum: cute.Tensor,
+        total: cute.Tensor,
+        out: cute.Tensor,
+    ) -> None:
+        """Folds a part of an item that has several, which ends in front of step `end`, into those before it, which wait
+        in this CTA's scratch slot. The last one's result stays in registers. It is what a merge does, in its order."""
+        is_later, is_last = end > args.steps_per_part, end == last
+        slot = self.slot(args, turn, Int32(0)) + thread * 16
+        at_once = 4  # columns; more of them spill
+        before_maximum, before_total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Float32)
+        self.clear(before_maximum, before_total, before_total)
+        if is_later:
+            loaded = ptx.load_f32x4_if(Boolean(True), slot + SLOT_BYTES)
+            before_maximum[0], before_total[0], before_maximum[1], before_total[1] = loaded
+            if const_expr(self.configuration.lse):
+                at = slot + SLOT_BYTES + (CONSUMER_THREADS * 16 - thread * 8)
+                before_total[2], before_total[3] = ptx.load_f32x2_if(Boolean(True), at)
+        factors = []
+        for k in cutlass.range_constexpr(2):
+            before, weight = self.factors(before_maximum, maximum[k], k)
+            factors.append((before, weight))
+            maximum[k] = before_maximum[k]
+            for i in (k, 2 + k):
+                total[i] = ptx.fma(total[i], weight, before_total[i] * before)
+        for first in cutlass.range_constexpr(0, cute.size(out) // 4, at_once):
+            words = []
+            for j in cutlass.range_constexpr(first, first + at_once):
+                words.extend(ptx.load_f32x4_if(is_later, slot + j * CONSUMER_THREADS * 16))
+            for i in cutlass.range_constexpr(4 * at_once):
+                before, weight = factors[i // 2 % 2]
+                out[4 * first + i] = ptx.fma(out[4 * first + i], weight, words[i] * before)
+            if not is_last:
+                self.store_columns(slot, out, first, at_once)
+        if not is_last:
+            self.store_statistics(slot - thread * 16 + SLOT_BYTES, thread, maximum, total)
+            self.clear(maximum, total, out)
+
     def arrived(self, args: Arguments, item: Item) -> Int64:
         """Address of the count of pieces that are written, of an item's token and heads."""
         group = (item.token * self.head_blocks(args) + item.head_block) * self.configuration.shares + item.share

@@ -127,6 +127,7 @@ _BOTH_FORMATS = {
     "split_8_heads": Spec(tokens=5, heads=8, entry_lengths=(1024, 640, 2), split_keys=128, sink="mixed"),
     "split_in_40_parts": Spec(tokens=1, heads=8, entry_lengths=(4900,), dense=True, split_keys=128),
     "pieces": Spec(tokens=2, entry_lengths=(512, 300), split_keys=1280),
+    "whole_tokens_of_parts": Spec(tokens=3, heads=65, entry_lengths=(1300,), split_keys=512),
     "pieces_of_parts": Spec(tokens=1, heads=65, entry_lengths=(2900,), split_keys=640),
     "partial": Spec(entry_lengths=(200, 0), sink=None, normalised=False),
     "partial_split": Spec(

@@ -153,9 +153,12 @@ def test_unpacked_rows_give_the_same_bits(name: str) -> None:
     assert all(map(same_bits, launch(case), launch(plain)))
 
 
-SAME_BITS = ("heads_65-fp8", "split_128-fp8", "split_128_heads-fp8", "pieces-fp8", "pieces_of_parts-fp8")
-"""The second one: more than three items a CTA, so that scratch slots are used again. The last two: on few
-multiprocessors parts are left whole, on many they are divided into pieces."""
+SAME_BITS = (
+    *("heads_65-fp8", "split_128-fp8", "split_128_heads-fp8"),
+    *("whole_tokens_of_parts-fp8", "pieces-fp8", "pieces_of_parts-fp8"),
+)
+"""The second one: more than three items a CTA, so that scratch slots are used again. The last three: on few
+multiprocessors tokens are left whole, or parts, on many they are divided into pieces."""
 
 
 @pytest.mark.parametrize("name", SAME_BITS)
@@ -294,12 +297,21 @@ def test_no_more_registers_are_moved_than_there_are() -> None:
         assert 2 * consumer + configuration.producers * producer <= there_are, configuration
 
 
-CONFIGURATIONS = list(
-    itertools.product((True, False), ("NONE", "LIST", "PAGES"), ((0, 0), (0, 1), (1, 1)), (False, True), (1, 2, 4))
-)
+SPLITS = (*(("NONE", shares) for shares in (1, 2, 4)), ("PARTS", 1), *(("PIECES", shares) for shares in (1, 2, 4)))
+CONFIGURATIONS = [
+    (fp8, entries, out_and_lse, *split)
+    for fp8 in (True, False)
+    for entries in ("NONE", "LIST", "PAGES")
+    for out_and_lse in ((0, 0), (0, 1), (1, 1))
+    for split in SPLITS
+]
 GATED = {
-    (True, "LIST", (0, 0), False, 1),
-    *((fp8, entries, (0, 1), split, shares) for fp8, entries, split in QUICK for shares in (1, 4)),
+    (True, "LIST", (0, 0), "NONE", 1),
+    *(
+        (fp8, entries, (0, 1), "PIECES" if split else "NONE", shares)
+        for fp8, entries, split in QUICK
+        for shares in (1, 4)
+    ),
 }
 """A prefill's of CSA, and some that the quick cases compile."""
 
@@ -308,16 +320,16 @@ GATED = {
     ("fp8_rows", "entries", "out_and_lse", "split", "shares"),
     [pytest.param(*c, marks=() if c in GATED else pytest.mark.slow) for c in CONFIGURATIONS],
 )
-def test_compiled(fp8_rows: bool, entries: str, out_and_lse: tuple[int, int], split: bool, shares: int) -> None:
+def test_compiled(fp8_rows: bool, entries: str, out_and_lse: tuple[int, int], split: str, shares: int) -> None:
     """No register, byte of the stack or of code more than benchmarks/results says; wgmma runs asynchronously."""
-    from dsv4_kernels.sparse_attention.sm90_plan import Configuration, Entries
+    from dsv4_kernels.sparse_attention.sm90_plan import Configuration, Entries, Split
 
-    configuration = Configuration(fp8_rows, Entries[entries], *map(bool, out_and_lse), split, shares)
+    configuration = Configuration(fp8_rows, Entries[entries], *map(bool, out_and_lse), Split[split], shares)
     found = gate(configuration)
     at_launch = registers_at_launch(configuration.threads)
     assert found["registers"] == at_launch, "the threads share 65,536; setmaxnreg moves them"
     assert found["shared_memory_bytes"] <= 227 * 1024
-    assert found["stack_bytes"] <= 32, "what is kept there is written once an item, not in the loop over steps"
+    assert found["stack_bytes"] <= 40, "what is kept there is written once an item, not in the loop over steps"
 
 
 def test_every_configuration_is_recorded() -> None:
