@@ -253,9 +253,8 @@ class SparseAttention(Producers, Results):
                 if const_expr(split):
                     if item.pieces > 1:
                         first_export = item.last - 1
-                        if const_expr(split == Split.PIECES):
-                            if not item.begins:
-                                first_export = item.first  # nobody has yet what this would be folded into
+                        if not item.begins:
+                            first_export = item.first  # nobody has yet what this would be folded into
                 while step < item.last:
                     # Anew in every step, so that descriptors are computed where they are used, not kept in registers.
                     which = cute.arch.make_warp_uniform(which)

@@ -162,7 +162,7 @@ class WorkItems:
         """
         parts, shortest, most = Int32(1), steps, -piece_steps
         if (steps > args.steps_per_part) & (piece_steps != WHOLE_TOKENS):
-            parts = ptx.divide(steps + args.steps_per_part - 1, args.steps_per_part)
+            parts = self.num_parts(args, steps)
             shortest = ptx.divide(steps, parts)
             most = ptx.divide(ptx.imax(most, Int32(0)), parts)
         pieces = Int32(1)
@@ -183,10 +183,17 @@ class WorkItems:
         """Whether a part ends in front of a step, of an item that is a whole token of several parts."""
         ends = Boolean(False)
         if item.last - item.first > args.steps_per_part:
-            parts = ptx.divide(item.last + args.steps_per_part - 1, args.steps_per_part)
-            part = ptx.divide(step * parts + item.last - 1, item.last)
-            ends = ptx.divide(part * item.last, parts) == step
+            ends = self.begins_part(item.last, self.num_parts(args, item.last), step)
         return ends
+
+    def num_parts(self, args: Arguments, steps: Int32) -> Int32:
+        """Of a token with more steps than a part may have."""
+        return ptx.divide(steps + args.steps_per_part - 1, args.steps_per_part)
+
+    def begins_part(self, steps: Int32, parts: Int32, step: Int32) -> Boolean:
+        """Whether a part begins, or the last one ends, with a step of a token that is not its first."""
+        part = ptx.divide(step * parts + steps - 1, steps)
+        return ptx.divide(part * steps, parts) == step
 
     @cute.jit
     def steps_of_piece(self, division: Division, piece: Int32) -> tuple:
@@ -198,8 +205,7 @@ class WorkItems:
         place, pieces, begin, end = piece, division.pieces, Int32(0), division.steps
         begins = place == 0
         if pieces == 0:
-            part = ptx.divide(piece * division.parts + division.steps - 1, division.steps)
-            begins = ptx.divide(part * division.steps, division.parts) == piece
+            begins = self.begins_part(division.steps, division.parts, piece)
             place, pieces, begin, end = Int32(0), Int32(1), piece, piece + 1
         elif division.parts > 1:
             part = ptx.divide(piece, pieces)
@@ -252,7 +258,7 @@ class WorkItems:
         """
         chosen, each = Int32(0), args.ctas_per_token
         if const_expr(self.configuration.split == Split.PARTS):
-            each = 0
+            each = 0  # as it is; what follows is not compiled
         if each > 0:
             ctas, _, _ = cute.arch.grid_dim()
             slots = ptx.divide(ctas, self.item_stride(args))

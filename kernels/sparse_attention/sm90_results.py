@@ -257,6 +257,13 @@ class Results(WorkItems):
         if self.configuration.lse:
             ptx.store_f32x2(address + CONSUMER_THREADS * 16 + thread * 8, (total[2], total[3]))
 
+    def load_statistics(self, slot: Int64, thread: Int32, wanted: Boolean) -> tuple:
+        """(maxima, sums) that a thread stored in a slot, or zeros; `slot` is that of the thread."""
+        loaded, exact = ptx.load_f32x4_if(wanted, slot + SLOT_BYTES), (0.0, 0.0)
+        if self.configuration.lse:
+            exact = ptx.load_f32x2_if(wanted, slot + SLOT_BYTES + (CONSUMER_THREADS * 16 - thread * 8))
+        return (loaded[0], loaded[2]), (loaded[1], loaded[3], *exact)
+
     @cute.jit
     def set_aside(
         self,
@@ -273,31 +280,31 @@ class Results(WorkItems):
         in this CTA's scratch slot. The last one's result stays in registers. It is what a merge does, in its order."""
         is_later, is_last = end > args.steps_per_part, end == last
         slot = self.slot(args, turn, Int32(0)) + thread * 16
-        at_once = 4  # columns; more of them spill
+        columns = 2 if self.configuration.lse else 4  # at a time; more of them spill
         before_maximum, before_total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Float32)
-        self.clear(before_maximum, before_total, before_total)
+        values = cute.make_rmem_tensor((4 * columns,), Float32)
+        self.clear(before_maximum, before_total, values)
         if is_later:
-            loaded = ptx.load_f32x4_if(Boolean(True), slot + SLOT_BYTES)
-            before_maximum[0], before_total[0], before_maximum[1], before_total[1] = loaded
-            if const_expr(self.configuration.lse):
-                at = slot + SLOT_BYTES + (CONSUMER_THREADS * 16 - thread * 8)
-                before_total[2], before_total[3] = ptx.load_f32x2_if(Boolean(True), at)
-        factors = []
-        for k in cutlass.range_constexpr(2):
-            before, weight = self.factors(before_maximum, maximum[k], k)
-            factors.append((before, weight))
-            maximum[k] = before_maximum[k]
-            for i in (k, 2 + k):
-                total[i] = ptx.fma(total[i], weight, before_total[i] * before)
-        for first in cutlass.range_constexpr(0, cute.size(out) // 4, at_once):
-            words = []
-            for j in cutlass.range_constexpr(first, first + at_once):
-                words.extend(ptx.load_f32x4_if(is_later, slot + j * CONSUMER_THREADS * 16))
-            for i in cutlass.range_constexpr(4 * at_once):
-                before, weight = factors[i // 2 % 2]
-                out[4 * first + i] = ptx.fma(out[4 * first + i], weight, words[i] * before)
+            maxima, sums = self.load_statistics(slot, thread, Boolean(True))
+            for k in cutlass.range_constexpr(2):
+                before_maximum[k] = maxima[k]
+            for i in cutlass.range_constexpr(4):
+                before_total[i] = Float32(sums[i])
+        factors = [self.fold_statistics(before_maximum, before_total, maximum[k], total, k) for k in range(2)]
+        maximum.store(before_maximum.load())
+        total.store(before_total.load())
+        for first in cutlass.range_constexpr(0, cute.size(out) // 4, columns):
+            for j in cutlass.range_constexpr(columns):
+                words = ptx.load_f32x4_if(is_later, slot + (first + j) * CONSUMER_THREADS * 16)
+                for i in cutlass.range_constexpr(4):
+                    values[4 * j + i] = words[i]
+            mine = [out[4 * first + i] for i in range(4 * columns)]
+            for k in cutlass.range_constexpr(2):
+                self.fold_values(values, mine, factors[k], k)
+            for i in cutlass.range_constexpr(4 * columns):
+                out[4 * first + i] = values[i]
             if not is_last:
-                self.store_columns(slot, out, first, at_once)
+                self.store_columns(slot, out, first, columns)
         if not is_last:
             self.store_statistics(slot - thread * 16 + SLOT_BYTES, thread, maximum, total)
             self.clear(maximum, total, out)
@@ -445,7 +452,7 @@ class Results(WorkItems):
                 self.clear(maximum, total, values)
                 more = Boolean(True)
                 while more:
-                    belongs, statistics, exact, words = [], [], [], []
+                    belongs, statistics, words = [], [], []
                     for i in cutlass.range_constexpr(parts_at_once):
                         exists = done + i < count
                         entry = (partials + (1 + ptx.imin(done + i, count - 1))).load()
@@ -454,20 +461,14 @@ class Results(WorkItems):
                         else:
                             belongs.append(belongs[-1] & exists & ((entry & 1) == 0))
                         slot = args.scratch + Int64(entry >> 1) * (SLOT_BYTES + STATISTICS_BYTES) + thread * 16
-                        statistics.append(ptx.load_f32x4_if(exists, slot + SLOT_BYTES))
-                        if const_expr(self.configuration.lse):
-                            at = slot + SLOT_BYTES + (CONSUMER_THREADS * 16 - thread * 8)
-                            exact.append(ptx.load_f32x2_if(exists, at))
+                        statistics.append(self.load_statistics(slot, thread, exists))
                         for u in cutlass.range_constexpr(groups):
                             wanted = exists if const_expr(u == 0) else exists & (base + u < end)
                             words.extend(ptx.load_f32x4_if(wanted, slot + (base + u) * (CONSUMER_THREADS * 16)))
                     for i in cutlass.range_constexpr(parts_at_once):
                         if belongs[i]:
-                            sums = [statistics[i][1], statistics[i][3], 0.0, 0.0]
-                            if const_expr(self.configuration.lse):
-                                sums[2:] = exact[i]
                             mine = words[size * i : size * (i + 1)]
-                            self.fold(maximum, total, values, (statistics[i][0], statistics[i][2]), sums, mine)
+                            self.fold(maximum, total, values, *statistics[i], mine)
                             done += 1
                     more = ((partials + (1 + done)).load() & 1) == 0
                 self.fold(all_maximum, all_total, all_values, maximum, total, values)
@@ -504,13 +505,25 @@ class Results(WorkItems):
     ) -> None:
         """Lets a result join the first one, for two rows."""
         for k in range(2):
-            before, weight = self.factors(maximum, other_maximum[k], k)
-            for i in (k, 2 + k):
-                total[i] = ptx.fma(Float32(other_total[i]), weight, total[i] * before)
-            for u in range(cute.size(values) // 4):
-                for j in range(2):
-                    at = 4 * u + 2 * k + j
-                    values[at] = ptx.fma(other_values[at], weight, values[at] * before)
+            factors = self.fold_statistics(maximum, total, other_maximum[k], other_total, k)
+            self.fold_values(values, other_values, factors, k)
+
+    def fold_statistics(
+        self, maximum: cute.Tensor, total: cute.Tensor, other: Float32, other_total: cute.Tensor | tuple, k: int
+    ) -> tuple:
+        """Of row k its maximum and sums; returns the factors of its values, of those there and of those that join."""
+        before, weight = self.factors(maximum, other, k)
+        for i in (k, 2 + k):
+            total[i] = ptx.fma(Float32(other_total[i]), weight, total[i] * before)
+        return before, weight
+
+    def fold_values(self, values: cute.Tensor, other_values: cute.Tensor | list, factors: tuple, k: int) -> None:
+        """Of row k."""
+        before, weight = factors
+        for u in range(cute.size(values) // 4):
+            for j in range(2):
+                at = 4 * u + 2 * k + j
+                values[at] = ptx.fma(other_values[at], weight, values[at] * before)
 
     @cute.jit
     def leave(self, args: Arguments, shared: cutlass.Constexpr, thread: Int32) -> None:
