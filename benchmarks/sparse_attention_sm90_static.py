@@ -17,7 +17,8 @@ from cubin import hopper_instructions, resources
 
 from dsv4_kernels import compile_cache
 from dsv4_kernels.sparse_attention import sm90
-from dsv4_kernels.sparse_attention.sm90_plan import Configuration, Shared
+from dsv4_kernels.sparse_attention.sm90_plan import Configuration, Shared, Split
+from dsv4_kernels.sparse_attention.sm90_steps import StepShared
 
 RESULTS = Path(__file__).resolve().parent / "results" / "sparse_attention_sm90_static.json"
 
@@ -37,7 +38,8 @@ def static_numbers(configuration: Configuration) -> dict[str, int]:
         f"{configuration}: {instructions} in the cubin, {expected} in the PTX"
     )
     numbers = resources(compiled.__cubin__) | {"stack_accesses": instructions["stack_accesses"]}
-    return numbers | {"shared_memory_bytes": Shared.size_in_bytes()}
+    shared = StepShared if configuration.split == Split.STEPS else Shared
+    return numbers | {"shared_memory_bytes": shared.size_in_bytes()}
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""The producers of the Hopper kernel: rows of keys from global to shared memory, in bf16 (see sm90.py)."""
+"""The producers of the Hopper kernel: rows of keys from global to shared memory, in bf16 (see sm90_persistent.py)."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint8, Uint32, const_expr
+from cutlass import Boolean, Int32, Int64, Uint8, Uint32, const_expr
 
 from dsv4_kernels.kv_layout import NOPE_DIM, PAGE_ROWS, ROW_DATA_BYTES, ROW_SCALE_BYTES
 from dsv4_kernels.sparse_attention import sm90_ptx as ptx
@@ -204,14 +204,19 @@ class Producers(WorkItems):
         self, args: Arguments, step: Int32, numbers: cute.Pointer, scales: cute.Tensor, which: Int32
     ) -> None:
         """The four scale bytes of each row for this half of the channels, 0 in holes."""
-        table, page_bytes = self.table(args, step)
         for i in cutlass.range_constexpr(self.configuration.rows):
             number = (numbers + i * self.configuration.row_step).load()
-            existing = number
-            if number < 0:
-                existing = Int32(0)
-            offset = PAGE_ROWS * ROW_DATA_BYTES + which * 4 + existing % PAGE_ROWS * ROW_SCALE_BYTES
-            scales[i] = ptx.load_4_bytes(table + (Int64(existing // PAGE_ROWS) * page_bytes + offset), number)
+            scales[i] = ptx.load_4_bytes(self.scales_address(args, step, number, which * 4), number)
+
+    @cute.jit
+    def scales_address(self, args: Arguments, step: Int32, number: Int32, first: Int32 | int = 0) -> Int64:
+        """Address of a row's scale bytes from one on; of a hole, of another row's."""
+        table, page_bytes = self.table(args, step)
+        existing = number
+        if number < 0:
+            existing = Int32(0)
+        offset = PAGE_ROWS * ROW_DATA_BYTES + first + existing % PAGE_ROWS * ROW_SCALE_BYTES
+        return table + (Int64(existing // PAGE_ROWS) * page_bytes + offset)
 
     @cute.jit
     def prefetch_lists(self, args: Arguments, thread: Int32) -> None:
@@ -285,16 +290,20 @@ class Producers(WorkItems):
             # From the addresses, which needs less registers: of rows side by side, four lanes each know the same.
             rows = shared.rows.data_ptr() + warp
             for i in cutlass.range_constexpr(self.configuration.rows):
-                bits = cute.arch.vote_ballot_sync(addresses[i] >= 0) & 0x11111111
-                bits = (bits | (bits >> 3)) & 0x03030303
-                bits = (bits | (bits >> 6)) & 0x000F000F
-                bits = (bits | (bits >> 12)) & 0xFF
+                bits = self.bits_of_rows(addresses[i] >= 0)
                 if lane == 0:
                     (rows + i * self.configuration.row_step // 8).store(Uint8(bits))
         else:
             bits = cute.arch.vote_ballot_sync(number.load() >= 0)
             if lane == 0:
                 (cute.recast_ptr(shared.rows.data_ptr(), dtype=Uint32) + warp).store(Uint32(bits))
+
+    def bits_of_rows(self, exists: Boolean) -> Uint32:
+        """A bit for each of the warp's eight rows, which four lanes know of."""
+        bits = cute.arch.vote_ballot_sync(exists) & 0x11111111
+        bits = (bits | (bits >> 3)) & 0x03030303
+        bits = (bits | (bits >> 6)) & 0x000F000F
+        return (bits | (bits >> 12)) & 0xFF
 
     @cute.jit
     def publish(self, barrier: cute.Pointer, lane: Int32, which: Int32, group: Int32 | int) -> None:

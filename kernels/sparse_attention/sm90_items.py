@@ -1,4 +1,4 @@
-"""Work items of the Hopper kernel: which keys, heads and channels are whose (see sm90.py)."""
+"""Work items of the Hopper kernel: which keys, heads and channels are whose (see sm90_persistent.py)."""
 
 from typing import NamedTuple
 
@@ -351,6 +351,10 @@ class WorkItems:
         """The group of either half of the channels that is the i-th to be filled and read: first the one that is copied
         asynchronously, the last channels of FP8 rows. The scores are summed in this order, whatever a CTA's share."""
         return (HALF_GROUPS - 1 + i) % HALF_GROUPS
+
+    def groups_in_order(self) -> list[int]:
+        """All groups as they are filled and read: of either half in turns."""
+        return [i % 2 * HALF_GROUPS + self.place(i // 2) for i in range(2 * HALF_GROUPS)]
 
     def item_stride(self, args: Arguments) -> Int32:
         """Items side by side of the same keys: blocks of heads, and shares of the channels."""

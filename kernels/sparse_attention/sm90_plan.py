@@ -1,4 +1,4 @@
-"""What all parts of the Hopper kernel share: static plan, shared memory, arguments, copies (see sm90.py)."""
+"""What all parts of the Hopper kernel share: static plan, shared memory, arguments, copies (see sm90_persistent.py)."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -22,8 +22,6 @@ GROUP = 64
 GROUPS = DIM // GROUP
 HALF = DIM // 2
 """Channels of O in one consumer."""
-SHARES = (1, 2, 4)
-"""Into how many shares the channels of O may be divided."""
 HALF_GROUPS = GROUPS // 2
 """Groups of the channels of O in one consumer."""
 ROW_STRIDE = GROUP * 2
@@ -72,6 +70,12 @@ class Split(IntEnum):
     """By its parts, where tokens are many; not at all if that takes no longer."""
     PIECES = 2
     """By pieces of its parts, where tokens are few."""
+    STEPS = 3
+    """By steps, a CTA each, where tokens and steps are so few that all of them are resident at once (sm90_steps.py)."""
+
+
+SHARES_OF = {Split.NONE: (1, 2), Split.PARTS: (1,), Split.PIECES: (1, 2, 4), Split.STEPS: (2, 4)}
+"""Into how many shares the channels of O may be divided."""
 
 
 @dataclass(frozen=True)
@@ -271,3 +275,15 @@ def partition(copy: Copy, places: cute.Tensor) -> tuple:
     tiles = cute.local_tile(copy.tensor, tile, (None, None, None))
     blocks = cute.group_modes(places, 0, 2), cute.group_modes(tiles, 0, 2)
     return cpasync.tma_partition(copy.atom, 0, cute.make_layout(1), *blocks)
+
+
+def rows_of_heads(start: Int64, heads: Int32, tokens: Int32, head_stride: Int32, token_stride: Int32) -> cute.Tensor:
+    """[heads, 512, tokens] bf16 in global memory, for the copy engine."""
+    strides = (cute.assume(head_stride, 8), 1, cute.assume(token_stride, 8))
+    pointer = cute.make_ptr(BFloat16, start, cute.AddressSpace.gmem, assumed_align=16)
+    return cute.make_tensor(pointer, cute.make_layout((heads, DIM, tokens), stride=strides))
+
+
+def tile_of_heads(heads: int) -> tuple:
+    """(layout in shared memory, shape) of what is copied at a time: 64 channels of some heads, swizzled."""
+    return cute.tile_to_shape(swizzled_atom(), (heads, GROUP), order=(0, 1)), (heads, GROUP)

@@ -84,6 +84,11 @@ def load_4_bytes(address: Int64, number: Int32) -> Uint32:
     return load_or_zeros(Uint32, 1, address, number, "ge.s32", cache="")
 
 
+def load_8_bytes(address: Int64, number: Int32) -> tuple:
+    """8 bytes that belong to a row, or zeros if its number is negative."""
+    return load_or_zeros(Uint32, 2, address, number, "ge.s32", cache="")
+
+
 def prefetch(row: Int64, offset: Int32) -> None:
     """Calls a line behind an address into L2, unless that is HOLE."""
     asm("{\n.reg .pred p;\nsetp.ge.s64 p, {$r0}, 0;\n@p prefetch.global.L2 [{$r0}];\n}", [], row + offset)
@@ -102,6 +107,63 @@ def store_shared_f32(address: Int32, x: Float32) -> None:
 def load_shared_f32(address: Int32) -> Float32:
     """An fp32 from shared memory."""
     return asm("ld.shared.f32 {$w0}, [{$r0}];", [Float32], address)
+
+
+def load_shared_f32x2(address: Int32) -> tuple:
+    """Two fp32 from shared memory."""
+    return asm("ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", [Float32] * 2, address)
+
+
+def load_shared_f32x4(address: Int32) -> tuple:
+    """Four fp32 from shared memory."""
+    return asm("ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Float32] * 4, address)
+
+
+def remote(address: Int32, cta: Int32) -> Int32:
+    """Where another CTA of the cluster has what this one has at an address of its shared memory."""
+    return asm("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", [Int32], address, cta)
+
+
+def arrive_remote(barrier: Int32) -> None:
+    """Arrives at a barrier of another CTA of the cluster; what was read before is not needed any more."""
+    asm("mbarrier.arrive.shared::cluster.b64 _, [{$r0}];", [], barrier)
+
+
+@cute.jit
+def wait_cluster(barrier: Int32, phase: Int32) -> None:
+    """Waits for a barrier of this CTA at which others of the cluster arrive."""
+    done = Int32(0)
+    while done == 0:
+        done = asm(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [{$r0}], {$r1};\n"
+            "selp.b32 {$w0}, 1, 0, p;\n}",
+            [Int32],
+            barrier,
+            phase,
+        )
+
+
+def store_async_f32x2(address: Int32, pair: tuple, barrier: Int32) -> None:
+    """Two fp32 to another CTA's shared memory, whose barrier counts the bytes."""
+    asm(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [{$r0}], {{$r1}, {$r2}}, [{$r3}];",
+        [],
+        address,
+        *pair,
+        barrier,
+    )
+
+
+def store_async_f32x4(address: Int32, words: tuple, barrier: Int32) -> None:
+    """Four fp32 to another CTA's shared memory, whose barrier counts the bytes."""
+    asm(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+        "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, [{$r5}];",
+        [],
+        address,
+        *words,
+        barrier,
+    )
 
 
 def store_matrices(address: Int32, words: tuple) -> None:

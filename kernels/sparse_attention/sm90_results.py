@@ -1,4 +1,4 @@
-"""Results of the Hopper kernel: a whole query's, or parts that several CTAs merge (see sm90.py)."""
+"""Results of the Hopper kernel: a whole query's, or parts that several CTAs merge (see sm90_persistent.py)."""
 
 from collections.abc import Callable
 

@@ -83,10 +83,13 @@ def test_no_variant_of_the_hopper_kernel_is_left_for_the_first_request(
     from dsv4_kernels.sparse_attention import sm90
 
     monkeypatch.setattr(sm90, "num_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(sm90, "num_clusters", lambda device: (0, *(multiprocessors // n for n in range(1, 10))))
 
     def variant(problem: Problem | SimpleNamespace) -> tuple:
-        split = sm90._divides(problem)
-        shares = sm90._shares(problem, problem.num_tokens * -(-problem.num_heads // 64), split)
+        split, shares = "steps", sm90._shares_of_clusters(problem)
+        if not shares:
+            split = sm90._divides(problem)
+            shares = sm90._shares(problem, problem.num_tokens * -(-problem.num_heads // 64), split)
         return problem.row_format, problem.entry_rows is not None, problem.page_table is not None, split, shares
 
     attention_kernel.compile_ahead(geometry(), heads, CPU)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -60,6 +61,21 @@ def test_case(kernel: str, name: str, seed: int) -> None:
     result = case.run(impl=kernel)
     torch.cuda.synchronize()
     check(case, result)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_clusters_have_the_bits_of_the_other_kernel(kernel: str, name: str) -> None:
+    """On Hopper few tokens are computed by another kernel than many."""
+    if kernel != "sm90":
+        pytest.skip("Blackwell has one kernel")
+    from dsv4_kernels.sparse_attention import sm90
+
+    case = build(CASES[name], "cuda")
+    expected = case.run(impl=kernel)
+    with mock.patch.object(sm90, "MAX_CLUSTER", 0):
+        result = case.run(impl=kernel)
+    check(case, result)
+    assert all(map(same_bits, expected, result))
 
 
 @pytest.mark.parametrize("name", ["csa_512-fp8", "csa_512-bf16", "split_256-fp8", "odd_batch-fp8"])

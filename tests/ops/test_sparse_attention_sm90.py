@@ -17,6 +17,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
@@ -56,15 +57,17 @@ def launch(case: Case, multiprocessors: int = 132, **options: object) -> Result:
     return launch_on(case, multiprocessors, **options)[0]
 
 
-def launch_on(case: Case, multiprocessors: int, **options: object) -> tuple[Result, Device]:
-    """The same, and the emulated device."""
+def launch_on(case: Case, multiprocessors: int, clusters: bool = False, **options: object) -> tuple[Result, Device]:
+    """The same, and the emulated device. Few tokens have the kernel of clusters only if asked for."""
     from emulator import Checks
 
-    from dsv4_kernels.sparse_attention import sm90
+    from dsv4_kernels.sparse_attention import sm90, sm90_steps
 
+    sm90.num_clusters.cache_clear()
     sm90.num_multiprocessors.cache_clear()  # this device has another number
     options = {"checks": Checks.strict(), "arch": sm90.ARCH, **options}
-    return attention_launch.launch(sm90.sparse_attention, case, multiprocessors, **options)
+    with mock.patch.object(sm90, "MAX_CLUSTER", sm90_steps.MAX_CLUSTER if clusters else 0):
+        return attention_launch.launch(sm90.sparse_attention, case, multiprocessors, **options)
 
 
 # ---- values
@@ -153,6 +156,66 @@ def test_unpacked_rows_give_the_same_bits(name: str) -> None:
     assert all(map(same_bits, launch(case), launch(plain)))
 
 
+# ---- clusters
+
+
+def fits_a_cluster(spec: Spec) -> bool:
+    """Whether a token of the case may have a CTA for every step, and not several parts."""
+    problem = build(spec).problem()
+    return problem.max_parts == 1 and problem.max_steps <= 9
+
+
+CLUSTERED = [name for name, spec in CASES.items() if fits_a_cluster(spec)]
+QUICK_CLUSTERED = (
+    "csa_512-fp8",
+    "list_lengths-fp8",
+    "lengths_of_both-fp8",
+    "heads_65-fp8",
+    "scales_at_the_extremes-fp8",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK_CLUSTERED else pytest.mark.slow) for n in CLUSTERED]
+)
+def test_clusters_have_the_bits_of_the_other_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """With any share of the channels, and more clusters than multiprocessors have room for."""
+    from dsv4_kernels.sparse_attention import sm90
+    from dsv4_kernels.sparse_attention.sm90_plan import SHARES_OF, Split
+
+    case, seed = build(CASES[name]), list(CASES).index(name)
+    expected = launch(case)
+    for shares in SHARES_OF[Split.STEPS]:
+        monkeypatch.setattr(sm90, "_shares_of_clusters", lambda problem, shares=shares: shares)
+        result, device = launch_on(case, 132, clusters=True, schedule=SCHEDULES[(seed + shares) % 3], seed=seed)
+        assert all(map(same_bits, expected, result)), shares
+        (report,) = device.reports
+        problem = case.problem()
+        assert report.grid == (problem.max_steps, shares, problem.num_tokens * -(-problem.num_heads // 64))
+    check(case, result)
+
+
+def test_few_tokens_with_few_keys_are_computed_by_clusters() -> None:
+    """As many shares as have room at once; with less room, fewer shares or the other kernel."""
+    case = build(Spec(tokens=2, heads=65, entry_lengths=(300, 5)))  # 4 steps
+    grids = {}
+    for multiprocessors in (64, 63, 32, 31):
+        result, device = launch_on(case, multiprocessors, clusters=True)
+        check(case, result)
+        grids[multiprocessors] = device.reports[0].grid
+    assert grids == {64: (4, 4, 4), 63: (4, 2, 4), 32: (4, 2, 4), 31: (4, 1, 1)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["csa_512-fp8", "list_lengths-bf16", "csa_1024-fp8"])
+def test_clusters_under_every_schedule(name: str) -> None:
+    case = build(CASES[name], seed=2)
+    expected = launch(case)
+    for schedule, seed in itertools.product(SCHEDULES, range(3)):
+        result, _ = launch_on(case, 132, clusters=True, schedule=schedule, seed=seed)
+        assert all(map(same_bits, expected, result)), (schedule, seed)
+
+
 SAME_BITS = (
     *("heads_65-fp8", "split_128-fp8", "split_128_heads-fp8"),
     *("whole_tokens_of_parts-fp8", "pieces-fp8", "pieces_of_parts-fp8"),
@@ -183,11 +246,12 @@ def test_pieces_have_the_bits_of_the_whole(multiprocessors: int) -> None:
 @pytest.mark.parametrize("fp8", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fp8", "bf16"])
 def test_the_same_bits_for_any_number_of_shares(monkeypatch: pytest.MonkeyPatch, fp8: bool, split: bool) -> None:
     from dsv4_kernels.sparse_attention import sm90
+    from dsv4_kernels.sparse_attention.sm90_plan import SHARES_OF, Split
 
     case = build(Spec(tokens=3, heads=65, fp8=fp8, entry_lengths=(1024, 0, 300), split_keys=1280))
     monkeypatch.setattr(sm90, "_divides", lambda problem: split)
     results = []
-    for shares in sm90.SHARES:
+    for shares in SHARES_OF[Split.PIECES if split else Split.NONE]:
         monkeypatch.setattr(sm90, "_shares", lambda *_, shares=shares: shares)
         results.append(launch(case))
         check(case, results[-1])
@@ -238,8 +302,8 @@ def test_the_width_of_lists_and_tables_is_not_seen(dense: bool, split_keys: int 
 
 
 # Eight tokens of one to four parts on four multiprocessors, so that scratch slots are used again; one token whose
-# channels four of them share; and whole tokens of bf16 rows, two or three a multiprocessor. With the share of deleted
-# fences that is noticed.
+# channels four of them share; whole tokens of bf16 rows, two or three a multiprocessor; and clusters, of tokens with
+# three steps, two and one. With the share of deleted fences that is noticed.
 MUTATED = {
     "sparse_attention_sm90": (
         Spec(tokens=8, window_lengths=(128, 3), entry_lengths=(200, 5, 700), split_keys=256),
@@ -250,6 +314,7 @@ MUTATED = {
         Spec(tokens=10, window_lengths=(128, 3), entry_lengths=(200, 5, 300), fp8=False),
         1,
     ),
+    "sparse_attention_sm90_clusters": (Spec(tokens=3, heads=16, entry_lengths=(200, 5, 0)), 1),
 }
 
 
@@ -258,7 +323,8 @@ MUTATED = {
 def test_deleted_synchronisation_is_noticed(name: str) -> None:
     """All but the proxy fence between cp.async and wgmma, which the emulator does not ask for."""
     spec, fences = MUTATED[name]
-    _, device = launch_on(build(spec), multiprocessors=4, record=True)
+    clusters = name.endswith("clusters")
+    _, device = launch_on(build(spec), multiprocessors=18 if clusters else 4, clusters=clusters, record=True)
     rates = attention_launch.delete_synchronisation(name, device)
     assert rates.pop("fence") >= fences
     assert rates and set(rates.values()) == {1}
@@ -297,7 +363,12 @@ def test_no_more_registers_are_moved_than_there_are() -> None:
         assert 2 * consumer + configuration.producers * producer <= there_are, configuration
 
 
-SPLITS = (*(("NONE", shares) for shares in (1, 2, 4)), ("PARTS", 1), *(("PIECES", shares) for shares in (1, 2, 4)))
+SPLITS = (
+    *(("NONE", shares) for shares in (1, 2)),
+    ("PARTS", 1),
+    *(("PIECES", shares) for shares in (1, 2, 4)),
+    *(("STEPS", shares) for shares in (2, 4)),
+)
 CONFIGURATIONS = [
     (fp8, entries, out_and_lse, *split)
     for fp8 in (True, False)
@@ -307,10 +378,11 @@ CONFIGURATIONS = [
 ]
 GATED = {
     (True, "LIST", (0, 0), "NONE", 1),
+    (True, "LIST", (0, 1), "STEPS", 4),
     *(
         (fp8, entries, (0, 1), "PIECES" if split else "NONE", shares)
         for fp8, entries, split in QUICK
-        for shares in (1, 4)
+        for shares in (1, 4 if split else 2)
     ),
 }
 """A prefill's of CSA, and some that the quick cases compile."""
