@@ -185,9 +185,9 @@ def test_clusters_have_the_bits_of_the_other_kernel(monkeypatch: pytest.MonkeyPa
 
     case, seed = build(CASES[name]), list(CASES).index(name)
     expected = launch(case)
-    for shares in SHARES_OF[Split.STEPS]:
+    for shares in SHARES_OF[Split.STEPS]:  # the emulator takes its time where every st.async may come late
         monkeypatch.setattr(sm90, "_shares_of_clusters", lambda problem, shares=shares: shares)
-        result, device = launch_on(case, 132, clusters=True, schedule=SCHEDULES[(seed + shares) % 3], seed=seed)
+        result, device = launch_on(case, 132, clusters=True, schedule="random_warps", seed=seed)
         assert all(map(same_bits, expected, result)), shares
         (report,) = device.reports
         problem = case.problem()
@@ -206,14 +206,25 @@ def test_few_tokens_with_few_keys_are_computed_by_clusters() -> None:
     assert grids == {64: (4, 4, 4), 63: (4, 2, 4), 32: (4, 2, 4), 31: (4, 1, 1)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["csa_512-fp8", "list_lengths-bf16", "csa_1024-fp8"])
-def test_clusters_under_every_schedule(name: str) -> None:
-    case = build(CASES[name], seed=2)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(tokens=2, heads=16, entry_lengths=(129, 5)),
+        *(
+            pytest.param(CASES[name], marks=pytest.mark.slow)
+            for name in ("csa_512-fp8", "list_lengths-bf16", "csa_1024-fp8")
+        ),
+    ],
+    ids=["three_steps", "csa_512-fp8", "list_lengths-bf16", "csa_1024-fp8"],
+)
+def test_clusters_under_every_schedule(spec: Spec, schedule: str) -> None:
+    """Three CTAs of which one has nothing to do, or as many as there can be."""
+    case = build(spec, seed=2)
     expected = launch(case)
-    for schedule, seed in itertools.product(SCHEDULES, range(3)):
+    for seed in range(2):
         result, _ = launch_on(case, 132, clusters=True, schedule=schedule, seed=seed)
-        assert all(map(same_bits, expected, result)), (schedule, seed)
+        assert all(map(same_bits, expected, result)), seed
 
 
 SAME_BITS = (
