@@ -345,8 +345,8 @@ class StepAttention(Producers, Scores):
         return ptx.divide(step * self.units() + steps - 1, steps)
 
     def slot_bytes(self, steps: Int32) -> Int32:
-        """Of what a CTA has of a step: [256 threads][4], maxima and sums of two rows; for the lse [256][2], sums before
-        rounding; [units][256][4]."""
+        """Of what a CTA gets from a step: maxima and sums of two rows, [256 threads][4]; for the lse, sums before
+        rounding, [256][2]; then its columns, [units][256][4]."""
         return self.first_unit(Int32(1), steps) * (CONSUMER_THREADS * 16) + self.statistics_bytes()
 
     def fits_early(self, steps: Int32) -> Boolean:
@@ -354,12 +354,12 @@ class StepAttention(Producers, Scores):
         return steps * self.slot_bytes(steps) <= SPARE_BYTES + HEADS * DIM * 2
 
     def statistics_bytes(self) -> int:
-        """Of a slot."""
+        """Of a slot: what is in front of the columns."""
         return CONSUMER_THREADS * (24 if self.configuration.lse else 16)
 
     @cute.jit
     def announce(self, shared: cutlass.Constexpr, thread: Int32, item: Item) -> None:
-        """Tells the CTAs of the token, if they are several, that nobody reads keys here any more."""
+        """Tells the CTAs of the token, if several, that nobody reads any more what they will overwrite here."""
         cute.arch.sync_warp()
         if (thread < item.last) & (item.last > 1):
             ptx.arrive_remote(ptx.remote(Int32(shared.ready.data_ptr().toint()), thread))
