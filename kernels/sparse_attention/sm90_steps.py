@@ -157,7 +157,10 @@ class StepAttention(Producers, Scores):
 
     @cute.jit
     def listed_row(self, args: Arguments, token: Int32, step: Int32, place: Int32) -> Int32:
-        """What a list has at a place of a step, whether the token may read it or not; -1 where there is no list."""
+        """What a list has at a place of a step, whether the token may read it or not; -1 where there is no list.
+
+        Unlike `Producers.row_number` it need not wait for what is visible, which is loaded at the same time.
+        """
         window_steps = (args.window_width + STEP - 1) // STEP
         slot, number = step * STEP + place, Int32(-1)
         if step < window_steps:
