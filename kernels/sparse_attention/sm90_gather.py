@@ -261,11 +261,15 @@ class Producers(WorkItems):
         """The loaded e4m3 as bf16 to the rows' places in swizzled blocks."""
         for i in cutlass.range_constexpr(self.configuration.rows):
             scale = ptx.scale_pair((scales[i] >> (8 * group)) & 0xFF)
-            for j in cutlass.range_constexpr(2):
-                low = ptx.dequantise(words[4 * i + 2 * j], scale)
-                high = ptx.dequantise(words[4 * i + 2 * j + 1], scale)
-                chunk = (part * 2 + j) ^ (row & 7)
-                ptx.store_shared(place + (self.offset(i) + chunk * 16), (*low, *high))
+            self.store_16_channels(place, self.offset(i), row, part, [words[4 * i + j] for j in range(4)], scale)
+
+    def store_16_channels(
+        self, place: Int32, offset: int, row: Int32, part: Int32, words: list | tuple, scale: Uint32
+    ) -> None:
+        """e4m3 of a row as bf16, `offset` bytes behind a place."""
+        for j in range(2):
+            low, high = (ptx.dequantise(words[2 * j + k], scale) for k in range(2))
+            ptx.store_shared(place + (offset + ((part * 2 + j) ^ (row & 7)) * 16), (*low, *high))
 
     @cute.jit
     def copy_group(self, place: Int32, row: Int32, part: Int32, addresses: cute.Tensor, offset: Int32 | int) -> None:
@@ -311,8 +315,7 @@ class Producers(WorkItems):
         if const_expr(self.configuration.fp8_rows):
             cute.arch.fence_view_async_shared()  # generic stores, read by wgmma
             cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(barrier)
+        self.arrive_for_warp(barrier, lane)
         if const_expr(not self.configuration.fp8_rows):
             cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
         elif const_expr(not isinstance(group, int) or group == HALF_GROUPS - 1):

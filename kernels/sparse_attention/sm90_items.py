@@ -53,7 +53,14 @@ class Item(NamedTuple):
 class WorkItems:
     """Work items by number."""
 
-    configuration: Configuration
+    def __init__(self, configuration: Configuration) -> None:
+        self.configuration = configuration
+
+    @cute.jit
+    def arrive_for_warp(self, barrier: cute.Pointer, lane: Int32) -> None:
+        """One arrival for the warp."""
+        if lane == 0:
+            cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
     def visible_entries(self, args: Arguments, token: Int32) -> Int32:

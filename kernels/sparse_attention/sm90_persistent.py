@@ -59,7 +59,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from dsv4_kernels.sparse_attention import sm90_ptx as ptx
 from dsv4_kernels.sparse_attention.sm90_gather import Producers
@@ -80,16 +80,15 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
     TILE,
     WARP_HEADS,
     Arguments,
-    Configuration,
     Copy,
     Named,
     Shared,
     Split,
+    copy_of_out,
+    copy_of_q,
     layout,
     partition,
-    rows_of_heads,
     swizzled_atom,
-    tile_of_heads,
 )
 from dsv4_kernels.sparse_attention.sm90_scores import Scores, multiply
 
@@ -97,21 +96,15 @@ from dsv4_kernels.sparse_attention.sm90_scores import Scores, multiply
 class SparseAttention(Producers, Scores):
     """The kernel of one configuration. `launch` is what is compiled; its arguments are those of `Arguments`."""
 
-    def __init__(self, configuration: Configuration) -> None:
-        self.configuration = configuration
-
     @cute.jit
     def launch(self, arguments: Arguments, num_ctas: Int32, stream: cuda.CUstream) -> None:
         """Persistent: the CTAs must all be resident at once."""
-        heads, tokens = arguments.num_heads, arguments.num_tokens
-        copy_q = copy_out = None
+        copy_q = None
         if const_expr(not self.configuration.split):
-            q = rows_of_heads(arguments.q, heads, tokens, arguments.q_head_stride, arguments.q_token_stride)
-            copy_q = Copy(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), q, *tile_of_heads(HEADS)))
+            copy_q = copy_of_q(arguments)
+        copy_out = None
         if const_expr(not self.configuration.fp32_out):
-            out = rows_of_heads(arguments.out, heads, tokens, arguments.out_head_stride, arguments.out_token_stride)
-            operation = cpasync.CopyBulkTensorTileS2GOp()
-            copy_out = Copy(*cpasync.make_tiled_tma_atom(operation, out, *tile_of_heads(WARP_HEADS)))
+            copy_out = copy_of_out(arguments)
         self.kernel(arguments, copy_q, copy_out).launch(
             grid=[num_ctas, 1, 1], block=[self.configuration.threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
@@ -275,7 +268,7 @@ class SparseAttention(Producers, Scores):
                             if which == 0:
                                 self.arrive(Named.P)
                         warpgroup.wait_group(0)
-                        self.release(free + group, lane)
+                        self.arrive_for_warp(free + group, lane)
                         first = (place if const_expr(self.configuration.shares == 1) else i) * cute.size(product)
                         for j in cutlass.range_constexpr(cute.size(product)):
                             out[first + j] = ptx.fma(product[j], weight[j // 2 % 2], out[first + j])
@@ -328,13 +321,7 @@ class SparseAttention(Producers, Scores):
         """Gives back this consumer's groups of other CTAs' shares, which only the scores were for."""
         for place in cutlass.range_constexpr(HALF_GROUPS):
             if place // self.configuration.share_groups != share:
-                self.release(free + place, lane)
-
-    @cute.jit
-    def release(self, barrier: cute.Pointer, lane: Int32) -> None:
-        """Gives a group back to its producer."""
-        if lane == 0:
-            cute.arch.mbarrier_arrive(barrier)
+                self.arrive_for_warp(free + place, lane)
 
     @cute.jit
     def load_q(

@@ -284,6 +284,20 @@ def rows_of_heads(start: Int64, heads: Int32, tokens: Int32, head_stride: Int32,
     return cute.make_tensor(pointer, cute.make_layout((heads, DIM, tokens), stride=strides))
 
 
+def copy_of_q(arguments: Arguments) -> Copy:
+    """64 heads, 64 channels at a time."""
+    rows = (arguments.num_heads, arguments.num_tokens, arguments.q_head_stride, arguments.q_token_stride)
+    q = rows_of_heads(arguments.q, *rows)
+    return Copy(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), q, *tile_of_heads(HEADS)))
+
+
+def copy_of_out(arguments: Arguments) -> Copy:
+    """A warp's rows, 64 channels at a time."""
+    rows = (arguments.num_heads, arguments.num_tokens, arguments.out_head_stride, arguments.out_token_stride)
+    out = rows_of_heads(arguments.out, *rows)
+    return Copy(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), out, *tile_of_heads(WARP_HEADS)))
+
+
 def tile_of_heads(heads: int) -> tuple:
     """(layout in shared memory, shape) of what is copied at a time: 64 channels of some heads, swizzled."""
     return cute.tile_to_shape(swizzled_atom(), (heads, GROUP), order=(0, 1)), (heads, GROUP)

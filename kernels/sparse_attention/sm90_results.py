@@ -119,7 +119,21 @@ class Results(WorkItems):
         for i in cutlass.range_constexpr(2):
             sink = (shared.sinks.data_ptr() + item.head_block * HEADS + row + 8 * i).load()
             inverse[i] = self.inverse(sink, maximum[i], total[i])
-        if (which == 0) & (item.share == 0):
+        self.store_lse_of_rows(args, item, (which == 0) & (item.share == 0), row, lane, maximum, total)
+
+    @cute.jit
+    def store_lse_of_rows(
+        self,
+        args: Arguments,
+        item: Item,
+        wanted: Boolean,
+        row: Int32,
+        lane: Int32,
+        maximum: cute.Tensor,
+        total: cute.Tensor,
+    ) -> None:
+        """Of two rows, which four lanes share."""
+        if wanted:
             if lane % 4 == 0:
                 for i in cutlass.range_constexpr(2):
                     self.store_lse(args, item.token, item.head_block * HEADS + row + 8 * i, maximum[i], total[2 + i])

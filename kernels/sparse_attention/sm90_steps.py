@@ -26,7 +26,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from dsv4_kernels.kv_layout import NOPE_DIM
 from dsv4_kernels.sparse_attention import sm90_ptx as ptx
@@ -47,15 +47,14 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
     TILE_BYTES,
     WARP_HEADS,
     Arguments,
-    Configuration,
     Copy,
     Entries,
     Named,
+    copy_of_out,
+    copy_of_q,
     layout,
     partition,
-    rows_of_heads,
     swizzled_atom,
-    tile_of_heads,
 )
 from dsv4_kernels.sparse_attention.sm90_scores import Scores, multiply
 
@@ -92,22 +91,14 @@ class StepShared:
 class StepAttention(Producers, Scores):
     """The kernel of one configuration. `launch` is what is compiled; its arguments are those of `Arguments`."""
 
-    def __init__(self, configuration: Configuration) -> None:
-        self.configuration = configuration
-
     @cute.jit
     def launch(self, arguments: Arguments, num_steps: Int32, stream: cuda.CUstream) -> None:
         """As many CTAs as a token may have steps are a cluster."""
-        heads, tokens = arguments.num_heads, arguments.num_tokens
-        q = rows_of_heads(arguments.q, heads, tokens, arguments.q_head_stride, arguments.q_token_stride)
-        copy_q = Copy(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), q, *tile_of_heads(HEADS)))
         copy_out = None
         if const_expr(not self.configuration.fp32_out):
-            out = rows_of_heads(arguments.out, heads, tokens, arguments.out_head_stride, arguments.out_token_stride)
-            operation = cpasync.CopyBulkTensorTileS2GOp()
-            copy_out = Copy(*cpasync.make_tiled_tma_atom(operation, out, *tile_of_heads(WARP_HEADS)))
-        self.kernel(arguments, copy_q, copy_out).launch(
-            grid=[num_steps, self.configuration.shares, tokens * self.head_blocks(arguments)],
+            copy_out = copy_of_out(arguments)
+        self.kernel(arguments, copy_of_q(arguments), copy_out).launch(
+            grid=[num_steps, self.configuration.shares, arguments.num_tokens * self.head_blocks(arguments)],
             cluster=[num_steps, 1, 1],
             block=[self.configuration.threads, 1, 1],
             stream=stream,
@@ -231,13 +222,10 @@ class StepAttention(Producers, Scores):
                     ptx.copy_row_async(target, address, offset + j * LANES * 16)
             else:
                 scale = ptx.scale_pair((scales[group // 4] >> (8 * (group % 4))) & 0xFF)
-                loaded = words.pop(group)
-                for j in range(2):
-                    low, high = (ptx.dequantise(loaded[2 * j + k], scale) for k in range(2))
-                    ptx.store_shared(block + ((part * 2 + j) ^ (row & 7)) * 16, (*low, *high))
+                self.store_16_channels(block, 0, row, part, words.pop(group), scale)
                 cute.arch.fence_view_async_shared()  # generic stores, read by wgmma
                 cute.arch.sync_warp()
-            self.arrive_at(barrier, lane)
+            self.arrive_for_warp(barrier, lane)
             if self.asynchronous(group):
                 cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
             if self.configuration.fp8_rows and i + AHEAD < GROUPS:
@@ -250,12 +238,6 @@ class StepAttention(Producers, Scores):
     def asynchronous(self, group: int) -> int:
         """Arrivals at full[group] by completed cp.async: bf16 rows, and the last channels of FP8 rows."""
         return STEP * LANES if group == GROUPS - 1 or not self.configuration.fp8_rows else 0
-
-    @cute.jit
-    def arrive_at(self, barrier: cute.Pointer, lane: Int32) -> None:
-        """For the warp."""
-        if lane == 0:
-            cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
     def load_q(self, shared: cutlass.Constexpr, copy_q: Copy, token: Int32, head_block: Int32) -> None:
@@ -454,26 +436,9 @@ class StepAttention(Producers, Scores):
     ) -> tuple:
         """What O is to be multiplied with, of two rows; the first CTA of a token writes the log-sum-exp."""
         self.sum_up(shared, which, row, lane, total, Named.MERGE + row // WARP_HEADS, 64)
-        self.write_lse(args, item, which, row, lane, maximum, total)
+        wanted = (which == 0) & (item.share == 0) & (item.first == 0)
+        self.store_lse_of_rows(args, item, wanted, row, lane, maximum, total)
         return tuple(self.inverse(sinks[k], maximum[k], total[k]) for k in range(2))
-
-    @cute.jit
-    def write_lse(
-        self,
-        args: Arguments,
-        item: Item,
-        which: Int32,
-        row: Int32,
-        lane: Int32,
-        maximum: cute.Tensor,
-        total: cute.Tensor,
-    ) -> None:
-        """By the first CTA of a token."""
-        if const_expr(self.configuration.lse):
-            if (which == 0) & (item.share == 0) & (item.first == 0) & (lane % 4 == 0):
-                for k in cutlass.range_constexpr(2):
-                    head = item.head_block * HEADS + row + 8 * k
-                    self.store_lse(args, item.token, head, maximum[k], total[2 + k])
 
     @cute.jit
     def write(
