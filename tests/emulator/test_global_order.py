@@ -99,6 +99,25 @@ def test_without_one_synchronisation(name: str, mark: str, kinds: str, schedule:
     _run(name, body.replace(line, label), schedule, seed, global_race="off") if kinds == "global_race" else None
 
 
+@pytest.mark.parametrize("schedule", ["late", "random", "random_warps"])
+def test_a_cta_may_start_before_those_in_front_of_it_are_done(schedule: str) -> None:
+    """Else waiting for them would never be tried."""
+    busy = (
+        "mov.u32 %r6, 0; B: add.u32 %r6, %r6, 1; setp.lt.u32 %p4, %r6, 3000; @%p4 bra B; st.global.u32 [%rd2], %r100;"
+    )
+    body = FLAG.replace("st.global.u32 [%rd2], %r100;", busy, 1)
+    first = run_flag(body, "eager", 0)
+    assert max(run_flag(body, schedule, seed) for seed in range(4)) > first
+
+
+def run_flag(body: str, schedule: str, seed: int) -> int:
+    """How often CTA 1 looked at the flag."""
+    report, out = _run("FLAG", body, schedule, seed)
+    np.testing.assert_array_equal(out, np.arange(64))
+    (looks,) = (count for form, count in report.by_form.items() if form.startswith("ld.acquire"))
+    return looks
+
+
 def test_reads_of_a_source_wait_for_no_write() -> None:
     """wait_group.read lets the shared memory go; the global memory need not be written."""
     with pytest.raises(EmulationError) as e:

@@ -220,6 +220,7 @@ static Turn run_warp(Warp &w, int quantum) {
 }
 
 constexpr i64 kLongestSpin = 64;  // instructions of a loop around a wait
+constexpr size_t kStartedAtOnce = 4;  // clusters, beyond those that others wait for
 
 // ---- clusters --------------------------------------------------------------------------------------------------
 
@@ -441,6 +442,10 @@ void run_grid() {
   int idle = 0;
   while (m.clusters_started < m.clusters || !m.active.empty()) {
     if (m.active.empty()) launch_next();
+    // Not one after the other: who waits for a CTA with a lower number would never have to.
+    if (m.random_order() && m.clusters_started < m.clusters &&
+        m.active.size() < std::min<size_t>(m.multiprocessors, kStartedAtOnce) && m.random() % 8 == 0)
+      launch_next();
     u64 before = m.progress;
     bool busy = false;
     for (size_t k = 0; k < m.active.size();) {
