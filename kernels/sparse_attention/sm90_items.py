@@ -320,6 +320,7 @@ class WorkItems:
             shared.piece_steps.data_ptr().store(piece_steps)
             shared.pieces_of_all.data_ptr().store(pieces_of_all)
             shared.num_items.data_ptr().store(rows * self.item_stride(args))
+            shared.gets_early.data_ptr().store(Int32(0))
         cute.arch.sync_warp()
         self.know_item(args, shared, block, Int32(0), lane)
 

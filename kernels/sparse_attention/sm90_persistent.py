@@ -47,10 +47,11 @@ Who does what is found out by one warp, for an item after the other while rows a
 shared memory (`WorkItems.know_item`); producers, which are ahead, do so by themselves, but for the first item.
 
 Partial results are fp32, in scratch slots of their CTA. Every CTA of a query then merges a share of the columns and
-rows, one item later than it wrote its own: nobody waits while there is work. A CTA waits for pieces of the same query,
-whose numbers are below that of the item it has just written, and before it writes to a slot again for the merge that
-reads it, which is older still. So the waiting ends, if all CTAs are resident at once (at most one a multiprocessor) and
-a token's parts are no more than the CTAs, which `sparse_attention` checks.
+rows, one item later than it wrote its own: nobody waits while there is work. Where only the first piece of a query has
+a step more than the others, these merge, and get all results but the first one while they wait for it. A CTA waits for
+pieces of the same query, whose numbers are below that of the item it has just written, and before it writes to a slot
+again for the merge that reads it, which is older still. So the waiting ends, if all CTAs are resident at once (at most
+one a multiprocessor) and a token's parts are no more than the CTAs, which `sparse_attention` checks.
 """
 
 import functools
@@ -64,6 +65,7 @@ from cutlass.cute.nvgpu import warpgroup
 from dsv4_kernels.sparse_attention import sm90_ptx as ptx
 from dsv4_kernels.sparse_attention.sm90_gather import Producers
 from dsv4_kernels.sparse_attention.sm90_items import Item
+from dsv4_kernels.sparse_attention.sm90_merge import Merging
 from dsv4_kernels.sparse_attention.sm90_plan import (
     BLOCK_BYTES,
     CONSUMER_THREADS,
@@ -93,7 +95,7 @@ from dsv4_kernels.sparse_attention.sm90_plan import (
 from dsv4_kernels.sparse_attention.sm90_scores import Scores, multiply
 
 
-class SparseAttention(Producers, Scores):
+class SparseAttention(Producers, Scores, Merging):
     """The kernel of one configuration. `launch` is what is compiled; its arguments are those of `Arguments`."""
 
     @cute.jit
@@ -209,7 +211,7 @@ class SparseAttention(Producers, Scores):
                     # While the first rows are on their way.
                     if thread < 32:
                         if (turn == 0) & (item.pieces > 1):
-                            self.list_partials(args, shared, lane, item, index)
+                            self.list_partials(args, shared, lane, item, index, chooses=True)
                         if index + ctas < num_items:
                             self.know_item(args, shared, index + ctas, turn + 1, lane)
                 step, first_export = item.first, item.last  # the first step that leaves a partial result
@@ -291,7 +293,7 @@ class SparseAttention(Producers, Scores):
                     item = self.known_item(shared, turn)  # again: its numbers need no registers meanwhile
                     if item.pieces > 1:
                         if thread == 0:
-                            ptx.add_release(self.arrived(args, item))
+                            self.count_piece(args, shared, item)
                     if index + ctas < num_items:
                         self.load_q(args, shared, copy_q, thread, index + ctas, turn + 1)
                     if item.pieces == 1:

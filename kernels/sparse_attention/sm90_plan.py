@@ -165,6 +165,12 @@ SCRATCH_SLOTS = 3
 others may still read."""
 SLOTS_PER_CTA = max(SCRATCH_SLOTS, MAX_PIECE_STEPS + 1)
 """A CTA with a single piece may leave one for every step, of which there may be one more than MAX_PIECE_STEPS."""
+FIRST_PIECE = 1 << 16
+"""What a written first piece of a token counts for, if the others get results before it (`merge_behind_first`)."""
+EARLY_COLUMNS = 6
+"""Columns that they fold at a time."""
+EARLY_CELLS = (HEADS * DIM * 2 + 2 * TILE_BYTES + 2 * BLOCK_BYTES) // (CONSUMER_THREADS * 16)
+"""16 bytes of every thread, of a column or of statistics, for which there is room where Q, keys and P were."""
 SLOT_BYTES = HEADS * DIM * 4
 STATISTICS_BYTES = CONSUMER_THREADS * 32
 """Maxima and sums of a slot, as every thread has them."""
@@ -197,7 +203,7 @@ class Shared:
     sinks: cute.struct.MemRange[Float32, 2 * HEADS]
     # sinks: of all heads
     partials: cute.struct.MemRange[Int32, MAX_CTAS * SLOTS_PER_CTA + 2]
-    # partials: what is to be merged (`Results.list_partials`)
+    # partials: what is to be merged (`Merging.list_partials`)
     starts: cute.struct.MemRange[Int32, MAX_SPLIT_TOKENS + 1]
     # starts: [token], pieces of all tokens before it; unless all tokens have the same number
     piece_steps: cute.struct.MemRange[Int32, 1]
@@ -208,6 +214,8 @@ class Shared:
     # num_items: work items of the launch
     items: cute.struct.MemRange[Int32, KNOWN_ITEMS * ITEM_NUMBERS]
     # items: [turn % KNOWN_ITEMS], of this CTA, where keys are divided
+    gets_early: cute.struct.MemRange[Int32, 1]
+    # gets_early: whether a token's pieces get their results before the first one is written
     is_last: cute.struct.MemRange[Int32, 1]
     # is_last: what `leave` counted
     full: cute.struct.MemRange[Int64, GROUPS]

@@ -272,9 +272,9 @@ def store_16_bytes(address: Int64, words: tuple) -> None:
     asm("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
 
 
-def add_release(address: Int64) -> None:
-    """Counts one up; what this CTA wrote before its last barrier is visible to whoever sees the count."""
-    asm("red.release.gpu.global.add.s32 [{$r0}], 1;", [], address)
+def add_release(address: Int64, count: Int32 | int = 1) -> None:
+    """Counts up; what this CTA wrote before its last barrier is visible to whoever sees the count."""
+    asm("red.release.gpu.global.add.s32 [{$r0}], {$r1};", [], address, Int32(count))
 
 
 def count_out(address: Int64) -> Int32:

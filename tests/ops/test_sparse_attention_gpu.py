@@ -154,6 +154,23 @@ def test_a_token_has_the_same_bits_in_any_batch(kernel: str, name: str, batch: i
     assert same_bits(other_out, out[order]) and same_bits(other_lse, lse[order])
 
 
+@pytest.mark.parametrize("lse", [True, False], ids=["lse", "no_lse"])
+@pytest.mark.parametrize("heads, entries", [(128, 512), (64, 1024)])
+def test_pieces_of_which_the_first_is_longer_have_the_bits_of_the_whole(
+    kernel: str, heads: int, entries: int, lse: bool
+) -> None:
+    """On a Hopper GPU the CTAs of the others get their results while they wait for the first one."""
+    case = build(Spec(tokens=16, heads=heads, entry_lengths=(entries,), split_keys=1152), "cuda")
+
+    def outputs(**split: object) -> tuple:
+        result = case.run(impl=kernel, return_lse=lse, **split)
+        return result if lse else (result,)
+
+    expected = outputs(split_keys=None)
+    for _ in range(100):
+        assert all(map(same_bits, outputs(), expected))
+
+
 @pytest.mark.parametrize("split_keys", [None, 128, 512])
 def test_the_width_of_lists_and_tables_is_not_seen(kernel: str, split_keys: int | None) -> None:
     """What counts is `visible`: the batch's longest context widens the page table of all."""

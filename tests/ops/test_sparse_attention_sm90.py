@@ -253,6 +253,32 @@ def test_pieces_have_the_bits_of_the_whole(multiprocessors: int) -> None:
     assert all(map(same_bits, launch(divided, multiprocessors), launch(whole)))
 
 
+@pytest.mark.parametrize(
+    "spec, multiprocessors, copies",
+    [
+        # [2, 1, 1, 1] steps: what three CTAs get of three results, and no more of the first one.
+        (Spec(tokens=1, heads=16, entry_lengths=(512,), split_keys=1280), 4, 3 * (256 + 3 * 8 * 2)),
+        # [2] and seven of one step; two blocks of heads.
+        (Spec(tokens=1, heads=65, entry_lengths=(1024,), split_keys=1280), 16, 2 * 7 * (256 + 7 * 8 * 2)),
+        # No room: [3, 2, 2, 2] steps, six results of eleven columns. All of one step.
+        (Spec(tokens=1, heads=16, entry_lengths=(1024,), split_keys=1280), 4, 0),
+        (Spec(tokens=1, heads=16, entry_lengths=(512,), split_keys=1280), 5, 0),
+    ],
+    ids=["longer_by_one_of_two", "two_blocks_of_heads", "no_room", "none_longer"],
+)
+def test_results_are_got_before_a_longer_first_piece_is_written(spec: Spec, multiprocessors: int, copies: int) -> None:
+    """The bits of the whole under every schedule; and it is seen by the copies of consumers, of 16 bytes a lane."""
+    case = build(spec)
+    whole = launch(replace(case, spec=replace(spec, split_keys=None)))
+    check(case, whole)
+    for seed, schedule in enumerate(SCHEDULES):
+        result, device = launch_on(case, multiprocessors, schedule=schedule, seed=seed)
+        assert all(map(same_bits, whole, result)), schedule
+        steps, blocks = 1 + spec.entry_lengths[0] // 128, -(-spec.heads // 64)
+        of_q_and_rows = device.reports[0].grid[0] * 64 * 64 // 32 + steps * blocks * 128 * 8 // 32
+        assert device.reports[0].by_form["cp.async.cg.shared.global"] == of_q_and_rows + copies
+
+
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("fp8", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fp8", "bf16"])
 def test_the_same_bits_for_any_number_of_shares(monkeypatch: pytest.MonkeyPatch, fp8: bool, split: bool) -> None:
@@ -313,14 +339,16 @@ def test_the_width_of_lists_and_tables_is_not_seen(dense: bool, split_keys: int 
 
 
 # Eight tokens of one to four parts on four multiprocessors, so that scratch slots are used again; one token whose
-# channels four of them share; whole tokens of bf16 rows, two or three a multiprocessor; and clusters, of tokens with
-# three steps, two and one. With the share of deleted fences that is noticed.
+# channels four of them share; one token whose pieces get their results before the first one is written; whole tokens of
+# bf16 rows, two or three a multiprocessor; and clusters, of tokens with three steps, two and one. With the share of
+# deleted fences that is noticed.
 MUTATED = {
     "sparse_attention_sm90": (
         Spec(tokens=8, window_lengths=(128, 3), entry_lengths=(200, 5, 700), split_keys=256),
         5 / 6,
     ),
     "sparse_attention_sm90_shares": (Spec(tokens=1, heads=16, entry_lengths=(200,)), 3 / 4),
+    "sparse_attention_sm90_pieces": (Spec(tokens=1, heads=16, entry_lengths=(512,), split_keys=1280), 3 / 4),
     "sparse_attention_sm90_bf16": (
         Spec(tokens=10, window_lengths=(128, 3), entry_lengths=(200, 5, 300), fp8=False),
         1,
