@@ -49,7 +49,11 @@ def launch(
     for held in scratch._by_stream.values():
         held.slots.fill_(0xFF)  # NaN
     with emulated(multiprocessors=multiprocessors, **options) as device:
-        kernel(problem)
+        try:
+            kernel(problem)
+        except BaseException:
+            scratch._by_stream.clear()  # what a launch that failed has counted would make the next ones wrong
+            raise
     assert device.reports and all(report.grid[0] <= multiprocessors for report in device.reports)
     assert not {warning.split(" at ")[0] for report in device.reports for warning in report.warnings}
     assert not any(held.counters.any() for held in scratch._by_stream.values())

@@ -254,29 +254,34 @@ def test_pieces_have_the_bits_of_the_whole(multiprocessors: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec, multiprocessors, copies",
+    "spec, multiprocessors, ctas, results",
     [
-        # [2, 1, 1, 1] steps: what three CTAs get of three results, and no more of the first one.
-        (Spec(tokens=1, heads=16, entry_lengths=(512,), split_keys=1280), 4, 3 * (256 + 3 * 8 * 2)),
+        # [2, 1, 1, 1] steps: three CTAs get three results, and no more of the first one.
+        (Spec(tokens=1, heads=16, entry_lengths=(512,), split_keys=1280), 4, 3, 3),
         # [2] and seven of one step; two blocks of heads.
-        (Spec(tokens=1, heads=65, entry_lengths=(1024,), split_keys=1280), 16, 2 * 7 * (256 + 7 * 8 * 2)),
+        (Spec(tokens=1, heads=65, entry_lengths=(1024,), split_keys=1280), 16, 7, 7),
         # No room: [3, 2, 2, 2] steps, six results of eleven columns. All of one step.
-        (Spec(tokens=1, heads=16, entry_lengths=(1024,), split_keys=1280), 4, 0),
-        (Spec(tokens=1, heads=16, entry_lengths=(512,), split_keys=1280), 5, 0),
+        (Spec(tokens=1, heads=16, entry_lengths=(1024,), split_keys=1280), 4, 0, 0),
+        (Spec(tokens=1, heads=16, entry_lengths=(512,), split_keys=1280), 5, 0, 0),
     ],
     ids=["longer_by_one_of_two", "two_blocks_of_heads", "no_room", "none_longer"],
 )
-def test_results_are_got_before_a_longer_first_piece_is_written(spec: Spec, multiprocessors: int, copies: int) -> None:
-    """The bits of the whole under every schedule; and it is seen by the copies of consumers, of 16 bytes a lane."""
+@pytest.mark.parametrize("lse", [True, False], ids=["lse", "no_lse"])
+def test_results_are_got_before_a_longer_first_piece_is_written(
+    spec: Spec, multiprocessors: int, ctas: int, results: int, lse: bool
+) -> None:
+    """The bits of the whole under every schedule; and it is seen by the copies of consumers, of 16 bytes a lane: a
+    result's columns and, of every CTA, its maxima and sums, with the lse two of them."""
     case = build(spec)
     whole = launch(replace(case, spec=replace(spec, split_keys=None)))
     check(case, whole)
+    steps, blocks = 1 + spec.entry_lengths[0] // 128, -(-spec.heads // 64)
     for seed, schedule in enumerate(SCHEDULES):
-        result, device = launch_on(case, multiprocessors, schedule=schedule, seed=seed)
-        assert all(map(same_bits, whole, result)), schedule
-        steps, blocks = 1 + spec.entry_lengths[0] // 128, -(-spec.heads // 64)
+        result, device = launch_on(case, multiprocessors, lse=lse, schedule=schedule, seed=seed)
+        assert all(map(same_bits, whole, result) if lse else [same_bits(whole[0], result[0])]), schedule
         of_q_and_rows = device.reports[0].grid[0] * 64 * 64 // 32 + steps * blocks * 128 * 8 // 32
-        assert device.reports[0].by_form["cp.async.cg.shared.global"] == of_q_and_rows + copies
+        early = blocks * results * (64 * 512 * 4 // 16 // 32 + ctas * 8 * (2 if lse else 1))
+        assert device.reports[0].by_form["cp.async.cg.shared.global"] == of_q_and_rows + early
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "pieces"])
