@@ -268,17 +268,7 @@ class Merging(Results):
                 while (ptx.load_acquire(self.arrived(args, item)) & (FIRST_PIECE - 1)) < others:
                     pass
             self.sync(Named.CONSUMERS)
-            for i in cutlass.range(results, unroll=1):
-                slot = self.slot_of_result(args, partials, i + 1, thread)
-                target = statistics + i * statistics_bytes
-                ptx.copy_async(target, slot + SLOT_BYTES, Int32(16))
-                if const_expr(self.configuration.lse):  # with those of the thread beside this one
-                    exact = slot + SLOT_BYTES + (column_bytes - thread * 16 + thread // 2 * 16)
-                    ptx.copy_async(target + column_bytes, exact, Int32(16))
-                for u in cutlass.range(columns, unroll=4):
-                    target = place + (i * columns + u) * column_bytes
-                    ptx.copy_async(target, slot + (begin + u) * column_bytes, Int32(16))
-            cute.arch.cp_async_commit_group()
+            self.get_results(args, partials, thread, results, begin, columns, statistics, place)
             if thread == 0:
                 self.wait_for_count(self.arrived(args, item), FIRST_PIECE + others)
                 merged_before = ptx.count(self.merged(args, item))
@@ -316,6 +306,32 @@ class Merging(Results):
                 self.write_columns(args, item, which, lane, head, base, end, values, inverse)
         if thread == 0:
             self.clear_counts(args, item, merged_before)
+
+    @cute.jit
+    def get_results(
+        self,
+        args: Arguments,
+        partials: cute.Pointer,
+        thread: Int32,
+        results: Int32,
+        begin: Int32,
+        columns: Int32,
+        statistics: Int32,
+        place: Int32,
+    ) -> None:
+        """Starts copying a thread's statistics, and columns from `begin` on, of all results but the first one."""
+        column_bytes = CONSUMER_THREADS * 16
+        for i in cutlass.range(results, unroll=1):
+            slot = self.slot_of_result(args, partials, i + 1, thread)
+            target = statistics + i * (self.statistics_cells() * column_bytes)
+            ptx.copy_async(target, slot + SLOT_BYTES, Int32(16))
+            if const_expr(self.configuration.lse):  # with those of the thread beside this one
+                exact = slot + SLOT_BYTES + (column_bytes - thread * 16 + thread // 2 * 16)
+                ptx.copy_async(target + column_bytes, exact, Int32(16))
+            for u in cutlass.range(columns, unroll=4):
+                target = place + (i * columns + u) * column_bytes
+                ptx.copy_async(target, slot + (begin + u) * column_bytes, Int32(16))
+        cute.arch.cp_async_commit_group()
 
     def slot_of_result(self, args: Arguments, partials: cute.Pointer, i: Int32, thread: Int32) -> Int64:
         """A thread's address in the slot of a token's i-th partial result."""
