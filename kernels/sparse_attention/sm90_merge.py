@@ -51,7 +51,10 @@ class Merging(Results):
         sums before rounding.
         """
         block, _, _ = cute.arch.block_idx()
-        number = self.first_slot(block, turn) + place
+        return self.slot_by_number(args, self.first_slot(block, turn) + place)
+
+    def slot_by_number(self, args: Arguments, number: Int32) -> Int64:
+        """Address of a scratch slot of any CTA."""
         return args.scratch + Int64(number) * (SLOT_BYTES + STATISTICS_BYTES)
 
     def store_columns(self, slot: Int64, out: cute.Tensor, first: int, count: int) -> None:
@@ -135,9 +138,9 @@ class Merging(Results):
                 self.wait_for_count(self.merged(args, item), item.pieces)
 
     @cute.jit
-    def wait_for_count(self, address: Int64, count: Int32) -> None:
-        """Until a counter has come to `count`."""
-        while ptx.load_acquire(address) < count:
+    def wait_for_count(self, address: Int64, count: Int32, bits: cutlass.Constexpr = -1) -> None:
+        """Until a counter, or these bits of it, have come to `count`."""
+        while (ptx.load_acquire(address) & bits) < count:
             pass
 
     def slots_are_reused(self, num_items: Int32) -> Boolean:
@@ -237,13 +240,35 @@ class Merging(Results):
         if gets_early:
             self.merge_behind_first(args, shared, thread, which, item)
         else:
-            self.merge_all(args, shared, thread, which, item, index, turn, num_items)
+            lane, warp = thread % 32, thread % 128 // 32
+            row = warp * WARP_HEADS + lane // 4
+            head = item.head_block * HEADS + row
+            sinks = (self.sink(args, head), self.sink(args, head + 8))
+            begin, end = self.columns(warp, item.piece, item.pieces), self.columns(warp, item.piece + 1, item.pieces)
+            if (turn > 0) & (thread < 32):  # that of the first item is there already
+                self.list_partials(args, shared, lane, item, index)
+            if thread == 0:
+                self.wait_for_count(self.arrived(args, item), item.pieces)
+            self.sync(Named.CONSUMERS)
+            reused, merged_before = self.slots_are_reused(num_items), Int32(0)
+            if thread == 0:
+                if not reused:
+                    merged_before = ptx.count(self.merged(args, item))
+            if end - begin == 1:
+                self.merge_columns(args, shared, item, which, lane, warp, head, sinks, begin, end, True)
+            elif end > begin:
+                self.merge_columns(args, shared, item, which, lane, warp, head, sinks, begin, end, False)
+            if thread == 0:
+                self.clear_counts(args, item, merged_before)
+            self.sync(Named.CONSUMERS)  # nobody reads the list or the slots any more
+            if reused & (thread == 0):
+                ptx.add_release(self.merged(args, item))
 
     @cute.jit
     def merge_behind_first(
         self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, which: Int32, item: Item
     ) -> None:
-        """The same where the first piece has a step more than the others: these share the columns among them.
+        """A merge where the first piece has a step more than the others: these share the columns among them.
 
         They get all results but the first one while they wait for it, to where Q, keys and P were: statistics,
         [results][1, or 2 with the lse][256][4], and columns, [results][columns][256][4]. Every thread gets and reads
@@ -265,8 +290,7 @@ class Merging(Results):
             statistics = Int32(shared.q.data_ptr().toint()) + thread * 16
             place = statistics + results * statistics_bytes
             if thread == 0:
-                while (ptx.load_acquire(self.arrived(args, item)) & (FIRST_PIECE - 1)) < others:
-                    pass
+                self.wait_for_count(self.arrived(args, item), others, FIRST_PIECE - 1)
             self.sync(Named.CONSUMERS)
             self.get_results(args, partials, thread, results, begin, columns, statistics, place)
             if thread == 0:
@@ -298,11 +322,11 @@ class Merging(Results):
                         joining.extend(ptx.load_shared_f32x4(place + (i * columns + existing) * column_bytes))
                     self.fold(maximum, total, values, (known[0], known[2]), (known[1], known[3], *exact), joining)
                 if base == begin:
-                    self.sum_up(shared, which, row, lane, total, Named.MERGE + warp, 64)
+                    inverses = self.inverses(
+                        args, shared, item, which, warp, row, lane, begin == 0, sinks, maximum, total
+                    )
                     for k in cutlass.range_constexpr(2):
-                        inverse[k] = self.inverse(sinks[k], maximum[k], total[k])
-                    wanted = (which == 0) & (item.share == 0) & (begin == 0)
-                    self.store_lse_of_rows(args, item, wanted, row, lane, maximum, total)
+                        inverse[k] = inverses[k]
                 self.write_columns(args, item, which, lane, head, base, end, values, inverse)
         if thread == 0:
             self.clear_counts(args, item, merged_before)
@@ -336,7 +360,7 @@ class Merging(Results):
     def slot_of_result(self, args: Arguments, partials: cute.Pointer, i: Int32, thread: Int32) -> Int64:
         """A thread's address in the slot of a token's i-th partial result."""
         entry = (partials + (1 + i)).load()
-        return args.scratch + Int64(entry >> 1) * (SLOT_BYTES + STATISTICS_BYTES) + thread * 16
+        return self.slot_by_number(args, entry >> 1) + thread * 16
 
     @cute.jit
     def clear_counts(self, args: Arguments, item: Item, merged_before: Int32) -> None:
@@ -350,43 +374,6 @@ class Merging(Results):
         rows of one warp."""
         units = self.configuration.share_groups * GROUP // 8 * 4
         return (ptx.divide(share * units, shares) + 3 - warp) // 4
-
-    @cute.jit
-    def merge_all(
-        self,
-        args: Arguments,
-        shared: cutlass.Constexpr,
-        thread: Int32,
-        which: Int32,
-        item: Item,
-        index: Int32,
-        turn: Int32,
-        num_items: Int32,
-    ) -> None:
-        """The same where all pieces are written at about the same time; or those of different items."""
-        lane, warp = thread % 32, thread % 128 // 32
-        row = warp * WARP_HEADS + lane // 4
-        head = item.head_block * HEADS + row
-        sinks = (self.sink(args, head), self.sink(args, head + 8))
-        begin, end = self.columns(warp, item.piece, item.pieces), self.columns(warp, item.piece + 1, item.pieces)
-        if (turn > 0) & (thread < 32):  # that of the first item is there already
-            self.list_partials(args, shared, lane, item, index)
-        if thread == 0:
-            self.wait_for_count(self.arrived(args, item), item.pieces)
-        self.sync(Named.CONSUMERS)
-        reused, merged_before = self.slots_are_reused(num_items), Int32(0)
-        if thread == 0:
-            if not reused:
-                merged_before = ptx.count(self.merged(args, item))
-        if end - begin == 1:
-            self.merge_columns(args, shared, item, which, lane, warp, head, sinks, begin, end, True)
-        elif end > begin:
-            self.merge_columns(args, shared, item, which, lane, warp, head, sinks, begin, end, False)
-        if thread == 0:
-            self.clear_counts(args, item, merged_before)
-        self.sync(Named.CONSUMERS)  # nobody reads the list or the slots any more
-        if reused & (thread == 0):
-            ptx.add_release(self.merged(args, item))
 
     @cute.jit
     def merge_columns(
@@ -434,7 +421,7 @@ class Merging(Results):
                             belongs.append(Boolean(True))
                         else:
                             belongs.append(belongs[-1] & exists & ((entry & 1) == 0))
-                        slot = args.scratch + Int64(entry >> 1) * (SLOT_BYTES + STATISTICS_BYTES) + thread * 16
+                        slot = self.slot_by_number(args, entry >> 1) + thread * 16
                         statistics.append(self.load_statistics(slot, thread, exists))
                         for u in cutlass.range_constexpr(groups):
                             wanted = exists if const_expr(u == 0) else exists & (base + u < end)
@@ -447,12 +434,13 @@ class Merging(Results):
                     more = ((partials + (1 + done)).load() & 1) == 0
                 self.fold(all_maximum, all_total, all_values, maximum, total, values)
             if base == begin:
-                self.sum_up(shared, which, warp * WARP_HEADS + lane // 4, lane, all_total, Named.MERGE + warp, 64)
+                # Whoever has the first columns: if the pieces are more than the columns, that is not the first one.
+                row, is_first = warp * WARP_HEADS + lane // 4, begin == 0
+                inverses = self.inverses(
+                    args, shared, item, which, warp, row, lane, is_first, sinks, all_maximum, all_total
+                )
                 for k in cutlass.range_constexpr(2):
-                    inverse[k] = self.inverse(sinks[k], all_maximum[k], all_total[k])
-                    # Whoever has the first columns: if the pieces are more than the columns, that is not the first one.
-                    if (which == 0) & (item.share == 0) & (begin == 0) & (lane % 4 == 0):
-                        self.store_lse(args, item.token, head + 8 * k, all_maximum[k], all_total[2 + k])
+                    inverse[k] = inverses[k]
             self.write_columns(args, item, which, lane, head, base, end, all_values, inverse)
 
     @cute.jit

@@ -117,6 +117,27 @@ class Results(WorkItems):
             inverse[i] = self.inverse(sink, maximum[i], total[i])
         self.store_lse_of_rows(args, item, (which == 0) & (item.share == 0), row, lane, maximum, total)
 
+    def inverses(
+        self,
+        args: Arguments,
+        shared: cutlass.Constexpr,
+        item: Item,
+        which: Int32,
+        warp: Int32,
+        row: Int32,
+        lane: Int32,
+        is_first: Boolean,
+        sinks: tuple,
+        maximum: cute.Tensor,
+        total: cute.Tensor,
+    ) -> tuple:
+        """The same where several CTAs have columns of O, of which the first one writes the log-sum-exp; for a warp of
+        either consumer."""
+        self.sum_up(shared, which, row, lane, total, Named.MERGE + warp, 64)
+        wanted = (which == 0) & (item.share == 0) & is_first
+        self.store_lse_of_rows(args, item, wanted, row, lane, maximum, total)
+        return tuple(self.inverse(sinks[k], maximum[k], total[k]) for k in range(2))
+
     @cute.jit
     def store_lse_of_rows(
         self,

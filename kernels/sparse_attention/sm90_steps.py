@@ -305,12 +305,15 @@ class StepAttention(Producers, Scores):
             self.announce(shared, thread, item)
             self.send_statistics(shared, thread, item, maximum, total)
         write = functools.partial(self.write, args, item, which, row, lane)
+        inverses = functools.partial(
+            self.inverses, args, shared, item, which, row // WARP_HEADS, row, lane, item.first == 0, sinks
+        )
         if item.last == 1:
             if item.first == 0:
                 for product in products:
                     for j in cutlass.range_constexpr(cute.size(product)):
                         product[j] = product[j] + 0.0  # a zero's sign is lost wherever results are folded
-                inverse = self.inverses(args, shared, item, which, row, lane, sinks, maximum, total)
+                inverse = inverses(maximum, total)
                 if const_expr(self.configuration.fp32_out):
                     write(inverse, products, self.units())
                 else:
@@ -318,7 +321,7 @@ class StepAttention(Producers, Scores):
         elif item.first < item.last:
             self.exchange(shared, thread, item, maximum, total, products)
             if self.first_unit(item.first, item.last) < self.first_unit(item.first + 1, item.last):
-                inverse = self.inverses(args, shared, item, which, row, lane, sinks, maximum, total)
+                inverse = inverses(maximum, total)
                 write(inverse, products, self.units() // 2)
 
     def units(self) -> int:
@@ -421,24 +424,6 @@ class StepAttention(Producers, Scores):
                 product = products[u // 8]
                 for at in range(4 * (u % 8) + 2 * k, 4 * (u % 8) + 2 * k + 2):
                     product[at] = ptx.fma(words[u][at % 4], weight, product[at] * before)
-
-    def inverses(
-        self,
-        args: Arguments,
-        shared: cutlass.Constexpr,
-        item: Item,
-        which: Int32,
-        row: Int32,
-        lane: Int32,
-        sinks: tuple,
-        maximum: cute.Tensor,
-        total: cute.Tensor,
-    ) -> tuple:
-        """What O is to be multiplied with, of two rows; the first CTA of a token writes the log-sum-exp."""
-        self.sum_up(shared, which, row, lane, total, Named.MERGE + row // WARP_HEADS, 64)
-        wanted = (which == 0) & (item.share == 0) & (item.first == 0)
-        self.store_lse_of_rows(args, item, wanted, row, lane, maximum, total)
-        return tuple(self.inverse(sinks[k], maximum[k], total[k]) for k in range(2))
 
     @cute.jit
     def write(
