@@ -297,9 +297,19 @@ def configurations() -> tuple[Config, ...]:
 
 
 def compile(config: Config, arch: str = "sm_100a") -> Callable[..., None]:
-    """The launcher of a configuration, from memory, from disk or from the compiler."""
+    """The launcher of a configuration, from memory, from disk or from the compiler.
+
+    Raises:
+        RuntimeError: CuTe DSL has the compiler of an older CUDA than 13.2.
+    """
 
     def from_compiler() -> Callable[..., None]:
+        if not cutlass.target_version(min_version="13.2"):
+            raise RuntimeError(
+                f"sparse_attention: CuTe DSL compiles with CUDA {cutlass.CUDA_VERSION.major}."
+                f"{cutlass.CUDA_VERSION.minor}; expected 13.2 or later, for PTX 9.2. Install "
+                "nvidia-cutlass-dsl[cu13], as SGLang does"
+            )
         example = Arguments(*(kind(0) for kind in Arguments.__annotations__.values()))
         is_fp8 = config.row_format is RowFormat.FP8
         return cute.compile(launch, example, Int32(1), is_fp8, config.can_split, config.plan, cuda.CUstream(0))

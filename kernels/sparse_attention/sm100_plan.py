@@ -31,6 +31,9 @@ KV_BYTES = 3 * CHANNEL_BLOCKS * BLOCK_BYTES
 """All stages: 3 tiles of one CTA, or 6 of which each CTA of a pair holds half of the channels."""
 MAX_STAGES = 6
 P_BYTES = HEADS * SWIZZLE_ROW_BYTES
+ROW_BITS_BYTES = 16
+ALL_ROWS = 0x33333333
+"""Bits of 16 rows of a tile, none of them a hole: bit 4 i is that of row i, bit 4 i + 1 of row i + 8."""
 MMA_K = 16
 STEPS_PER_BLOCK = SWIZZLE_CHANNELS // MMA_K
 HALF_DIM = ROW_DIM // 2
@@ -57,8 +60,8 @@ class Smem:
     KV = 0  # [Plan.stages][Plan.blocks][64 keys][64 channels] bf16, swizzled; Plan.block_offset
     P = KV + KV_BYTES  # [2][64 heads][64 keys] bf16, swizzled
     EXCHANGE = P + 2 * P_BYTES  # [8][128 threads][4] fp32: summands of S
-    MASK = EXCHANGE + 128 * HALF_KEYS * 4  # [Plan.stages][64 keys] fp32: 0, or -inf for a hole
-    MAXIMA = MASK + MAX_STAGES * TILE_KEYS * 4  # [128 threads] fp32: rows' maxima on their way to the other half
+    ROWS = EXCHANGE + 128 * HALF_KEYS * 4  # [Plan.stages][4 warps] int32: which of 16 rows are no holes, `row_bits`
+    MAXIMA = ROWS + MAX_STAGES * ROW_BITS_BYTES  # [128 threads] fp32: rows' maxima on their way to the other half
     SUMS = MAXIMA + 128 * 4  # [128 threads] fp32
     IS_LAST = SUMS + 128 * 4  # int32: whether this CTA was the last to finish a part of its token
     BARRIERS = IS_LAST + 16

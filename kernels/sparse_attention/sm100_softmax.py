@@ -9,6 +9,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.experimental import primitives as prims
 
 from dsv4_kernels.sparse_attention.sm100_plan import (
+    ALL_ROWS,
     CHUNK,
     FEW_TILES,
     GROUP_THREADS,
@@ -18,8 +19,8 @@ from dsv4_kernels.sparse_attention.sm100_plan import (
     LOG2_E,
     P_BYTES,
     RESCALE_LOG2,
+    ROW_BITS_BYTES,
     SWIZZLE_ROW_BYTES,
-    TILE_KEYS,
     Arguments,
     Barrier,
     Item,
@@ -195,7 +196,7 @@ def scores_of_tile(
     """
     wait(barriers, Barrier.S_READY + count % 2, count // 2 & 1)
     prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-    wait_for_tile(barriers, Barrier.FULL, count, plan)  # has long happened; acquires the mask
+    wait_for_tile(barriers, Barrier.FULL, count, plan)  # has long happened; acquires the bits of its rows
     column = Tmem.S + count % 2 * Tmem.S_COLUMNS
     others = load_tmem(tmem_columns(tmem, warp, column + (1 - half) * HALF_KEYS, Int32), HALF_KEYS)
     own = load_tmem(tmem_columns(tmem, warp, column + half * HALF_KEYS, Int32), HALF_KEYS)
@@ -204,13 +205,27 @@ def scores_of_tile(
     for chunk in range(HALF_KEYS // 4):
         store_words(exchange + (chunk * GROUP_THREADS + thread) * 4, others[chunk * 4 : chunk * 4 + 4])
     softmax_barrier()
-    mask = typed(smem + (Smem.MASK + count % plan.stages * TILE_KEYS * 4 + half * HALF_KEYS * 4), Float32)
+    rows = typed(smem + (Smem.ROWS + count % plan.stages * ROW_BITS_BYTES + half * (ROW_BITS_BYTES // 2)), Int32)
+    bits = rows.load(count=2, alignment=8)
     scores = []
     for chunk in range(HALF_KEYS // 4):
         summand = (exchange + (chunk * GROUP_THREADS + (thread ^ HEADS)) * 4).load(count=4, alignment=16)
-        masks = (mask + chunk * 4).load(count=4, alignment=16)
         for i in range(4):
-            scores.append((as_float(own[chunk * 4 + i]) + summand[i]) * a.scale_log2 + masks[i])
+            scores.append((as_float(own[chunk * 4 + i]) + summand[i]) * a.scale_log2)
+    scores = masked(cutlass.Vector.from_elements(tuple(scores), Float32), bits[0], bits[1])
+    return [scores[i] for i in range(HALF_KEYS)]
+
+
+@cute.jit
+def masked(scores: cutlass.Vector, low: Int32, high: Int32) -> cutlass.Vector:
+    """The scores of 32 keys, -inf at holes; `low` and `high` are the bits of 16 rows each."""
+    if (low & high) != ALL_ROWS:
+        values = []
+        for key in cutlass.range_constexpr(HALF_KEYS):
+            bits = low if key < HALF_KEYS // 2 else high
+            exists = (bits >> (key % 8 * 4 + key % 16 // 8)) & 1
+            values.append(cutlass.select_(exists == 0, Float32(-math.inf), scores[key]))
+        scores = cutlass.Vector.from_elements(tuple(values), Float32)
     return scores
 
 

@@ -242,6 +242,7 @@ def _conversions() -> None:
         _add(f"cvt.{r}.ue8m0x2.bf16x2", "cvt.ue8m0x2.bf16x2", "b16 b32", (i,))
     _add("cvt.rn.bf16x2.ue8m0x2", "cvt.bf16x2.ue8m0x2", "b32 b16")
     _add("cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.s2f6x2", "cvt.scaled.bf16x2.s2f6x2", "b32 b16 b16")
+    _add("cvt.rn.scaled::n2::ue8m0.bf16x2.e4m3x2", "cvt.scaled.bf16x2.e4m3x2", "b32 b16 b16")
 
 
 def _moves() -> None:

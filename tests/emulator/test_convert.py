@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from handwritten import run
 
 RNG = np.random.default_rng(11)
@@ -75,6 +76,30 @@ def test_small_float_to_f16(fmt: str) -> None:
         threads=128,
     )
     np.testing.assert_array_equal(out.view(np.float16)[0::2], np.resize(decode(fmt), 128).astype(np.float16))
+
+
+def test_every_scaled_e4m3_to_bf16() -> None:
+    """Of a pair with a scale each: every code with every scale in the lower half, in another order in the upper one."""
+    low = np.arange(1 << 16, dtype=np.uint32)
+    high = low[::-1]  # code in the lower byte, scale in the upper one
+    out = np.zeros(1 << 16, np.uint32)
+    run(
+        """mov.u32 %r1, %r100; L: mul.wide.u32 %rd1, %r1, 4; add.s64 %rd2, %rd100, %rd1; ld.global.v2.u16 {%h1, %h2}, [%rd2];
+    cvt.rn.scaled::n2::ue8m0.bf16x2.e4m3x2 %r2, %h1, %h2; add.s64 %rd3, %rd101, %rd1; st.global.u32 [%rd3], %r2;
+    add.u32 %r1, %r1, 1024; setp.lt.u32 %p1, %r1, 65536; @%p1 bra L;""",
+        (low & 0xFF) | (high & 0xFF) << 8 | (low >> 8) << 16 | (high >> 8) << 24,
+        out,
+        threads=1024,
+    )
+    magnitudes = np.append(decode("e4m3"), np.nan)
+    values = np.concatenate([magnitudes, -magnitudes])
+    scales = np.append(2.0 ** (np.arange(255) - 127), np.nan)
+    for part, half in ((low, out & 0xFFFF), (high, out >> 16)):
+        exact = torch.from_numpy(values[part & 0xFF] * scales[part >> 8])
+        expected = exact.float().bfloat16()  # fp32 holds the product, or it is beyond bf16, too
+        converted = torch.from_numpy(half.astype(np.uint16)).view(torch.bfloat16)
+        torch.testing.assert_close(converted, expected, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(torch.signbit(converted)[~exact.isnan()], torch.signbit(expected)[~exact.isnan()])
 
 
 @pytest.mark.parametrize("mode", ["rz", "rp"])

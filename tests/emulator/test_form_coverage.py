@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from device import Device
 from emulator import Options
-from form_coverage import RESULTS, canonical, foreign_forms, report_of
+from form_coverage import BY_DEFINITION, RESULTS, canonical, foreign_forms, report_of
 
 PTX = """.version 9.0
 .target sm_100a
@@ -52,9 +52,14 @@ def test_every_form_was_executed_by_a_case_that_passed() -> None:
     assert {results[entry["first"]] for entry in foreign_forms().values()} == {"passed"}
 
 
+def test_forms_by_definition_are_those_that_no_foreign_kernel_has() -> None:
+    assert not BY_DEFINITION.keys() & {canonical(form) for form in foreign_forms()}
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("coverage_*.json")), ids=lambda path: Path(path).stem)
 def test_committed_coverage_is_that_of_the_committed_forms(path: Path) -> None:
     document = json.loads(path.read_text())
     assert document["uncovered"] == []
+    assert document.get("by_definition", {}).items() <= BY_DEFINITION.items()
     known = {canonical(form) for form in foreign_forms()}
     assert {canonical(form) for form in document["covered"]} <= known

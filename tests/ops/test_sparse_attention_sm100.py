@@ -238,16 +238,35 @@ def test_resources_are_the_recorded_ones() -> None:
         assert not over, f"{config} needs more than {limits[config]}: {over}"
 
 
+def test_an_old_compiler_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cutlass
+
+    from dsv4_kernels import compile_cache
+    from dsv4_kernels.sparse_attention import sm100
+
+    monkeypatch.setattr(cutlass, "target_version", lambda *, min_version: min_version < "13")
+    monkeypatch.setattr(compile_cache, "_in_memory", {})
+    monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
+    with pytest.raises(RuntimeError, match=r"expected 13\.2 or later.*nvidia-cutlass-dsl\[cu13\]"):
+        sm100.compile(sm100.configurations()[0])
+
+
 def test_static_bounds() -> None:
-    """Large cases are bound by what they move; instructions, as PTX counts them, take less than shared memory does."""
+    """Large cases are bound by what they move; instructions, as PTX counts them, take less than shared memory does.
+
+    For pairs of CTAs nothing on the chip takes more than 1.25 of the tensor core's floor.
+    """
     from sparse_attention_sm100_static import CASES as STATIC_CASES
     from sparse_attention_sm100_static import UNITS, cycles_of
 
     cycles = recorded()["cycles"]
     assert cycles.keys() == {case.name for case in STATIC_CASES}
-    for large in (cycles[case.name] for case in STATIC_CASES if case.large):
+    for case in (case for case in STATIC_CASES if case.large):
+        large = cycles[case.name]
         assert large["bound by"] in ("port", "hbm")
-        assert max(large[unit] for unit in ("fma", "alu", "issue", "sfu", "tmem")) <= large["port"]
+        on_chip = {unit: large[unit] for unit in UNITS if unit != "hbm"}
+        assert max(on_chip, key=on_chip.__getitem__) == "port"
+        assert case.heads == 64 or large["port"] <= 1.25 * large["floor"]
     found = cycles_of(STATIC_CASES[1])
     expected = cycles[STATIC_CASES[1].name]
     for unit in UNITS:

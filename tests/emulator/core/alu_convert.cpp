@@ -202,3 +202,6 @@ UNARY("cvt.bf16x2.ue8m0x2", u32, u32,
 BINARY_MIXED("cvt.scaled.bf16x2.s2f6x2", u32, u32, u32,
              (u32)float_to_bf16((float)(i8)(x >> 8) / 64.f * decode_ue8m0((u8)(y >> 8))) << 16 |
                  float_to_bf16((float)(i8)x / 64.f * decode_ue8m0((u8)y)))
+BINARY_MIXED("cvt.scaled.bf16x2.e4m3x2", u32, u32, u32,
+             (u32)float_to_bf16(decode(kE4M3, x >> 8 & 255) * decode_ue8m0((u8)(y >> 8))) << 16 |
+                 float_to_bf16(decode(kE4M3, x & 255) * decode_ue8m0((u8)y)))
