@@ -7,6 +7,7 @@ from cutlass.experimental import primitives as prims
 
 from dsv4_kernels.kv_layout import NOPE_DIM, PAGE_ROWS, ROW_DATA_BYTES, ROW_SCALE_BYTES, SCALE_GROUP
 from dsv4_kernels.sparse_attention.sm100_plan import (
+    EIGHT_ROWS,
     GATHER_GROUPS,
     ROW_BITS_BYTES,
     SWIZZLE_CHANNELS,
@@ -120,8 +121,8 @@ def store_row(
     scales = next(pieces) if fp8 else None
     for block in blocks:
         if is_e4m3(block, fp8):
-            pair = pair_of_byte(scales[block // 4], block % 4)
-            words = [both for word in next(pieces) for both in bf16_of_e4m3(word, pair)]
+            scale = pair_of_byte(scales[block // 4], block % 4)
+            words = [pair for word in next(pieces) for pair in bf16_of_e4m3(word, scale)]
             chunks = (words[:4], words[4:])
         else:
             chunks = (next(pieces), next(pieces))
@@ -130,9 +131,9 @@ def store_row(
 
 
 def row_bits(exists_0: Boolean, exists_1: Boolean) -> Int32:
-    """A warp's 16 rows: bit 4 i is set if its row i exists, bit 4 i + 1 if row i + 8 does. Four lanes know of each."""
+    """Which of a warp's 16 rows are no holes, as in `ALL_ROWS`; four lanes know of each."""
     bits = [prims.vote_sync(0xFFFFFFFF, exists, prims.VoteSync.BALLOT) for exists in (exists_0, exists_1)]
-    return (bits[0] & 0x11111111) | (bits[1] & 0x22222222)
+    return (bits[0] & EIGHT_ROWS) | (bits[1] & EIGHT_ROWS << 1)
 
 
 @cute.jit

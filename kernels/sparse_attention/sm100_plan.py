@@ -32,8 +32,11 @@ KV_BYTES = 3 * CHANNEL_BLOCKS * BLOCK_BYTES
 MAX_STAGES = 6
 P_BYTES = HEADS * SWIZZLE_ROW_BYTES
 ROW_BITS_BYTES = 16
-ALL_ROWS = 0x33333333
-"""Bits of 16 rows of a tile, none of them a hole: bit 4 i is that of row i, bit 4 i + 1 of row i + 8."""
+"""Of a tile: a word for the 16 rows of each gather warp of a group."""
+EIGHT_ROWS = 0x11111111
+"""A bit for each of eight rows, which four lanes of a warp share."""
+ALL_ROWS = EIGHT_ROWS | EIGHT_ROWS << 1
+"""Bits of 16 rows, none of them a hole: bit 4 i is that of row i, bit 4 i + 1 that of row i + 8."""
 MMA_K = 16
 STEPS_PER_BLOCK = SWIZZLE_CHANNELS // MMA_K
 HALF_DIM = ROW_DIM // 2

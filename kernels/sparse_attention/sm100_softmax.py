@@ -218,7 +218,7 @@ def scores_of_tile(
 
 @cute.jit
 def masked(scores: cutlass.Vector, low: Int32, high: Int32) -> cutlass.Vector:
-    """The scores of 32 keys, -inf at holes; `low` and `high` are the bits of 16 rows each."""
+    """The scores of 32 keys, -inf at holes; `low` and `high` are the bits of 16 rows each, as in `ALL_ROWS`."""
     if (low & high) != ALL_ROWS:
         values = []
         for key in cutlass.range_constexpr(HALF_KEYS):
