@@ -238,6 +238,22 @@ def test_resources_are_the_recorded_ones() -> None:
         assert not over, f"{config} needs more than {limits[config]}: {over}"
 
 
+@pytest.mark.parametrize("arch", ["sm_103a"])
+def test_compiles_for_other_chips_of_the_family(arch: str) -> None:
+    """B300, which benchmarks/README_B200.md names."""
+    from cubin import resources
+    from host import emulated
+
+    from dsv4_kernels.sparse_attention import sm100
+
+    with emulated(arch=arch):
+        for config in sm100.configurations():
+            if config.can_split:
+                function = sm100.compile(config, arch)
+                assert f".target {arch}" in function.__ptx__
+                assert resources(function.__cubin__)["stack_bytes"] == 0
+
+
 def test_an_old_compiler_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     import cutlass
 
