@@ -4,6 +4,7 @@ A line that may be taken out carries a mark `/*name*/`; the test removes it and 
 """
 
 import re
+import resource
 
 import numpy as np
 import pytest
@@ -370,3 +371,50 @@ def test_tensor_fences_order_tensor_memory_over_a_relaxed_mbarrier(schedule: str
     with pytest.raises(EmulationError) as e:
         run(right.replace("/*generic*/", "ld.shared.u32 %r6, [%r103+16];"), np.zeros(1, np.uint32), **options)
     assert e.value.kind.name == "race" and "shared memory" in e.value.message
+
+
+# Every thread gives the other CTA of its pair `steps` pieces of 16 bytes, numbered from 4 * (64 * CTA + thread) on, by
+# st.async; what a CTA got goes to global memory.
+STORE_ASYNC = """mov.u32 %r1, %cluster_ctarank; xor.b32 %r2, %r1, 1; setp.ne.u32 %p1, %r100, 0; @%p1 bra I;
+mbarrier.init.shared::cta.b64 [%r103], 1; fence.mbarrier_init.release.cluster; mov.u32 %r3, {nbytes};
+mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r103], %r3; I: barrier.cluster.arrive; barrier.cluster.wait;
+mapa.shared::cluster.u32 %r4, %r103, %r2; shl.b32 %r5, %r100, {shift}; and.b32 %r5, %r5, 0xfffffff0;
+add.u32 %r6, %r103, 1024; add.u32 %r6, %r6, %r5; mapa.shared::cluster.u32 %r7, %r6, %r2;
+shl.b32 %r8, %r1, 6; add.u32 %r8, %r8, %r100; shl.b32 %r8, %r8, 2; mov.u32 %r9, 0;
+S: add.u32 %r10, %r8, 1; add.u32 %r11, %r8, 2; add.u32 %r12, %r8, 3;
+st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%r7], {{%r8, %r10, %r11, %r12}}, [%r4];
+add.u32 %r7, %r7, 1024; add.u32 %r8, %r8, 512; add.u32 %r9, %r9, 1; setp.lt.u32 %p2, %r9, {steps}; @%p2 bra S;
+W: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p3, [%r103], 0; @!%p3 bra W;
+mul.lo.u32 %r13, %r1, {nbytes}; cvt.u64.u32 %rd1, %r13; add.s64 %rd2, %rd100, %rd1; cvt.u64.u32 %rd3, %r5;
+add.s64 %rd2, %rd2, %rd3; mov.u32 %r9, 0;
+L: ld.shared.v4.b32 {{%r20, %r21, %r22, %r23}}, [%r6]; st.global.v4.b32 [%rd2], {{%r20, %r21, %r22, %r23}};
+add.u32 %r6, %r6, 1024; add.s64 %rd2, %rd2, 1024; add.u32 %r9, %r9, 1; setp.lt.u32 %p2, %r9, {steps}; @%p2 bra L;
+barrier.cluster.arrive; barrier.cluster.wait;"""
+
+
+@pytest.mark.parametrize("schedule", ["eager", "late", "random", "random_warps"])
+def test_store_async(schedule: str) -> None:
+    """So many that a place in every clock for each lane's would take 2 GB; for each instruction's it takes a few MB."""
+    steps, before = 192, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    out = np.zeros((2, steps, 64, 4), np.uint32)
+    body = STORE_ASYNC.format(nbytes=steps * 1024, shift=4, steps=steps)
+    run(body, out, grid=2, cluster=2, threads=64, smem=(steps + 1) * 1024, schedule=schedule, seed=1)
+    numbers = np.arange(steps * 2 * 64 * 4, dtype=np.uint32).reshape(steps, 2, 64, 4)
+    np.testing.assert_array_equal(out, numbers.transpose(1, 0, 2, 3)[::-1])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
+
+
+@pytest.mark.parametrize("shift", [3, 2])
+def test_store_async_of_two_lanes_to_one_place_is_a_race(shift: int) -> None:
+    with pytest.raises(EmulationError) as e:
+        body = STORE_ASYNC.format(nbytes=1024, shift=shift, steps=1)
+        run(body, np.zeros(512, np.uint32), grid=2, cluster=2, threads=64)
+    assert e.value.kind.name == "race", str(e.value)
+
+
+def test_what_store_async_brings_is_waited_for() -> None:
+    lines = STORE_ASYNC.format(nbytes=1024, shift=4, steps=1).splitlines()
+    body = "\n".join(line for line in lines if not line.startswith("W:"))
+    with pytest.raises(EmulationError) as e:
+        run(body, np.zeros(512, np.uint32), grid=2, cluster=2, threads=64)
+    assert e.value.kind.name in ("race", "uninitialised_smem"), str(e.value)

@@ -2,6 +2,7 @@
 //
 // A load is a free-running operation: it knows what its issuing warp knew, and whoever waits for the mbarrier learns of
 // its completion. A store reads shared memory through the async proxy; its completion is learnt through bulk groups.
+#include <algorithm>
 #include <array>
 #include "alu.h"
 #include "async.h"
@@ -354,29 +355,50 @@ HANDLER("cp.async.mbarrier.arrive", Plain) {
 
 // st.async / red.async to a peer's shared memory. aux: 0 dst offset, 1 elements, 2 bytes per element, 3 mbarrier offset,
 // 4 reduction + 1 or 0, 5 its type. Operands: values.., dst, mbarrier.
+//
+// Lanes that tell the same mbarrier are one operation, as no phase can tell them apart; an operation for each of them
+// would need a place in every clock. Stores of two lanes to one place are operations of their own, which race.
 HANDLER("st.async", Plain) {
-  u32 n = (u32)in.aux[1], bytes = (u32)in.aux[2];
+  u32 n = (u32)in.aux[1], bytes = (u32)in.aux[2], size = n * bytes;
+  i64 reduction = in.aux[4] - 1, type = in.aux[5];
+  struct Write {
+    u32 dst;
+    u8 *to;
+    std::array<u8, 16> data;
+  };
+  std::map<std::pair<u32, u32>, std::vector<Write>> operations;  // by mbarrier, and of the same place
   for (int i : lanes_of(lanes)) {
     u32 dst = (u32)lane_address(w, in.op[n], i, in.aux[0]), mb = (u32)lane_address(w, in.op[n + 1], i, in.aux[3]);
-    check_aligned(w, in, dst, n * bytes, "st.async destination");
-    Cta &target = shared_owner(w, in, dst, n * bytes, "st.async");
-    race::Free op = race::free_running(w);
-    race::shared_access(w, in, target, shared_offset(dst), n * bytes, true, op.actor(true));
-    mbarrier_at(w, in, mb, op.actor(true), "complete_tx of st.async");
-    std::array<u8, 16> data{};
+    check_aligned(w, in, dst, size, "st.async destination");
+    Write write{dst, shared_data(shared_owner(w, in, dst, size, "st.async"), dst), {}};
     for (u32 k = 0; k < n; k++) {
-      if (bytes == 8) memcpy(&data[k * 8], &row<u64>(w, in.op[k])[i], 8);
-      else memcpy(&data[k * bytes], &row<u32>(w, in.op[k])[i], bytes);
+      if (bytes == 8) memcpy(&write.data[k * 8], &row<u64>(w, in.op[k])[i], 8);
+      else memcpy(&write.data[k * bytes], &row<u32>(w, in.op[k])[i], bytes);
     }
-    u8 *to = shared_data(target, dst);
-    i64 reduction = in.aux[4] - 1, type = in.aux[5];
+    u32 again = 0;
+    auto overlaps = [&](const Write &o) { return o.dst < dst + size && dst < o.dst + size; };
+    for (; reduction < 0; again++) {
+      auto &before = operations[{mb, again}];
+      if (std::none_of(before.begin(), before.end(), overlaps)) break;
+    }
+    operations[{mb, again}].push_back(write);
+  }
+  for (auto &[key, writes] : operations) {
+    u32 mb = key.first, total = (u32)writes.size() * size;
+    race::Free op = race::free_running(w);
+    mbarrier_at(w, in, mb, op.actor(true), "complete_tx of st.async");
+    for (const Write &write : writes) {
+      Cta &target = shared_owner(w, in, write.dst, size, "st.async");
+      race::shared_access(w, in, target, shared_offset(write.dst), size, true, op.actor(true));
+    }
     Warp *warp = &w;
     const Instruction *instruction = &in;
-    machine.counters.dsmem += n * bytes;
-    issue_free(w, make_async(in, "st.async", [=, finished = op.finished()] {
-                 if (reduction < 0) memcpy(to, data.data(), n * bytes);
-                 else atomic_update(to, reduction, type, data.data(), nullptr);
-                 mbarrier_complete_tx(*warp, *instruction, mb, n * bytes, &finished);
+    machine.counters.dsmem += total;
+    issue_free(w, make_async(in, "st.async", [=, writes = std::move(writes), finished = op.finished()] {
+                 for (const Write &write : writes)
+                   if (reduction < 0) memcpy(write.to, write.data.data(), size);
+                   else atomic_update(write.to, reduction, type, write.data.data(), nullptr);
+                 mbarrier_complete_tx(*warp, *instruction, mb, total, &finished);
                }));
   }
   return Step::Done;
