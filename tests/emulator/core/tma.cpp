@@ -356,8 +356,9 @@ HANDLER("cp.async.mbarrier.arrive", Plain) {
 // st.async / red.async to a peer's shared memory. aux: 0 dst offset, 1 elements, 2 bytes per element, 3 mbarrier offset,
 // 4 reduction + 1 or 0, 5 its type. Operands: values.., dst, mbarrier.
 //
-// Lanes that tell the same mbarrier are one operation, as no phase can tell them apart; an operation for each of them
-// would need a place in every clock. Stores of two lanes to one place are operations of their own, which race.
+// Lanes that tell the same mbarrier are one operation, which arrives at once: each by itself would need a place in every
+// clock. So a phase that ends with some of an instruction's bytes is not seen. Stores of two lanes to one place are
+// operations of their own, which race.
 HANDLER("st.async", Plain) {
   u32 n = (u32)in.aux[1], bytes = (u32)in.aux[2], size = n * bytes;
   i64 reduction = in.aux[4] - 1, type = in.aux[5];
