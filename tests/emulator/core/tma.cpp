@@ -364,6 +364,7 @@ HANDLER("st.async", Plain) {
   i64 reduction = in.aux[4] - 1, type = in.aux[5];
   struct Write {
     u32 dst;
+    Cta *target;
     u8 *to;
     std::array<u8, 16> data;
   };
@@ -371,7 +372,8 @@ HANDLER("st.async", Plain) {
   for (int i : lanes_of(lanes)) {
     u32 dst = (u32)lane_address(w, in.op[n], i, in.aux[0]), mb = (u32)lane_address(w, in.op[n + 1], i, in.aux[3]);
     check_aligned(w, in, dst, size, "st.async destination");
-    Write write{dst, shared_data(shared_owner(w, in, dst, size, "st.async"), dst), {}};
+    Cta &target = shared_owner(w, in, dst, size, "st.async");
+    Write write{dst, &target, shared_data(target, dst), {}};
     for (u32 k = 0; k < n; k++) {
       if (bytes == 8) memcpy(&write.data[k * 8], &row<u64>(w, in.op[k])[i], 8);
       else memcpy(&write.data[k * bytes], &row<u32>(w, in.op[k])[i], bytes);
@@ -388,10 +390,8 @@ HANDLER("st.async", Plain) {
     u32 mb = key.first, total = (u32)writes.size() * size;
     race::Free op = race::free_running(w);
     mbarrier_at(w, in, mb, op.actor(true), "complete_tx of st.async");
-    for (const Write &write : writes) {
-      Cta &target = shared_owner(w, in, write.dst, size, "st.async");
-      race::shared_access(w, in, target, shared_offset(write.dst), size, true, op.actor(true));
-    }
+    for (const Write &write : writes)
+      race::shared_access(w, in, *write.target, shared_offset(write.dst), size, true, op.actor(true));
     Warp *warp = &w;
     const Instruction *instruction = &in;
     machine.counters.dsmem += total;
