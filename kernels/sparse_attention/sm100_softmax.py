@@ -47,7 +47,7 @@ from dsv4_kernels.sparse_attention.sm100_plan import (
 class RowState(NamedTuple):
     """Softmax of one head over some keys. Sums are in units of 2**reference."""
 
-    reference: Float32  # what exponents are relative to, in log2: the maximum, or up to RESCALE_LOG2 less; -inf: no key
+    reference: Float32  # what exponents are relative to, in log2: the maximum, or up to RESCALE_LOG2 more; -inf: no key
     total: (
         Float32  # of the weights as P holds them, rounded to bf16: a dominating weight's rounding cancels in O / total
     )
@@ -108,11 +108,11 @@ def softmax_of_item(
         scores = scores_of_tile(a, smem, barriers, tmem, thread, warp, half, count, plan)
         largest = maximum(scores)
         largest = cutlass.max(largest, exchanged(smem + Smem.MAXIMA, thread, largest))
-        grown = largest > reference + tolerated
+        grown = largest > reference
         factor = Float32(1.0)
         if grown:
-            factor = cute.arch.exp2(reference - largest)
-            reference = largest
+            factor = cute.arch.exp2(reference - (largest + tolerated))
+            reference = largest + tolerated
         if tile > 0:
             if prims.vote_sync(0xFFFFFFFF, grown, prims.VoteSync.ANY):
                 wait_for_tile(barriers, Barrier.PV_DONE, count - 1, plan)

@@ -74,6 +74,13 @@ def test_as_served(name: str) -> None:
     check(case, result)
 
 
+def test_weights_never_exceed_one() -> None:
+    """Where O is not rescaled with every maximum; values of 2**120 times larger weights would overflow."""
+    case = build(Spec(tokens=8, window_lengths=(3,), entry_lengths=(512,), holes=0.95, scales="extreme"))
+    result, _ = launch(case)
+    check(case, result)
+
+
 @pytest.mark.parametrize("name", ["csa_512-fp8", "split_256-fp8"])
 def test_without_log_sum_exp(name: str) -> None:
     case = build(CASES[name])
