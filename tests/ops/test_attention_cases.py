@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ops.attention_cases import CASES, INF, NONSENSE, Case, Spec, build, check, reference
+from ops.random_attention import random_spec
 
 from dsv4_kernels.sparse_attention import sparse_attention
 
@@ -20,6 +21,12 @@ from dsv4_kernels.sparse_attention import sparse_attention
 def test_the_definition_passes(name: str) -> None:
     case = build(CASES[name])
     check(case, case.run(impl="ref"))
+
+
+def test_the_definition_passes_random_cases() -> None:
+    for seed in range(200):
+        case = build(random_spec(seed), seed=seed)
+        check(case, case.run(impl="ref"))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -20,6 +20,7 @@ import pytest
 import torch
 from ops.attention_cases import CASES, Case, Spec, build, check, reference
 from ops.number_formats import same_bits
+from ops.random_attention import random_spec
 from torch import Tensor
 
 from dsv4_kernels import compile_cache, registry
@@ -61,6 +62,20 @@ def test_case(kernel: str, name: str, seed: int) -> None:
     result = case.run(impl=kernel)
     torch.cuda.synchronize()
     check(case, result)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_random_case(kernel: str, seed: int) -> None:
+    """With the same bits in a larger batch."""
+    spec = random_spec(seed)
+    case = build(spec, "cuda", seed)
+    poison(case)
+    out, lse = case.run(impl=kernel)
+    torch.cuda.synchronize()
+    check(case, (out, lse))
+    order = [t % spec.tokens for t in range(spec.tokens + 1 + 7 * seed % 150)]
+    others = case.take(order).run(impl=kernel)
+    assert same_bits(others[0], out[order]) and same_bits(others[1], lse[order])
 
 
 @pytest.mark.parametrize("name", CASES)

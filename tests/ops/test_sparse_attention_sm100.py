@@ -25,6 +25,7 @@ from ops import attention_launch
 from ops.attention_cases import CASES, Case, Spec, build, check, reference, relative_error
 from ops.attention_launch import LONG, SCHEDULES, Result
 from ops.number_formats import same_bits
+from ops.random_attention import random_spec
 
 from dsv4_kernels.sparse_attention import merge_partials
 
@@ -57,6 +58,16 @@ def test_case(name: str) -> None:
     seed = list(CASES).index(name)
     result, _ = launch(case, schedule=SCHEDULES[seed % len(SCHEDULES)], seed=seed)
     check(case, result)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow if n >= 40 else ()) for n in range(400)])
+def test_random_case(seed: int) -> None:
+    """With the same bits on few multiprocessors."""
+    case = build(random_spec(seed), seed=seed)
+    result, _ = launch(case, schedule=SCHEDULES[seed % len(SCHEDULES)], seed=seed)
+    check(case, result)
+    other, _ = launch(case, multiprocessors=2 + seed % 7, schedule=SCHEDULES[(seed + 1) % len(SCHEDULES)], seed=seed)
+    assert all(map(same_bits, result, other))
 
 
 SERVED = {

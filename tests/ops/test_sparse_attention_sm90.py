@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -25,6 +25,7 @@ from ops import attention_launch
 from ops.attention_cases import CASES, Case, Spec, build, check
 from ops.attention_launch import LONG, SCHEDULES, Result
 from ops.number_formats import same_bits
+from ops.random_attention import random_spec
 
 from dsv4_kernels.sparse_attention import merge_partials
 
@@ -40,16 +41,21 @@ QUICK = ((True, "LIST", False), (True, "LIST", True), (False, "PAGES", False))
 """(FP8 rows, entries, divided): compiling one takes longer than all its cases."""
 
 
-def is_quick(name: str) -> bool:
-    spec = CASES[name]
+def is_quick(spec: Spec) -> bool:
     entries = "NONE" if not spec.entry_lengths else "PAGES" if spec.dense else "LIST"
     configuration = (spec.fp8, entries, spec.split_keys is not None)
-    return spec.normalised and configuration in QUICK and not name.startswith(LONG)
+    return spec.normalised and configuration in QUICK
 
 
 def with_marks(names: Iterable[str]) -> list:
     """Parameters; slow are the long ones and those that need further kernels."""
-    return [pytest.param(n, marks=() if is_quick(n) else pytest.mark.slow) for n in names]
+    quick = (n for n in names if is_quick(CASES[n]) and not n.startswith(LONG))
+    return with_slow_marks(names, set(quick))
+
+
+def with_slow_marks(values: Iterable, quick: Container) -> list:
+    """Parameters; slow are all that are not quick."""
+    return [pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values]
 
 
 def launch(case: Case, multiprocessors: int = 132, **options: object) -> Result:
@@ -87,6 +93,20 @@ def test_case_under_another_schedule(name: str) -> None:
     case = build(CASES[name], seed=1)
     seed = list(CASES).index(name)
     check(case, launch(case, schedule=SCHEDULES[(seed + 1) % len(SCHEDULES)], seed=1000 + seed))
+
+
+RANDOM = range(300)
+
+
+@pytest.mark.parametrize("seed", with_slow_marks(RANDOM, [n for n in RANDOM if is_quick(random_spec(n))][:20]))
+def test_random_case(seed: int) -> None:
+    """With the same bits on few multiprocessors, and by clusters or not."""
+    case = build(random_spec(seed), seed=seed)
+    result, _ = launch_on(case, 132, clusters=seed % 2 == 0, schedule=SCHEDULES[seed % len(SCHEDULES)], seed=seed)
+    check(case, result)
+    _, fewest, _ = multiprocessors_for(case)
+    other = launch(case, fewest + seed % 17, schedule=SCHEDULES[(seed + 1) % len(SCHEDULES)], seed=seed)
+    assert all(map(same_bits, result, other))
 
 
 @pytest.mark.slow
