@@ -22,6 +22,7 @@ Columns, in clock cycles of one multiprocessor for one token and 64 heads; 128 h
     l2       global loads and stores, 64 bytes a cycle
     hbm      each row, q and the output once, at 1/148 of 8 TB/s; tokens that share rows in L2 need less
     bound    the largest of these over the floor, and its name
+    roofline the same over the larger of floor and hbm
 
 fma, alu and issue count PTX as it is written; the assembler removes some of it (every move behind a tcgen05.ld).
 """
@@ -132,7 +133,11 @@ def cycles_of(case: StaticCase) -> dict[str, float | str]:
         "hbm": cycles["hbm"] * B200.sms / (case.heads // HEADS),  # the report's is of the whole GPU
     }
     bound_by = max(columns, key=columns.__getitem__)
-    bounds = {"bound": round(columns[bound_by] / floor, 3), "bound by": bound_by}
+    bounds = {
+        "bound": round(columns[bound_by] / floor, 3),
+        "roofline": round(columns[bound_by] / max(floor, columns["hbm"]), 3),
+        "bound by": bound_by,
+    }
     return {name: round(columns[name], 1) for name in UNITS} | bounds
 
 
@@ -154,11 +159,11 @@ def main() -> None:
         document = {"resources": all_resources(), "cycles": {}}
     for config, values in document["resources"].items():
         print(config, values)
-    print(f"\n{'one token':31}" + "".join(f"{unit:>9}" for unit in (*UNITS, "bound")))
+    print(f"\n{'one token':31}" + "".join(f"{unit:>9}" for unit in (*UNITS, "bound", "roofline")))
     for case in CASES:
         columns = document["cycles"][case.name] = cycles_of(case)
         cells = "".join(f"{columns[unit]:9,.0f}" for unit in UNITS)
-        print(f"{case.name:31}{cells}{columns['bound']:9.2f} {columns['bound by']}")
+        print(f"{case.name:31}{cells}{columns['bound']:9.2f}{columns['roofline']:9.2f} {columns['bound by']}")
     if options.write:
         RESULTS.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document))

@@ -288,7 +288,8 @@ def test_an_old_compiler_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) ->
 def test_static_bounds() -> None:
     """Large cases are bound by what they move; instructions, as PTX counts them, take less than shared memory does.
 
-    For pairs of CTAs nothing on the chip takes more than 1.25 of the tensor core's floor.
+    For pairs of CTAs nothing on the chip takes more than 1.25 of the tensor core's floor. Nothing at all takes more than
+    1.25 of the larger of that floor and HBM's, but for 1M tokens of HCA with 64 heads.
     """
     from sparse_attention_sm100_static import CASES as STATIC_CASES
     from sparse_attention_sm100_static import UNITS, cycles_of
@@ -301,6 +302,7 @@ def test_static_bounds() -> None:
         on_chip = {unit: large[unit] for unit in UNITS if unit != "hbm"}
         assert max(on_chip, key=on_chip.__getitem__) == "port"
         assert case.heads == 64 or large["port"] <= 1.25 * large["floor"]
+        assert large["roofline"] <= (1.52 if case.name == "HCA 8192 (context 1M)" else 1.25)
     found = cycles_of(STATIC_CASES[1])
     expected = cycles[STATIC_CASES[1].name]
     for unit in UNITS:

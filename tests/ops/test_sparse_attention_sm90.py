@@ -95,7 +95,7 @@ def test_case_under_another_schedule(name: str) -> None:
     check(case, launch(case, schedule=SCHEDULES[(seed + 1) % len(SCHEDULES)], seed=1000 + seed))
 
 
-RANDOM = range(300)
+RANDOM = range(120)
 
 
 @pytest.mark.parametrize("seed", with_slow_marks(RANDOM, [n for n in RANDOM if is_quick(random_spec(n))][:20]))
