@@ -20,8 +20,8 @@ TILE_KEYS = 64
 CHUNK = 32
 """Columns of O that a thread holds in registers at a time."""
 RESCALE_LOG2 = 8.0
-"""O is rescaled when a maximum has grown by 2**8. Weights begin that much below 1, which bf16 holds as precisely, and never
-exceed it: with values near fp32's limits O would overflow."""
+"""O is rescaled when a maximum has grown by 2**8. Weights begin that much below 1, which bf16 holds as precisely, and
+never exceed it: with values near fp32's limits O would overflow."""
 FEW_TILES = 4
 """Up to so many tiles O is rescaled whenever a maximum has grown."""
 SWIZZLE_ROW_BYTES = 128  # 64 channels (or keys) of bf16: the span of the 128-byte swizzle

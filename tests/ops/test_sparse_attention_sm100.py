@@ -288,8 +288,8 @@ def test_an_old_compiler_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) ->
 def test_static_bounds() -> None:
     """Large cases are bound by what they move; instructions, as PTX counts them, take less than shared memory does.
 
-    For pairs of CTAs nothing on the chip takes more than 1.25 of the tensor core's floor. Nothing at all takes more than
-    1.25 of the larger of that floor and HBM's, but for 1M tokens of HCA with 64 heads.
+    For pairs of CTAs nothing on the chip takes more than 1.25 of the tensor core's floor. Nothing takes more than 1.25
+    of the larger of that floor and HBM's, but for 1M tokens of HCA with 64 heads.
     """
     from sparse_attention_sm100_static import CASES as STATIC_CASES
     from sparse_attention_sm100_static import UNITS, cycles_of
