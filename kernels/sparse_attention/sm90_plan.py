@@ -33,7 +33,7 @@ CONSUMER_THREADS = 256
 PRODUCER_THREADS = 128
 
 LOG2_E = 1.4426950408889634
-RESCALE_ABOVE = 40.0
+RESCALE_ABOVE = 8.0
 """O follows a new maximum only if it exceeds the old one by this many powers of two. So values must be that much
 smaller than what fp32 holds."""
 NO_MAXIMUM = -1.0e30
