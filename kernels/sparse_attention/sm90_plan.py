@@ -34,8 +34,8 @@ PRODUCER_THREADS = 128
 
 LOG2_E = 1.4426950408889634
 RESCALE_ABOVE = 8.0
-"""O follows a new maximum only if it exceeds the old one by this many powers of two. So values must be that much
-smaller than what fp32 holds."""
+"""O follows a new maximum only if it exceeds the old one by this many powers of two, which weights may then be. (They
+do not begin below one instead, as on Blackwell: what is folded into nothing must stay as it is.)"""
 NO_MAXIMUM = -1.0e30
 """Maximum of no scores: finite, so that differences of maxima are never NaN."""
 

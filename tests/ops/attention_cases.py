@@ -59,6 +59,8 @@ class Spec:
     """"random", "mixed" (finite, huge and infinite ones), a value for all heads, or None."""
     q_layout: str = "contiguous"
     q_scale: float = 1.0
+    magnitude: float = 1.0
+    """Of rows; q is divided by it."""
     split_keys: int | None = None
     normalised: bool = True
 
@@ -133,6 +135,8 @@ _BOTH_FORMATS = {
     "partial_split": Spec(
         window_lengths=(128, 0), entry_lengths=(900, 0, 1), sink=None, normalised=False, split_keys=256
     ),
+    # Maxima grow by some 2**30 from the window to the entries: with weights of that O would overflow
+    "large_values": Spec(tokens=4, window_lengths=(1,), entry_lengths=(512,), q_scale=8.0, magnitude=2.0**105),
 }
 CASES: dict[str, Spec] = {
     f"{name}-{'fp8' if fp8 else 'bf16'}": replace(spec, fp8=fp8)
@@ -295,7 +299,7 @@ def _table(num_rows: int, read: Tensor, spec: Spec, generator: torch.Generator, 
     format = RowFormat.FP8 if spec.fp8 else RowFormat.PLAIN
     rows = KVRows.allocate(num_rows, format, ROW_DIM, 64, torch.bfloat16, "cpu", float("nan"))
     named = read[read >= 0].unique()
-    rows.scatter(named, torch.randn(len(named), ROW_DIM, generator=generator).bfloat16())
+    rows.scatter(named, (torch.randn(len(named), ROW_DIM, generator=generator) * spec.magnitude).bfloat16())
     if spec.scales == "extreme":
         _set_extreme_scales(rows, named, generator)
     return replace(rows, storage=rows.storage.to(device))
@@ -318,7 +322,7 @@ def _q(spec: Spec, q: Tensor) -> Tensor:
         for group, byte in enumerate(EXTREME_SCALES):
             typical = 2.0 ** (byte - 127) * (6.0 if group < 3 else 2.0**-7)
             q[..., group * SCALE_GROUP : (group + 1) * SCALE_GROUP] /= typical
-    return (q * spec.q_scale).bfloat16()
+    return (q * spec.q_scale / spec.magnitude).bfloat16()
 
 
 def _with_layout(q: Tensor, layout: str) -> Tensor:

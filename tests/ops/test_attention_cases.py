@@ -23,10 +23,10 @@ def test_the_definition_passes(name: str) -> None:
     check(case, case.run(impl="ref"))
 
 
-def test_the_definition_passes_random_cases() -> None:
-    for seed in range(200):
-        case = build(random_spec(seed), seed=seed)
-        check(case, case.run(impl="ref"))
+@pytest.mark.parametrize("seed", range(200))
+def test_the_definition_passes_random_cases(seed: int) -> None:
+    case = build(random_spec(seed), seed=seed)
+    check(case, case.run(impl="ref"))
 
 
 @pytest.mark.parametrize("name", CASES)

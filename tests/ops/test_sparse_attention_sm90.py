@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -47,13 +47,12 @@ def is_quick(spec: Spec) -> bool:
     return spec.normalised and configuration in QUICK
 
 
-def with_marks(names: Iterable[str]) -> list:
+def with_marks(names: Collection[str]) -> list:
     """Parameters; slow are the long ones and those that need further kernels."""
-    quick = (n for n in names if is_quick(CASES[n]) and not n.startswith(LONG))
-    return with_slow_marks(names, set(quick))
+    return with_slow_marks(names, [n for n in names if is_quick(CASES[n]) and not n.startswith(LONG)])
 
 
-def with_slow_marks(values: Iterable, quick: Container) -> list:
+def with_slow_marks(values: Iterable, quick: Collection) -> list:
     """Parameters; slow are all that are not quick."""
     return [pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values]
 
