@@ -38,11 +38,11 @@ $(STAMP):
 	@rm -f $(VENV)/.ready-* && touch $@
 
 # Only the default checkpoint is ours to write; MODEL=… names one that exists.
-checkpoints/tiny/config.json: $(STAMP) sglang_dsv4/random_checkpoint.py sglang_dsv4/random_tokenizer.py
-	@$(BIN)/python -m sglang_dsv4.random_checkpoint checkpoints/tiny --preset tiny
+checkpoints/tiny/config.json: $(STAMP) sglang_dsv4/cpu/random_checkpoint.py sglang_dsv4/cpu/random_tokenizer.py
+	@$(BIN)/python -m sglang_dsv4.cpu.random_checkpoint checkpoints/tiny --preset tiny
 
 serve: $(STAMP) $(if $(filter checkpoints/tiny,$(MODEL)),checkpoints/tiny/config.json)
-	@$(ENV) $(BIN)/python -m sglang_dsv4.quickstart --model-path "$(MODEL)" --port $(PORT) $(SERVE_ARGS)
+	@$(ENV) $(BIN)/python -m sglang_dsv4.cpu.quickstart --model-path "$(MODEL)" --port $(PORT) $(SERVE_ARGS)
 
 test: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(TEST_ARGS)

@@ -216,7 +216,7 @@ def tail_engine(
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-    from sglang_dsv4.prefix_cache import Dsv4PrefixCache
+    from sglang_dsv4.prefix.prefix_cache import Dsv4PrefixCache
 
     rows = _context(context_tokens, requests)
     allocator = PagedTokenToKVPoolAllocator(full_tokens, PAGE, torch.uint8, "cpu", None, False)

@@ -40,9 +40,9 @@ from cubin import resources
 
 from dsv4_kernels import compile_cache
 from dsv4_kernels.kv_layout import ROW_DIM, KVRows, RowFormat
-from dsv4_kernels.sparse_attention import sm100
 from dsv4_kernels.sparse_attention.problem import Problem
-from dsv4_kernels.sparse_attention.sm100_plan import HEADS, TILE_KEYS, Smem
+from dsv4_kernels.sparse_attention.sm100 import kernel as sm100
+from dsv4_kernels.sparse_attention.sm100.plan import HEADS, TILE_KEYS, Smem
 
 RESULTS = Path(__file__).resolve().parent / "results" / "sparse_attention_sm100_static.json"
 FLOPS_PER_CYCLE = 8192

@@ -16,9 +16,9 @@ from pathlib import Path
 from cubin import hopper_instructions, resources
 
 from dsv4_kernels import compile_cache
-from dsv4_kernels.sparse_attention import sm90
-from dsv4_kernels.sparse_attention.sm90_plan import Configuration, Shared, Split
-from dsv4_kernels.sparse_attention.sm90_steps import StepShared
+from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+from dsv4_kernels.sparse_attention.sm90.cluster import StepShared
+from dsv4_kernels.sparse_attention.sm90.plan import Configuration, Shared, Split
 
 RESULTS = Path(__file__).resolve().parent / "results" / "sparse_attention_sm90_static.json"
 

@@ -21,10 +21,11 @@ import torch
 from dsv4_kernels import compile_cache, registry
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.unpack import choice
-from sglang_dsv4 import compat, shims
+from sglang_dsv4 import compat
+from sglang_dsv4.cache.geometry import PoolGeometry
+from sglang_dsv4.cache.tail_options import TailOptions
 from sglang_dsv4.config import Config
-from sglang_dsv4.geometry import PoolGeometry
-from sglang_dsv4.tail_options import TailOptions
+from sglang_dsv4.cpu import shims
 
 CONVERSATIONS = (4_096, 32_768, 131_072, 1_048_576)
 
@@ -61,7 +62,7 @@ def plan(model: Path, tokens: int, requests: int, rows: str) -> list[str]:
     Raises:
         ValueError: a config that can't be served.
     """
-    from sglang_dsv4.pool_sizing import PoolPlan, format_bytes
+    from sglang_dsv4.cache.pool_plan import PoolPlan, format_bytes
 
     config = Config.from_hf(SimpleNamespace(**json.loads((model / "config.json").read_text())))
     fp8 = rows == "fp8"

@@ -2,7 +2,7 @@
 
 SGLang calls :func:`setup` (entry point group ``sglang.srt.plugins``) in the launcher, in each scheduler process and in
 the detokenizer, before it does anything else there. Besides this module there are two more touch points, both for
-machines with no GPU: :mod:`sglang_dsv4.cpu_platform` (entry point) and :mod:`sglang_dsv4.shims` (a ``.pth`` file).
+machines with no GPU: :mod:`sglang_dsv4.cpu.platform` (entry point) and :mod:`sglang_dsv4.cpu.shims` (a ``.pth`` file).
 
 =================  =========================================================================  =======================
 what               through                                                                    process
@@ -37,7 +37,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4 import compat
-from sglang_dsv4.shims import is_off, require_known_switch
+from sglang_dsv4.cpu.shims import is_off, require_known_switch
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -91,7 +91,7 @@ def _install_default_arguments() -> None:
 
 def _resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
     """No CUDA graphs while an operator of the forward waits for the device; kernels that don't bring them back."""
-    from sglang_dsv4 import attention_comparison
+    from sglang_dsv4.attention import comparison as attention_comparison
 
     arguments = compat.resolving_view(server_args)
     if compat.is_ours(compat.model_config_of(server_args).hf_config.architectures) and arguments.device == "cuda":
@@ -113,7 +113,7 @@ def operators_that_wait(device: str, head_dim: int) -> list[str]:
     import torch
 
     from dsv4_kernels import registry
-    from sglang_dsv4.attention_kernel import chosen_implementation
+    from sglang_dsv4.attention.implementation import chosen_implementation
 
     on = torch.device(device)
     chosen = {
@@ -238,9 +238,9 @@ def _hook(target: str, function: Callable[..., Any], kind: str) -> None:
 def _create_attention_backend(runner: ModelRunner) -> AttentionBackend:
     from sglang.srt.runtime_context import get_parallel
 
-    from sglang_dsv4 import attention_comparison
-    from sglang_dsv4.attention_backend import Dsv4AttentionBackend
-    from sglang_dsv4.attention_kernel import compile_ahead
+    from sglang_dsv4.attention import comparison as attention_comparison
+    from sglang_dsv4.attention.backend import Dsv4AttentionBackend
+    from sglang_dsv4.attention.implementation import compile_ahead
 
     backend, parallel = Dsv4AttentionBackend(runner), get_parallel()
     heads = runner.model_config.num_attention_heads // parallel.tp_size
@@ -253,25 +253,25 @@ def _create_attention_backend(runner: ModelRunner) -> AttentionBackend:
 
 
 def _create_draft_decode_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> tuple[str, Any]:
-    from sglang_dsv4.attention_backend import create_draft_decode_backend
+    from sglang_dsv4.attention.backend import create_draft_decode_backend
 
     return create_draft_decode_backend(factory)
 
 
 def _create_draft_extend_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> tuple[str, Any]:
-    from sglang_dsv4.attention_backend import create_draft_extend_backend
+    from sglang_dsv4.attention.backend import create_draft_extend_backend
 
     return create_draft_extend_backend(factory)
 
 
 def _create_prefix_cache(context: TreeCacheBuildContext) -> BasePrefixCache:
-    from sglang_dsv4.prefix_cache import create_prefix_cache
+    from sglang_dsv4.prefix.prefix_cache import create_prefix_cache
 
     return create_prefix_cache(context)
 
 
 def _build_kv_pool(original: Callable[..., KVCache], configurator: KVCacheConfigurator, **sizes: Any) -> KVCache:
-    from sglang_dsv4.kv_pool import build_kv_pool
+    from sglang_dsv4.cache.kv_pool import build_kv_pool
 
     return build_kv_pool(configurator, **sizes)
 
@@ -281,7 +281,7 @@ def _size_pools(
 ) -> MemoryPoolConfigurator:
     if not compat.is_ours(configurator.model_config.hf_config.architectures):
         return original(configurator)
-    from sglang_dsv4.pool_sizing import Dsv4PoolConfigurator
+    from sglang_dsv4.cache.pool_configurator import Dsv4PoolConfigurator
 
     sizing = Dsv4PoolConfigurator(configurator)
     compat.note_pool_sizing(sizing)
@@ -293,7 +293,7 @@ def _reserve_admission_pages(
 ) -> KVCacheConfigResult:
     if not compat.is_ours(configurator.model_config.hf_config.architectures):
         return result
-    from sglang_dsv4.pool_sizing import reserve_admission_pages
+    from sglang_dsv4.cache.pool_configurator import reserve_admission_pages
 
     return reserve_admission_pages(result)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The random checkpoint of `make serve`, in the released format."""
-    from sglang_dsv4.random_checkpoint import PRESETS, write_checkpoint
+    from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
     path = tmp_path_factory.mktemp("checkpoint")
     write_checkpoint(path, PRESETS["tiny"])

@@ -15,7 +15,7 @@ MAY_NOT_IMPORT = {
     "sglang_dsv4": {"tests", "benchmarks"},
 }
 # Modules of ours that run before SGLang can be imported, or at the start of every Python process.
-STANDARD_LIBRARY_ONLY = {"shims.py", "quickstart.py"}
+STANDARD_LIBRARY_ONLY = {"cpu/shims.py", "cpu/quickstart.py"}
 
 
 def modules(package: str) -> list[Path]:

@@ -1,6 +1,6 @@
 """The GPU kernels behind the op's signature: arguments -> `Problem` -> kernel -> results.
 
-A kernel module (`sm90`, `sm100`) has a function `sparse_attention(problem)` that writes `problem.out` and
+A kernel module (`sm90.launch`, `sm100.kernel`) has a function `sparse_attention(problem)` that writes `problem.out` and
 `problem.lse`. It is imported at the first call: it needs CuTe DSL.
 """
 
@@ -17,11 +17,16 @@ from dsv4_kernels.sparse_attention.problem import Problem
 
 Result = Tensor | tuple[Tensor, Tensor]
 
+_KERNELS = {
+    "sm90": "dsv4_kernels.sparse_attention.sm90.launch",
+    "sm100": "dsv4_kernels.sparse_attention.sm100.kernel",
+}
+
 
 @functools.cache
 def _kernel(module: str) -> Callable[[Problem], None]:
     try:
-        return importlib.import_module(f"dsv4_kernels.sparse_attention.{module}").sparse_attention
+        return importlib.import_module(_KERNELS[module]).sparse_attention
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("cutlass", "cuda"):
             raise

@@ -1,24 +1,22 @@
-"""Compressed entries, and the indexer that picks among them (specification, sections 3.4 and 3.5)."""
+"""The compressor: closed groups of tokens become entries (specification, section 3.4)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import Tensor, nn
 
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.linear import linear_fp32
-from dsv4_kernels.quant import fp4_qdq, fp8_qdq, hadamard
+from dsv4_kernels.quant import fp8_qdq
 from dsv4_kernels.rope import apply_rope
-from sglang_dsv4.config import INDEX_BLOCK, KV_BLOCK, Config, LayerKind
-from sglang_dsv4.layers.linear import plain_linear_config
+from sglang_dsv4.config import KV_BLOCK, Config, LayerKind
 from sglang_dsv4.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.quantization.base_config import QuantizationConfig
+    pass
 
 
 def quantise_kv_row(row: Tensor, config: Config, stored_as: RowFormat) -> Tensor:
@@ -31,17 +29,6 @@ def quantise_kv_row(row: Tensor, config: Config, stored_as: RowFormat) -> Tensor
         return row
     nope, rope = row.split((config.nope_head_dim, config.qk_rope_head_dim), dim=-1)
     return torch.cat((fp8_qdq(nope, KV_BLOCK), rope), dim=-1)
-
-
-def quantise_index_row(row: Tensor, config: Config, stored_as: RowFormat = RowFormat.PLAIN) -> Tensor:
-    """Hadamard and FP4 round trip, [..., index_head_dim]. Switched off, neither: the rotation cancels in q.k.
-
-    Rows stored as FP4 quantise what is written, so they get the rotation only.
-    """
-    if not config.qat.indexer_fp4:
-        return row
-    rotated = hadamard(row)
-    return rotated if stored_as is RowFormat.INDEX_FP4 else fp4_qdq(rotated, INDEX_BLOCK)
 
 
 class Compressor(nn.Module):
@@ -78,43 +65,3 @@ class Compressor(nn.Module):
         entries = backend.compress(self.layer_id, kv, score, indexer=self.indexer)
         entries = self.norm(entries.to(x.dtype))
         return apply_rope(entries, backend.entry_positions(self.ratio), self.frequencies)
-
-
-class Indexer(nn.Module):
-    """Scores every visible entry of a CSA layer and keeps the best `index_topk` (section 3.5). Replicated under TP."""
-
-    def __init__(self, config: Config, layer_id: int, quant_config: QuantizationConfig | None, prefix: str) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_id = layer_id
-        heads, dim = config.index_n_heads, config.index_head_dim
-        self.wq_b = ReplicatedLinear(
-            config.q_lora_rank, heads * dim, bias=False, quant_config=quant_config, prefix=f"{prefix}.wq_b"
-        )
-        self.weights_proj = ReplicatedLinear(
-            config.hidden_size, heads, bias=False, quant_config=plain_linear_config(), prefix=f"{prefix}.weights_proj"
-        )
-        self.compressor = Compressor(config, layer_id, LayerKind.CSA, dim, indexer=True)
-        self.weight_scale = dim**-0.5 * heads**-0.5
-
-    def forward(self, x: Tensor, q_latent: Tensor, positions: Tensor, num_heads: int) -> Tensor:
-        """Write this forward's keys, then select.
-
-        Args:
-            x: [T, d], the sublayer's normed input.
-            q_latent: [T, q_lora_rank], the normed query latent of the main attention.
-            positions: [T] int64.
-            num_heads: of the main attention, on this rank.
-
-        Returns:
-            [T, index_topk] int32 rows of the layer's entries, -1 = hole.
-        """
-        backend = get_attn_backend()
-        keys = self.compressor(x, positions)
-        backend.write_index_keys(self.layer_id, quantise_index_row(keys, self.config, backend.index_row_format))
-
-        q = self.wq_b(q_latent)[0].unflatten(-1, (self.config.index_n_heads, self.config.index_head_dim))
-        q = apply_rope(q, positions, self.compressor.frequencies)
-        q = quantise_index_row(q, self.config)
-        head_weights = self.weights_proj(x)[0].float() * self.weight_scale
-        return backend.select(self.layer_id, q, head_weights, self.config.index_topk, num_heads)

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsv4_kernels import registry
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.unpack import Pages, ref
-from sglang_dsv4 import attention_backend
-from sglang_dsv4.geometry import PoolGeometry
+from sglang_dsv4.attention import backend as attention_backend
+from sglang_dsv4.cache.geometry import PoolGeometry
 
 SMALL = PoolGeometry(ratios=(0, 4, 128), row_dim=16, rope_dim=4, index_dim=8, dtype=torch.float32)
 FP8 = PoolGeometry(ratios=(0, 4, 128), row_format=RowFormat.FP8, index_format=RowFormat.INDEX_FP4, dtype=torch.bfloat16)
@@ -137,7 +137,7 @@ def test_recorded_part_reads_nothing_on_the_host(sequences: Sequences, monkeypat
     def zeros(state: Tensor, kv: Tensor, score: Tensor, sources: Tensor, ratio: int, head_dim: int) -> Tensor:
         return kv.new_zeros(sources.shape[0], head_dim)
 
-    monkeypatch.setattr("sglang_dsv4.attention_backend.compress", zeros)
+    monkeypatch.setattr("sglang_dsv4.attention.backend.compress", zeros)
     engine = Engine(speculative(SMALL), sequences)
     engine.backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * k)
     work = [(0, k), (1, k)]

@@ -9,9 +9,9 @@ import torch
 from cache.harness import Engine, Sequences
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_dsv4.attention_backend import Dsv4AttentionBackend, create_draft_decode_backend, create_draft_extend_backend
-from sglang_dsv4.geometry import PoolGeometry
-from sglang_dsv4.prefix_cache import create_prefix_cache
+from sglang_dsv4.attention.backend import Dsv4AttentionBackend, create_draft_decode_backend, create_draft_extend_backend
+from sglang_dsv4.cache.geometry import PoolGeometry
+from sglang_dsv4.prefix.prefix_cache import create_prefix_cache
 
 DRAFT = PoolGeometry(ratios=(0,), row_dim=16, rope_dim=4, index_dim=8, draft_tokens=4, dtype=torch.float32)
 STEPS = 4

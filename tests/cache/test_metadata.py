@@ -14,8 +14,8 @@ import torch
 from cache.simulation import Simulation
 
 from dsv4_kernels.kv_layout import RowFormat
-from sglang_dsv4.geometry import PoolGeometry
-from sglang_dsv4.metadata import extend_metadata, uniform_metadata
+from sglang_dsv4.attention.metadata import extend_metadata, uniform_metadata
+from sglang_dsv4.cache.geometry import PoolGeometry
 
 EDGES = [*range(1, 10), *range(127, 131), *range(255, 258)]
 FLASH = PoolGeometry(ratios=(0, 0, 4, 128, 4), row_format=RowFormat.FP8)

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from dsv4_kernels.kv_layout import RowFormat
-from sglang_dsv4 import pool_sizing
+from sglang_dsv4.cache import pool_configurator
+from sglang_dsv4.cache.geometry import PoolGeometry
+from sglang_dsv4.cache.kv_pool import Dsv4KVPool
+from sglang_dsv4.cache.pool_configurator import Dsv4PoolConfigurator, reserve_admission_pages
+from sglang_dsv4.cache.pool_plan import PoolPlan, format_bytes, largest_plan
 from sglang_dsv4.config import LayerSchedule
-from sglang_dsv4.geometry import PoolGeometry
-from sglang_dsv4.kv_pool import Dsv4KVPool
-from sglang_dsv4.pool_sizing import Dsv4PoolConfigurator, PoolPlan, format_bytes, largest_plan, reserve_admission_pages
 
 FLASH, PRO, ODD = LayerSchedule.flash().ratios, LayerSchedule.pro().ratios, (4, 0, 4, 128)
 SCHEDULES = pytest.mark.parametrize("ratios", [FLASH, PRO, ODD], ids=["flash", "pro", "arbitrary"])
@@ -153,9 +154,9 @@ def test_over_commit_says_what_to_do() -> None:
 @pytest.fixture
 def configurator(monkeypatch: pytest.MonkeyPatch) -> Dsv4PoolConfigurator:
     """The configurator of a flash-like fp8 worker whose user asked for 16 running requests."""
-    monkeypatch.setattr(pool_sizing, "geometry_of", lambda kvc: geometry(FLASH, fp8=True))
-    monkeypatch.setattr(pool_sizing, "get_schedule", lambda: SimpleNamespace(max_running_requests=16))
-    monkeypatch.setattr(pool_sizing, "get_memory", lambda: SimpleNamespace(disable_radix_cache=False))
+    monkeypatch.setattr(pool_configurator, "geometry_of", lambda kvc: geometry(FLASH, fp8=True))
+    monkeypatch.setattr(pool_configurator, "get_schedule", lambda: SimpleNamespace(max_running_requests=16))
+    monkeypatch.setattr(pool_configurator, "get_memory", lambda: SimpleNamespace(disable_radix_cache=False))
     kvc = SimpleNamespace(page_size=256, attn_dp_size=1, model_config=SimpleNamespace(context_len=65536))
     return Dsv4PoolConfigurator(kvc)
 

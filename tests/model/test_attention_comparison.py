@@ -12,7 +12,7 @@ from model.served import Served
 
 from dsv4_kernels import registry
 from dsv4_kernels.sparse_attention import ref
-from sglang_dsv4 import attention_comparison
+from sglang_dsv4.attention import comparison as attention_comparison
 
 ERROR = 2.0**-10
 

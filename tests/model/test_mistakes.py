@@ -16,9 +16,9 @@ from model.served import Served
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor, nn
 
-from sglang_dsv4.attention_backend import Window
+from sglang_dsv4.attention.backend import Window
+from sglang_dsv4.attention.metadata import ForwardMetadata
 from sglang_dsv4.layers import attention, compressor, hyper_connection, moe
-from sglang_dsv4.metadata import ForwardMetadata
 
 PROMPT = 420  # three HCA entries, 105 CSA entries of which 24 are selected
 CHUNK = 96

@@ -83,7 +83,7 @@ def test_clusters_have_the_bits_of_the_other_kernel(kernel: str, name: str) -> N
     """On Hopper few tokens are computed by another kernel than many."""
     if kernel != "sm90":
         pytest.skip("Blackwell has one kernel")
-    from dsv4_kernels.sparse_attention import sm90
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     case = build(CASES[name], "cuda")
     expected = case.run(impl=kernel)

@@ -42,7 +42,7 @@ def launch(case: Case, multiprocessors: int = 148, **options: object) -> tuple[R
     """((out, lse), the emulated device) of one call, see `attention_launch.launch`."""
     from emulator import Checks
 
-    from dsv4_kernels.sparse_attention import sm100
+    from dsv4_kernels.sparse_attention.sm100 import kernel as sm100
 
     sm100.device_facts.cache_clear()  # this device has another number of multiprocessors
     options = {"checks": Checks.strict(), **options}
@@ -124,7 +124,7 @@ def test_a_split_by_hand_and_its_merge(name: str) -> None:
 
 
 def test_too_many_tokens_with_parts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsv4_kernels.sparse_attention import sm100
+    from dsv4_kernels.sparse_attention.sm100 import kernel as sm100
 
     monkeypatch.setattr(sm100, "NUM_COUNTERS", 9)
     with pytest.raises(ValueError, match="5 tokens of 65 heads with split_keys; expected at most 4"):
@@ -261,7 +261,7 @@ def test_compiles_for_b300() -> None:
     from cubin import resources
     from host import emulated
 
-    from dsv4_kernels.sparse_attention import sm100
+    from dsv4_kernels.sparse_attention.sm100 import kernel as sm100
 
     arch = "sm_103a"
     with emulated(arch=arch):
@@ -276,7 +276,7 @@ def test_an_old_compiler_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) ->
     import cutlass
 
     from dsv4_kernels import compile_cache
-    from dsv4_kernels.sparse_attention import sm100
+    from dsv4_kernels.sparse_attention.sm100 import kernel as sm100
 
     monkeypatch.setattr(cutlass, "target_version", lambda *, min_version: min_version < "13")
     monkeypatch.setattr(compile_cache, "_in_memory", {})

@@ -32,7 +32,7 @@ from dsv4_kernels.sparse_attention import merge_partials
 if TYPE_CHECKING:
     from host import Device
 
-    from dsv4_kernels.sparse_attention.sm90_plan import Configuration
+    from dsv4_kernels.sparse_attention.sm90.plan import Configuration
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 pytestmark = pytest.mark.usefixtures("compiled_here")
@@ -199,8 +199,8 @@ QUICK_CLUSTERED = (
 )
 def test_clusters_have_the_bits_of_the_other_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """With any share of the channels, and more clusters than multiprocessors have room for."""
-    from dsv4_kernels.sparse_attention import sm90
-    from dsv4_kernels.sparse_attention.sm90_plan import SHARES_OF, Split
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+    from dsv4_kernels.sparse_attention.sm90.plan import SHARES_OF, Split
 
     case, seed = build(CASES[name]), list(CASES).index(name)
     expected = launch(case)
@@ -306,8 +306,8 @@ def test_results_are_got_before_a_longer_first_piece_is_written(
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("fp8", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fp8", "bf16"])
 def test_the_same_bits_for_any_number_of_shares(monkeypatch: pytest.MonkeyPatch, fp8: bool, split: bool) -> None:
-    from dsv4_kernels.sparse_attention import sm90
-    from dsv4_kernels.sparse_attention.sm90_plan import SHARES_OF, Split
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+    from dsv4_kernels.sparse_attention.sm90.plan import SHARES_OF, Split
 
     case = build(Spec(tokens=3, heads=65, fp8=fp8, entry_lengths=(1024, 0, 300), split_keys=1280))
     monkeypatch.setattr(sm90, "_divides", lambda problem: split)
@@ -344,7 +344,7 @@ def test_a_token_has_the_same_bits_in_any_batch(name: str) -> None:
 
 def test_the_same_bits_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call of more tokens than a launch may divide."""
-    from dsv4_kernels.sparse_attention import sm90
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     case = build(CASES["split_8_heads-fp8"])
     expected = launch(case)
@@ -401,7 +401,7 @@ def gate(configuration: Configuration) -> dict[str, int]:
     from host import emulated
     from sparse_attention_sm90_static import RESULTS, static_numbers
 
-    from dsv4_kernels.sparse_attention import sm90
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     with emulated(arch=sm90.ARCH):
         found = static_numbers(configuration)
@@ -418,7 +418,7 @@ def registers_at_launch(threads: int) -> int:
 
 def test_no_more_registers_are_moved_than_there_are() -> None:
     """setmaxnreg would wait for ever: a CTA has what it was launched with."""
-    from dsv4_kernels.sparse_attention.sm90 import configurations
+    from dsv4_kernels.sparse_attention.sm90.launch import configurations
 
     for configuration in configurations():
         consumer, producer = configuration.registers
@@ -457,7 +457,7 @@ GATED = {
 )
 def test_compiled(fp8_rows: bool, entries: str, out_and_lse: tuple[int, int], split: str, shares: int) -> None:
     """No register, byte of the stack or of code more than benchmarks/results says; wgmma runs asynchronously."""
-    from dsv4_kernels.sparse_attention.sm90_plan import Configuration, Entries, Split
+    from dsv4_kernels.sparse_attention.sm90.plan import Configuration, Entries, Split
 
     configuration = Configuration(fp8_rows, Entries[entries], *map(bool, out_and_lse), Split[split], shares)
     found = gate(configuration)
@@ -470,6 +470,6 @@ def test_compiled(fp8_rows: bool, entries: str, out_and_lse: tuple[int, int], sp
 def test_every_configuration_is_recorded() -> None:
     from sparse_attention_sm90_static import RESULTS
 
-    from dsv4_kernels.sparse_attention import sm90
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     assert list(json.loads(RESULTS.read_text())) == [*map(str, sm90.configurations())]

@@ -14,7 +14,7 @@ from prefix_replay import PAGE, ReplayEngine, Running
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows
-from sglang_dsv4.prefix_cache import Dsv4PrefixCache, activate_tails
+from sglang_dsv4.prefix.prefix_cache import Dsv4PrefixCache, activate_tails
 
 
 class ServedEngine(ReplayEngine):

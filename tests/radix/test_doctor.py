@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sglang_dsv4 import doctor
-from sglang_dsv4.random_checkpoint import PRESETS, hf_config
-from sglang_dsv4.tail_options import TailOptions
+from sglang_dsv4.cache.tail_options import TailOptions
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_radix_cache.requests import Restore
-from sglang_dsv4.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 VOCABULARY = PRESETS["tiny"].vocab_size
 REMAINDERS = {

@@ -18,7 +18,7 @@ from prefix_replay import PAGE, ReplayEngine, Running, tail_engine
 from dsv4_radix_cache.invariants import check
 from dsv4_radix_cache.slots import Holder
 from dsv4_radix_cache.store import Tier
-from sglang_dsv4.tail_component import TAIL
+from sglang_dsv4.prefix.tail_component import TAIL
 
 
 class CheckedEngine(ReplayEngine):

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from sglang_dsv4 import compat, plugin, shims
+from sglang_dsv4 import compat, plugin
+from sglang_dsv4.cpu import shims
 
 OURS = ["DeepseekV4ForCausalLM"]
 
@@ -300,7 +301,7 @@ def test_known_token_ids_pass(ids: list[int], monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("value", ["off", "OFF", "0", "false"])
 def test_off_turns_everything_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_dsv4 import cpu_platform
+    from sglang_dsv4.cpu import platform as cpu_platform
 
     monkeypatch.setenv("SGLANG_DSV4", value)
     monkeypatch.delenv("SGLANG_EXTERNAL_MODEL_PACKAGE", raising=False)
