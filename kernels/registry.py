@@ -186,6 +186,7 @@ _REFERENCES = {
     "rope": ("apply_rope",),
     "router": ("route_topk", "route_hash"),
     "sparse_attention": ("sparse_attention", "merge_partials"),
+    "step_mapping": ("step_mapping",),
     "unpack": ("unpack_pages",),
 }
 
@@ -200,6 +201,10 @@ for _function in _REFERENCES["linear"]:
     register(_function, "tiled", f"dsv4_kernels.linear.tiled:{_function}", cpu_only, 10)
 
 for _name, _generation in (("sm90", 9), ("sm100", 10)):
-    for _function, _module in (("sparse_attention", "sparse_attention.launch"), ("unpack_pages", "unpack.gpu")):
+    for _function, _module in (
+        ("sparse_attention", "sparse_attention.launch"),
+        ("step_mapping", "step_mapping.gpu"),
+        ("unpack_pages", "unpack.gpu"),
+    ):
         _loader = f"dsv4_kernels.{_module}:{_name}"
         register(_function, _name, _loader, gpu_of_generation(_generation), 20, True)
