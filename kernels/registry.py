@@ -39,6 +39,11 @@ def cpu_only(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in MODEL_DTYPES
 
 
+def gpu_in_bf16(device: torch.device, dtype: torch.dtype) -> bool:
+    """Any NVIDIA GPU, in bf16."""
+    return device.type == "cuda" and dtype == torch.bfloat16
+
+
 def gpu_of_generation(major: int) -> Supports:
     """The NVIDIA GPUs of one compute capability (9: Hopper, 10: Blackwell of data centres), in bf16."""
 
@@ -199,6 +204,8 @@ for _folder, _functions in _REFERENCES.items():
         register(_function, "ref", _loader, any_device, 0, _graph_safe)
 for _function in _REFERENCES["linear"]:
     register(_function, "tiled", f"dsv4_kernels.linear.tiled:{_function}", cpu_only, 10)
+for _function in ("linear_fp32", "grouped_linear"):
+    register(_function, "cublas", f"dsv4_kernels.linear.cublas:{_function}", gpu_in_bf16, 10, True)
 
 for _name, _generation in (("sm90", 9), ("sm100", 10)):
     for _function, _module in (
