@@ -144,8 +144,10 @@ def _block(c: Config, kind: LayerKind, hashed: bool) -> list[TensorSpec]:
     rq, group_outputs = c.q_lora_rank, c.o_groups * c.o_lora_rank
     mixes = (2 + n) * n
 
-    def row(name: str, *shape: int, format: Format = Format.FLOAT, parameter: str | None = None) -> TensorSpec:
-        return TensorSpec(name, shape, format, parameter or name)
+    def row(
+        name: str, *shape: int, format: Format = Format.FLOAT, parameter: str | None = None, shard: int | None = None
+    ) -> TensorSpec:
+        return TensorSpec(name, shape, format, parameter or name, shard)
 
     rows = [row("attn_norm.weight", d), row("ffn_norm.weight", d)]
     for sublayer in ("attn", "ffn"):
@@ -156,10 +158,10 @@ def _block(c: Config, kind: LayerKind, hashed: bool) -> list[TensorSpec]:
         ]
     rows += [
         row("attn.attn_sink", heads),
-        row("attn.wq_a.weight", rq, d, format=Format.LINEAR),
+        row("attn.wq_a.weight", rq, d, format=Format.LINEAR, parameter="attn.wqkv_a.weight", shard=0),
         row("attn.q_norm.weight", rq),
         row("attn.wq_b.weight", heads * dim, rq, format=Format.LINEAR),
-        row("attn.wkv.weight", dim, d, format=Format.LINEAR),
+        row("attn.wkv.weight", dim, d, format=Format.LINEAR, parameter="attn.wqkv_a.weight", shard=1),
         row("attn.kv_norm.weight", dim),
         row("attn.wo_a.weight", group_outputs, heads * dim // c.o_groups, format=Format.LINEAR, parameter="attn.wo_a"),
         row("attn.wo_b.weight", d, group_outputs, format=Format.LINEAR),
@@ -169,7 +171,7 @@ def _block(c: Config, kind: LayerKind, hashed: bool) -> list[TensorSpec]:
     if kind is LayerKind.CSA:
         rows += [
             row("attn.indexer.wq_b.weight", c.index_n_heads * c.index_head_dim, rq, format=Format.LINEAR),
-            row("attn.indexer.weights_proj.weight", c.index_n_heads, d),
+            row("attn.indexer.weights_proj.weight", c.index_n_heads, d, parameter="attn.indexer.weights_proj"),
             *_compressor("attn.indexer.compressor.", c, kind, c.index_head_dim),
         ]
     return rows + _moe(c, hashed)

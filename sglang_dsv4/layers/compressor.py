@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import Tensor, nn
 
 from dsv4_kernels.kv_layout import RowFormat
-from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.quant import fp8_qdq
 from dsv4_kernels.rope import apply_rope
 from sglang_dsv4.config import KV_BLOCK, Config, LayerKind
 from sglang_dsv4.layers.norm import RMSNorm
-
-if TYPE_CHECKING:
-    pass
 
 
 def quantise_kv_row(row: Tensor, config: Config, stored_as: RowFormat) -> Tensor:
@@ -34,34 +28,55 @@ def quantise_kv_row(row: Tensor, config: Config, stored_as: RowFormat) -> Tensor
 class Compressor(nn.Module):
     """Turns each closed group of `ratio` tokens into one normed and rotated row of `dim` channels (section 3.4).
 
-    All of it is fp32 up to the norm, weights too. A CSA layer's groups overlap, so its products are twice as wide.
+    All of it is fp32 up to the norm. A CSA layer's groups overlap, so its products are twice as wide.
+
+    Args:
+        config: the model's.
+        layer_id: the cache's name for this layer.
+        kind: CSA or HCA.
+        dim: channels of an entry.
+        wkv, wgate: [width(kind, dim), d], whose products the caller makes (`StackedProjection`).
+        indexer: whether this is the indexer's.
     """
 
-    def __init__(self, config: Config, layer_id: int, kind: LayerKind, dim: int, indexer: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        layer_id: int,
+        kind: LayerKind,
+        dim: int,
+        wkv: nn.Parameter,
+        wgate: nn.Parameter,
+        indexer: bool,
+    ) -> None:
         super().__init__()
-        width = dim * (2 if kind is LayerKind.CSA else 1)
         self.layer_id = layer_id
         self.ratio = kind.ratio
         self.indexer = indexer
-        self.wkv = nn.Parameter(torch.empty(width, config.hidden_size, dtype=torch.float32), requires_grad=False)
-        self.wgate = nn.Parameter(torch.empty(width, config.hidden_size, dtype=torch.float32), requires_grad=False)
-        self.ape = nn.Parameter(torch.empty(self.ratio, width, dtype=torch.float32), requires_grad=False)
+        self.wkv = wkv
+        self.wgate = wgate
+        self.ape = nn.Parameter(torch.empty(self.ratio, len(wkv), dtype=torch.float32), requires_grad=False)
         self.norm = RMSNorm(dim, config.rms_norm_eps)
         self.register_buffer("frequencies", config.rope(kind).frequencies(), persistent=False)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+    @staticmethod
+    def width(kind: LayerKind, dim: int) -> int:
+        """Rows of `wkv` and of `wgate`."""
+        return dim * (2 if kind is LayerKind.CSA else 1)
+
+    def forward(self, kv: Tensor, score: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of the groups that this forward closes.
 
         Args:
-            x: [T, d] model dtype, the sublayer's normed input.
+            kv, score: [T, width] fp32, the sublayer's normed input times `wkv` and `wgate`.
             positions: [T] int64.
+            dtype: the model's.
 
         Returns:
-            [M, dim] model dtype, one row a closed group, in the backend's order.
+            [M, dim] in that dtype, one row a closed group, in the backend's order.
         """
         backend = get_attn_backend()
-        kv = linear_fp32(x, self.wkv)
-        score = linear_fp32(x, self.wgate) + self.ape[positions % self.ratio]
+        score = score + self.ape[positions % self.ratio]
         entries = backend.compress(self.layer_id, kv, score, indexer=self.indexer)
-        entries = self.norm(entries.to(x.dtype))
+        entries = self.norm(entries.to(dtype))
         return apply_rope(entries, backend.entry_positions(self.ratio), self.frequencies)

@@ -13,7 +13,6 @@ from dsv4_kernels.quant import fp4_qdq, hadamard
 from dsv4_kernels.rope import apply_rope
 from sglang_dsv4.config import INDEX_BLOCK, Config, LayerKind
 from sglang_dsv4.layers.compressor import Compressor
-from sglang_dsv4.layers.linear import plain_linear_config
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -33,7 +32,16 @@ def quantise_index_row(row: Tensor, config: Config, stored_as: RowFormat = RowFo
 class Indexer(nn.Module):
     """Scores every visible entry of a CSA layer and keeps the best `index_topk` (section 3.5). Replicated under TP."""
 
-    def __init__(self, config: Config, layer_id: int, quant_config: QuantizationConfig | None, prefix: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        layer_id: int,
+        weights_proj: nn.Parameter,
+        wkv: nn.Parameter,
+        wgate: nn.Parameter,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
         super().__init__()
         self.config = config
         self.layer_id = layer_id
@@ -41,17 +49,23 @@ class Indexer(nn.Module):
         self.wq_b = ReplicatedLinear(
             config.q_lora_rank, heads * dim, bias=False, quant_config=quant_config, prefix=f"{prefix}.wq_b"
         )
-        self.weights_proj = ReplicatedLinear(
-            config.hidden_size, heads, bias=False, quant_config=plain_linear_config(), prefix=f"{prefix}.weights_proj"
-        )
-        self.compressor = Compressor(config, layer_id, LayerKind.CSA, dim, indexer=True)
+        self.weights_proj = weights_proj
+        self.compressor = Compressor(config, layer_id, LayerKind.CSA, dim, wkv, wgate, indexer=True)
         self.weight_scale = dim**-0.5 * heads**-0.5
 
-    def forward(self, x: Tensor, q_latent: Tensor, positions: Tensor, num_heads: int) -> Tensor:
+    @staticmethod
+    def widths(config: Config) -> tuple[int, int, int]:
+        """Rows of `weights_proj` and of the compressor's `wkv` and `wgate`."""
+        width = Compressor.width(LayerKind.CSA, config.index_head_dim)
+        return config.index_n_heads, width, width
+
+    def forward(
+        self, head_weights: Tensor, kv: Tensor, score: Tensor, q_latent: Tensor, positions: Tensor, num_heads: int
+    ) -> Tensor:
         """Write this forward's keys, then select.
 
         Args:
-            x: [T, d], the sublayer's normed input.
+            head_weights, kv, score: [T, width] fp32, the sublayer's normed input times `weights_proj`, `wkv`, `wgate`.
             q_latent: [T, q_lora_rank], the normed query latent of the main attention.
             positions: [T] int64.
             num_heads: of the main attention, on this rank.
@@ -60,11 +74,12 @@ class Indexer(nn.Module):
             [T, index_topk] int32 rows of the layer's entries, -1 = hole.
         """
         backend = get_attn_backend()
-        keys = self.compressor(x, positions)
+        keys = self.compressor(kv, score, positions, q_latent.dtype)
         backend.write_index_keys(self.layer_id, quantise_index_row(keys, self.config, backend.index_row_format))
 
         q = self.wq_b(q_latent)[0].unflatten(-1, (self.config.index_n_heads, self.config.index_head_dim))
         q = apply_rope(q, positions, self.compressor.frequencies)
         q = quantise_index_row(q, self.config)
-        head_weights = self.weights_proj(x)[0].float() * self.weight_scale
+        # A layer of the model's dtype in the release: rounded to it.
+        head_weights = head_weights.to(q_latent.dtype).float() * self.weight_scale
         return backend.select(self.layer_id, q, head_weights, self.config.index_topk, num_heads)

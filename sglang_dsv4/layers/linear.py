@@ -7,7 +7,7 @@ first where the release does (DeepSeek-V4 specification, section 4.3). Sharding 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase, Quantiz
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
-from dsv4_kernels.linear import linear
+from dsv4_kernels.linear import linear, linear_fp32
 from sglang_dsv4.config import Config, ConfigError
 
 
@@ -130,9 +130,31 @@ def quantised_linear_config(config: Config, quant_config: QuantizationConfig | N
     return quant_config
 
 
-def plain_linear_config() -> QuantizationConfig | None:
-    """Config of linear layers that are never quantised (section 4.3)."""
-    return ReferenceLinearConfig(None) if builds_on_cpu() else None
+class StackedProjection(nn.Module):
+    """Matrices of several modules that multiply the same input, fp32 accumulation and result: one product for all.
+
+    Each matrix is a parameter of its own module and a view of the storage here. On a GPU they are in the model's dtype,
+    that of the file; on a CPU, which has no product of bf16 into fp32, in fp32.
+
+    Args:
+        in_features: columns of every matrix.
+        widths: rows of each.
+    """
+
+    def __init__(self, in_features: int, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.widths = tuple(widths)
+        dtype = torch.float32 if builds_on_cpu() else torch.get_default_dtype()
+        # Not in the state dict: what is loaded there goes through the parameters.
+        self.register_buffer("weight", torch.empty(sum(widths), in_features, dtype=dtype), persistent=False)
+
+    def parameters_of(self) -> tuple[nn.Parameter, ...]:
+        """The matrices, [width, in_features] each, to be registered by the modules that they belong to."""
+        return tuple(nn.Parameter(rows, requires_grad=False) for rows in self.weight.split(self.widths))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """`x [T, in_features]` -> `[T, width]` fp32 each, views of one tensor."""
+        return linear_fp32(x, self.weight).split(self.widths, 1)
 
 
 def load_row_shard(rank: int) -> Callable[[nn.Parameter, Tensor], None]:

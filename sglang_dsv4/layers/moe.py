@@ -39,9 +39,11 @@ class Gate(nn.Module):
         )
         self.bias = self.tid2eid = None
         if hashed:
-            # Zeros, not empty: SGLang's dummy loader leaves integers alone, and an id is an index.
-            table = torch.zeros(config.vocab_size, self.top_k, dtype=torch.int32)
-            self.tid2eid = nn.Parameter(table, requires_grad=False)
+            # SGLang's dummy loader leaves integers alone: every expert gets as many tokens as any other.
+            ids = torch.arange(config.vocab_size, dtype=torch.int32)[:, None] + torch.arange(
+                self.top_k, dtype=torch.int32
+            )
+            self.tid2eid = nn.Parameter(ids % config.n_routed_experts, requires_grad=False)
         else:
             self.bias = nn.Parameter(torch.empty(config.n_routed_experts, dtype=torch.float32), requires_grad=False)
 

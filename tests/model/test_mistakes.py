@@ -178,11 +178,14 @@ def ape_zero(plant: Plant) -> None:
 
 
 def csa_halves_swapped(plant: Plant) -> None:
+    for layer in plant.layers:
+        if plant.ratio(layer) == 4:
+            projection = layer.attn.projection
+            matrices = projection.weight.split(projection.widths)  # the third are the index heads' weights
+            rolled = [m if i == 2 else m.roll(len(m) // 2, 0) for i, m in enumerate(matrices)]
+            plant.parameter(projection, "weight", torch.cat(rolled))
     for module in each_compressor(plant, 4):
-        half = module.wkv.shape[0] // 2
-        plant.parameter(module, "wkv", module.wkv.data.roll(half, 0))
-        plant.parameter(module, "wgate", module.wgate.data.roll(half, 0))
-        plant.parameter(module, "ape", module.ape.data.roll(half, 1))
+        plant.parameter(module, "ape", module.ape.data.roll(module.ape.shape[1] // 2, 1))
 
 
 def entry_rope_at_last_token(plant: Plant) -> None:
