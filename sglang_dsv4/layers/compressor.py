@@ -12,7 +12,8 @@ from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.quant import fp8_qdq
 from dsv4_kernels.rope import apply_rope
-from sglang_dsv4.config import KV_BLOCK, Config, LayerKind
+from sglang_dsv4.config import KV_BLOCK, Config
+from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Compressor(nn.Module):
 
     def __init__(self, config: Config, layer_id: int, kind: LayerKind, dim: int, indexer: bool) -> None:
         super().__init__()
-        width = dim * (2 if kind is LayerKind.CSA else 1)
+        width = dim * kind.groups
         self.layer_id = layer_id
         self.ratio = kind.ratio
         self.indexer = indexer
