@@ -27,8 +27,9 @@ from torch import Tensor
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_radix_cache.requests import Restore, Write
 from dsv4_radix_cache.store import Copy, Tier
-from sglang_dsv4.cache.geometry import CSA_RATIO, HCA_RATIO, PoolGeometry
+from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.tail_storage import TailStorage
+from sglang_dsv4.layer_kinds import CSA_RATIO, HCA_RATIO
 
 FLASH = (0, 0) + (CSA_RATIO, HCA_RATIO) * 20 + (CSA_RATIO,)
 PRO = (HCA_RATIO, HCA_RATIO) + (CSA_RATIO, HCA_RATIO) * 29 + (CSA_RATIO,)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from dsv4_kernels.quant import dequantise_fp4_weight, dequantise_fp8_weight
-from sglang_dsv4.config import FP4_WEIGHT_BLOCK, WEIGHT_BLOCK, Config, LayerKind
+from sglang_dsv4.config import FP4_WEIGHT_BLOCK, WEIGHT_BLOCK, Config
+from sglang_dsv4.layer_kinds import LayerKind
 
 _FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 _SCALES = (torch.float8_e8m0fnu, torch.float32)
@@ -178,7 +179,7 @@ def _block(c: Config, kind: LayerKind, hashed: bool) -> list[TensorSpec]:
 
 
 def _compressor(prefix: str, c: Config, kind: LayerKind, dim: int) -> list[TensorSpec]:
-    width = dim * (2 if kind is LayerKind.CSA else 1)
+    width = dim * kind.groups
     return [
         TensorSpec(f"{prefix}ape", (kind.ratio, width), Format.FLOAT, f"{prefix}ape"),
         TensorSpec(f"{prefix}wkv.weight", (width, c.hidden_size), Format.FLOAT, f"{prefix}wkv"),

@@ -28,9 +28,10 @@ from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.unpack import Pages, choice, unpack_pages
 from sglang_dsv4.attention.implementation import chosen_implementation, implementation_by_name
 from sglang_dsv4.attention.metadata import ForwardMetadata, extend_metadata, page_table_of, uniform_metadata
-from sglang_dsv4.cache.geometry import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, SWA_RATIO, entries_per_page
+from sglang_dsv4.cache.geometry import entries_per_page
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.cache.tail_storage import ChunkWrites, chunk_writes
+from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, SWA_RATIO
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from dsv4_kernels.kv_layout import RowFormat, entry_rows
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
-from sglang_dsv4.cache.geometry import FULL_PAGE_TOKENS, PoolGeometry, entries_per_page, overlap_groups
+from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups
+from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
 
 
 @dataclass(frozen=True)

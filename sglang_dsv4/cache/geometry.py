@@ -18,19 +18,16 @@ from dataclasses import dataclass
 import torch
 
 from dsv4_kernels.kv_layout import ROPE_DIM, ROW_DIM, RowFormat
+from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS, SWA_RATIO, WINDOW_TOKENS, LayerKind
 
-FULL_PAGE_TOKENS = 256
-SWA_RATIO = 0
-CSA_RATIO = 4
-HCA_RATIO = 128
-RATIOS = (SWA_RATIO, CSA_RATIO, HCA_RATIO)
+RATIOS = tuple(kind.ratio for kind in LayerKind)
 FP4_INDEX_DIM = 128
 """Of the release; `index_row_bytes_fp4` itself takes any multiple of 32."""
 
 
 def overlap_groups(ratio: int) -> int:
-    """Groups of raw rows that one entry is made of: the previous and its own for CSA, its own for HCA (section 3.4)."""
-    return 2 if ratio == CSA_RATIO else 1
+    """Groups of raw rows that one entry of a CSA or HCA layer is made of (section 3.4)."""
+    return LayerKind(ratio).groups
 
 
 def _rows_at_least(needed: int) -> int:
@@ -59,7 +56,7 @@ class PoolGeometry:
     row_dim: int = 512
     rope_dim: int = 64
     index_dim: int = 128
-    window_tokens: int = 128
+    window_tokens: int = WINDOW_TOKENS
     draft_tokens: int = 0
     draft_layers: int = 0
     row_format: RowFormat = RowFormat.PLAIN

@@ -25,11 +25,12 @@ from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.runtime_context import get_exec
 
 from dsv4_kernels.kv_layout import KVRows
-from sglang_dsv4.cache.geometry import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, PoolGeometry
+from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.pool_configurator import geometry_of, tail_slots
 from sglang_dsv4.cache.pool_plan import PoolPlan
 from sglang_dsv4.cache.tail_storage import TailStorage
 from sglang_dsv4.compat import DeepSeekV4TokenToKVPool
+from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator

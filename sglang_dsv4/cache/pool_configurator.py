@@ -14,10 +14,11 @@ from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, Memory
 from sglang.srt.runtime_context import get_memory, get_schedule, get_spec, max_speculative_num_draft_tokens
 
 from dsv4_kernels.kv_layout import RowFormat
-from sglang_dsv4.cache.geometry import FULL_PAGE_TOKENS, SWA_RATIO, PoolGeometry
+from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.pool_plan import ADMISSION_TOKENS, MIN_FULL_TOKENS, largest_plan
 from sglang_dsv4.cache.tail_options import TailOptions
 from sglang_dsv4.config import Config
+from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS, SWA_RATIO
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigResult, KVCacheConfigurator

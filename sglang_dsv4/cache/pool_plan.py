@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from dsv4_kernels.kv_layout import KVRows, RowFormat
-from sglang_dsv4.cache.geometry import CSA_RATIO, FULL_PAGE_TOKENS, PoolGeometry
+from sglang_dsv4.cache.geometry import PoolGeometry
+from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS
 
 # SGLang admits a request only if its tokens and a page more fit (PrefillAdder.add_one_req), and lets it generate only
 # what whole pages leave after its prompt and that page (max_new_tokens_for_memory): the last two pages serve nobody.
@@ -158,30 +159,6 @@ class PoolPlan:
     def bytes_per_checkpoint(self) -> float:
         """Bytes of one tail checkpoint."""
         return sum(p.bytes_per_unit for p in self.pools if p.per == "checkpoint")
-
-    def as_dict(self) -> dict[str, Any]:
-        """The plan as plain JSON values."""
-        return {
-            "full_tokens": self.full_tokens,
-            "request_slots": self.request_slots,
-            "ring_rows": self.geometry.ring_rows,
-            "total_bytes": self.total_bytes,
-            "bytes_per_token": self.bytes_per_token,
-            "bytes_per_request": self.bytes_per_request,
-            "tail_slots": self.tail_slots,
-            "bytes_per_checkpoint": self.bytes_per_checkpoint,
-            "pools": [
-                {
-                    "name": p.name,
-                    "layers": len(p.layers),
-                    "rows_per_layer": p.rows,
-                    "format": p.format_name,
-                    "bytes": p.total_bytes,
-                    f"bytes_per_{p.per}": p.bytes_per_unit,
-                }
-                for p in self.pools
-            ],
-        }
 
     def table(self) -> str:
         """The plan as a table for people."""

@@ -23,7 +23,8 @@ from dsv4_kernels.kv_layout import KVRows
 from dsv4_radix_cache.requests import Restore, Write
 from dsv4_radix_cache.ring import OVERLAP_TOKENS, WINDOW_TOKENS, chunk_rows, overlap_span, window_span
 from dsv4_radix_cache.store import Copy, Tier
-from sglang_dsv4.cache.geometry import CSA_RATIO, PoolGeometry
+from sglang_dsv4.cache.geometry import PoolGeometry
+from sglang_dsv4.layer_kinds import CSA_RATIO
 
 if TYPE_CHECKING:
     from sglang_dsv4.cache.kv_pool import Dsv4KVPool

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from dsv4_kernels.linear import grouped_linear
 from dsv4_kernels.norm import rms_norm
 from dsv4_kernels.rope import apply_rope
-from sglang_dsv4.config import Config, ConfigError, LayerKind
+from sglang_dsv4.config import Config, ConfigError
+from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.compressor import Compressor, quantise_kv_row
 from sglang_dsv4.layers.indexer import Indexer
 from sglang_dsv4.layers.linear import StackedProjection, load_row_shard

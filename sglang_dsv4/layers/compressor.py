@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.quant import fp8_qdq
 from dsv4_kernels.rope import apply_rope
-from sglang_dsv4.config import KV_BLOCK, Config, LayerKind
+from sglang_dsv4.config import KV_BLOCK, Config
+from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.norm import RMSNorm
 
 
@@ -62,7 +63,7 @@ class Compressor(nn.Module):
     @staticmethod
     def width(kind: LayerKind, dim: int) -> int:
         """Rows of `wkv` and of `wgate`."""
-        return dim * (2 if kind is LayerKind.CSA else 1)
+        return dim * kind.groups
 
     def forward(self, kv: Tensor, score: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of the groups that this forward closes.

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.quant import fp4_qdq, hadamard
 from dsv4_kernels.rope import apply_rope
-from sglang_dsv4.config import INDEX_BLOCK, Config, LayerKind
+from sglang_dsv4.config import INDEX_BLOCK, Config
+from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.compressor import Compressor
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
-from sglang_dsv4.config import Config, ConfigError, LayerKind
+from sglang_dsv4.config import Config, ConfigError
+from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.attention import Attention
 from sglang_dsv4.layers.hyper_connection import HyperConnection, HyperConnectionHead
 from sglang_dsv4.layers.linear import quantised_linear_config

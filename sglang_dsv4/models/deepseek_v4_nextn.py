@@ -10,7 +10,8 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
-from sglang_dsv4.config import Config, LayerKind
+from sglang_dsv4.config import Config
+from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.hyper_connection import HyperConnectionHead
 from sglang_dsv4.layers.linear import quantised_linear_config
 from sglang_dsv4.layers.logits import Fp32LogitsProcessor, build_lm_head

@@ -20,10 +20,10 @@ from dsv4_radix_cache import invariants
 from dsv4_radix_cache.placement import Placement
 from dsv4_radix_cache.requests import TailRequests
 from dsv4_radix_cache.store import CheckpointStore
-from sglang_dsv4.cache.geometry import CSA_RATIO
 from sglang_dsv4.cache.pool_plan import format_bytes
 from sglang_dsv4.cache.tail_options import TailOptions
 from sglang_dsv4.compat import UnifiedRadixCache
+from sglang_dsv4.layer_kinds import CSA_RATIO
 from sglang_dsv4.prefix import tail_tree
 from sglang_dsv4.prefix.metrics import PrefixMetrics
 from sglang_dsv4.prefix.tail_component import TAIL, TailComponent

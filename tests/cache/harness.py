@@ -17,15 +17,9 @@ from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows
 from sglang_dsv4.attention.backend import Dsv4AttentionBackend
-from sglang_dsv4.cache.geometry import (
-    CSA_RATIO,
-    FULL_PAGE_TOKENS,
-    HCA_RATIO,
-    PoolGeometry,
-    entries_per_page,
-    overlap_groups,
-)
+from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
+from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO
 
 HEADS, INDEX_HEADS, TOP_K = 2, 8, 8
 

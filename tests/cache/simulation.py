@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dsv4_kernels.kv_layout import RowFormat
 from sglang_dsv4.attention.metadata import ForwardMetadata, extend_metadata, page_table_of, uniform_metadata
-from sglang_dsv4.cache.geometry import CSA_RATIO, FULL_PAGE_TOKENS, PoolGeometry, entries_per_page
+from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page
+from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS
 
 FORBIDDEN = -7  # a row that nobody wrote
 SPAN = 1 << 20

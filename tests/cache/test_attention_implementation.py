@@ -18,7 +18,8 @@ from dsv4_kernels.sparse_attention.problem import Problem
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS, num_parts, num_steps
 from sglang_dsv4.attention import backend as attention_backend
 from sglang_dsv4.attention import implementation
-from sglang_dsv4.cache.geometry import CSA_RATIO, HCA_RATIO, SWA_RATIO, PoolGeometry
+from sglang_dsv4.cache.geometry import PoolGeometry
+from sglang_dsv4.layer_kinds import CSA_RATIO, HCA_RATIO, SWA_RATIO
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LAYERS = (SWA_RATIO, CSA_RATIO, HCA_RATIO, CSA_RATIO)
