@@ -1,11 +1,13 @@
 # make serve   a server for a small random DeepSeek-V4 on this machine's CPU     make test    the test suite, but for what is slow
 #
 # Variables: PYTHON=python3.11  PORT=30000  MODEL=<checkpoint folder>  SERVE_ARGS="--tp 2 …"  TEST_ARGS="tests/ops -k …"  WORKERS=2
+#            PRESET=<layout of `make checkpoint`: tiny, flash-april, flash-0731, pro-0813, flash, pro>
 #            TORCH_INDEX=<index with CPU builds of torch; empty: only pip's configured ones>
 
 PYTHON      ?= python3.11
 PORT        ?= 30000
 MODEL       ?= checkpoints/tiny
+PRESET      ?= tiny
 SERVE_ARGS  ?=
 TEST_ARGS   ?=
 WORKERS     ?= 2
@@ -24,18 +26,21 @@ ENV     := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} OMP_WAIT_POLICY=$${OM
 # with one thread. TEST_ARGS="-n0 …" runs them in one process, which a debugger needs.
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
 
-.PHONY: help setup serve test test-slow lint format clean
+.PHONY: help setup checkpoint serve test test-slow lint format clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,4s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: make setup | test-slow | lint | format | clean"
+	@sed -n '1,5s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@echo "also: make setup | checkpoint | test-slow | lint | format | clean"
 
 setup: $(STAMP)
 
 $(STAMP):
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH_INDEX="$(TORCH_INDEX)" sh setup_venv.sh
 	@rm -f $(VENV)/.ready-* && touch $@
+
+checkpoint: $(STAMP)
+	@$(BIN)/python -m sglang_dsv4.cpu.random_checkpoint "$(MODEL)" --preset $(PRESET)
 
 # Only the default checkpoint is ours to write; MODEL=… names one that exists.
 checkpoints/tiny/config.json: $(STAMP) sglang_dsv4/cpu/random_checkpoint.py sglang_dsv4/cpu/random_tokenizer.py

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dsv4_kernels.rope import YarnScaling, rope_frequencies
+from sglang_dsv4.dspark import DSpark, dspark_of
 from sglang_dsv4.layer_kinds import WINDOW_TOKENS, LayerKind
 
 ACTIVATION_BLOCK = 128
@@ -132,6 +133,8 @@ class Config:
     num_hidden_layers: int
     schedule: LayerSchedule
     num_nextn_predict_layers: int
+    dspark: DSpark | None
+    """The draft that the checkpoint holds in place of an MTP module."""
     rms_norm_eps: float
 
     num_attention_heads: int
@@ -163,6 +166,11 @@ class Config:
     quantised_checkpoint: bool
     """The HF config declares FP8 weights. Whether experts are FP4 or FP8 is told by their tensors' dtype."""
     qat: QuantSwitches
+
+    @property
+    def num_draft_layers(self) -> int:
+        """Window-only layers of the checkpoint's draft: DSpark's stages, or the MTP module."""
+        return self.num_nextn_predict_layers if self.dspark is None else self.dspark.num_stages
 
     @property
     def nope_head_dim(self) -> int:
@@ -205,6 +213,8 @@ class Config:
         num_layers = fields.positive_int("num_hidden_layers")
         fields.require("num_nextn_predict_layers", (0, 1))
         num_mtp = fields.integer("num_nextn_predict_layers", minimum=0)
+        vocab_size = fields.positive_int("vocab_size")
+        dspark = dspark_of(fields.get, fields.positive_int, ConfigError, num_layers, vocab_size)
         quantised = _quantised_checkpoint(fields)
         theta, compress_theta, yarn = _rope_fields(fields)
         fields.require("num_key_value_heads", (1,))
@@ -217,11 +227,12 @@ class Config:
         fields.require("tie_word_embeddings", (False,), default=False)
         fields.require("expert_dtype", (None, "fp4", "fp8"), default=None)
         config = cls(
-            vocab_size=fields.positive_int("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=fields.positive_int("hidden_size"),
             num_hidden_layers=num_layers,
-            schedule=_schedule(fields, num_layers, num_mtp),
+            schedule=_schedule(fields, num_layers, num_mtp if dspark is None else dspark.num_stages),
             num_nextn_predict_layers=num_mtp,
+            dspark=dspark,
             rms_norm_eps=fields.positive("rms_norm_eps"),
             num_attention_heads=fields.positive_int("num_attention_heads"),
             head_dim=fields.positive_int("head_dim"),
@@ -337,33 +348,30 @@ class _Fields:
             raise ConfigError(field, value, words)
 
 
-def _schedule(fields: _Fields, num_layers: int, num_mtp: int) -> LayerSchedule:
-    """`compress_ratios` (official: one entry more for each MTP layer) or transformers' `layer_types`."""
+def _schedule(fields: _Fields, num_layers: int, num_draft: int) -> LayerSchedule:
+    """`compress_ratios` (official: one 0 more for each layer of the draft) or transformers' `layer_types`."""
     ratios = fields.get("compress_ratios")
     if ratios is None:
         kinds = fields.get("layer_types")
         if kinds is None:
-            raise ConfigError("compress_ratios", None, f"{num_layers + num_mtp} ratios; the field is missing")
+            raise ConfigError("compress_ratios", None, f"{num_layers + num_draft} ratios; the field is missing")
         unknown = [kind for kind in kinds if kind not in _TRANSFORMERS_RATIOS]
         if unknown:
             raise ConfigError("layer_types", unknown[0], " or ".join(_TRANSFORMERS_RATIOS))
         ratios = [_TRANSFORMERS_RATIOS[kind] for kind in kinds]
         _check_compress_rates(fields)
     if not isinstance(ratios, list | tuple):
-        raise ConfigError("compress_ratios", ratios, f"a list of {num_layers + num_mtp} ratios")
+        raise ConfigError("compress_ratios", ratios, f"a list of {num_layers + num_draft} ratios")
     ratios = tuple(ratios)
-    if len(ratios) == num_layers + 3 and not any(ratios[num_layers:]):
-        raise ConfigError(
-            "compress_ratios", f"{len(ratios)} entries", f"{num_layers + num_mtp} entries; DSpark drafts are not served"
-        )
-    if len(ratios) not in (num_layers, num_layers + num_mtp):
+    if len(ratios) not in (num_layers, num_layers + num_draft):
         raise ConfigError(
             "compress_ratios",
             f"{len(ratios)} entries",
-            f"{num_layers + num_mtp} entries: num_hidden_layers ({num_layers}) + num_nextn_predict_layers ({num_mtp})",
+            f"{num_layers + num_draft} entries: num_hidden_layers ({num_layers}) and one for each layer of the draft, "
+            f"of which num_nextn_predict_layers or the dspark fields announce {num_draft}",
         )
     if any(ratios[num_layers:]):
-        raise ConfigError("compress_ratios", ratios[num_layers:], "0 (window only) for the MTP layer")
+        raise ConfigError("compress_ratios", ratios[num_layers:], "0 (window only) for the layers of the draft")
     return LayerSchedule(ratios[:num_layers])
 
 

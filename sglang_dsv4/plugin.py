@@ -129,7 +129,7 @@ def _resolve_default_arguments(server_args: ServerArgs, previous: Callable[[Serv
     if compat.is_ours(hf_config.architectures):
         compat.require_ready(hf_config.architectures)
         arguments = compat.resolving_view(server_args)
-        refuse_unsupported_arguments(arguments)
+        refuse_unsupported_arguments(arguments, hf_config)
         compat.declare_resolution(server_args, "sglang_dsv4", **default_arguments(arguments, hf_config))
         if arguments.device == "cpu":
             ranks = arguments.tp_size * arguments.pp_size * arguments.dp_size
@@ -137,12 +137,23 @@ def _resolve_default_arguments(server_args: ServerArgs, previous: Callable[[Serv
     previous(server_args)
 
 
-def refuse_unsupported_arguments(arguments: Any) -> None:  # Any: ServerArgs, or SGLang's view of it
-    """Raises for what SGLang would accept and our pools can't serve.
+def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # ServerArgs, or SGLang's view of it
+    """Raises for what SGLang would accept and our pools or drafts can't serve.
 
     Raises:
         ValueError: names the flag and why.
     """
+    algorithm = arguments.speculative_algorithm
+    if algorithm == "DSPARK":
+        raise ValueError(
+            "sglang-dsv4 does not support --speculative-algorithm DSPARK: it serves the target of such a checkpoint, "
+            "without its draft. Leave the flag out."
+        )
+    if algorithm is not None and getattr(hf_config, "dspark_target_layer_ids", None):
+        raise ValueError(
+            f"sglang-dsv4 does not support --speculative-algorithm {algorithm} with this checkpoint: its draft is "
+            "DSpark's, and it has no MTP module. Leave the flag out."
+        )
     if arguments.enable_streaming_session:
         raise ValueError("sglang-dsv4 does not support --enable-streaming-session: a session's rows are not kept")
     if arguments.disaggregation_mode != "null":

@@ -89,7 +89,7 @@ class TensorTable:
 
 
 def main_model_tensors(config: Config) -> TensorTable:
-    """All tensors but those of the MTP module."""
+    """All tensors but those of the draft, which are left out by name: another name of a draft's kind is unknown."""
     rows = [
         *_top_level(config),
         *(
@@ -98,7 +98,38 @@ def main_model_tensors(config: Config) -> TensorTable:
             for spec in _block(config, config.schedule.kind(i), config.uses_hash_routing(i))
         ),
     ]
-    return TensorTable({spec.name: spec for spec in rows}, lambda name: not name.startswith("mtp."))
+    of_draft = _draft_names(config)
+    return TensorTable({spec.name: spec for spec in rows}, lambda name: name not in of_draft)
+
+
+def _draft_names(config: Config) -> frozenset[str]:
+    """Names of all tensors of the checkpoint's draft, scales too: the MTP module's or DSpark's."""
+    specs = mtp_tensors(config).specs.values() if config.dspark is None else _dspark_tensors(config)
+    names = {spec.name for spec in specs} | {spec.scale_name for spec in specs if _may_have_scale(spec)}
+    return frozenset(names)
+
+
+def _dspark_tensors(config: Config) -> list[TensorSpec]:
+    """The tensors of a DSpark draft: a window-only block for each stage, and what the first and the last one have."""
+    d, v, rank, last = config.hidden_size, config.vocab_size, config.dspark.markov_rank, config.dspark.num_stages - 1
+
+    def row(name: str, *shape: int, format: Format = Format.FLOAT) -> TensorSpec:
+        return TensorSpec(name, shape, format, name)
+
+    return [
+        *(
+            replace(spec, name=f"mtp.{stage}.{spec.name}")
+            for stage in range(config.dspark.num_stages)
+            for spec in _block(config, LayerKind.SWA, hashed=False)
+        ),
+        row("mtp.0.main_proj.weight", d, d * config.dspark.num_stages, format=Format.LINEAR),
+        row("mtp.0.main_norm.weight", d),
+        row(f"mtp.{last}.norm.weight", d),
+        row(f"mtp.{last}.markov_head.markov_w1.weight", v, rank),
+        row(f"mtp.{last}.markov_head.markov_w2.weight", v, rank),
+        row(f"mtp.{last}.confidence_head.proj.weight", 1, d + rank),
+        *(replace(spec, name=f"mtp.{last}.{spec.name}") for spec in _hyper_connection_head(config)),
+    ]
 
 
 def mtp_tensors(config: Config) -> TensorTable:

@@ -35,7 +35,7 @@ def geometry_of(kvc: KVCacheConfigurator) -> PoolGeometry:
     if kvc.is_draft_worker:
         ratios, draft_layers = (SWA_RATIO,) * kvc.layer_info.num_effective_layers, 0
     else:
-        ratios, draft_layers = config.schedule.ratios[start:end], config.num_nextn_predict_layers if speculative else 0
+        ratios, draft_layers = config.schedule.ratios[start:end], config.num_draft_layers if speculative else 0
     if fp8 and not config.qat.kv_fp8:
         logger.warning(
             "KV rows are stored as fp8 although this checkpoint is not quantised: outputs differ from the unquantised "

@@ -1,11 +1,13 @@
 """Writes a DeepSeek-V4 checkpoint of random weights in the released format: names, dtypes, scales, config, tokenizer.
 
-    python -m sglang_dsv4.cpu.random_checkpoint OUT [--preset tiny|flash|pro] [--seed 0] [--unquantised]
+    python -m sglang_dsv4.cpu.random_checkpoint OUT [--preset NAME] [--seed 0] [--unquantised]
 
-`tiny` is what ``make serve`` serves: every kind of layer, both routers, the MTP module, 20 MB. `flash` and `pro` have
-the released models' attention, indexer and hyper-connection dimensions and 6 and 5 of their layers, with a hidden size,
-experts and a vocabulary small enough for a CPU (0.6 and 1.1 GB). ``--unquantised`` writes every weight in fp32 and
-no quantization_config: what a tight comparison with another implementation needs.
+`tiny` is what ``make serve`` serves: every kind of layer, both routers, the MTP module, 20 MB. `flash-april`,
+`flash-0731` and `pro-0813` are as small, in the layouts of these releases: the first with an MTP module, the others
+with a DSpark draft of three stages. `flash` and `pro` have the released models' attention, indexer and hyper-connection
+dimensions and 6 and 5 of their layers, with a hidden size, experts and a vocabulary small enough for a CPU (0.6 and 1.1
+GB). ``--unquantised`` writes every weight in fp32 and no quantization_config: what a tight comparison with another
+implementation needs.
 
 Names, shapes and dtypes: DeepSeek-V4 specification, sections 1, 4.2 and 6. Every parameter is random and of a size that
 shows in the logits, so that an ignored one is noticed.
@@ -68,26 +70,46 @@ class Shape:
     sliding_window: int = 128
     hc_mult: int = 4
     num_nextn_predict_layers: int = 1
+    dspark_markov_rank: int | None = None  # of a DSpark draft in place of the MTP module; None for no such draft
+    dspark_target_layer_ids: tuple[int, ...] = ()
+    dspark_block_size: int = 5
+    dspark_noise_token_id: int = 999
 
+    @property
+    def draft_layers(self) -> int:
+        """Window-only blocks of the draft, each with an entry of `compress_ratios`."""
+        return self.num_nextn_predict_layers if self.dspark_markov_rank is None else len(self.dspark_target_layer_ids)
+
+
+_TINY = Shape(
+    compress_ratios=(0, 4, 128, 4),
+    hidden_size=256,
+    num_attention_heads=8,
+    q_lora_rank=128,
+    o_groups=2,
+    o_lora_rank=128,
+    index_n_heads=8,
+    index_topk=64,
+    moe_intermediate_size=256,  # 128 a rank under --tp 2: SGLang's quantised experts need multiples of 128
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    num_hash_layers=1,
+    routed_scaling_factor=1.5,
+    vocab_size=1024,
+    max_position_embeddings=16384,
+)
+# The first and the last layers of each release.
+_TINY_FLASH = dataclasses.replace(_TINY, compress_ratios=(0, 0, 4, 128, 4), num_hash_layers=3)
+_TINY_PRO = dataclasses.replace(
+    _TINY, compress_ratios=(128, 128, 4, 128, 4), num_hash_layers=3, routed_scaling_factor=2.5
+)
+_LAST_THREE = (2, 3, 4)
 
 PRESETS: dict[str, Shape] = {
-    "tiny": Shape(
-        compress_ratios=(0, 4, 128, 4),
-        hidden_size=256,
-        num_attention_heads=8,
-        q_lora_rank=128,
-        o_groups=2,
-        o_lora_rank=128,
-        index_n_heads=8,
-        index_topk=64,
-        moe_intermediate_size=256,  # 128 a rank under --tp 2: SGLang's quantised experts need multiples of 128
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        num_hash_layers=1,
-        routed_scaling_factor=1.5,
-        vocab_size=1024,
-        max_position_embeddings=16384,
-    ),
+    "tiny": _TINY,
+    "flash-april": _TINY_FLASH,
+    "flash-0731": dataclasses.replace(_TINY_FLASH, dspark_markov_rank=32, dspark_target_layer_ids=_LAST_THREE),
+    "pro-0813": dataclasses.replace(_TINY_PRO, dspark_markov_rank=64, dspark_target_layer_ids=_LAST_THREE),
     "flash": Shape(
         compress_ratios=(0, 0, 4, 128, 4, 128),
         hidden_size=512,
@@ -160,7 +182,9 @@ def hf_config(shape: Shape, quantised: bool = True) -> dict[str, Any]:
         "use_cache": True,
         **dataclasses.asdict(shape),
     }
-    config["compress_ratios"] = [*shape.compress_ratios, *[0] * shape.num_nextn_predict_layers]
+    config["compress_ratios"] = [*shape.compress_ratios, *[0] * shape.draft_layers]
+    if shape.dspark_markov_rank is None:
+        config = {field: value for field, value in config.items() if not field.startswith("dspark_")}
     if quantised:
         config["expert_dtype"] = "fp4"
         config["quantization_config"] = {
@@ -198,6 +222,11 @@ class _Weights:
         yield from self.stream_mixing("hc_head_", outputs=shape.hc_mult, scales=1)
         for layer, ratio in enumerate(shape.compress_ratios):
             yield from self.block(f"layers.{layer}.", ratio, hashed=layer < shape.num_hash_layers)
+        yield from self.mtp() if shape.dspark_markov_rank is None else self.dspark(shape.dspark_markov_rank)
+
+    def mtp(self) -> Iterator[tuple[str, Tensor, Storage]]:
+        """The MTP module (specification, section 7)."""
+        shape = self.shape
         for module in range(shape.num_nextn_predict_layers):
             prefix = f"mtp.{module}."
             yield from self.block(prefix, 0, hashed=False)
@@ -206,6 +235,20 @@ class _Weights:
                 yield f"{prefix}{name}.weight", self.norm(shape.hidden_size), Storage.BF16
             for name in ("e_proj", "h_proj"):
                 yield f"{prefix}{name}.weight", self.linear(shape.hidden_size, shape.hidden_size), Storage.FP8
+
+    def dspark(self, rank: int) -> Iterator[tuple[str, Tensor, Storage]]:
+        """The DSpark draft: a block for each stage, and what the first and the last one have beside it."""
+        shape, stages = self.shape, len(self.shape.dspark_target_layer_ids)
+        for stage in range(stages):
+            yield from self.block(f"mtp.{stage}.", 0, hashed=False)
+        d, last = shape.hidden_size, f"mtp.{stages - 1}."
+        yield "mtp.0.main_proj.weight", self.linear(d, stages * d), Storage.FP8
+        yield "mtp.0.main_norm.weight", self.norm(d), Storage.BF16
+        yield last + "norm.weight", self.norm(d), Storage.BF16
+        yield from self.stream_mixing(last + "hc_head_", outputs=shape.hc_mult, scales=1)
+        for name in ("markov_w1", "markov_w2"):
+            yield f"{last}markov_head.{name}.weight", self.linear(shape.vocab_size, rank), Storage.BF16
+        yield last + "confidence_head.proj.weight", self.linear(1, d + rank), Storage.BF16
 
     def stream_mixing(self, prefix: str, outputs: int, scales: int) -> Iterator[tuple[str, Tensor, Storage]]:
         """fn, base and scale of a hyper-connection (specification, sections 2.2 and 2.4)."""

@@ -33,6 +33,7 @@ def arguments(**fields: Any) -> SimpleNamespace:
         "radix_cache_backend": None,
         "enable_streaming_session": False,
         "disaggregation_mode": "null",
+        "speculative_algorithm": None,
     }
     return SimpleNamespace(**{**unset, **fields})
 
@@ -93,12 +94,22 @@ def test_what_the_user_set_is_left_alone(field: str, value: object) -> None:
         ("enable_streaming_session", True, "--enable-streaming-session"),
         ("disaggregation_mode", "prefill", "--disaggregation-mode prefill"),
         ("disaggregation_mode", "decode", "--disaggregation-mode decode"),
+        ("speculative_algorithm", "DSPARK", "--speculative-algorithm DSPARK"),
     ],
 )
 def test_unsupported_flags_are_refused_by_name(field: str, value: object, flag: str) -> None:
-    plugin.refuse_unsupported_arguments(arguments())
+    plugin.refuse_unsupported_arguments(arguments(), CONFIG)
     with pytest.raises(ValueError, match=flag):
-        plugin.refuse_unsupported_arguments(arguments(**{field: value}))
+        plugin.refuse_unsupported_arguments(arguments(**{field: value}), CONFIG)
+
+
+def test_no_draft_is_loaded_that_the_checkpoint_does_not_hold() -> None:
+    """SGLang would build an MTP module for EAGLE and fill half of it from the tensors of a DSpark draft."""
+    dspark = SimpleNamespace(dspark_target_layer_ids=[2, 3, 4])
+    plugin.refuse_unsupported_arguments(arguments(), dspark)
+    plugin.refuse_unsupported_arguments(arguments(speculative_algorithm="EAGLE"), CONFIG)
+    with pytest.raises(ValueError, match="EAGLE with this checkpoint: its draft is DSpark's"):
+        plugin.refuse_unsupported_arguments(arguments(speculative_algorithm="EAGLE"), dspark)
 
 
 def test_cuda_graphs_wait_for_kernels() -> None:
