@@ -177,7 +177,7 @@ def _implementation(op: str, name: str) -> Implementation:
 
 _REFERENCES = {
     "compressor": ("compress",),
-    "hyper_connection": ("hc_pre", "hc_post", "hc_head"),
+    "hyper_connection": ("hc_pre", "hc_post", "hc_head", "hc_boundary", "hc_enter", "hc_finish"),
     "indexer": ("index_scores", "index_topk"),
     "linear": ("linear", "linear_fp32", "grouped_linear"),
     "moe": ("swiglu", "mlp", "experts_forward"),
@@ -202,4 +202,7 @@ for _function in _REFERENCES["linear"]:
 for _name, _generation in (("sm90", 9), ("sm100", 10)):
     for _function, _module in (("sparse_attention", "sparse_attention.launch"), ("unpack_pages", "unpack.gpu")):
         _loader = f"dsv4_kernels.{_module}:{_name}"
+        register(_function, _name, _loader, gpu_of_generation(_generation), 20, True)
+    for _function in _REFERENCES["hyper_connection"]:
+        _loader = f"dsv4_kernels.hyper_connection.gpu:{_name}_{_function}"
         register(_function, _name, _loader, gpu_of_generation(_generation), 20, True)
