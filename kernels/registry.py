@@ -182,7 +182,7 @@ def _implementation(op: str, name: str) -> Implementation:
 
 _REFERENCES = {
     "compressor": ("compress",),
-    "hyper_connection": ("hc_pre", "hc_post", "hc_head"),
+    "hyper_connection": ("hc_pre", "hc_post", "hc_head", "hc_boundary", "hc_enter", "hc_finish"),
     "indexer": ("index_scores", "index_topk"),
     "linear": ("linear", "linear_fp32", "grouped_linear"),
     "moe": ("swiglu", "mlp", "experts_forward"),
@@ -214,4 +214,7 @@ for _name, _generation in (("sm90", 9), ("sm100", 10)):
         ("unpack_pages", "unpack.gpu"),
     ):
         _loader = f"dsv4_kernels.{_module}:{_name}"
+        register(_function, _name, _loader, gpu_of_generation(_generation), 20, True)
+    for _function in _REFERENCES["hyper_connection"]:
+        _loader = f"dsv4_kernels.hyper_connection.gpu:{_name}_{_function}"
         register(_function, _name, _loader, gpu_of_generation(_generation), 20, True)
