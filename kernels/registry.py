@@ -182,6 +182,7 @@ _REFERENCES = {
     "linear": ("linear", "linear_fp32", "grouped_linear"),
     "moe": ("swiglu", "mlp", "experts_forward"),
     "norm": ("rms_norm",),
+    "norm_rope_store": ("norm_rope_store",),
     "quant": ("fp8_qdq", "fp4_qdq", "hadamard"),
     "rope": ("apply_rope",),
     "router": ("route_topk", "route_hash"),
@@ -189,7 +190,7 @@ _REFERENCES = {
     "unpack": ("unpack_pages",),
 }
 
-_WAITING_REFERENCES = ("experts_forward", "index_scores", "index_topk", "sparse_attention")
+_WAITING_REFERENCES = ("experts_forward", "index_scores", "index_topk", "norm_rope_store", "sparse_attention")
 """References that read a length or a list back from the device."""
 
 for _folder, _functions in _REFERENCES.items():
@@ -199,7 +200,13 @@ for _folder, _functions in _REFERENCES.items():
 for _function in _REFERENCES["linear"]:
     register(_function, "tiled", f"dsv4_kernels.linear.tiled:{_function}", cpu_only, 10)
 
+_GPU_KERNELS = {
+    "norm_rope_store": "norm_rope_store.gpu",
+    "sparse_attention": "sparse_attention.launch",
+    "unpack_pages": "unpack.gpu",
+}
+
 for _name, _generation in (("sm90", 9), ("sm100", 10)):
-    for _function, _module in (("sparse_attention", "sparse_attention.launch"), ("unpack_pages", "unpack.gpu")):
+    for _function, _module in _GPU_KERNELS.items():
         _loader = f"dsv4_kernels.{_module}:{_name}"
         register(_function, _name, _loader, gpu_of_generation(_generation), 20, True)
