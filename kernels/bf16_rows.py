@@ -44,6 +44,11 @@ def load_i64(address: Int64) -> Int64:
     return ptx.asm("ld.global.b64 {$w0}, [{$r0}];", [Int64], address)
 
 
+def store_8_bytes(address: Int64, words: tuple) -> None:
+    """8 bytes to global memory."""
+    ptx.asm("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", [], address, *words)
+
+
 def low(word: Uint32) -> Float32:
     """The even channel of a word."""
     return ptx.as_f32(word << 16)

@@ -47,10 +47,9 @@ def norm_rope_store(
         for table, rows in destinations:
             table[rows] = fp8_qdq(row[:448], 64) | row[448:] if qat and table is plain else row
 
-    Both steps round to the dtype of q and kv. FP8 tables get the bytes that `KVRows.scatter` writes of `row`, plain
-    ones of another dtype its values. A prefill chunk whose workspace begins with rows of the ring must have copied them
-    before this: the chunk's last rows may take the places of its prefix's. A table that gets a row twice, by one list or
-    by two, may hold a mixture of both.
+    Both steps round to the dtype of q and kv. FP8 tables get the bytes that `KVRows.scatter` writes of `row`. A prefill
+    chunk whose workspace begins with rows of the ring must have copied them before this: the chunk's last rows may take
+    the places of its prefix's. Of a row that is named twice, a table may hold a mixture.
 
     On a GPU a row's bits do not depend on the batch, and nothing waits for the device.
 
@@ -101,9 +100,7 @@ def norm_rope_store(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     elif out.shape != q.shape or out.dtype != q.dtype:
-        raise ValueError(
-            f"norm_rope_store: out is {tuple(out.shape)} {out.dtype}; q needs {tuple(q.shape)} {q.dtype}"
-        )
+        raise ValueError(f"norm_rope_store: out is {tuple(out.shape)} {out.dtype}; q needs {tuple(q.shape)} {q.dtype}")
     if tokens:
         function = select("norm_rope_store", q.device, q.dtype, impl)
         function(q, kv, kv_weight, positions, frequencies, eps, destinations, qat, out)

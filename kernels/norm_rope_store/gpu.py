@@ -26,7 +26,6 @@ from dsv4_kernels.bf16_rows import WARP
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import (
     NOPE_DIM,
-    NUM_SCALES,
     PAGE_ROWS,
     ROPE_DIM,
     ROW_DATA_BYTES,
@@ -134,9 +133,7 @@ def normed(words: tuple, eps: Float32, weights: Sequence[Float32] | None) -> tup
 def rotated(words: tuple, lane: Int32, pairs: list) -> tuple:
     """The same words, those of the rotated channels rotated."""
     rotates = lane >= ROTATED_LANE
-    upper = [
-        cutlass.select_(rotates, turned(word, *pair), word) for word, pair in zip(words[4:], pairs, strict=True)
-    ]
+    upper = [cutlass.select_(rotates, turned(word, *pair), word) for word, pair in zip(words[4:], pairs, strict=True)]
     return (*words[:4], *upper)
 
 
@@ -222,18 +219,13 @@ def store_fp8(
     page = table.storage + (number // PAGE_ROWS) * table.page_bytes
     place = number % PAGE_ROWS
     row = page + place * ROW_DATA_BYTES
-    store_8_bytes(row + lane * 8, lower_codes)
+    rows_of.store_8_bytes(row + lane * 8, lower_codes)
     if lane < ROTATED_LANE:
-        store_8_bytes(row + (NOPE_DIM // 2 + 32) + lane * 8, upper_codes)
+        rows_of.store_8_bytes(row + (NOPE_DIM // 2 + 32) + lane * 8, upper_codes)
     else:
         ptx.store_16_bytes(row + NOPE_DIM + (lane - ROTATED_LANE) * 16, words[4:])
     if lane == 0:
-        store_8_bytes(page + PAGE_ROWS * ROW_DATA_BYTES + place * ROW_SCALE_BYTES, scales)
-
-
-def store_8_bytes(address: Int64, words: tuple) -> None:
-    """8 bytes to global memory."""
-    ptx.asm("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", [], address, *words)
+        rows_of.store_8_bytes(page + PAGE_ROWS * ROW_DATA_BYTES + place * ROW_SCALE_BYTES, scales)
 
 
 # Host side
