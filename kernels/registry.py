@@ -44,11 +44,11 @@ def gpu_in_bf16(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype == torch.bfloat16
 
 
-def gpu_of_generation(major: int) -> Supports:
-    """The NVIDIA GPUs of one compute capability (9: Hopper, 10: Blackwell of data centres), in bf16."""
+def gpu_of_generation(major: int, expected: torch.dtype = torch.bfloat16) -> Supports:
+    """The NVIDIA GPUs of one compute capability (9: Hopper, 10: Blackwell of data centres), in one dtype."""
 
     def supports(device: torch.device, dtype: torch.dtype) -> bool:
-        if device.type != "cuda" or dtype != torch.bfloat16 or not torch.cuda.is_available():
+        if device.type != "cuda" or dtype != expected or not torch.cuda.is_available():
             return False
         return torch.cuda.get_device_capability(device)[0] == major
 
@@ -185,17 +185,18 @@ _REFERENCES = {
     "hyper_connection": ("hc_pre", "hc_post", "hc_head", "hc_boundary", "hc_enter", "hc_finish"),
     "indexer": ("index_scores", "index_topk"),
     "linear": ("linear", "linear_fp32", "grouped_linear"),
-    "moe": ("swiglu", "mlp", "experts_forward"),
+    "moe": ("swiglu", "fused_swiglu", "swiglu_fp8", "mlp", "experts_forward"),
     "norm": ("rms_norm",),
-    "quant": ("fp8_qdq", "fp4_qdq", "hadamard"),
-    "rope": ("apply_rope",),
-    "router": ("route_topk", "route_hash"),
+    "norm_rope_store": ("norm_rope_store",),
+    "quant": ("fp8_qdq", "fp4_qdq", "fp8_quantise", "hadamard"),
+    "rope": ("apply_rope", "apply_rope_in_place"),
+    "router": ("route_topk", "route_hash", "route_topk_logits", "route_hash_logits"),
     "sparse_attention": ("sparse_attention", "merge_partials"),
     "step_mapping": ("step_mapping",),
     "unpack": ("unpack_pages",),
 }
 
-_WAITING_REFERENCES = ("experts_forward", "index_scores", "index_topk", "sparse_attention")
+_WAITING_REFERENCES = ("experts_forward", "index_scores", "index_topk", "norm_rope_store", "sparse_attention")
 """References that read a length or a list back from the device."""
 
 for _folder, _functions in _REFERENCES.items():
@@ -207,14 +208,23 @@ for _function in _REFERENCES["linear"]:
 for _function in ("linear_fp32", "grouped_linear"):
     register(_function, "cublas", f"dsv4_kernels.linear.cublas:{_function}", gpu_in_bf16, 10, True)
 
+_BF16_KERNELS = {
+    "apply_rope": "rope.gpu:{}",
+    "apply_rope_in_place": "rope.gpu:{}_in_place",
+    "fp8_quantise": "quant.gpu:{}",
+    "fused_swiglu": "moe.gpu:{}",
+    "norm_rope_store": "norm_rope_store.gpu:{}",
+    "rms_norm": "norm.gpu:{}",
+    "sparse_attention": "sparse_attention.launch:{}",
+    "step_mapping": "step_mapping.gpu:{}",
+    "swiglu_fp8": "moe.gpu:{}_fp8",
+    "unpack_pages": "unpack.gpu:{}",
+    **{function: f"hyper_connection.gpu:{{}}_{function}" for function in _REFERENCES["hyper_connection"]},
+}
+_FP32_KERNELS = {"route_hash_logits": "router.gpu:{}_hash", "route_topk_logits": "router.gpu:{}_topk"}
+
 for _name, _generation in (("sm90", 9), ("sm100", 10)):
-    for _function, _module in (
-        ("sparse_attention", "sparse_attention.launch"),
-        ("step_mapping", "step_mapping.gpu"),
-        ("unpack_pages", "unpack.gpu"),
-    ):
-        _loader = f"dsv4_kernels.{_module}:{_name}"
-        register(_function, _name, _loader, gpu_of_generation(_generation), 20, True)
-    for _function in _REFERENCES["hyper_connection"]:
-        _loader = f"dsv4_kernels.hyper_connection.gpu:{_name}_{_function}"
-        register(_function, _name, _loader, gpu_of_generation(_generation), 20, True)
+    for _kernels, _dtype in ((_BF16_KERNELS, torch.bfloat16), (_FP32_KERNELS, torch.float32)):
+        for _function, _attribute in _kernels.items():
+            _loader = f"dsv4_kernels.{_attribute.format(_name)}"
+            register(_function, _name, _loader, gpu_of_generation(_generation, _dtype), 20, True)

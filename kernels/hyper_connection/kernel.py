@@ -126,9 +126,7 @@ class HyperConnection:
                 self.fetch_row(shared, lane, row, source + Int64(row) * (STREAMS * plan.dim * 4), target)
 
     @cute.jit
-    def fetch_row(
-        self, shared: cutlass.Constexpr, lane: Int32, row: Int32, source: Int64, target: Int32
-    ) -> None:
+    def fetch_row(self, shared: cutlass.Constexpr, lane: Int32, row: Int32, source: Int64, target: Int32) -> None:
         """Asks for one row."""
         stage = row % self.plan.stages
         full = shared.full.data_ptr() + stage
@@ -191,9 +189,7 @@ class HyperConnection:
         self.add_up(shared, x, lane, warp)
         self.sync()
         cute.arch.cluster_wait()  # all CTAs of the cluster have begun, and set up theirs
-        self.send(
-            shared.sums, shared.received, shared.sums_there, thread, rank, plan.tokens * plan.quads
-        )
+        self.send(shared.sums, shared.received, shared.sums_there, thread, rank, plan.tokens * plan.quads)
         ptx.wait_cluster(Int32(shared.sums_there.data_ptr().toint()), Int32(0))
         self.gates(args, shared, thread, rank, first, gate_base, gate_scale)
         self.sync()

@@ -28,6 +28,47 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, impl: str | None = None) -> T
     return select("swiglu", gate.device, gate.dtype, impl)(gate, up, limit)
 
 
+def fused_swiglu(gate_up: Tensor, limit: float, impl: str | None = None) -> Tensor:
+    """`swiglu` of the two halves of one product's output, rounded to its dtype.
+
+    Args:
+        gate_up: [T, 2I] fp32 or bf16, the gate first.
+        limit: swiglu_limit, positive.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        [T, I] in gate_up's dtype.
+
+    Raises:
+        ValueError: gate_up is not [T, 2I], or limit is not positive.
+    """
+    _check_halves("fused_swiglu", gate_up)
+    _check_limit("fused_swiglu", limit)
+    return select("fused_swiglu", gate_up.device, gate_up.dtype, impl)(gate_up, limit)
+
+
+def swiglu_fp8(
+    gate_up: Tensor, limit: float, column_major: bool = False, impl: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """`fp8_quantise(fused_swiglu(gate_up, limit), 128, column_major)`: what an FP8 product takes.
+
+    Args:
+        gate_up: [T, 2I] fp32 or bf16, the gate first.
+        limit: swiglu_limit, positive.
+        column_major: of the scales, as in `dsv4_kernels.quant.fp8_quantise`.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        codes [T, I] float8_e4m3fn, scales [T, ceil(I / 128)] fp32 powers of two.
+
+    Raises:
+        ValueError: gate_up is not [T, 2I], or limit is not positive.
+    """
+    _check_halves("swiglu_fp8", gate_up)
+    _check_limit("swiglu_fp8", limit)
+    return select("swiglu_fp8", gate_up.device, gate_up.dtype, impl)(gate_up, limit, column_major)
+
+
 def mlp(
     x: Tensor, w13: Tensor, w2: Tensor, limit: float, act_qdq_block: int | None = None, impl: str | None = None
 ) -> Tensor:
@@ -106,6 +147,11 @@ def experts_forward(
     _check_limit("experts_forward", swiglu_limit)
     function = select("experts_forward", x.device, x.dtype, impl)
     return function(x, weights, experts, w13, w2, swiglu_limit, act_qdq_block, expert_offset)
+
+
+def _check_halves(name: str, gate_up: Tensor) -> None:
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"{name} needs gate_up [T, 2I]; got {tuple(gate_up.shape)}")
 
 
 def _check_limit(name: str, limit: float) -> None:
