@@ -50,15 +50,15 @@ def strided(x: Tensor, *gaps: int, device: str | torch.device | None = None) -> 
 def sparse(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: str | torch.device = "cpu"
 ) -> Tensor:
-    """Zeros with these strides, in elements. On a CPU only what is touched takes memory; on a GPU all of it does, and
-    what is there is not cleared."""
+    """With these strides, in elements. On a CPU zeros, of which only what is touched takes memory; on a GPU, where all
+    of it does, what lies in gaps."""
     num_bytes = (1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))) * dtype.itemsize
     if torch.device(device).type == "cpu":
         # 0x4000 is MAP_NORESERVE: nothing is set aside for pages that nobody touches.
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
         flat = torch.frombuffer(memory, dtype=dtype)
     else:
-        flat = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=device)
+        flat = torch.full((num_bytes // dtype.itemsize,), nothing_of(dtype), dtype=dtype, device=device)
     return flat.as_strided(shape, strides)
 
 
