@@ -5,8 +5,9 @@
     check(case, result)
 
 Every table is filled with NaN except in rows that a token reads, and lists hold nonsense where they must not be looked
-at: a kernel that reads a wrong row, or a right one of another token, gives NaN or a wrong value. Sinks weigh about as
-much as all keys together. All random numbers come from the CPU, so a case has the same contents on every device.
+at: a kernel that reads a wrong row, or a right one of another token, gives NaN or a wrong value. Nothing is contiguous:
+rows of q, pages of either table and lists have gaps of their own behind them. Sinks weigh about as much as all keys
+together. All random numbers come from the CPU, so a case has the same contents on every device.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from ops.memory_layout import BEYOND_BYTES, NONSENSE, sparse, strided
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import NOPE_DIM, PAGE_ROWS, ROW_DIM, SCALE_GROUP, KVRows, RowFormat
@@ -24,8 +26,11 @@ from dsv4_kernels.sparse_attention.problem import Problem
 from dsv4_kernels.unpack import Pages
 
 INF = float("inf")
-NONSENSE = 2**31 - 1
-"""In slots and page numbers that must not be followed."""
+Q_GAPS = (0, 1, 8)
+"""Of a head, and of 8 channels behind every head: rows of q must begin at multiples of 16 bytes."""
+PAGE_GAP_BYTES = {"window": 48, "entries": 176}
+"""Behind a page (FP8) or a row (PLAIN)."""
+LIST_GAPS = {"window_rows": (0, 5), "entry_rows": (0, 3), "page_table": (0, 2)}
 EXTREME_SCALES = (0, 1, 64, 127, 190, 253, 254)
 """Scale bytes of the seven groups in `scales="extreme"`: 2**-127, ..., 1, ..., 2**127."""
 
@@ -57,7 +62,7 @@ class Spec:
     scales: str = "usual"
     sink: float | str | None = "random"
     """"random", "mixed" (finite, huge and infinite ones), a value for all heads, or None."""
-    q_layout: str = "contiguous"
+    q_layout: str = "gaps"
     q_scale: float = 1.0
     magnitude: float = 1.0
     """Of rows; q is divided by it."""
@@ -109,6 +114,7 @@ _BOTH_FORMATS = {
     "large_scores": Spec(entry_lengths=(300,), q_scale=300.0),
     "large_scores_split": Spec(entry_lengths=(700,), q_scale=300.0, split_keys=128),
     "zero_scores": Spec(entry_lengths=(300,), q_scale=0.0),
+    "q_contiguous": Spec(entry_lengths=(64,), q_layout="contiguous"),
     "q_rows_of_a_wider_tensor": Spec(entry_lengths=(64,), q_layout="wider"),
     "q_heads_first": Spec(entry_lengths=(64,), q_layout="heads_first"),
     "q_unaligned": Spec(entry_lengths=(64,), q_layout="unaligned"),
@@ -196,27 +202,47 @@ class Case:
     def unpacked(self, unpack: Callable[[list[Pages], Tensor], object]) -> Case:
         """The same over bf16 rows, which `unpack(parts, out)` makes of the FP8 rows."""
 
-        def plain(table: KVRows) -> KVRows:
+        def plain(table: KVRows, name: str) -> KVRows:
             pages = torch.arange(len(table.storage), dtype=torch.int32, device=table.device)
             shape = (PAGE_ROWS * len(pages), ROW_DIM)
-            out = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=table.device)
+            out = _with_gaps(torch.full(shape, float("nan"), dtype=torch.bfloat16), name, table.device)
             unpack([Pages(table, pages, PAGE_ROWS)], out)
             return KVRows(out, RowFormat.PLAIN, len(out), ROW_DIM, table.rope_dim)
 
-        entries = None if self.entries is None else plain(self.entries)
-        return replace(self, spec=replace(self.spec, fp8=False), window=plain(self.window), entries=entries)
+        return replace(
+            self,
+            spec=replace(self.spec, fp8=False),
+            window=plain(self.window, "window"),
+            entries=None if self.entries is None else plain(self.entries, "entries"),
+        )
+
+    def spread(self, num_bytes: int = BEYOND_BYTES) -> Case:
+        """The same over tables of at least `num_bytes`, whose pages lie all over them; between them anything may be."""
+        window, step = _spread(self.window, num_bytes)
+        spread = replace(self, window=window, window_rows=_moved(self.window_rows, step))
+        if self.entries is None:
+            return spread
+        entries, step = _spread(self.entries, num_bytes)
+        name, rows = ("page_table", self.spec.entries_per_page) if self.spec.dense else ("entry_rows", 1)
+        listed = _moved(self.entry_arguments[name], step, rows)
+        return replace(
+            spread,
+            entries=entries,
+            entry_arguments={**self.entry_arguments, name: listed},
+            read_entries=_moved(self.read_entries, step),
+        )
 
     def take(self, tokens: list[int]) -> Case:
         """The same for these tokens only, in this order; a token may come several times."""
         index = torch.tensor(tokens, device=self.q.device)
         by_token = {
-            name: value[index] if name in ("entry_rows", "visible", "token_to_request") else value
+            name: _as_list(value[index], name) if name in ("entry_rows", "visible", "token_to_request") else value
             for name, value in self.entry_arguments.items()
         }
         return replace(
             self,
-            q=self.q[index],
-            window_rows=self.window_rows[index],
+            q=strided(self.q[index], *Q_GAPS),
+            window_rows=_as_list(self.window_rows[index], "window_rows"),
             entry_arguments=by_token,
             read_entries=None if self.read_entries is None else self.read_entries[index],
         )
@@ -248,10 +274,10 @@ def build(spec: Spec, device: str | torch.device = "cpu", seed: int = 0) -> Case
     case = Case(
         spec=spec,
         q=_q(spec, torch.randn(T, H, ROW_DIM, generator=generator)).to(device),
-        window=_table(window_slots, window_rows, spec, generator, device),
-        window_rows=window_rows.int().to(device),
-        entries=_table(entry_slots, read, spec, generator, device) if spec.entry_lengths else None,
-        entry_arguments={k: v.to(device) if isinstance(v, Tensor) else v for k, v in entry_arguments.items()},
+        window=_table("window", window_slots, window_rows, spec, generator, device),
+        window_rows=_as_list(window_rows.int(), "window_rows", device),
+        entries=_table("entries", entry_slots, read, spec, generator, device) if spec.entry_lengths else None,
+        entry_arguments={k: _as_list(v, k, device) if isinstance(v, Tensor) else v for k, v in entry_arguments.items()},
         sink=_sink(spec, generator, device),
         read_entries=None if read is None else read.to(device),
     )
@@ -294,7 +320,40 @@ def _dense(
     return rows.masked_fill(~readable, -1), arguments, 2 * shape[0] * shape[1] * per_page
 
 
-def _table(num_rows: int, read: Tensor, spec: Spec, generator: torch.Generator, device: str | torch.device) -> KVRows:
+def _as_list(x: Tensor, name: str, device: str | torch.device | None = None) -> Tensor:
+    """With the gaps of the list of this name; lengths and the like have none."""
+    return strided(x, *LIST_GAPS.get(name, (0,)), device=device)
+
+
+def _with_gaps(storage: Tensor, name: str, device: str | torch.device) -> Tensor:
+    """Pages or rows of the table of this name."""
+    return strided(storage, 0, PAGE_GAP_BYTES[name] // storage.element_size(), device=device)
+
+
+def _spread(table: KVRows, num_bytes: int) -> tuple[KVRows, int]:
+    """A table of so many bytes, and the step: page p, or stretch p of 64 plain rows, is where page p * step was."""
+    storage, unit = table.storage, 1 if table.format is RowFormat.FP8 else PAGE_ROWS
+    pages = -(-len(storage) // unit)
+    step = -(-num_bytes // ((pages - 1) * unit * storage.stride(0) * storage.element_size()))
+    shape = (((pages - 1) * step + 1) * unit, storage.shape[1])
+    large = sparse(shape, storage.stride(), storage.dtype, storage.device)
+    for page in range(pages):
+        part = storage[page * unit : (page + 1) * unit]
+        large[page * step * unit : page * step * unit + len(part)] = part
+    return replace(table, storage=large, num_rows=len(large) * PAGE_ROWS // unit), step
+
+
+def _moved(listed: Tensor, step: int, rows_per_number: int = 1) -> Tensor:
+    """Rows, or numbers of pages of so many rows, as they are in a table that was spread."""
+    numbers = PAGE_ROWS // rows_per_number
+    exists = (listed >= 0) & (listed != NONSENSE)
+    moved = torch.where(exists, listed // numbers * step * numbers + listed % numbers, listed)
+    return strided(moved, 0, listed.stride(0) - listed.shape[1])
+
+
+def _table(
+    name: str, num_rows: int, read: Tensor, spec: Spec, generator: torch.Generator, device: str | torch.device
+) -> KVRows:
     """Random where `read` names a row, NaN elsewhere."""
     format = RowFormat.FP8 if spec.fp8 else RowFormat.PLAIN
     rows = KVRows.allocate(num_rows, format, ROW_DIM, 64, torch.bfloat16, "cpu", float("nan"))
@@ -302,7 +361,7 @@ def _table(num_rows: int, read: Tensor, spec: Spec, generator: torch.Generator, 
     rows.scatter(named, (torch.randn(len(named), ROW_DIM, generator=generator) * spec.magnitude).bfloat16())
     if spec.scales == "extreme":
         _set_extreme_scales(rows, named, generator)
-    return replace(rows, storage=rows.storage.to(device))
+    return replace(rows, storage=_with_gaps(rows.storage, name, device))
 
 
 def _set_extreme_scales(rows: KVRows, named: Tensor, generator: torch.Generator) -> None:
@@ -330,6 +389,8 @@ def _with_layout(q: Tensor, layout: str) -> Tensor:
     T, H, D = q.shape
     if layout == "contiguous":
         return q
+    if layout == "gaps":
+        return strided(q, *Q_GAPS)
     wide = torch.full((T, H, 3 * D + 24), float("nan"), dtype=q.dtype, device=q.device)
     if layout == "expanded":
         return q[:1].expand(T, H, D)

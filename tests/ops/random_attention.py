@@ -20,7 +20,7 @@ def random_spec(seed: int) -> Spec:
         window_lengths=tuple(r.choice((window, window, 0, r.randint(0, window))) for _ in range(r.randint(1, 3))),
         fp8=r.random() < 0.6,
         sink=None if partial else r.choice(("random", "random", "mixed", None, INF, -INF, 3.0)),
-        q_layout=r.choice(("contiguous",) * 4 + ("wider", "heads_first", "unaligned", "expanded")),
+        q_layout=r.choice(("gaps",) * 3 + ("contiguous", "wider", "heads_first", "unaligned", "expanded")),
         q_scale=r.choice((1.0, 1.0, 1.0, 1.0, 0.0, 30.0, 300.0)),
         split_keys=r.choice((None, None, None, 128, 256, 384, 512, 1152, 1152, 1280)),
         normalised=not partial,

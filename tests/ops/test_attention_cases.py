@@ -124,6 +124,33 @@ def test_take_keeps_tokens_bits(name: str) -> None:
     assert torch.equal(taken_out, out[order]) and torch.equal(taken_lse, lse[order])
 
 
+@pytest.mark.parametrize(
+    "name", ["csa_512-fp8", "holes-bf16", "dense_pages_of_64-fp8", "hca_32k-bf16", "window_127-fp8"]
+)
+def test_a_case_over_large_tables_is_the_same(name: str) -> None:
+    """And has rows that neither bytes nor elements count in 32 bits, as well as rows below 2**31 bytes."""
+    case = build(CASES[name])
+    large = case.spread()
+    assert all(map(torch.equal, case.run(impl="ref"), large.run(impl="ref")))
+    for table, rows in ((large.window, large.window_rows), (large.entries, large.read_entries)):
+        if table is not None:
+            row_bytes = table.storage.stride(0) * table.storage.element_size() / (64 if case.spec.fp8 else 1)
+            offsets = rows[rows >= 0] * row_bytes
+            assert offsets.min() < 2**31 and offsets.max() > 2**32
+
+
+def test_nothing_of_a_case_is_contiguous() -> None:
+    """A stride that is taken from a shape, or from another tensor, is a wrong one."""
+    for name in ("csa_512-fp8", "csa_512-bf16", "dense_lengths-fp8"):
+        for case in (build(CASES[name]), build(CASES[name]).take([1, 0, 1])):
+            lists = [case.entry_arguments[key] for key in ("entry_rows", "page_table") if key in case.entry_arguments]
+            tables = [case.window.storage, case.entries.storage]
+            for tensor in (case.q, case.window_rows, *lists, *tables):
+                following = zip(tensor.stride()[:-1], tensor.stride()[1:], tensor.shape[1:], strict=True)
+                assert all(stride > inner * length for stride, inner, length in following)
+            assert tables[0].stride() != tables[1].stride()
+
+
 def test_rows_that_are_not_named_are_nan() -> None:
     for name in ("csa_512-fp8", "csa_512-bf16", "dense_lengths-fp8"):
         case = build(CASES[name])

@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 from ops.attention_cases import CASES, Case, Spec, build, check, reference
+from ops.memory_layout import far_apart
 from ops.number_formats import same_bits
 from ops.random_attention import random_spec
 from torch import Tensor
@@ -147,6 +148,42 @@ def test_a_prefill_chunk(kernel: str, dense: bool, fp8: bool) -> None:
     case = build(spec, "cuda")
     poison(case)
     check(case, case.run(impl=kernel))
+
+
+# ---- memory
+
+
+@pytest.fixture
+def much_memory() -> Iterator[None]:
+    """Two tables, or q and an output, of 8 to 9 GB each."""
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip(f"needs 24 GiB of free GPU memory; there are {torch.cuda.mem_get_info()[0] >> 30}")
+    yield
+    torch.cuda.empty_cache()
+
+
+FAR = ("csa_512-fp8", "holes-bf16", "hca_32k-fp8", "hca_32k-bf16", "split_256-fp8", "split_256-bf16")
+
+
+@pytest.mark.parametrize("times", [1, 60], ids=["few_tokens", "many_tokens"])
+@pytest.mark.parametrize("name", FAR)
+def test_rows_beyond_32_bits(kernel: str, much_memory: None, name: str, times: int) -> None:
+    """Neither their bytes nor their elements can be counted in 32 bits, in the window's table and in the entries'."""
+    case = build(CASES[name], "cuda").take(list(range(CASES[name].tokens)) * times)
+    expected = case.run(impl=kernel)
+    check(case, expected)
+    assert all(map(same_bits, case.spread().run(impl=kernel), expected))
+
+
+@pytest.mark.parametrize("times", [1, 60], ids=["few_tokens", "many_tokens"])
+@pytest.mark.parametrize("name", FAR)
+def test_q_and_outputs_beyond_32_bits(kernel: str, much_memory: None, name: str, times: int) -> None:
+    case = build(CASES[name], "cuda").take([token % CASES[name].tokens for token in range(4 * times)])
+    expected = case.run(impl=kernel)
+    check(case, expected)
+    far = replace(case, q=far_apart(case.q))
+    result = far.run(impl=kernel, out=far_apart(torch.zeros_like(case.q)))
+    assert all(map(same_bits, result, expected))
 
 
 # ---- bits

@@ -24,6 +24,7 @@ import torch
 from ops import attention_launch
 from ops.attention_cases import CASES, Case, Spec, build, check, reference, relative_error
 from ops.attention_launch import LONG, SCHEDULES, Result
+from ops.memory_layout import far_apart
 from ops.number_formats import same_bits
 from ops.random_attention import random_spec
 
@@ -111,6 +112,29 @@ def test_nothing_is_written_beside_the_output(heads: int, split_keys: int | None
     check(case, (out.clone(), lse))
     out.fill_(-7.0)
     assert (around == -7.0).all()
+
+
+POOLS = {
+    "list_fp8": Spec(tokens=2, heads=16, entry_lengths=(70, 3)),
+    "pages_bf16": Spec(tokens=2, heads=16, entry_lengths=(70, 3), dense=True, fp8=False),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_rows_beyond_32_bits(name: str) -> None:
+    """Neither their bytes nor their elements can be counted in 32 bits, in the window's table and in the entries'."""
+    case = build(POOLS[name])
+    check(case, launch(case.spread())[0])
+
+
+@pytest.mark.parametrize("split_keys", [None, 128], ids=["one_part", "split"])
+@pytest.mark.parametrize("normalised", [True, False], ids=["bf16", "fp32"])
+def test_q_and_outputs_beyond_32_bits(normalised: bool, split_keys: int | None) -> None:
+    spec = Spec(tokens=4, heads=16, entry_lengths=(3, 70), split_keys=split_keys)
+    case = build(spec if normalised else replace(spec, normalised=False, sink=None))
+    out = far_apart(torch.empty(case.q.shape, dtype=torch.bfloat16 if normalised else torch.float32))
+    result, _ = launch(replace(case, q=far_apart(case.q)), out=out)
+    check(case, result)
 
 
 @pytest.mark.parametrize("name", ["csa_512-fp8", "holes-bf16"])

@@ -24,6 +24,7 @@ import torch
 from ops import attention_launch
 from ops.attention_cases import CASES, Case, Spec, build, check
 from ops.attention_launch import LONG, SCHEDULES, Result
+from ops.memory_layout import far_apart
 from ops.number_formats import same_bits
 from ops.random_attention import random_spec
 
@@ -127,6 +128,36 @@ def test_nothing_is_written_beside_the_output(heads: int, split_keys: int | None
     check(case, (out.clone(), lse))
     out.fill_(-7.0)
     assert (around == -7.0).all()
+
+
+POOLS = {
+    "list_fp8": (Spec(tokens=4, heads=16, entry_lengths=(70, 3)), False),
+    "list_fp8_split": (Spec(tokens=4, heads=16, entry_lengths=(70, 130), split_keys=128), False),
+    "list_fp8_clusters": (Spec(tokens=4, heads=16, entry_lengths=(70, 3)), True),
+    "pages_bf16": (Spec(tokens=4, heads=16, entry_lengths=(70, 3), dense=True, fp8=False), False),
+}
+"""And whether clusters compute it."""
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_rows_beyond_32_bits(name: str) -> None:
+    """Neither their bytes nor their elements can be counted in 32 bits, in the window's table and in the entries'."""
+    spec, clusters = POOLS[name]
+    case = build(spec)
+    result, _ = launch_on(case.spread(), 132 if clusters else 4, clusters)
+    check(case, result)
+
+
+OUTPUTS = {**POOLS, "fp32": (Spec(tokens=4, heads=16, entry_lengths=(70, 3), sink=None, normalised=False), False)}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_q_and_outputs_beyond_32_bits(name: str) -> None:
+    spec, clusters = OUTPUTS[name]
+    case = build(spec)
+    out = far_apart(torch.empty(case.q.shape, dtype=torch.bfloat16 if spec.normalised else torch.float32))
+    result, _ = launch_on(replace(case, q=far_apart(case.q)), 132 if clusters else 4, clusters, out=out)
+    check(case, result)
 
 
 @pytest.mark.slow
@@ -350,6 +381,18 @@ def test_the_same_bits_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> N
     expected = launch(case)
     monkeypatch.setattr(sm90, "MAX_SPLIT_TOKENS", 2)
     assert all(map(same_bits, expected, launch(case)))
+
+
+def test_several_launches_of_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every launch begins at its own tokens in each list: requests, lengths, rows and results."""
+    from dsv4_kernels.sparse_attention import sm90
+
+    monkeypatch.setattr(sm90, "MAX_SPLIT_TOKENS", 2)
+    lengths = {"window_lengths": (128, 3, 70, 9), "entry_lengths": (5, 200, 70, 0)}
+    case = build(Spec(tokens=4, heads=8, dense=True, split_keys=128, **lengths))
+    result, device = launch_on(case, 132)
+    assert len(device.reports) == 2
+    check(case, result)
 
 
 @pytest.mark.parametrize("split_keys", [None, 128])
