@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from dsv4_kernels.linear import grouped_linear
 from dsv4_kernels.norm import rms_norm
-from dsv4_kernels.rope import apply_rope
+from dsv4_kernels.rope import apply_rope, apply_rope_in_place
 from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.compressor import Compressor, quantise_kv_row
 from sglang_dsv4.layers.indexer import Indexer
-from sglang_dsv4.layers.linear import StackedProjection, load_row_shard
+from sglang_dsv4.layers.linear import Fp8Input, StackedProjection, load_row_shard, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class Attention(nn.Module):
             quant_config=quant_config,
             prefix=f"{prefix}.wo_b",
         )
+        self.quantises = quantises_once(config)
         self.projection = self.compressor = self.indexer = None
         if kind is not LayerKind.SWA:
             widths = [Compressor.width(kind, dim)] * 2 + (list(Indexer.widths(config)) if kind is LayerKind.CSA else [])
@@ -97,8 +98,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """`x [T, d]` (normed), `positions [T]` int64 -> [T, d], both in the model's dtype."""
         backend = get_attn_backend()
-        q_latent, kv = self.wqkv_a(x)[0].split((self.config.q_lora_rank, self.config.head_dim), -1)
-        q_latent = self.q_norm(q_latent)
+        as_input = Fp8Input.of if self.quantises else lambda row: row
+        q_latent, kv = self.wqkv_a(as_input(x))[0].split((self.config.q_lora_rank, self.config.head_dim), -1)
+        q_latent = as_input(self.q_norm(q_latent))
         q = self.wq_b(q_latent)[0].unflatten(-1, (self.num_local_heads, self.config.head_dim))
         q = rms_norm(q, None, self.config.rms_norm_eps)
         kv = self.kv_norm(kv)
@@ -110,7 +112,7 @@ class Attention(nn.Module):
         if self.projection is not None:
             entry_kv, entry_score, *of_indexer = self.projection(x)
             if self.indexer is not None:
-                selected = self.indexer(*of_indexer, q_latent, positions, self.num_local_heads)
+                selected = self.indexer(*of_indexer, q_latent, positions, x.dtype, self.num_local_heads)
             entries = self.compressor(entry_kv, entry_score, positions, x.dtype)
             backend.write_entries(self.layer_id, quantise_kv_row(entries, self.config, backend.kv_row_format))
         o = backend.attend(self.layer_id, q, window, selected, self.attn_sink, self.config.softmax_scale)
@@ -119,6 +121,6 @@ class Attention(nn.Module):
     def project(self, o: Tensor, positions: Tensor) -> Tensor:
         """What was attended, `[T, local heads, head_dim]`, to the sublayer's output `[T, d]`."""
         # K and V are one row, so V carries the rotation of its own position: undo it relative to the query's.
-        o = apply_rope(o, positions, self.frequencies, inverse=True)
-        o = o.flatten(1).unflatten(-1, (self.num_local_groups, -1))
-        return self.wo_b(grouped_linear(o, self.wo_a).flatten(1))[0]
+        o = apply_rope_in_place(o, positions, self.frequencies, inverse=True)
+        o = grouped_linear(o.flatten(1).unflatten(-1, (self.num_local_groups, -1)), self.wo_a).flatten(1)
+        return self.wo_b(Fp8Input.of(o) if self.quantises else o)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from dsv4_kernels.rope import apply_rope
 from sglang_dsv4.config import INDEX_BLOCK, Config
 from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.compressor import Compressor
+from sglang_dsv4.layers.linear import Fp8Input
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -61,7 +63,14 @@ class Indexer(nn.Module):
         return config.index_n_heads, width, width
 
     def forward(
-        self, head_weights: Tensor, kv: Tensor, score: Tensor, q_latent: Tensor, positions: Tensor, num_heads: int
+        self,
+        head_weights: Tensor,
+        kv: Tensor,
+        score: Tensor,
+        q_latent: Tensor | Fp8Input,
+        positions: Tensor,
+        dtype: torch.dtype,
+        num_heads: int,
     ) -> Tensor:
         """Write this forward's keys, then select.
 
@@ -69,18 +78,19 @@ class Indexer(nn.Module):
             head_weights, kv, score: [T, width] fp32, the sublayer's normed input times `weights_proj`, `wkv`, `wgate`.
             q_latent: [T, q_lora_rank], the normed query latent of the main attention.
             positions: [T] int64.
+            dtype: the model's.
             num_heads: of the main attention, on this rank.
 
         Returns:
             [T, index_topk] int32 rows of the layer's entries, -1 = hole.
         """
         backend = get_attn_backend()
-        keys = self.compressor(kv, score, positions, q_latent.dtype)
+        keys = self.compressor(kv, score, positions, dtype)
         backend.write_index_keys(self.layer_id, quantise_index_row(keys, self.config, backend.index_row_format))
 
         q = self.wq_b(q_latent)[0].unflatten(-1, (self.config.index_n_heads, self.config.index_head_dim))
         q = apply_rope(q, positions, self.compressor.frequencies)
         q = quantise_index_row(q, self.config)
         # A layer of the model's dtype in the release: rounded to it.
-        head_weights = head_weights.to(q_latent.dtype).float() * self.weight_scale
+        head_weights = head_weights.to(dtype).float() * self.weight_scale
         return backend.select(self.layer_id, q, head_weights, self.config.index_topk, num_heads)

@@ -16,9 +16,11 @@ from model.served import Served
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor, nn
 
+from dsv4_kernels.hyper_connection import ref as hc_ref
+from dsv4_kernels.rope import apply_rope
 from sglang_dsv4.attention.backend import Window
 from sglang_dsv4.attention.metadata import ForwardMetadata
-from sglang_dsv4.layers import attention, compressor, hyper_connection, moe
+from sglang_dsv4.layers import attention, compressor, indexer, moe
 
 PROMPT = 420  # three HCA entries, 105 CSA entries of which 24 are selected
 CHUNK = 96
@@ -61,8 +63,9 @@ class Plant:
         self.backend("init_forward_metadata", wrap)
 
     def rope(self, replacement: Callable) -> None:
-        for module in (attention, compressor):
+        for module in (attention, compressor, indexer):
             self.patch.setattr(module, "apply_rope", replacement(module.apply_rope))
+        self.patch.setattr(attention, "apply_rope_in_place", replacement(apply_rope))
 
     def frequencies(self, ratios: tuple[int, ...], value: torch.Tensor) -> None:
         for layer in self.layers:
@@ -99,9 +102,9 @@ def no_sink(plant: Plant) -> None:
 
 
 def comb_transposed(plant: Plant) -> None:
-    original = hyper_connection.hc_post
+    original = hc_ref.hc_post
     plant.patch.setattr(
-        hyper_connection, "hc_post", lambda y, x, post, comb: original(y, x, post, comb.transpose(1, 2).contiguous())
+        hc_ref, "hc_post", lambda y, x, post, comb: original(y, x, post, comb.transpose(1, 2).contiguous())
     )
 
 
@@ -112,8 +115,8 @@ def five_sinkhorn_iterations(plant: Plant) -> None:
 
 
 def post_without_factor_two(plant: Plant) -> None:
-    original = hyper_connection.hc_post
-    plant.patch.setattr(hyper_connection, "hc_post", lambda y, x, post, comb: original(y, x, post / 2, comb))
+    original = hc_ref.hc_post
+    plant.patch.setattr(hc_ref, "hc_post", lambda y, x, post, comb: original(y, x, post / 2, comb))
 
 
 def window_minus_one(plant: Plant) -> None:
@@ -233,24 +236,24 @@ def no_routed_scaling(plant: Plant) -> None:
 
 
 def weights_from_biased_scores(plant: Plant) -> None:
-    original = moe.route_topk
+    original = moe.route_topk_logits
 
-    def route(x: Tensor, gate_weight: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
-        _, experts = original(x, gate_weight, bias, top_k, scale)
-        score = torch.nn.functional.softplus(x.float() @ gate_weight.float().T).sqrt() + bias
+    def route(logits: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
+        _, experts = original(logits, bias, top_k, scale)
+        score = torch.nn.functional.softplus(logits).sqrt() + bias
         weights = score.gather(1, experts.long())
         return weights / weights.sum(-1, keepdim=True) * scale, experts
 
-    plant.patch.setattr(moe, "route_topk", route)
+    plant.patch.setattr(moe, "route_topk_logits", route)
 
 
 def weights_not_normalised(plant: Plant) -> None:
-    for name in ("route_topk", "route_hash"):
+    for name in ("route_topk_logits", "route_hash_logits"):
         original = getattr(moe, name)
 
-        def route(x: Tensor, gate_weight: Tensor, *rest: Any, original: Callable = original) -> tuple[Tensor, Tensor]:
-            _, experts = original(x, gate_weight, *rest)
-            score = torch.nn.functional.softplus(x.float() @ gate_weight.float().T).sqrt()
+        def route(logits: Tensor, *rest: Any, original: Callable = original) -> tuple[Tensor, Tensor]:
+            _, experts = original(logits, *rest)
+            score = torch.nn.functional.softplus(logits).sqrt()
             return score.gather(1, experts.long()) * rest[-1], experts
 
         plant.patch.setattr(moe, name, route)
@@ -269,11 +272,11 @@ def no_shared_clamp(plant: Plant) -> None:
 
 def two_sided_gate_clamp(plant: Plant) -> None:
     # At -limit the mistake is below the tolerance for any input: silu(-10) is -4.5e-4. At -1 it shows.
-    def mistake(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-        gate, up = gate.float().clamp(-1.0, limit), up.float().clamp(-limit, limit)
-        return torch.nn.functional.silu(gate) * up
+    def mistake(gate_up: Tensor, limit: float) -> Tensor:
+        gate, up = gate_up.float().chunk(2, -1)
+        return (torch.nn.functional.silu(gate.clamp(-1.0, limit)) * up.clamp(-limit, limit)).to(gate_up.dtype)
 
-    plant.patch.setattr(moe, "swiglu", mistake)
+    plant.patch.setattr(moe, "fused_swiglu", mistake)
 
 
 def top_k_all(plant: Plant) -> None:
@@ -289,13 +292,10 @@ def top_k_minus_one(plant: Plant) -> None:
 
 
 def hash_by_top_k(plant: Plant) -> None:
-    def route(
-        x: Tensor, gate_weight: Tensor, expert_table: Tensor, token_ids: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        bias = torch.zeros(gate_weight.shape[0])
-        return moe.route_topk(x, gate_weight, bias, expert_table.shape[1], scale)
+    def route(logits: Tensor, expert_table: Tensor, token_ids: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return moe.route_topk_logits(logits, torch.zeros(logits.shape[1]), expert_table.shape[1], scale)
 
-    plant.patch.setattr(moe, "route_hash", route)
+    plant.patch.setattr(moe, "route_hash_logits", route)
 
 
 def no_query_norm(plant: Plant) -> None:
