@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import Tensor, nn
 
-from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.linear import linear_fp32
-from dsv4_kernels.quant import fp8_qdq
-from dsv4_kernels.rope import apply_rope
-from sglang_dsv4.config import KV_BLOCK, Config
+from sglang_dsv4.config import Config
 from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.norm import RMSNorm
-
-if TYPE_CHECKING:
-    pass
-
-
-def quantise_kv_row(row: Tensor, config: Config, stored_as: RowFormat) -> Tensor:
-    """FP8 round trip of the channels that are not rotated, [..., head_dim] (section 3.1).
-
-    Not for rows stored as FP8: they quantise what is written, and from this round trip's result the same values would
-    in rare cases get other bytes.
-    """
-    if not config.qat.kv_fp8 or stored_as is RowFormat.FP8:
-        return row
-    nope, rope = row.split((config.nope_head_dim, config.qk_rope_head_dim), dim=-1)
-    return torch.cat((fp8_qdq(nope, KV_BLOCK), rope), dim=-1)
+from sglang_dsv4.layers.rope import Rotation
 
 
 class Compressor(nn.Module):
@@ -48,7 +29,7 @@ class Compressor(nn.Module):
         self.wgate = nn.Parameter(torch.empty(width, config.hidden_size, dtype=torch.float32), requires_grad=False)
         self.ape = nn.Parameter(torch.empty(self.ratio, width, dtype=torch.float32), requires_grad=False)
         self.norm = RMSNorm(dim, config.rms_norm_eps)
-        self.register_buffer("frequencies", config.rope(kind).frequencies(), persistent=False)
+        self.rope = Rotation(config, kind)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rows of the groups that this forward closes.
@@ -65,4 +46,4 @@ class Compressor(nn.Module):
         score = linear_fp32(x, self.wgate) + self.ape[positions % self.ratio]
         entries = backend.compress(self.layer_id, kv, score, indexer=self.indexer)
         entries = self.norm(entries.to(x.dtype))
-        return apply_rope(entries, backend.entry_positions(self.ratio), self.frequencies)
+        return self.rope(entries, backend.entry_positions(self.ratio))

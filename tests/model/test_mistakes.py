@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from sglang_dsv4.attention.backend import Window
 from sglang_dsv4.attention.metadata import ForwardMetadata
-from sglang_dsv4.layers import attention, compressor, hyper_connection, moe
+from sglang_dsv4.layers import attention, hyper_connection, moe
+from sglang_dsv4.layers import rope as layer_rope
 
 PROMPT = 420  # three HCA entries, 105 CSA entries of which 24 are selected
 CHUNK = 96
@@ -61,8 +62,7 @@ class Plant:
         self.backend("init_forward_metadata", wrap)
 
     def rope(self, replacement: Callable) -> None:
-        for module in (attention, compressor):
-            self.patch.setattr(module, "apply_rope", replacement(module.apply_rope))
+        self.patch.setattr(layer_rope, "apply_rope", replacement(layer_rope.apply_rope))
 
     def frequencies(self, ratios: tuple[int, ...], value: torch.Tensor) -> None:
         for layer in self.layers:
