@@ -26,6 +26,7 @@ from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.tail_options import TailOptions
 from sglang_dsv4.config import Config
 from sglang_dsv4.cpu import shims
+from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
 
 CONVERSATIONS = (4_096, 32_768, 131_072, 1_048_576)
 
@@ -77,7 +78,7 @@ def plan(model: Path, tokens: int, requests: int, rows: str) -> list[str]:
     )
     options = TailOptions.from_environment()
     slots = options.slots_on_device(tokens, requests + 1)
-    plan = PoolPlan.of(geometry, tokens // 256 * 256, requests + 1, slots)
+    plan = PoolPlan.of(geometry, tokens // FULL_PAGE_TOKENS * FULL_PAGE_TOKENS, requests + 1, slots)
     host = options.slots_on_host(slots, int(plan.bytes_per_checkpoint))
     lines = [
         plan.table(),

@@ -2,7 +2,8 @@
 
 SGLang calls `init_forward_metadata*` once a forward; the layers then call `window`, `compress`, `write_entries`,
 `write_index_keys`, `select` and `attend`. Kernels come from `dsv4_kernels`, addresses from `metadata`, storage from
-`sglang_dsv4.cache.kv_pool`. RadixAttention's `forward` is not used.
+`sglang_dsv4.cache.kv_pool`. What prefix reuse restores and keeps around a forward is done in one place before either of
+the two ways through it, by `sglang_dsv4.prefix.tails`. RadixAttention's `forward` is not used.
 
 Two ways through a forward:
 
@@ -18,7 +19,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from torch import Tensor
 
 from dsv4_kernels.compressor import compress
@@ -26,12 +26,14 @@ from dsv4_kernels.indexer import index_topk
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.unpack import Pages, choice, unpack_pages
-from sglang_dsv4.attention.implementation import chosen_implementation, implementation_by_name
+from sglang_dsv4.attention.implementation import chosen_implementation, required_implementation
 from sglang_dsv4.attention.metadata import ForwardMetadata, extend_metadata, page_table_of, uniform_metadata
 from sglang_dsv4.cache.geometry import entries_per_page
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
-from sglang_dsv4.cache.tail_storage import ChunkWrites, chunk_writes
+from sglang_dsv4.cache.tail_storage import ChunkWrites
 from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, SWA_RATIO
+from sglang_dsv4.prefix.tails import HostBatch, Tails
+from sglang_dsv4.sglang_bases import SnapshotAttentionBackend
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -55,7 +57,7 @@ class UniformInputs:
     tokens_per_request: int
 
 
-class Dsv4AttentionBackend(AttentionBackend):
+class Dsv4AttentionBackend(SnapshotAttentionBackend):
     """Addresses and storage of one worker's attention.
 
     Args:
@@ -82,13 +84,13 @@ class Dsv4AttentionBackend(AttentionBackend):
         self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
         self.device = torch.device(runner.device)
         self.draft_step = draft_step
-        self.attention_impl = implementation_by_name(self.device, pool.geometry.row_dim)
+        self.attention_impl = required_implementation(self.device, pool.geometry.row_dim)
         chosen = chosen_implementation(self.device, pool.geometry.dtype, pool.geometry.row_dim)
         self._unpacking_helps = choice.helps(chosen.name)
-        # Host copies of the lengths are read where they exist; decode needs none, so a GPU's scheduler can run ahead.
-        # With speculation, which pages are full depends on what was accepted.
-        saves_verified_pages = pool.geometry.draft_tokens > 0 and pool.tail_storage is not None
-        self.needs_cpu_seq_lens = self.device.type == "cpu" or saves_verified_pages
+        self.tails = Tails(pool, runner.req_to_token_pool.req_generation)
+        # Only speculation asks: without it SGLang's host copies of the lengths are always exact. With it, which pages
+        # are full depends on what was accepted; where nobody needs to know, a GPU's scheduler can run ahead.
+        self.needs_cpu_seq_lens = self.device.type == "cpu" or pool.tail_requests is not None
         self.forward_metadata: ForwardMetadata | None = None
         self._max_pages = -(-self.req_to_token.shape[1] // FULL_PAGE_TOKENS)
         self._workspace: KVRows | None = None
@@ -123,19 +125,16 @@ class Dsv4AttentionBackend(AttentionBackend):
             NotImplementedError: a forward mode of a feature that is not supported.
         """
         self._workspace = self._unpacked_rows = None
-        self._tail_writes = None
+        self._tail_writes = self._before_forward(forward_batch)
         mode = forward_batch.forward_mode
         if mode.is_idle():
             self.forward_metadata = self._extend([], [], forward_batch)
         elif self._is_uniform(forward_batch):
             inputs = self._uniform_inputs(forward_batch)
-            self._save_full_pages(forward_batch, inputs.tokens_per_request)
             self.forward_metadata = self._uniform(inputs, self._num_pages(forward_batch))
         elif mode.is_extend_or_draft_extend_or_mixed() and not mode.is_split_prefill():
             prefix_lens, extend_lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
             assert prefix_lens is not None and extend_lens is not None, "extend batches carry their lengths on the host"
-            self._tail_writes = self._prepare_tails(forward_batch, prefix_lens, extend_lens)
-            self._claim_slots(forward_batch, prefix_lens)
             self.forward_metadata = self._extend(prefix_lens, extend_lens, forward_batch)
         else:
             raise NotImplementedError(f"sglang-dsv4 does not support forward mode {mode.name}")
@@ -146,11 +145,16 @@ class Dsv4AttentionBackend(AttentionBackend):
         self._graph_buffers = UniformInputs(zeros[0], zeros[1], tokens_per_request=1)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Length of a padding request: one token, at position 0 of the sink slot."""
+        """Length of a padding request: one token, at position 0 of the null slot."""
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Copy the batch's inputs to the graph's buffers; the rest is done in the graph."""
+        """Copy the batch's inputs to the graph's buffers; the rest is done in the graph.
+
+        Args:
+            forward_batch: in a replay, SGLang's view of the batch, padded to the graph's size.
+            in_capture: the graph is being recorded, of requests that do not exist.
+        """
         buffers, bs = self._graph_buffers, forward_batch.batch_size
         assert buffers is not None, "init_cuda_graph_state has not run"
         inputs = UniformInputs(buffers.first_positions[:bs], buffers.req_slots[:bs], 1)
@@ -164,7 +168,7 @@ class Dsv4AttentionBackend(AttentionBackend):
             inputs.first_positions.copy_(live.first_positions[:bs])
             inputs.req_slots.copy_(live.req_slots[:bs])
             if not in_capture:
-                self._save_full_pages(forward_batch, k)
+                self._before_forward(forward_batch)
         self._graph_inputs = UniformInputs(inputs.first_positions, inputs.req_slots, k)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
@@ -176,10 +180,6 @@ class Dsv4AttentionBackend(AttentionBackend):
     def draft_extend_metadata_captured_in_graph(self) -> bool:
         """The out-graph half copies the inputs, so a replay may not skip it."""
         return False
-
-    def _snapshot_prefill_shared_reads(self, forward_batch: ForwardBatch, *, num_qo_tokens: int) -> SharedReadEnds:
-        # The metadata holds copies of all that was read of SGLang's tables.
-        return SharedReadEnds.PRE_REPLAY
 
     def _is_uniform(self, batch: ForwardBatch) -> bool:
         mode = batch.forward_mode
@@ -201,6 +201,25 @@ class Dsv4AttentionBackend(AttentionBackend):
             raise NotImplementedError(f"forward mode {mode.name} cannot be replayed as a CUDA graph")
         # A padding request of a graph may be shorter than the tokens it is given.
         return UniformInputs(first.clamp(min=0), batch.req_pool_indices.long(), k)
+
+    def _before_forward(self, batch: ForwardBatch) -> ChunkWrites | None:
+        """The one call of `Tails.before_forward`; batches without request slots on the host are nobody's requests."""
+        mode, slots = batch.forward_mode, getattr(batch, "req_pool_indices_cpu", None)
+        if slots is None or mode.is_idle() or self.draft_step is not None:
+            return None
+        slots = slots.tolist()
+        if not self._is_uniform(batch):
+            prefix_lens, extend_lens = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+            if prefix_lens is None or extend_lens is None:
+                return None  # a mode that `init_forward_metadata` refuses
+            return self.tails.before_forward(HostBatch(slots, list(prefix_lens), list(extend_lens), is_prefill=True))
+        if self.tails.keeps_nothing or mode.is_draft_extend_v2():
+            return None
+        assert batch.seq_lens_cpu is not None, "SGLang knows the lengths of decoding requests on the host"
+        k = batch.spec_info.draft_token_num if mode.is_target_verify() else 1
+        new = 0 if mode.is_target_verify() else 1  # tokens of this forward that seq_lens counts
+        begins = [length - new for length in batch.seq_lens_cpu[: len(slots)].tolist()]
+        return self.tails.before_forward(HostBatch(slots, begins, [k] * len(slots), is_prefill=False))
 
     def _num_pages(self, batch: ForwardBatch) -> int:
         """Columns of an eager batch's page table: all that the context could need, or fewer if the host knows."""
@@ -237,85 +256,6 @@ class Dsv4AttentionBackend(AttentionBackend):
             pool.plan.request_slots,
             num_tokens=batch.positions.shape[0],
         )
-
-    def _claim_slots(self, batch: ForwardBatch, prefix_lens: list[int]) -> None:
-        """Note whose rows a slot's rings hold, and refuse a prefix that came without them.
-
-        A prefix from the radix tree has entries, and its window rows come from a tail checkpoint; without one,
-        computing on would read another request's. A draft's rows are in no checkpoint: they are cleared. What it
-        proposes for the next 127 tokens is accepted less often then; what is answered is the target's business.
-        """
-        slots = batch.req_pool_indices_cpu
-        if slots is None:  # speculative and dummy batches; the target's prefill has claimed their slots
-            return
-        pool, generations = self.token_to_kv_pool, self.req_to_token_pool.req_generation
-        for slot, prefix in zip(slots.tolist(), prefix_lens, strict=False):
-            owner, generation = int(pool.tail_generation[slot]), int(generations[slot])
-            if prefix and owner != generation and pool.is_draft:
-                pool.clear_window(slot)
-            elif prefix and owner != generation:
-                raise RuntimeError(
-                    f"request slot {slot} continues a prefix of {prefix} tokens, but its window rows are not there "
-                    f"(they are generation {owner}'s, this is {generation}): a prefix must come with its tail"
-                )
-            pool.tail_generation[slot] = generation
-
-    # -- tail checkpoints: resumed, and taken, before the forward that would move on ----------------------------------
-
-    def _prepare_tails(self, batch: ForwardBatch, prefix_lens: list[int], extend_lens: list[int]) -> ChunkWrites | None:
-        """Restore the tails of requests that begin behind a cached prefix; choose what this forward's chunks leave.
-
-        Restores come before reservations, which may evict what they read.
-        """
-        pool, slots = self.token_to_kv_pool, batch.req_pool_indices_cpu
-        tails, storage = pool.tails, pool.tail_storage
-        if tails is None or batch.rids is None or slots is None:
-            return None
-        requests = list(zip(batch.rids, slots.tolist(), prefix_lens, extend_lens, strict=True))
-        resumed = []
-        for request, slot, begin, _ in requests:
-            checkpoint_id, report = tails.resume(request, slot, begin)
-            if checkpoint_id is not None:
-                resumed.append((slot, checkpoint_id))
-            if report is not None:
-                pool.on_prefix_report(request, report)
-        self._issue_tail_copies()
-        for slot, checkpoint_id in resumed:
-            storage.restore(slot, tails.restore(checkpoint_id))
-            pool.tail_generation[slot] = self.req_to_token_pool.req_generation[slot]
-        writes, first_token = [], 0
-        for request, _, begin, count in requests:
-            if count == 1:  # a decoding request in a mixed batch
-                saved = tails.decode(request, begin, 1)
-                if saved is not None:
-                    storage.snapshot(*saved)
-            else:
-                chosen = tails.extend(request, begin, begin + count)
-                writes.extend((first_token, begin, begin + count, write) for write in chosen)
-            first_token += count
-        return chunk_writes(writes, self.device)
-
-    def _issue_tail_copies(self) -> None:
-        pool = self.token_to_kv_pool
-        for request_slot, write in pool.tails.take_snapshots():
-            pool.tail_storage.snapshot(request_slot, write)
-        pool.tail_storage.issue(pool.tails.copies())
-
-    def _save_full_pages(self, batch: ForwardBatch, tokens_per_request: int) -> None:
-        """Save the rings of requests whose decoding has filled a page, before this forward overwrites them."""
-        pool = self.token_to_kv_pool
-        if pool.tails is None or batch.rids is None or self.draft_step is not None:
-            return
-        self._issue_tail_copies()
-        lengths = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu.tolist()
-        assert lengths is not None or not pool.geometry.draft_tokens, "with speculation, the host knows the lengths"
-        for i, request in enumerate(batch.rids):
-            begin = None
-            if lengths is not None:
-                begin = lengths[i] if batch.forward_mode.is_target_verify() else lengths[i] - tokens_per_request
-            saved = pool.tails.decode(request, begin, tokens_per_request)
-            if saved is not None:
-                pool.tail_storage.snapshot(*saved)
 
     # -- once a layer ------------------------------------------------------------------------------------------------
 

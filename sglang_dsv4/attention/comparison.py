@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sglang_dsv4.attention.implementation import KIND_OF_RATIO
+from sglang_dsv4.layer_kinds import LayerKind
 
 if TYPE_CHECKING:
     from sglang_dsv4.attention.backend import Dsv4AttentionBackend
@@ -58,7 +58,7 @@ def install(backend: Dsv4AttentionBackend, model: nn.Module, file: Path) -> Call
         out, reference = results.pop(module.layer_id)
         line = {
             "layer": module.layer_id,
-            "kind": KIND_OF_RATIO[backend.token_to_kv_pool.geometry.layer_ratio(module.layer_id)],
+            "kind": LayerKind(backend.token_to_kv_pool.geometry.layer_ratio(module.layer_id)).name,
             "mode": "prefill" if backend.metadata.split_keys is None else "decode",
             "attended": relative_distances(out, reference),
             "sublayer": relative_distances(output, module.project(reference, positions)),

@@ -24,25 +24,27 @@ from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
 from dsv4_kernels.unpack import Pages, choice, unpack_pages
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page
-from sglang_dsv4.layer_kinds import CSA_RATIO, HCA_RATIO, SWA_RATIO
+from sglang_dsv4.layer_kinds import CSA_RATIO, HCA_RATIO, SWA_RATIO, LayerKind
 
 logger = logging.getLogger(__name__)
 
 NAME_VARIABLE = "SGLANG_DSV4_ATTENTION"
-ENTRIES = {
+COMPILED_ENTRIES = {
     SWA_RATIO: (0,),
     CSA_RATIO: (512, 2 * DECODE_SPLIT_KEYS),
     HCA_RATIO: (128, 512, 2 * DECODE_SPLIT_KEYS),
 }
 """Entries that lists or page tables have room for in the calls that compile: few, some, and several parts of them."""
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 512)
+COMPILED_TOKENS = (1, 2, 4, 8, 16, 32, 64, 512)
 """Hopper's kernel has variants that divide keys and channels among CTAs, by how many tokens there are and how wide
 their lists; the bits are the same."""
-KIND_OF_RATIO = {SWA_RATIO: "window", CSA_RATIO: "CSA", HCA_RATIO: "HCA"}
 
 
-def implementation_by_name(device: torch.device, head_dim: int) -> str | None:
-    """The `impl` to call the attention with: None leaves the choice to the registry."""
+def required_implementation(device: torch.device, head_dim: int) -> str | None:
+    """Name of the implementation that must be taken; None leaves the choice to the registry.
+
+    The environment's, or on a GPU the reference for a head_dim that no kernel has.
+    """
     named = os.environ.get(NAME_VARIABLE, "").strip()
     if named:
         return named
@@ -55,7 +57,7 @@ def chosen_implementation(device: torch.device, dtype: torch.dtype, head_dim: in
     Raises:
         KeyError, NotImplementedError: the name in the environment is none, or does not run on this device.
     """
-    return registry.chosen("sparse_attention", device, dtype, implementation_by_name(device, head_dim))
+    return registry.chosen("sparse_attention", device, dtype, required_implementation(device, head_dim))
 
 
 def compile_ahead(geometry: PoolGeometry, heads: int, device: torch.device) -> None:
@@ -80,8 +82,8 @@ def compile_ahead(geometry: PoolGeometry, heads: int, device: torch.device) -> N
     todo = [(ratio, split) for ratio in sorted(set(geometry.ratios)) for split in (DECODE_SPLIT_KEYS, None)]
     begin, known = time.perf_counter(), len(compile_cache.origins())
     for done, (ratio, split_keys) in enumerate(todo, 1):
-        what = f"{KIND_OF_RATIO[ratio]}, {'prefill' if split_keys is None else 'decode'}"
-        for entries, tokens in itertools.product(ENTRIES[ratio], TOKENS):
+        what = f"{LayerKind(ratio).name}, {'prefill' if split_keys is None else 'decode'}"
+        for entries, tokens in itertools.product(COMPILED_ENTRIES[ratio], COMPILED_TOKENS):
             _call_once(geometry, heads, device, ratio, split_keys, entries, tokens, False)
             if split_keys is None and choice.helps(chosen.name) and may_unpack(geometry, heads, entries, tokens):
                 _call_once(geometry, heads, device, ratio, split_keys, entries, tokens, True)
@@ -148,8 +150,8 @@ def _call_once(
         sink=torch.zeros(heads, device=device),
         scale=1.0,
         split_keys=split_keys,
-        impl=implementation_by_name(device, geometry.row_dim),
+        impl=required_implementation(device, geometry.row_dim),
         **arguments,
     )
     if out.any():
-        raise RuntimeError(f"the attention of zeros ({KIND_OF_RATIO[ratio]}, split_keys {split_keys}) is not zero")
+        raise RuntimeError(f"the attention of zeros ({LayerKind(ratio).name}, split_keys {split_keys}) is not zero")

@@ -15,7 +15,7 @@ Two builders make a `ForwardMetadata`:
   all inputs are device tensors, so the whole function can be recorded into a CUDA graph. Rows are written to the ring
   first and attention reads them there.
 
-Sinks: request slot 0 and FULL page 0 belong to nobody. Padding reads and writes them.
+The null slot (request slot 0) and the null page (FULL page 0) belong to nobody. Padding reads and writes them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dsv4_kernels.kv_layout import RowFormat, entry_rows
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
-from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups
+from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups, ring_row
 from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
 
 
@@ -38,7 +38,7 @@ class CompressPlan:
     """Entries that this forward may close, for every layer of one ratio (specification, section 3.4).
 
     M is the number of closed groups in `extend_metadata`; in `uniform_metadata` it is B*ceil(k/r), and an item whose
-    group stays open has no sources (the compressor gives zeros) and goes to the sink row.
+    group stays open has no sources (the compressor gives zeros) and goes to the null row, entry 0.
     """
 
     sources: Tensor  # [M, C*r] int32: -1 no row; s < S: compressor-state row; S + i: token i of this forward
@@ -110,8 +110,8 @@ class ForwardMetadata:
 def page_table_of(req_to_token: Tensor, req_slots: Tensor, num_pages: int) -> Tensor:
     """FULL page numbers [B, num_pages] int32 of the requests' first `num_pages` pages.
 
-    SGLang hands out whole pages of 256 slots, so the slot of a page's first token names the page. The sink slot has the
-    sink page, whatever its row of the table says: a padding request must not write an entry of somebody's.
+    SGLang hands out whole pages of 256 slots, so the slot of a page's first token names the page. The null slot has the
+    null page, whatever its row of the table says: a padding request must not write an entry of somebody's.
 
     Args:
         req_to_token: [slots, max_context] int32, SGLang's table of full slots by position.
@@ -121,8 +121,16 @@ def page_table_of(req_to_token: Tensor, req_slots: Tensor, num_pages: int) -> Te
     return pages.masked_fill_((req_slots == 0)[:, None], 0).int()
 
 
-def _runs(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Owner and place of each item when owner b has counts[b] items in a row: two [total] int64."""
+def ragged_offsets(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Of a ragged batch in which b has counts[b] elements in a row: each element's b, and its offset in b's row.
+
+    Args:
+        counts: [B] int64.
+        total: their sum, known on the host.
+
+    Returns:
+        Two [total] int64.
+    """
     owner = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts, output_size=total)
     begin = counts.cumsum(0) - counts
     return owner, torch.arange(total, device=counts.device) - begin.index_select(0, owner)
@@ -163,12 +171,12 @@ def extend_metadata(
     gather_begin = gather.cumsum(0) - gather
     page_table = page_table_of(req_to_token, req_slots, -(-max(ends, default=1) // FULL_PAGE_TOKENS))
 
-    owner, offset = _runs(extend, real_tokens)
+    owner, offset = ragged_offsets(extend, real_tokens)
     positions = prefix[owner] + offset
 
-    gather_owner, gather_offset = _runs(gather, G)
+    gather_owner, gather_offset = ragged_offsets(gather, G)
     gather_positions = (prefix - gather)[gather_owner] + gather_offset
-    window_gather = req_slots[gather_owner] * R + gather_positions % R
+    window_gather = ring_row(req_slots[gather_owner], gather_positions, R)
 
     seen = positions[:, None] + torch.arange(1 - W, 1, device=device)  # [T, W] positions
     from_chunk = seen - prefix[owner, None] + (G + begin)[owner, None]
@@ -178,31 +186,33 @@ def extend_metadata(
     # Only the last W rows can be read again, and position % R of these is what a snapshot at `end` copies.
     kept = [min(n, W) for n in extend_lens]
     kept_count = extend.clamp(max=W)
-    kept_owner, kept_offset = _runs(kept_count, sum(kept))
+    kept_owner, kept_offset = ragged_offsets(kept_count, sum(kept))
     kept_positions = (end - kept_count)[kept_owner] + kept_offset
 
     compress: dict[int, CompressPlan] = {}
     for ratio in geometry.compressed:
         first = prefix // ratio
         closed = sum(e // ratio - p // ratio for p, e in zip(prefix_lens, ends, strict=True))
-        group_owner, group_offset = _runs(end // ratio - first, closed)
+        group_owner, group_offset = ragged_offsets(end // ratio - first, closed)
         group_positions = (first[group_owner] + group_offset) * ratio
         C, S = overlap_groups(ratio), geometry.state_rows(ratio)
         raw = group_positions[:, None] + torch.arange((1 - C) * ratio, ratio, device=device)  # [M, C*r] positions
-        in_state = req_slots[group_owner, None] * S + raw % S
+        in_state = ring_row(req_slots[group_owner, None], raw, S)
         in_chunk = request_slots * S + begin[group_owner, None] + raw - prefix[group_owner, None]
         sources = torch.where(raw < prefix[group_owner, None], in_state, in_chunk).masked_fill_(raw < 0, -1)
         # Raw rows that a later entry still needs: the open group and, with overlap, the group before it.
         needed = [max(p, (e // ratio + 1 - C) * ratio) for p, e in zip(prefix_lens, ends, strict=True)]
         needed_from = torch.maximum(prefix, (end // ratio + 1 - C) * ratio)
-        state_owner, state_offset = _runs(end - needed_from, sum(e - q for e, q in zip(ends, needed, strict=True)))
+        state_owner, state_offset = ragged_offsets(
+            end - needed_from, sum(e - q for e, q in zip(ends, needed, strict=True))
+        )
         state_positions = needed_from[state_owner] + state_offset
         compress[ratio] = CompressPlan(
             sources=sources.int(),
             slots=entry_rows(page_table, group_owner, group_positions // ratio, entries_per_page(ratio)),
             positions=group_positions,
             state_write_tokens=begin[state_owner] + state_positions - prefix[state_owner],
-            state_write_rows=req_slots[state_owner] * S + state_positions % S,
+            state_write_rows=ring_row(req_slots[state_owner], state_positions, S),
         )
 
     visible = {ratio: ((positions + 1) // ratio).int() for ratio in geometry.compressed}
@@ -210,7 +220,7 @@ def extend_metadata(
     unpack = None
     if geometry.row_format is RowFormat.FP8:
         held = (end + FULL_PAGE_TOKENS - 1) // FULL_PAGE_TOKENS
-        page_owner, page_place = _runs(held, sum(-(-e // FULL_PAGE_TOKENS) for e in ends))
+        page_owner, page_place = ragged_offsets(held, sum(-(-e // FULL_PAGE_TOKENS) for e in ends))
         unpacked = (held.cumsum(0) - held)[:, None] + torch.arange(page_table.shape[1], device=device)
         unpack = UnpackPlan(
             window_rows=torch.arange(G + num_tokens, dtype=torch.int32, device=device),
@@ -219,7 +229,7 @@ def extend_metadata(
             spans=tuple(zip(prefix_lens, ends, strict=True)),
         )
     if padding:
-        # Padding tokens belong to an extra request in the sink slot: they see their own row and no entry.
+        # Padding tokens belong to an extra request in the null slot: they see their own row and no entry.
         req_slots, page_table = F.pad(req_slots, (0, 1)), F.pad(page_table, (0, 0, 0, 1))
         positions = F.pad(positions, (0, padding))
         token_to_request = F.pad(token_to_request, (0, padding), value=len(ends))
@@ -236,7 +246,7 @@ def extend_metadata(
         window_gather=window_gather,
         window_rows=window_rows,
         ring_write_tokens=begin[kept_owner] + kept_positions - prefix[kept_owner],
-        ring_write_rows=req_slots[kept_owner] * R + kept_positions % R,
+        ring_write_rows=ring_row(req_slots[kept_owner], kept_positions, R),
         compress=compress,
         visible=visible,
         unpack=unpack,
@@ -270,7 +280,7 @@ def uniform_metadata(
     positions = first_positions[owner] + tokens % k
 
     seen = positions[:, None] + torch.arange(1 - W, 1, device=device)
-    window_rows = (req_slots[owner, None] * R + seen % R).masked_fill_(seen < 0, -1)
+    window_rows = ring_row(req_slots[owner, None], seen, R).masked_fill_(seen < 0, -1)
 
     compress: dict[int, CompressPlan] = {}
     for ratio in geometry.compressed:
@@ -282,7 +292,7 @@ def uniform_metadata(
         closes = group_positions + ratio <= first + k
         C, S = overlap_groups(ratio), geometry.state_rows(ratio)
         raw = group_positions[:, None] + torch.arange((1 - C) * ratio, ratio, device=device)
-        in_state = req_slots[group_owner, None] * S + raw % S
+        in_state = ring_row(req_slots[group_owner, None], raw, S)
         in_batch = request_slots * S + (group_owner * k - first)[:, None] + raw
         sources = torch.where(raw < first[:, None], in_state, in_batch).masked_fill_(raw < 0, -1)
         in_table = group_positions.clamp(max=page_table.shape[1] * FULL_PAGE_TOKENS - 1)  # of an open group, else as is
@@ -292,7 +302,7 @@ def uniform_metadata(
             slots=torch.where(closes, row, 0),
             positions=torch.where(closes, group_positions, first // ratio * ratio),
             state_write_tokens=tokens,
-            state_write_rows=req_slots[owner] * S + positions % S,
+            state_write_rows=ring_row(req_slots[owner], positions, S),
         )
 
     return ForwardMetadata(
@@ -304,7 +314,7 @@ def uniform_metadata(
         window_gather=tokens[:0],
         window_rows=window_rows.int(),
         ring_write_tokens=tokens,
-        ring_write_rows=req_slots[owner] * R + positions % R,
+        ring_write_rows=ring_row(req_slots[owner], positions, R),
         compress=compress,
         visible={ratio: ((positions + 1) // ratio).int() for ratio in geometry.compressed},
         unpack=None,

@@ -1,8 +1,6 @@
 """The KV pools: entries and indexer keys by FULL slot, window and compressor rings by request slot.
 
-A subclass of SGLang's DeepSeekV4TokenToKVPool only for its isinstance checks: with `needs_paged_swa_allocator` False
-SGLang uses its plain paged allocator over FULL tokens and a radix tree of FULL pages, and nobody but us knows of a
-sliding window. Its constructor, which would allocate the paged pools, is not called.
+A subclass of SGLang's pool only for its isinstance checks (`RingWindowKVPool`): nobody but us knows of a window.
 
 Rows are found by arithmetic alone, so there is nothing to allocate, free or reset:
 
@@ -16,43 +14,43 @@ A new request in an old slot reads only rows that it has written itself: positio
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
-from sglang.srt.mem_cache.memory_pool import KVCache
+from sglang.srt.distributed import get_tp_group
 from sglang.srt.runtime_context import get_exec
 
 from dsv4_kernels.kv_layout import KVRows
+from dsv4_radix_cache.placement import Placement
+from dsv4_radix_cache.requests import TailRequests
+from dsv4_radix_cache.store import CheckpointStore
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.pool_configurator import geometry_of, tail_slots
 from sglang_dsv4.cache.pool_plan import PoolPlan
+from sglang_dsv4.cache.tail_options import TailOptions, TailSizes, least_of_ranks
 from sglang_dsv4.cache.tail_storage import TailStorage
-from sglang_dsv4.compat import DeepSeekV4TokenToKVPool
-from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO
+from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, LayerKind
+from sglang_dsv4.sglang_bases import RingWindowKVPool
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-    from dsv4_radix_cache.accounting import PrefixReport
-    from dsv4_radix_cache.requests import TailRequests
-
 logger = logging.getLogger(__name__)
 
 
-class Dsv4KVPool(DeepSeekV4TokenToKVPool):
+class Dsv4KVPool(RingWindowKVPool):
     """All cache tensors of one worker (target or draft).
 
     Attributes:
         geometry: dimensions.
         plan: what was allocated, to the byte. A draft worker's tensors are also in its target's plan.
-        tail_generation: [request_slots] int64 on the host: `ReqToTokenPool.req_generation` of the request whose rows
+        ring_generation: [request_slots] int64 on the host: `ReqToTokenPool.req_generation` of the request whose rows
             are in a slot's rings, 0 if none. A request that continues a prefix must find its own number there.
         tail_storage: bytes of the tail checkpoints; None without prefix reuse.
-        tails: which request takes and gets which checkpoint; set by the prefix cache, None without one.
-        on_prefix_report: called with a request's id and the account of its prompt when it starts.
+        tail_requests: which request takes and gets which checkpoint; None without prefix reuse.
     """
 
     def __init__(
@@ -62,13 +60,26 @@ class Dsv4KVPool(DeepSeekV4TokenToKVPool):
         full_tokens: int,
         request_slots: int,
         device: str,
-        tail_slots: int = 0,
+        tails: TailSizes | None = None,
         is_draft: bool = False,
         enable_memory_saver: bool = False,
     ) -> None:
+        """Allocate everything.
+
+        Args:
+            geometry: dimensions.
+            full_tokens: tokens that SGLang may hand out, a multiple of 256.
+            request_slots: running requests + 1.
+            device: where the tensors are.
+            tails: how many tail checkpoints; None for no prefix reuse.
+            is_draft: the pool is a draft worker's.
+            enable_memory_saver: SGLang's.
+        """
         layers = geometry.layers()
-        KVCache.__init__(
-            self,
+        super().__init__(
+            request_slots,
+            geometry.window_tokens,
+            geometry.compressed,
             size=full_tokens,
             page_size=FULL_PAGE_TOKENS,
             dtype=geometry.dtype,
@@ -79,36 +90,32 @@ class Dsv4KVPool(DeepSeekV4TokenToKVPool):
             end_layer=geometry.first_layer + len(layers),
         )
         self.geometry = geometry
-        self.plan = PoolPlan.of(geometry, full_tokens, request_slots, tail_slots)
-        # What SGLang's DSV4 code asks of a pool before it decides who owns the sliding window.
-        self.needs_paged_swa_allocator = False
-        self.request_window = None
-        self.swa_kv_pool = None
-        self.swa_req_ring_size = None
-        self.full_to_swa_index_mapping = None
-        self.swa_valid_from = None
-        self._unified_kv = False
-        self._unified_kv_fp8 = False
-        self.num_req_slots = request_slots
-        self.sliding_window = geometry.window_tokens
-        self.present_ratios = geometry.compressed
-
+        self.plan = PoolPlan.of(geometry, full_tokens, request_slots, tails.device_slots if tails else 0)
         self.is_draft = is_draft
-        self.tails: TailRequests | None = None
-        self.on_prefix_report: Callable[[str, PrefixReport], None] = lambda request, report: None
-        self.tail_generation = torch.zeros(request_slots, dtype=torch.int64)
+        self.ring_generation = torch.zeros(request_slots, dtype=torch.int64)
         self._tensors: dict[str, dict[int, KVRows | torch.Tensor]] = {}
-        self._stacks: dict[str, torch.Tensor] = {}
+        rings: dict[str, torch.Tensor] = {}  # [layers, ...] of all request slots: what a tail checkpoint copies at once
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             for spec in self.plan.pools:
                 # The draft worker allocates its own rings; checkpoints are laid out slot by slot (tail_storage).
                 if spec.name != "draft window rings" and spec.per != "checkpoint":
                     if spec.per == "request":
-                        self._stacks[spec.name], rows = spec.allocate_stack(device)
+                        rings[spec.name], rows = spec.allocate_stack(device)
                         self._tensors[spec.name] = dict(zip(spec.layers, rows, strict=True))
                     else:
                         self._tensors[spec.name] = {layer: spec.allocate(device) for layer in spec.layers}
-            self.tail_storage = TailStorage(self, tail_slots) if tail_slots else None
+            self.tail_storage = self.tail_requests = None
+            if tails is not None:
+                slots = (tails.device_slots, tails.host_slots)
+                self.tail_storage = TailStorage(geometry, rings, device, *slots)
+                self.tail_requests = TailRequests(
+                    CheckpointStore(*slots),
+                    Placement(tails.interval_tokens),
+                    geometry.ring_rows,
+                    geometry.state_rows(CSA_RATIO),
+                    geometry.draft_tokens,
+                    tails.strict,
+                )
         self.mem_usage = self.get_kv_size_bytes() / (1 << 30)
 
     # -- what attention reads and writes -----------------------------------------------------------------------------
@@ -141,12 +148,8 @@ class Dsv4KVPool(DeepSeekV4TokenToKVPool):
             first, end = (slot * self.geometry.ring_rows // per_row for slot in (request_slot, request_slot + 1))
             rows.storage[first:end] = 0
 
-    def stack(self, name: str) -> torch.Tensor:
-        """Storage of all layers of a pool of request slots, [layers, ...]: what a tail checkpoint copies at once."""
-        return self._stacks[name]
-
     def _kind(self, layer_id: int) -> str:
-        return {CSA_RATIO: "CSA", HCA_RATIO: "HCA"}.get(self.geometry.layer_ratio(layer_id), "SWA")
+        return LayerKind(self.geometry.layer_ratio(layer_id)).name
 
     def _of(self, name: str, layer_id: int) -> Any:  # noqa: ANN401 - KVRows or raw rows, by name
         try:
@@ -248,14 +251,26 @@ def build_kv_pool(
         in_tree_sizes: sizes of SGLang's own pools.
     """
     request_slots = req_to_token_pool.req_to_token.shape[0]
+    geometry = geometry_of(kvc)
     pool = Dsv4KVPool(
-        geometry_of(kvc),
+        geometry,
         full_tokens=full_max_total_num_tokens,
         request_slots=request_slots,
-        tail_slots=0 if kvc.is_draft_worker else tail_slots(full_max_total_num_tokens, request_slots),
+        tails=None if kvc.is_draft_worker else _tail_sizes(geometry, full_max_total_num_tokens, request_slots),
         is_draft=kvc.is_draft_worker,
         device=kvc.device,
         enable_memory_saver=get_exec().features.enable_memory_saver,
     )
     logger.info("%s\n%s", "Draft worker" if kvc.is_draft_worker else "Target worker", pool.plan.table())
     return pool
+
+
+def _tail_sizes(geometry: PoolGeometry, full_tokens: int, request_slots: int) -> TailSizes | None:
+    """Tail checkpoints of a target worker, the same on all ranks; None without prefix reuse."""
+    device_slots = tail_slots(full_tokens, request_slots)
+    if not device_slots:
+        return None
+    options = TailOptions.from_environment()
+    slot_bytes = int(PoolPlan.of(geometry, full_tokens, request_slots, device_slots).bytes_per_checkpoint)
+    host_slots = least_of_ranks(options.slots_on_host(device_slots, slot_bytes), get_tp_group().cpu_group)
+    return TailSizes(device_slots, host_slots, options.interval_tokens, options.strict)

@@ -68,7 +68,7 @@ class Dsv4PoolConfigurator(MemoryPoolConfigurator):
         self._requested = None if requested is None else max(1, requested // kvc.attn_dp_size)
 
     def _request_slots(self, full_tokens: int) -> int:
-        """Slots that SGLang will ask for (KVCacheConfigurator.resolve_max_num_reqs), and the sink."""
+        """Slots that SGLang will ask for (KVCacheConfigurator.resolve_max_num_reqs), and the null slot."""
         default = max(min(full_tokens * 512 // self._context_len, 4096), 2048)
         wanted = default if self._requested is None else self._requested
         return min(wanted, full_tokens // 2) + 1

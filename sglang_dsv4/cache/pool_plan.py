@@ -4,7 +4,7 @@ The plan is the list of tensors that the pool allocates. Its bytes are measured 
 there is no second formula that could drift from the allocation: `PoolPlan.total_bytes` equals the pool's to the byte.
 
 Costs come in two kinds. A FULL token pays its share of entries and indexer keys; a request slot (running requests + the
-sink) pays its rings, which do not grow with the context.
+null slot) pays its rings, which do not grow with the context.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from sglang_dsv4.cache.geometry import PoolGeometry
-from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS
+from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, WINDOW_TOKENS, LayerKind
 
 # SGLang admits a request only if its tokens and a page more fit (PrefillAdder.add_one_req), and lets it generate only
 # what whole pages leave after its prompt and that page (max_new_tokens_for_memory): the last two pages serve nobody.
@@ -41,7 +41,7 @@ class PoolSpec:
     dtype: torch.dtype
 
     def allocate(self, device: str | torch.device, rows: int | None = None) -> KVRows | torch.Tensor:
-        """One layer's storage, zero: sinks and rows never written stay finite."""
+        """One layer's storage, zero: null rows and rows never written stay finite."""
         rows = self.rows if rows is None else rows
         if self.row_format is None:
             return torch.zeros((rows, 2, self.row_dim), dtype=torch.float32, device=device)
@@ -82,8 +82,8 @@ class PoolPlan:
     """The pools of a geometry for a number of FULL tokens and request slots.
 
     Attributes:
-        full_tokens: tokens that SGLang may hand out, a multiple of 256. FULL page 0, the sink, comes on top.
-        request_slots: running requests + 1; slot 0 is the sink.
+        full_tokens: tokens that SGLang may hand out, a multiple of 256. FULL page 0, the null page, comes on top.
+        request_slots: running requests + 1; slot 0 is the null slot.
         tail_slots: tail checkpoints on the device, without the landing slot.
         pools: every kind of tensor that is allocated.
     """
@@ -115,7 +115,7 @@ class PoolPlan:
             rings("draft window rings", draft_layers, g.ring_rows, row_format=g.row_format, **rows),
         ]
         for ratio in g.compressed:
-            kind, layers = ("CSA" if ratio == CSA_RATIO else "HCA"), g.layers(ratio)
+            kind, layers = LayerKind(ratio).name, g.layers(ratio)
             entries = (full_tokens + FULL_PAGE_TOKENS) // ratio
             pools.append(PoolSpec(f"{kind} entries", layers, entries, "token", 1 / ratio, g.row_format, **rows))
             state = {"row_format": None, "rope_dim": 0, "dtype": torch.float32}
@@ -128,16 +128,7 @@ class PoolPlan:
                 dim = g.state_dim(ratio, indexer=True)
                 pools.append(rings("indexer compressor state", layers, states, row_dim=dim, **state))
         if tail_slots:
-            kept, csa = tail_slots + 1, g.layers(CSA_RATIO)
-            window = {"row_format": g.row_format, **rows}
-            raw = {"row_format": None, "rope_dim": 0, "dtype": torch.float32}
-
-            def tails(part: str, layers: tuple[int, ...], count: int, **how: Any) -> PoolSpec:  # noqa: ANN401
-                return PoolSpec(f"tail checkpoint {part}", layers, kept * count, "checkpoint", count, **how)
-
-            pools.append(tails("windows", g.layers(), g.window_tokens, **window))
-            pools.append(tails("overlaps", csa, CSA_RATIO, row_dim=g.row_dim, **raw))
-            pools.append(tails("indexer overlaps", csa, CSA_RATIO, row_dim=g.index_dim, **raw))
+            pools += tail_specs(g, tail_slots + 1)
         return cls(geometry, full_tokens, request_slots, tail_slots, tuple(p for p in pools if p.layers))
 
     @property
@@ -184,6 +175,33 @@ class PoolPlan:
             f"{self.request_slots - 1:,} requests, {tails}{format_bytes(self.total_bytes)}"
         )
         return "\n".join([title, *(line.rstrip() for line in text)])
+
+
+def tail_specs(geometry: PoolGeometry, slots: int) -> tuple[PoolSpec, PoolSpec, PoolSpec]:
+    """The three tensors of so many slots of tail checkpoints (specification, section 3.6; `tail_storage`).
+
+    Of every layer the window rows; of a CSA layer's main and indexer compressor the raw rows of one group, of which the
+    overlap needs the first channel half.
+    """
+    g, csa = geometry, geometry.layers(CSA_RATIO)
+    raw = {"row_format": None, "rope_dim": 0, "dtype": torch.float32}
+
+    def part(name: str, layers: tuple[int, ...], count: int, **how: Any) -> PoolSpec:  # noqa: ANN401
+        return PoolSpec(f"tail checkpoint {name}", layers, slots * count, "checkpoint", count, **how)
+
+    return (
+        part(
+            "windows",
+            g.layers(),
+            WINDOW_TOKENS,
+            row_format=g.row_format,
+            row_dim=g.row_dim,
+            rope_dim=g.rope_dim,
+            dtype=g.dtype,
+        ),
+        part("overlaps", csa, CSA_RATIO, row_dim=g.row_dim, **raw),
+        part("indexer overlaps", csa, CSA_RATIO, row_dim=g.index_dim, **raw),
+    )
 
 
 def format_bytes(count: float) -> str:

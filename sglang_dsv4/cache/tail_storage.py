@@ -12,9 +12,8 @@ forwards, in the order of the scheduler's decisions, so no copy needs a fence of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,10 +23,8 @@ from dsv4_radix_cache.requests import Restore, Write
 from dsv4_radix_cache.ring import OVERLAP_TOKENS, WINDOW_TOKENS, chunk_rows, overlap_span, window_span
 from dsv4_radix_cache.store import Copy, Tier
 from sglang_dsv4.cache.geometry import PoolGeometry
+from sglang_dsv4.cache.pool_plan import PoolSpec, tail_specs
 from sglang_dsv4.layer_kinds import CSA_RATIO
-
-if TYPE_CHECKING:
-    from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 
 
 @dataclass(frozen=True)
@@ -70,22 +67,22 @@ class TailSlots:
     def __init__(
         self, geometry: PoolGeometry, slots: int, device: torch.device | str, *, slot_first: bool, pin: bool = False
     ) -> None:
-        g, layers, csa = geometry, geometry.layers(), geometry.layers(CSA_RATIO)
-        one = KVRows.allocate(slots * WINDOW_TOKENS, g.row_format, g.row_dim, g.rope_dim, g.dtype, "meta").storage
-
-        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        def zeros(spec: PoolSpec) -> Tensor:
+            one = spec.allocate("meta")
+            one = one.storage if isinstance(one, KVRows) else one
+            layers, slot_shape = len(spec.layers), (one.shape[0] // max(1, slots), *one.shape[1:])
             if not slot_first:
-                return torch.zeros(shape, dtype=dtype, device=device)
-            shape = (shape[1], shape[0], *shape[2:])
-            return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin).transpose(0, 1)
+                return torch.zeros((layers, slots, *slot_shape), dtype=one.dtype, device=device)
+            shape = (slots, layers, *slot_shape)
+            return torch.zeros(shape, dtype=one.dtype, device=device, pin_memory=pin).transpose(0, 1)
 
-        self.window = zeros((len(layers), slots, one.shape[0] // max(1, slots), one.shape[1]), one.dtype)
-        self.overlap = zeros((len(csa), slots, OVERLAP_TOKENS, 2, g.row_dim), torch.float32)
-        self.index_overlap = zeros((len(csa), slots, OVERLAP_TOKENS, 2, g.index_dim), torch.float32)
+        specs = tail_specs(geometry, slots)
+        self.window, self.overlap, self.index_overlap = map(zeros, specs)  # [layers, slots, rows, ...]
+        self.names = tuple(spec.name for spec in specs)
         self.slots = slots
         self._geometry = geometry
-        self._layer = {layer: i for i, layer in enumerate(layers)}
-        self._csa_layer = {layer: i for i, layer in enumerate(csa)}
+        self._layer = {layer: i for i, layer in enumerate(specs[0].layers)}
+        self._csa_layer = {layer: i for i, layer in enumerate(specs[1].layers)}
 
     @property
     def nbytes(self) -> int:
@@ -119,24 +116,35 @@ class TailStorage:
     host without being promoted.
     """
 
-    def __init__(self, pool: Dsv4KVPool, device_slots: int) -> None:
-        """Raise ValueError if the pool's window is not the 128 tokens that a checkpoint holds."""
-        geometry = pool.geometry
+    def __init__(
+        self,
+        geometry: PoolGeometry,
+        rings: Mapping[str, Tensor],
+        device: torch.device | str,
+        device_slots: int,
+        host_slots: int,
+    ) -> None:
+        """Allocate both tiers; the host's is pinned where the device is a GPU.
+
+        Args:
+            geometry: of the pool.
+            rings: the pool's rings and compressor states by name (`pool_plan`), each [layers, ...] over request slots.
+            device: where the rings are.
+            device_slots, host_slots: checkpoints of each tier.
+
+        Raises:
+            ValueError: the model's window is not the 128 tokens that a checkpoint holds.
+        """
         if geometry.window_tokens != WINDOW_TOKENS:
             raise ValueError(
                 f"prefix reuse needs a sliding window of {WINDOW_TOKENS} tokens, this model has "
                 f"{geometry.window_tokens}: start with --disable-radix-cache"
             )
-        self.pool = pool
-        self.device = TailSlots(geometry, device_slots + 1, pool.device, slot_first=False)
-        self.host = TailSlots(geometry, 0, "cpu", slot_first=True)
+        self._geometry, self._rings_by_name = geometry, rings
+        self.device = TailSlots(geometry, device_slots + 1, device, slot_first=False)
+        self.host = TailSlots(geometry, host_slots, "cpu", slot_first=True, pin=torch.device(device).type == "cuda")
         self.device_slots = self.landing_slot = device_slots
         self.slot_bytes = self.device.nbytes // (device_slots + 1)
-
-    def add_host(self, host_slots: int) -> None:
-        """Allocate the host tier, pinned where the device is a GPU."""
-        pin = torch.device(self.pool.device).type == "cuda"
-        self.host = TailSlots(self.pool.geometry, host_slots, "cpu", slot_first=True, pin=pin)
 
     def issue(self, copies: Sequence[Copy]) -> None:
         """Copies between the tiers, in order."""
@@ -173,20 +181,19 @@ class TailStorage:
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Device tensors by name."""
-        names = ("tail checkpoint windows", "tail checkpoint overlaps", "tail checkpoint indexer overlaps")
-        return list(zip(names, self.device.parts(), strict=True))
+        return list(zip(self.device.names, self.device.parts(), strict=True))
 
     def _rings(self, request_slot: int, position: int) -> tuple[Tensor, Tensor, Tensor]:
         """The same rows in the rings of a request: views [layers, ...] of the shapes of `part[:, slot]`."""
-        pool, g = self.pool, self.pool.geometry
+        g, rings = self._geometry, self._rings_by_name
         span = window_span(position, g.ring_rows)
         unit = WINDOW_TOKENS // self.device.window.shape[2]  # rows in one row of the storage: 1, or 64 in a byte format
         first = (request_slot * g.ring_rows + span.begin) // unit
-        window = pool.stack("window rings")[:, first : first + span.rows // unit]
+        window = rings["window rings"][:, first : first + span.rows // unit]
         if not g.layers(CSA_RATIO):
             return window, self.device.overlap[:, 0], self.device.index_overlap[:, 0]
         span = overlap_span(position, g.state_rows(CSA_RATIO))
         first = request_slot * g.state_rows(CSA_RATIO) + span.begin
         rows = slice(first, first + span.rows)
-        main = pool.stack("CSA compressor state")[:, rows, :, : g.row_dim]
-        return window, main, pool.stack("indexer compressor state")[:, rows, :, : g.index_dim]
+        main = rings["CSA compressor state"][:, rows, :, : g.row_dim]
+        return window, main, rings["indexer compressor state"][:, rows, :, : g.index_dim]

@@ -7,6 +7,7 @@ asks :func:`activate` once in every process.
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
@@ -15,6 +16,8 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_dsv4.cpu.shims import is_off
+
+logger = logging.getLogger(__name__)
 
 
 def activate() -> str | None:
@@ -53,5 +56,10 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "eager"
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        """EAGLE runs the MTP module with the same backend as the target model."""
-        return algorithm == "EAGLE"
+        """None; the log says why, and SGLang then refuses the algorithm by name."""
+        logger.error(
+            "--speculative-algorithm %s needs a GPU: SGLang's decode step of it launches Triton kernels "
+            "(mem_cache/allocation.py, get_last_loc)",
+            algorithm,
+        )
+        return False

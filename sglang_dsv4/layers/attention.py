@@ -1,4 +1,4 @@
-"""The attention sublayer (specification, section 3): forward() reads as the specification does."""
+"""The attention sublayer (specification, section 3), its heads sharded; forward() reads as the specification does."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from dsv4_kernels.linear import grouped_linear
 from dsv4_kernels.norm import rms_norm
-from dsv4_kernels.rope import apply_rope, apply_rope_in_place
 from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.layer_kinds import LayerKind
-from sglang_dsv4.layers.compressor import Compressor, quantise_kv_row
+from sglang_dsv4.layers.compressor import Compressor
 from sglang_dsv4.layers.indexer import Indexer
 from sglang_dsv4.layers.linear import Fp8Input, StackedProjection, load_row_shard, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
+from sglang_dsv4.layers.quantise_rows import quantise_kv_row
+from sglang_dsv4.layers.rope import Rotation
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -93,7 +94,7 @@ class Attention(nn.Module):
             self.compressor = Compressor(config, layer_id, kind, dim, wkv, wgate, indexer=False)
             if of_indexer:
                 self.indexer = Indexer(config, layer_id, *of_indexer, quant_config, f"{prefix}.indexer")
-        self.register_buffer("frequencies", config.rope(kind).frequencies(), persistent=False)
+        self.rope = Rotation(config, kind)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """`x [T, d]` (normed), `positions [T]` int64 -> [T, d], both in the model's dtype."""
@@ -104,8 +105,8 @@ class Attention(nn.Module):
         q = self.wq_b(q_latent)[0].unflatten(-1, (self.num_local_heads, self.config.head_dim))
         q = rms_norm(q, None, self.config.rms_norm_eps)
         kv = self.kv_norm(kv)
-        q = apply_rope(q, positions, self.frequencies)
-        kv = apply_rope(kv, positions, self.frequencies)
+        q = self.rope(q, positions)
+        kv = self.rope(kv, positions)
 
         window = backend.window(self.layer_id, quantise_kv_row(kv, self.config, backend.kv_row_format))
         selected = None
@@ -121,6 +122,6 @@ class Attention(nn.Module):
     def project(self, o: Tensor, positions: Tensor) -> Tensor:
         """What was attended, `[T, local heads, head_dim]`, to the sublayer's output `[T, d]`."""
         # K and V are one row, so V carries the rotation of its own position: undo it relative to the query's.
-        o = apply_rope_in_place(o, positions, self.frequencies, inverse=True)
+        o = self.rope.undo(o, positions)
         o = grouped_linear(o.flatten(1).unflatten(-1, (self.num_local_groups, -1)), self.wo_a).flatten(1)
         return self.wo_b(Fp8Input.of(o) if self.quantises else o)[0]

@@ -6,24 +6,10 @@ import torch
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import Tensor, nn
 
-from dsv4_kernels.kv_layout import RowFormat
-from dsv4_kernels.quant import fp8_qdq
-from dsv4_kernels.rope import apply_rope
-from sglang_dsv4.config import KV_BLOCK, Config
+from sglang_dsv4.config import Config
 from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.norm import RMSNorm
-
-
-def quantise_kv_row(row: Tensor, config: Config, stored_as: RowFormat) -> Tensor:
-    """FP8 round trip of the channels that are not rotated, [..., head_dim] (section 3.1).
-
-    Not for rows stored as FP8: they quantise what is written, and from this round trip's result the same values would
-    in rare cases get other bytes.
-    """
-    if not config.qat.kv_fp8 or stored_as is RowFormat.FP8:
-        return row
-    nope, rope = row.split((config.nope_head_dim, config.qk_rope_head_dim), dim=-1)
-    return torch.cat((fp8_qdq(nope, KV_BLOCK), rope), dim=-1)
+from sglang_dsv4.layers.rope import Rotation
 
 
 class Compressor(nn.Module):
@@ -58,7 +44,7 @@ class Compressor(nn.Module):
         self.wgate = wgate
         self.ape = nn.Parameter(torch.empty(self.ratio, len(wkv), dtype=torch.float32), requires_grad=False)
         self.norm = RMSNorm(dim, config.rms_norm_eps)
-        self.register_buffer("frequencies", config.rope(kind).frequencies(), persistent=False)
+        self.rope = Rotation(config, kind)
 
     @staticmethod
     def width(kind: LayerKind, dim: int) -> int:
@@ -80,4 +66,4 @@ class Compressor(nn.Module):
         score = score + self.ape[positions % self.ratio]
         entries = backend.compress(self.layer_id, kv, score, indexer=self.indexer)
         entries = self.norm(entries.to(dtype))
-        return apply_rope(entries, backend.entry_positions(self.ratio), self.frequencies)
+        return self.rope(entries, backend.entry_positions(self.ratio))

@@ -9,27 +9,14 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import Tensor, nn
 
-from dsv4_kernels.kv_layout import RowFormat
-from dsv4_kernels.quant import fp4_qdq, hadamard
-from dsv4_kernels.rope import apply_rope
-from sglang_dsv4.config import INDEX_BLOCK, Config
+from sglang_dsv4.config import Config
 from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.compressor import Compressor
 from sglang_dsv4.layers.linear import Fp8Input
+from sglang_dsv4.layers.quantise_rows import quantise_index_row
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
-
-
-def quantise_index_row(row: Tensor, config: Config, stored_as: RowFormat = RowFormat.PLAIN) -> Tensor:
-    """Hadamard and FP4 round trip, [..., index_head_dim]. Switched off, neither: the rotation cancels in q.k.
-
-    Rows stored as FP4 quantise what is written, so they get the rotation only.
-    """
-    if not config.qat.indexer_fp4:
-        return row
-    rotated = hadamard(row)
-    return rotated if stored_as is RowFormat.INDEX_FP4 else fp4_qdq(rotated, INDEX_BLOCK)
 
 
 class Indexer(nn.Module):
@@ -89,7 +76,7 @@ class Indexer(nn.Module):
         backend.write_index_keys(self.layer_id, quantise_index_row(keys, self.config, backend.index_row_format))
 
         q = self.wq_b(q_latent)[0].unflatten(-1, (self.config.index_n_heads, self.config.index_head_dim))
-        q = apply_rope(q, positions, self.compressor.frequencies)
+        q = self.compressor.rope(q, positions)
         q = quantise_index_row(q, self.config)
         # A layer of the model's dtype in the release: rounded to it.
         head_weights = head_weights.to(dtype).float() * self.weight_scale

@@ -2,7 +2,7 @@
 
 A stored prefix has its compressed entries, but neither the 128 window rows nor the compressor rows at its end. A hit is
 therefore legal only where a tail checkpoint holds them (`tail_component`); which checkpoints exist, where and for how
-long is decided by `dsv4_radix_cache`; their bytes are moved by `tail_storage`.
+long is decided by `dsv4_radix_cache`; they are taken and restored by `tails`, and `tail_storage` moves their bytes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
 )
 
 from dsv4_radix_cache import invariants
-from dsv4_radix_cache.placement import Placement
 from dsv4_radix_cache.requests import TailRequests
-from dsv4_radix_cache.store import CheckpointStore
 from sglang_dsv4.cache.pool_plan import format_bytes
-from sglang_dsv4.cache.tail_options import TailOptions
 from sglang_dsv4.compat import UnifiedRadixCache
-from sglang_dsv4.layer_kinds import CSA_RATIO
 from sglang_dsv4.prefix import tail_tree
 from sglang_dsv4.prefix.metrics import PrefixMetrics
 from sglang_dsv4.prefix.tail_component import TAIL, TailComponent
@@ -41,8 +37,17 @@ logger = logging.getLogger(__name__)
 class Dsv4PrefixCache(UnifiedRadixCache):
     """SGLang's radix tree over FULL pages; a match ends where a tail checkpoint stands."""
 
-    def __init__(self, params: CacheInitParams, tails: TailRequests | None = None) -> None:
-        """`tails` may be left out only when `params.disable` is set: then the tree matches and keeps nothing."""
+    def __init__(
+        self, params: CacheInitParams, tails: TailRequests | None = None, tier_bytes: dict[str, int] | None = None
+    ) -> None:
+        """Make an empty tree.
+
+        Args:
+            params: SGLang's.
+            tails: the ledger of the worker's KV pool. It may be left out only when `params.disable` is set: then the
+                tree matches and keeps nothing.
+            tier_bytes: memory of each tier's checkpoints, for the metrics.
+        """
         if tails is None and not params.disable:
             raise ValueError("a prefix cache without tail checkpoints must be disabled")
         self.tails = tails
@@ -53,6 +58,14 @@ class Dsv4PrefixCache(UnifiedRadixCache):
                 register_tree_core_backend(tail_tree.NAME, _create_tree_core)
             params.tree_core_backend = tail_tree.NAME
         super().__init__(params)
+        self._metrics: PrefixMetrics | None = None
+        if tails is not None and params.enable_metrics:
+            self._metrics = PrefixMetrics(tails, tier_bytes or {}, self.metrics_collector.labels)
+
+    def refresh_metrics(self) -> None:
+        """Copy the counts of ledger and store to Prometheus, if metrics are on."""
+        if self._metrics is not None:
+            self._metrics.refresh()
 
     def reset(self) -> None:
         """Empty the tree (`/flush_cache`): every page, checkpoint and request's ledger goes."""
@@ -84,33 +97,20 @@ def create_prefix_cache(ctx: TreeCacheBuildContext) -> Dsv4PrefixCache:
             "sglang-dsv4 does not support --enable-hierarchical-cache: it would move pages to the host without the "
             "window rows at their ends. Tail checkpoints have a host tier of their own (SGLANG_DSV4_TAIL_HOST_SLOTS)"
         )
-    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    if ctx.disable_radix_cache or pool.tail_storage is None:
+    pool: Dsv4KVPool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    tails, storage = pool.tail_requests, pool.tail_storage
+    if ctx.disable_radix_cache or tails is None:
         why = "--disable-radix-cache" if ctx.disable_radix_cache else "SGLANG_DSV4_TAIL_SLOTS=0"
         ctx.params.disable = True
         logger.info("Prefix reuse is off (%s): every request is computed from its first token.", why)
         return Dsv4PrefixCache(ctx.params)
-    tails = activate_tails(pool)
-    cache = Dsv4PrefixCache(ctx.params, tails)
-    pool.tails = tails
-    if ctx.params.enable_metrics:
-        pool.on_prefix_report = PrefixMetrics(pool, cache.metrics_collector.labels).report
-    return cache
-
-
-def activate_tails(pool: Dsv4KVPool) -> TailRequests:
-    """The ledger and the host tier of a pool's tail checkpoints."""
-    options, storage = TailOptions.from_environment(), pool.tail_storage
-    storage.add_host(options.slots_on_host(storage.device_slots, storage.slot_bytes))
-    g, host_slots = pool.geometry, storage.host.slots
-    store = CheckpointStore(storage.device_slots, host_slots)
     logger.info(
         "Prefix reuse is on: tail checkpoints of %s every %d tokens, %d on the device (%s), %d in host memory (%s).",
         format_bytes(storage.slot_bytes),
-        options.interval_tokens,
+        tails.placement.interval_tokens,
         storage.device_slots,
         format_bytes(storage.slot_bytes * storage.device_slots),
-        host_slots,
-        format_bytes(storage.slot_bytes * host_slots),
+        storage.host.slots,
+        format_bytes(storage.slot_bytes * storage.host.slots),
     )
-    return TailRequests(store, Placement(options.interval_tokens), g.ring_rows, g.state_rows(CSA_RATIO), g.draft_tokens)
+    return Dsv4PrefixCache(ctx.params, tails, {"device": storage.device.nbytes, "host": storage.host.nbytes})

@@ -11,7 +11,6 @@ It takes the component slot C128: the enum of component types is closed, and SGL
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -25,12 +24,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.unified_cache.cache_action import CacheAction, ComponentAction, FreeComponentDeviceSlot
-from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLayer, TreeComponent
+from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLayer
 from sglang.srt.mem_cache.unified_cache.components.base import LRURefreshPhase, next_component_uuid
 
 from dsv4_radix_cache.page_chain import PageChain
 from dsv4_radix_cache.requests import Match, TailRequests
-from dsv4_radix_cache.ring import PAGE_TOKENS
+from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.sglang_bases import PassiveTreeComponent
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -43,7 +43,13 @@ TAIL = ComponentType.C128
 META_KEY = "prefix_cache"  # in a response's meta_info
 
 
-class TailComponent(TreeComponent):
+def tail_receipt(req: Req) -> int | None:
+    """What pins the checkpoint of the request's match: its part of the request's lock on the tree."""
+    lock = getattr(req, "lock", None)
+    return None if lock is None else lock.receipt.component_lock_uuids.get(TAIL)
+
+
+class TailComponent(PassiveTreeComponent):
     """Checkpoint ids on node ends. `cache.tails` must be set before the tree is built."""
 
     component_type = TAIL
@@ -52,12 +58,8 @@ class TailComponent(TreeComponent):
         """`cache` carries the engine's `TailRequests` as `tails`."""
         super().__init__(cache, params)
         self.tails: TailRequests = cache.tails
-        self.tails.on_lost = self._take_off
-        self.tails.on_resumed = self._unpin_one
         self._id_at: dict[int, int] = {}  # node id -> checkpoint id
         self._node_of: dict[int, int] = {}  # checkpoint id -> node id
-        self._pins: dict[int, int] = {}  # lock receipt -> checkpoint id
-        self._receipts: dict[int, list[int]] = defaultdict(list)  # checkpoint id -> lock receipts that pin it
         self._by_digest: dict[bytes, int] = {}  # prefix -> checkpoint id
         self._digest_of: dict[int, bytes] = {}
         self._inserting: Req | None = None  # the request whose insert is under way
@@ -65,13 +67,21 @@ class TailComponent(TreeComponent):
     def reset(self) -> None:
         """The tree was emptied: forget every checkpoint and request."""
         self.tails.reset()
-        for table in (self._id_at, self._node_of, self._pins, self._receipts, self._by_digest, self._digest_of):
+        for table in (self._id_at, self._node_of, self._by_digest, self._digest_of):
             table.clear()
         self._inserting = None
 
     def checkpoints(self) -> dict[int, int]:
         """A copy of checkpoint id -> node id."""
+        self.drop_lost()
         return dict(self._node_of)
+
+    def drop_lost(self) -> None:
+        """Take checkpoints off their nodes that the store has lost since the last call: before every use of the tree.
+
+        They are lost while a forward is prepared; the nodes keep their blocks and can no longer end a match.
+        """
+        self._take_off(self.tails.take_lost())
 
     # Match
 
@@ -81,13 +91,14 @@ class TailComponent(TreeComponent):
 
     def deepest(self, key: RadixKey, req: Req | None) -> tuple[int, int | None]:
         """Position and node of the deepest checkpoint on a page-aligned key; (0, None) if there is none."""
+        self.drop_lost()
         if not self._by_digest:
             return 0, None
-        digests = self._chain(key, req).digests(key.token_ids, len(key) // PAGE_TOKENS)
+        digests = self._chain(key, req).digests(key.token_ids, len(key) // FULL_PAGE_TOKENS)
         for pages in range(len(digests), 0, -1):
             checkpoint_id = self._by_digest.get(digests[pages - 1])
             if checkpoint_id is not None:
-                return pages * PAGE_TOKENS, self._node_of[checkpoint_id]
+                return pages * FULL_PAGE_TOKENS, self._node_of[checkpoint_id]
         return 0, None
 
     @staticmethod
@@ -102,11 +113,11 @@ class TailComponent(TreeComponent):
         return chain
 
     def finalize_match_result_in_cache(self, params: MatchPrefixParams, result: MatchResult) -> MatchResult:
-        """Tell the request's ledger where its prefix ends, and how far its blocks would have reached."""
+        """Note where the request's prefix ends, and how far its blocks would have reached; the last match counts."""
         req, key = params.req, params.key
         if req is not None:
             tokens = len(key.token_ids)
-            req.tail_match = Match(  # its life is the request's
+            req.tail_match = Match(
                 prompt_tokens=tokens,
                 checkpoint_id=self._id_at.get(result.best_match_node),
                 position=result.device_prefix_len,
@@ -114,7 +125,6 @@ class TailComponent(TreeComponent):
                 limit_tokens=tokens if key.limit is None else key.limit,
                 salted=req.extra_key is not None or req.cache_salt is not None,
             )
-            self.tails.matched(req.rid, req.tail_match)
         return result
 
     def refresh_lru(self, phase: LRURefreshPhase, node: UnifiedTreeNode, root_node: UnifiedTreeNode) -> None:
@@ -126,9 +136,10 @@ class TailComponent(TreeComponent):
         self, req: Req, insert_params: InsertParams, token_ids_len: int, is_finished: bool
     ) -> int | None:
         """Remember whose insert this is, and tell the request how far it was served from the cache."""
+        self.drop_lost()
         self._inserting = req
         if is_finished:
-            self.tails.ended(req.rid, token_ids_len)
+            self.tails.ended(*self._holder(req), token_ids_len)
         match: Match | None = getattr(req, "tail_match", None)
         if match is not None and match.report is not None:
             # SGLang copies these lists into the response's meta_info. A retracted request keeps its first account.
@@ -148,23 +159,23 @@ class TailComponent(TreeComponent):
         if self._inserting is None:
             return
         end = result.prefix_len + (len(node.key) if is_new_leaf else 0)
-        request = self._inserting.rid
-        pending = self.tails.to_publish(request, end)
+        slot, generation = self._holder(self._inserting)
+        pending = self.tails.to_publish(slot, generation, end)
         if not pending:
             return
-        digests = self._chain(params.key, self._inserting).digests(params.key.token_ids, end // PAGE_TOKENS)
+        digests = self._chain(params.key, self._inserting).digests(params.key.token_ids, end // FULL_PAGE_TOKENS)
         for position, checkpoint_id in pending:
             while end - len(node.key) >= position:
                 end -= len(node.key)
                 node = node.parent
             if end != position:
                 cut = len(node.key) - (end - position)
-                node, action = self.tree_core._split_node(node.key, node, cut)
+                node, action = self.tree_core.split(node, cut)
                 end = position
                 if action is not None:
                     cache_actions.append(action)
-            self._attach(node, checkpoint_id, digests[position // PAGE_TOKENS - 1])
-            self.tails.published(request, position)
+            self._attach(node, checkpoint_id, digests[position // FULL_PAGE_TOKENS - 1])
+            self.tails.published(slot, position)
 
     def cleanup_after_caching_req(
         self,
@@ -176,9 +187,15 @@ class TailComponent(TreeComponent):
         """A finished or retracted request gives back what it didn't publish; one that goes on needs no pin."""
         self._inserting = None
         if is_finished:
-            self.tails.finished(req.rid)
-        elif req.lock is not None:
-            self._unpin(req.lock.receipt.component_lock_uuids.get(TAIL))
+            self.tails.finished(*self._holder(req))
+        else:
+            self.tails.unpin(tail_receipt(req))
+        self.cache.refresh_metrics()
+
+    def _holder(self, req: Req) -> tuple[int, int]:
+        """The request slot and its generation: what the ledger calls the request."""
+        slot = req.kv.req_pool_idx
+        return slot, int(self.cache.req_to_token_pool.req_generation[slot])
 
     def _attach(self, node: UnifiedTreeNode, checkpoint_id: int, digest: bytes) -> None:
         if node.id in self._id_at:  # an equal request was faster
@@ -211,33 +228,18 @@ class TailComponent(TreeComponent):
         self, node: UnifiedTreeNode, result: IncLockRefResult, lock_host: bool = False
     ) -> IncLockRefResult:
         """Pin the checkpoint of an admitted request until it is restored. It may still move between tiers."""
+        self.drop_lost()
         checkpoint_id = self._id_at.get(node.id)
         if checkpoint_id is not None and not lock_host:
             receipt = next_component_uuid(TAIL)
-            self.tails.store.pin(checkpoint_id)
-            self._pins[receipt] = checkpoint_id
-            self._receipts[checkpoint_id].append(receipt)
+            self.tails.pin(receipt, checkpoint_id)
             result.set_lock_uuid(TAIL, receipt)
         return result
 
     def release_component_lock(self, node: UnifiedTreeNode, params: DecLockRefParams, lock_host: bool = False) -> None:
         """Undo it, unless the restore already did."""
         if not lock_host:
-            self._unpin(params.component_lock_uuids.get(TAIL))
-
-    def _unpin(self, receipt: int | None) -> None:
-        checkpoint_id = self._pins.pop(receipt, None)
-        if checkpoint_id is not None:
-            receipts = self._receipts[checkpoint_id]
-            receipts.remove(receipt)
-            if not receipts:
-                del self._receipts[checkpoint_id]
-            self.tails.store.unpin(checkpoint_id)
-
-    def _unpin_one(self, checkpoint_id: int) -> None:
-        receipts = self._receipts.get(checkpoint_id)
-        if receipts:
-            self._unpin(receipts[0])
+            self.tails.unpin(params.component_lock_uuids.get(TAIL))
 
     # Evict
 
@@ -250,6 +252,7 @@ class TailComponent(TreeComponent):
         target: EvictLayer = EvictLayer.DEVICE,
     ) -> tuple[int, int]:
         """The node's blocks go, and its checkpoint with them. Counts as 0 tokens: blocks are counted once."""
+        self.drop_lost()
         data = node.component_data[TAIL]
         if EvictLayer.DEVICE in target and data.value is not None:
             device_frees[TAIL].append(data.value)
@@ -266,16 +269,10 @@ class TailComponent(TreeComponent):
                 self.tails.store.release(checkpoint_id)
 
     def _take_off(self, lost: list[int]) -> None:
-        """The store lost these checkpoints: their nodes keep their blocks and can no longer end a match."""
         for checkpoint_id in lost:
-            node = self.tree_core.node_by_id(self._forget(checkpoint_id))
-            self.tree_core._evict_component_and_detach_lru(
-                node, self, device_frees=defaultdict(list), host_frees=defaultdict(list), cache_actions=[]
-            )
+            self.tree_core.take_off(self._forget(checkpoint_id), self)
 
     def _forget(self, checkpoint_id: int) -> int:
-        for receipt in self._receipts.pop(checkpoint_id, ()):
-            del self._pins[receipt]
         del self._by_digest[self._digest_of.pop(checkpoint_id)]
         node_id = self._node_of.pop(checkpoint_id)
         del self._id_at[node_id]
@@ -284,33 +281,3 @@ class TailComponent(TreeComponent):
     def eviction_priority(self, is_leaf: bool) -> int:
         """The lowest: whatever goes from a node, its checkpoint goes along."""
         return 0
-
-    def _evict_device_start(self, request_cnt: int) -> None:
-        """Nothing is evicted on the tree's behalf; the store makes room when a checkpoint is reserved."""
-
-    def _evict_device_next_node(
-        self,
-        tracker: dict[ComponentType, int],
-        device_frees: dict[ComponentType, list[torch.Tensor]],
-        host_frees: dict[ComponentType, list[torch.Tensor]],
-        cache_actions: list[CacheAction | ComponentAction],
-    ) -> None:
-        return None
-
-    def _evict_device_end(self) -> None:
-        return None
-
-    # Sessions pin nothing here: a session's node is as good a match end as its checkpoint is alive.
-
-    def _dec_session_coverage(self, session_id: str, leaf: UnifiedTreeNode) -> None:
-        return None
-
-    def _advance_session_coverage(
-        self, session_id: str, leaf: UnifiedTreeNode, old_ancestor: UnifiedTreeNode | None
-    ) -> None:
-        return None
-
-    def _recede_session_coverage(
-        self, session_id: str, leaf: UnifiedTreeNode, fallback: UnifiedTreeNode | None
-    ) -> None:
-        return None

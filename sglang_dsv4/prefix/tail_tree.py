@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_dsv4.compat import UnifiedTreeCore
+from sglang_dsv4.sglang_bases import OpenTreeCore
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NAME = "dsv4"  # of the tree core, in SGLang's registry
 
 
-class TailTreeCore(UnifiedTreeCore):
+class TailTreeCore(OpenTreeCore):
     """The tree of a `Dsv4PrefixCache`. SGLang's hierarchical cache, which would add nodes without pages, is refused."""
 
     def __init__(
@@ -34,12 +34,12 @@ class TailTreeCore(UnifiedTreeCore):
         self._tails = tails
         super().__init__(params, components)
 
-    def _match_prefix_helper(self, key: RadixKey, params: MatchPrefixParams) -> MatchResult:
+    def match_page_aligned(self, key: RadixKey, params: MatchPrefixParams) -> MatchResult:
         """The deepest checkpoint of a page-aligned key; splits the node in which the key leaves the tree."""
         position, node = self._tails.deepest(key, params.req)
         node = self.root_node if node is None else self.node_by_id(node)
         best, best_position, action = node, position, None
-        validators = self._create_match_validators(params, match_device_only=True)
+        validators = [part.create_match_validator(match_device_only=True) for part in self.components]
         while position < len(key):
             child = node.children.get(key.child_key_at(position, self.page_size))
             if child is None:
@@ -49,20 +49,17 @@ class TailTreeCore(UnifiedTreeCore):
             if whole:
                 node = child
             else:
-                node, action = self._split_node(child.key, child, length)
+                node, action = self.split(child, length)
             position += length
             if all([valid(node) for valid in validators]):
                 best, best_position = node, position
             if not whole:
                 break
-        return self._match_post_processor(
+        return self.match_result(
             params,
-            [range(best_position)],  # only its length is read
-            best,
-            best,
-            1,
-            position,
-            action,
-            last_visited_node_id=None if node is self.root_node else node.id,
-            device_validators=validators,
+            node=best,
+            matched_tokens=best_position,
+            block_tokens=position,
+            last_visited=node,
+            action=action,
         )

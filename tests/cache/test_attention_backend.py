@@ -358,7 +358,7 @@ def test_tail_at_a_page_boundary_is_a_plain_copy(geometry: PoolGeometry, drafts:
     engine.reserve(0, 0)
     engine.pages[0], engine.length[0] = pages, 256
     engine.req_to_token[engine.slot[0], :256] = table[:256]
-    engine.pool.tail_generation[engine.slot[0]] = engine.generation[engine.slot[0]]
+    engine.pool.ring_generation[engine.slot[0]] = engine.generation[engine.slot[0]]
     poison_unreadable(engine)
     at = snapshot_rows(engine, 0, 256)
     for layer in g.layers():  # even the rows that poison_unreadable would have kept for this slot hold nothing yet

@@ -61,7 +61,7 @@ def test_every_kind_of_layer_is_called_in_decode_and_prefill(
     assert kinds == ({(False, False), (True, False), (False, True)} if format is RowFormat.FP8 else set())
     assert all(p.split_keys is None and p.num_tokens >= 16 for p in unpacked)
     assert all(problem.num_heads == 16 for problem in kernel)
-    assert [problem.num_tokens for problem in kernel] == list(implementation.TOKENS) * 12
+    assert [problem.num_tokens for problem in kernel] == list(implementation.COMPILED_TOKENS) * 12
     kinds = [(p.entry_rows is not None, p.page_table is not None, p.split_keys, p.max_entry_slots) for p in kernel]
     parts = 2 * DECODE_SPLIT_KEYS  # entries that take several
     assert list(dict.fromkeys(kinds)) == [
@@ -132,9 +132,9 @@ def test_the_reference_needs_no_compiling(caplog: pytest.LogCaptureFixture) -> N
 def test_another_head_dim_is_served_by_the_reference_on_a_gpu(
     kernel: list[Problem], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert implementation.implementation_by_name(CUDA, 64) == "ref"
-    assert implementation.implementation_by_name(CUDA, 512) is None
-    assert implementation.implementation_by_name(CPU, 64) is None
+    assert implementation.required_implementation(CUDA, 64) == "ref"
+    assert implementation.required_implementation(CUDA, 512) is None
+    assert implementation.required_implementation(CPU, 64) is None
     assert implementation.chosen_implementation(CUDA, torch.bfloat16, 64).name == "ref"
     assert implementation.chosen_implementation(CUDA, torch.bfloat16, 512).name == "stand_in"
     implementation.compile_ahead(geometry(64, RowFormat.PLAIN), 16, CUDA)
@@ -149,7 +149,7 @@ def test_a_name_in_the_environment_decides(kernel: list[Problem], monkeypatch: p
     assert Engine(small, Sequences(small, 8)).backend.attention_impl == "ref"
     monkeypatch.setenv(implementation.NAME_VARIABLE, "stand_in")
     implementation.compile_ahead(geometry(format=RowFormat.PLAIN), 16, CPU)
-    assert len(kernel) == 12 * len(implementation.TOKENS)
+    assert len(kernel) == 12 * len(implementation.COMPILED_TOKENS)
     monkeypatch.setenv(implementation.NAME_VARIABLE, "sm100")
     with pytest.raises(NotImplementedError, match="'sm100' of op 'sparse_attention' does not support device 'cpu'"):
         implementation.compile_ahead(geometry(), 16, CPU)

@@ -43,7 +43,7 @@ def test_distances_of_every_layer_and_token(serve: Callable[..., Served], tmp_pa
     layers = len(harness.model.model.layers)
     assert [line["mode"] for line in lines] == ["prefill"] * layers + ["decode"] * 3 * layers
     assert [line["layer"] for line in lines] == list(range(layers)) * 4
-    assert {line["kind"] for line in lines} == {"window", "CSA", "HCA"}
+    assert {line["kind"] for line in lines} == {"SWA", "CSA", "HCA"}
     for line in lines:
         assert len(line["attended"]) == len(line["sublayer"]) == (37 if line["mode"] == "prefill" else 1)
         for distance in line["attended"] + line["sublayer"]:

@@ -20,7 +20,8 @@ from dsv4_kernels.hyper_connection import ref as hc_ref
 from dsv4_kernels.rope import apply_rope
 from sglang_dsv4.attention.backend import Window
 from sglang_dsv4.attention.metadata import ForwardMetadata
-from sglang_dsv4.layers import attention, compressor, indexer, moe
+from sglang_dsv4.layers import attention, moe
+from sglang_dsv4.layers import rope as layer_rope
 
 PROMPT = 420  # three HCA entries, 105 CSA entries of which 24 are selected
 CHUNK = 96
@@ -63,9 +64,8 @@ class Plant:
         self.backend("init_forward_metadata", wrap)
 
     def rope(self, replacement: Callable) -> None:
-        for module in (attention, compressor, indexer):
-            self.patch.setattr(module, "apply_rope", replacement(module.apply_rope))
-        self.patch.setattr(attention, "apply_rope_in_place", replacement(apply_rope))
+        for name in ("apply_rope", "apply_rope_in_place"):
+            self.patch.setattr(layer_rope, name, replacement(apply_rope))
 
     def frequencies(self, ratios: tuple[int, ...], value: torch.Tensor) -> None:
         for layer in self.layers:
