@@ -212,6 +212,7 @@ _BF16_KERNELS = {
     "apply_rope": "rope.gpu:{}",
     "apply_rope_in_place": "rope.gpu:{}_in_place",
     "fp8_quantise": "quant.gpu:{}",
+    "index_topk": "indexer.gpu:{}",
     "fused_swiglu": "moe.gpu:{}",
     "norm_rope_store": "norm_rope_store.gpu:{}",
     "rms_norm": "norm.gpu:{}",
