@@ -197,7 +197,7 @@ def poison_unreadable(engine: Engine) -> None:
     """NaN in every row that no live request may read before it has written it (specification, section 3.6).
 
     A request with n tokens may read: the last W-1 window rows; n//r entries and keys; raw rows of its open group and,
-    for CSA, of the group before. The sinks (slot 0, page 0) are poisoned too.
+    for CSA, of the group before. The null slot and the null page are poisoned too.
     """
     g, pool = engine.geometry, engine.pool
     live = [(engine.slot[r], engine.length[r]) for r in engine.slot]
