@@ -4,26 +4,26 @@ SGLang calls :func:`setup` (entry point group ``sglang.srt.plugins``) in the lau
 the detokenizer, before it does anything else there. Besides this module there are two more touch points, both for
 machines with no GPU: :mod:`sglang_dsv4.cpu.platform` (entry point) and :mod:`sglang_dsv4.cpu.shims` (a ``.pth`` file).
 
-=================  =========================================================================  =======================
-what               through                                                                    process
-=================  =========================================================================  =======================
-model              ``SGLANG_EXTERNAL_MODEL_PACKAGE`` (inherited by the spawned processes)     all
-default arguments  resolution hooks ``handle_model_specific_adjustments``,
-                   ``handle_cuda_graph_config``                                               launcher
-attention backend  ``register_attention_backend("dsv4")``, replaces the in-tree factory       scheduler
-prefix cache       ``register_radix_cache_backend("dsv4")``, chosen by a default argument     scheduler
-KV pool            AROUND ``KVCacheConfigurator._build_dsv4_kv_pool``: it has no registry     scheduler
-pool sizing        AROUND ``create_memory_pool_configurator``: it has no registry             scheduler
-MTP draft          AROUND the two ``DraftBackendFactory._create_dsv4_*``: no registry         scheduler
-longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admission_pages``   scheduler
-prefix reuse       AFTER ``ForwardBatch.init_new`` and ``build_replay_fb_view``: request slots  scheduler
-token ids          AFTER ``scheduler.validate_input_length``: see ``request_checks``          scheduler
-sampling seeds     four hooks of the sampler, see :mod:`sglang_dsv4.sampling`                  scheduler
-CPU platform       AROUND ``reject_out_of_tree_path``, for our own KV pool only               scheduler
-CPU config         AROUND ``model_runner.adjust_config_with_unaligned_cpu_tp``: kept as it is  scheduler
-CPU quantisation   AROUND ``loader._get_quantization_config``: weights are dequantised at load      scheduler
-self-check         BEFORE ``ModelRunner.load_model``, AFTER ``Scheduler.__init__``            scheduler
-=================  =========================================================================  =======================
+=================  ==================================================================================  =========
+what               through                                                                             process
+=================  ==================================================================================  =========
+model              ``SGLANG_EXTERNAL_MODEL_PACKAGE`` (inherited by the spawned processes)              all
+default arguments  resolution hook ``handle_model_specific_adjustments``                               launcher
+CUDA graphs        resolution hook ``handle_cuda_graph_config``, see ``cuda_graphs``                   launcher
+attention backend  ``register_attention_backend("dsv4")``, replaces the in-tree factory                scheduler
+prefix cache       ``register_radix_cache_backend("dsv4")``, chosen by a default argument              scheduler
+prefix reuse       AFTER ``ForwardBatch.init_new`` and ``build_replay_fb_view``, see ``prefix.tails``  scheduler
+KV pool            AROUND ``KVCacheConfigurator._build_dsv4_kv_pool``: it has no registry              scheduler
+pool sizing        AROUND ``create_memory_pool_configurator``: it has no registry                      scheduler
+MTP draft          AROUND the two ``DraftBackendFactory._create_dsv4_*``: no registry                  scheduler
+longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admission_pages``            scheduler
+token ids          AFTER ``scheduler.validate_input_length``, see ``request_checks``                   scheduler
+sampling seeds     four hooks of the sampler, see ``sampling``                                         scheduler
+CPU platform       AROUND ``reject_out_of_tree_path``, for our own KV pool only                        scheduler
+CPU config         AROUND ``model_runner.adjust_config_with_unaligned_cpu_tp``: kept as it is          scheduler
+CPU quantisation   AROUND ``loader._get_quantization_config``: weights are dequantised at load         scheduler
+self-check         BEFORE ``ModelRunner.load_model``, AFTER ``Scheduler.__init__``                     scheduler
+=================  ==================================================================================  =========
 
 ``SGLANG_DSV4=off`` turns all of it off. Nothing here decides anything for a model of another architecture.
 """

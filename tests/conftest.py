@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 # What only the fixtures need is imported by them: this file is also read where kernels are tested without SGLang.
 
 
+@pytest.fixture(scope="session", autouse=True)
+def bookkeeping_errors_are_fatal() -> Iterator[None]:
+    """Here and in every server that a test starts; outside of tests they are counted."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SGLANG_DSV4_TAIL_ERRORS", "raise")
+        yield
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The random checkpoint of `make serve`, in the released format."""

@@ -136,10 +136,10 @@ class TailComponent(PassiveTreeComponent):
         self, req: Req, insert_params: InsertParams, token_ids_len: int, is_finished: bool
     ) -> int | None:
         """Remember whose insert this is, and tell the request how far it was served from the cache."""
-        self.drop_lost()
         self._inserting = req
         if is_finished:
             self.tails.ended(*self._holder(req), token_ids_len)
+        self.drop_lost()
         match: Match | None = getattr(req, "tail_match", None)
         if match is not None and match.report is not None:
             # SGLang copies these lists into the response's meta_info. A retracted request keeps its first account.

@@ -127,20 +127,20 @@ class Tails:
 
 
 def carry_request_slots(
-    forward_batch: ForwardBatch, cls: type, batch: ScheduleBatch, runner: ModelRunner, *args: object, **kwargs: object
+    forward_batch: ForwardBatch, cls: type, batch: ScheduleBatch, model_runner: ModelRunner, **options: object
 ) -> ForwardBatch:
     """After `ForwardBatch.init_new`: keep the request slots on the host in every mode; hand matches to the ledger.
 
     SGLang keeps `req_pool_indices_cpu` for prefills only; without it a decode step's requests would have to be read
     from the device.
     """
-    pool = runner.token_to_kv_pool
+    pool = model_runner.token_to_kv_pool
     if getattr(pool, "tail_requests", None) is None or batch.req_pool_indices_cpu is None:
         return forward_batch
     forward_batch.req_pool_indices_cpu = batch.req_pool_indices_cpu
     if forward_batch.forward_mode.is_extend_without_speculative():
         slots = batch.req_pool_indices_cpu
-        generations = runner.req_to_token_pool.req_generation[slots]
+        generations = model_runner.req_to_token_pool.req_generation[slots]
         for req, slot, generation in zip(batch.reqs, slots.tolist(), generations.tolist(), strict=True):
             pool.tail_requests.admit(slot, generation, getattr(req, "tail_match", None), tail_receipt(req))
     return forward_batch

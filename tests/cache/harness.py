@@ -19,6 +19,7 @@ from dsv4_kernels.kv_layout import KVRows
 from sglang_dsv4.attention.backend import Dsv4AttentionBackend
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
+from sglang_dsv4.cache.tail_options import TailSizes
 from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO
 
 HEADS, INDEX_HEADS, TOP_K = 2, 8, 8
@@ -88,10 +89,18 @@ class Engine(Requests):
     """Pool and backend, driven like a model runner drives them."""
 
     def __init__(
-        self, geometry: PoolGeometry, sequences: Sequences, slots: int = 6, pages: int = 12, context: int = 2048
+        self,
+        geometry: PoolGeometry,
+        sequences: Sequences,
+        slots: int = 6,
+        pages: int = 12,
+        context: int = 2048,
+        tails: TailSizes | None = None,
     ) -> None:
         super().__init__(slots, pages, context)
-        self.pool = Dsv4KVPool(geometry, full_tokens=pages * FULL_PAGE_TOKENS, request_slots=slots, device="cpu")
+        self.pool = Dsv4KVPool(
+            geometry, full_tokens=pages * FULL_PAGE_TOKENS, request_slots=slots, device="cpu", tails=tails
+        )
         self.generation = torch.zeros(slots, dtype=torch.int64)
         table = SimpleNamespace(req_to_token=self.req_to_token, req_generation=self.generation)
         self.runner = SimpleNamespace(token_to_kv_pool=self.pool, req_to_token_pool=table, device="cpu")
@@ -188,7 +197,7 @@ def poison_unreadable(engine: Engine) -> None:
     """NaN in every row that no live request may read before it has written it (specification, section 3.6).
 
     A request with n tokens may read: the last W-1 window rows; n//r entries and keys; raw rows of its open group and,
-    for CSA, of the group before. The sinks (slot 0, page 0) are poisoned too.
+    for CSA, of the group before. The null slot and the null page are poisoned too.
     """
     g, pool = engine.geometry, engine.pool
     live = [(engine.slot[r], engine.length[r]) for r in engine.slot]

@@ -100,7 +100,7 @@ class Simulation(Requests):
     def uniform(self, requests: list[int], tokens: int = 1, accept: list[int] | None = None, padding: int = 0) -> None:
         """Decode or verify: `tokens` more for each request, of which it keeps accept[i] (all if None).
 
-        `padding` requests in the sink slot 0 come on top, as in a captured graph.
+        `padding` requests in the null slot come on top, as in a captured graph.
         """
         for request in requests:
             self.reserve(request, tokens)
@@ -165,7 +165,7 @@ class Simulation(Requests):
                     expected[row] = (first, raw, name(request, first // ratio))
         stored = {}
         for row, position, raw in zip(plan.slots.tolist(), plan.positions.tolist(), sources.tolist(), strict=True):
-            if row < entries_per_page(ratio):  # the sink page: an open group, or a padding request's
+            if row < entries_per_page(ratio):  # the null page: an open group, or a padding request's
                 assert meta.window_in_ring
                 assert set(raw) <= {-1, FORBIDDEN}
                 continue

@@ -84,7 +84,7 @@ def test_mixed_batches_are_bitwise_stepwise(
     engine, rng = Engine(SMALL, sequences), random.Random(5)
     assert_same(engine.forward(EXTEND, [(0, 130)], padding=padding), stepwise)
     while engine.length.get(1, 0) < 250:
-        if not padding:  # padding reads the sinks, which must stay finite
+        if not padding:  # padding reads the null slot and page, which must stay finite
             poison_unreadable(engine)
         n = min(rng.choice([1, 2, 7, 40]), 250 - engine.length.get(1, 0))
         work = [(0, 1), (1, n)] if engine.length[0] < LENGTH else [(1, n)]
@@ -224,7 +224,7 @@ def test_unpacked_rows_give_the_same_bits(
         engine, out = Engine(FP8, sequences), {}
         formats_read.clear()
         for batch in work:
-            if not padding:  # padding reads the sinks, which must stay finite
+            if not padding:  # padding reads the null slot and page, which must stay finite
                 poison_unreadable(engine)
             out |= engine.forward(ForwardMode.MIXED, batch, padding=padding)
         assert set(formats_read) == {RowFormat.PLAIN if unpacks else RowFormat.FP8}

@@ -179,6 +179,20 @@ def test_a_lost_checkpoint_leaves_the_pages(tokens: random.Random) -> None:
     engine.check_idle()
 
 
+def test_a_checkpoint_may_be_lost_to_the_one_that_follows_it(tokens: random.Random) -> None:
+    """One slot: the request's end takes it from the checkpoint that the request began at, while it is inserted."""
+    engine = CheckedEngine.of(tail_engine(full_tokens=65536, device_slots=1))
+    prompt = some(tokens, 300)
+    engine.run(prompt, [7])
+    running = engine.start(prompt)
+    assert running.hit_tokens == 256
+    engine.decode(running, some(tokens, 213))
+    assert running.length == 512
+    engine.finish(running)
+    engine.check_idle()
+    assert [engine.tails.store[i].position for i in engine.tails.store.ids()] == [512]
+
+
 def test_an_admitted_requests_checkpoint_is_not_lost_before_it_is_restored(tokens: random.Random) -> None:
     engine = CheckedEngine.of(tail_engine(full_tokens=65536, device_slots=1))
     prompt = some(tokens, 700)
