@@ -44,11 +44,11 @@ def gpu_in_bf16(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype == torch.bfloat16
 
 
-def gpu_of_generation(major: int, expected: torch.dtype = torch.bfloat16) -> Supports:
-    """The NVIDIA GPUs of one compute capability (9: Hopper, 10: Blackwell of data centres), in one dtype."""
+def gpu_of_generation(major: int, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> Supports:
+    """The NVIDIA GPUs of one compute capability (9: Hopper, 10: Blackwell of data centres), in these dtypes."""
 
     def supports(device: torch.device, dtype: torch.dtype) -> bool:
-        if device.type != "cuda" or dtype != expected or not torch.cuda.is_available():
+        if device.type != "cuda" or dtype not in dtypes or not torch.cuda.is_available():
             return False
         return torch.cuda.get_device_capability(device)[0] == major
 
@@ -222,10 +222,11 @@ _BF16_KERNELS = {
     "unpack_pages": "unpack.gpu:{}",
     **{function: f"hyper_connection.gpu:{{}}_{function}" for function in _REFERENCES["hyper_connection"]},
 }
-_FP32_KERNELS = {"route_hash_logits": "router.gpu:{}_hash", "route_topk_logits": "router.gpu:{}_topk"}
+# Of fp32 logits, whatever dtype the model computes in.
+_ROUTER_KERNELS = {"route_hash_logits": "router.gpu:{}_hash", "route_topk_logits": "router.gpu:{}_topk"}
 
 for _name, _generation in (("sm90", 9), ("sm100", 10)):
-    for _kernels, _dtype in ((_BF16_KERNELS, torch.bfloat16), (_FP32_KERNELS, torch.float32)):
+    for _kernels, _dtypes in ((_BF16_KERNELS, (torch.bfloat16,)), (_ROUTER_KERNELS, MODEL_DTYPES)):
         for _function, _attribute in _kernels.items():
             _loader = f"dsv4_kernels.{_attribute.format(_name)}"
-            register(_function, _name, _loader, gpu_of_generation(_generation, _dtype), 20, True)
+            register(_function, _name, _loader, gpu_of_generation(_generation, _dtypes), 20, True)

@@ -25,7 +25,7 @@ def poisoned(*args: object, **kwargs: object) -> Tensor:
 
 @contextlib.contextmanager
 def emulated_row_kernel(name: str, schedule: str = "late", seed: int = 0) -> Iterator[None]:
-    """Inside, the GPU implementation `name` runs in the emulator. Its results are NaN before; it may warn of nothing."""
+    """Inside, the GPU implementation `name` runs in the emulator. Results are NaN before; it may warn of nothing."""
     from emulator import Checks
     from host import emulated
 

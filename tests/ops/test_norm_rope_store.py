@@ -1,8 +1,8 @@
 """norm_rope_store: the reference against its parts, the kernel, emulated, against float64 and the bytes of `scatter`.
 
-Regimes: positions from 0 to 2**20 - 1; numbers of heads that no warp's share divides; queries and rows in wider tensors;
-one to three destinations of both formats, in pages that lie apart, with tokens that are not kept; rows whose addresses
-need 64 bits; both configurations of the kernel, which must make the same bits.
+Regimes: positions from 0 to 2**20 - 1; numbers of heads that no warp's share divides; queries and rows in wider
+tensors; one to three destinations of both formats, in pages that lie apart, with tokens that are not kept; rows whose
+addresses need 64 bits; both configurations of the kernel, which must make the same bits.
 """
 
 from __future__ import annotations

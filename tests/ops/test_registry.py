@@ -35,7 +35,7 @@ X = torch.ones(2, 4)
 
 @pytest.mark.usefixtures("doubling")
 def test_the_highest_priority_that_supports_the_dtype_is_taken() -> None:
-    assert registry.available("rms_norm") == ("doubling", "ref")
+    assert registry.available("rms_norm") == ("sm90", "sm100", "doubling", "ref")
     assert torch.equal(rms_norm(X, None, 0.0), 2 * X)
     assert torch.equal(rms_norm(X.bfloat16(), None, 0.0), X.bfloat16())
 
@@ -66,7 +66,9 @@ def test_a_name_that_does_not_support_the_dtype_is_an_error_not_a_fallback() -> 
 def test_unsupported_dtype_and_device_say_what_exists() -> None:
     with pytest.raises(NotImplementedError, match=r"no op 'linear' for .*'cpu' with dtype torch.float64.*tiled, ref"):
         linear(X.double(), X.double())
-    with pytest.raises(NotImplementedError, match=r"device 'meta' with dtype torch.float32; implementations.*: ref"):
+    with pytest.raises(
+        NotImplementedError, match=r"device 'meta' with dtype torch.float32; implementations.*: sm90, sm100, ref"
+    ):
         rms_norm(X.to("meta"), None, 0.0)
 
 
