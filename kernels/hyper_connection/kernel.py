@@ -5,7 +5,7 @@ thread has four neighbouring channels and keeps its part of the new streams in r
 when they are mixed, so that streams are read once and written once.
 
     who             does                                                            waits for
-    one warp        asks for fn's rows, by the copy engine, row by row              empty[stage], if a stage has two rows
+    one warp        asks for fn's rows, by the copy engine, row by row              empty[stage], if it has had a row
                     balances comb of the token that has this CTA's number           sums_there
     the others      new streams = post y + comb^T streams; writes them
                     24 products with fn, added up over lanes                        full[stage]
@@ -223,25 +223,28 @@ class HyperConnection:
     def new_streams(self, args: Arguments, first: Int32, channel: Int32) -> cute.Tensor:
         """Makes this thread's channels of the new streams, or loads them: [token][stream][channel], in fp32.
 
-        All loads are on their way before the first sum is made.
+        All loads of streams are on their way before the first sum is made; coefficients, which all threads of the CTA
+        load, a token ahead.
         """
         plan = self.plan
         x = cute.make_rmem_tensor((plan.tokens * VALUES,), Float32)
-        loaded, outputs, coefficients = [], [], []
+        loaded, outputs, following = [], [], None
         for t in range(plan.tokens):
             exists = args.num_tokens - first - t
             source = args.streams + Int64(first + t) * args.streams_stride + channel * 2
             loaded.append([load_8_bytes_if(exists, source + args.stream_stride * s) for s in range(STREAMS)])
             if plan.post:
                 outputs.append(load_8_bytes_if(exists, args.y + Int64(first + t) * args.y_stride + channel * 2))
-        for t in range(plan.tokens):
-            if plan.post:
-                coefficients.append(self.coefficients(args, first, t))
+        if plan.post:
+            following = self.coefficients(args, first, 0)
         for t in range(plan.tokens):
             old = [unpack(words) for words in loaded[t]]
             words = [word for pair in loaded[t] for word in pair]
             if plan.post:
-                words = self.written_back(unpack(outputs[t]), old, *coefficients[t])
+                coefficients = following
+                if t + 1 < plan.tokens:
+                    following = self.coefficients(args, first, t + 1)
+                words = self.written_back(unpack(outputs[t]), old, *coefficients)
                 target = args.out_streams + (Int64(first + t) * (STREAMS * plan.dim) + channel) * 2
                 for s in range(STREAMS):
                     place = target + s * plan.dim * 2

@@ -88,8 +88,9 @@ class Plan:
 
     @property
     def batch(self) -> int:
-        """Rows whose sums are added up over the lanes together: enough to give every lane one, if it can be."""
-        return min(self.rows, 8, WARP // self.tokens)
+        """Rows whose sums are added up over the lanes together: with more of them, registers would not hold the sums
+        of eight tokens beside their streams."""
+        return min(self.rows, 8, 16 // self.tokens)
 
     @property
     def quads(self) -> int:
