@@ -176,7 +176,7 @@ def _implementation(op: str, name: str) -> Implementation:
 
 
 _REFERENCES = {
-    "compressor": ("compress",),
+    "compressor": ("compress", "compress_store"),
     "hyper_connection": ("hc_pre", "hc_post", "hc_head"),
     "indexer": ("index_scores", "index_topk"),
     "linear": ("linear", "linear_fp32", "grouped_linear"),
@@ -189,7 +189,7 @@ _REFERENCES = {
     "unpack": ("unpack_pages",),
 }
 
-_WAITING_REFERENCES = ("experts_forward", "index_scores", "index_topk", "sparse_attention")
+_WAITING_REFERENCES = ("compress_store", "experts_forward", "index_scores", "index_topk", "sparse_attention")
 """References that read a length or a list back from the device."""
 
 for _folder, _functions in _REFERENCES.items():
@@ -200,6 +200,10 @@ for _function in _REFERENCES["linear"]:
     register(_function, "tiled", f"dsv4_kernels.linear.tiled:{_function}", cpu_only, 10)
 
 for _name, _generation in (("sm90", 9), ("sm100", 10)):
-    for _function, _module in (("sparse_attention", "sparse_attention.launch"), ("unpack_pages", "unpack.gpu")):
+    for _function, _module in (
+        ("compress_store", "compressor.gpu"),
+        ("sparse_attention", "sparse_attention.launch"),
+        ("unpack_pages", "unpack.gpu"),
+    ):
         _loader = f"dsv4_kernels.{_module}:{_name}"
         register(_function, _name, _loader, gpu_of_generation(_generation), 20, True)
