@@ -181,7 +181,7 @@ def _implementation(op: str, name: str) -> Implementation:
 
 
 _REFERENCES = {
-    "compressor": ("compress",),
+    "compressor": ("compress", "compress_store"),
     "hyper_connection": ("hc_pre", "hc_post", "hc_head", "hc_boundary", "hc_enter", "hc_finish"),
     "indexer": ("index_scores", "index_topk"),
     "linear": ("linear", "linear_fp32", "grouped_linear"),
@@ -196,7 +196,14 @@ _REFERENCES = {
     "unpack": ("unpack_pages",),
 }
 
-_WAITING_REFERENCES = ("experts_forward", "index_scores", "index_topk", "norm_rope_store", "sparse_attention")
+_WAITING_REFERENCES = (
+    "compress_store",
+    "experts_forward",
+    "index_scores",
+    "index_topk",
+    "norm_rope_store",
+    "sparse_attention",
+)
 """References that read a length or a list back from the device."""
 
 for _folder, _functions in _REFERENCES.items():
@@ -211,9 +218,10 @@ for _function in ("linear_fp32", "grouped_linear"):
 _BF16_KERNELS = {
     "apply_rope": "rope.gpu:{}",
     "apply_rope_in_place": "rope.gpu:{}_in_place",
+    "compress_store": "compressor.gpu:{}",
     "fp8_quantise": "quant.gpu:{}",
-    "index_topk": "indexer.gpu:{}",
     "fused_swiglu": "moe.gpu:{}",
+    "index_topk": "indexer.gpu:{}",
     "norm_rope_store": "norm_rope_store.gpu:{}",
     "rms_norm": "norm.gpu:{}",
     "sparse_attention": "sparse_attention.launch:{}",
