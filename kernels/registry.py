@@ -183,7 +183,7 @@ def _implementation(op: str, name: str) -> Implementation:
 _REFERENCES = {
     "compressor": ("compress", "compress_store"),
     "hyper_connection": ("hc_pre", "hc_post", "hc_head", "hc_boundary", "hc_enter", "hc_finish"),
-    "indexer": ("index_scores", "index_topk"),
+    "indexer": ("index_query", "index_scores", "index_topk"),
     "linear": ("linear", "linear_fp32", "grouped_linear"),
     "moe": ("swiglu", "fused_swiglu", "swiglu_fp8", "mlp", "experts_forward"),
     "norm": ("rms_norm",),
@@ -221,6 +221,7 @@ _BF16_KERNELS = {
     "compress_store": "compressor.gpu:{}",
     "fp8_quantise": "quant.gpu:{}",
     "fused_swiglu": "moe.gpu:{}",
+    "index_query": "indexer.query:{}",
     "index_topk": "indexer.gpu:{}",
     "norm_rope_store": "norm_rope_store.gpu:{}",
     "rms_norm": "norm.gpu:{}",

@@ -9,11 +9,8 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4_kernels import ptx
 from dsv4_kernels.bf16_rows import (
-    add,
-    bits_of,
     channels,
     load_i64,
-    magnitude,
     max_over_lanes,
     mul,
     packed,
@@ -32,7 +29,7 @@ from dsv4_kernels.kv_layout import (
     SCALE_GROUP,
     index_row_bytes_fp4,
 )
-from dsv4_kernels.quant import e4m3
+from dsv4_kernels.quant import e2m1, e4m3
 from dsv4_kernels.rope.angle import cosine_and_sine, position_of, turned
 
 INDEX_DIM = 128
@@ -40,9 +37,6 @@ PAGE_SHIFT = PAGE_ROWS.bit_length() - 1
 FP8_LANES = SCALE_GROUP // CHUNK
 FP4_LANES = FP4_SCALE_GROUP // CHUNK
 FP4_CODE_BYTES, FP4_SCALE_BYTES = index_row_bytes_fp4(INDEX_DIM)
-_FP4_AMAX_FLOOR = 6 * 2.0**-126
-_FP4_BOUNDS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
-"""Between neighbouring magnitudes of e2m1; whether the bound itself belongs to the upper one, whose code is even."""
 
 
 def rounded(sums: list, totals: list) -> list:
@@ -118,12 +112,11 @@ def store_index(batch: Batch, p: Problem, group: Int32, made: cute.Tensor, lane:
     """An indexer key of 128 channels, as FP4 bytes or plainly, by one warp."""
     slot = load_i64(batch.slots + Int64(group) * 8)
     words = (made[0], made[1])
-    turned_words = packed(hadamard(channels(words), lane))
+    turned_words = packed(e2m1.hadamard(channels(words), lane))
     words = tuple(cutlass.select_(p.hadamard != 0, a, b) for a, b in zip(turned_words, words, strict=True))
     values = channels(words)
-    amax = ptx.fmax(max_over_lanes(e4m3.largest(values), FP4_LANES), Float32(_FP4_AMAX_FLOOR))
-    exponent = (bits_of(mul(amax, Float32(1 / 6))) + 0x7FFFFF) >> 23
-    codes = e2m1_codes(values, exponent)
+    exponent = e2m1.scale_exponent(max_over_lanes(e4m3.largest(values), FP4_LANES))
+    codes = e2m1.codes(values, exponent)
     if p.is_packed != 0:
         page = p.table + (slot >> PAGE_SHIFT) * p.page_bytes
         place = slot & (PAGE_ROWS - 1)
@@ -132,52 +125,6 @@ def store_index(batch: Batch, p: Problem, group: Int32, made: cute.Tensor, lane:
         if lane % FP4_LANES == 0:
             store_byte(page + PAGE_ROWS * FP4_CODE_BYTES + place * FP4_SCALE_BYTES + lane // FP4_LANES, exponent)
     else:
-        plain = packed([e2m1_value(code, exponent) for code in codes])
+        plain = packed([e2m1.value_of(code, exponent) for code in codes])
         kept = tuple(cutlass.select_(p.is_rounded != 0, a, b) for a, b in zip(plain, words, strict=True))
         store_8_bytes(p.table + slot * p.page_bytes + lane * 8, kept)
-
-
-def hadamard(values: list, lane: Int32) -> list:
-    """Of 128 channels of a warp, by halving: the additions of the definition, in its order."""
-    stride = 1
-    while stride < INDEX_DIM:
-        if stride < CHUNK:
-            paired = list(values)
-            for i in range(CHUNK):
-                if i & stride == 0:
-                    low, high = values[i], values[i + stride]
-                    paired[i], paired[i + stride] = add(low, high), add(low, -high)
-            values = paired
-        else:
-            is_high = (lane & (stride // CHUNK)) != 0
-            values = [_across_lanes(x, stride // CHUNK, is_high) for x in values]
-        stride *= 2
-    return [mul(x, Float32(INDEX_DIM**-0.5)) for x in values]
-
-
-def _across_lanes(x: Float32, step: int, is_high: cutlass.Boolean) -> Float32:
-    other = cute.arch.shuffle_sync_bfly(x, offset=step)
-    return add(other, cutlass.select_(is_high, -x, x))
-
-
-def e2m1_codes(values: list, exponent: Uint32) -> list:
-    """Codes of four channels over their scale, to the nearest, ties to the even code."""
-    inverse = ptx.as_f32((254 - exponent) << 23)
-    codes = []
-    for value in values:
-        size = magnitude(mul(value, inverse))
-        code = (bits_of(value) >> 31) << 3
-        for bound, included in _FP4_BOUNDS:
-            above = size >= bound if included else size > bound
-            code += cutlass.select_(above, Uint32(1), Uint32(0))
-        codes.append(code)
-    return codes
-
-
-def e2m1_value(code: Uint32, exponent: Uint32) -> Float32:
-    """What a code stands for."""
-    index = code & 7
-    small, middle, large = Float32(index) * 0.5, Float32(index) - 2.0, Float32(index) * 2.0 - 8.0
-    size = cutlass.select_(index < 4, small, cutlass.select_(index < 6, middle, large))
-    sized = mul(size, ptx.as_f32(exponent << 23))
-    return ptx.as_f32(bits_of(sized) | (code >> 3) << 31)

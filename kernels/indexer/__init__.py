@@ -9,6 +9,34 @@ from dsv4_kernels.kv_layout import KVRows
 from dsv4_kernels.registry import select
 
 
+def index_query(
+    q: Tensor, positions: Tensor, frequencies: Tensor, quantise: bool = True, impl: str | None = None
+) -> Tensor:
+    """The queries that `index_topk` takes, from those that the indexer's product gives.
+
+    `apply_rope`, and with `quantise` `hadamard` and `fp4_qdq` in blocks of 32, each rounded to q's dtype.
+
+    Args:
+        q: [T, Hi, Di] fp32 or bf16. It is not written to.
+        positions: [T] int64.
+        frequencies: [R / 2] fp32 (`rope_frequencies`), R <= Di.
+        quantise: whether keys are rotated by the Hadamard matrix and quantised, too.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        [T, Hi, Di] in q's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
+    if q.dim() != 3 or positions.shape != q.shape[:1] or 2 * frequencies.shape[0] > q.shape[2]:
+        raise ValueError(
+            f"index_query needs q [T, Hi, Di], positions [T] and frequencies [R / 2], R at most Di; got "
+            f"{tuple(q.shape)}, {tuple(positions.shape)} and {tuple(frequencies.shape)}"
+        )
+    return select("index_query", q.device, q.dtype, impl)(q, positions, frequencies, quantise)
+
+
 def index_topk(
     q: Tensor,
     head_weights: Tensor,

@@ -1,9 +1,10 @@
 """SGLang's attention backend "dsv4": which rows, not what is computed with them.
 
-SGLang calls `init_forward_metadata*` once a forward; the layers then call `window`, `compress`, `write_entries`,
-`write_index_keys`, `select` and `attend`. Kernels come from `dsv4_kernels`, addresses from `metadata`, storage from
-`sglang_dsv4.cache.kv_pool`. What prefix reuse restores and keeps around a forward is done in one place before either of
-the two ways through it, by `sglang_dsv4.prefix.tails`. RadixAttention's `forward` is not used.
+SGLang calls `init_forward_metadata*` once a forward. The layers then ask `window`, `groups` and `compressor_storage`
+where their new rows go, write them, and call `select` and `attend`. Kernels come from `dsv4_kernels`, addresses from
+`metadata`, storage from `sglang_dsv4.cache.kv_pool`. What prefix reuse restores and keeps around a forward is done in
+one place before either of the two ways through it, by `sglang_dsv4.prefix.tails`. RadixAttention's `forward` is not
+used.
 
 Two ways through a forward:
 
@@ -15,22 +16,23 @@ Two ways through a forward:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4_kernels.compressor import compress
+from dsv4_kernels.compressor import Groups
 from dsv4_kernels.indexer import index_topk
-from dsv4_kernels.kv_layout import KVRows, RowFormat
+from dsv4_kernels.kv_layout import KVRows
+from dsv4_kernels.norm_rope_store import Destination
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.unpack import Pages, choice, unpack_pages
 from sglang_dsv4.attention.implementation import chosen_implementation, required_implementation
-from sglang_dsv4.attention.metadata import ForwardMetadata, extend_metadata, page_table_of, uniform_metadata
+from sglang_dsv4.attention.metadata import ForwardMetadata, extend_metadata, uniform_metadata
 from sglang_dsv4.cache.geometry import entries_per_page
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
-from sglang_dsv4.cache.tail_storage import ChunkWrites
+from sglang_dsv4.cache.tail_storage import ChunkWrites, TailRows
 from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, SWA_RATIO
 from sglang_dsv4.prefix.tails import HostBatch, Tails
 from sglang_dsv4.sglang_bases import SnapshotAttentionBackend
@@ -46,6 +48,15 @@ class Window(NamedTuple):
 
     rows: KVRows  # the layer's ring, or the workspace of a prefill chunk
     index: Tensor  # [T, W] int32 into `rows`, -1 = before the start of the sequence
+    destinations: tuple[Destination, ...]  # where this forward's rows go before any query reads them
+
+
+class CompressorStorage(NamedTuple):
+    """Where a compressor's raw rows and entries are kept."""
+
+    state: Tensor  # [S, 2, C * D] fp32: raw rows of the open groups
+    table: KVRows  # of the entries, or indexer keys
+    overlap: Tensor | None  # [N, 2, D] fp32: half rows of tail checkpoints, if this forward writes any
 
 
 @dataclass(frozen=True)
@@ -94,20 +105,11 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         self.forward_metadata: ForwardMetadata | None = None
         self._max_pages = -(-self.req_to_token.shape[1] // FULL_PAGE_TOKENS)
         self._workspace: KVRows | None = None
+        self._workspace_rows: Tensor | None = None  # [rows] int64: 0, 1, 2, ...
         self._unpacked_rows: Tensor | None = None  # [rows, row_dim] bf16
-        self._tail_writes: ChunkWrites | None = None
+        self._tail_rows: TailRows | None = None
         self._graph_buffers: UniformInputs | None = None
         self._graph_inputs: UniformInputs | None = None
-
-    @property
-    def kv_row_format(self) -> RowFormat:
-        """How window rows and entries are stored; FP8 rows quantise what is written to them."""
-        return self.token_to_kv_pool.geometry.row_format
-
-    @property
-    def index_row_format(self) -> RowFormat:
-        """How indexer keys are stored; FP4 rows quantise what is written to them."""
-        return self.token_to_kv_pool.geometry.index_format
 
     # -- once a forward ----------------------------------------------------------------------------------------------
 
@@ -125,7 +127,8 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             NotImplementedError: a forward mode of a feature that is not supported.
         """
         self._workspace = self._unpacked_rows = None
-        self._tail_writes = self._before_forward(forward_batch)
+        tail_writes = self._before_forward(forward_batch)
+        self._tail_rows = None if tail_writes is None else tail_writes.by_token(forward_batch.positions.shape[0])
         mode = forward_batch.forward_mode
         if mode.is_idle():
             self.forward_metadata = self._extend([], [], forward_batch)
@@ -236,12 +239,12 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
 
     def _uniform(self, inputs: UniformInputs, num_pages: int) -> ForwardMetadata:
         pool = self.token_to_kv_pool
-        pages = page_table_of(self.req_to_token, inputs.req_slots, num_pages)
         return uniform_metadata(
             inputs.first_positions,
             inputs.req_slots,
             inputs.tokens_per_request,
-            pages,
+            self.req_to_token,
+            num_pages,
             pool.geometry,
             pool.plan.request_slots,
         )
@@ -260,64 +263,46 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
 
     # -- once a layer ------------------------------------------------------------------------------------------------
 
-    def window(self, layer_id: int, kv: Tensor) -> Window:
-        """Keep the layer's new window rows and return the rows that this forward's queries read.
+    def window(self, layer_id: int) -> Window:
+        """The window rows that this forward's queries read, and where its own go.
 
-        Args:
-            kv: [T, row_dim], after norm, RoPE and fp8 fake-quantisation.
+        In a prefill the workspace gets the rows of the prefixes here, before the ring is written: a chunk's last rows
+        may take the places of its prefix's.
         """
-        ring, meta = self.token_to_kv_pool.window(layer_id), self.metadata
-        rows = ring
+        pool, meta = self.token_to_kv_pool, self.metadata
+        ring = rows = pool.window(layer_id)
+        destinations = [Destination(ring, meta.ring_rows)]
         if not meta.window_in_ring:
             gathered = meta.window_gather.shape[0]
             if self._workspace is None:
+                size = gathered + meta.num_tokens
                 self._workspace = KVRows.allocate(
-                    gathered + kv.shape[0], ring.format, ring.row_dim, ring.rope_dim, ring.storage.dtype, self.device
+                    size, ring.format, ring.row_dim, ring.rope_dim, ring.storage.dtype, self.device
                 )
+                self._workspace_rows = torch.arange(size, device=self.device)
             rows = self._workspace
-            places = torch.arange(gathered + kv.shape[0], device=kv.device)
-            # The ring is read before it is written: a chunk's last rows may take the places of its prefix's.
-            rows.copy_rows(places[:gathered], ring, meta.window_gather)
-            rows.scatter(places[gathered:], kv)
-        ring.scatter(meta.ring_write_rows, kv.index_select(0, meta.ring_write_tokens))
-        if self._tail_writes is not None:
-            self.token_to_kv_pool.tail_storage.write_window(layer_id, self._tail_writes, kv)
-        return Window(rows, meta.window_rows)
+            rows.copy_rows(self._workspace_rows[:gathered], ring, meta.window_gather)
+            destinations.append(Destination(rows, self._workspace_rows[gathered:]))
+        if self._tail_rows is not None:
+            destinations.append(Destination(pool.tail_storage.window_rows(layer_id), self._tail_rows.window))
+        return Window(rows, meta.window_rows, tuple(destinations))
 
-    def compress(self, layer_id: int, kv: Tensor, score: Tensor, *, indexer: bool = False) -> Tensor:
-        """Entries of the groups that this forward closes; keeps the raw rows that later entries need.
+    def groups(self, layer_id: int) -> Groups:
+        """The groups that this forward may close in a layer with entries, and which raw rows it keeps."""
+        groups = self.metadata.compress[self.token_to_kv_pool.geometry.layer_ratio(layer_id)]
+        if self._tail_rows is None or groups.ratio != CSA_RATIO:
+            return groups
+        return replace(groups, overlap_rows=self._tail_rows.overlap)
 
-        Args:
-            kv, score: [T, C*D] fp32, `ape` added to the score.
-            indexer: the indexer's compressor (D = index_dim) instead of the main one (D = row_dim).
-
-        Returns:
-            [M, D] fp32, before norm and RoPE.
-        """
-        pool, ratio = self.token_to_kv_pool, self.token_to_kv_pool.geometry.layer_ratio(layer_id)
-        plan = self.metadata.compress[ratio]
-        state = pool.indexer_state(layer_id) if indexer else pool.compressor_state(layer_id)
-        head_dim = pool.geometry.index_dim if indexer else pool.geometry.row_dim
-        entries = compress(state, kv, score, plan.sources, ratio, head_dim)
-        # After the entries: a new row may take the place of one that they are made of.
-        raw = torch.stack([kv, score], dim=1).index_select(0, plan.state_write_tokens)
-        state.index_copy_(0, plan.state_write_rows, raw)
-        if self._tail_writes is not None and ratio == CSA_RATIO:
-            pool.tail_storage.write_overlap(layer_id, self._tail_writes, kv, score, indexer=indexer)
-        return entries
-
-    def entry_positions(self, ratio: int) -> Tensor:
-        """[M] int64: RoPE positions of the entries that `compress` returns (first token of each group)."""
-        return self.metadata.compress[ratio].positions
-
-    def write_entries(self, layer_id: int, entries: Tensor) -> None:
-        """Store entries [M, row_dim], after norm, RoPE and fp8 fake-quantisation, before any query reads them."""
-        ratio = self.token_to_kv_pool.geometry.layer_ratio(layer_id)
-        self.token_to_kv_pool.entries(layer_id).scatter(self.metadata.compress[ratio].slots, entries)
-
-    def write_index_keys(self, layer_id: int, keys: Tensor) -> None:
-        """Store indexer keys [M, index_dim], after norm, RoPE, Hadamard and fp4 fake-quantisation."""
-        self.token_to_kv_pool.index_keys(layer_id).scatter(self.metadata.compress[CSA_RATIO].slots, keys)
+    def compressor_storage(self, layer_id: int, *, indexer: bool = False) -> CompressorStorage:
+        """Storage of the layer's main compressor, or of its indexer's."""
+        pool = self.token_to_kv_pool
+        overlap = None
+        if self._tail_rows is not None and pool.geometry.layer_ratio(layer_id) == CSA_RATIO:
+            overlap = pool.tail_storage.overlap_rows(layer_id, indexer=indexer)
+        if indexer:
+            return CompressorStorage(pool.indexer_state(layer_id), pool.index_keys(layer_id), overlap)
+        return CompressorStorage(pool.compressor_state(layer_id), pool.entries(layer_id), overlap)
 
     def select(self, layer_id: int, q: Tensor, head_weights: Tensor, top_k: int, num_heads: int) -> Tensor:
         """The entry rows [T, top_k] int32 that the lightning indexer picks, -1 padded, as `attend` takes them.

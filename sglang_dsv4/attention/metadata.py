@@ -27,25 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsv4_kernels.compressor import Groups
 from dsv4_kernels.kv_layout import RowFormat, entry_rows
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
+from dsv4_kernels.step_mapping import GroupLayout, StepLayout, step_mapping
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups, ring_row
 from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
-
-
-@dataclass(frozen=True)
-class CompressPlan:
-    """Entries that this forward may close, for every layer of one ratio (specification, section 3.4).
-
-    M is the number of closed groups in `extend_metadata`; in `uniform_metadata` it is B*ceil(k/r), and an item whose
-    group stays open has no sources (the compressor gives zeros) and goes to the null row, entry 0.
-    """
-
-    sources: Tensor  # [M, C*r] int32: -1 no row; s < S: compressor-state row; S + i: token i of this forward
-    slots: Tensor  # [M] int64: destination row in the entry pools
-    positions: Tensor  # [M] int64: position of the group's first token (its RoPE position)
-    state_write_tokens: Tensor  # [N] int64: tokens whose raw rows are kept
-    state_write_rows: Tensor  # [N] int64: where, in the compressor state
 
 
 @dataclass(frozen=True)
@@ -87,9 +74,8 @@ class ForwardMetadata:
     window_in_ring: bool
     window_gather: Tensor  # [G] int64: ring rows copied in front of the workspace; empty if window_in_ring
     window_rows: Tensor  # [T, W] int32, ring or workspace: column c is position t-W+1+c; -1 = before the start
-    ring_write_tokens: Tensor  # [N] int64
-    ring_write_rows: Tensor  # [N] int64
-    compress: dict[int, CompressPlan]  # by ratio
+    ring_rows: Tensor  # [T] int64: ring row that keeps a token's window row; -1: none
+    compress: dict[int, Groups]  # by ratio: the groups that this forward may close
     visible: dict[int, Tensor]  # by ratio: [T] int32, entries a token may read: (t+1)//r, 0 for padding
     unpack: UnpackPlan | None  # of a chunk whose rows are stored as FP8
 
@@ -119,6 +105,11 @@ def page_table_of(req_to_token: Tensor, req_slots: Tensor, num_pages: int) -> Te
     """
     pages = req_to_token[:, ::FULL_PAGE_TOKENS][:, :num_pages].index_select(0, req_slots) // FULL_PAGE_TOKENS
     return pages.masked_fill_((req_slots == 0)[:, None], 0).int()
+
+
+def rows_by_token(tokens: Tensor, rows: Tensor, num_tokens: int) -> Tensor:
+    """[num_tokens] int64: `rows [N]` at `tokens [N]`, -1 elsewhere."""
+    return torch.full((num_tokens,), -1, dtype=torch.int64, device=rows.device).index_copy_(0, tokens, rows)
 
 
 def ragged_offsets(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -173,6 +164,7 @@ def extend_metadata(
 
     owner, offset = ragged_offsets(extend, real_tokens)
     positions = prefix[owner] + offset
+    padded_positions = F.pad(positions, (0, padding))
 
     gather_owner, gather_offset = ragged_offsets(gather, G)
     gather_positions = (prefix - gather)[gather_owner] + gather_offset
@@ -189,7 +181,7 @@ def extend_metadata(
     kept_owner, kept_offset = ragged_offsets(kept_count, sum(kept))
     kept_positions = (end - kept_count)[kept_owner] + kept_offset
 
-    compress: dict[int, CompressPlan] = {}
+    compress: dict[int, Groups] = {}
     for ratio in geometry.compressed:
         first = prefix // ratio
         closed = sum(e // ratio - p // ratio for p, e in zip(prefix_lens, ends, strict=True))
@@ -207,12 +199,17 @@ def extend_metadata(
             end - needed_from, sum(e - q for e, q in zip(ends, needed, strict=True))
         )
         state_positions = needed_from[state_owner] + state_offset
-        compress[ratio] = CompressPlan(
+        compress[ratio] = Groups(
+            ratio=ratio,
+            positions=padded_positions,
             sources=sources.int(),
+            entry_positions=group_positions,
             slots=entry_rows(page_table, group_owner, group_positions // ratio, entries_per_page(ratio)),
-            positions=group_positions,
-            state_write_tokens=begin[state_owner] + state_positions - prefix[state_owner],
-            state_write_rows=ring_row(req_slots[state_owner], state_positions, S),
+            state_rows=rows_by_token(
+                begin[state_owner] + state_positions - prefix[state_owner],
+                ring_row(req_slots[state_owner], state_positions, S),
+                num_tokens,
+            ),
         )
 
     visible = {ratio: ((positions + 1) // ratio).int() for ratio in geometry.compressed}
@@ -231,22 +228,24 @@ def extend_metadata(
     if padding:
         # Padding tokens belong to an extra request in the null slot: they see their own row and no entry.
         req_slots, page_table = F.pad(req_slots, (0, 1)), F.pad(page_table, (0, 0, 0, 1))
-        positions = F.pad(positions, (0, padding))
         token_to_request = F.pad(token_to_request, (0, padding), value=len(ends))
         own_row = torch.arange(G + real_tokens, G + num_tokens, dtype=torch.int32, device=device)
         window_rows = torch.cat([window_rows, F.pad(own_row[:, None], (W - 1, 0), value=-1)])
         visible = {ratio: F.pad(v, (0, padding)) for ratio, v in visible.items()}
 
     return ForwardMetadata(
-        positions=positions,
+        positions=padded_positions,
         token_to_request=token_to_request,
         req_slots=req_slots,
         page_table=page_table,
         window_in_ring=False,
         window_gather=window_gather,
         window_rows=window_rows,
-        ring_write_tokens=begin[kept_owner] + kept_positions - prefix[kept_owner],
-        ring_write_rows=ring_row(req_slots[kept_owner], kept_positions, R),
+        ring_rows=rows_by_token(
+            begin[kept_owner] + kept_positions - prefix[kept_owner],
+            ring_row(req_slots[kept_owner], kept_positions, R),
+            num_tokens,
+        ),
         compress=compress,
         visible=visible,
         unpack=unpack,
@@ -257,7 +256,8 @@ def uniform_metadata(
     first_positions: Tensor,
     req_slots: Tensor,
     tokens_per_request: int,
-    page_table: Tensor,
+    req_to_token: Tensor,
+    num_pages: int,
     geometry: PoolGeometry,
     request_slots: int,
 ) -> ForwardMetadata:
@@ -267,55 +267,49 @@ def uniform_metadata(
         first_positions: [B] int64, position of each request's first new token.
         req_slots: [B] int64; 0 for padding requests.
         tokens_per_request: k. Token b*k + i is request b's i-th.
-        page_table: [B, P] int32 (`page_table_of`), wide enough for position first + k - 1.
+        req_to_token: [slots, max_context] int32; the new tokens' slots are already in it.
+        num_pages: P, enough for position first + k - 1.
         request_slots: slots that the pools hold.
     """
-    device, W, R, k = req_slots.device, geometry.window_tokens, geometry.ring_rows, tokens_per_request
     limit = max(1, geometry.draft_tokens)
-    if not 1 <= k <= limit:
-        raise ValueError(f"{k} tokens a request, but the rings are laid out for at most {limit}")
-    B = req_slots.shape[0]
-    tokens = torch.arange(B * k, device=device)
-    owner = tokens // k
-    positions = first_positions[owner] + tokens % k
-
-    seen = positions[:, None] + torch.arange(1 - W, 1, device=device)
-    window_rows = ring_row(req_slots[owner, None], seen, R).masked_fill_(seen < 0, -1)
-
-    compress: dict[int, CompressPlan] = {}
-    for ratio in geometry.compressed:
-        per_request = -(-k // ratio)  # k tokens in a row close at most this many groups
-        items = torch.arange(B * per_request, device=device)
-        group_owner = items // per_request
-        first = first_positions[group_owner]
-        group_positions = (first // ratio + items % per_request) * ratio
-        closes = group_positions + ratio <= first + k
-        C, S = overlap_groups(ratio), geometry.state_rows(ratio)
-        raw = group_positions[:, None] + torch.arange((1 - C) * ratio, ratio, device=device)
-        in_state = ring_row(req_slots[group_owner, None], raw, S)
-        in_batch = request_slots * S + (group_owner * k - first)[:, None] + raw
-        sources = torch.where(raw < first[:, None], in_state, in_batch).masked_fill_(raw < 0, -1)
-        in_table = group_positions.clamp(max=page_table.shape[1] * FULL_PAGE_TOKENS - 1)  # of an open group, else as is
-        row = entry_rows(page_table, group_owner, in_table // ratio, entries_per_page(ratio))
-        compress[ratio] = CompressPlan(
-            sources=sources.masked_fill_(~closes[:, None], -1).int(),
-            slots=torch.where(closes, row, 0),
-            positions=torch.where(closes, group_positions, first // ratio * ratio),
-            state_write_tokens=tokens,
-            state_write_rows=ring_row(req_slots[owner], positions, S),
-        )
-
+    if not 1 <= tokens_per_request <= limit:
+        raise ValueError(f"{tokens_per_request} tokens a request, but the rings are laid out for at most {limit}")
+    found = step_mapping(
+        first_positions,
+        req_slots,
+        req_to_token,
+        tokens_per_request,
+        num_pages,
+        request_slots,
+        StepLayout(
+            page_tokens=FULL_PAGE_TOKENS,
+            window_tokens=geometry.window_tokens,
+            ring_rows=geometry.ring_rows,
+            groups=tuple(GroupLayout(r, overlap_groups(r), geometry.state_rows(r)) for r in geometry.compressed),
+        ),
+    )
+    of_ratio = dict(zip(geometry.compressed, found.groups, strict=True))
     return ForwardMetadata(
-        positions=positions,
-        token_to_request=owner.int(),
+        positions=found.positions,
+        token_to_request=found.token_to_request,
         req_slots=req_slots,
-        page_table=page_table,
+        page_table=found.page_table,
         window_in_ring=True,
-        window_gather=tokens[:0],
-        window_rows=window_rows.int(),
-        ring_write_tokens=tokens,
-        ring_write_rows=ring_row(req_slots[owner], positions, R),
-        compress=compress,
-        visible={ratio: ((positions + 1) // ratio).int() for ratio in geometry.compressed},
+        window_gather=found.positions[:0],
+        window_rows=found.window_rows,
+        ring_rows=found.ring_rows,
+        compress={
+            ratio: Groups(
+                ratio=ratio,
+                positions=found.positions,
+                sources=group.sources,
+                entry_positions=group.positions,
+                slots=group.slots,
+                state_rows=group.state_rows,
+                tokens_per_request=tokens_per_request,
+            )
+            for ratio, group in of_ratio.items()
+        },
+        visible={ratio: group.visible for ratio, group in of_ratio.items()},
         unpack=None,
     )

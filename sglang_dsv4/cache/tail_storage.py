@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +35,15 @@ class ChunkWrites:
     window_tokens: Tensor  # [N*128] int64: tokens of the forward
     window_rows: Tensor  # [N*128] int64: rows of a layer's checkpoint windows
     overlap_tokens: Tensor  # [N*4] int64
-    slots: Tensor  # [N] int64
+    overlap_rows: Tensor  # [N*4] int64: rows of a CSA layer's checkpoint overlaps
+
+    def by_token(self, num_tokens: int) -> TailRows:
+        """The same for every token of the forward."""
+
+        def rows(tokens: Tensor, values: Tensor) -> Tensor:
+            return torch.full((num_tokens,), -1, device=values.device).index_copy_(0, tokens, values)
+
+        return TailRows(rows(self.window_tokens, self.window_rows), rows(self.overlap_tokens, self.overlap_rows))
 
 
 def chunk_writes(writes: Sequence[tuple[int, int, int, Write]], device: torch.device | str) -> ChunkWrites | None:
@@ -45,16 +54,24 @@ def chunk_writes(writes: Sequence[tuple[int, int, int, Write]], device: torch.de
     """
     if not writes:
         return None
-    tokens, rows, overlap, slots = [], [], [], []
+    tokens, rows, overlap, overlap_rows = [], [], [], []
     for first_token, begin, end, write in writes:
         window = chunk_rows(write.position, WINDOW_TOKENS, begin, end)
         group = chunk_rows(write.position, OVERLAP_TOKENS, begin, end)
         tokens.extend(first_token + i for i in window)
         overlap.extend(first_token + i for i in group)
-        rows.extend(range(write.device_slot * WINDOW_TOKENS, (write.device_slot + 1) * WINDOW_TOKENS))
-        slots.append(write.device_slot)
-    lists = (torch.tensor(values, dtype=torch.int64).to(device) for values in (tokens, rows, overlap, slots))
+        slot = write.device_slot
+        rows.extend(range(slot * WINDOW_TOKENS, (slot + 1) * WINDOW_TOKENS))
+        overlap_rows.extend(range(slot * OVERLAP_TOKENS, (slot + 1) * OVERLAP_TOKENS))
+    lists = (torch.tensor(values, dtype=torch.int64).to(device) for values in (tokens, rows, overlap, overlap_rows))
     return ChunkWrites(*lists)
+
+
+class TailRows(NamedTuple):
+    """Where each token of a forward goes in a layer's checkpoints; -1: nowhere."""
+
+    window: Tensor  # [T] int64: row of `TailStorage.window_rows`
+    overlap: Tensor  # [T] int64: row of `TailStorage.overlap_rows`
 
 
 class TailSlots:
@@ -168,16 +185,13 @@ class TailStorage:
         for ring, saved in zip(self._rings(request_slot, write.position), self.device.parts(), strict=True):
             saved[:, write.device_slot].copy_(ring)
 
-    def write_window(self, layer_id: int, writes: ChunkWrites, kv: Tensor) -> None:
-        """Window rows of a chunk's checkpoints, from `kv [T, row_dim]`, the rows that the ring gets too."""
-        self.device.window_rows(layer_id).scatter(writes.window_rows, kv.index_select(0, writes.window_tokens))
+    def window_rows(self, layer_id: int) -> KVRows:
+        """A layer's checkpoint windows as a table; the layers write a chunk's rows there."""
+        return self.device.window_rows(layer_id)
 
-    def write_overlap(self, layer_id: int, writes: ChunkWrites, kv: Tensor, score: Tensor, *, indexer: bool) -> None:
-        """Half rows of a chunk's checkpoints, from the raw rows `kv, score [T, 2*D]` fp32."""
-        rows = self.device.overlap_rows(layer_id, indexer=indexer)
-        dim = rows.shape[-1]
-        raw = torch.stack([kv[:, :dim], score[:, :dim]], dim=1).index_select(0, writes.overlap_tokens)
-        rows.index_copy_(0, writes.slots, raw.unflatten(0, (-1, OVERLAP_TOKENS)))
+    def overlap_rows(self, layer_id: int, *, indexer: bool) -> Tensor:
+        """A CSA layer's checkpoint overlaps: slot s has rows [4 s, 4 s + 4) of [rows, 2, D] fp32."""
+        return self.device.overlap_rows(layer_id, indexer=indexer).flatten(0, 1)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Device tensors by name."""

@@ -11,15 +11,15 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
+from dsv4_kernels.compressor import compress_store
 from dsv4_kernels.linear import grouped_linear
-from dsv4_kernels.norm import rms_norm
+from dsv4_kernels.norm_rope_store import norm_rope_store
 from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.compressor import Compressor
 from sglang_dsv4.layers.indexer import Indexer
 from sglang_dsv4.layers.linear import Fp8Input, StackedProjection, load_row_shard, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
-from sglang_dsv4.layers.quantise_rows import quantise_kv_row
 from sglang_dsv4.layers.rope import Rotation
 
 if TYPE_CHECKING:
@@ -103,19 +103,27 @@ class Attention(nn.Module):
         q_latent, kv = self.wqkv_a(as_input(x))[0].split((self.config.q_lora_rank, self.config.head_dim), -1)
         q_latent = as_input(self.q_norm(q_latent))
         q = self.wq_b(q_latent)[0].unflatten(-1, (self.num_local_heads, self.config.head_dim))
-        q = rms_norm(q, None, self.config.rms_norm_eps)
-        kv = self.kv_norm(kv)
-        q = self.rope(q, positions)
-        kv = self.rope(kv, positions)
-
-        window = backend.window(self.layer_id, quantise_kv_row(kv, self.config, backend.kv_row_format))
+        window = backend.window(self.layer_id)
+        q = norm_rope_store(
+            q,
+            kv,
+            self.kv_norm.weight,
+            positions,
+            self.rope.frequencies,
+            self.config.rms_norm_eps,
+            window.destinations,
+            qat=self.config.qat.kv_fp8,
+        )
         selected = None
         if self.projection is not None:
-            entry_kv, entry_score, *of_indexer = self.projection(x)
+            kv, score, *of_indexer = self.projection(x)
+            compressions = [self.compressor.compression(kv, score)]
             if self.indexer is not None:
-                selected = self.indexer(*of_indexer, q_latent, positions, x.dtype, self.num_local_heads)
-            entries = self.compressor(entry_kv, entry_score, positions, x.dtype)
-            backend.write_entries(self.layer_id, quantise_kv_row(entries, self.config, backend.kv_row_format))
+                head_weights, kv, score = of_indexer
+                compressions.append(self.indexer.compressor.compression(kv, score))
+            compress_store(backend.groups(self.layer_id), compressions, x.dtype)
+            if self.indexer is not None:
+                selected = self.indexer(head_weights, q_latent, positions, x.dtype, self.num_local_heads)
         o = backend.attend(self.layer_id, q, window, selected, self.attn_sink, self.config.softmax_scale)
         return self.project(o, positions)
 

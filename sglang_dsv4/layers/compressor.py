@@ -6,6 +6,8 @@ import torch
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import Tensor, nn
 
+from dsv4_kernels.compressor import Compression
+from dsv4_kernels.kv_layout import RowFormat
 from sglang_dsv4.config import Config
 from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.norm import RMSNorm
@@ -40,6 +42,11 @@ class Compressor(nn.Module):
         self.layer_id = layer_id
         self.ratio = kind.ratio
         self.indexer = indexer
+        # Switched off, indexer keys are not rotated either: that cancels in q.k.
+        self.hadamard = indexer and config.qat.indexer_fp4
+        quantised = config.qat.indexer_fp4 if indexer else config.qat.kv_fp8
+        stored_as = RowFormat.INDEX_FP4 if indexer else RowFormat.FP8
+        self.values_of = stored_as if quantised else RowFormat.PLAIN
         self.wkv = wkv
         self.wgate = wgate
         self.ape = nn.Parameter(torch.empty(self.ratio, len(wkv), dtype=torch.float32), requires_grad=False)
@@ -51,19 +58,23 @@ class Compressor(nn.Module):
         """Rows of `wkv` and of `wgate`."""
         return dim * kind.groups
 
-    def forward(self, kv: Tensor, score: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows of the groups that this forward closes.
+    def compression(self, kv: Tensor, score: Tensor) -> Compression:
+        """This compressor's part of `compress_store`.
 
         Args:
             kv, score: [T, width] fp32, the sublayer's normed input times `wkv` and `wgate`.
-            positions: [T] int64.
-            dtype: the model's.
-
-        Returns:
-            [M, dim] in that dtype, one row a closed group, in the backend's order.
         """
-        backend = get_attn_backend()
-        score = score + self.ape[positions % self.ratio]
-        entries = backend.compress(self.layer_id, kv, score, indexer=self.indexer)
-        entries = self.norm(entries.to(dtype))
-        return self.rope(entries, backend.entry_positions(self.ratio))
+        state, table, overlap = get_attn_backend().compressor_storage(self.layer_id, indexer=self.indexer)
+        return Compression(
+            kv=kv,
+            score=score,
+            ape=self.ape,
+            state=state,
+            norm_weight=self.norm.weight,
+            eps=self.norm.eps,
+            frequencies=self.rope.frequencies,
+            table=table,
+            hadamard=self.hadamard,
+            values_of=self.values_of,
+            overlap=overlap,
+        )

@@ -9,11 +9,11 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import Tensor, nn
 
+from dsv4_kernels.indexer import index_query
 from sglang_dsv4.config import Config
 from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.compressor import Compressor
 from sglang_dsv4.layers.linear import Fp8Input
-from sglang_dsv4.layers.quantise_rows import quantise_index_row
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -52,17 +52,15 @@ class Indexer(nn.Module):
     def forward(
         self,
         head_weights: Tensor,
-        kv: Tensor,
-        score: Tensor,
         q_latent: Tensor | Fp8Input,
         positions: Tensor,
         dtype: torch.dtype,
         num_heads: int,
     ) -> Tensor:
-        """Write this forward's keys, then select.
+        """Select, once this forward's keys are written.
 
         Args:
-            head_weights, kv, score: [T, width] fp32, the sublayer's normed input times `weights_proj`, `wkv`, `wgate`.
+            head_weights: [T, index heads] fp32, the sublayer's normed input times `weights_proj`.
             q_latent: [T, q_lora_rank], the normed query latent of the main attention.
             positions: [T] int64.
             dtype: the model's.
@@ -71,13 +69,8 @@ class Indexer(nn.Module):
         Returns:
             [T, index_topk] int32 rows of the layer's entries, -1 = hole.
         """
-        backend = get_attn_backend()
-        keys = self.compressor(kv, score, positions, dtype)
-        backend.write_index_keys(self.layer_id, quantise_index_row(keys, self.config, backend.index_row_format))
-
         q = self.wq_b(q_latent)[0].unflatten(-1, (self.config.index_n_heads, self.config.index_head_dim))
-        q = self.compressor.rope(q, positions)
-        q = quantise_index_row(q, self.config)
+        q = index_query(q, positions, self.compressor.rope.frequencies, quantise=self.config.qat.indexer_fp4)
         # A layer of the model's dtype in the release: rounded to it.
         head_weights = head_weights.to(dtype).float() * self.weight_scale
-        return backend.select(self.layer_id, q, head_weights, self.config.index_topk, num_heads)
+        return get_attn_backend().select(self.layer_id, q, head_weights, self.config.index_topk, num_heads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from dsv4_kernels.rope import apply_rope, apply_rope_in_place
+from dsv4_kernels.rope import apply_rope_in_place
 from sglang_dsv4.config import Config
 from sglang_dsv4.layer_kinds import LayerKind
 
@@ -15,10 +15,6 @@ class Rotation(nn.Module):
     def __init__(self, config: Config, kind: LayerKind) -> None:
         super().__init__()
         self.register_buffer("frequencies", config.rope(kind).frequencies(), persistent=False)
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """`x [T, ..., D]`, `positions [T]` int64 -> [T, ..., D] in x's dtype."""
-        return apply_rope(x, positions, self.frequencies)
 
     def undo(self, x: Tensor, positions: Tensor) -> Tensor:
         """Turns `x [T, ..., D]` the other way, in place."""

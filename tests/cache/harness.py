@@ -7,6 +7,7 @@ live request may read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -15,8 +16,9 @@ from cache.simulation import Requests
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
+from dsv4_kernels.compressor import compress
 from dsv4_kernels.kv_layout import KVRows
-from sglang_dsv4.attention.backend import Dsv4AttentionBackend
+from sglang_dsv4.attention.backend import Dsv4AttentionBackend, Window
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.cache.tail_options import TailSizes
@@ -168,16 +170,43 @@ class Engine(Requests):
     def layer(self, layer: int, tokens: list[tuple[int, int]], padding: int = 0) -> Tensor:
         """What a layer does with the backend: [T, HEADS, row_dim]."""
         backend, ratio, x = self.backend, self.geometry.layer_ratio(layer), self.sequences.of(layer, tokens, padding)
-        window, selected = backend.window(layer, x.kv), None
+        window, selected = keep_window_rows(backend, layer, x.kv), None
         if ratio:
-            positions = backend.entry_positions(ratio)
-            entries = backend.compress(layer, x.raw[:, 0].contiguous(), x.raw[:, 1].contiguous())
-            backend.write_entries(layer, stamp(entries, positions))
+            keep_entries(backend, layer, x.raw, stamp)
         if ratio == CSA_RATIO:
-            keys = backend.compress(layer, x.index_raw[:, 0].contiguous(), x.index_raw[:, 1].contiguous(), indexer=True)
-            backend.write_index_keys(layer, stamp(keys, positions))
+            keep_entries(backend, layer, x.index_raw, stamp, indexer=True)
             selected = backend.select(layer, x.index_q, x.index_weights, TOP_K, HEADS)
         return backend.attend(layer, x.q, window, selected, sink_of(layer), self.geometry.row_dim**-0.5)
+
+
+def keep_window_rows(backend: Dsv4AttentionBackend, layer: int, kv: Tensor) -> Window:
+    """What `norm_rope_store` does with rows that are normed and rotated."""
+    window = backend.window(layer)
+    for table, rows in window.destinations:
+        kept = rows >= 0
+        table.scatter(rows[kept], kv[kept])
+    return window
+
+
+def keep_entries(
+    backend: Dsv4AttentionBackend,
+    layer: int,
+    raw: Tensor,
+    made: Callable[[Tensor, Tensor], Tensor],
+    *,
+    indexer: bool = False,
+) -> None:
+    """What `compress_store` does, with `made(entries, positions)` in place of norm and rotation; raw: [T, 2, C * D]."""
+    groups, storage = backend.groups(layer), backend.compressor_storage(layer, indexer=indexer)
+    kv, score = raw[:, 0].contiguous(), raw[:, 1].contiguous()
+    entries = compress(storage.state, kv, score, groups.sources, groups.ratio, storage.table.row_dim)
+    closed = (groups.sources >= 0).any(1)
+    storage.table.scatter(groups.slots[closed], made(entries, groups.entry_positions)[closed])
+    kept = groups.state_rows >= 0
+    storage.state[groups.state_rows[kept]] = raw[kept]
+    if storage.overlap is not None:
+        kept = groups.overlap_rows >= 0
+        storage.overlap[groups.overlap_rows[kept]] = raw[kept, :, : storage.table.row_dim]
 
 
 def poison(rows: KVRows | Tensor, keep: Tensor) -> None:

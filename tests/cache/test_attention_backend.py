@@ -131,13 +131,7 @@ class NoHostReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("k", [1, DRAFTS], ids=["decode", "verify"])
-def test_recorded_part_reads_nothing_on_the_host(sequences: Sequences, monkeypatch: pytest.MonkeyPatch, k: int) -> None:
-    """The compressor's CPU definition reads which groups have sources, to skip the others; a kernel may not."""
-
-    def zeros(state: Tensor, kv: Tensor, score: Tensor, sources: Tensor, ratio: int, head_dim: int) -> Tensor:
-        return kv.new_zeros(sources.shape[0], head_dim)
-
-    monkeypatch.setattr("sglang_dsv4.attention.backend.compress", zeros)
+def test_recorded_part_reads_nothing_on_the_host(sequences: Sequences, k: int) -> None:
     engine = Engine(speculative(SMALL), sequences)
     engine.backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * k)
     work = [(0, k), (1, k)]
@@ -145,16 +139,14 @@ def test_recorded_part_reads_nothing_on_the_host(sequences: Sequences, monkeypat
         engine.reserve(request, 251)
         engine.length[request] = 250
     batch = engine.batch(DECODE if k == 1 else VERIFY, work)
-    x = [sequences.of(layer, [(r, 250 + i) for r, _ in work for i in range(k)]) for layer in SMALL.layers()]
     engine.backend.init_forward_metadata_out_graph(batch)
     with NoHostReads():
         engine.backend.init_forward_metadata_in_graph(batch)
         for layer in SMALL.layers():
-            engine.backend.window(layer, x[layer].kv)
+            engine.backend.window(layer)
             if SMALL.layer_ratio(layer):
-                raw = x[layer].raw
-                entries = engine.backend.compress(layer, raw[:, 0].contiguous(), raw[:, 1].contiguous())
-                engine.backend.write_entries(layer, entries)
+                engine.backend.groups(layer)
+                engine.backend.compressor_storage(layer)
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoHostReads():
         batch.seq_lens.max().item()
 

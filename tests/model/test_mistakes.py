@@ -6,7 +6,7 @@ specification's words.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,11 +16,14 @@ from model.served import Served
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor, nn
 
+from dsv4_kernels.compressor import ref as compressor_ref
 from dsv4_kernels.hyper_connection import ref as hc_ref
+from dsv4_kernels.indexer import ref as indexer_ref
+from dsv4_kernels.norm_rope_store import ref as norm_rope_store_ref
 from dsv4_kernels.rope import apply_rope
 from sglang_dsv4.attention.backend import Window
 from sglang_dsv4.attention.metadata import ForwardMetadata
-from sglang_dsv4.layers import attention, moe
+from sglang_dsv4.layers import moe
 from sglang_dsv4.layers import rope as layer_rope
 
 PROMPT = 420  # three HCA entries, 105 CSA entries of which 24 are selected
@@ -64,8 +67,10 @@ class Plant:
         self.backend("init_forward_metadata", wrap)
 
     def rope(self, replacement: Callable) -> None:
-        for name in ("apply_rope", "apply_rope_in_place"):
-            self.patch.setattr(layer_rope, name, replacement(apply_rope))
+        """`replacement(apply_rope)` wherever something is rotated, and undone."""
+        for module in (norm_rope_store_ref, compressor_ref, indexer_ref):
+            self.patch.setattr(module, "apply_rope", replacement(apply_rope))
+        self.patch.setattr(layer_rope, "apply_rope_in_place", replacement(apply_rope))
 
     def frequencies(self, ratios: tuple[int, ...], value: torch.Tensor) -> None:
         for layer in self.layers:
@@ -121,8 +126,8 @@ def post_without_factor_two(plant: Plant) -> None:
 
 def window_minus_one(plant: Plant) -> None:
     def wrap(original: Callable) -> Callable:
-        def window(layer_id: int, kv: Tensor) -> Window:
-            rows = original(layer_id, kv)
+        def window(layer_id: int) -> Window:
+            rows = original(layer_id)
             index = rows[1].clone()
             index[:, 0] = -1
             return rows._replace(index=index)
@@ -134,8 +139,8 @@ def window_minus_one(plant: Plant) -> None:
 
 def window_plus_one(plant: Plant) -> None:
     def wrap(original: Callable) -> Callable:
-        def window(layer_id: int, kv: Tensor) -> Window:
-            rows = original(layer_id, kv)
+        def window(layer_id: int) -> Window:
+            rows = original(layer_id)
             before = (rows.index[:, :1] - 1).where(rows.index[:, :1] > 0, -1)
             return rows._replace(index=torch.cat([before, rows.index], 1))
 
@@ -192,7 +197,11 @@ def csa_halves_swapped(plant: Plant) -> None:
 
 
 def entry_rope_at_last_token(plant: Plant) -> None:
-    plant.backend("entry_positions", lambda original: lambda ratio: original(ratio) + ratio - 1)
+    def change(metadata: ForwardMetadata) -> None:
+        for ratio, groups in metadata.compress.items():
+            metadata.compress[ratio] = replace(groups, entry_positions=groups.entry_positions + ratio - 1)
+
+    plant.metadata(change)
 
 
 def hca_visible_one_late(plant: Plant) -> None:
@@ -224,7 +233,7 @@ def no_overlap_between_chunks(plant: Plant) -> None:
 
     def change(metadata: ForwardMetadata) -> None:
         plan = metadata.compress[4]
-        first = plan.positions == plan.positions.amin()
+        first = plan.entry_positions == plan.entry_positions.amin()
         plan.sources[first, :4] = -1
 
     plant.metadata(change)
@@ -299,8 +308,10 @@ def hash_by_top_k(plant: Plant) -> None:
 
 
 def no_query_norm(plant: Plant) -> None:
-    original = attention.rms_norm
-    plant.patch.setattr(attention, "rms_norm", lambda x, weight, eps: x if weight is None else original(x, weight, eps))
+    original = norm_rope_store_ref.rms_norm
+    plant.patch.setattr(
+        norm_rope_store_ref, "rms_norm", lambda x, weight, eps: x if weight is None else original(x, weight, eps)
+    )
 
 
 MISTAKES = {
@@ -371,7 +382,7 @@ def test_stale_overlap_in_a_reused_slot(served: Served, monkeypatch: pytest.Monk
     def change(metadata: ForwardMetadata) -> None:
         plan, backend = metadata.compress[4], served.harness.backend
         rows = backend.token_to_kv_pool.geometry.state_rows(4)
-        first = (plan.positions == 0).nonzero().flatten()
+        first = (plan.entry_positions == 0).nonzero().flatten()
         slot = metadata.req_slots[0].item()
         plan.sources[first, :4] = torch.arange(rows - 4, rows, dtype=plan.sources.dtype) + slot * rows
 

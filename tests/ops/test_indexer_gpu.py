@@ -14,9 +14,10 @@ import torch
 from ops.row_kernels import ARCH, KERNELS, SCHEDULES, assert_no_spills, emulated_row_kernel
 from torch import Tensor
 
-from dsv4_kernels.indexer import index_topk
+from dsv4_kernels.indexer import index_query, index_topk
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.quant import fp4_qdq
+from dsv4_kernels.rope import rope_frequencies
 
 PAGE = 64
 BF16 = torch.bfloat16
@@ -196,6 +197,25 @@ def test_choice_of_given_scores(name: str, top_k: int) -> None:
         arguments = topk.Arguments(*map(Int64, addresses), Int32(top_k))
         topk.compile("sm_90a")(arguments, Int32(1), cuda.CUstream(0))
     assert torch.equal(rows[0], chosen(given, 700, top_k, pages))
+
+
+@pytest.mark.parametrize("quantise", [True, False])
+@pytest.mark.parametrize("name", KERNELS)
+def test_queries(name: str, quantise: bool) -> None:
+    """But for what an ulp of the rotation's fp32 decides: another bf16, and with it another code."""
+    from dsv4_kernels.indexer import query
+
+    wide = torch.randn(5, 9, 128, generator=torch.Generator().manual_seed(3)).to(BF16)
+    q, positions = wide[:, 2:], torch.tensor([0, 1, 127, 70000, 2**20 - 1])
+    frequencies = rope_frequencies(64, 160000.0, None)
+    with emulated_row_kernel(name):
+        found = getattr(query, name)(q, positions, frequencies, quantise)
+    expected = index_query(q, positions, frequencies, quantise)
+    assert found.shape == expected.shape and (found == expected).float().mean() > 0.995
+    assert ((found.double() - expected.double()).norm() / expected.double().norm()) < 2e-2
+    with emulated_row_kernel(name):
+        alone = getattr(query, name)(q[3:4], positions[3:4], frequencies, quantise)
+    assert torch.equal(alone[0], found[3])
 
 
 @pytest.mark.parametrize("name", KERNELS)
