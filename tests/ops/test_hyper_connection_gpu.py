@@ -202,13 +202,13 @@ def emulate(arch: str, call: Callable[[], object], **options: object) -> object:
     return result
 
 
-def boundary(arch: str, i: Inputs, tokens: int | None = None, **options: object) -> tuple[Tensor, ...]:
-    """hc_boundary, with so many tokens a cluster."""
+def boundary(arch: str, i: Inputs, tokens: int | None = None, teams: int = 1, **options: object) -> tuple[Tensor, ...]:
+    """hc_boundary, with so many tokens a group, and teams a CTA."""
     from dsv4_kernels.hyper_connection import gpu
 
     y, streams, post, comb, fn, base, scale, weight = i
     arguments = (streams, (y, post, comb), (fn, base, scale), weight, EPS, EPS, ITERATIONS)
-    return emulate(arch, lambda: gpu.run(arch, "hc_boundary", 24, *arguments, tokens=tokens), **options)
+    return emulate(arch, lambda: gpu.run(arch, "hc_boundary", 24, *arguments, tokens, teams), **options)
 
 
 @pytest.mark.parametrize(("num_tokens", "tokens"), [(1, 1), (2, 1), (3, 2), (5, 4), (17, 8)], ids=lambda n: str(n))
@@ -232,9 +232,33 @@ def test_stages_are_filled_again(arch: str, schedule: str) -> None:
     """24 rows of fn through fewer stages; asynchronous copies as late as they may be, and at random times."""
     from dsv4_kernels.hyper_connection.plan import Plan
 
-    assert Plan(3072, 2, 24, True, True).stages < 24
+    assert Plan(2, 3072, 24, True, True).stages < 24
     i = inputs(3, 3072, seed=2)
     check_boundary(boundary(arch, i, 2, schedule=schedule, seed=3), i)
+
+
+@pytest.mark.parametrize("schedule", ["late", "random"])
+def test_teams_take_one_group_after_the_other(arch: str, schedule: str) -> None:
+    """Two clusters with two teams each, of which one has three groups, the last of three tokens, and the others two."""
+    i = inputs(67, 1024, seed=6)
+    out = boundary(arch, i, 8, teams=2, schedule=schedule, seed=4, multiprocessors=16)
+    check_boundary(out, i)
+    some = [0, 17, 34, 51, 66]
+    for found, expected in zip(out, boundary(arch, i.of(some), 1), strict=True):
+        assert torch.equal(found[some], expected)
+
+
+def test_which_plan() -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from dsv4_kernels.hyper_connection import gpu
+
+    def chosen(num_tokens: int, d: int = 4096, norm: bool = True) -> tuple[int, int]:
+        plan = gpu.chosen(num_tokens, d, 24, True, norm, False)
+        return plan.tokens, plan.teams
+
+    assert [chosen(n) for n in (1, 4, 5, 16, 17, 64, 65, 128)] == [(n, 1) for n in (1, 1, 2, 2, 4, 4, 8, 8)]
+    assert chosen(129) == chosen(8192) == (8, 2)
+    assert chosen(8192, d=7168) == chosen(8192, norm=False) == (8, 1)  # fn does not fit; not a model's function
 
 
 def test_the_other_functions(arch: str) -> None:
@@ -303,22 +327,24 @@ def test_saturated_sigmoids_and_large_values(arch: str, sign: float) -> None:
 
 @pytest.mark.parametrize("d", [4096, 7168], ids=["flash", "pro"])
 def test_the_models_widths(arch: str, d: int) -> None:
-    """Right, and as planned by what the compiler says: no stack, so no spills, with the largest groups; registers and
-    shared memory for as many CTAs of a multiprocessor."""
+    """Right, and as planned by what the compiler says of what many tokens take, with one team and with several: no
+    stack, so no spills; registers and shared memory for as many CTAs of a multiprocessor."""
     from cubin import resources
+    from host import emulated
 
     from dsv4_kernels.hyper_connection import gpu
     from dsv4_kernels.hyper_connection.plan import REGISTERS, SHARED_BYTES, Plan, shared_memory
 
     i = inputs(2, d, seed=d)
     check_boundary(boundary(arch, i, 8), i)
-    plan = Plan(d, 8, 24, True, True)
-    numbers = resources(gpu.compile(plan, arch).__cubin__)
-    # Warps are dealt out to four parts of the multiprocessor, which have a quarter of the registers each.
-    warps = -(-plan.ctas * plan.cta_threads // 32 // 4)
-    assert numbers["stack_bytes"] == 0 and numbers["registers"] * warps * 32 <= REGISTERS // 4, numbers
-    assert plan.ctas * (shared_memory(plan).size_in_bytes() + 1024) <= SHARED_BYTES + 1024
-    assert plan.ctas == (2 if d == 4096 else 1)
+    for plan in {Plan(8, d, 24, True, True), gpu.chosen(8192, d, 24, True, True, False)}:
+        with emulated(arch=arch):
+            numbers = resources(gpu.compile(plan, arch).__cubin__)
+        # Warps are dealt out to four parts of the multiprocessor, which have a quarter of the registers each.
+        warps = -(-plan.ctas * plan.cta_threads // 32 // 4)
+        assert numbers["stack_bytes"] == 0 and numbers["registers"] * warps * 32 <= REGISTERS // 4, (plan, numbers)
+        assert plan.ctas * (shared_memory(plan).size_in_bytes() + 1024) <= SHARED_BYTES + 1024, plan
+        assert plan.ctas * plan.teams == (2 if d == 4096 else 1)
 
 
 def test_no_tokens_are_no_launch(arch: str) -> None:
