@@ -6,7 +6,7 @@ Between two sublayers of DeepSeek-V4: `hc_post` of the one, `hc_pre` of the next
 
     ours           `hc_boundary` with the kernel forced by name
     ours_parts     `hc_post` and `hc_enter`: two launches of the same kernel, which read the new streams again
-    ours_by_N      (--sweep) as ours, with N tokens a cluster instead of those that `tokens_of_a_cluster` chooses
+    ours_by_NxM    (--sweep) as ours, with groups of N tokens and M teams a CTA instead of what `gpu.chosen` chooses
     sglang         `mhc_fused_post_pre` as SGLang 0.5.23 calls it by default: TileLang, behind 32 tokens with DeepGEMM's
                    `tf32_hc_prenorm_gemm`. fn is rounded to TF32 there
     sglang_parts   `mhc_post` and `mhc_pre`, with the norm
@@ -129,8 +129,8 @@ def ours_parts(sets: list[Inputs], impl: str) -> list[Call]:
     return [lambda i=i: call(i) for i in sets]
 
 
-def ours_by(sets: list[Inputs], impl: str, tokens: int) -> list[Call]:
-    """With so many tokens a cluster."""
+def ours_by(sets: list[Inputs], impl: str, tokens: int, teams: int) -> list[Call]:
+    """With groups of so many tokens, and so many teams a CTA."""
     from dsv4_kernels.hyper_connection import gpu
     from dsv4_kernels.hyper_connection.plan import PRE_ROWS
 
@@ -138,7 +138,7 @@ def ours_by(sets: list[Inputs], impl: str, tokens: int) -> list[Call]:
 
     def call(i: Inputs) -> Results:
         written_back, parameters = (i.y, i.post, i.comb), (i.fn, i.base, i.scale)
-        numbers = (EPS, EPS, ITERATIONS, tokens)
+        numbers = (EPS, EPS, ITERATIONS, tokens, teams)
         return gpu.run(arch, "hc_boundary", PRE_ROWS, i.streams, written_back, parameters, i.weight, *numbers)
 
     return [lambda i=i: call(i) for i in sets]
@@ -212,7 +212,9 @@ def run_case(num_tokens: int, d: int, impl: str, device: torch.device, sweep: bo
         "sglang_parts": lambda: sglang_parts(sets),
     }
     if sweep:
-        makers |= {f"ours_by_{n}": lambda n=n: ours_by(sets, impl, n) for n in (1, 2, 4, 8) if n <= num_tokens}
+        sizes = [(n, 1) for n in (1, 2, 4, 8) if n <= num_tokens]
+        sizes += [(8, 2)] if num_tokens > 64 and d == 4096 else []  # of Pro fn does not fit
+        makers |= {f"ours_by_{n}x{m}": lambda n=n, m=m: ours_by(sets, impl, n, m) for n, m in sizes}
     tokens = torch.linspace(0, num_tokens - 1, min(64, num_tokens), device=device).long()
     expected = exact(first, tokens)
     row: dict[str, object] = {"tokens": num_tokens, "d": d, "model": DIMS.get(d), "sets": count}

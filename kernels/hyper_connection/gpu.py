@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, Int64
@@ -14,20 +15,38 @@ from torch import Tensor
 
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.hyper_connection.kernel import HyperConnection
-from dsv4_kernels.hyper_connection.plan import HEAD_ROWS, PRE_ROWS, STREAMS, TOKENS, Arguments, Plan
+from dsv4_kernels.hyper_connection.plan import CLUSTER, HEAD_ROWS, PRE_ROWS, STREAMS, TEAMS, TOKENS, Arguments, Plan
 
-MOST_TOKENS = {1: 4, 2: 16, 4: 64}
-"""Tokens a cluster -> up to how many tokens: with few tokens more clusters share what each one has to wait for, with
-many fn is read less often from L2, 1.5 MB a cluster. Beyond them it is the last of TOKENS."""
+MOST_TOKENS = {1: 4, 2: 16, 4: 64, 8: 128}
+"""Tokens of a group -> up to how many tokens in all, one group a cluster: with few tokens more clusters share what each
+one has to wait for, with many fn is read less often from L2, 1.5 MB a cluster."""
 
 
-def tokens_of_a_cluster(num_tokens: int) -> int:
-    """How many tokens share what is read of fn. A token's bits do not depend on it."""
-    return next((tokens for tokens, most in MOST_TOKENS.items() if num_tokens <= most), TOKENS[-1])
+def chosen(num_tokens: int, dim: int, rows: int, post: bool, norm: bool, bf16_weight: bool) -> Plan:
+    """The plan for so many tokens. A token's bits do not depend on it.
+
+    With more tokens than one group in each cluster that the GPU runs at once, clusters stay, and keep fn in shared
+    memory if it fits: then it is read from L2 once a cluster, not once a group.
+    """
+    tokens = next((tokens for tokens, most in MOST_TOKENS.items() if num_tokens <= most), None)
+    form = (dim, rows, post, norm, bf16_weight)
+    if tokens is None and norm and Plan(TOKENS[-1], *form, teams=TEAMS).fits:
+        return Plan(TOKENS[-1], *form, teams=TEAMS)
+    return Plan(tokens or TOKENS[-1], *form)
+
+
+def clusters_at_once(device: torch.device) -> int:
+    """How many clusters run side by side with a CTA on each multiprocessor."""
+    return _clusters_at_once(device.index or 0) if device.type == "cuda" else _clusters_at_once.__wrapped__(0)
+
+
+@functools.cache
+def _clusters_at_once(index: int) -> int:
+    return cutlass.utils.HardwareInfo(index).get_max_active_clusters(CLUSTER)
 
 
 def compile(plan: Plan, arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, groups of tokens, stream)."""
+    """The launcher, from memory, from disk or from the compiler: (arguments, clusters, stream)."""
 
     def from_compiler() -> Callable[..., None]:
         example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
@@ -43,7 +62,9 @@ def plans(dim: int, bf16_weight: bool = False) -> list[Plan]:
         "hc_enter": (PRE_ROWS, False),
         "hc_finish": (HEAD_ROWS, True),
     }
-    return [Plan(dim, tokens, *form, True, bf16_weight) for form in forms.values() for tokens in TOKENS]
+    sizes = (*MOST_TOKENS.values(), max(MOST_TOKENS.values()) + 1)
+    made = (chosen(size, dim, *form, True, bf16_weight) for form in forms.values() for size in sizes)
+    return list(dict.fromkeys(made))
 
 
 def run(
@@ -58,6 +79,7 @@ def run(
     hc_eps: float = 0.0,
     iterations: int = 1,
     tokens: int | None = None,
+    teams: int = 1,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """One launch of one form of the kernel.
 
@@ -70,7 +92,8 @@ def run(
         parameters: fn, base and scale, if there are rows.
         norm_weight: [d] fp32 or bf16, or None for no norm.
         norm_eps, hc_eps, iterations: as in the functions.
-        tokens: of a cluster; None chooses.
+        tokens: of a group; None chooses, and chooses `teams` too.
+        teams: of a CTA.
 
     Returns:
         streams, the mixture or its norm, post, comb; None for what this form does not make.
@@ -81,9 +104,9 @@ def run(
     num_tokens, n, dim = streams.shape
     if n != STREAMS:
         raise ValueError(f"{op}: the GPU kernels are made for {STREAMS} streams; got {n}. Choose impl='ref'")
-    tokens = tokens_of_a_cluster(num_tokens) if tokens is None else tokens
     bf16_weight = norm_weight is not None and norm_weight.dtype == torch.bfloat16
-    plan = Plan(dim, tokens, rows, written_back is not None, norm_weight is not None, bf16_weight)
+    form = (dim, rows, written_back is not None, norm_weight is not None, bf16_weight)
+    plan = chosen(num_tokens, *form) if tokens is None else Plan(tokens, *form, teams)
     plan.check()
     y, post, comb = written_back or (None, None, None)
     fn, base, scale = parameters or (None, None, None)
@@ -124,9 +147,11 @@ def run(
             out_post=_address(out_post),
             out_comb=_address(out_comb),
         )
-        device = streams.device
+        device, num_clusters = streams.device, -(-num_tokens // plan.tokens)
+        if plan.teams > 1:
+            num_clusters = min(-(-num_clusters // plan.teams), clusters_at_once(device))
         stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-        compile(plan, arch)(arguments, Int32(-(-num_tokens // plan.tokens)), stream)
+        compile(plan, arch)(arguments, Int32(num_clusters), stream)
     return out_streams, out, out_post, out_comb
 
 

@@ -18,7 +18,9 @@ MAX_DIM = 8 * DIM_UNIT
 PRE_ROWS = (2 + STREAMS) * STREAMS
 HEAD_ROWS = STREAMS
 TOKENS = (1, 2, 4, 8)
-"""How many tokens a cluster may take."""
+"""How many tokens may be a group."""
+TEAMS = 2
+"""Of a plan with several: as many as registers allow with groups of eight tokens."""
 SHARED_BYTES = 227 * 1024
 """Of a multiprocessor that CTAs can have; each also takes 1 KiB of the 228."""
 REGISTERS = 64 * 1024
@@ -28,9 +30,9 @@ REGISTERS = 64 * 1024
 class Plan:
     """One configuration. `legal` says which there are."""
 
-    dim: int
     tokens: int
-    """Of a cluster."""
+    """Of a group, which a cluster, or a team of it, has at a time."""
+    dim: int
     rows: int
     """Of fn: PRE_ROWS, HEAD_ROWS, or 0 where the streams are written and nothing is made of them."""
     post: bool
@@ -39,6 +41,9 @@ class Plan:
     """Whether the mixture is normalised."""
     bf16_weight: bool = False
     """The norm's weight; otherwise it is fp32."""
+    teams: int = 1
+    """Of threads in a CTA, which take groups of tokens by themselves, one after the other, and share fn, which stays in
+    shared memory. One team takes one group."""
 
     def check(self) -> None:
         """Raises ValueError for what the kernel is not made for."""
@@ -49,6 +54,13 @@ class Plan:
             )
         assert self.tokens in TOKENS and self.rows in (0, HEAD_ROWS, PRE_ROWS), self
         assert self.post or self.rows, self
+        assert self.teams == 1 or self.fits, self
+
+    @property
+    def fits(self) -> bool:
+        """Whether the teams, if several, have the registers and fn the shared memory."""
+        registers = self.cta_threads * 168 <= REGISTERS
+        return registers and self.tokens == CLUSTER and self.norm and 0 < self.rows == self.stages
 
     @property
     def slice(self) -> int:
@@ -57,23 +69,23 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        """That have channels."""
+        """Of a team that have channels."""
         return self.slice // CHANNELS
 
     @property
     def warps(self) -> int:
-        """That have channels."""
+        """Of a team that have channels."""
         return self.threads // WARP
 
     @property
     def cta_threads(self) -> int:
-        """With the warp that fetches fn and balances comb."""
-        return self.threads + (WARP if self.rows else 0)
+        """Of all teams, with a warp each that fetches fn and balances comb."""
+        return self.teams * (self.threads + (WARP if self.rows else 0))
 
     @property
     def ctas(self) -> int:
         """Of a multiprocessor: two where registers allow it, so that one computes while the other one waits."""
-        return 2 if 2 * self.cta_threads * 192 <= REGISTERS else 1
+        return 2 if self.teams == 1 and 2 * self.cta_threads * 192 <= REGISTERS else 1
 
     @property
     def row_bytes(self) -> int:
@@ -83,7 +95,7 @@ class Plan:
     @property
     def stages(self) -> int:
         """Rows of fn that are in shared memory at once."""
-        other = self.tokens * self.quads * 16 * (self.warps + CLUSTER) + 2048
+        other = self.teams * self.tokens * self.quads * 16 * (self.warps + CLUSTER) + 2048
         return min(self.rows, (SHARED_BYTES // self.ctas - 1024 - other) // self.row_bytes)
 
     @property
@@ -105,29 +117,31 @@ class Plan:
 
 def shared_memory(plan: Plan) -> type:
     """The structure of a CTA's shared memory."""
-    num_sums = plan.tokens * plan.quads * 4
+    num_sums, teams = plan.tokens * plan.quads * 4, plan.teams
 
     @cute.struct
     class Shared:
         fn: cute.struct.Align[cute.struct.MemRange[Uint8, plan.stages * plan.row_bytes], 128]
         # fn: [stage][stream][channel], fp32
-        sums: cute.struct.Align[cute.struct.MemRange[Float32, plan.warps * num_sums], 16]
-        # sums: [warp][token][quads * 4]; behind those of the rows the sum of squares and three zeros
-        received: cute.struct.Align[cute.struct.MemRange[Float32, CLUSTER * num_sums], 16]
-        # received: the same of the CTAs of the cluster
-        squares: cute.struct.Align[cute.struct.MemRange[Float32, plan.warps * plan.square_slots], 16]
-        # squares: [warp][slot], of the mixtures
-        received_squares: cute.struct.Align[cute.struct.MemRange[Float32, CLUSTER * plan.square_slots], 16]
-        # received_squares: the same of the CTAs of the cluster
-        pre: cute.struct.Align[cute.struct.MemRange[Float32, plan.tokens * STREAMS], 16]
+        sums: cute.struct.Align[cute.struct.MemRange[Float32, teams * plan.warps * num_sums], 16]
+        # sums: [team][warp][token][quads * 4]; behind those of the rows the sum of squares and three zeros
+        received: cute.struct.Align[cute.struct.MemRange[Float32, teams * CLUSTER * num_sums], 16]
+        # received: [team], the same of the CTAs of the cluster
+        squares: cute.struct.Align[cute.struct.MemRange[Float32, teams * plan.warps * plan.square_slots], 16]
+        # squares: [team][warp][slot], of the mixtures
+        received_squares: cute.struct.Align[cute.struct.MemRange[Float32, teams * CLUSTER * plan.square_slots], 16]
+        # received_squares: [team], the same of the CTAs of the cluster
+        pre: cute.struct.Align[cute.struct.MemRange[Float32, teams * plan.tokens * STREAMS], 16]
         full: cute.struct.MemRange[Int64, plan.stages]
         # full: [stage], by the bytes of a row
         empty: cute.struct.MemRange[Int64, plan.stages]
-        # empty: [stage], by all warps that have read it
-        sums_there: cute.struct.MemRange[Int64, 1]
-        # sums_there: received, of all CTAs
-        squares_there: cute.struct.MemRange[Int64, 1]
-        # squares_there: received_squares, of all CTAs
+        # empty: [stage], by all warps that have read it; of one team only
+        sums_there: cute.struct.MemRange[Int64, teams]
+        # sums_there: [team], received, of all CTAs
+        taken: cute.struct.MemRange[Int64, teams]
+        # taken: [team], what the warp that balances needs of received
+        squares_there: cute.struct.MemRange[Int64, teams]
+        # squares_there: [team], received_squares, of all CTAs
 
     return Shared
 
