@@ -128,10 +128,10 @@ def compress_store(
     A group without sources writes nothing, and neither does a token whose row is -1. `source j` must be a token whose
     position is j modulo ratio, as the tokens of a group are.
 
-    With `tokens_per_request` the GPU kernels do all of it in one launch, which asks one thing of the states: rows of
-    a request are a ring, position % ring, of at least `C * ratio - 2 + tokens_per_request` rows
-    (kernels/compressor/rows.py says why that is enough). Otherwise there are two launches, the entries first, and nothing is asked. Of a row that
-    is named twice a table or a state may hold a mixture. On a GPU an entry's bits do not depend on the batch, nor on
+    With `tokens_per_request` the GPU kernels do all of it in one launch, which asks one thing of the states: rows of a
+    request are a ring, position % ring, of at least `C * ratio - 2 + tokens_per_request` rows (compressor/rows.py says
+    why that is enough). Otherwise there are two launches, the entries first, and nothing is asked. Of a row that is
+    named twice a table or a state may hold a mixture. On a GPU an entry's bits do not depend on the batch, nor on
     whether its rows lie in the state; nothing waits for the device.
 
     Args:

@@ -96,7 +96,7 @@ def _run(name: str, q: Tensor, positions: Tensor, frequencies: Tensor, quantise:
     if q.stride(1) != DIM or 2 * frequencies.shape[0] != ROTATED or positions.dtype != torch.int64:
         raise ValueError(
             f"index_query on a GPU takes heads side by side, {ROTATED} rotated channels and int64 positions; "
-            f"got strides {q.stride()}, {2 * frequencies.shape[0]}, {positions.dtype}. The implementation 'ref' takes any"
+            f"got strides {q.stride()}, {2 * frequencies.shape[0]}, {positions.dtype}. 'ref' takes any"
         )
     tokens, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
