@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from decoder import NONE, Decoder, family
+from decoder import NONE, SCOPES, Decoder, family
 from ptx_parser import Statement
 
 
@@ -49,20 +49,21 @@ def _cluster_wait(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     d.emit("barrier.cluster.wait", [], (int(m["order"] == "relaxed"),))
 
 
-@family("fence", r"fence(?:\.(?P<order>sc|acq_rel|acquire|release))?\.(?:cta|cluster|gpu|sys)")
-@family("membar", r"membar\.(?:cta|gl|sys|gpu)(?P<order>)")
+@family("fence", r"fence(?:\.(?P<order>sc|acq_rel|acquire|release))?\.(?P<scope>cta|cluster|gpu|sys)")
+@family("membar", r"membar\.(?P<scope>cta|gl|sys|gpu)(?P<order>)")
 def _fence(d: Decoder, s: Statement, m: re.Match[str]) -> None:
-    d.emit("fence", [], ({"acquire": 1, "release": 2}.get(m["order"] or "", 0),))
+    scope = SCOPES["gpu" if m["scope"] == "gl" else m["scope"]]
+    d.emit("fence", [], ({"acquire": 1, "release": 2}.get(m["order"] or "", 0), scope))
 
 
 @family("fence", r"fence\.acquire\.sync_restrict::shared::cluster\.cluster")
 def _fence_acquire_restricted(d: Decoder, s: Statement, m: re.Match[str]) -> None:
-    d.emit("fence", [], (1,))
+    d.emit("fence", [], (1, SCOPES["cluster"]))
 
 
 @family("fence", r"fence\.release\.sync_restrict::shared::cta\.cluster")
 def _fence_release_restricted(d: Decoder, s: Statement, m: re.Match[str]) -> None:
-    d.emit("fence", [], (2,))
+    d.emit("fence", [], (2, SCOPES["cluster"]))
 
 
 @family("fence", r"fence\.mbarrier_init\.release\.cluster")
@@ -83,7 +84,7 @@ def _fence_proxy_other(d: Decoder, s: Statement, m: re.Match[str]) -> None:
 # ---- mbarrier. The space is shared::cta unless shared::cluster is written.
 
 _MB_SPACE = r"(?:\.shared(?:::cta|::cluster)?)?\.b64"
-_MB_SCOPE = r"(?:\.(?:cta|cluster))?"
+_MB_SCOPE = r"(?:\.(?P<scope>cta|cluster))?"  # .cta if none is written
 
 
 @family("mbarrier", r"mbarrier\.init" + _MB_SPACE)
@@ -123,6 +124,7 @@ def _arrive(d: Decoder, s: Statement, m: re.Match[str]) -> None:
             int(m["order"] == "relaxed"),
             int(state != NONE),
             int(m["kind"] == "arrive_drop"),
+            SCOPES[m["scope"] or "cta"],
         ),
     )
 
@@ -149,7 +151,13 @@ def _wait(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     d.emit(
         "mbarrier.wait",
         [d.destination(s.operands[0], "pred"), operand, phase],
-        (offset, _flag(m["parity"]), int(m["order"] == "relaxed"), int(m["kind"] == "test_wait")),
+        (
+            offset,
+            _flag(m["parity"]),
+            int(m["order"] == "relaxed"),
+            int(m["kind"] == "test_wait"),
+            SCOPES[m["scope"] or "cta"],
+        ),
     )
 
 

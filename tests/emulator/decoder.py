@@ -44,6 +44,7 @@ SPACES = {
     "param::entry": 4,
     "param::func": 4,
 }
+SCOPES = {"cta": 0, "cluster": 1, "gpu": 2, "sys": 2}  # of memory; there is one GPU
 ORDERS = {"": 0, "weak": 0, "volatile": 1, "relaxed": 1, "acquire": 2, "release": 3, "acq_rel": 4}
 
 
@@ -551,7 +552,17 @@ def _carry(d: Decoder, s: Statement, m: re.Match[str]) -> None:
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 _EVICT = r"(?:\.L1::(?:evict_\w+|no_allocate))?(?:\.L2::evict_\w+)?(?P<hint>\.L2::cache_hint)?(?:\.L2::\d+B)?"
-_SCOPE = r"(?:\.(?:cta|cluster|gpu|sys))?"
+_SCOPE = r"(?:\.(?P<scope>cta|cluster|gpu|sys))?"
+
+
+def _order_and_scope(d: Decoder, m: re.Match[str]) -> tuple[int, int]:
+    """Of a load or a store. A volatile one is relaxed, of .sys; relaxed and stronger ones name their scope."""
+    order = m["order"] or ""
+    if order == "volatile":
+        return ORDERS[order], SCOPES["sys"]
+    if ORDERS[order] and not m["scope"]:
+        raise d.unknown(f".{order} needs a scope: .cta, .cluster, .gpu or .sys")
+    return ORDERS[order], SCOPES[m["scope"] or "cta"]
 
 
 def _vector(text: str) -> list[str]:
@@ -567,7 +578,7 @@ def _vector(text: str) -> list[str]:
 # CUTLASS's C++ writes the state space before the order, the manual after it.
 @family(
     "ld",
-    r"ld\.(?P<space>global)\.(?P<order>relaxed|acquire)\.(?:cta|cluster|gpu|sys)(?:\.v(?P<vec>[248]))?\.(?P<type>\w+)",
+    r"ld\.(?P<space>global)\.(?P<order>relaxed|acquire)" + _SCOPE + r"(?:\.v(?P<vec>[248]))?\.(?P<type>\w+)",
 )
 def _ld(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     space = SPACES[m["space"] or ""]
@@ -589,7 +600,7 @@ def _ld(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     sign = 0
     if signed:
         sign = 2 if rows[0] != NONE and TYPE_BYTES[d.types[rows[0]]] == 2 else 1
-    order = ORDERS[m["order"] or ""]
+    order, scope = _order_and_scope(d, m)
     if space == 4:
         p = re.fullmatch(r"\[([\w$%]+)(?:\+(\d+))?\]", s.operands[1])
         if p and p.group(1) in d.params:
@@ -603,7 +614,7 @@ def _ld(d: Decoder, s: Statement, m: re.Match[str]) -> None:
             d.emit("nop", [])  # the result of a call that does nothing
             return
     operand, offset = d.address(s.operands[1])
-    d.emit("ld.spin" if order else "ld", [*rows, operand], (space, count, nbytes, sign, offset, order))
+    d.emit("ld.spin" if order else "ld", [*rows, operand], (space, count, nbytes, sign, offset, order, scope))
 
 
 @family("ldu", r"ldu\.global\.(?:v(?P<vec>[24])\.)?(?P<type>\w+)")
@@ -639,7 +650,7 @@ def _st(d: Decoder, s: Statement, m: re.Match[str]) -> None:
             raise d.unknown(f"{name} does not hold .{kind}")
         rows.append(operand)
     operand, offset = d.address(s.operands[0])
-    d.emit("st", [*rows, operand], (space, count, nbytes, 0, offset, ORDERS[m["order"] or ""]))
+    d.emit("st", [*rows, operand], (space, count, nbytes, 0, offset, *_order_and_scope(d, m)))
 
 
 _ATOM_OPS = {"add": 0, "max": 1, "min": 2, "exch": 3, "cas": 4, "and": 5, "or": 6, "xor": 7, "inc": 8, "dec": 9}
@@ -666,7 +677,7 @@ _ATOM_REGISTER = {"f16x2": "b32", "bf16x2": "b32", "bf16": "b16"}
     r"(?P<head>atom|red)(?:\.(?P<order>relaxed|acquire|release|acq_rel))?"
     + _SCOPE
     + r"(?:\.(?P<space>global|shared::cta|shared::cluster|shared))?"
-    + _SCOPE
+    + _SCOPE.replace("scope", "scope_after_space")
     + r"\.(?P<op>\w+)(?:\.noftz)?"
     + _EVICT
     + r"(?:\.v(?P<vec>[248]))?\.(?P<type>\w+)",
@@ -696,6 +707,7 @@ def _atom(d: Decoder, s: Statement, m: re.Match[str]) -> None:
             order,
             count,
             int(m["op"] == "cas"),
+            SCOPES[m["scope"] or m["scope_after_space"] or "gpu"],
         ),
     )
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from device import Recording
+from emulator import Checks, Program
 from host import EmulationError, Options, emulated
 
 if TYPE_CHECKING:
@@ -88,12 +89,19 @@ def record(plan: "Plan | None" = None) -> tuple[Recording, str]:
         return device.recordings[0], ""
 
 
-def replay(recording: Recording, ptx: str, right: list[bytes]) -> Caught | None:
+def replay(
+    recording: Recording,
+    ptx: str,
+    right: list[bytes],
+    checks: Checks | None = None,
+    max_instructions: int = MAX_INSTRUCTIONS,
+) -> Caught | None:
     """The first schedule that shows the fault, or None."""
+    program = Program.from_ptx(ptx)
     for schedule, seed in SCHEDULES:
-        options = Options(schedule=schedule, seed=seed, max_instructions=MAX_INSTRUCTIONS)
+        options = Options(schedule=schedule, seed=seed, checks=checks or Checks(), max_instructions=max_instructions)
         try:
-            _, memory = recording.replay(options, ptx)
+            _, memory = recording.replay(options, program)
         except EmulationError as error:
             return Caught(error.kind.name, str(error), f"{schedule} {seed}")
         if memory != right:

@@ -105,7 +105,7 @@ HANDLER("barrier.cluster.arrive", Sync) {  // aux: 0 relaxed
     // Undefined by PTX, but FlashAttention-4 does it and runs.
     warn(ErrorKind::Barrier, &in, "barrier.cluster.arrive twice without a wait between");
   u64 parity = w.cluster_arrivals++ & 1;
-  race::release(w, w.cta->cluster->barrier_gathering[parity], in.aux[0]);
+  race::release(w, w.cta->cluster->barrier_gathering[parity], in.aux[0], 0, kClusterScope);
   race::executed(w, w.cta->cluster->barrier_executed[parity]);
   machine.progress++;
   complete_cluster_barrier(*w.cta->cluster);
@@ -118,15 +118,15 @@ HANDLER("barrier.cluster.wait", Sync) {
     report(ErrorKind::Barrier, &w, &in, "barrier.cluster.wait without an arrive before it");
   if (c.barrier_generation <= w.cluster_waits) return Step::Blocked;
   u64 parity = w.cluster_waits++ & 1;
-  race::acquire(w, c.barrier_complete[parity], in.aux[0]);
+  race::acquire(w, c.barrier_complete[parity], in.aux[0], kClusterScope);
   if (machine.track_order) w.cta->exit_clock.join(c.barrier_executed_complete[parity]);
   return Step::Done;
 }
 
-// ---- fences. aux[0]: 0 both, 1 acquire, 2 release.
+// ---- fences. aux[0]: 0 both, 1 acquire, 2 release; aux[1]: scope.
 HANDLER("fence", Plain) {
-  if (in.aux[0] != 1) race::release_fence(w);
-  if (in.aux[0] != 2) race::acquire_fence(w);
+  if (in.aux[0] != 1) race::release_fence(w, (Scope)in.aux[1]);
+  if (in.aux[0] != 2) race::acquire_fence(w, (Scope)in.aux[1]);
   return Step::Done;
 }
 HANDLER("fence.mbarrier_init", Plain) {
@@ -143,8 +143,11 @@ static void carry_tensor_work(const Warp &w, const Clock &from, Clock &into) {
 HANDLER("tcgen05.fence", Plain) {  // aux: 0 after_thread_sync
   race::tensor_fence(w, in.aux[0]);
   if (machine.track_order) {
-    if (in.aux[0]) carry_tensor_work(w, w.to_acquire.order, w.now.order);
-    else carry_tensor_work(w, w.now.order, w.released.order);
+    for (Scope s : {kCtaScope, kClusterScope}) {  // this fence has no scope, and tensor memory is the cluster's
+      if (in.aux[0]) carry_tensor_work(w, w.to_acquire[s].order, w.now.order);
+      else carry_tensor_work(w, w.now.order, w.released[s].order);
+    }
+    if (!in.aux[0]) w.released_copy = {};
   }
   return Step::Done;
 }

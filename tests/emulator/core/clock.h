@@ -13,12 +13,19 @@
 // memory only, is in `foreign`, by the sequence number of the cluster; mostly there is nothing.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <map>
+#include <memory>
 #include <vector>
 #include "types.h"
 
 using Agent = u32;
 constexpr Agent kNoAgent = ~0u;
+
+// Memory scopes (PTX ISA, "Memory Consistency Model: Scope"); of two threads also the narrowest scope that has both in it.
+// There is one GPU, so .sys is .gpu.
+enum Scope : u8 { kCtaScope, kClusterScope, kGpuScope, kScopes };
+constexpr u8 kWeak = 0xff;  // in the place of the scope of a strong access: it is not strong
 
 class Clock {
  public:
@@ -40,6 +47,7 @@ class Clock {
     return true;
   }
   size_t size() const { return v_.size(); }
+  bool operator==(const Clock &o) const { return v_ == o.v_; }
   void clear() { v_.clear(); }
 
  private:
@@ -65,7 +73,12 @@ struct ClockPair {
     tensor.clear();
     foreign.clear();
   }
+  bool operator==(const ClockPair &o) const {
+    return order == o.order && fenced == o.fenced && tensor == o.tensor && foreign == o.foreign;
+  }
 };
+// What a strong store hands on to a reader in the same CTA, in another of the cluster, or in another cluster.
+using HandedOn = std::array<std::shared_ptr<const ClockPair>, kScopes>;
 
 // The fixed agents of every warp; TMA loads and other free-running operations get agents beyond these (see Race).
 enum WarpAgent : u32 {

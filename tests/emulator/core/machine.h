@@ -158,9 +158,12 @@ struct Warp {
 
   // happens-before state
   ClockPair now;          // what this warp knows
-  ClockPair released;     // what its last release fence published (for .relaxed arrivals)
-  std::shared_ptr<const ClockPair> released_copy;  // of `released`, shared by all its relaxed stores; made when needed
-  ClockPair to_acquire;   // what .relaxed waits saw, taken over by the next acquire fence
+  // What its release fences of a scope, or of a wider one, published (for .relaxed arrivals and stores).
+  ClockPair released[kScopes];
+  HandedOn released_copy;  // of `released`, shared by all its relaxed stores; made when needed
+  // What .relaxed waits and loads saw of the own CTA, of others in the cluster, and of other clusters; an acquire fence of
+  // such a scope, or of a wider one, takes it over.
+  ClockPair to_acquire[kScopes];
   ClockPair pipe;         // start clocks of everything in its tensor pipe
   Clock tensor_published; // what its last tcgen05.fence::before_thread_sync covered
   Clock tensor_seen;      // what barriers brought, usable after the next tcgen05.fence::after_thread_sync
@@ -211,6 +214,7 @@ struct Mbarrier {
   u32 init_event = 0;
   i32 init_line = 0;
   ClockPair gathering, complete;
+  ClockPair gathering_from_peers, complete_from_peers;  // from other CTAs of the cluster
   Clock executed, executed_complete;  // what lies before explicit complete_tx, which orders nothing: enough for exits
 };
 
@@ -275,7 +279,7 @@ struct GlobalRange {
 // What one warp published by its last strong store to a location.
 struct Published {
   u32 cluster, warp;
-  std::shared_ptr<const ClockPair> clock;
+  HandedOn handed;
 };
 
 enum class Schedule : u32 { Eager, Random, Late, RandomWarps };

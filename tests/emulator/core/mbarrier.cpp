@@ -30,7 +30,12 @@ void finish_phase_if_complete(Mbarrier &b) {
   b.phase ^= 1;
   b.pending = b.expected;
   b.complete = b.gathering;
+  if (b.gathering_from_peers.order.size()) b.complete_from_peers = b.gathering_from_peers;
   b.executed_complete = b.executed;
+}
+
+ClockPair &gathering_of(const Warp &w, Mbarrier &b, const Cta &owner) {
+  return &owner == w.cta ? b.gathering : b.gathering_from_peers;
 }
 
 }  // namespace
@@ -57,7 +62,7 @@ Mbarrier &mbarrier_at(Warp &w, const Instruction &in, u32 address, const race::A
 void mbarrier_arrive(const Warp &w, const Instruction &in, u32 address, u32 count, const ClockPair *publish) {
   Cta *owner;
   Mbarrier &b = *find(w, in, address, &owner, "mbarrier arrive");
-  if (publish && machine.track_order) b.gathering.join(*publish);
+  if (publish && machine.track_order) gathering_of(w, b, *owner).join(*publish);
   if (count > b.pending)
     fail(ErrorKind::Mbarrier, &w, &in,
          "mbarrier at 0x%x of CTA rank %u: %u arrivals, but only %u are pending in this phase (initialised for %u at ptx "
@@ -80,7 +85,7 @@ void mbarrier_expect(const Warp &w, const Instruction &in, u32 address, i64 byte
 void mbarrier_complete_tx(const Warp &w, const Instruction &in, u32 address, i64 bytes, const ClockPair *publish) {
   Cta *owner;
   Mbarrier &b = *find(w, in, address, &owner, "mbarrier complete_tx");
-  if (publish && machine.track_order) b.gathering.join(*publish);
+  if (publish && machine.track_order) gathering_of(w, b, *owner).join(*publish);
   b.tx -= bytes;
   if (b.tx < -kMaxTx)
     fail(ErrorKind::TxCount, &w, &in,
@@ -120,7 +125,8 @@ HANDLER("mbarrier.inval", Plain) {
   return Step::Done;
 }
 
-// aux: 1 operand holds a count, 2 operand holds expect_tx bytes, 3 relaxed, 4 state wanted (operand 2), 5 drop.
+// aux: 1 operand holds a count, 2 operand holds expect_tx bytes, 3 relaxed, 4 state wanted (operand 2), 5 drop, 6 scope.
+// The scope counts if relaxed only: released kernels arrive at peers, and wait for them, by forms whose scope is .cta.
 // Operands: address, count or bytes (or none), state (or none).
 HANDLER("mbarrier.arrive", Plain) {
   // Lanes that arrive at the same barrier publish the same clock once.
@@ -142,7 +148,9 @@ HANDLER("mbarrier.arrive", Plain) {
       for (int j : lanes_of(same)) row<u64>(w, in.op[2])[j] = b.phase;
     if (bytes) mbarrier_expect(w, in, address, bytes);
     if (in.aux[5]) b.expected -= count;
-    if (machine.track_order) race::release(w, b.gathering, in.aux[3], same);
+    const Cta &owner = *w.cta->cluster->ctas[shared_rank(address)];
+    Scope common = &owner == w.cta ? kCtaScope : kClusterScope;
+    if (!in.aux[3] || in.aux[6] >= common) race::release(w, gathering_of(w, b, owner), in.aux[3], same, common);
     mbarrier_arrive(w, in, address, count, nullptr);
   }
   return Step::Done;
@@ -167,7 +175,7 @@ HANDLER("mbarrier.pending_count", Plain) {
   fail(ErrorKind::IllegalInstruction, &w, &in, "mbarrier.pending_count is not modelled");
 }
 
-// aux: 1 the phase is given by parity (else by state), 2 relaxed, 3 test_wait (never suspends).
+// aux: 1 the phase is given by parity (else by state), 2 relaxed, 3 test_wait (never suspends), 4 scope.
 // Operands: result predicate, address, parity or state.
 HANDLER("mbarrier.wait", Sync) {
   u32 done = 0, left = lanes;
@@ -189,6 +197,8 @@ HANDLER("mbarrier.wait", Sync) {
       done |= 1u << j;
       if (!acquired) {
         race::acquire(w, b.complete, in.aux[2]);
+        if (b.complete_from_peers.order.size() && (!in.aux[2] || in.aux[4] >= kClusterScope))
+          race::acquire(w, b.complete_from_peers, in.aux[2], kClusterScope);
         if (machine.track_order) w.cta->exit_clock.join(b.executed_complete);
       }
       acquired = true;

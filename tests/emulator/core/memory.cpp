@@ -99,12 +99,13 @@ void count_banks(const u32 *offsets, u32 lanes, u32 bytes) {
   machine.counters.shared_wavefronts += waves;
 }
 
-void order_before(Warp &w, Order order, const Location &at) {
-  if (order >= Order::Release || order == Order::Relaxed) race::release_at(w, at.data, order == Order::Relaxed);
+void order_before(Warp &w, Order order, Scope scope, const Location &at) {
+  bool releases = order == Order::Release || order == Order::AcquireRelease;
+  if (order != Order::Weak) race::release_at(w, at.data, !releases, scope);
 }
-void order_after(Warp &w, Order order, const Location &at) {
+void order_after(Warp &w, Order order, Scope scope, const Location &at) {
   bool acquires = order == Order::Acquire || order == Order::AcquireRelease;
-  if (acquires || order == Order::Relaxed) race::acquire_at(w, at.data, at.global, !acquires);
+  if (order != Order::Weak) race::acquire_at(w, at.data, at.global, !acquires, scope);
 }
 
 // The global accesses of a warp, those of neighbouring lanes as one.
@@ -163,14 +164,15 @@ void get_element(Warp &w, Operand o, int lane, u8 *p, u32 bytes) {
 
 }  // namespace
 
-// aux: 0 space, 1 elements, 2 bytes per element, 3 signed, 4 address offset, 5 order. Operands: elements, address.
+// aux: 0 space, 1 elements, 2 bytes per element, 3 signed, 4 address offset, 5 order, 6 scope. Operands: elements, address.
 HANDLER("ld", Plain) {
   Space space = (Space)in.aux[0];
   u32 n = (u32)in.aux[1], bytes = (u32)in.aux[2];
   Order order = (Order)in.aux[5];
+  Scope scope = (Scope)in.aux[6];
   u32 offsets[kLanes], shared_lanes = 0;
   race::Actor actor = race::generic(w);
-  actor.atomic = order != Order::Weak;
+  if (order != Order::Weak) actor.scope = scope;
   GlobalAccesses global(w, in, false, actor);
   for (int i : lanes_of(lanes)) {
     u64 address = space == Space::Param && in.op[n] == kNone ? (u64)machine.params + (u64)in.aux[4]
@@ -188,7 +190,7 @@ HANDLER("ld", Plain) {
     }
     for (u32 k = 0; k < n; k++)
       if (in.op[k] != kNone) put_element(w, in.op[k], i, at.data + k * bytes, bytes, in.aux[3]);
-    if (order != Order::Weak) order_after(w, order, at);
+    if (order != Order::Weak) order_after(w, order, scope, at);
   }
   global.flush();
   if (shared_lanes) count_banks(offsets, shared_lanes, n * bytes);
@@ -207,9 +209,10 @@ HANDLER("st", Plain) {
   Space space = (Space)in.aux[0];
   u32 n = (u32)in.aux[1], bytes = (u32)in.aux[2];
   Order order = (Order)in.aux[5];
+  Scope scope = (Scope)in.aux[6];
   u32 offsets[kLanes], shared_lanes = 0;
   race::Actor actor = race::generic(w);
-  actor.atomic = order != Order::Weak;
+  if (order != Order::Weak) actor.scope = scope;
   GlobalAccesses global(w, in, true, actor);
   for (int i : lanes_of(lanes)) {
     Location at = locate(w, in, i, lane_address(w, in.op[n], i, in.aux[4]), space, n * bytes, true);
@@ -222,7 +225,7 @@ HANDLER("st", Plain) {
     } else if (at.global) {
       machine.counters.global_written += n * bytes;
     }
-    if (order != Order::Weak) order_before(w, order, at);
+    if (order != Order::Weak) order_before(w, order, scope, at);
     u8 before[32];  // the widest vector
     if (at.global) memcpy(before, at.data, n * bytes);
     for (u32 k = 0; k < n; k++) get_element(w, in.op[k], i, at.data + k * bytes, bytes);
@@ -234,7 +237,8 @@ HANDLER("st", Plain) {
   return Step::Done;
 }
 
-// ---- atomics. aux: 0 space, 1 operation, 2 type, 3 has a destination, 4 offset, 5 order, 6 vector length.
+// ---- atomics. aux: 0 space, 1 operation, 2 type, 3 has a destination, 4 offset, 5 order, 6 vector length, 7 compares,
+// 8 scope.
 namespace {
 enum AtomOp : i64 { kAdd, kMax, kMin, kExch, kCas, kAnd, kOr, kXor, kInc, kDec };
 enum AtomType : i64 { kU32, kS32, kU64, kS64, kF32, kF64, kF16x2, kBf16x2, kF16, kBf16, kB128 };
@@ -306,8 +310,9 @@ HANDLER("atom", Sync) {
   u32 address_at = has_dst ? vector : 0;
   u32 bytes = atom_bytes(in.aux[2]);
   Order order = (Order)in.aux[5];
+  Scope scope = (Scope)in.aux[8];
   race::Actor actor = race::generic(w);
-  actor.atomic = true;
+  actor.scope = scope;
   actor.updates = has_dst || in.aux[1] != kExch;
   bool changed = false;
   for (int i : lanes_of(lanes)) {
@@ -318,8 +323,8 @@ HANDLER("atom", Sync) {
       machine.counters.global_read += bytes, machine.counters.global_written += bytes;
       race::global_access(w, in, (u64)at.data, bytes * vector, true, actor);
     }
-    order_before(w, order, at);
-    order_after(w, order, at);
+    order_before(w, order, scope, at);
+    order_after(w, order, scope, at);
     for (u32 k = 0; k < vector; k++) {
       u8 *p = at.data + k * bytes, old[16];
       memcpy(old, p, bytes);

@@ -30,9 +30,11 @@ void start_cluster(Cluster &c) {
   for (auto &cta : c.ctas)
     for (auto &w : cta->warps) {
       w->now.clear();
-      w->released.clear();
-      w->released_copy.reset();
-      w->to_acquire.clear();
+      for (int s = 0; s < kScopes; s++) {
+        w->released[s].clear();
+        w->to_acquire[s].clear();
+      }
+      w->released_copy = {};
       w->pipe.clear();
       w->tensor_published.clear();
       w->tensor_seen.clear();
@@ -46,12 +48,12 @@ void start_cluster(Cluster &c) {
 Actor generic(Warp &w) {
   u8 lane = lanes::executing(w);
   WarpAgent k = lane != kUnknownLane && lanes::tracked() ? kSolo : kGeneric;
-  return {w.agent(k), w.events[kGeneric], &w.now, true, false, false, lane};
+  return {w.agent(k), w.events[kGeneric], &w.now, true, false, kWeak, lane};
 }
 
 Actor stream(Warp &w, WarpAgent kind, bool async_proxy) {
   // cp.async counts as generic proxy in PTX, but CUTLASS and FlashAttention-4 feed it to MMAs without a proxy fence.
-  return {w.agent(kind), ++w.events[kind], &w.now, false, async_proxy, false, lanes::executing(w)};
+  return {w.agent(kind), ++w.events[kind], &w.now, false, async_proxy, kWeak, lanes::executing(w)};
 }
 
 Free free_running(Warp &w) {
@@ -114,7 +116,7 @@ static bool report_lanes(Warp &w, const Instruction &in, const char *place, cons
 }
 
 [[gnu::noinline]] static void report_conflict(Warp &w, const Instruction &in, Cta &cta, const char *memory, u32 at,
-                                              bool write, const Conflict &c) {
+                                              bool write, bool strong, const Conflict &c) {
   char buffer[96];
   const char *who = describe(*w.cta->cluster, c.earlier.agent, buffer, sizeof buffer);
   const char *doing = write ? "writes" : "reads", *earlier = c.earlier.write ? "the write" : "the read";
@@ -144,9 +146,10 @@ static bool report_lanes(Warp &w, const Instruction &in, const char *place, cons
       break;
     case Conflict::Race:
       report(ErrorKind::Race, &w, &in,
-             "%s %s 0x%x (CTA rank %u) while %s by %s at ptx line %d is not ordered before it: a wait, barrier or commit "
-             "is missing",
-             doing, memory, at, cta.rank, earlier, who, c.earlier.line);
+             "%s %s 0x%x (CTA rank %u) while %s by %s at ptx line %d is not ordered before it: %s", doing, memory, at,
+             cta.rank, earlier, who, c.earlier.line,
+             c.earlier.strong() && strong ? "both are strong, but the scope of one does not include the other"
+                                          : "a wait, barrier or commit is missing");
   }
 }
 
@@ -173,13 +176,14 @@ void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 byt
              "reads shared memory 0x%x (CTA rank %u), which nothing has written", g * 16 + lo, cta.rank);
       s.mark_written(g, mask);
     }
-    Access access{a.agent, a.event, in.line, mask, write, a.generic, a.atomic, 0, a.lane};
+    Access access{a.agent, a.event, in.line, mask, write, a.generic, a.scope, (u8)w.cta->rank, 0, a.lane};
     Conflict conflict = s.access(g, access, *a.known, demands);
-    if (conflict.kind) report_conflict(w, in, cta, "shared memory", g * 16 + lo, write, conflict);
+    if (conflict.kind) report_conflict(w, in, cta, "shared memory", g * 16 + lo, write, access.strong(), conflict);
   }
 }
 
-[[gnu::noinline]] static void report_global_race(Warp &w, const Instruction &in, u64 at, bool write, const Conflict &conflict) {
+[[gnu::noinline]] static void report_global_race(Warp &w, const Instruction &in, u64 at, bool write, bool strong,
+                                                 const Conflict &conflict) {
   const Access &e = conflict.earlier;
   char buffer[96], place[64] = "";
   const char *who = describe(*w.cta->cluster, e.agent, buffer, sizeof buffer);
@@ -203,7 +207,9 @@ void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 byt
          "%s global memory 0x%llx (%s + %llu) while %s by %s%s at ptx line %d is not ordered before it: %s",
          write ? "writes" : "reads", (unsigned long long)at, in_range ? in_range->name.c_str() : "unnamed",
          (unsigned long long)(in_range ? at - in_range->begin : 0), e.write ? "the write" : "the read", who, place, e.line,
-         *place ? "only strong accesses and fences order different clusters" : "a wait, barrier or fence is missing");
+         e.strong() && strong ? "both are strong, but the scope of one does not include the other"
+         : *place             ? "only strong accesses and fences of .gpu scope order different clusters"
+                              : "a wait, barrier or fence is missing");
 }
 
 void global_access(Warp &w, const Instruction &in, u64 address, u64 bytes, bool write, const Actor &a, bool same_value) {
@@ -221,7 +227,7 @@ void global_access(Warp &w, const Instruction &in, u64 address, u64 bytes, bool 
       machine.last_page = g / kPageGranules;
       machine.last_page_shadow = page.get();
     }
-    Access access{a.agent, a.event, in.line, mask, write, false, a.atomic, w.cta->cluster->sequence, a.lane};
+    Access access{a.agent, a.event, in.line, mask, write, false, a.scope, (u8)w.cta->rank, w.cta->cluster->sequence, a.lane};
     Conflict conflict = machine.last_page_shadow->access((u32)(g % kPageGranules), access, *a.known, demands);
     if (!conflict.kind) continue;
     // Released kernels have several warps write one result (CUTLASS's MLA decode), or issue one bulk store (its tma_store).
@@ -232,7 +238,7 @@ void global_access(Warp &w, const Instruction &in, u64 address, u64 bytes, bool 
       warn(ErrorKind::GlobalRace, &in,
            "several agents write the same to global memory, and nothing orders them; the other is at ptx line " + std::to_string(e.line));
     else
-      report_global_race(w, in, g * 16 + lo, write, conflict);
+      report_global_race(w, in, g * 16 + lo, write, access.strong(), conflict);
   }
 }
 
@@ -282,12 +288,12 @@ void tmem_access(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 colum
              what, lane16 * 16 + missing, c, cta.rank);
       s.mark_written(g, lanes);
     }
-    Conflict conflict = s.access(g, {a.agent, a.event, in.line, lanes, write, false, false}, *a.known, demands);
+    Conflict conflict = s.access(g, {a.agent, a.event, in.line, lanes, write, false}, *a.known, demands);
     if (conflict.kind) {
       char place[64];
       u32 lane = lane16 * 16 + (u32)__builtin_ctz(conflict.earlier.mask & lanes ? conflict.earlier.mask & lanes : lanes);
       snprintf(place, sizeof place, "tensor memory lane %u column %u, address", lane, c);
-      report_conflict(w, in, cta, place, lane << 16 | c, write, conflict);
+      report_conflict(w, in, cta, place, lane << 16 | c, write, false, conflict);
     }
   }
 }
@@ -304,7 +310,7 @@ void touch_peer(Warp &w, const Instruction &in, Cta &cta, const Actor &a, bool c
   cta.remote_lines[a.agent] = in.line;
 }
 
-void release(Warp &w, ClockPair &into, bool relaxed, u32 lanes) {
+void release(Warp &w, ClockPair &into, bool relaxed, u32 lanes, Scope common) {
   if (!machine.track_order) return;
   // Without tcgen05.fence::before_thread_sync nothing of the warp's own is handed on to the tensor core of others.
   if (tracks_tensor_fences()) {
@@ -312,7 +318,7 @@ void release(Warp &w, ClockPair &into, bool relaxed, u32 lanes) {
     into.tensor.join(w.tensor_seen);
   }
   {
-    ClockPair &known = relaxed ? w.released : w.now;
+    ClockPair &known = relaxed ? w.released[common] : w.now;
     lanes::Withheld others(w, known, lanes ? lanes : w.lanes);
     into.join_order(known);
   }
@@ -320,10 +326,10 @@ void release(Warp &w, ClockPair &into, bool relaxed, u32 lanes) {
   next_event(w);
 }
 
-void acquire(Warp &w, const ClockPair &from, bool relaxed) {
+void acquire(Warp &w, const ClockPair &from, bool relaxed, Scope common) {
   if (!machine.track_order) return;
   if (tracks_tensor_fences()) w.tensor_seen.join(from.tensor);
-  (relaxed ? w.to_acquire : w.now).join_order(from);
+  (relaxed ? w.to_acquire[common] : w.now).join_order(from);
   if (!relaxed && lanes::tracked()) lanes::acquired(w, from.order);
 }
 
@@ -333,68 +339,100 @@ void lanes_meet(Warp &w) {
   next_event(w);
 }
 
-void release_at(Warp &w, const void *location, bool relaxed) {
-  if (!machine.track_order) return;
-  if (relaxed && !w.released.order.size()) return;  // no release fence so far: nothing is handed on
-  bool keep = relaxed && (!lanes::tracked() || (w.lanes | w.exited) == kAllLanes);  // else it may have less to hand on
-  std::shared_ptr<const ClockPair> clock = keep ? w.released_copy : nullptr;
-  if (!clock) {
+// What a strong store of a scope hands on, by who reads it.
+static HandedOn hand_on(Warp &w, bool relaxed, Scope scope) {
+  HandedOn handed;
+  if (!relaxed) {
     auto copy = std::make_shared<ClockPair>();
-    release(w, *copy, relaxed);
-    clock = copy;
-    if (keep) w.released_copy = clock;
+    release(w, *copy);
+    std::fill_n(handed.begin(), scope + 1, copy);
+    return handed;
   }
+  bool keep = !lanes::tracked() || (w.lanes | w.exited) == kAllLanes;  // else it may have less to hand on
+  for (int s = 0; s <= scope && w.released[s].order.size(); s++) {
+    if (keep) handed[s] = w.released_copy[s];
+    if (!handed[s] && s && w.released[s] == w.released[s - 1]) handed[s] = handed[s - 1];
+    if (!handed[s]) {
+      auto copy = std::make_shared<ClockPair>();
+      release(w, *copy, true, 0, (Scope)s);
+      handed[s] = copy;
+    }
+    if (keep) w.released_copy[s] = handed[s];
+  }
+  return handed;
+}
+
+void release_at(Warp &w, const void *location, bool relaxed, Scope scope) {
+  if (!machine.track_order) return;
+  if (relaxed && !w.released[kCtaScope].order.size()) return;  // no release fence so far: nothing is handed on
+  HandedOn handed = hand_on(w, relaxed, scope);
   u32 cluster = w.cta->cluster->sequence;
   auto &published = machine.locations[location];
   for (Published &p : published)
     if (p.cluster == cluster && p.warp == w.global_index) {
       // A relaxed store hands on less than a releasing one before it, which later readers may still see.
-      if (p.clock != clock) {
-        auto both = std::make_shared<ClockPair>(*p.clock);
-        both->join(*clock);
-        p.clock = both;
+      HandedOn before = p.handed;
+      for (int s = 0; s <= scope && handed[s]; s++) {
+        if (!before[s]) {
+          p.handed[s] = handed[s];
+        } else if (before[s] != handed[s]) {
+          if (s && before[s] == before[s - 1] && handed[s] == handed[s - 1]) {
+            p.handed[s] = p.handed[s - 1];
+            continue;
+          }
+          auto both = std::make_shared<ClockPair>(*before[s]);
+          both->join(*handed[s]);
+          p.handed[s] = both;
+        }
       }
       return;
     }
-  published.push_back({cluster, w.global_index, clock});
+  published.push_back({cluster, w.global_index, handed});
 }
 
-void acquire_at(Warp &w, const void *location, bool global, bool relaxed) {
+void acquire_at(Warp &w, const void *location, bool global, bool relaxed, Scope scope) {
   if (!machine.track_order) return;
   auto it = machine.locations.find(location);
   if (it == machine.locations.end()) return;
-  u32 own = w.cta->cluster->sequence;
-  ClockPair &into = relaxed ? w.to_acquire : w.now;
+  u32 own = w.cta->cluster->sequence, warps = (u32)w.cta->warps.size();
   for (const Published &p : it->second) {
+    Scope common = p.cluster != own ? kGpuScope : p.warp / warps != w.cta->rank ? kClusterScope : kCtaScope;
+    if (common > scope || !p.handed[common]) continue;
+    const ClockPair &clock = *p.handed[common];
     if (p.cluster == own) {
-      acquire(w, *p.clock, relaxed);
+      acquire(w, clock, relaxed, common);
     } else if (global) {
-      into.foreign[p.cluster].join(p.clock->order);
-      for (auto &[cluster, clock] : p.clock->foreign) (cluster == own ? into.order : into.foreign[cluster]).join(clock);
+      ClockPair &into = relaxed ? w.to_acquire[common] : w.now;
+      into.foreign[p.cluster].join(clock.order);
+      for (auto &[cluster, other] : clock.foreign) (cluster == own ? into.order : into.foreign[cluster]).join(other);
     }
   }
 }
 
-void release_fence(Warp &w) {
+void release_fence(Warp &w, Scope scope) {
   if (!machine.track_order) return;
   {
     lanes::Withheld others(w, w.now, w.lanes);
-    w.released.join(w.now);
+    for (int s = 0; s <= scope; s++) {
+      w.released[s].join(w.now);
+      w.released_copy[s].reset();
+    }
   }
-  w.released_copy.reset();
   next_event(w);
 }
 
-void acquire_fence(Warp &w) {
+void acquire_fence(Warp &w, Scope scope) {
   if (!machine.track_order) return;
-  w.now.join(w.to_acquire);
-  if (lanes::tracked()) lanes::acquired(w, w.to_acquire.order);
+  for (int s = 0; s <= scope; s++) {
+    w.now.join(w.to_acquire[s]);
+    if (lanes::tracked()) lanes::acquired(w, w.to_acquire[s].order);
+  }
 }
 
 void barrier_init_fence(Warp &w) {
   if (!machine.track_order) return;
-  w.released_copy.reset();
-  for (ClockPair *c : {&w.now, &w.released}) {
+  w.released_copy = {};
+  for (ClockPair *c : {&w.now, &w.released[kCtaScope], &w.released[kClusterScope]}) {
     c->order.raise(w.agent(kBarrierInit), w.events[kBarrierInit]);
     c->fenced.raise(w.agent(kBarrierInit), w.events[kBarrierInit]);
   }
@@ -414,7 +452,7 @@ bool tracks_tensor_fences() { return machine.track_order && machine.level[(int)E
 
 void tensor_fence(Warp &w, bool after) {
   if (!tracks_tensor_fences()) return;
-  w.released_copy.reset();
+  w.released_copy = {};
   if (after) w.now.tensor.join(w.tensor_seen);
   else w.tensor_published.join(w.now.tensor);
 }

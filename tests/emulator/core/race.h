@@ -12,7 +12,7 @@ struct Actor {
   const ClockPair *known;
   bool generic;      // generic proxy
   bool async_proxy;  // reads shared memory through the async proxy
-  bool atomic = false;
+  u8 scope = kWeak;  // of a strong access
   u8 lane = kUnknownLane;  // for whom
   bool updates = false;    // its writes depend on what was there
 };
@@ -27,7 +27,7 @@ struct Free {
   u32 event;
   ClockPair start;
   u8 lane = kUnknownLane;
-  Actor actor(bool generic_proxy = false) const { return {agent, event, &start, generic_proxy, !generic_proxy, false, lane}; }
+  Actor actor(bool generic_proxy = false) const { return {agent, event, &start, generic_proxy, !generic_proxy, kWeak, lane}; }
   ClockPair finished() const {
     ClockPair c = start;
     c.order.raise(agent, event);
@@ -49,15 +49,16 @@ void tmem_access(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 colum
 void touch_peer(Warp &w, const Instruction &in, Cta &cta, const Actor &a, bool commit = false);
 
 // Synchronisation of the generic program.
-// `lanes`: who releases, if not all that execute.
-void release(Warp &w, ClockPair &into, bool relaxed = false, u32 lanes = 0);
-void acquire(Warp &w, const ClockPair &from, bool relaxed = false);
-// The same through a strong access to a location in memory. Other clusters see those to global memory.
-void release_at(Warp &w, const void *location, bool relaxed);
-void acquire_at(Warp &w, const void *location, bool global, bool relaxed);
+// `lanes`: who releases, if not all that execute. `common`: the scope that has both sides in it. If relaxed, a fence of that
+// scope has to release or to acquire.
+void release(Warp &w, ClockPair &into, bool relaxed = false, u32 lanes = 0, Scope common = kCtaScope);
+void acquire(Warp &w, const ClockPair &from, bool relaxed = false, Scope common = kCtaScope);
+// The same through a strong access of a scope to a location in memory. Other clusters see those to global memory.
+void release_at(Warp &w, const void *location, bool relaxed, Scope scope);
+void acquire_at(Warp &w, const void *location, bool global, bool relaxed, Scope scope);
 void lanes_meet(Warp &w);  // bar.warp.sync
-void release_fence(Warp &w);
-void acquire_fence(Warp &w);
+void release_fence(Warp &w, Scope scope);
+void acquire_fence(Warp &w, Scope scope);
 void barrier_init_fence(Warp &w);
 void proxy_fence(Warp &w);
 void tensor_fence(Warp &w, bool after);

@@ -15,6 +15,11 @@ static bool ordered(const Access &e, const Access &a, const ClockPair &known) {
   auto of = known.foreign.find(e.cluster);
   return of != known.foreign.end() && of->second[e.agent] >= e.event;
 }
+static bool morally_strong(const Access &e, const Access &a) {
+  if (!a.strong() || !e.strong()) return false;
+  Scope common = e.cluster != a.cluster ? kGpuScope : e.rank != a.rank ? kClusterScope : kCtaScope;
+  return std::min(a.scope, e.scope) >= common;
+}
 // Between lanes of one warp. One instruction may write a place for several lanes.
 static bool between_lanes(const Access &e, const Access &a, const Demands &d) {
   u32 k = e.agent - d.warp;
@@ -22,7 +27,7 @@ static bool between_lanes(const Access &e, const Access &a, const Demands &d) {
   return e.lane != a.lane && e.lane != kUnknownLane && a.lane != kUnknownLane && !(e.line == a.line && e.write && a.write);
 }
 static Conflict::Kind between(const Access &e, const Access &a, const ClockPair &known, const Demands &d) {
-  if (!(a.write || e.write) || (a.atomic && e.atomic)) return Conflict::None;
+  if (!(a.write || e.write) || morally_strong(e, a)) return Conflict::None;
   if (d.warp != kNoAgent && between_lanes(e, a, d)) return Conflict::LaneRace;
   if (e.same_agent(a)) return Conflict::None;
   if (!ordered(e, a, known)) return Conflict::Race;
@@ -53,8 +58,8 @@ Conflict Shadow::access(u32 g, const Access &a, const ClockPair &known, const De
     }
     Conflict::Kind kind = between(e, a, known, demands);
     if (kind > worst.kind) worst = {kind, e};
-    // An atomic write is not ordered after other atomics, so it replaces only what its own agent did.
-    bool replaced = (a.write && !(a.atomic && e.atomic && !e.same_agent(a))) || (!e.write && e.same_agent(a));
+    // A strong write is not ordered after other strong accesses, so it replaces only what its own agent did.
+    bool replaced = (a.write && !(a.strong() && e.strong() && !e.same_agent(a))) || (!e.write && e.same_agent(a));
     if (demands.max_readers != ~0u && !a.write && !e.write) {
       // Whoever is ordered after this read is ordered after what lies before it.
       bool implied = (e.mask & ~a.mask) == 0 && ordered(e, a, known);

@@ -18,9 +18,11 @@ struct Access {
   u16 mask;
   bool write;
   bool generic;  // written through the generic proxy: the async proxy needs a fence to read it
-  bool atomic = false;  // strong access: does not conflict with other strong accesses
-  u32 cluster = 0;      // of the agent; in global memory only
+  u8 scope = kWeak;  // of a strong access: two whose scopes include each other do not conflict
+  u8 rank = 0;       // of the agent's CTA in its cluster
+  u32 cluster = 0;   // of the agent; in global memory only
   u8 lane = kUnknownLane;
+  bool strong() const { return scope != kWeak; }
   bool same_agent(const Access &o) const { return agent == o.agent && cluster == o.cluster; }
 };
 

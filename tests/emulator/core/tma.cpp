@@ -89,7 +89,8 @@ void issue_store(Warp &w, const Instruction &in, int lane, u32 source, u32 bytes
   race::Actor actor = race::stream(w, kBulkRead, true);
   race::shared_access(w, in, cta, shared_offset(source), bytes, false, actor);
   w.events[kBulkWrite] = actor.event;
-  track_target({w.agent(kBulkWrite), actor.event, &w.now, false, true, reduces});
+  // A reduction is .relaxed.gpu.
+  track_target({w.agent(kBulkWrite), actor.event, &w.now, false, true, reduces ? (u8)kGpuScope : kWeak});
   machine.counters.tma_stored += bytes;
   const u8 *smem = cta.smem.data();
   AsyncPtr op = make_async(in, "store", [=, copy = std::move(copy)] { copy(smem); });

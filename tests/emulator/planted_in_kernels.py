@@ -1,0 +1,366 @@
+"""Faults planted in the PTX of this project's own kernels, and what the emulator has to say about each.
+
+A fault is an edit of the compiled PTX by pattern, so that it outlives a kernel's new names and files; a pattern that
+is no longer there is an error. As in planted_faults.py, `kinds` may report it, and `says` must be in the message. What
+only comes out wrong is "wrong result".
+"""
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from device import Recording
+from emulator import Checks
+from host import emulated
+from planted_faults import Caught, delete, replay, substitute
+
+SCOPE = r"scope"
+SCHEDULES = ("late", "random", "random_warps")
+RUNAWAY_FACTOR = 8
+"""How much longer than the right launch a wrong one may take; more is a fault, too (`instruction_limit`)."""
+
+
+@dataclass(frozen=True)
+class KernelFault:
+    kernel: str  # of LAUNCHES
+    name: str
+    kinds: str  # names of error kinds, separated by blanks
+    says: str
+    edit: Callable[[str], str]
+    quick: bool = False
+
+
+# ---- one launch of each kernel
+
+
+@contextlib.contextmanager
+def _compiled_for_this_device() -> Iterator[None]:
+    """Nothing compiled comes from disk, and nothing is remembered of another emulated device, or for the next one."""
+    import sys
+
+    from dsv4_kernels import compile_cache
+    from dsv4_kernels.sparse_attention import scratch
+
+    def forget() -> None:
+        compile_cache.forget()
+        for name, module in list(sys.modules.items()):
+            if name.startswith("dsv4_kernels."):
+                for value in vars(module).values():
+                    if hasattr(value, "cache_clear"):
+                        value.cache_clear()
+
+    with (
+        mock.patch.dict("os.environ", {compile_cache.FOLDER_VARIABLE: "off"}),
+        mock.patch.object(scratch, "_by_stream", {}),
+    ):
+        forget()
+        yield
+        forget()
+
+
+def _attention(generation: str, arch: str, multiprocessors: int, **spec: object) -> Recording:
+    from ops.attention_cases import Spec, build
+
+    from dsv4_kernels import registry
+    from dsv4_kernels.sparse_attention import sparse_attention
+
+    name, op = f"emulated {generation}", "sparse_attention"
+    registry.register(op, name, f"dsv4_kernels.sparse_attention.launch:{generation}", registry.any_device, -1)
+    options = {"arch": arch, "multiprocessors": multiprocessors, "checks": Checks.strict(), "record": True}
+    try:
+        with _compiled_for_this_device(), emulated(**options) as device:
+            sparse_attention(**build(Spec(**spec)).arguments(), impl=name)
+    finally:
+        registry.unregister(op, name)
+    (recording,) = device.recordings
+    return recording
+
+
+def _unpacking() -> Recording:
+    """Of two tables; pages of one row and of two, holes, and another scale for every group of channels."""
+    from dsv4_kernels.kv_layout import KVRows, RowFormat
+    from dsv4_kernels.unpack import Pages, gpu
+
+    generator = torch.Generator().manual_seed(0)
+    parts = []
+    for rows_per_page, numbers in ((1, [70, 5, 64, -1, 63, 0, 191, 128]), (2, [40, 7, -1, 8, 100, 3, 99, 98, 97, 96])):
+        rows = KVRows.allocate(256, RowFormat.FP8, 512, 64, torch.bfloat16, "cpu", float("nan"))
+        named = [page * rows_per_page + row for page in numbers if page >= 0 for row in range(rows_per_page)]
+        values = torch.randn(len(named), 512, generator=generator) * torch.exp2(torch.arange(512) // 64 * 2.0)
+        rows.scatter(torch.tensor(named), values.bfloat16())
+        parts.append(Pages(rows, torch.tensor(numbers, dtype=torch.int32), rows_per_page))
+    out = torch.full((sum(part.num_rows for part in parts) + 8, 512), -7.0, dtype=torch.bfloat16)
+    with (
+        _compiled_for_this_device(),
+        emulated(arch="sm_90a", checks=Checks.strict(), record=True) as device,
+    ):
+        gpu.sm90(parts, out[:-8])
+    return device.recordings[0]
+
+
+BLACKWELL, HOPPER, CLUSTERS, UNPACKING = "Blackwell attention", "Hopper attention", "Hopper clusters", "unpacking"
+LAUNCHES: dict[str, Callable[[], Recording]] = {
+    # Parts, holes, lengths that end within a tile; more work tiles than CTAs.
+    BLACKWELL: lambda: _attention(
+        "sm100", "sm_100a", 2, tokens=3, heads=16, entry_lengths=(200, 5, 60), split_keys=256
+    ),
+    # The persistent kernel: whole tokens, and tokens whose parts several CTAs have.
+    HOPPER: lambda: _attention(
+        "sm90", "sm_90a", 4, tokens=8, window_lengths=(128, 3), entry_lengths=(200, 5, 700), split_keys=256
+    ),
+    # A CTA for every tile of a token: three, two and one.
+    CLUSTERS: lambda: _attention("sm90", "sm_90a", 18, tokens=3, heads=16, entry_lengths=(200, 5, 0)),
+    UNPACKING: _unpacking,
+}
+
+
+@functools.cache
+def launched(kernel: str) -> tuple[Recording, int]:
+    """A right launch, and how many instructions it may take at most."""
+    from emulator import Options
+
+    recording = LAUNCHES[kernel]()
+    assert (max(recording.cluster) > 1) == (kernel == CLUSTERS), "another kernel was chosen"
+    most = 0
+    for schedule in SCHEDULES:
+        report, memory = recording.replay(Options(schedule=schedule, seed=1, checks=Checks.strict()))
+        assert memory == recording.results, f"{kernel}: other results under {schedule}"
+        most = max(most, report.instructions)
+    return recording, RUNAWAY_FACTOR * most
+
+
+def catch_in_kernel(fault: KernelFault) -> Caught | None:
+    recording, limit = launched(fault.kernel)
+    changed = fault.edit(recording.ptx)
+    assert changed != recording.ptx
+    return replay(recording, changed, recording.results, Checks.strict(), limit)
+
+
+# ---- edits
+
+
+def scope(instruction: str, before: str, after: str, nth: int = 0) -> Callable[[str], str]:
+    """The nth such instruction of another scope."""
+    return substitute(rf"(?<=\b{re.escape(instruction)}\.){before}\b", after, nth)
+
+
+def every(*edits: Callable[[str], str]) -> Callable[[str], str]:
+    return lambda ptx: functools.reduce(lambda text, edit: edit(text), edits, ptx)
+
+
+def arrivals_expected(count: int, nth: int) -> Callable[[str], str]:
+    """The nth mbarrier is initialised for so many."""
+    return substitute(r"(mbarrier\.init[^,;]*, )%r\d+", rf"\g<1>{count}", nth)
+
+
+def no_wait(nth: int) -> Callable[[str], str]:
+    """The nth mbarrier wait succeeds without looking; its predicate may be one of inline assembly."""
+    return substitute(r"mbarrier\.try_wait[\w.:]*\s+(%?\w+),[^;]*;", r"mov.pred \1, -1;", nth)
+
+
+PEER_ARRIVAL = r"mbarrier\.arrive(?:\.release\.cluster)?\.shared::cluster"
+PEER_WAIT = r"try_wait\.parity\.acquire\.cluster"
+TABLE_ROW = r"(mul\.wide\.[su]32\s+%rd\d+, %r\d+, )576"
+
+
+def _blackwell() -> list[KernelFault]:
+    """The merge of the parts: every CTA publishes its part, and the one that counts the last merges them."""
+
+    def fault(name: str, edit: Callable[[str], str], says: str = SCOPE) -> KernelFault:
+        return KernelFault(BLACKWELL, name, "global_race", says, edit, quick=True)
+
+    release, acquire = 0, 1
+    return [
+        fault("part published to the CTA only", scope("fence.acq_rel", "gpu", "cta", release)),
+        fault("part published to the cluster only", scope("fence.acq_rel", "gpu", "cluster", release)),
+        fault("parts of the CTA only acquired", scope("fence.acq_rel", "gpu", "cta", acquire)),
+        fault("parts of the cluster only acquired", scope("fence.acq_rel", "gpu", "cluster", acquire)),
+        fault("counter of parts of CTA scope", substitute(r"atom\.global\.inc", "atom.relaxed.cta.global.inc")),
+        fault("part not published", delete(r"fence\.acq_rel\.gpu", release)),
+        fault("parts not acquired", delete(r"fence\.acq_rel\.gpu", acquire)),
+    ]
+
+
+def _hopper() -> list[KernelFault]:
+    def fault(name: str, kinds: str, says: str, edit: Callable[[str], str], quick: bool = False) -> KernelFault:
+        return KernelFault(HOPPER, name, kinds, says, edit, quick)
+
+    between_ctas = [
+        *(
+            fault(
+                f"partial result released to the CTA only, {n}",
+                "global_race",
+                SCOPE,
+                scope("red.release", "gpu", "cta", n),
+                n == 0,
+            )
+            for n in (0, 1)
+        ),
+        *(
+            fault(
+                f"partial result not released, {n}",
+                "global_race",
+                SCOPE,
+                substitute(r"red\.release\.gpu", "red.relaxed.gpu", n),
+            )
+            for n in (0, 1)
+        ),
+        *(
+            fault(
+                f"partial result acquired from the CTA only, {n}",
+                "global_race",
+                SCOPE,
+                scope("ld.acquire", "gpu", "cta", n),
+                n == 1,
+            )
+            for n in (0, 1)
+        ),
+        *(
+            fault(
+                f"partial result not acquired, {n}",
+                "global_race",
+                SCOPE,
+                substitute(r"ld\.acquire\.gpu", "ld.relaxed.gpu", n),
+            )
+            for n in (0, 1)
+        ),
+        fault("end of the launch counted within the CTA", "global_race", SCOPE, scope("atom.acq_rel", "gpu", "cta")),
+        fault(
+            "end of the launch counted without order",
+            "global_race",
+            SCOPE,
+            substitute(r"atom\.acq_rel\.gpu", "atom.relaxed.gpu"),
+        ),
+    ]
+    return between_ctas
+
+
+def _clusters() -> list[KernelFault]:
+    def fault(name: str, kinds: str, says: str, edit: Callable[[str], str], quick: bool = True) -> KernelFault:
+        return KernelFault(CLUSTERS, name, kinds, says, edit, quick)
+
+    relaxed = "mbarrier.arrive.relaxed.cluster.shared::cluster"
+    return [
+        *(
+            fault(
+                f"peer told by a relaxed arrival, {n}", "race", r"through wgmma", substitute(PEER_ARRIVAL, relaxed, n)
+            )
+            for n in (0, 1)
+        ),
+        *(
+            fault(
+                f"peer believed after a relaxed wait, {n}",
+                "race",
+                r"through wgmma|TMA or bulk copy",
+                substitute(PEER_WAIT, "try_wait.parity.relaxed.cluster", n),
+            )
+            for n in (0, 1, 2)
+        ),
+        *(fault(f"peer not told, {n}", "deadlock", r"mbarrier", delete(PEER_ARRIVAL, n)) for n in (0, 1)),
+        fault(
+            "arrival at the own CTA instead of the peer",
+            "mbarrier deadlock race",
+            r"arrivals|TMA or bulk copy",
+            substitute(r"(mapa\.shared::cluster\.u32 %r\d+, %r\d+, )%r\d+", r"\g<1>0"),
+        ),
+        fault("a part of O is not sent", "deadlock", r"mbarrier", delete(r"st\.async", 1)),
+        fault(
+            "a part of O is sent to the place of another",
+            "race",
+            r"TMA or bulk copy",
+            substitute(r"(st\.async[\w.:]*v4\.f32 \[%r\d+)\]", r"\1+16]"),
+        ),
+        fault(
+            "fewer bytes of O expected than are sent",
+            "race tx_count",
+            r"TMA or bulk copy|expect_tx",
+            substitute(r"(mbarrier\.arrive\.expect_tx[^;]*, )%r\d+;", r"\g<1>8192;", 8),
+        ),
+        fault(
+            "fewer bytes of Q expected than TMA brings",
+            "deadlock tx_count race",
+            r"bytes|TMA or bulk copy",
+            substitute(r"(mbarrier\.arrive\.expect_tx[^;]*, )%r\d+;", r"\g<1>4096;", 0),
+        ),
+        *(
+            fault(
+                f"consumer does not wait for stage, {n}", "race", r"by warp \d+ of CTA rank 0", no_wait(n), n in (1, 4)
+            )
+            for n in range(8)
+        ),
+        *(fault(f"O is sent before the peer can take it, {n}", "race", r"through wgmma", no_wait(n)) for n in (8, 9)),
+        fault("O is merged before it has come", "uninitialised_smem race", r"nothing has written|TMA", no_wait(10)),
+        fault("no arrival at the cluster barrier", "barrier deadlock", r"barrier", delete(r"barrier\.cluster\.arrive")),
+        fault(
+            "peer's mbarriers used before they are there",
+            "race",
+            r"mbarrier\.init",
+            delete(r"barrier\.cluster\.wait", 0),
+        ),
+        fault(
+            "no fence.mbarrier_init", "mbarrier_init_fence", r"fence\.mbarrier_init", delete(r"fence\.mbarrier_init")
+        ),
+        *(
+            fault(
+                f"no proxy fence, {n}",
+                "proxy_fence",
+                r"fence\.proxy\.async",
+                delete(r"fence\.proxy\.async", n),
+                n in (0, 3),
+            )
+            for n in range(10)
+        ),
+        *(
+            fault(f"no wgmma.wait_group, {n}", "wgmma_wait", r"wait_group", delete(r"wgmma\.wait_group", n))
+            for n in (0, 1)
+        ),
+        fault("no wgmma.fence", "wgmma_fence", r"wgmma\.fence", delete(r"wgmma\.fence")),
+    ]
+
+
+def _unpacking() -> list[KernelFault]:
+    def fault(name: str, kinds: str, says: str, edit: Callable[[str], str]) -> KernelFault:
+        return KernelFault(UNPACKING, name, kinds, says, edit, quick=True)
+
+    hole = r"(selp\.b64\s+%rd\d+, %rd\d+, )(-\d+), %p\d+;"
+    is_hole = r"setp\.lt\.s64\s+(%p\d+), %rd\d+, 0;"
+    wrong = "wrong result"
+    return [
+        fault(
+            "page number beyond the list",
+            "out_of_bounds",
+            r"no registered tensor",
+            substitute(r"setp\.gt\.s32 p, %r\d+, 0;", "setp.gt.s32 p, 1, 0;", 3),
+        ),
+        fault("a hole is followed", "out_of_bounds", r"no registered tensor", substitute(hole, r"\g<1>\2, -1;", 0)),
+        fault("a hole is written", wrong, "", substitute(is_hole, r"mov.pred \1, 0;", 0)),
+        fault(
+            "a row behind the last one is written",
+            "global_race out_of_bounds",
+            r"writes|store",
+            substitute(is_hole, r"mov.pred \1, 0;", -1),
+        ),
+        fault("rows of 584 bytes", "misaligned " + wrong, r"address|", substitute(TABLE_ROW, r"\g<1>584")),
+        fault("scales four bytes on", wrong, "", substitute(r"(add\.s32\s+%r\d+, %r\d+, )36864", r"\g<1>36868")),
+        fault("the first scale for all", wrong, "", substitute(r"(shr\.u32\s+%r\d+, %r\d+, )%r\d+;", r"\g<1>0;")),
+        fault(
+            "the second part over the first one",
+            "global_race",
+            r"bfloat16",
+            delete(r"add\.s64\s+(%rd\d+), %rd\d+, \1"),
+        ),
+        fault(
+            "the first row of every page",
+            wrong,
+            "",
+            substitute(r"mad\.lo\.s32\s+(%r\d+), (%r\d+), (%r\d+), (%r\d+);", r"mul.lo.s32 \1, \2, \3;"),
+        ),
+        fault("E5M2 for E4M3", wrong, "", substitute("e4m3x2", "e5m2x2")),
+    ]
+
+
+FAULTS: list[KernelFault] = [*_blackwell(), *_hopper(), *_clusters(), *_unpacking()]
