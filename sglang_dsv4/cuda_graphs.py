@@ -22,6 +22,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+STEP_OPS = (
+    "apply_rope_in_place",
+    "compress_store",
+    "fp8_quantise",
+    "fused_swiglu",
+    "grouped_linear",
+    "hc_boundary",
+    "hc_enter",
+    "hc_finish",
+    "index_query",
+    "index_topk",
+    "linear_fp32",
+    "norm_rope_store",
+    "rms_norm",
+    "route_hash_logits",
+    "route_topk_logits",
+    "sparse_attention",
+    "step_mapping",
+    "swiglu_fp8",
+)
+"""Ops of a decode or verify step."""
+
 
 def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
     """SGLang's resolution step of that name: no CUDA graphs while an op of the forward can't be captured."""
@@ -33,11 +55,11 @@ def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs]
         uncapturable = uncapturable_ops("cuda", hf_config.head_dim)
         if comparison.file_of_rank(0) is not None:
             uncapturable.append("the attention that is compared")
+        off = {"disable_prefill_cuda_graph": True}
         if uncapturable:
             logger.warning("sglang_dsv4: CUDA graphs are off, these ops run as references: %s", ", ".join(uncapturable))
-            compat.declare_resolution(
-                server_args, "sglang_dsv4", disable_decode_cuda_graph=True, disable_prefill_cuda_graph=True
-            )
+            off["disable_decode_cuda_graph"] = True
+        compat.declare_resolution(server_args, "sglang_dsv4", **off)
     previous(server_args)
 
 
@@ -49,8 +71,6 @@ def uncapturable_ops(device: str, head_dim: int) -> list[str]:
     from sglang_dsv4.attention.implementation import chosen_implementation
 
     on = torch.device(device)
-    chosen = {
-        "sparse_attention": chosen_implementation(on, torch.bfloat16, head_dim),
-        "index_topk": registry.chosen("index_topk", on, torch.bfloat16),
-    }
+    chosen = {op: registry.chosen(op, on, torch.bfloat16) for op in STEP_OPS}
+    chosen["sparse_attention"] = chosen_implementation(on, torch.bfloat16, head_dim)
     return [op for op, implementation in chosen.items() if not implementation.graph_safe]
