@@ -55,8 +55,9 @@ async def _decode_under_profile(url: str, requests: int, context: int, folder: s
         client = Client(session, url)
         prompts = [[rng.randrange(FIRST_ID, LAST_ID) for _ in range(context)] for _ in range(requests)]
         await asyncio.gather(*(client.generate(prompt, 1) for prompt in prompts))  # their prefixes are cached now
-        decoding = asyncio.gather(*(client.generate(prompt, 60 * STEPS) for prompt in prompts))
-        await asyncio.sleep(2.0)
+        # Long enough to be under way when the profiler starts, whatever a step takes.
+        decoding = asyncio.gather(*(client.generate(prompt, 480 if requests > 4 else 2000) for prompt in prompts))
+        await asyncio.sleep(1.0)
         body = {"output_dir": folder, "num_steps": STEPS, "activities": ["GPU"]}
         async with session.post(f"{url}/start_profile", json=body) as response:
             if response.status != 200:
