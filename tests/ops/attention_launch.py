@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from ops.attention_cases import Q_GAPS, Case
-from ops.memory_layout import strided, use_in_place
+from ops.memory_layout import LARGE_BYTES, strided, use_in_place
 from torch import Tensor
 
 from dsv4_kernels.sparse_attention import scratch
@@ -54,10 +54,12 @@ def launch(
     for result in (problem.out, problem.lse):
         if result is not None:
             result.fill_(float("nan"))
-    for held in scratch._by_stream.values():
-        held.slots.fill_(0xFF)  # NaN
+    slots = [held.slots for held in scratch._by_stream.values()]
+    for held in slots:
+        if held.nbytes < LARGE_BYTES:
+            held.fill_(0xFF)  # NaN
     with emulated(multiprocessors=multiprocessors, **options) as device:
-        use_in_place(device, problem.q, problem.window_storage, problem.entry_storage, problem.out)
+        use_in_place(device, problem.q, problem.window_storage, problem.entry_storage, problem.out, *slots)
         try:
             kernel(problem)
         except BaseException:

@@ -24,7 +24,7 @@ import torch
 from ops import attention_launch
 from ops.attention_cases import CASES, Case, Spec, build, check, reference, relative_error
 from ops.attention_launch import LONG, SCHEDULES, Result
-from ops.memory_layout import far_apart
+from ops.memory_layout import NONSENSE, far_apart, sparse
 from ops.number_formats import same_bits
 from ops.random_attention import random_spec
 
@@ -134,6 +134,19 @@ def test_q_and_outputs_beyond_32_bits(normalised: bool, split_keys: int | None) 
     case = build(spec if normalised else replace(spec, normalised=False, sink=None))
     out = far_apart(torch.empty(case.q.shape, dtype=torch.bfloat16 if normalised else torch.float32))
     result, _ = launch(replace(case, q=far_apart(case.q)), out=out)
+    check(case, result)
+
+
+def test_partial_results_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second token's are behind room for all parts that the first one could have; nobody touches most of it."""
+    from dsv4_kernels.sparse_attention import scratch
+
+    case = build(Spec(tokens=2, heads=16, window=0, window_lengths=(0,), entry_lengths=(200, 300), split_keys=128))
+    rows = torch.nn.functional.pad(case.entry_arguments["entry_rows"], (0, (1 << 23) + 128), value=NONSENSE)
+    monkeypatch.setattr(scratch, "_by_stream", {})
+    monkeypatch.setattr(scratch, "_slots", lambda device, num_bytes: sparse((num_bytes,), (1,), torch.uint8))
+    scratch.Scratch.on(case.q.device, 1 << 35)
+    result, _ = launch(replace(case, entry_arguments={**case.entry_arguments, "entry_rows": rows}))
     check(case, result)
 
 

@@ -115,10 +115,10 @@ def test_no_pages_are_no_rows() -> None:
     assert [rows.num_rows for rows in with_nothing] == [0, 0] and (storage == -7.0).all()
 
 
-def two_parts() -> list[Pages]:
+def two_parts(names: tuple[str, str] = ("rows", "holes")) -> list[Pages]:
     """Of two tables with pages of two sizes; NaN in the rows that are not named."""
     parts = []
-    for seed, name in enumerate(("rows", "holes")):
+    for seed, name in enumerate(names):
         rows_per_page, pages = PAGES[name]
         named = torch.tensor(named_rows(pages, rows_per_page))
         parts.append(Pages(filled(300, named[named >= 0].unique(), seed), torch.tensor(pages), rows_per_page))
@@ -204,8 +204,8 @@ def test_the_kernel_makes_both_parts(kernel: str, empty: int | None) -> None:
 
 
 def test_the_kernel_finds_rows_beyond_32_bits(kernel: str) -> None:
-    """Of the table and of the output, which two parts share."""
-    first, second = (spread(part) for part in two_parts())
+    """Of the tables and of the output, where the second part begins behind them, and several CTAs of the first one."""
+    first, second = (spread(part) for part in two_parts(("pages_of_64", "holes")))
     expected = sentinels(first.num_rows + second.num_rows)
     unpack_pages([first, second], expected)
     out = far_apart(sentinels(len(expected)))
