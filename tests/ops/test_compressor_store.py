@@ -8,10 +8,8 @@ names is NaN, and so is what must stay as it was.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -407,12 +405,10 @@ MOST_REGISTERS = {"csa": 168, "hca": 128, "keep": 48}
 
 
 def test_nothing_is_spilled(kernel: str) -> None:
+    from cubin import resources
     from host import emulated
 
     from dsv4_kernels.compressor import gpu
-
-    sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    from cubin import resources
 
     with emulated(arch=ARCH[kernel]):
         for kind, ratio in RATIOS.items():
