@@ -236,7 +236,56 @@ def _hopper() -> list[KernelFault]:
             substitute(r"atom\.acq_rel\.gpu", "atom.relaxed.gpu"),
         ),
     ]
-    return between_ctas
+    pipeline = [
+        *(
+            fault(
+                f"consumer does not wait for stage, {n}", "race uninitialised_smem", r"warp \d+|nothing has", no_wait(n)
+            )
+            for n in range(9)
+        ),
+        *(
+            fault(f"producer does not wait for a free stage, {n}", "race", r"through wgmma", no_wait(n))
+            for n in (9, 10, 11)
+        ),
+        # The first one lies between cp.async and wgmma, which is not enforced.
+        *(
+            fault(f"no proxy fence, {n}", "proxy_fence", r"fence\.proxy\.async", delete(r"fence\.proxy\.async", n))
+            for n in range(1, 9)
+        ),
+        *(
+            fault(f"no wgmma.wait_group, {n}", "wgmma_wait", r"wait_group", delete(r"wgmma\.wait_group", n))
+            for n in range(5)
+        ),
+        fault("no wgmma.fence", "wgmma_fence", r"wgmma\.fence", delete(r"wgmma\.fence"), quick=True),
+        fault("an mbarrier is not initialised", "mbarrier", r"no initialised mbarrier", delete(r"mbarrier\.init", 3)),
+        fault("half of the arrivals expected", "mbarrier deadlock race", r"arriv|waited", arrivals_expected(1, 0)),
+        fault("more arrivals expected than come", "deadlock", r"arriv", arrivals_expected(1000, 1)),
+        fault("Q read before it has come", "race", r"through cp\.async", delete(r"cp\.async\.wait_group")),
+        fault("no barrier behind the loads of Q", "race", r"through cp\.async", delete(r"bar\.sync\s+1, 256")),
+        fault(
+            "barrier expects a warp too many",
+            "deadlock barrier",
+            r"barrier",
+            substitute(r"(bar\.sync\s+1, )256", r"\g<1>288"),
+        ),
+        fault("O overwritten while TMA reads it", "race", r"bulk store", delete(r"cp\.async\.bulk\.wait_group\.read")),
+        fault("the copies tell nobody", "deadlock", r"mbarrier", delete(r"cp\.async\.mbarrier\.arrive")),
+        fault(
+            "more registers than there are",
+            "deadlock",
+            r"nothing can run",
+            substitute(r"(setmaxnreg\.inc[\w.]*\s+)\d+", r"\g<1>240"),
+        ),
+        fault("no barrier between a warp's lanes", "lane_race", r"bar\.warp\.sync", delete(r"bar\.warp\.sync", 3)),
+        fault(
+            "scores accumulate onto the last tile's",
+            "wrong result",
+            "",
+            substitute(r"setp\.ne\.b32 p, %r\d+, 0;", "setp.ne.b32 p, 1, 0;"),
+        ),
+        fault("rows of 584 bytes", "misaligned", r"address", substitute(TABLE_ROW, r"\g<1>584"), quick=True),
+    ]
+    return between_ctas + pipeline
 
 
 def _clusters() -> list[KernelFault]:
@@ -344,7 +393,7 @@ def _unpacking() -> list[KernelFault]:
             r"writes|store",
             substitute(is_hole, r"mov.pred \1, 0;", -1),
         ),
-        fault("rows of 584 bytes", "misaligned " + wrong, r"address|", substitute(TABLE_ROW, r"\g<1>584")),
+        fault("rows of 584 bytes", "misaligned", r"address", substitute(TABLE_ROW, r"\g<1>584")),
         fault("scales four bytes on", wrong, "", substitute(r"(add\.s32\s+%r\d+, %r\d+, )36864", r"\g<1>36868")),
         fault("the first scale for all", wrong, "", substitute(r"(shr\.u32\s+%r\d+, %r\d+, )%r\d+;", r"\g<1>0;")),
         fault(

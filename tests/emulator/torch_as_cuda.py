@@ -25,6 +25,10 @@ def _is_cuda(value: object) -> bool:
 class _CudaIsCpu(TorchFunctionMode):
     """Replaces CUDA devices among the arguments of every torch function."""
 
+    def __init__(self, pad_vectors: bool) -> None:
+        super().__init__()
+        self.pad_vectors = pad_vectors
+
     def __torch_function__(self, function: Callable[..., Any], kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if function == torch.Tensor.is_cuda.__get__:
@@ -41,7 +45,9 @@ class _CudaIsCpu(TorchFunctionMode):
         result = function(*args, **kwargs)
         # A copy to the device is a copy: a program may compare the original after the kernel ran.
         if to_cuda and args and result is args[0]:
-            return result.clone()
+            result = result.clone()
+        if self.pad_vectors and to_cuda and function is torch.Tensor.to and result.dim() == 1:
+            return torch.cat((result, result.new_zeros(1)))[:-1]
         return result
 
 
@@ -102,7 +108,8 @@ class _Graph:
 
 
 @contextlib.contextmanager
-def torch_as_cuda(arch: str = "sm_100a") -> Iterator[None]:
+def torch_as_cuda(arch: str = "sm_100a", pad_vectors: bool = False) -> Iterator[None]:
+    """pad_vectors: 1-D tensors that `to` brings to the device have a zero behind them, for programs that read it."""
     capability, multiprocessors, l2_cache_bytes = _DEVICES[arch]
     properties = types.SimpleNamespace(
         name="emulated",
@@ -142,5 +149,5 @@ def torch_as_cuda(arch: str = "sm_100a") -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        stack.enter_context(_CudaIsCpu())
+        stack.enter_context(_CudaIsCpu(pad_vectors))
         yield

@@ -8,10 +8,8 @@ names is NaN, and so is what must stay as it was.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -216,6 +214,24 @@ def test_what_is_stored_of_the_same_rows(kernel: str, kind: str, form: str) -> N
         assert same_bits(c.table.storage, e.table.storage)
 
 
+@pytest.mark.parametrize("first", [0, 4])
+def test_bytes_of_extreme_rows(kernel: str, first: int) -> None:
+    """Blocks of zeros of both signs, of numbers below the floors of the scales, subnormal in bf16, and very large."""
+    sizes = torch.tensor([0.0, 1e-6, 2.0**-133, 1e-30, 1e30, 3e37, 1.0, 2.0**-120]).roll(-first).repeat_interleave(32)
+    made = []
+    for form in ("plain", "bytes_without_hadamard"):
+        f = forward(replace(SETTINGS["csa"], **FORMS[form]), CHUNKS["csa"])
+        f.compressions = [replace(c, norm_weight=sizes.repeat(2)[: c.head_dim]) for c in f.compressions]
+        made.append(run(kernel, f))
+    plain, f = made
+    for which, c in enumerate(f.compressions):
+        rows = torch.stack(list(plain.entries(which).values()))
+        assert rows.isfinite().all() and ((rows == 0).any() or rows.abs().max() > 1e37)
+        expected = KVRows.allocate(c.table.num_rows, c.table.format, c.head_dim, 64, BF16, "cpu", NAN)
+        expected.scatter(torch.tensor(list(f.rows.values())), rows)
+        assert same_bits(c.table.storage, expected.storage)
+
+
 @pytest.mark.parametrize("dim", [512, 128])
 def test_one_compressor_alone(kernel: str, dim: int) -> None:
     """Has the bits that it has beside the other one."""
@@ -237,12 +253,13 @@ UNIFORM = {
     "hca_1": ("hca", 1, 128),
     "hca_2": ("hca", 2, 128),
     "hca_3": ("hca", 3, 256),
+    "hca_17": ("hca", 17, 256),
 }
 
 
 def uniform_requests(ratio: int, k: int) -> list[Request]:
-    """One for each place of a group's end among k tokens, two that close none if there are such, and padding."""
-    ends = [ratio * (5 + i) - 1 - i for i in range(min(k, ratio))]
+    """For places of a group's end among k tokens one each, two that close none if there are such, and padding."""
+    ends = [ratio * (5 + i) - 1 - i for i in range(0, min(k, ratio), 1 + min(k, ratio) // 8)]
     others = [ratio * 3, FAR] if k <= ratio - 2 else []
     begins = [0, *ends, *others]
     return [Request(0, 0, k), *(Request(i + 1, begin, k) for i, begin in enumerate(begins)), Request(0, 0, k)]
@@ -407,12 +424,10 @@ MOST_REGISTERS = {"csa": 168, "hca": 128, "keep": 48}
 
 
 def test_nothing_is_spilled(kernel: str) -> None:
+    from cubin import resources
     from host import emulated
 
     from dsv4_kernels.compressor import gpu
-
-    sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    from cubin import resources
 
     with emulated(arch=ARCH[kernel]):
         for kind, ratio in RATIOS.items():

@@ -81,14 +81,16 @@ def driver_answers() -> Iterator[None]:
         yield
 
 
-def run_program(program: Path, arguments: list[str], arch: str = "sm_100a", **options: Any) -> Device:
+def run_program(
+    program: Path, arguments: list[str], arch: str = "sm_100a", pad_vectors: bool = False, **options: Any
+) -> Device:
     """Runs the program as `python program.py arguments`; returns the device, with its reports."""
     argv, path = [str(program), *arguments], [str(program.resolve().parent), *sys.path]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "argv", argv))
         stack.enter_context(mock.patch.object(sys, "path", path))
         device = stack.enter_context(emulated(arch=arch, **options))
-        stack.enter_context(torch_as_cuda(arch))
+        stack.enter_context(torch_as_cuda(arch, pad_vectors))
         stack.enter_context(driver_answers())
         try:
             runpy.run_path(str(program), run_name="__main__")
@@ -147,6 +149,7 @@ def main() -> None:
     parser.add_argument(
         "--recording", type=Path, help="save the last launch here, for mutation.py and form_coverage.py"
     )
+    parser.add_argument("--pad-vectors", action="store_true", help="one more element behind 1-D tensors on the device")
     parser.add_argument("program", type=Path)
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
@@ -155,6 +158,7 @@ def main() -> None:
         options.program,
         options.arguments,
         arch=options.arch,
+        pad_vectors=options.pad_vectors,
         schedule=options.schedule,
         seed=options.seed,
         checks=checks_with_warnings(options.warn),
