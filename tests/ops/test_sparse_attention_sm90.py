@@ -67,12 +67,13 @@ def launch_on(case: Case, multiprocessors: int, clusters: bool = False, **option
     """The same, and the emulated device. Few tokens have the kernel of clusters only if asked for."""
     from emulator import Checks
 
-    from dsv4_kernels.sparse_attention import sm90, sm90_steps
+    from dsv4_kernels.sparse_attention.sm90 import cluster
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     sm90.num_clusters.cache_clear()
     sm90.num_multiprocessors.cache_clear()  # this device has another number
     options = {"checks": Checks.strict(), "arch": sm90.ARCH, **options}
-    with mock.patch.object(sm90, "MAX_CLUSTER", sm90_steps.MAX_CLUSTER if clusters else 0):
+    with mock.patch.object(sm90, "MAX_CLUSTER", cluster.MAX_CLUSTER if clusters else 0):
         return attention_launch.launch(sm90.sparse_attention, case, multiprocessors, **options)
 
 
@@ -385,7 +386,7 @@ def test_the_same_bits_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_several_launches_of_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every launch begins at its own tokens in each list: requests, lengths, rows and results."""
-    from dsv4_kernels.sparse_attention import sm90
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     monkeypatch.setattr(sm90, "MAX_SPLIT_TOKENS", 2)
     lengths = {"window_lengths": (128, 3, 70, 9), "entry_lengths": (5, 200, 70, 0)}
