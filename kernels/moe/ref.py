@@ -14,12 +14,6 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
 
 
-def mlp(x: Tensor, w13: Tensor, w2: Tensor, limit: float, act_qdq_block: int | None) -> Tensor:
-    """See `dsv4_kernels.moe.mlp`."""
-    gate, up = linear(x, w13, act_qdq_block).chunk(2, -1)
-    return linear(swiglu(gate, up, limit).to(x.dtype), w2, act_qdq_block)
-
-
 def experts_forward(
     x: Tensor,
     weights: Tensor,

@@ -423,7 +423,7 @@ class Dsv4AttentionBackend(AttentionBackend):
             window_rows,
             window.index,
             entries=entries,
-            entry_rows=selected,
+            entry_indices=selected,
             page_table=page_table if dense else None,
             entries_per_page=entries_per_page(HCA_RATIO) if dense else 0,
             token_to_request=meta.token_to_request if dense else None,

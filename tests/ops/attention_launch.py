@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ops.attention_cases import Case
@@ -18,8 +17,6 @@ from dsv4_kernels.unpack import Pages
 if TYPE_CHECKING:
     from host import Device
 
-Result = tuple[Tensor, Tensor | None]
-
 SCHEDULES = ("late", "random", "random_warps")
 LONG = ("hca_1m", "csa_1024", "more_tokens_than_sms")
 """How the names of cases begin that take the emulator long."""
@@ -30,22 +27,18 @@ def launch(
     case: Case,
     multiprocessors: int,
     out: Tensor | None = None,
-    lse: bool = True,
     **options: object,
-) -> tuple[Result, Device]:
-    """((out, lse), the emulated device) of one call, with the options of `emulated`.
+) -> tuple[Tensor, Device]:
+    """(out, the emulated device) of one call, with the options of `emulated`.
 
-    Results, and partial results that earlier calls left, are NaN before. Afterwards the counters are zero, as the next
-    launch needs them; no launch had more CTAs than there are multiprocessors, and the emulator has warned of nothing.
+    The result, and partial results that earlier calls left, are NaN before. Afterwards the counters are zero, as the
+    next launch needs them; no launch had more CTAs than there are multiprocessors, and the emulator has warned of
+    nothing.
     """
     from host import emulated
 
     problem = case.problem(out)
-    if not lse:
-        problem = replace(problem, lse=None)
-    for result in (problem.out, problem.lse):
-        if result is not None:
-            result.fill_(float("nan"))
+    problem.out.fill_(float("nan"))
     for held in scratch._by_stream.values():
         held.slots.fill_(0xFF)  # NaN
     with emulated(multiprocessors=multiprocessors, **options) as device:
@@ -57,7 +50,7 @@ def launch(
     assert device.reports and all(report.grid[0] <= multiprocessors for report in device.reports)
     assert not {warning.split(" at ")[0] for report in device.reports for warning in report.warnings}
     assert not any(held.counters.any() for held in scratch._by_stream.values())
-    return (problem.out, problem.lse), device
+    return problem.out, device
 
 
 def unpack_emulated(name: str, parts: list[Pages], out: Tensor) -> None:
