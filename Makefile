@@ -24,7 +24,7 @@ ENV     := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} OMP_WAIT_POLICY=$${OM
 # with one thread. TEST_ARGS="-n0 …" runs them in one process, which a debugger needs.
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
 # Tests that skip without one of these modules must not do so here: tests/conftest.py refuses to begin.
-TEST_NEEDS := DSV4_TESTS_NEED="cutlass torch tvm_ffi"
+TEST_NEEDS := DSV4_TESTS_NEED="cutlass torch"
 
 .PHONY: help setup serve test test-slow lint format clean
 .DEFAULT_GOAL := help
