@@ -20,7 +20,8 @@ def model(tmp_path: Path) -> Path:
 
 def test_installation_names_versions_and_implementations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV4_KERNEL_CACHE", str(tmp_path))
-    (tmp_path / "kernel.o").touch()
+    for name in ("dsv4-kernel-one.o", "another.o"):
+        (tmp_path / name).touch()
     lines = doctor.installation()
     assert any("SGLang 0.5.23: the tested version" in line for line in lines)
     assert f"compiled kernels: 1 in {tmp_path}" in lines
