@@ -122,11 +122,11 @@ _BOTH_FORMATS = {
         )
         for n in (128, 256, 384, 512, 1024)
     },
-    "split_with_a_part_of_holes": Spec(entry_lengths=(512,), holes=0.99, window_lengths=(0,), split_keys=128),
+    "split_with_a_kv_split_of_holes": Spec(entry_lengths=(512,), holes=0.99, window_lengths=(0,), split_keys=128),
     "split_of_nothing": Spec(window_lengths=(0,), entry_lengths=(0, 1, 0), entries=512, split_keys=128),
     "split_128_heads": Spec(heads=128, entry_lengths=(1024, 640, 2), split_keys=256),
     "split_8_heads": Spec(tokens=5, heads=8, entry_lengths=(1024, 640, 2), split_keys=128, sink="mixed"),
-    "split_in_40_parts": Spec(tokens=1, heads=8, entry_lengths=(4900,), dense=True, split_keys=128),
+    "split_in_40_kv_splits": Spec(tokens=1, heads=8, entry_lengths=(4900,), dense=True, split_keys=128),
     "sub_splits": Spec(tokens=2, entry_lengths=(512, 300), split_keys=1280),
     "whole_tokens_of_kv_splits": Spec(tokens=3, heads=65, entry_lengths=(1300,), split_keys=512),
     "sub_splits_of_kv_splits": Spec(tokens=1, heads=65, entry_lengths=(2900,), split_keys=640),
