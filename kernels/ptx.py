@@ -1,4 +1,5 @@
-"""PTX instructions that the Hopper kernel names itself. Addresses are numbers: Int64 global, Int32 shared."""
+"""PTX instructions that the kernels of both generations name themselves. Addresses are numbers: Int64 global, Int32
+shared."""
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
@@ -90,7 +91,7 @@ def load_8_bytes(address: Int64, number: Int32) -> tuple:
 
 
 def prefetch(row: Int64, offset: Int32) -> None:
-    """Calls a line behind an address into L2, unless that is HOLE."""
+    """Prefetches a line behind an address into L2, unless that is HOLE."""
     asm("{\n.reg .pred p;\nsetp.ge.s64 p, {$r0}, 0;\n@p prefetch.global.L2 [{$r0}];\n}", [], row + offset)
 
 

@@ -54,7 +54,7 @@ def _kernel_folder() -> str:
     folder = compile_cache.folder()
     if folder is None:
         return f"not kept on disk ({compile_cache.FOLDER_VARIABLE}=off)"
-    return f"{len(list(folder.glob('*.o')))} in {folder}"
+    return f"{len(list(folder.glob(f'{compile_cache.PREFIX}*.o')))} in {folder}"
 
 
 def plan(model: Path, tokens: int, requests: int, rows: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Experts: clamped SwiGLU, one MLP, the sum over routed experts (DeepSeek-V4 specification, section 5)."""
+"""Experts: clamped SwiGLU, the sum over routed experts (DeepSeek-V4 specification, section 5)."""
 
 from __future__ import annotations
 
@@ -67,34 +67,6 @@ def swiglu_fp8(
     _check_halves("swiglu_fp8", gate_up)
     _check_limit("swiglu_fp8", limit)
     return select("swiglu_fp8", gate_up.device, gate_up.dtype, impl)(gate_up, limit, column_major)
-
-
-def mlp(
-    x: Tensor, w13: Tensor, w2: Tensor, limit: float, act_qdq_block: int | None = None, impl: str | None = None
-) -> Tensor:
-    """One expert (the shared one): `linear(swiglu(linear(x, w13).chunk(2)), w2)`.
-
-    Args:
-        x: [T, d] fp32 or bf16.
-        w13: [2I, d] in x's dtype, the rows of w1 (gate) first, then w3 (up).
-        w2: [d, I] in x's dtype.
-        limit: swiglu_limit.
-        act_qdq_block: block of the FP8 rounding of both products' inputs, or None for none.
-        impl: implementation by name; None lets the registry choose.
-
-    Returns:
-        [T, d] in x's dtype.
-
-    Raises:
-        ValueError: shapes that do not fit each other, or limit is not positive.
-    """
-    if w13.dim() != 2 or w2.dim() != 2 or w13.shape != (2 * w2.shape[1], w2.shape[0]) or x.shape[1:] != w13.shape[1:]:
-        raise ValueError(
-            f"mlp needs x [T, d], w13 [2I, d] and w2 [d, I]; got {tuple(x.shape)}, {tuple(w13.shape)}, "
-            f"{tuple(w2.shape)}"
-        )
-    _check_limit("mlp", limit)
-    return select("mlp", x.device, x.dtype, impl)(x, w13, w2, limit, act_qdq_block)
 
 
 def experts_forward(

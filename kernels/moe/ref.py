@@ -28,12 +28,6 @@ def swiglu_fp8(gate_up: Tensor, limit: float, column_major: bool) -> tuple[Tenso
     return fp8_quantise(fused_swiglu(gate_up, limit), ACTIVATION_BLOCK, column_major)
 
 
-def mlp(x: Tensor, w13: Tensor, w2: Tensor, limit: float, act_qdq_block: int | None) -> Tensor:
-    """See `dsv4_kernels.moe.mlp`."""
-    gate, up = linear(x, w13, act_qdq_block).chunk(2, -1)
-    return linear(swiglu(gate, up, limit).to(x.dtype), w2, act_qdq_block)
-
-
 def experts_forward(
     x: Tensor,
     weights: Tensor,

@@ -158,7 +158,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             forward_batch: in a replay, SGLang's view of the batch, padded to the graph's size.
             in_capture: the graph is being recorded, of requests that do not exist.
         """
-        self._tail_writes = None  # of a prefill before it; these steps save rings
+        self._tail_rows = None  # of a prefill before it; these steps save rings
         buffers, bs = self._graph_buffers, forward_batch.batch_size
         assert buffers is not None, "init_cuda_graph_state has not run"
         inputs = UniformInputs(buffers.first_positions[:bs], buffers.req_slots[:bs], 1)
@@ -350,7 +350,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             window_rows,
             window.index,
             entries=entries,
-            entry_rows=selected,
+            entry_indices=selected,
             page_table=page_table if dense else None,
             entries_per_page=entries_per_page(HCA_RATIO) if dense else 0,
             token_to_request=meta.token_to_request if dense else None,

@@ -48,7 +48,7 @@ def install(backend: Dsv4AttentionBackend, model: nn.Module, file: Path) -> Call
         out = attend(layer_id, *arguments)
         named, backend.attention_impl = backend.attention_impl, "ref"
         try:
-            results[layer_id] = out, attend(layer_id, *arguments)
+            results[layer_id] = out.clone(), attend(layer_id, *arguments)  # the layer rotates its own in place
         finally:
             backend.attention_impl = named
         return out

@@ -138,7 +138,7 @@ def _call_once(
     if ratio:
         arguments = {"entries": rows, "visible": filled(tokens, value=1)}
     if ratio == CSA_RATIO:
-        arguments["entry_rows"] = filled(tokens, entries)
+        arguments["entry_indices"] = filled(tokens, entries)
     elif ratio == HCA_RATIO:
         of_page = entries_per_page(HCA_RATIO)
         arguments |= {"page_table": filled(1, entries // of_page), "token_to_request": filled(tokens)}

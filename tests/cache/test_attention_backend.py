@@ -253,19 +253,17 @@ def off_by_a_factor(parts: Sequence[Pages], out: Tensor) -> None:
     out *= 1.5
 
 
+@pytest.mark.usefixtures("own_registry")
 def test_the_reference_unpacks_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else SGLANG_DSV4_COMPARE_ATTENTION would compare two attentions of the same wrong rows."""
     outputs, sequences = [], Sequences(FP8, 20)
     loader = f"{__name__}:{off_by_a_factor.__name__}"
+    registry.register("unpack_pages", "off", loader, registry.any_device, 100)
     for unpacks, attention in ((False, None), (True, None), (True, "ref")):
         monkeypatch.setattr(attention_backend.choice, "pays", lambda *sizes, unpacks=unpacks: unpacks)
-        registry.register("unpack_pages", "off", loader, registry.any_device, 100)
-        try:
-            engine = Engine(FP8, sequences)
-            engine.backend.attention_impl = attention
-            outputs.append(engine.forward(EXTEND, [(0, 20)]))
-        finally:
-            registry.unregister("unpack_pages", "off")
+        engine = Engine(FP8, sequences)
+        engine.backend.attention_impl = attention
+        outputs.append(engine.forward(EXTEND, [(0, 20)]))
     as_stored, wrong, by_reference = outputs
     assert not any(torch.equal(value, wrong[token]) for token, value in as_stored.items())
     assert_same(by_reference, as_stored)
@@ -335,7 +333,7 @@ def test_tail_at_a_page_boundary_is_a_plain_copy(geometry: PoolGeometry, drafts:
         tail = KVRows.allocate(
             g.window_tokens, ring.format, ring.row_dim, ring.rope_dim, ring.storage.dtype, "cpu", fill=torch.nan
         )
-        tail.copy_(0, ring, at["window"].start, g.window_tokens)
+        tail.copy_rows(torch.arange(g.window_tokens), ring, at["window"].start + torch.arange(g.window_tokens))
         saved[layer] = [tail]
         if g.layer_ratio(layer) == 4:
             states = (engine.pool.compressor_state(layer), engine.pool.indexer_state(layer))
@@ -355,7 +353,8 @@ def test_tail_at_a_page_boundary_is_a_plain_copy(geometry: PoolGeometry, drafts:
     at = snapshot_rows(engine, 0, 256)
     for layer in g.layers():  # even the rows that poison_unreadable would have kept for this slot hold nothing yet
         tail, *states = saved[layer]
-        engine.pool.window(layer).copy_(at["window"].start, tail, 0, g.window_tokens)
+        rows = torch.arange(g.window_tokens)
+        engine.pool.window(layer).copy_rows(at["window"].start + rows, tail, rows)
         for state, rows in zip((engine.pool.compressor_state, engine.pool.indexer_state), states, strict=False):
             state(layer)[at["state"]] = rows
     assert_same(engine.forward(EXTEND, [(0, 14)]), expected)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from dsv4_kernels import registry
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.sparse_attention.problem import Problem
-from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS, num_parts, num_steps
+from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS, num_kv_splits, num_steps
 from sglang_dsv4.attention import backend as attention_backend
 from sglang_dsv4.attention import implementation
 from sglang_dsv4.cache.geometry import PoolGeometry
@@ -35,14 +34,13 @@ def stand_in(*arguments: object, **options: object) -> torch.Tensor:
 
 
 @pytest.fixture
-def kernel() -> Iterator[list[Problem]]:
+def kernel(own_registry: None) -> list[Problem]:
     """A "kernel" for the CPU in bf16."""
     calls.clear()
     registry.register(
         "sparse_attention", "stand_in", f"{__name__}:stand_in", lambda d, t: t == torch.bfloat16, 100, graph_safe=True
     )
-    yield calls
-    registry.unregister("sparse_attention", "stand_in")
+    return calls
 
 
 def geometry(row_dim: int = 512, format: RowFormat = RowFormat.FP8) -> PoolGeometry:
@@ -57,20 +55,20 @@ def test_every_kind_of_layer_is_called_in_decode_and_prefill(
         implementation.compile_ahead(geometry(format=format), 16, CPU)
     unpacked = [problem for problem in kernel if problem.row_format is not format]
     kernel[:] = [problem for problem in kernel if problem.row_format is format]
-    kinds = {(p.entry_rows is not None, p.page_table is not None) for p in unpacked if p.num_tokens == 512}
+    kinds = {(p.entry_indices is not None, p.page_table is not None) for p in unpacked if p.num_tokens == 512}
     assert kinds == ({(False, False), (True, False), (False, True)} if format is RowFormat.FP8 else set())
     assert all(p.split_keys is None and p.num_tokens >= 16 for p in unpacked)
     assert all(problem.num_heads == 16 for problem in kernel)
     assert [problem.num_tokens for problem in kernel] == list(implementation.COMPILED_TOKENS) * 12
-    kinds = [(p.entry_rows is not None, p.page_table is not None, p.split_keys, p.max_entry_slots) for p in kernel]
-    parts = 2 * DECODE_SPLIT_KEYS  # entries that take several
+    kinds = [(p.entry_indices is not None, p.page_table is not None, p.split_keys, p.max_entry_slots) for p in kernel]
+    several = 2 * DECODE_SPLIT_KEYS  # entries of several KV splits
     assert list(dict.fromkeys(kinds)) == [
         (*kind, split, entries)
-        for kind, widths in (((0, 0), (0,)), ((1, 0), (512, parts)), ((0, 1), (128, 512, parts)))
+        for kind, widths in (((0, 0), (0,)), ((1, 0), (512, several)), ((0, 1), (128, 512, several)))
         for split in (DECODE_SPLIT_KEYS, None)
         for entries in widths
     ]
-    assert all((p.max_parts > 1) == (p.split_keys is not None and p.max_entry_slots == parts) for p in kernel)
+    assert all((p.max_kv_splits > 1) == (p.split_keys is not None and p.max_entry_slots == several) for p in kernel)
     messages = [record.getMessage() for record in caplog.records]
     assert messages[2].startswith("attention kernel stand_in: 3 of 6 ready (CSA, decode), ") and len(messages) == 7
     assert messages[-1].endswith("0 compiled, 0 from disk")
@@ -88,11 +86,12 @@ def test_no_variant_of_the_hopper_kernel_is_left_for_the_first_request(
     monkeypatch.setattr(sm90, "num_clusters", lambda device: (0, *(multiprocessors // n for n in range(1, 10))))
 
     def variant(problem: Problem | SimpleNamespace) -> tuple:
-        split, shares = "steps", sm90._shares_of_clusters(problem)
-        if not shares:
+        split, channel_splits = "steps", sm90._channel_splits_of_clusters(problem)
+        if not channel_splits:
             split = sm90._divides(problem)
-            shares = sm90._shares(problem, problem.num_tokens * -(-problem.num_heads // 64), split)
-        return problem.row_format, problem.entry_rows is not None, problem.page_table is not None, split, shares
+            channel_splits = sm90._channel_splits(problem, problem.num_tokens * -(-problem.num_heads // 64), split)
+        entries = problem.entry_indices is not None, problem.page_table is not None
+        return problem.row_format, *entries, split, channel_splits
 
     implementation.compile_ahead(geometry(), heads, CPU)
     called = set(map(variant, kernel))
@@ -101,11 +100,11 @@ def test_no_variant_of_the_hopper_kernel_is_left_for_the_first_request(
         for entries in widths[ratio]:
             batch = SimpleNamespace(
                 row_format=RowFormat.FP8,
-                entry_rows=True if ratio == CSA_RATIO else None,
+                entry_indices=True if ratio == CSA_RATIO else None,
                 page_table=True if ratio == HCA_RATIO else None,
                 max_steps=num_steps(128, entries),
                 split_keys=split_keys,
-                max_parts=num_parts(num_steps(128, entries), split_keys),
+                max_kv_splits=num_kv_splits(num_steps(128, entries), split_keys),
                 num_tokens=tokens,
                 num_heads=heads,
                 q=torch.empty(0),
@@ -181,5 +180,5 @@ def test_the_backend_splits_decode_and_not_prefill(monkeypatch: pytest.MonkeyPat
         assert [call.split_keys for call in seen] == [None if mode is ForwardMode.EXTEND else DECODE_SPLIT_KEYS] * 4
         swa, csa, hca, _ = seen
         assert swa.visible is None and csa.visible.tolist() == visible and (hca.visible == 0).all()
-        for count, listed in zip(csa.visible.tolist(), csa.entry_rows.tolist(), strict=True):
+        for count, listed in zip(csa.visible.tolist(), csa.entry_indices.tolist(), strict=True):
             assert [row >= 0 for row in listed] == [slot < count for slot in range(TOP_K)]

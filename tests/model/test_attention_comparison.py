@@ -26,16 +26,17 @@ def test_distances_of_every_layer_and_token(serve: Callable[..., Served], tmp_pa
     served, file = serve("flash-like"), tmp_path / "distances"
     harness, tokens = served.harness, served.corpus[0][:40]
     plain = harness.run(tokens, decode_from=37)
-    registry.register("sparse_attention", "off", f"{__name__}:off_by_a_little", registry.any_device, 100)
-    try:
+    loader = f"{__name__}:off_by_a_little"
+    off = registry.Implementation("sparse_attention", "off", loader, registry.any_device, 100, False, False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry._table["sparse_attention"], "off", off)
+        patch.setattr(registry, "_resolved", {})
         kernels = harness.run(tokens, decode_from=37)
         end = attention_comparison.install(harness.backend, harness.model, file)
         try:
             compared = harness.run(tokens, decode_from=37)
         finally:
             end()
-    finally:
-        registry.unregister("sparse_attention", "off")
     assert torch.equal(compared, kernels) and not torch.equal(kernels, plain)
     assert torch.equal(harness.run(tokens, decode_from=37), plain)  # nothing is left behind
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +19,6 @@ from dsv4_kernels.unpack import Pages
 if TYPE_CHECKING:
     from host import Device
 
-Result = tuple[Tensor, Tensor | None]
-
 SCHEDULES = ("late", "random", "random_warps")
 LONG = ("hca_1m", "csa_1024", "more_tokens_than_sms")
 """How the names of cases begin that take the emulator long."""
@@ -32,12 +29,11 @@ def launch(
     case: Case,
     multiprocessors: int,
     out: Tensor | None = None,
-    lse: bool = True,
     **options: object,
-) -> tuple[Result, Device]:
-    """((out, lse), the emulated device) of one call, with the options of `emulated`.
+) -> tuple[Tensor, Device]:
+    """(out, the emulated device) of one call, with the options of `emulated`.
 
-    Results, and partial results that earlier calls left, are NaN before. An `out` that is not given has gaps, which
+    The result, and partial results that earlier calls left, are NaN before. An `out` that is not given has gaps, which
     stay as they are. Afterwards the counters are zero, as the next launch needs them; no launch had more CTAs than
     there are multiprocessors, and the emulator has warned of nothing.
     """
@@ -45,15 +41,10 @@ def launch(
 
     gaps_of_out = None
     if out is None:
-        dtype = torch.bfloat16 if case.spec.normalised else torch.float32
-        out = strided(torch.empty(case.q.shape, dtype=dtype), *Q_GAPS)
+        out = strided(torch.empty(case.q.shape, dtype=torch.bfloat16), *Q_GAPS)
         gaps_of_out = out.as_strided((*out.shape[:2], Q_GAPS[2]), out.stride(), out.shape[2])
     problem = case.problem(out)
-    if not lse:
-        problem = replace(problem, lse=None)
-    for result in (problem.out, problem.lse):
-        if result is not None:
-            result.fill_(float("nan"))
+    problem.out.fill_(float("nan"))
     slots = [held.slots for held in scratch._by_stream.values()]
     for held in slots:
         if held.nbytes < LARGE_BYTES:
@@ -69,7 +60,7 @@ def launch(
     assert not {warning.split(" at ")[0] for report in device.reports for warning in report.warnings}
     assert not any(held.counters.any() for held in scratch._by_stream.values())
     assert gaps_of_out is None or gaps_of_out.isnan().all()
-    return (problem.out, problem.lse), device
+    return problem.out, device
 
 
 def unpack_emulated(name: str, parts: list[Pages], out: Tensor) -> None:

@@ -1,17 +1,17 @@
 """Sparse attention on Blackwell (sm_100a): one CTA for up to 64 heads, a pair of CTAs for up to 128.
 
-A work item is (query token, part of the token's keys). Persistent CTAs, or pairs, take items in order; keys come in
-tiles of 64, window rows first, then entries. Warps of a CTA, and what they wait for:
+A work tile is (query token, KV split of the token's keys). Persistent CTAs, or pairs, take work tiles in order; keys
+come in key tiles of 64, window rows first, then entries. Warps of a CTA, and what they wait for:
 
-    GATHER (2 x 4 warps, alternate tiles)  rows from global memory to registers, dequantised into a KV stage in bf16
-        waits pv_done[stage] (the tile that used the stage before is through), arrives at full[stage]
+    GATHER (2 x 4 warps, alternate key tiles)  rows from global memory to registers, dequantised into a pipeline stage
+        waits pv_done[stage] (the key tile that used the stage before is through), arrives at full[stage]
     MMA (1 warp, one thread, first CTA)    S = Q K^T, O += P V, for the whole pair
-        waits q_ready once an item, full[stage] of all CTAs before S, p_ready[buffer] before P V;
+        waits q_ready once a work tile, full[stage] of all CTAs before S, p_ready[buffer] before P V;
         commits s_ready[buffer] and pv_done[stage] in all CTAs
-    SOFTMAX (4 warps)                      Q into tensor memory; P = exp2(S - m); rescales O when a row's maximum has
-        grown by more than RESCALE_LOG2; epilogue: sink, normalisation, output or partial result, merge of parts
-        waits s_ready[buffer], full[stage] (key mask), pv_done of the tile two before (P's buffer) and, to touch O, of
-        the tile before
+    SOFTMAX (4 warps)                      Q into tensor memory; P = exp2(S - row max); lazy rescaling: of O only when
+        a row max has grown by more than RESCALE_LOG2; epilogue: sink, normalisation, output or partial result, combine
+        waits s_ready[buffer], full[stage] (key mask), pv_done of the key tile two before (P's buffer) and, to touch O,
+        of the key tile before
 
 Either kind of product uses all 128 lanes of tensor memory for a CTA's 64 rows: columns [0, N/2) lie in lanes 0-63 and
 [N/2, N) in lanes 64-127, and A in tensor memory is read from the lanes that are written. One CTA does it with
@@ -24,181 +24,67 @@ a pair each CTA holds 256 channels of every key, which are its half of B in both
 dequantised or read by the tensor core twice.
 """
 
-import functools
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import torch
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.experimental import primitives as prims
 
-from dsv4_kernels.compile_cache import load_or_compile
-from dsv4_kernels.kv_layout import ROW_DIM, RowFormat
-from dsv4_kernels.sparse_attention.addresses import address, row_bytes, row_stride
-from dsv4_kernels.sparse_attention.problem import Problem
-from dsv4_kernels.sparse_attention.scratch import NUM_COUNTERS, Scratch
-from dsv4_kernels.sparse_attention.sm100.gather import gather
+from dsv4_kernels.sparse_attention.sm100.barriers import arrive, of_first_cta, sync_all, wait, wait_for_tile
+from dsv4_kernels.sparse_attention.sm100.epilogue import finish_work_tile
+from dsv4_kernels.sparse_attention.sm100.gather import load_row, row_addresses, row_bits, store_row
+from dsv4_kernels.sparse_attention.sm100.memory import typed
+from dsv4_kernels.sparse_attention.sm100.mma import multiply_scores, multiply_values
 from dsv4_kernels.sparse_attention.sm100.plan import (
+    FEW_TILES,
+    GATHER_GROUPS,
     HALF_DIM,
     HEADS,
-    LOG2_E,
-    MMA_K,
-    P_BYTES,
-    STEPS_PER_BLOCK,
+    RESCALE_LOG2,
+    ROW_BITS_BYTES,
     SWIZZLE_ROW_BYTES,
     THREADS,
     TILE_KEYS,
     WARPS_OF_GROUP,
     Arguments,
     Barrier,
-    Plan,
     Smem,
     Tmem,
     Warp,
-    cta_rank,
-    first_and_stride,
-    item_of,
-    tmem_columns,
-    typed,
-    wait,
-    wait_for_tile,
 )
-from dsv4_kernels.sparse_attention.sm100.softmax import RowState, softmax
-from dsv4_kernels.sparse_attention.split import STEP_KEYS
-
-
-@dataclass(frozen=True)
-class Config:
-    """What a compiled kernel is specialised for."""
-
-    row_format: RowFormat
-    can_split: bool
-    """Tokens may have several parts: partial results go through global memory and are merged."""
-    plan: Plan
-    """One CTA for up to 64 heads, a pair for more."""
-
-
-# ---- MMA warp
+from dsv4_kernels.sparse_attention.sm100.softmax import (
+    RowState,
+    exchanged,
+    finite,
+    largest_of,
+    load_queries_of,
+    rescale,
+    scores_of_tile,
+    store_weights,
+)
+from dsv4_kernels.sparse_attention.sm100.tile_scheduler import WorkTile, cta_rank, first_and_stride, work_tile_of
 
 
 @cute.jit
-def multiply(
-    a: Arguments, smem: cutlass.Pointer, barriers: cutlass.Pointer, tmem: prims.TmemAddr, plan: cutlass.Constexpr
-) -> None:
-    """One thread issues S of tile t + 1 before P V of tile t, so that the softmax of t hides behind it."""
-    bf16 = cutlass.BFloat16
-    rows = HEADS * plan.ctas
-    scores = prims.Tcgen05InstrDesc.build(c_dtype=Float32, a_dtype=bf16, b_dtype=bf16, n_dim=2 * TILE_KEYS, m_dim=rows)
-    values = prims.Tcgen05InstrDesc.build(
-        c_dtype=Float32, a_dtype=bf16, b_dtype=bf16, b_major=1, n_dim=HALF_DIM, m_dim=rows
-    )
-    first, stride = first_and_stride(plan)
-    before = Int32(0)
-    items = Int32(0)
-    for index in cutlass.range(first, a.num_items, stride):
-        item = item_of(index, a, plan)
-        if item.num_tiles > 0:
-            wait(barriers, Int32(Barrier.Q_READY), items & 1)
-            prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-            items = items + 1
-            for tile in cutlass.range(item.num_tiles + 1):
-                if tile < item.num_tiles:
-                    multiply_scores(smem, barriers, tmem, before + tile, scores, plan)
-                if tile > 0:
-                    multiply_values(smem, barriers, tmem, before + tile - 1, tile > 1, values, plan)
-        before = before + item.num_tiles
-
-
-@cute.jit
-def multiply_scores(
-    smem: cutlass.Pointer,
-    barriers: cutlass.Pointer,
-    tmem: prims.TmemAddr,
-    count: Int32,
-    idesc: Int32,
+def launch(
+    a: Arguments,
+    num_ctas: Int32,
+    fp8: cutlass.Constexpr,
+    can_split: cutlass.Constexpr,
     plan: cutlass.Constexpr,
+    stream: cuda.CUstream,
 ) -> None:
-    """S[count % 2] = Q K^T as two summands (see the module's docstring).
-
-    The softmax has read this buffer's last scores: it said so with p_ready, for which P V of that tile waited.
-    """
-    wait_for_tile(barriers, Barrier.FULL if plan.ctas == 1 else Barrier.ALL_FULL, count, plan)
-    keys = swizzled(smem + (Smem.KV + count % plan.stages * plan.stage_bytes), leading_bytes=16)
-    out = tmem_columns(tmem, Int32(0), Tmem.S + count % 2 * Tmem.S_COLUMNS, Float32)
-    for step in cutlass.range_constexpr(HALF_DIM // MMA_K):
-        block, step_of_block = step // STEPS_PER_BLOCK, step % STEPS_PER_BLOCK
-        query = tmem_columns(tmem, Int32(0), Tmem.Q + step * MMA_K // 2, cutlass.BFloat16)
-        key = keys.advance_start_address(plan.block_offset(block) + step_of_block * MMA_K * 2)
-        mma(out, query, key, idesc, step > 0, plan)
-    commit(barriers + (Barrier.S_READY + count % 2), plan)
-
-
-@cute.jit
-def multiply_values(
-    smem: cutlass.Pointer,
-    barriers: cutlass.Pointer,
-    tmem: prims.TmemAddr,
-    count: Int32,
-    accumulate: Boolean,
-    idesc: Int32,
-    plan: cutlass.Constexpr,
-) -> None:
-    """O += P V, two products for half of O's columns each; `accumulate` is False for an item's first tile."""
-    wait(barriers, Barrier.P_READY + count % 2, count // 2 & 1)
-    prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-    weights = swizzled(smem + (Smem.P + count % 2 * P_BYTES), leading_bytes=16)
-    stage = smem + (Smem.KV + count % plan.stages * plan.stage_bytes)
-    for product in cutlass.range_constexpr(2):
-        # Blocks of 64 channels at equal distances; within a block 8 keys every kilobyte.
-        begin = plan.block_offset(plan.first_block_of_out(product))
-        keys = swizzled(stage + begin, leading_bytes=plan.block_offset(1))
-        out = tmem_columns(tmem, Int32(0), Tmem.O + product * (HALF_DIM // 2), Float32)
-        for step in cutlass.range_constexpr(TILE_KEYS // MMA_K):
-            weight = weights.advance_start_address(step * MMA_K * 2)
-            key = keys.advance_start_address(step * MMA_K * SWIZZLE_ROW_BYTES)
-            mma(out, weight, key, idesc, accumulate or step > 0, plan)
-    commit(barriers + (Barrier.PV_DONE + count % plan.stages), plan)
-
-
-def mma(
-    out: cutlass.Array,
-    a: cutlass.Array | prims.Tcgen05SmemDesc,
-    b: prims.Tcgen05SmemDesc,
-    idesc: Int32,
-    accumulate: Boolean,
-    plan: Plan,
-) -> None:
-    """The product of one CTA, or of a pair; in both every lane of tensor memory takes part."""
-    kind = prims.Tcgen05MMAKind.F16
-    if plan.ctas == 1:
-        prims.tcgen05_mma_ws(kind, out, a, b, idesc, accumulate)
-    else:
-        prims.tcgen05_mma(kind, prims.CTAGroup.CTA_2, out, a, b, idesc, accumulate)
-
-
-def commit(barrier: cutlass.Pointer, plan: Plan) -> None:
-    """Arrives in every CTA when the products so far are done."""
-    if plan.ctas == 1:
-        prims.tcgen05_commit(barrier, group=prims.CTAGroup.CTA_1)
-    else:
-        prims.tcgen05_commit(barrier, multicast_mask=3, group=prims.CTAGroup.CTA_2)
-
-
-def swizzled(start: cutlass.Pointer, leading_bytes: int) -> prims.Tcgen05SmemDesc:
-    """Descriptor of an operand whose groups of 8 swizzled rows lie 1,024 bytes apart."""
-    return prims.Tcgen05SmemDesc.build(
-        start_address=start,
-        leading_byte_offset=leading_bytes,
-        stride_byte_offset=8 * SWIZZLE_ROW_BYTES,
-        layout=prims.Tcgen05SmemSwizzle.SWIZZLE_128B,
+    """Persistent: num_ctas is at most the number of multiprocessors."""
+    attention_kernel(a, fp8, can_split, plan).launch(
+        grid=(num_ctas, 1, 1),
+        block=(THREADS, 1, 1),
+        cluster=(plan.ctas, 1, 1),
+        smem=Smem.BYTES,
+        stream=stream,
+        min_blocks_per_mp=1,
     )
-
-
-# ---- kernel
 
 
 @cute.kernel
@@ -228,176 +114,200 @@ def attention_kernel(
         prims.tcgen05_alloc(tmem_address, Tmem.COLUMNS, group=group)
         prims.tcgen05_relinquish_alloc_permit(group=group)
     prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
-    everybody(plan)
+    sync_all(plan)
     prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
     tmem = prims.TmemAddr(tmem_address.load())
 
     if warp < Warp.GATHER:
-        softmax(a, smem, barriers, tmem, can_split, plan)
+        compute_softmax(a, smem, barriers, tmem, can_split, plan)
     elif warp < Warp.MMA:
         gather_group = (warp - Warp.GATHER) // WARPS_OF_GROUP
         if cutlass.const_expr(plan.ctas == 1):
-            gather(a, smem, barriers, gather_group, warp % WARPS_OF_GROUP, lane, fp8, range(8), plan)
+            gather_rows(a, smem, barriers, gather_group, warp % WARPS_OF_GROUP, lane, fp8, range(8), plan)
         elif rank == 0:
-            gather(a, smem, barriers, gather_group, warp % WARPS_OF_GROUP, lane, fp8, range(4), plan)
+            gather_rows(a, smem, barriers, gather_group, warp % WARPS_OF_GROUP, lane, fp8, range(4), plan)
         else:
-            gather(a, smem, barriers, gather_group, warp % WARPS_OF_GROUP, lane, fp8, range(4, 8), plan)
+            gather_rows(a, smem, barriers, gather_group, warp % WARPS_OF_GROUP, lane, fp8, range(4, 8), plan)
     elif rank == 0:
         if prims.elect_sync():
-            multiply(a, smem, barriers, tmem, plan)
+            issue_mmas(a, smem, barriers, tmem, plan)
 
     prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
-    everybody(plan)
+    sync_all(plan)
     if warp == Warp.MMA:
         prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
         prims.tcgen05_dealloc(tmem.as_ptr(Float32), Tmem.COLUMNS, group=group)
 
 
-def everybody(plan: Plan) -> None:
-    """All threads of the CTA, or of the pair, meet."""
-    if plan.ctas == 1:
-        prims.barrier_cta_sync_aligned(0)
-    else:
-        prims.barrier_cluster_arrive_aligned()
-        prims.barrier_cluster_wait_aligned()
+# Gather warps
 
 
 @cute.jit
-def launch(
+def gather_rows(
     a: Arguments,
-    num_ctas: Int32,
+    smem: cutlass.Pointer,
+    barriers: cutlass.Pointer,
+    group: Int32,
+    group_warp: Int32,
+    lane: Int32,
     fp8: cutlass.Constexpr,
+    blocks: cutlass.Constexpr,
+    plan: cutlass.Constexpr,
+) -> None:
+    """Fills the stages of every second key tile with these blocks of 64 channels.
+
+    Four lanes share a row: of a block of 64 channels, lane q of the four makes channels [16 q, 16 q + 16), which are
+    the 16-byte chunks 2 q and 2 q + 1 of a swizzled row. A warp's 8 rows then meet every bank equally often.
+    """
+    quarter = lane % 4
+    row_in_8 = lane // 4
+    row_0 = group_warp * 16 + row_in_8
+    row_1 = row_0 + 8
+    # Row r of the 128-byte swizzle holds chunk c at place c ^ (r % 8).
+    place_0 = ((2 * quarter) ^ row_in_8) * 16
+    place_1 = ((2 * quarter + 1) ^ row_in_8) * 16
+    before = Int32(0)  # key tiles of the work tiles before this one
+    first, stride = first_and_stride(plan)
+    for index in cutlass.range(first, a.num_work_tiles, stride):
+        work_tile = work_tile_of(index, a, plan)
+        begin = (before + group) % GATHER_GROUPS
+        data_0, scales_0, exists_0 = row_addresses(work_tile, work_tile.first_tile + begin, row_0, a, fp8)
+        data_1, scales_1, exists_1 = row_addresses(work_tile, work_tile.first_tile + begin, row_1, a, fp8)
+        for tile in cutlass.range(begin, work_tile.num_tiles, GATHER_GROUPS):
+            count = before + tile
+            stage = count % plan.stages
+            target = smem + (Smem.KV + stage * plan.stage_bytes)
+            loads_0 = load_row(data_0, scales_0, quarter, fp8, blocks)
+            if cutlass.const_expr(fp8):  # bf16 rows have twice the bytes: one row's in registers at a time
+                loads_1 = load_row(data_1, scales_1, quarter, fp8, blocks)
+            # The next rows' indices are on their way while these rows are.
+            next_tile = work_tile.first_tile + tile + GATHER_GROUPS
+            next_data_0, next_scales_0, next_exists_0 = row_addresses(work_tile, next_tile, row_0, a, fp8)
+            next_data_1, next_scales_1, next_exists_1 = row_addresses(work_tile, next_tile, row_1, a, fp8)
+            if count >= plan.stages:
+                wait_for_tile(barriers, Barrier.PV_DONE, count - plan.stages, plan)
+            target_0, target_1 = target + row_0 * SWIZZLE_ROW_BYTES, target + row_1 * SWIZZLE_ROW_BYTES
+            store_row(target_0, loads_0, place_0, place_1, fp8, blocks, plan)
+            if cutlass.const_expr(not fp8):
+                loads_1 = load_row(data_1, scales_1, quarter, fp8, blocks)
+            store_row(target_1, loads_1, place_0, place_1, fp8, blocks, plan)
+            bits = row_bits(exists_0, exists_1)
+            if lane == 0:
+                (typed(smem + (Smem.ROWS + stage * ROW_BITS_BYTES), Int32) + group_warp).store(bits)
+            prims.fence_proxy(prims.Proxy.ASYNC_SHARED, space=prims.SharedSpace.shared_cta)
+            arrive(barriers + (Barrier.FULL + stage))
+            if cutlass.const_expr(plan.ctas == 2):
+                arrive(of_first_cta(barriers + (Barrier.ALL_FULL + stage), plan))
+            data_0, scales_0, exists_0 = next_data_0, next_scales_0, next_exists_0
+            data_1, scales_1, exists_1 = next_data_1, next_scales_1, next_exists_1
+        before = before + work_tile.num_tiles
+
+
+# MMA warp
+
+
+@cute.jit
+def issue_mmas(
+    a: Arguments, smem: cutlass.Pointer, barriers: cutlass.Pointer, tmem: prims.TmemAddr, plan: cutlass.Constexpr
+) -> None:
+    """One thread issues S of key tile t + 1 before P V of key tile t, so that the softmax of t hides behind it."""
+    bf16 = cutlass.BFloat16
+    rows = HEADS * plan.ctas
+    scores = prims.Tcgen05InstrDesc.build(c_dtype=Float32, a_dtype=bf16, b_dtype=bf16, n_dim=2 * TILE_KEYS, m_dim=rows)
+    values = prims.Tcgen05InstrDesc.build(
+        c_dtype=Float32, a_dtype=bf16, b_dtype=bf16, b_major=1, n_dim=HALF_DIM, m_dim=rows
+    )
+    first, stride = first_and_stride(plan)
+    before = Int32(0)
+    work_tiles = Int32(0)
+    for index in cutlass.range(first, a.num_work_tiles, stride):
+        work_tile = work_tile_of(index, a, plan)
+        if work_tile.num_tiles > 0:
+            wait(barriers, Int32(Barrier.Q_READY), work_tiles & 1)
+            prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
+            work_tiles = work_tiles + 1
+            for tile in cutlass.range(work_tile.num_tiles + 1):
+                if tile < work_tile.num_tiles:
+                    multiply_scores(smem, barriers, tmem, before + tile, scores, plan)
+                if tile > 0:
+                    multiply_values(smem, barriers, tmem, before + tile - 1, tile > 1, values, plan)
+        before = before + work_tile.num_tiles
+
+
+# Softmax warps
+
+
+@cute.jit
+def compute_softmax(
+    a: Arguments,
+    smem: cutlass.Pointer,
+    barriers: cutlass.Pointer,
+    tmem: prims.TmemAddr,
     can_split: cutlass.Constexpr,
     plan: cutlass.Constexpr,
-    stream: cuda.CUstream,
 ) -> None:
-    """Persistent: num_ctas is at most the number of multiprocessors."""
-    attention_kernel(a, fp8, can_split, plan).launch(
-        grid=(num_ctas, 1, 1),
-        block=(THREADS, 1, 1),
-        cluster=(plan.ctas, 1, 1),
-        smem=Smem.BYTES,
-        stream=stream,
-        min_blocks_per_mp=1,
-    )
+    """Thread i has head i % 64: of every key tile keys [32 * (i // 64), + 32), of O the channels of its lane.
 
-
-# ---- host
-
-SLOT_BYTES = HEADS * ROW_DIM * 4
-"""Of a partial O: see the last fields of `Arguments`."""
-STATE_BYTES = len(RowState._fields) * HEADS * 4
-"""Of the states of its rows."""
-
-
-def configurations() -> tuple[Config, ...]:
-    """All that `sparse_attention` may ask for, to compile them beforehand."""
-    axes = ((RowFormat.FP8, RowFormat.PLAIN), (False, True), (Plan(1), Plan(2)))
-    return tuple(Config(*point) for point in itertools.product(*axes))
-
-
-def compile(config: Config, arch: str = "sm_100a") -> Callable[..., None]:
-    """The launcher of a configuration, from memory, from disk or from the compiler.
-
-    Raises:
-        RuntimeError: CuTe DSL has the compiler of an older CUDA than 13.2.
+    The next work tile's Q goes into tensor memory before this one's epilogue, so that its first products run meanwhile.
     """
-
-    def from_compiler() -> Callable[..., None]:
-        if not cutlass.target_version(min_version="13.2"):
-            raise RuntimeError(
-                f"sparse_attention: CuTe DSL compiles with CUDA {cutlass.CUDA_VERSION.major}."
-                f"{cutlass.CUDA_VERSION.minor}; expected 13.2 or later, for PTX 9.2. Install "
-                "nvidia-cutlass-dsl[cu13], as SGLang does"
-            )
-        example = Arguments(*(kind(0) for kind in Arguments.__annotations__.values()))
-        is_fp8 = config.row_format is RowFormat.FP8
-        return cute.compile(launch, example, Int32(1), is_fp8, config.can_split, config.plan, cuda.CUstream(0))
-
-    return load_or_compile("sparse_attention_sm100", config, arch, from_compiler)
-
-
-def sparse_attention(problem: Problem) -> None:
-    """Writes `problem.out` and, if it is there, `problem.lse`.
-
-    See `dsv4_kernels.sparse_attention.sparse_attention` for what is computed.
-
-    Raises:
-        RuntimeError: a CUDA graph is being captured, and no such call has been made on the device.
-        ValueError: more tokens than counters in a call with `split_keys`.
-    """
-    device, max_parts = problem.q.device, problem.max_parts
-    plan = Plan(-(-problem.num_heads // HEADS))
-    num_items = problem.num_tokens * max_parts
-    num_sms, arch = device_facts(device)
-    num_slots = num_items * plan.ctas
-    states = slice(num_slots * SLOT_BYTES, num_slots * (SLOT_BYTES + STATE_BYTES))  # behind the slots of O
-    scratch = None
-    if max_parts > 1:
-        if problem.num_tokens * plan.ctas > NUM_COUNTERS:
-            raise ValueError(
-                f"sparse_attention: {problem.num_tokens} tokens of {problem.num_heads} heads with split_keys; expected "
-                f"at most {NUM_COUNTERS // plan.ctas}. Pass split_keys=None: so many tokens need no parts"
-            )
-        scratch = Scratch.on(device, states.stop)
-    arguments = Arguments(
-        q=Int64(address(problem.q)),
-        q_token_stride=Int64(problem.q.stride(0)),
-        q_head_stride=Int64(problem.q.stride(1)),
-        window=Int64(address(problem.window_storage)),
-        window_page_bytes=Int64(row_bytes(problem.window_storage)),
-        entries=Int64(address(problem.entry_storage)),
-        entry_page_bytes=Int64(row_bytes(problem.entry_storage)),
-        window_rows=Int64(address(problem.window_rows)),
-        window_rows_stride=Int64(problem.window_rows.stride(0)),
-        window_slots=Int32(problem.window_slots),
-        entry_rows=Int64(address(problem.entry_rows)),
-        entry_rows_stride=Int64(row_stride(problem.entry_rows)),
-        entry_slots=Int32(problem.max_entry_slots),
-        page_table=Int64(address(problem.page_table)),
-        page_table_stride=Int64(row_stride(problem.page_table)),
-        entries_per_page=Int32(problem.entries_per_page),
-        token_to_request=Int64(address(problem.token_to_request)),
-        visible=Int64(address(problem.visible)),
-        sink=Int64(address(problem.sink)),
-        scale_log2=Float32(problem.scale * LOG2_E),
-        out=Int64(address(problem.out)),
-        out_token_stride=Int64(problem.out.stride(0)),
-        out_head_stride=Int64(problem.out.stride(1)),
-        out_is_fp32=Int32(problem.out.dtype == torch.float32),
-        lse=Int64(address(problem.lse)),
-        num_heads=Int32(problem.num_heads),
-        split_steps=Int32(0 if problem.split_keys is None else problem.split_keys // STEP_KEYS),
-        max_parts=Int32(max_parts),
-        num_items=Int32(num_items),
-        partial_out=Int64(address(scratch and scratch.slots, slice(0, states.start))),
-        partial_state=Int64(address(scratch and scratch.slots, states)),
-        arrived=Int64(address(scratch and scratch.counters)),
-        zeros=Int64(address(zero_row(device))),
-    )
-    stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream)
-    num_ctas = plan.ctas * min(num_items, num_sms // plan.ctas)
-    compile(Config(problem.row_format, max_parts > 1, plan), arch)(arguments, Int32(num_ctas), stream)
+    thread, _, _ = cute.arch.thread_idx()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    first, stride = first_and_stride(plan)
+    before = Int32(0)
+    load_queries_of(first, a, barriers, tmem, thread, warp, plan)
+    for index in cutlass.range(first, a.num_work_tiles, stride):
+        work_tile = work_tile_of(index, a, plan)
+        state = RowState(Float32(-math.inf), Float32(0.0))
+        if work_tile.num_tiles > 0:
+            state = softmax_of_work_tile(a, smem, barriers, tmem, work_tile, thread, warp, before, plan)
+        load_queries_of(index + stride, a, barriers, tmem, thread, warp, plan)
+        before = before + work_tile.num_tiles
+        if work_tile.num_tiles > 0:
+            wait_for_tile(barriers, Barrier.PV_DONE, before - 1, plan)
+            prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
+            finish_work_tile(a, smem, tmem, work_tile, thread, warp, state, can_split, plan)
 
 
-@functools.cache
-def device_facts(device: torch.device) -> tuple[int, str]:
-    """(multiprocessors, architecture to compile for)."""
-    num_sms = cutlass.utils.HardwareInfo(device.index or 0).get_device_multiprocessor_count()
-    minor = torch.cuda.get_device_capability(device)[1] if device.type == "cuda" else 0
-    return num_sms, f"sm_10{minor}a"
-
-
-@functools.cache
-def zero_row(device: torch.device) -> torch.Tensor:
-    """What stands for holes and missing heads.
-
-    Raises:
-        RuntimeError: a graph is being captured, whose memory this would be, and the kernel has not run on the device.
-    """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"sparse_attention: a CUDA graph is being captured, and the kernel has not run on {device} before; make "
-            "the same call once without a graph"
-        )
-    return torch.zeros(ROW_DIM, dtype=torch.bfloat16, device=device)
+@cute.jit
+def softmax_of_work_tile(
+    a: Arguments,
+    smem: cutlass.Pointer,
+    barriers: cutlass.Pointer,
+    tmem: prims.TmemAddr,
+    work_tile: WorkTile,
+    thread: Int32,
+    warp: Int32,
+    before: Int32,
+    plan: cutlass.Constexpr,
+) -> RowState:
+    """P of all key tiles; `before` of them were in the work tiles before."""
+    half = warp // 2
+    head_row = thread % HEADS
+    # Few keys do not average out the rounding of P, which is least relative to the true row max.
+    tolerated = cutlass.select_(work_tile.num_tiles <= FEW_TILES, Float32(0.0), Float32(RESCALE_LOG2))
+    row_max, row_sum = Float32(-math.inf), Float32(0.0)
+    for tile in cutlass.range(work_tile.num_tiles):
+        count = before + tile
+        scores = scores_of_tile(a, smem, barriers, tmem, thread, warp, half, count, plan)
+        largest = largest_of(scores)
+        largest = cutlass.max(largest, exchanged(smem + Smem.ROW_MAX, thread, largest))
+        grown = largest > row_max
+        factor = Float32(1.0)
+        if grown:
+            factor = cute.arch.exp2(row_max - (largest + tolerated))
+            row_max = largest + tolerated
+        if tile > 0:
+            if prims.vote_sync(0xFFFFFFFF, grown, prims.VoteSync.ANY):
+                wait_for_tile(barriers, Barrier.PV_DONE, count - 1, plan)
+                prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
+                rescale(tmem, warp, factor)
+        if tile > 1:  # the key tile two before used this buffer of P; across work tiles the epilogue has waited
+            wait_for_tile(barriers, Barrier.PV_DONE, count - 2, plan)
+        subtracted = finite(row_max)
+        weights = [cute.arch.exp2(score - subtracted) for score in scores]
+        row_sum = row_sum * factor + store_weights(smem, weights, head_row, half, count % 2)
+        prims.fence_proxy(prims.Proxy.ASYNC_SHARED, space=prims.SharedSpace.shared_cta)
+        prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
+        arrive(of_first_cta(barriers + (Barrier.P_READY + count % 2), plan))
+    row_sum = row_sum + exchanged(smem + Smem.ROW_SUMS, thread, row_sum)
+    return RowState(row_max, row_sum)

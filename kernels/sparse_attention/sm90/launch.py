@@ -1,7 +1,7 @@
 """Attention on Hopper (sm_90a): which kernel computes a call, and its launch.
 
-    cluster.py        few tokens with few keys: every step of 128 keys has a CTA, those of a token are a cluster
-    persistent.py   all others: CTAs walk over tokens, or parts of them, in a loop over steps
+    cluster.py      few tokens with few keys: every step of 128 keys has a CTA, those of a token are a cluster
+    persistent.py   all others: CTAs walk over tokens, or splits of their keys, in a loop over steps
 
 Both have the same bits (`persistent.py` says why), so the choice may follow the batch and the GPU.
 """
@@ -20,18 +20,18 @@ from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.sparse_attention.addresses import address, row_bytes
 from dsv4_kernels.sparse_attention.problem import Problem
 from dsv4_kernels.sparse_attention.scratch import NUM_COUNTERS, Scratch
-from dsv4_kernels.sparse_attention.sm90.cluster import MAX_CLUSTER, StepAttention
-from dsv4_kernels.sparse_attention.sm90.persistent import SparseAttention
+from dsv4_kernels.sparse_attention.sm90 import cluster, persistent
+from dsv4_kernels.sparse_attention.sm90.cluster import MAX_CLUSTER
 from dsv4_kernels.sparse_attention.sm90.plan import (
+    CHANNEL_SPLITS,
     HEADS,
     LOG2_E,
     MAX_CTAS,
     MAX_SPLIT_TOKENS,
     MIN_CTAS_PER_TOKEN,
-    SHARES_OF,
+    ROW_STATS_BYTES,
     SLOT_BYTES,
     SLOTS_PER_CTA,
-    STATISTICS_BYTES,
     Arguments,
     Configuration,
     Entries,
@@ -45,12 +45,11 @@ ARCH = "sm_90a"
 def configurations() -> tuple[Configuration, ...]:
     """Everything that a model's layers may need."""
     return tuple(
-        Configuration(fp8_rows, entries, fp32_out, lse, split, shares)
+        Configuration(fp8_rows, entries, split, channel_splits)
         for fp8_rows in (True, False)
         for entries in Entries
-        for fp32_out, lse in ((False, False), (False, True), (True, True))
         for split in Split
-        for shares in SHARES_OF[split]
+        for channel_splits in CHANNEL_SPLITS[split]
     )
 
 
@@ -62,8 +61,8 @@ def compile(configuration: Configuration) -> Callable[..., None]:
 
     def from_compiler() -> Callable[..., None]:
         example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        kernel = StepAttention if configuration.split == Split.STEPS else SparseAttention
-        return cute.compile(kernel(configuration).launch, example, Int32(1), cuda.CUstream(0))
+        launch = cluster.launch if configuration.split == Split.STEPS else persistent.launch
+        return cute.compile(launch, configuration, example, Int32(1), cuda.CUstream(0))
 
     return load_or_compile("sparse_attention_sm90", configuration, ARCH, from_compiler)
 
@@ -85,17 +84,17 @@ def num_clusters(device: torch.device) -> tuple[int, ...]:
 
 
 def sparse_attention(problem: Problem) -> None:
-    """Writes `problem.out` and, if it is there, `problem.lse`.
+    """Writes `problem.out`.
 
     See `dsv4_kernels.sparse_attention.sparse_attention` for what is computed.
 
     Raises:
         RuntimeError: a CUDA graph is being captured with `split_keys`, and no such call that needs scratch memory has
             been made on the device.
-        ValueError: so small a `split_keys` that the parts of a token are more than the CTAs.
+        ValueError: so small a `split_keys` that the KV splits of a token are more than the CTAs.
     """
-    if shares := _shares_of_clusters(problem):
-        launcher = compile(_configuration(problem, Split.STEPS, shares))
+    if channel_splits := _channel_splits_of_clusters(problem):
+        launcher = compile(_configuration(problem, Split.STEPS, channel_splits))
         arguments = _arguments(problem, slice(0, problem.num_tokens))
         launcher(arguments, Int32(_cluster_size(problem)), _stream(problem))
         return
@@ -110,16 +109,16 @@ def _cluster_size(problem: Problem) -> int:
     return max(1, problem.max_steps)
 
 
-def _shares_of_clusters(problem: Problem) -> int:
-    """Into how many shares to divide the channels if every step of every token has a CTA; 0 if these had no room.
+def _channel_splits_of_clusters(problem: Problem) -> int:
+    """Among how many CTAs to divide the channels if every step of every token has one; 0 if these had no room.
 
-    It has to be two at least: to exchange all channels takes longer than the other kernel needs to merge.
+    It has to be two at least: to exchange all channels takes longer than the other kernel needs to combine.
     """
     size = _cluster_size(problem)
-    if size > MAX_CLUSTER or problem.max_parts > 1:
+    if size > MAX_CLUSTER or problem.max_kv_splits > 1:
         return 0
-    items = problem.num_tokens * -(-problem.num_heads // HEADS)
-    fitting = (n for n in SHARES_OF[Split.STEPS] if items * n <= num_clusters(problem.q.device)[size])
+    blocks = problem.num_tokens * -(-problem.num_heads // HEADS)
+    fitting = (n for n in CHANNEL_SPLITS[Split.STEPS] if blocks * n <= num_clusters(problem.q.device)[size])
     return max(fitting, default=0)
 
 
@@ -132,73 +131,71 @@ def _divides(problem: Problem) -> bool:
     if problem.split_keys is None:
         return False
     steps = problem.max_steps
-    if problem.max_parts * steps >= 1 << 20:
+    if problem.max_kv_splits * steps >= 1 << 20:
         raise ValueError(
-            f"sparse_attention: a token of this call may have {steps} steps of {STEP_KEYS} keys in {problem.max_parts} "
-            f"parts; expected less than {1 << 20} as their product. Pass a larger split_keys, or None"
+            f"sparse_attention: a token of this call may have {steps} steps of {STEP_KEYS} keys in "
+            f"{problem.max_kv_splits} KV splits; expected less than {1 << 20} as their product. Pass a larger "
+            "split_keys, or None"
         )
-    if problem.max_parts > 1:
+    if problem.max_kv_splits > 1:
         return True
-    # Measured on an H200: merging takes as long as one or two steps.
+    # Measured on an H200: combining takes as long as one or two steps.
     ctas = num_multiprocessors(problem.q.device) // (problem.num_tokens * -(-problem.num_heads // HEADS))
     return (ctas >= 8 and steps > 1) or (ctas >= 4 and steps > 2)
 
 
-def _shares(problem: Problem, items: int, split: bool) -> int:
-    """Into how many shares to divide the channels of so many tokens and blocks of heads.
+def _channel_splits(problem: Problem, blocks: int, split: bool) -> int:
+    """Among how many CTAs to divide the channels, of so many tokens and blocks of heads.
 
-    Every share computes the scores again, so dividing the keys comes first: there is room for shares if every step has
-    a CTA of its own, or if the steps are too few to divide them.
+    Every channel split computes the scores again, so dividing the keys comes first: there is room for channel splits if
+    every step has a CTA of its own, or if the steps are too few to divide them.
     """
     if problem.max_steps > 3 and not split:
         return 1
     ctas = num_multiprocessors(problem.q.device)
-    pieces = items * (problem.max_steps if split else 1)
-    return max(
-        shares for shares in SHARES_OF[Split.PIECES if split else Split.NONE] if shares == 1 or pieces * shares <= ctas
-    )
+    tiles = blocks * (problem.max_steps if split else 1)
+    possible = CHANNEL_SPLITS[Split.SUB_SPLITS if split else Split.NONE]
+    return max(n for n in possible if n == 1 or tiles * n <= ctas)
 
 
 def _launch(problem: Problem, tokens: slice, split: bool) -> None:
     device, num_tokens = problem.q.device, tokens.stop - tokens.start
     head_blocks = -(-problem.num_heads // HEADS)
     num_sms = num_multiprocessors(device)
-    if split and problem.max_parts * head_blocks > num_sms:
+    if split and problem.max_kv_splits * head_blocks > num_sms:
         raise ValueError(
             f"sparse_attention: split_keys {problem.split_keys} may divide a token of this call into "
-            f"{problem.max_parts} parts, times {head_blocks} blocks of heads; expected at most {num_sms} CTAs a token. "
-            "Pass a larger split_keys"
+            f"{problem.max_kv_splits} KV splits, times {head_blocks} blocks of heads; expected at most {num_sms} CTAs "
+            "a token. Pass a larger split_keys"
         )
-    shares = _shares(problem, num_tokens * head_blocks, split)
-    num_ctas = num_sms // shares * shares  # a CTA keeps its share
-    items_of_a_piece = num_tokens * head_blocks * shares
-    ctas_per_token = num_ctas // items_of_a_piece
+    channel_splits = _channel_splits(problem, num_tokens * head_blocks, split)
+    num_ctas = num_sms // channel_splits * channel_splits  # a CTA keeps its channel split
+    whole_tokens = num_tokens * head_blocks * channel_splits  # work tiles if keys are not divided
+    ctas_per_token = num_ctas // whole_tokens
     few = ctas_per_token >= MIN_CTAS_PER_TOKEN
-    kind = Split.NONE if not split else Split.PIECES if few else Split.PARTS
+    kind = Split.NONE if not split else Split.SUB_SPLITS if few else Split.KV_SPLITS
     scratch = None
     if split:
-        num_bytes = num_sms * SLOTS_PER_CTA * (SLOT_BYTES + STATISTICS_BYTES)
-        # Two of each token, block of heads and share (there are shares for few tokens only), one of all.
+        num_bytes = num_sms * SLOTS_PER_CTA * (SLOT_BYTES + ROW_STATS_BYTES)
+        # Two of each token, block of heads and channel split (which few tokens have only), one of all.
         assert 2 * 2 * MAX_SPLIT_TOKENS + 1 <= NUM_COUNTERS
         scratch = Scratch.on(device, num_bytes)
     if not split:
-        num_ctas = min(items_of_a_piece, num_ctas)
+        num_ctas = min(whole_tokens, num_ctas)
     arguments = _arguments(problem, tokens, scratch, ctas_per_token if few else 0)
-    compile(_configuration(problem, kind, shares))(arguments, Int32(num_ctas), _stream(problem))
+    compile(_configuration(problem, kind, channel_splits))(arguments, Int32(num_ctas), _stream(problem))
 
 
-def _configuration(problem: Problem, split: Split, shares: int) -> Configuration:
+def _configuration(problem: Problem, split: Split, channel_splits: int) -> Configuration:
     return Configuration(
         fp8_rows=problem.row_format is RowFormat.FP8,
-        lse=problem.lse is not None,
         entries=Entries.LIST
-        if problem.entry_rows is not None
+        if problem.entry_indices is not None
         else Entries.NONE
         if problem.page_table is None
         else Entries.PAGES,
-        fp32_out=not problem.normalised,
         split=split,
-        shares=shares,
+        channel_splits=channel_splits,
     )
 
 
@@ -208,7 +205,7 @@ def _stream(problem: Problem) -> cuda.CUstream:
 
 
 def _arguments(problem: Problem, tokens: slice, scratch: Scratch | None = None, ctas_per_token: int = 0) -> Arguments:
-    entry_list = problem.entry_rows[tokens] if problem.entry_rows is not None else problem.page_table
+    entry_list = problem.entry_indices[tokens] if problem.entry_indices is not None else problem.page_table
     q, out, window_rows = problem.q[tokens], problem.out[tokens], problem.window_rows[tokens]
     return Arguments(
         q=Int64(address(q)),
@@ -233,9 +230,8 @@ def _arguments(problem: Problem, tokens: slice, scratch: Scratch | None = None, 
         out=Int64(address(out)),
         out_token_stride=Int32(out.stride(0)),
         out_head_stride=Int32(out.stride(1)),
-        lse=Int64(address(problem.lse, tokens)),
         scale_log2=Float32(problem.scale * LOG2_E),
-        steps_per_part=Int32(problem.split_keys // STEP_KEYS if scratch else 0),
+        steps_per_kv_split=Int32(problem.split_keys // STEP_KEYS if scratch else 0),
         ctas_per_token=Int32(ctas_per_token),
         scratch=Int64(address(scratch and scratch.slots)),
         counters=Int64(address(scratch and scratch.counters)),

@@ -1,4 +1,4 @@
-"""What all parts of the Hopper kernel share: static plan, shared memory, arguments, copies (see persistent.py)."""
+"""The static plan of the Hopper kernels: sizes, configurations, barriers, shared memory, arguments (persistent.py)."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -6,41 +6,40 @@ from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8
-from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsv4_kernels.kv_layout import ROW_DIM as DIM
 from dsv4_kernels.sparse_attention.split import STEP_KEYS as STEP
 
 HEADS = 64
-"""Heads of a work item: M of every wgmma."""
+"""Heads of a work tile: M of every wgmma."""
 WARP_HEADS = 16
 """Rows of an accumulator in a warp."""
-TILE = 64
-"""Keys of a tile."""
+KEY_TILE = 64
+"""Keys of a key tile; a step has two, one for each consumer."""
 GROUP = 64
 """Channels of a block of shared memory; those with one scale in FP8 rows."""
 GROUPS = DIM // GROUP
-HALF = DIM // 2
+HALF_DIM = DIM // 2
 """Channels of O in one consumer."""
 HALF_GROUPS = GROUPS // 2
-"""Groups of the channels of O in one consumer."""
+"""Channel groups of O in one consumer."""
 ROW_STRIDE = GROUP * 2
 """Bytes of a row of a swizzled [64 x 64] bf16 block."""
-BLOCK_BYTES = TILE * ROW_STRIDE
-TILE_BYTES = GROUPS * BLOCK_BYTES
+BLOCK_BYTES = KEY_TILE * ROW_STRIDE
+KEY_TILE_BYTES = GROUPS * BLOCK_BYTES
 
 CONSUMER_THREADS = 256
 PRODUCER_THREADS = 128
 
 LOG2_E = 1.4426950408889634
-RESCALE_ABOVE = 8.0
-"""O follows a new maximum only if it exceeds the old one by this many powers of two, which weights may then be. (They
-do not begin below one instead, as on Blackwell: what is folded into nothing must stay as it is.)"""
-NO_MAXIMUM = -1.0e30
-"""Maximum of no scores: finite, so that differences of maxima are never NaN."""
+RESCALE_LOG2 = 8.0
+"""Lazy rescaling: O follows a new row max only if it exceeds the old one by this many powers of two, which weights may
+then be. (They do not begin below one instead, as on Blackwell: what is merged into nothing must stay as it is.)"""
+NO_ROW_MAX = -1.0e30
+"""Row max of no scores: finite, so that differences of row maxima are never NaN."""
 
 
-class Named(IntEnum):
+class NamedBarrier(IntEnum):
     """Named barriers of the CTA."""
 
     CONSUMERS = 1
@@ -48,9 +47,9 @@ class Named(IntEnum):
     P = 2
     """And 3: P of this consumer is in shared memory, it has read its keys and may go first; the other one waits."""
     PRODUCER = 4
-    """And 5 to 7: the numbers of a step's rows are in this producer's shared memory."""
-    MERGE = 8
-    """And 9 to 11: sums of this warp's rows, of both consumers."""
+    """And 5 to 7: the row indices of a step are in this producer's shared memory."""
+    COMBINE = 8
+    """And 9 to 11: row sums of this warp's rows, of both consumers."""
 
 
 class Entries(IntEnum):
@@ -58,7 +57,7 @@ class Entries(IntEnum):
 
     NONE = 0
     LIST = 1
-    """Rows in a list of the token (CSA)."""
+    """By a list of the token (CSA)."""
     PAGES = 2
     """The first ones of the token's request, through a page table (HCA)."""
 
@@ -67,16 +66,16 @@ class Split(IntEnum):
     """How a token's keys are divided among CTAs."""
 
     NONE = 0
-    PARTS = 1
-    """By its parts, where tokens are many; not at all if that takes no longer."""
-    PIECES = 2
-    """By pieces of its parts, where tokens are few."""
+    KV_SPLITS = 1
+    """By its KV splits, where tokens are many; not at all if that takes no longer."""
+    SUB_SPLITS = 2
+    """By sub-splits of its KV splits, where tokens are few."""
     STEPS = 3
     """By steps, a CTA each, where tokens and steps are so few that all of them are resident at once (cluster.py)."""
 
 
-SHARES_OF = {Split.NONE: (1, 2), Split.PARTS: (1,), Split.PIECES: (1, 2, 4), Split.STEPS: (2, 4)}
-"""Into how many shares the channels of O may be divided."""
+CHANNEL_SPLITS = {Split.NONE: (1, 2), Split.KV_SPLITS: (1,), Split.SUB_SPLITS: (1, 2, 4), Split.STEPS: (2, 4)}
+"""Among how many CTAs the channels of O may be divided."""
 
 
 @dataclass(frozen=True)
@@ -85,34 +84,27 @@ class Configuration:
 
     fp8_rows: bool
     entries: Entries
-    fp32_out: bool
-    lse: bool
     split: Split
-    """If several CTAs may work on a token's keys, partial results go through global memory and are merged."""
-    shares: int
+    """If several CTAs may work on a token's keys, partial results go through global memory and are combined."""
+    channel_splits: int
     """CTAs that divide the channels of O among them, after each has computed all scores: 1, 2 or 4."""
 
     @property
-    def overlaps(self) -> bool:
-        """Whether O of an item is written while the scores of the next one are computed."""
-        return not self.split and not self.fp32_out
-
-    @property
-    def share_groups(self) -> int:
-        """Groups of O in a consumer."""
-        return HALF_GROUPS // self.shares
+    def groups_per_split(self) -> int:
+        """Channel groups of O in a consumer."""
+        return HALF_GROUPS // self.channel_splits
 
     @property
     def producers(self) -> int:
-        """Warpgroups that fill groups: one of each half of the channels, or two that take turns, where O leaves room
-        for their registers. To copy bf16 rows one of both halves is enough, unless items are single steps."""
-        if self.shares > 1:
+        """Producer warpgroups: one for each half of the channels, or two that take turns, where O leaves room for their
+        registers. To copy bf16 rows one for both halves is enough, unless work tiles are single steps."""
+        if self.channel_splits > 1:
             return 4
         return 2 if self.fp8_rows or self.entries == Entries.NONE else 1
 
     @property
-    def takers(self) -> int:
-        """Producers that take turns at the groups of a half."""
+    def producers_per_half(self) -> int:
+        """Producers that take turns at the channel groups of a half."""
         return max(self.producers // 2, 1)
 
     @property
@@ -121,13 +113,13 @@ class Configuration:
         return self.producers == 1
 
     @property
-    def ahead(self) -> int:
-        """Groups whose FP8 rows a producer holds in registers."""
-        return 2 // self.takers
+    def prefetch_depth(self) -> int:
+        """Channel groups whose FP8 rows a producer holds in registers."""
+        return 2 // self.producers_per_half
 
     @property
     def rows(self) -> int:
-        """Rows of a step that a producer's thread has 16 bytes of, in every group."""
+        """Rows of a step that a producer's thread has 16 bytes of, in every channel group."""
         return 4 if self.fp8_rows else 8
 
     @property
@@ -140,45 +132,44 @@ class Configuration:
         """Of a CTA."""
         return CONSUMER_THREADS + self.producers * PRODUCER_THREADS
 
-    def merge_loads(self, single: bool) -> tuple[int, int]:
-        """Partial results, and columns of each, that a thread loads at a time when it merges one column or several."""
-        fewer = int(self.lse)
+    def combine_loads(self, single: bool) -> tuple[int, int]:
+        """Partial results, and columns of each, that a thread loads at a time to combine one column or several."""
         if single:
-            return {1: 12, 2: 10 - 2 * fewer, 4: 8 - 2 * fewer}[self.shares], 1
-        return {1: (5, 4), 2: (5 - fewer, 3), 4: (5 - fewer, 2)}[self.shares]
+            return {1: 12, 2: 10, 4: 8}[self.channel_splits], 1
+        return {1: (5, 4), 2: (5, 3), 4: (5, 2)}[self.channel_splits]
 
     @property
     def registers(self) -> tuple[int, int]:
         """Of a consumer's thread and of a producer's; all together no more than a CTA is launched with."""
         of = {(1, 1): (224, 56), (2, 1): (192, 64), (4, 2): (128, 56), (4, 4): (112, 64)}
-        return of[self.producers, self.shares]
+        return of[self.producers, self.channel_splits]
 
 
 WHOLE_TOKENS = 1 << 20
-"""Instead of the steps of a piece: all parts of a token are one."""
-MAX_PIECE_STEPS = 3
-"""Where tokens differ in length, parts are divided into pieces of up to so many steps (or one more), if all of a launch
-fit on the GPU at once."""
+"""Instead of the steps of a sub-split: all KV splits of a token are one work tile."""
+MAX_SUB_SPLIT_STEPS = 3
+"""Where tokens differ in length, KV splits are divided into sub-splits of up to so many steps (or one more), if all of
+a launch fit on the GPU at once."""
 MIN_CTAS_PER_TOKEN = 2
-"""And if there are so many CTAs for every token, block of heads and share of the channels."""
+"""And if there are so many CTAs for every token, block of heads and channel split."""
 SCRATCH_SLOTS = 3
-"""Partial results that a CTA keeps if it has several items: one being written, one whose merge is pending, one that
+"""Partial results that a CTA keeps if it has several work tiles: one being written, one still to be combined, one that
 others may still read."""
-SLOTS_PER_CTA = max(SCRATCH_SLOTS, MAX_PIECE_STEPS + 1)
-"""A CTA with a single piece may leave one for every step, of which there may be one more than MAX_PIECE_STEPS."""
-FIRST_PIECE = 1 << 16
-"""What a written first piece of a token counts for, if the others get results before it (`merge_behind_first`)."""
-EARLY_COLUMNS = 6
-"""Columns that they fold at a time."""
-EARLY_CELLS = (HEADS * DIM * 2 + 2 * TILE_BYTES + 2 * BLOCK_BYTES) // (CONSUMER_THREADS * 16)
-"""16 bytes of every thread, of a column or of statistics, for which there is room where Q, keys and P were."""
+SLOTS_PER_CTA = max(SCRATCH_SLOTS, MAX_SUB_SPLIT_STEPS + 1)
+"""A CTA with a single sub-split may leave one for every step, of which there may be MAX_SUB_SPLIT_STEPS + 1."""
+FIRST_SUB_SPLIT = 1 << 16
+"""What a written first sub-split counts for, if the others' partial results are prefetched (combine_prefetched)."""
+PREFETCH_COLUMNS = 6
+"""Columns that are merged at a time there."""
+PREFETCH_CELLS = (HEADS * DIM * 2 + 2 * KEY_TILE_BYTES + 2 * BLOCK_BYTES) // (CONSUMER_THREADS * 16)
+"""16 bytes of every thread, of a column or of row statistics, for which there is room where Q, keys and P were."""
 SLOT_BYTES = HEADS * DIM * 4
-STATISTICS_BYTES = CONSUMER_THREADS * 32
-"""Maxima and sums of a slot, as every thread has them."""
-KNOWN_ITEMS = 8
-"""Of a CTA: the next one, the present one, and those whose slots are still needed."""
-ITEM_NUMBERS = 8
-"""Int32 of a known item: an `Item` but for what is the same for all items of a CTA."""
+ROW_STATS_BYTES = CONSUMER_THREADS * 16
+"""Row maxima and row sums of a slot, as every thread has them."""
+PUBLISHED_TILES = 8
+"""Work tiles of a CTA in shared memory: the next one, the present one, and those whose slots are still needed."""
+TILE_WORDS = 8
+"""Int32 of one: a `WorkTile` but for what is the same for all work tiles of a CTA."""
 MAX_SPLIT_TOKENS = 2048
 """Tokens of a launch that may divide their keys: `Shared.starts` holds a number for each."""
 MAX_CTAS = 144
@@ -190,40 +181,40 @@ class Shared:
     """Shared memory of a CTA: 225 KiB of 227."""
 
     q: cute.struct.Align[cute.struct.MemRange[BFloat16, HEADS * DIM], 1024]
-    keys: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * TILE * DIM], 1024]
-    # keys: [tile][group][64 keys x 64 channels], swizzled
-    p: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * HEADS * TILE], 1024]
+    keys: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * KEY_TILE * DIM], 1024]
+    # keys: [key tile][channel group][64 keys x 64 channels], swizzled
+    p: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * HEADS * KEY_TILE], 1024]
     # p: [consumer][64 heads x 64 keys], swizzled; or 64 channels of O on their way out
-    rows: cute.struct.MemRange[Uint8, 2 * TILE // 8]
-    # rows: [tile], a bit for every key that is no hole
-    numbers: cute.struct.MemRange[Int32, 4 * 2 * STEP]
-    # numbers: [producer][step % 2], of the rows, -1 for holes
-    maxima: cute.struct.MemRange[Float32, 2 * HEADS]
-    # maxima: [consumer], of its tile
-    sums: cute.struct.MemRange[Float32, 4 * HEADS]
+    rows: cute.struct.MemRange[Uint8, 2 * KEY_TILE // 8]
+    # rows: [key tile], a bit for every key that is no hole
+    row_indices: cute.struct.MemRange[Int32, 4 * 2 * STEP]
+    # row_indices: [producer][step % 2], -1 for holes
+    row_max: cute.struct.MemRange[Float32, 2 * HEADS]
+    # row_max: [consumer], of its key tile
+    row_sums: cute.struct.MemRange[Float32, 2 * HEADS]
     sinks: cute.struct.MemRange[Float32, 2 * HEADS]
     # sinks: of all heads
     partials: cute.struct.MemRange[Int32, MAX_CTAS * SLOTS_PER_CTA + 2]
-    # partials: what is to be merged (`Merging.list_partials`)
+    # partials: what is to be combined (`combine.list_partials`)
     starts: cute.struct.MemRange[Int32, MAX_SPLIT_TOKENS + 1]
-    # starts: [token], pieces of all tokens before it; unless all tokens have the same number
-    piece_steps: cute.struct.MemRange[Int32, 1]
-    # piece_steps: of `WorkItems.division`
-    pieces_of_all: cute.struct.MemRange[Int32, 1]
-    # pieces_of_all: pieces of every token, 0 if they differ
-    num_items: cute.struct.MemRange[Int32, 1]
-    # num_items: work items of the launch
-    items: cute.struct.MemRange[Int32, KNOWN_ITEMS * ITEM_NUMBERS]
-    # items: [turn % KNOWN_ITEMS], of this CTA, where keys are divided
-    gets_early: cute.struct.MemRange[Int32, 1]
-    # gets_early: whether a token's pieces get their results before the first one is written
-    is_last: cute.struct.MemRange[Int32, 1]
-    # is_last: what `leave` counted
+    # starts: [token], sub-splits of all tokens before it; unless all tokens have the same number
+    sub_split_steps: cute.struct.MemRange[Int32, 1]
+    # sub_split_steps: of `tile_scheduler.divide_token`
+    sub_splits_of_all: cute.struct.MemRange[Int32, 1]
+    # sub_splits_of_all: sub-splits of every token, 0 if they differ
+    num_tiles: cute.struct.MemRange[Int32, 1]
+    # num_tiles: work tiles of the launch
+    tiles: cute.struct.MemRange[Int32, PUBLISHED_TILES * TILE_WORDS]
+    # tiles: [iteration % PUBLISHED_TILES], work tiles of this CTA, where keys are divided
+    prefetches: cute.struct.MemRange[Int32, 1]
+    # prefetches: whether partial results are loaded before the token's first one is written
+    exit_order: cute.struct.MemRange[Int32, 1]
+    # exit_order: CTAs that were done before this one
     full: cute.struct.MemRange[Int64, GROUPS]
-    # full, free: [group], of both tiles
+    # full, free: [channel group], of both key tiles
     free: cute.struct.MemRange[Int64, GROUPS]
     q_full: cute.struct.MemRange[Int64, 1]
-    # q_full: Q of an item is there
+    # q_full: Q of a work tile is there
 
 
 class Arguments(NamedTuple):
@@ -242,6 +233,7 @@ class Arguments(NamedTuple):
     entries: Int64
     entries_page_bytes: Int32
     entry_list: Int64
+    """Entry indices [T, K], or the page table [B, P]."""
     entry_list_stride: Int32
     num_entries: Int32
     entries_per_page: Int32
@@ -251,62 +243,9 @@ class Arguments(NamedTuple):
     out: Int64
     out_token_stride: Int32
     out_head_stride: Int32
-    lse: Int64
     scale_log2: Float32
-    steps_per_part: Int32
+    steps_per_kv_split: Int32
     ctas_per_token: Int32
-    """For every block of heads and share of the channels, too; 0 if they are too few to divide parts into pieces."""
+    """For every block of heads and channel split, too; 0 if they are too few to divide KV splits into sub-splits."""
     scratch: Int64
     counters: Int64
-
-
-class Copy(NamedTuple):
-    """What the copy engine moves tiles of."""
-
-    atom: cute.CopyAtom
-    tensor: cute.Tensor
-
-
-def swizzled_atom() -> cute.ComposedLayout:
-    """Rows of 128 bytes, swizzled."""
-    return warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-
-
-def layout(atom: cute.ComposedLayout, shape: tuple) -> tuple:
-    """(outer layout, swizzle) of `shape` tiled with a swizzled atom, first modes first."""
-    layout = cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
-    return layout.outer, layout.inner
-
-
-def partition(copy: Copy, places: cute.Tensor) -> tuple:
-    """(shared memory, global memory) of a copy by the engine, a tile first: places, and coordinates of tiles."""
-    tile = tuple(cute.size(places, mode=[mode]) for mode in (0, 1))
-    tiles = cute.local_tile(copy.tensor, tile, (None, None, None))
-    blocks = cute.group_modes(places, 0, 2), cute.group_modes(tiles, 0, 2)
-    return cpasync.tma_partition(copy.atom, 0, cute.make_layout(1), *blocks)
-
-
-def rows_of_heads(start: Int64, heads: Int32, tokens: Int32, head_stride: Int32, token_stride: Int32) -> cute.Tensor:
-    """[heads, 512, tokens] bf16 in global memory, for the copy engine."""
-    strides = (cute.assume(head_stride, 8), 1, cute.assume(token_stride, 8))
-    pointer = cute.make_ptr(BFloat16, start, cute.AddressSpace.gmem, assumed_align=16)
-    return cute.make_tensor(pointer, cute.make_layout((heads, DIM, tokens), stride=strides))
-
-
-def copy_of_q(arguments: Arguments) -> Copy:
-    """64 heads, 64 channels at a time."""
-    rows = (arguments.num_heads, arguments.num_tokens, arguments.q_head_stride, arguments.q_token_stride)
-    q = rows_of_heads(arguments.q, *rows)
-    return Copy(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), q, *tile_of_heads(HEADS)))
-
-
-def copy_of_out(arguments: Arguments) -> Copy:
-    """A warp's rows, 64 channels at a time."""
-    rows = (arguments.num_heads, arguments.num_tokens, arguments.out_head_stride, arguments.out_token_stride)
-    out = rows_of_heads(arguments.out, *rows)
-    return Copy(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), out, *tile_of_heads(WARP_HEADS)))
-
-
-def tile_of_heads(heads: int) -> tuple:
-    """(layout in shared memory, shape) of what is copied at a time: 64 channels of some heads, swizzled."""
-    return cute.tile_to_shape(swizzled_atom(), (heads, GROUP), order=(0, 1)), (heads, GROUP)

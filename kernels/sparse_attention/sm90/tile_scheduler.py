@@ -1,4 +1,9 @@
-"""Work items of the Hopper kernel: which keys, heads and channels are whose (see persistent.py)."""
+"""The tile scheduler of the Hopper kernels: which keys, heads and channels are whose (see persistent.py).
+
+A token's steps are divided into KV splits (split.py), each of which may be divided into sub-splits: a work tile is a
+sub-split, or a whole token, for a block of heads and a channel split. A CTA takes the work tiles whose number, modulo
+the number of CTAs, is its own.
+"""
 
 from typing import NamedTuple
 
@@ -10,11 +15,11 @@ from dsv4_kernels import ptx
 from dsv4_kernels.sparse_attention.sm90.plan import (
     HALF_GROUPS,
     HEADS,
-    ITEM_NUMBERS,
-    KNOWN_ITEMS,
-    MAX_PIECE_STEPS,
+    MAX_SUB_SPLIT_STEPS,
+    PUBLISHED_TILES,
     SLOTS_PER_CTA,
     STEP,
+    TILE_WORDS,
     WHOLE_TOKENS,
     Arguments,
     Configuration,
@@ -23,355 +28,393 @@ from dsv4_kernels.sparse_attention.sm90.plan import (
 )
 
 
-class Division(NamedTuple):
-    """How a token's steps are divided: into `parts` (see split.py) of `pieces` each."""
-
-    steps: Int32
-    parts: Int32
-    pieces: Int32
-    """0 if every step of several parts is a piece."""
-    all_pieces: Int32
-
-
-class Item(NamedTuple):
-    """A work item: a piece of a token's keys, steps [first, last), for a block of heads and a share of the channels."""
+class WorkTile(NamedTuple):
+    """Steps [first_step, end_step) of a token, for a block of heads and a channel split."""
 
     token: Int32
     head_block: Int32
-    first: Int32
-    last: Int32
-    share: Int32
-    """Of the channels."""
-    piece: Int32
-    """Of all pieces of the token."""
-    pieces: Int32
-    begins: Boolean
-    """Whether a part begins with this piece."""
+    first_step: Int32
+    end_step: Int32
+    channel_split: Int32
+    sub_split: Int32
+    """Among all sub-splits of the token."""
+    sub_splits: Int32
+    begins_kv_split: Boolean
+    """Whether a KV split begins with this sub-split."""
     visible: Int32
 
 
-class WorkItems:
-    """Work items by number."""
+class TokenSplits(NamedTuple):
+    """How a token's steps are divided: into `kv_splits` of `sub_splits` each."""
 
-    def __init__(self, configuration: Configuration) -> None:
-        self.configuration = configuration
+    steps: Int32
+    kv_splits: Int32
+    sub_splits: Int32
+    """0 if every step of several KV splits is a sub-split."""
+    all_sub_splits: Int32
 
-    @cute.jit
-    def arrive_for_warp(self, barrier: cute.Pointer, lane: Int32) -> None:
-        """One arrival for the warp."""
-        if lane == 0:
-            cute.arch.mbarrier_arrive(barrier)
 
-    @cute.jit
-    def visible_entries(self, args: Arguments, token: Int32) -> Int32:
-        """Entries that a token may read: of a list, its first slots."""
-        visible = Int32(0)
-        if const_expr(self.configuration.entries != Entries.NONE):
-            visible = args.num_entries
-            if args.visible != 0:
-                visible = ptx.imin(ptx.load_i32(args.visible + Int64(token) * 4), visible)
-        return visible
+# Work tiles by number
 
-    def item(self, args: Arguments, shared: cutlass.Constexpr, index: Int32, turn: Int32) -> Item:
-        """An item by its number and its turn in this CTA; of several turns only where keys are divided.
 
-        There it was computed once for all: finding out which keys it has takes a warp several hundred cycles.
-        """
-        return self.known_item(shared, turn) if self.configuration.split else self.computed_item(args, shared, index)
+def work_tile_at(
+    config: Configuration, args: Arguments, shared: cutlass.Constexpr, index: Int32, iteration: Int32
+) -> WorkTile:
+    """A work tile by its number and by this CTA's iteration; of several iterations only where keys are divided.
 
-    @cute.jit
-    def known_item(self, shared: cutlass.Constexpr, turn: Int32) -> Item:
-        """What `know_item` wrote."""
-        place = shared.items.data_ptr() + turn % KNOWN_ITEMS * ITEM_NUMBERS
-        numbers = [(place + i).load() for i in range(ITEM_NUMBERS)]
-        block, _, _ = cute.arch.block_idx()
-        token, head_block, first, last, piece, pieces, begins, visible = numbers
-        return Item(token, head_block, first, last, self.share(block), piece, pieces, begins != 0, visible)
+    There it was computed once for all: finding out which keys it has takes a warp several hundred cycles.
+    """
+    return published_tile(config, shared, iteration) if config.split else compute_tile(config, args, shared, index)
 
-    @cute.jit
-    def know_item(self, args: Arguments, shared: cutlass.Constexpr, index: Int32, turn: Int32, lane: Int32) -> None:
-        """Computes an item for all, by one warp; a barrier must follow."""
-        item = self.computed_item(args, shared, index)
-        place = shared.items.data_ptr() + turn % KNOWN_ITEMS * ITEM_NUMBERS
-        span = (item.first, item.last, item.piece, item.pieces, item.begins)
-        numbers = (item.token, item.head_block, *span, item.visible)
-        if lane == 0:
-            for i in cutlass.range_constexpr(ITEM_NUMBERS):
-                (place + i).store(Int32(numbers[i]))
 
-    def whole_token(self, args: Arguments, index: Int32, steps: Int32) -> Item:
-        """An item by its number, as if keys were not divided."""
-        token = index // self.configuration.shares >> (self.head_blocks(args) - 1)
-        # With a 0 that the compiler knows, it adds up addresses step by step, in registers that there are not.
-        first = ptx.opaque(Int32(0))
-        head_block = self.head_block(args, index)
-        return Item(token, head_block, first, steps, self.share(index), Int32(0), Int32(1), Boolean(True), Int32(0))
+@cute.jit
+def published_tile(config: cutlass.Constexpr, shared: cutlass.Constexpr, iteration: Int32) -> WorkTile:
+    """What `publish_tile` wrote."""
+    place = shared.tiles.data_ptr() + iteration % PUBLISHED_TILES * TILE_WORDS
+    words = [(place + i).load() for i in range(TILE_WORDS)]
+    block, _, _ = cute.arch.block_idx()
+    token, head_block, first, end, sub_split, sub_splits, begins, visible = words
+    channel_split = channel_split_of(config, block)
+    return WorkTile(token, head_block, first, end, channel_split, sub_split, sub_splits, begins != 0, visible)
 
-    @cute.jit
-    def steps_of_item(self, args: Arguments, index: Int32) -> Int32:
-        """Of an item, if keys are not divided."""
-        return self.steps_of_token(args, self.whole_token(args, index, Int32(0)).token)
 
-    @cute.jit
-    def computed_item(self, args: Arguments, shared: cutlass.Constexpr, index: Int32) -> Item:
-        """An item from its number and the plan."""
-        token, head_block, first, _, share, *_ = self.whole_token(args, index, Int32(0))
-        piece = Int32(0)
-        if const_expr(self.configuration.split):
-            wanted, pieces_of_all = token, shared.pieces_of_all.data_ptr().load()
-            if pieces_of_all > 0:
-                token = ptx.divide(wanted, pieces_of_all)
-                piece = wanted - token * pieces_of_all
-            else:
-                token = self.token_of_piece(args, shared, wanted)
-                piece = wanted - (shared.starts.data_ptr() + token).load()
-        token = ptx.imin(token, args.num_tokens - 1)
-        visible = self.visible_entries(args, token)
-        last = self.steps(args, visible)
-        pieces, begins = Int32(1), Boolean(True)
-        if const_expr(self.configuration.split):
-            division = self.division(args, last, shared.piece_steps.data_ptr().load())
-            first, last, begins = self.steps_of_piece(division, piece)
-            pieces = division.all_pieces
-        return Item(token, head_block, first, last, share, piece, pieces, begins, visible)
+@cute.jit
+def publish_tile(
+    config: cutlass.Constexpr, args: Arguments, shared: cutlass.Constexpr, index: Int32, iteration: Int32, lane: Int32
+) -> None:
+    """Computes a work tile for all, by one warp; a barrier must follow."""
+    tile = compute_tile(config, args, shared, index)
+    place = shared.tiles.data_ptr() + iteration % PUBLISHED_TILES * TILE_WORDS
+    span = (tile.first_step, tile.end_step, tile.sub_split, tile.sub_splits, tile.begins_kv_split)
+    words = (tile.token, tile.head_block, *span, tile.visible)
+    if lane == 0:
+        for i in cutlass.range_constexpr(TILE_WORDS):
+            (place + i).store(Int32(words[i]))
 
-    @cute.jit
-    def token_of_piece(self, args: Arguments, shared: cutlass.Constexpr, piece: Int32) -> Int32:
-        """The token of a piece by its number in the launch. All lanes of a warp look for the same one."""
-        starts, lane = shared.starts.data_ptr(), cute.arch.lane_idx()
-        token, last, stride = Int32(0), args.num_tokens - 1, (args.num_tokens + 31) // 32
-        while stride > 0:
-            candidate = token + lane * stride
-            is_before = Boolean(False)
-            if candidate <= last:
-                is_before = (starts + candidate).load() <= piece
-            found = token + (cute.arch.popc(cute.arch.vote_ballot_sync(is_before)) - 1) * stride
-            last = ptx.imin(last, found + stride - 1)
-            token = found
-            stride = (stride + 31) // 32 - Int32(stride == 1)
-        return token
 
-    @cute.jit
-    def steps(self, args: Arguments, visible: Int32) -> Int32:
-        """Steps of a token, at least one: those of its window, then those of its entries."""
-        steps = (args.window_width + STEP - 1) // STEP + (visible + STEP - 1) // STEP
-        if steps < 1:
-            steps = Int32(1)
-        return steps
+def whole_token_tile(config: Configuration, args: Arguments, index: Int32, steps: Int32) -> WorkTile:
+    """A work tile by its number, as if keys were not divided."""
+    token = index // config.channel_splits >> (count_head_blocks(args) - 1)
+    # With a 0 that the compiler knows, it adds up addresses step by step, in registers that there are not.
+    first = ptx.opaque(Int32(0))
+    head_block = head_block_of(config, args, index)
+    channel_split = channel_split_of(config, index)
+    return WorkTile(token, head_block, first, steps, channel_split, Int32(0), Int32(1), Boolean(True), Int32(0))
 
-    @cute.jit
-    def division(self, args: Arguments, steps: Int32, piece_steps: Int32) -> Division:
-        """Of a token with so many steps.
 
-        Parts are divided into pieces of `piece_steps`, unless they are little longer; or, if it is negative, into as
-        many as a token with -piece_steps CTAs can have. They are left whole if it is 0; and so are tokens, whose CTA
-        then folds their parts, if it is WHOLE_TOKENS.
-        """
-        parts, shortest, most = Int32(1), steps, -piece_steps
-        if (steps > args.steps_per_part) & (piece_steps != WHOLE_TOKENS):
-            parts = self.num_parts(args, steps)
-            shortest = ptx.divide(steps, parts)
-            most = ptx.divide(ptx.imax(most, Int32(0)), parts)
-        pieces = Int32(1)
-        if piece_steps > 0:
-            if shortest > piece_steps + 1:
-                pieces = ptx.divide(shortest + piece_steps - 1, piece_steps)
-        elif most > 1:
-            most = ptx.imin(most, shortest)
-            if shortest <= most * SLOTS_PER_CTA + 1:  # every piece but a part's first leaves all of its steps
-                pieces = most
-        all_pieces = parts * pieces
-        if (parts > 1) & (parts < steps) & (steps <= -piece_steps):
-            pieces, all_pieces = Int32(0), steps  # no part of one more step than another holds up all
-        return Division(steps, parts, pieces, all_pieces)
-
-    @cute.jit
-    def ends_part(self, args: Arguments, item: Item, step: Int32) -> Boolean:
-        """Whether a part ends in front of a step, of an item that is a whole token of several parts."""
-        ends = Boolean(False)
-        if item.last - item.first > args.steps_per_part:
-            ends = self.begins_part(item.last, self.num_parts(args, item.last), step)
-        return ends
-
-    def num_parts(self, args: Arguments, steps: Int32) -> Int32:
-        """Of a token with more steps than a part may have."""
-        return ptx.divide(steps + args.steps_per_part - 1, args.steps_per_part)
-
-    def begins_part(self, steps: Int32, parts: Int32, step: Int32) -> Boolean:
-        """Whether a part begins, or the last one ends, with a step of a token that is not its first."""
-        part = ptx.divide(step * parts + steps - 1, steps)
-        return ptx.divide(part * steps, parts) == step
-
-    @cute.jit
-    def steps_of_piece(self, division: Division, piece: Int32) -> tuple:
-        """[first, last) of a token's piece, and whether a part begins with it.
-
-        A part's first pieces are the longer. If they are long, the first one has one more: it leaves a single partial
-        result, the others one of every step.
-        """
-        place, pieces, begin, end = piece, division.pieces, Int32(0), division.steps
-        begins = place == 0
-        if pieces == 0:
-            begins = self.begins_part(division.steps, division.parts, piece)
-            place, pieces, begin, end = Int32(0), Int32(1), piece, piece + 1
-        elif division.parts > 1:
-            part = ptx.divide(piece, pieces)
-            place = piece - part * pieces
-            begins = place == 0
-            begin = ptx.divide(part * division.steps, division.parts)
-            if part + 1 < division.parts:
-                end = ptx.divide((part + 1) * division.steps, division.parts)
-        more = Int32(end - begin > (SLOTS_PER_CTA - 1) * pieces + 1)
-        evenly, up = end - begin - more, pieces - 1
-        first = begin
-        if place > 0:
-            first = begin + more + ptx.divide(place * evenly + up, pieces)
-        last = begin + more + ptx.divide((place + 1) * evenly + up, pieces)
-        return first, last, begins
-
-    @cute.jit
-    def steps_of_token(self, args: Arguments, token: Int32) -> Int32:
-        """By its number."""
-        return self.steps(args, self.visible_entries(args, token))
-
-    @cute.jit
-    def pieces(self, args: Arguments, steps: Int32, piece_steps: Int32) -> Int32:
-        """Of a token with so many steps."""
-        return self.division(args, steps, piece_steps).all_pieces
-
-    @cute.jit
-    def pieces_of_token(self, args: Arguments, token: Int32, piece_steps: Int32) -> Int32:
-        """0 beyond the last one."""
-        pieces = Int32(0)
-        if token < args.num_tokens:
-            pieces = self.pieces(args, self.steps_of_token(args, token), piece_steps)
-        return pieces
-
-    @cute.jit
-    def sum_of_lanes_up_to(self, x: Int32, lane: Int32) -> Int32:
-        """x of the lanes of the warp from the first one to this one."""
-        for i in cutlass.range_constexpr(5):
-            other = cute.arch.shuffle_sync_up(x, offset=1 << i, mask_and_clamp=0)
-            if lane >= (1 << i):
-                x += other
-        return x
-
-    @cute.jit
-    def choose_piece_steps(self, args: Arguments, longest: Int32, lane: Int32) -> Int32:
-        """`piece_steps` of `division`, such that all pieces fit on the GPU at once. By one warp.
-
-        The same number of CTAs for every token, or the shortest pieces of equal length, if that is shorter: where some
-        tokens have less steps than others. This looks at the whole batch, and may: results do not depend on it.
-        """
-        chosen, each = Int32(0), args.ctas_per_token
-        if const_expr(self.configuration.split == Split.PARTS):
-            each = 0  # as it is; what follows is not compiled
-        if each > 0:
-            ctas, _, _ = cute.arch.grid_dim()
-            slots = ptx.divide(ctas, self.item_stride(args))
-            candidate = ptx.imin(ptx.divide(longest + each - 1, each) - 1, Int32(MAX_PIECE_STEPS))
-            if self.total_pieces(args, lane, -each) <= slots:
-                chosen = -each
-            else:
-                candidate = Int32(MAX_PIECE_STEPS)  # some tokens have more parts than that
-            while candidate > 0:
-                if self.total_pieces(args, lane, candidate) <= slots:
-                    chosen = candidate
-                candidate -= 1
-        return chosen
-
-    @cute.jit
-    def total_pieces(self, args: Arguments, lane: Int32, piece_steps: Int32) -> Int32:
-        """Of all tokens; by one warp."""
-        total, base = Int32(0), Int32(0)
-        while base < args.num_tokens:
-            total += ptx.warp_sum(self.pieces_of_token(args, base + lane, piece_steps))
-            base += 32
-        return total
-
-    @cute.jit
-    def count_pieces(self, args: Arguments, shared: cutlass.Constexpr, lane: Int32) -> None:
-        """Writes the plan and this CTA's first item, by one warp; a barrier must follow.
-
-        If all tokens have the same number of steps, they have the same number of pieces.
-        """
-        longest, least, base = Int32(0), Int32(-(1 << 20)), Int32(0)
-        while base < args.num_tokens:
-            steps = self.steps_of_token(args, ptx.imin(base + lane, args.num_tokens - 1))
-            longest, least = ptx.imax(longest, steps), ptx.imax(least, -steps)
-            base += 32
-        longest, least = ptx.warp_max(longest), ptx.warp_max(least)
-        piece_steps, rows = -args.ctas_per_token, Int32(0)
-        pieces_of_all = Int32(0)
-        if longest == -least:
-            pieces_of_all = self.pieces(args, longest, piece_steps)
-            rows = args.num_tokens * pieces_of_all
-            if const_expr(self.configuration.split == Split.PARTS):
-                # Whole tokens, if no CTA has more parts then.
-                ctas, _, _ = cute.arch.grid_dim()
-                tokens, parts = args.num_tokens * self.item_stride(args), rows * self.item_stride(args)
-                if ptx.divide(tokens + ctas - 1, ctas) * pieces_of_all <= ptx.divide(parts + ctas - 1, ctas):
-                    piece_steps, pieces_of_all, rows = Int32(WHOLE_TOKENS), Int32(1), args.num_tokens
+@cute.jit
+def compute_tile(config: cutlass.Constexpr, args: Arguments, shared: cutlass.Constexpr, index: Int32) -> WorkTile:
+    """A work tile from its number and the schedule."""
+    token, head_block, first, _, channel_split, *_ = whole_token_tile(config, args, index, Int32(0))
+    sub_split = Int32(0)
+    if const_expr(config.split):
+        wanted, sub_splits_of_all = token, shared.sub_splits_of_all.data_ptr().load()
+        if sub_splits_of_all > 0:
+            token = ptx.divide(wanted, sub_splits_of_all)
+            sub_split = wanted - token * sub_splits_of_all
         else:
-            piece_steps = self.choose_piece_steps(args, longest, lane)
-            rows = self.count_before(args, shared.starts.data_ptr(), piece_steps, lane)
-        block, _, _ = cute.arch.block_idx()
-        if lane == 0:
-            shared.piece_steps.data_ptr().store(piece_steps)
-            shared.pieces_of_all.data_ptr().store(pieces_of_all)
-            shared.num_items.data_ptr().store(rows * self.item_stride(args))
-            shared.gets_early.data_ptr().store(Int32(0))
-        cute.arch.sync_warp()
-        self.know_item(args, shared, block, Int32(0), lane)
+            token = token_of_sub_split(args, shared, wanted)
+            sub_split = wanted - (shared.starts.data_ptr() + token).load()
+    token = ptx.imin(token, args.num_tokens - 1)
+    visible = visible_entries(config, args, token)
+    end = count_steps(args, visible)
+    sub_splits, begins = Int32(1), Boolean(True)
+    if const_expr(config.split):
+        splits = divide_token(args, end, shared.sub_split_steps.data_ptr().load())
+        first, end, begins = steps_of_sub_split(splits, sub_split)
+        sub_splits = splits.all_sub_splits
+    return WorkTile(token, head_block, first, end, channel_split, sub_split, sub_splits, begins, visible)
 
-    @cute.jit
-    def count_before(self, args: Arguments, starts: cute.Pointer, piece_steps: Int32, lane: Int32) -> Int32:
-        """starts[t] = pieces of the tokens before t, by one warp; returns those of all tokens."""
-        before, base = Int32(0), Int32(0)
-        while base < args.num_tokens:
-            token = base + lane
-            before += self.sum_of_lanes_up_to(self.pieces_of_token(args, token, piece_steps), lane)
-            if token < args.num_tokens:
-                (starts + token + 1).store(before)
-            before = cute.arch.shuffle_sync(before, 31)
-            base += 32
-        if lane == 0:
-            starts.store(Int32(0))
-        return before
 
-    @cute.jit
-    def num_items(self, args: Arguments, shared: cutlass.Constexpr) -> Int32:
-        """Work items of the launch."""
-        num_items = args.num_tokens * self.item_stride(args)
-        if const_expr(self.configuration.split):
-            num_items = shared.num_items.data_ptr().load()
-        return num_items
+@cute.jit
+def token_of_sub_split(args: Arguments, shared: cutlass.Constexpr, sub_split: Int32) -> Int32:
+    """The token of a sub-split by its number in the launch. All lanes of a warp look for the same one."""
+    starts, lane = shared.starts.data_ptr(), cute.arch.lane_idx()
+    token, last, stride = Int32(0), args.num_tokens - 1, (args.num_tokens + 31) // 32
+    while stride > 0:
+        candidate = token + lane * stride
+        is_before = Boolean(False)
+        if candidate <= last:
+            is_before = (starts + candidate).load() <= sub_split
+        found = token + (cute.arch.popc(cute.arch.vote_ballot_sync(is_before)) - 1) * stride
+        last = ptx.imin(last, found + stride - 1)
+        token = found
+        stride = (stride + 31) // 32 - Int32(stride == 1)
+    return token
 
-    def share(self, index: Int32) -> Int32 | int:
-        """An item's share of the channels, the same for all items of a CTA."""
-        return 0 if self.configuration.shares == 1 else index % self.configuration.shares
 
-    def anew(self, share: Int32 | int) -> Int32 | int:
-        """The same, such that what follows from it is computed where it is used, not kept in registers."""
-        return 0 if self.configuration.shares == 1 else cute.arch.make_warp_uniform(share)
+@cute.jit
+def count_work_tiles(config: cutlass.Constexpr, args: Arguments, shared: cutlass.Constexpr) -> Int32:
+    """Of the launch."""
+    num_tiles = args.num_tokens * tiles_per_sub_split(config, args)
+    if const_expr(config.split):
+        num_tiles = shared.num_tiles.data_ptr().load()
+    return num_tiles
 
-    def place(self, i: Int32 | int) -> Int32 | int:
-        """The group of either half of the channels that is the i-th to be filled and read: first the one that is copied
-        asynchronously, the last channels of FP8 rows. The scores are summed in this order, whatever a CTA's share."""
-        return (HALF_GROUPS - 1 + i) % HALF_GROUPS
 
-    def groups_in_order(self) -> list[int]:
-        """All groups as they are filled and read: of either half in turns."""
-        return [i % 2 * HALF_GROUPS + self.place(i // 2) for i in range(2 * HALF_GROUPS)]
+def tiles_per_sub_split(config: Configuration, args: Arguments) -> Int32:
+    """Work tiles of the same keys: blocks of heads, and channel splits."""
+    return count_head_blocks(args) * config.channel_splits
 
-    def item_stride(self, args: Arguments) -> Int32:
-        """Items side by side of the same keys: blocks of heads, and shares of the channels."""
-        return self.head_blocks(args) * self.configuration.shares
 
-    def head_blocks(self, args: Arguments) -> Int32:
-        """1 or 2: there are at most 128 heads."""
-        return (args.num_heads + HEADS - 1) // HEADS
+def count_head_blocks(args: Arguments) -> Int32:
+    """1 or 2: there are at most 128 heads."""
+    return (args.num_heads + HEADS - 1) // HEADS
 
-    def head_block(self, args: Arguments, index: Int32) -> Int32:
-        """Of an item."""
-        return index // self.configuration.shares & (self.head_blocks(args) - 1)
+
+def head_block_of(config: Configuration, args: Arguments, index: Int32) -> Int32:
+    """Of a work tile by its number."""
+    return index // config.channel_splits & (count_head_blocks(args) - 1)
+
+
+# Channels
+
+
+def channel_split_of(config: Configuration, index: Int32) -> Int32 | int:
+    """Of a work tile by its number; the same for all work tiles of a CTA."""
+    return 0 if config.channel_splits == 1 else index % config.channel_splits
+
+
+def rematerialise(config: Configuration, channel_split: Int32 | int) -> Int32 | int:
+    """The same, such that what follows from it is computed where it is used, not kept in registers."""
+    return 0 if config.channel_splits == 1 else cute.arch.make_warp_uniform(channel_split)
+
+
+def group_at(i: Int32 | int) -> Int32 | int:
+    """The channel group of either half that is the i-th to be filled and read: first the one that is copied
+    asynchronously, the last channels of FP8 rows. The scores are summed in this order, whatever a CTA's channel split.
+    """
+    return (HALF_GROUPS - 1 + i) % HALF_GROUPS
+
+
+def groups_in_order() -> list[int]:
+    """All channel groups as they are filled and read: of either half in turns."""
+    return [i % 2 * HALF_GROUPS + group_at(i // 2) for i in range(2 * HALF_GROUPS)]
+
+
+# Steps of a token, and how they are divided
+
+
+@cute.jit
+def visible_entries(config: cutlass.Constexpr, args: Arguments, token: Int32) -> Int32:
+    """Entries that a token may read: of a list, its first slots."""
+    visible = Int32(0)
+    if const_expr(config.entries != Entries.NONE):
+        visible = args.num_entries
+        if args.visible != 0:
+            visible = ptx.imin(ptx.load_i32(args.visible + Int64(token) * 4), visible)
+    return visible
+
+
+@cute.jit
+def count_steps(args: Arguments, visible: Int32) -> Int32:
+    """Steps of a token, at least one: those of its window, then those of its entries."""
+    steps = (args.window_width + STEP - 1) // STEP + (visible + STEP - 1) // STEP
+    if steps < 1:
+        steps = Int32(1)
+    return steps
+
+
+@cute.jit
+def steps_of_token(config: cutlass.Constexpr, args: Arguments, token: Int32) -> Int32:
+    """By its number."""
+    return count_steps(args, visible_entries(config, args, token))
+
+
+@cute.jit
+def steps_of_tile(config: cutlass.Constexpr, args: Arguments, index: Int32) -> Int32:
+    """Of a work tile, if keys are not divided."""
+    return steps_of_token(config, args, whole_token_tile(config, args, index, Int32(0)).token)
+
+
+def count_kv_splits(args: Arguments, steps: Int32) -> Int32:
+    """Of a token with more steps than a KV split may have."""
+    return ptx.divide(steps + args.steps_per_kv_split - 1, args.steps_per_kv_split)
+
+
+def begins_kv_split(steps: Int32, kv_splits: Int32, step: Int32) -> Boolean:
+    """Whether a KV split begins, or the last one ends, with a step of a token that is not its first."""
+    kv_split = ptx.divide(step * kv_splits + steps - 1, steps)
+    return ptx.divide(kv_split * steps, kv_splits) == step
+
+
+@cute.jit
+def ends_kv_split(args: Arguments, work_tile: WorkTile, step: Int32) -> Boolean:
+    """Whether a KV split ends in front of a step, of a work tile that is a whole token of several KV splits."""
+    ends = Boolean(False)
+    if work_tile.end_step - work_tile.first_step > args.steps_per_kv_split:
+        ends = begins_kv_split(work_tile.end_step, count_kv_splits(args, work_tile.end_step), step)
+    return ends
+
+
+@cute.jit
+def divide_token(args: Arguments, steps: Int32, sub_split_steps: Int32) -> TokenSplits:
+    """Of a token with so many steps.
+
+    KV splits are divided into sub-splits of `sub_split_steps`, unless they are little longer; or, if it is negative,
+    into as many as a token with -sub_split_steps CTAs can have. They are left whole if it is 0; and so are tokens,
+    whose CTA then merges their KV splits, if it is WHOLE_TOKENS.
+    """
+    kv_splits, shortest, most = Int32(1), steps, -sub_split_steps
+    if (steps > args.steps_per_kv_split) & (sub_split_steps != WHOLE_TOKENS):
+        kv_splits = count_kv_splits(args, steps)
+        shortest = ptx.divide(steps, kv_splits)
+        most = ptx.divide(ptx.imax(most, Int32(0)), kv_splits)
+    sub_splits = Int32(1)
+    if sub_split_steps > 0:
+        if shortest > sub_split_steps + 1:
+            sub_splits = ptx.divide(shortest + sub_split_steps - 1, sub_split_steps)
+    elif most > 1:
+        most = ptx.imin(most, shortest)
+        if shortest <= most * SLOTS_PER_CTA + 1:  # every sub-split but a KV split's first leaves all of its steps
+            sub_splits = most
+    all_sub_splits = kv_splits * sub_splits
+    if (kv_splits > 1) & (kv_splits < steps) & (steps <= -sub_split_steps):
+        sub_splits, all_sub_splits = Int32(0), steps  # no KV split of one more step than another holds up all
+    return TokenSplits(steps, kv_splits, sub_splits, all_sub_splits)
+
+
+@cute.jit
+def steps_of_sub_split(splits: TokenSplits, sub_split: Int32) -> tuple:
+    """[first, end) of a token's sub-split, and whether a KV split begins with it.
+
+    A KV split's first sub-splits are the longer. If they are long, the first one has one more: it leaves a single
+    partial result, the others one of every step.
+    """
+    place, sub_splits, begin, end = sub_split, splits.sub_splits, Int32(0), splits.steps
+    begins = place == 0
+    if sub_splits == 0:
+        begins = begins_kv_split(splits.steps, splits.kv_splits, sub_split)
+        place, sub_splits, begin, end = Int32(0), Int32(1), sub_split, sub_split + 1
+    elif splits.kv_splits > 1:
+        kv_split = ptx.divide(sub_split, sub_splits)
+        place = sub_split - kv_split * sub_splits
+        begins = place == 0
+        begin = ptx.divide(kv_split * splits.steps, splits.kv_splits)
+        if kv_split + 1 < splits.kv_splits:
+            end = ptx.divide((kv_split + 1) * splits.steps, splits.kv_splits)
+    more = Int32(end - begin > (SLOTS_PER_CTA - 1) * sub_splits + 1)
+    evenly, up = end - begin - more, sub_splits - 1
+    first = begin
+    if place > 0:
+        first = begin + more + ptx.divide(place * evenly + up, sub_splits)
+    last = begin + more + ptx.divide((place + 1) * evenly + up, sub_splits)
+    return first, last, begins
+
+
+@cute.jit
+def count_sub_splits(args: Arguments, steps: Int32, sub_split_steps: Int32) -> Int32:
+    """Of a token with so many steps."""
+    return divide_token(args, steps, sub_split_steps).all_sub_splits
+
+
+@cute.jit
+def sub_splits_of_token(config: cutlass.Constexpr, args: Arguments, token: Int32, sub_split_steps: Int32) -> Int32:
+    """0 beyond the last token."""
+    sub_splits = Int32(0)
+    if token < args.num_tokens:
+        sub_splits = count_sub_splits(args, steps_of_token(config, args, token), sub_split_steps)
+    return sub_splits
+
+
+# The schedule of a launch that divides keys, which every CTA computes
+
+
+@cute.jit
+def schedule_tiles(config: cutlass.Constexpr, args: Arguments, shared: cutlass.Constexpr, lane: Int32) -> None:
+    """Writes the schedule and this CTA's first work tile, by one warp; a barrier must follow.
+
+    If all tokens have the same number of steps, they have the same number of sub-splits.
+    """
+    longest, least, base = Int32(0), Int32(-(1 << 20)), Int32(0)
+    while base < args.num_tokens:
+        steps = steps_of_token(config, args, ptx.imin(base + lane, args.num_tokens - 1))
+        longest, least = ptx.imax(longest, steps), ptx.imax(least, -steps)
+        base += 32
+    longest, least = ptx.warp_max(longest), ptx.warp_max(least)
+    sub_split_steps, rows = -args.ctas_per_token, Int32(0)
+    sub_splits_of_all = Int32(0)
+    if longest == -least:
+        sub_splits_of_all = count_sub_splits(args, longest, sub_split_steps)
+        rows = args.num_tokens * sub_splits_of_all
+        if const_expr(config.split == Split.KV_SPLITS):
+            # Whole tokens, if no CTA has more KV splits then.
+            ctas, _, _ = cute.arch.grid_dim()
+            tokens = args.num_tokens * tiles_per_sub_split(config, args)
+            kv_splits = rows * tiles_per_sub_split(config, args)
+            if ptx.divide(tokens + ctas - 1, ctas) * sub_splits_of_all <= ptx.divide(kv_splits + ctas - 1, ctas):
+                sub_split_steps, sub_splits_of_all, rows = Int32(WHOLE_TOKENS), Int32(1), args.num_tokens
+    else:
+        sub_split_steps = choose_sub_split_steps(config, args, longest, lane)
+        rows = store_starts(config, args, shared.starts.data_ptr(), sub_split_steps, lane)
+    block, _, _ = cute.arch.block_idx()
+    if lane == 0:
+        shared.sub_split_steps.data_ptr().store(sub_split_steps)
+        shared.sub_splits_of_all.data_ptr().store(sub_splits_of_all)
+        shared.num_tiles.data_ptr().store(rows * tiles_per_sub_split(config, args))
+        shared.prefetches.data_ptr().store(Int32(0))
+    cute.arch.sync_warp()
+    publish_tile(config, args, shared, block, Int32(0), lane)
+
+
+@cute.jit
+def choose_sub_split_steps(config: cutlass.Constexpr, args: Arguments, longest: Int32, lane: Int32) -> Int32:
+    """`sub_split_steps` of `divide_token`, such that all sub-splits fit on the GPU at once. By one warp.
+
+    The same number of CTAs for every token, or the shortest sub-splits of equal length, if that is shorter: where some
+    tokens have less steps than others. This looks at the whole batch, and may: results do not depend on it.
+    """
+    chosen, each = Int32(0), args.ctas_per_token
+    if const_expr(config.split == Split.KV_SPLITS):
+        each = 0  # as it is; what follows is not compiled
+    if each > 0:
+        ctas, _, _ = cute.arch.grid_dim()
+        room = ptx.divide(ctas, tiles_per_sub_split(config, args))
+        candidate = ptx.imin(ptx.divide(longest + each - 1, each) - 1, Int32(MAX_SUB_SPLIT_STEPS))
+        if total_sub_splits(config, args, lane, -each) <= room:
+            chosen = -each
+        else:
+            candidate = Int32(MAX_SUB_SPLIT_STEPS)  # some tokens have more KV splits than that
+        while candidate > 0:
+            if total_sub_splits(config, args, lane, candidate) <= room:
+                chosen = candidate
+            candidate -= 1
+    return chosen
+
+
+@cute.jit
+def total_sub_splits(config: cutlass.Constexpr, args: Arguments, lane: Int32, sub_split_steps: Int32) -> Int32:
+    """Of all tokens; by one warp."""
+    total, base = Int32(0), Int32(0)
+    while base < args.num_tokens:
+        total += ptx.warp_sum(sub_splits_of_token(config, args, base + lane, sub_split_steps))
+        base += 32
+    return total
+
+
+@cute.jit
+def store_starts(
+    config: cutlass.Constexpr, args: Arguments, starts: cute.Pointer, sub_split_steps: Int32, lane: Int32
+) -> Int32:
+    """starts[t] = sub-splits of the tokens before t, by one warp; returns those of all tokens."""
+    before, base = Int32(0), Int32(0)
+    while base < args.num_tokens:
+        token = base + lane
+        before += warp_prefix_sum(sub_splits_of_token(config, args, token, sub_split_steps), lane)
+        if token < args.num_tokens:
+            (starts + token + 1).store(before)
+        before = cute.arch.shuffle_sync(before, 31)
+        base += 32
+    if lane == 0:
+        starts.store(Int32(0))
+    return before
+
+
+@cute.jit
+def warp_prefix_sum(x: Int32, lane: Int32) -> Int32:
+    """x of the lanes of the warp from the first one to this one."""
+    for i in cutlass.range_constexpr(5):
+        other = cute.arch.shuffle_sync_up(x, offset=1 << i, mask_and_clamp=0)
+        if lane >= (1 << i):
+            x += other
+    return x
