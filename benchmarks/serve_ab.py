@@ -8,7 +8,7 @@ Works (loads are `serve_load.py`'s):
     decode       1, 16, 64 and 128 requests of 4.6K tokens; tok/s while all of them decode
     prefill      eight prompts of 8K tokens; one of 64K
     multi_turn   32 conversations of four turns over four shared prefixes of 4K, everything fits
-    profile      launches and busy time of a decode step, KV bytes a token
+    profile      launches and busy time of a decode step and of a prefill chunk, KV bytes a token
     churn        sessions that come back, under equal bytes of KV memory: their number from a quarter of what ours holds
                  to twice that, with prefixes of 16K and of 1.5K tokens
     agreement    log-probabilities of given tokens, both servers and the built-in in another batch (needs a checkpoint
@@ -24,6 +24,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -36,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import serve_load
-from serve_profile import profile
+from serve_profile import Profile, profile_decode, profile_prefill
 
 WORKS = ("decode", "prefill", "multi_turn", "profile", "churn", "agreement")
 CONTENDERS = ("builtin", "ours")  # the built-in first: its bytes of KV memory are what ours gets under churn
@@ -47,6 +48,7 @@ CHURN_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the sessions that ours hol
 CHURN_AT_ONCE = 16
 LESS_IS_BETTER = ("ttft", "itl", "bytes", "launches", "busy", "recomputed", "distance")
 READY_TIMEOUT_S = 900
+PRINTED_KERNELS = 30
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,17 @@ class Server:
             return json.load(answer)
 
     def kv_memory(self) -> tuple[float, int]:
-        """Bytes of the KV pools, and tokens that they hold."""
-        usage = self.get("/server_info")["internal_states"][0]["memory_usage"]
-        return usage["kvcache"] * 2**30, int(usage["token_capacity"])
+        """Bytes of the KV pools with all that belongs to them (rings, states, tail checkpoints), and tokens they hold.
+
+        By the log, which both servers write alike: free GPU memory before and after the pools are allocated. (Neither
+        `/server_info` nor `/metrics` counts the built-in's pools.)
+        """
+        text = self.log.read_text(errors="replace")
+        before, after = (
+            float(re.findall(rf"{event}\..*avail mem=([\d.]+) GB", text)[-1])
+            for event in ("Load weight end", "Memory pool end")
+        )
+        return (before - after) * 2**30, int(re.findall(r"max_total_num_tokens=(\d+)", text)[-1])
 
 
 @contextlib.contextmanager
@@ -145,8 +155,10 @@ Figures = dict[tuple[str, int, str], float]  # (work, requests, metric) -> value
 def with_ample_memory(server: Server, works: Sequence[str]) -> Figures:
     """The works that do not need equal KV memory."""
     figures: Figures = {("start", 1, "ready_s"): server.ready_s}
-    serve_load.run(server.url, serve_load.decode(24, 4096, 8, seed=1))  # shapes that still compile
+    # Shapes that still compile: DeepGEMM compiles for numbers of tokens, and the first hit comes with a small one.
+    serve_load.run(server.url, serve_load.decode(24, 4096, 8, seed=1))
     serve_load.run(server.url, serve_load.prefill(1, 65_536, seed=2))
+    serve_load.run(server.url, _conversations(seed=3))
     if "decode" in works:
         for requests in DECODE_REQUESTS:
             load = serve_load.decode(requests, CONTEXT, 192 if requests > 32 else 256, seed=requests)
@@ -156,15 +168,24 @@ def with_ample_memory(server: Server, works: Sequence[str]) -> Figures:
             work = "prefill" if prompts > 1 else "prefill_64k"
             _note(figures, work, prompts, serve_load.run(server.url, serve_load.prefill(prompts, length, seed=length)))
     if "multi_turn" in works:
-        load = serve_load.multi_turn(32, 4, prefixes=4, prefix=4096, user=256, new_tokens=64, seed=77)
-        _note(figures, "multi_turn", 32, serve_load.run(server.url, load))
+        _note(figures, "multi_turn", 32, serve_load.run(server.url, _conversations(seed=77)))
     if "profile" in works:
         for requests in (1, 64):
-            found = profile(server.url, requests, CONTEXT)
-            _note(figures, "decode", requests, {"launches_per_step": found.launches, "busy_us_per_step": found.busy_us})
+            _note(figures, "decode", requests, _of_step(profile_decode(server.url, requests, CONTEXT)))
+        _note(figures, "prefill_64k", 1, _of_step(profile_prefill(server.url, 65_536)))
         size, tokens = server.kv_memory()
         _note(figures, "memory", 1, {"kv_bytes_per_token": size / tokens})
     return figures
+
+
+def _conversations(seed: int) -> serve_load.Load:
+    return serve_load.multi_turn(32, 4, prefixes=4, prefix=4096, user=256, new_tokens=64, seed=seed)
+
+
+def _of_step(found: Profile) -> dict[str, float]:
+    for name, launches, us in found.kernels[:PRINTED_KERNELS]:
+        print(f"    {us:9.1f} us {launches:7.1f} x  {name[:120]}")
+    return {"launches_per_step": found.launches, "busy_us_per_step": found.busy_us}
 
 
 def under_churn(server: Server, sessions: dict[str, list[int]]) -> Figures:

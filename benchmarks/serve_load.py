@@ -92,7 +92,11 @@ class Client:
         raise RuntimeError("/flush_cache was refused for ten seconds")
 
 
-def run(url: str, load: Callable[[Client], Awaitable[dict[str, float]]]) -> dict[str, float]:
+Load = Callable[[Client], Awaitable[dict[str, float]]]
+"""Work for a client, and its figures by name."""
+
+
+def run(url: str, load: Load) -> dict[str, float]:
     """Run one load against a server, from an empty prefix cache."""
 
     async def main() -> dict[str, float]:
@@ -105,7 +109,7 @@ def run(url: str, load: Callable[[Client], Awaitable[dict[str, float]]]) -> dict
     return asyncio.run(main())
 
 
-def decode(requests: int, context: int, new_tokens: int, seed: int) -> Callable[[Client], Awaitable[dict[str, float]]]:
+def decode(requests: int, context: int, new_tokens: int, seed: int) -> Load:
     """`requests` different prompts at once. tok_s is that of the time in which all of them decode."""
 
     async def load(client: Client) -> dict[str, float]:
@@ -123,7 +127,7 @@ def decode(requests: int, context: int, new_tokens: int, seed: int) -> Callable[
     return load
 
 
-def prefill(prompts: int, length: int, seed: int) -> Callable[[Client], Awaitable[dict[str, float]]]:
+def prefill(prompts: int, length: int, seed: int) -> Load:
     """`prompts` different prompts at once, one new token each."""
 
     async def load(client: Client) -> dict[str, float]:
@@ -137,9 +141,7 @@ def prefill(prompts: int, length: int, seed: int) -> Callable[[Client], Awaitabl
     return load
 
 
-def multi_turn(
-    sessions: int, turns: int, prefixes: int, prefix: int, user: int, new_tokens: int, seed: int
-) -> Callable[[Client], Awaitable[dict[str, float]]]:
+def multi_turn(sessions: int, turns: int, prefixes: int, prefix: int, user: int, new_tokens: int, seed: int) -> Load:
     """Conversations at once, in groups that begin with the same `prefix` tokens; every turn goes on from the last."""
 
     async def load(client: Client) -> dict[str, float]:
@@ -162,9 +164,7 @@ def multi_turn(
     return load
 
 
-def churn(
-    sessions: int, rounds: int, prefix: int, user: int, new_tokens: int, at_once: int, seed: int
-) -> Callable[[Client], Awaitable[dict[str, float]]]:
+def churn(sessions: int, rounds: int, prefix: int, user: int, new_tokens: int, at_once: int, seed: int) -> Load:
     """Agents that come back: each session has a prefix of its own and takes a turn in every round, `at_once` at a time.
 
     The first round fills the cache and is not counted.

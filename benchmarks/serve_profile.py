@@ -1,6 +1,7 @@
-"""Kernels of a decode step of a running SGLang server: launches and busy time, by SGLang's own profiler.
+"""Kernels of a step of a running SGLang server: launches and busy time, by SGLang's own profiler.
 
-    python benchmarks/serve_profile.py [URL] --requests 16 [--context 4608] [--out FILE.json]
+    python benchmarks/serve_profile.py [URL] --requests 16 [--context 4608] [--out FILE.json]     a decode step
+    python benchmarks/serve_profile.py [URL] --prefill [--context 65536]                          a chunk of a prompt
 
 A step's busy time is the sum over its kernels, so it does not see the gaps between them.
 """
@@ -23,13 +24,14 @@ import aiohttp
 from serve_load import FIRST_ID, LAST_ID, Client
 
 STEPS = 8
+CHUNKS = 6
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 TRACE_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What the GPU did in a decode step, the mean over STEPS of them."""
+    """What the GPU did in a step, the mean over several."""
 
     launches: float
     busy_us: float
@@ -37,7 +39,7 @@ class Profile:
     kernels: tuple[tuple[str, float, float], ...]  # name, launches, microseconds, the longest first
 
 
-def profile(url: str, requests: int, context: int) -> Profile:
+def profile_decode(url: str, requests: int, context: int) -> Profile:
     """Profile STEPS decode steps with `requests` requests of `context` tokens.
 
     Raises:
@@ -45,7 +47,18 @@ def profile(url: str, requests: int, context: int) -> Profile:
     """
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(_decode_under_profile(url, requests, context, folder))
-        return _read(_trace(Path(folder)))
+        return _read(_trace(Path(folder)), STEPS)
+
+
+def profile_prefill(url: str, length: int) -> Profile:
+    """Profile CHUNKS chunks at the beginning of one prompt of `length` tokens, as the server cuts it.
+
+    Raises:
+        RuntimeError: the server wrote no trace with GPU work.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(_prefill_under_profile(url, length, folder))
+        return _read(_trace(Path(folder)), CHUNKS)
 
 
 async def _decode_under_profile(url: str, requests: int, context: int, folder: str) -> None:
@@ -58,11 +71,24 @@ async def _decode_under_profile(url: str, requests: int, context: int, folder: s
         # Long enough to be under way when the profiler starts, whatever a step takes.
         decoding = asyncio.gather(*(client.generate(prompt, 480 if requests > 4 else 2000) for prompt in prompts))
         await asyncio.sleep(1.0)
-        body = {"output_dir": folder, "num_steps": STEPS, "activities": ["GPU"]}
-        async with session.post(f"{url}/start_profile", json=body) as response:
-            if response.status != 200:
-                raise RuntimeError(f"/start_profile answered {response.status}: {(await response.text())[:300]}")
+        await _start(session, url, folder, STEPS)
         await decoding
+
+
+async def _prefill_under_profile(url: str, length: int, folder: str) -> None:
+    rng = random.Random(length)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), read_bufsize=2**22) as session:
+        client = Client(session, url)
+        await client.flush()
+        await _start(session, url, folder, CHUNKS)
+        await client.generate([rng.randrange(FIRST_ID, LAST_ID) for _ in range(length)], 1)
+
+
+async def _start(session: aiohttp.ClientSession, url: str, folder: str, steps: int) -> None:
+    body = {"output_dir": folder, "num_steps": steps, "activities": ["GPU"]}
+    async with session.post(f"{url}/start_profile", json=body) as response:
+        if response.status != 200:
+            raise RuntimeError(f"/start_profile answered {response.status}: {(await response.text())[:300]}")
 
 
 def _trace(folder: Path) -> list[dict]:
@@ -81,14 +107,14 @@ def _trace(folder: Path) -> list[dict]:
     raise RuntimeError(f"no trace with GPU work in {TRACE_TIMEOUT_S} s")
 
 
-def _read(events: list[dict]) -> Profile:
+def _read(events: list[dict], steps: int) -> Profile:
     times: dict[str, list[float]] = collections.defaultdict(list)
     for event in events:
         times[event["name"]].append(event["dur"])
-    kernels = sorted(((n, len(t) / STEPS, sum(t) / STEPS) for n, t in times.items()), key=lambda row: -row[2])
+    kernels = sorted(((n, len(t) / steps, sum(t) / steps) for n, t in times.items()), key=lambda row: -row[2])
     begin, end = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events)
     busy = sum(row[2] for row in kernels)
-    return Profile(len(events) / STEPS, busy, (end - begin) / STEPS, tuple(kernels))
+    return Profile(len(events) / steps, busy, (end - begin) / steps, tuple(kernels))
 
 
 def main() -> int:
@@ -96,11 +122,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:30000")
     parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--context", type=int, default=4608)
+    parser.add_argument("--prefill", action="store_true", help="chunks of one prompt instead of decode steps")
+    parser.add_argument("--context", type=int, help="tokens of a prompt: 4,608, or 65,536 with --prefill")
     parser.add_argument("--rows", type=int, default=45, help="of the table")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    found = profile(arguments.url, arguments.requests, arguments.context)
+    if arguments.prefill:
+        found = profile_prefill(arguments.url, arguments.context or 65_536)
+    else:
+        found = profile_decode(arguments.url, arguments.requests, arguments.context or 4608)
     print(f"a step: {found.launches:.1f} launches, {found.busy_us:.0f} us busy of {found.span_us:.0f}")
     for name, launches, us in found.kernels[: arguments.rows]:
         print(f"{us:9.1f} us {launches:8.1f} x {100 * us / found.busy_us:5.1f} %  {name[:140]}")

@@ -57,17 +57,14 @@ def _kernel_folder() -> str:
     return f"{len(list(folder.glob(f'{compile_cache.PREFIX}*.o')))} in {folder}"
 
 
-def plan(model: Path, tokens: int, requests: int, rows: str) -> list[str]:
-    """The memory plan of a checkpoint, and what would be kept under it.
+def geometry_of_checkpoint(model: Path, *, fp8: bool) -> PoolGeometry:
+    """The pools' dimensions for a checkpoint served whole, with FP8 rows (as on a GPU) or plain ones.
 
     Raises:
-        ValueError: a config that can't be served.
+        OSError, ValueError: there is no config.json, or it can't be served.
     """
-    from sglang_dsv4.cache.pool_plan import PoolPlan, format_bytes
-
     config = Config.from_hf(SimpleNamespace(**json.loads((model / "config.json").read_text())))
-    fp8 = rows == "fp8"
-    geometry = PoolGeometry(
+    return PoolGeometry(
         ratios=tuple(config.schedule.ratios[: config.num_hidden_layers]),
         row_dim=config.head_dim,
         rope_dim=config.qk_rope_head_dim,
@@ -76,6 +73,18 @@ def plan(model: Path, tokens: int, requests: int, rows: str) -> list[str]:
         row_format=RowFormat.FP8 if fp8 else RowFormat.PLAIN,
         index_format=RowFormat.INDEX_FP4 if fp8 and config.qat.indexer_fp4 else RowFormat.PLAIN,
     )
+
+
+def plan(model: Path, tokens: int, requests: int, rows: str) -> list[str]:
+    """The memory plan of a checkpoint, and what would be kept under it.
+
+    Raises:
+        ValueError: a config that can't be served.
+    """
+    from sglang_dsv4.cache.pool_plan import PoolPlan, format_bytes
+
+    fp8 = rows == "fp8"
+    geometry = geometry_of_checkpoint(model, fp8=fp8)
     options = TailOptions.from_environment()
     slots = options.slots_on_device(tokens, requests + 1)
     plan = PoolPlan.of(geometry, tokens // FULL_PAGE_TOKENS * FULL_PAGE_TOKENS, requests + 1, slots)
