@@ -74,5 +74,5 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """Copied, because `contiguous` leaves the stride of an axis of one as it is, and a view of bytes then refuses it."""
+    """Copied: `contiguous` leaves the stride of an axis of one as it is, and a view of bytes then refuses it."""
     return torch.empty(x.numel(), dtype=x.dtype, device=x.device).copy_(x.flatten()).view(torch.uint8)
