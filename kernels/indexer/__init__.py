@@ -47,6 +47,7 @@ def index_topk(
     visible: Tensor,
     top_k: int,
     row_pages: Tensor | None = None,
+    prefill: bool = False,
     impl: str | None = None,
 ) -> Tensor:
     """The rows of the `top_k` best visible entries of every token, by rising entry.
@@ -66,6 +67,8 @@ def index_topk(
         visible: [T] integer, entries [0, visible) may be read; 0 is legal.
         top_k: at least 1.
         row_pages: [B, P] integer page numbers of the entries, if these are elsewhere than the keys (unpacked).
+        prefill: whether the tokens are chunks of prompts, neighbours of one request; a kernel may then compute several
+            of them together. By the kind of forward and not by its size, because a score's last bit may differ.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
@@ -84,7 +87,8 @@ def index_topk(
             f"index_topk: row_pages are {tuple(row_pages.shape)}; expected page_table's {tuple(page_table.shape)}"
         )
     function = select("index_topk", q.device, q.dtype, impl)
-    return function(q, head_weights, keys, page_table, entries_per_page, token_to_request, visible, top_k, row_pages)
+    lists = (page_table, entries_per_page, token_to_request, visible, top_k, row_pages)
+    return function(q, head_weights, keys, *lists, prefill)
 
 
 def index_scores(

@@ -8,7 +8,7 @@ from cutlass import Int32, Int64
 from torch import Tensor
 
 from dsv4_kernels import bf16_rows
-from dsv4_kernels.indexer import scores, topk
+from dsv4_kernels.indexer import prefill_scores, scores, topk
 from dsv4_kernels.kv_layout import PAGE_ROWS, KVRows, RowFormat
 
 SCRATCH_BYTES = 256 << 20
@@ -39,6 +39,7 @@ def _run(
     visible: Tensor,
     top_k: int,
     row_pages: Tensor,
+    prefill: bool,
 ) -> Tensor:
     heads = _check(q, head_weights, keys, entries_per_page, (page_table, token_to_request, visible, row_pages))
     tokens, device = q.shape[0], q.device
@@ -48,7 +49,10 @@ def _run(
         return rows.fill_(-1)
     arch, stream = bf16_rows.architecture(name, device), bf16_rows.current_stream(device)
     at_a_time = tokens_at_a_time(tokens, num_pages * PAGE_ROWS)
-    pages_a_cta = max(PAGES_A_CTA, -(-num_pages // RUNS))
+    if prefill and name == "sm90":
+        score_kernel, pages_a_cta = prefill_scores, prefill_scores.pages_a_cta(at_a_time, num_pages)
+    else:
+        score_kernel, pages_a_cta = scores, max(PAGES_A_CTA, -(-num_pages // RUNS))
     buffer = None
     if num_pages * PAGE_ROWS > top_k:
         buffer = torch.empty(at_a_time, num_pages * PAGE_ROWS, dtype=torch.float32, device=device)
@@ -74,7 +78,8 @@ def _run(
                 pages_a_cta=Int32(pages_a_cta),
                 **of_tokens,
             )
-            scores.compile(arch, heads)(score_arguments, Int32(-(-num_pages // pages_a_cta)), Int32(count), stream)
+            runs = Int32(-(-num_pages // pages_a_cta))
+            score_kernel.compile(arch, heads)(score_arguments, runs, Int32(count), stream)
         topk_arguments = topk.Arguments(
             row_pages=Int64(row_pages.data_ptr()),
             row_pages_row_bytes=Int64(bf16_rows.stride_bytes(row_pages, 0)),

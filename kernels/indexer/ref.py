@@ -32,8 +32,9 @@ def index_topk(
     visible: Tensor,
     top_k: int,
     row_pages: Tensor,
+    prefill: bool,
 ) -> Tensor:
-    """See `dsv4_kernels.indexer.index_topk`."""
+    """See `dsv4_kernels.indexer.index_topk`; a prefill is computed as any other forward."""
     scores = index_scores(q, head_weights, keys, page_table, entries_per_page, token_to_request, visible)
     num_tokens, num_entries = scores.shape
     if num_entries > top_k:

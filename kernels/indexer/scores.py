@@ -1,5 +1,7 @@
 """Scores of a CSA layer's entries on a GPU (sm_90a, sm_100a): FP4 keys and queries on tensor cores by `mma.sync`.
 
+For few tokens; on Hopper a prefill has `prefill_scores`, where tokens share what is made of the keys.
+
 A CTA has one token and a run of pages; its four warps have 16 keys of each page. The query stays in registers. Where a
 product's channels lie in a fragment is free as long as both operands agree: a lane of a quad has 32 channels in a row,
 so it loads 16 bytes of a key, and the one scale that they share, and nothing passes through shared memory.
@@ -114,29 +116,49 @@ def page_scores(
     codes: Int64, key: Int32, quad: Int32, tiles: cutlass.Constexpr[int], q: cute.Tensor, weights: cute.Tensor
 ) -> tuple:
     """Scores of two keys of a page, in every lane of their quad."""
-    words, scales = [], []
-    for i in cutlass.range_constexpr(2):
-        place = key + 8 * i
-        words.append(load_words(codes + place * CODE_BYTES + quad * 16))
-        scale = codes + (PAGE_ROWS * CODE_BYTES + place * SCALE_BYTES)
-        scales.append(ptx.scale_pair((ptx.load_i32(scale).to(Uint32) >> (8 * quad)) & 0xFF))
+    words, scales = load_keys(codes, key, quad)
     sums = cute.make_rmem_tensor((4 * tiles,), Float32)
     sums.fill(0.0)
-    for word in cutlass.range_constexpr(4):  # 8 channels, two instructions a tile
-        first, second = (dequantise(words[i][word], scales[i]) for i in range(2))
-        for half in cutlass.range_constexpr(2):
+    for word in cutlass.range_constexpr(4):
+        for half, a in enumerate(fragments(words, scales, word)):
             step = 2 * word + half
-            a = (first[2 * half], second[2 * half], first[2 * half + 1], second[2 * half + 1])
             for n in cutlass.range_constexpr(tiles):
                 b = (q[n * 2 * STEPS + 2 * step], q[n * 2 * STEPS + 2 * step + 1])
                 d = multiply(a, b, tuple(sums[4 * n + i] for i in range(4)))
                 for i in cutlass.range_constexpr(4):
                     sums[4 * n + i] = d[i]
+    return weigh([sums[i] for i in range(4 * tiles)], [weights[i] for i in range(2 * tiles)])
+
+
+def load_keys(codes: Int64, key: Int32, quad: Int32) -> tuple:
+    """Of two keys of a page a lane's 32 channels, four words of codes each, and their scales."""
+    words, scales = [], []
+    for i in range(2):
+        place = key + 8 * i
+        words.append(load_words(codes + place * CODE_BYTES + quad * 16))
+        scale = codes + (PAGE_ROWS * CODE_BYTES + place * SCALE_BYTES)
+        scales.append(ptx.scale_pair((ptx.load_i32(scale).to(Uint32) >> (8 * quad)) & 0xFF))
+    return words, scales
+
+
+def fragments(words: list, scales: list, word: int) -> list:
+    """Eight channels of a lane's two keys: its four words of the left operand, of each of two instructions."""
+    first, second = (dequantise(words[i][word], scales[i]) for i in range(2))
+    return [(first[2 * h], second[2 * h], first[2 * h + 1], second[2 * h + 1]) for h in range(2)]
+
+
+def weigh(sums: list, weights: list) -> tuple:
+    """Two keys' scores, in every lane of their quad, from a lane's products: of tile n the heads 8 n + 2 quad + {0, 1}.
+
+    Args:
+        sums: of tile n at 4 n the first key's with both heads, then the second's.
+        weights: of tile n at 2 n both heads'.
+    """
     totals = []
-    for i in cutlass.range_constexpr(2):
+    for i in range(2):
         total = Float32(0.0)
-        for n in cutlass.range_constexpr(tiles):
-            for j in cutlass.range_constexpr(2):
+        for n in range(len(sums) // 4):
+            for j in range(2):
                 total = ptx.fma(ptx.fmax(sums[4 * n + 2 * i + j], Float32(0.0)), weights[2 * n + j], total)
         # -0.0 would be another number to the radix select, and is the same one.
         totals.append(add(sum_over_lanes(total, 4), Float32(0.0)))

@@ -323,6 +323,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             meta.visible[CSA_RATIO],
             top_k,
             row_pages=meta.unpack.page_table if self._unpacks(CSA_RATIO, top_k, num_heads) else None,
+            prefill=not meta.window_in_ring,
         )
 
     def attend(

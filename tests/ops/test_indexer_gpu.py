@@ -19,6 +19,7 @@ from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.quant import fp4_qdq
 from dsv4_kernels.rope import rope_frequencies
 
+ALL_KERNELS = (*KERNELS, "sm90, prefill")
 PAGE = 64
 BF16 = torch.bfloat16
 
@@ -54,11 +55,11 @@ class Case:
         weights = torch.randn(len(tokens), heads + 3, generator=generator)[:, :heads]
         return Case(keys, table[:, :pages], request, visible, apart, weights)
 
-    def run(self, name: str, top_k: int, row_pages: Tensor | None = None, schedule: str = "late") -> tuple:
-        """Rows, and the buffers of scores."""
+    def run(self, kernel: str, top_k: int, row_pages: Tensor | None = None, schedule: str = "late") -> tuple:
+        """Rows, and the buffers of scores; of an implementation, or of the same in a prefill ("sm90, prefill")."""
         from dsv4_kernels.indexer import gpu
 
-        buffers = []
+        buffers, (name, _, prefill) = [], kernel.partition(", ")
         with emulated_row_kernel(name, schedule):
             empty = torch.empty
 
@@ -78,6 +79,7 @@ class Case:
                 self.visible,
                 top_k,
                 self.page_table if row_pages is None else row_pages,
+                bool(prefill),
             )
         return rows, buffers
 
@@ -104,7 +106,7 @@ def chosen(scores: Tensor, visible: int, top_k: int, pages: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ALL_KERNELS)
 def test_scores_and_choice(name: str, schedule: str) -> None:
     rows, (scores,) = MIXED.run(name, 64, schedule=schedule)
     for token, count in enumerate(MIXED.visible.tolist()):
@@ -116,10 +118,11 @@ def test_scores_and_choice(name: str, schedule: str) -> None:
         assert torch.equal(rows[token], chosen(scores[token], count, 64, pages)), f"token {token}"
 
 
+@pytest.mark.parametrize("name", ["sm90", "sm90, prefill"])
 @pytest.mark.parametrize("heads", [8, 24])
-def test_fewer_heads(heads: int) -> None:
+def test_fewer_heads(heads: int, name: str) -> None:
     case = Case.of((130,), [(0, 130)], heads=heads)
-    rows, (scores,) = case.run("sm90", 50)
+    rows, (scores,) = case.run(name, 50)
     exact, magnitude = case.exact_scores(0)
     assert ((scores[0, :130].double() - exact).abs() <= 80 * 2.0**-24 * magnitude).all()
     assert torch.equal(rows[0], chosen(scores[0], 130, 50, case.page_table[0]))
@@ -133,7 +136,7 @@ def test_other_pages_for_the_rows(name: str) -> None:
         assert torch.equal(rows[token], chosen(scores[token], count, 20, other[int(MIXED.request[token])]))
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ALL_KERNELS)
 def test_a_token_alone_has_the_bits_it_has_among_others(name: str) -> None:
     together, (scores,) = MIXED.run(name, 64)
     for token in (0, 3, 7):
@@ -148,6 +151,23 @@ def test_a_token_alone_has_the_bits_it_has_among_others(name: str) -> None:
         rows, (its_scores,) = alone.run(name, 64)
         count = int(MIXED.visible[token])
         assert torch.equal(rows[0], together[token]) and torch.equal(its_scores[0, :count], scores[token, :count])
+
+
+def test_a_prefill_in_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokens than a CTA has, of requests that change within it; runs of pages of which some have nothing to do."""
+    from dsv4_kernels.indexer import prefill_scores
+
+    case = Case.of(
+        (700, 90, 400), [(0, 690 + i) for i in range(5)] + [(1, 80), (2, 399), (0, 3), (0, 0), (2, 65), (0, 700)]
+    )
+    rows, (scores,) = case.run("sm90", 64)
+    for ctas in (1, 10**6):
+        monkeypatch.setattr(prefill_scores, "CTAS", ctas)
+        again, (its_scores,) = case.run("sm90, prefill", 64)
+        assert torch.equal(again, rows)
+        for token, count in enumerate(case.visible.tolist()):
+            if count > 64:  # FP4 keys of like magnitude: every partial sum is exact, so both kernels' are the same
+                assert torch.equal(its_scores[token, :count], scores[token, :count])
 
 
 def test_slices_of_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,10 +240,12 @@ def test_queries(name: str, quantise: bool) -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiled_without_spills(name: str) -> None:
-    from dsv4_kernels.indexer import scores, topk
+    from dsv4_kernels.indexer import prefill_scores, scores, topk
 
     kernels = {"scores": lambda: scores.compile(ARCH[name], 64), "topk": lambda: topk.compile(ARCH[name])}
-    assert_no_spills(kernels, {"scores": 232, "topk": 64})
+    if name == "sm90":
+        kernels["prefill"] = lambda: prefill_scores.compile(ARCH[name], 64)
+    assert_no_spills(kernels, {"scores": 232, "topk": 64, "prefill": 128})
 
 
 @pytest.mark.parametrize(
@@ -241,14 +263,24 @@ def test_what_the_kernels_have_no_code_for_is_refused(change: object, message: s
     case = change(MIXED)
     with pytest.raises(ValueError, match=message):
         gpu.sm90(
-            case.q, case.head_weights, case.keys, case.page_table, PAGE, case.request, case.visible, 4, case.page_table
+            case.q,
+            case.head_weights,
+            case.keys,
+            case.page_table,
+            PAGE,
+            case.request,
+            case.visible,
+            4,
+            case.page_table,
+            False,
         )
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("prefill", [False, True])
 @pytest.mark.parametrize("top_k", [64, 512])
-def test_on_a_gpu(top_k: int) -> None:
+def test_on_a_gpu(top_k: int, prefill: bool) -> None:
     """What the definition would choose by exact scores, but for those that rounding may bring over the edge."""
     lengths = (9000, 40, 700, 4100)
     tokens = [(b, n) for b in range(4) for n in (lengths[b], lengths[b] // 2, lengths[b] // 3)]
@@ -267,6 +299,7 @@ def test_on_a_gpu(top_k: int) -> None:
         on_gpu.request,
         on_gpu.visible,
         top_k,
+        prefill=prefill,
     ).cpu()
     for token, (request, count) in enumerate(tokens):
         exact, magnitude = case.exact_scores(token)
