@@ -39,6 +39,7 @@ def test_a_chunk_writes_three_places() -> None:
     assert [len(x) for x in chunk.call("ref")] == [1024, 1024, 128, 128]
 
 
+@pytest.mark.usefixtures("own_registry")
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     from dsv4_kernels import registry
 
@@ -47,11 +48,8 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bench_row_kernels, "zeros", zeros, raising=False)
     registry.register("rms_norm", "zeros", "bench_row_kernels:zeros", lambda device, dtype: True, -1)
-    try:
-        with pytest.raises(AssertionError, match="rms_norm_1024 of 2 tokens is off by 1; nothing is timed"):
-            distance("rms_norm_1024", 2, CPU, "zeros")
-    finally:
-        registry.unregister("rms_norm", "zeros")
+    with pytest.raises(AssertionError, match="rms_norm_1024 of 2 tokens is off by 1; nothing is timed"):
+        distance("rms_norm_1024", 2, CPU, "zeros")
 
 
 def test_sets_exceed_the_cache_twice() -> None:

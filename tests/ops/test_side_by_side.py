@@ -53,8 +53,8 @@ def test_the_cases_are_what_the_scenarios_need() -> None:
     """How often keys are divided follows from the call; which kernel computes it does not."""
     problems = {name: build(spec).problem() for name, spec in CASES.items()}
     blocks = {name: -(-problem.num_heads // 64) for name, problem in problems.items()}
-    items = {name: p.num_tokens * p.max_parts * blocks[name] for name, p in problems.items()}
+    items = {name: p.num_tokens * p.max_kv_splits * blocks[name] for name, p in problems.items()}
     assert all(items[name] > 148 for name in ("whole", "parts", "two_blocks_of_heads"))
-    assert problems["parts"].max_parts > 1 and problems["two_blocks_of_heads"].max_parts > 1
-    assert problems["whole"].max_parts == problems["pieces"].max_parts == 1 and problems["pieces"].split_keys
+    assert problems["parts"].max_kv_splits > 1 and problems["two_blocks_of_heads"].max_kv_splits > 1
+    assert problems["whole"].max_kv_splits == problems["pieces"].max_kv_splits == 1 and problems["pieces"].split_keys
     assert problems["few_tokens"].max_steps <= 9 and problems["few_tokens"].split_keys is None
