@@ -17,6 +17,13 @@ from sglang_dsv4.cpu import shims
 OURS = ["DeepseekV4ForCausalLM"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def our_models_are_registered() -> None:
+    """SGLang fills its registry once a process, by the environment: before a test here changes that."""
+    plugin.setup()
+    compat.require_our_model_classes()
+
+
 @pytest.fixture(autouse=True)
 def clean_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "_failures", [])
