@@ -219,11 +219,11 @@ def _create_attention_backend(runner: ModelRunner) -> AttentionBackend:
 
     from sglang_dsv4.attention import comparison as attention_comparison
     from sglang_dsv4.attention.backend import Dsv4AttentionBackend
-    from sglang_dsv4.attention.implementation import compile_ahead
+    from sglang_dsv4.compile_ahead import compile_ahead
 
     backend, parallel = Dsv4AttentionBackend(runner), get_parallel()
     heads = runner.model_config.num_attention_heads // parallel.tp_size
-    compile_ahead(backend.token_to_kv_pool.geometry, heads, backend.device)
+    compile_ahead(runner.model.dsv4_config, backend.token_to_kv_pool.geometry, heads, backend.device)
     file = attention_comparison.file_of_rank(parallel.tp_rank)
     if file is not None and not runner.is_draft_worker:
         logger.warning("sglang_dsv4: every attention is computed twice and compared, see %s", file)

@@ -3,6 +3,8 @@
 Shapes alone decide what is launched, so a CUDA graph can record it: CTAs look up how many entries their token sees.
 """
 
+from types import ModuleType
+
 import torch
 from cutlass import Int32, Int64
 from torch import Tensor
@@ -28,6 +30,11 @@ def tokens_at_a_time(tokens: int, max_entries: int) -> int:
     return max(1, min(tokens, SCRATCH_BYTES // max(1, 4 * max_entries)))
 
 
+def score_kernels(arch: str) -> tuple[ModuleType, ...]:
+    """The module of decode's scores, and that of a prefill's where it has its own."""
+    return (scores, prefill_scores) if arch == bf16_rows.ARCHITECTURES["sm90"] else (scores,)
+
+
 def _run(
     name: str,
     q: Tensor,
@@ -49,10 +56,10 @@ def _run(
         return rows.fill_(-1)
     arch, stream = bf16_rows.architecture(name, device), bf16_rows.current_stream(device)
     at_a_time = tokens_at_a_time(tokens, num_pages * PAGE_ROWS)
-    if prefill and name == "sm90":
-        score_kernel, pages_a_cta = prefill_scores, prefill_scores.pages_a_cta(at_a_time, num_pages)
-    else:
-        score_kernel, pages_a_cta = scores, max(PAGES_A_CTA, -(-num_pages // RUNS))
+    score_kernel, *of_prefill = score_kernels(arch)
+    pages_a_cta = max(PAGES_A_CTA, -(-num_pages // RUNS))
+    if prefill and of_prefill:
+        (score_kernel,), pages_a_cta = of_prefill, prefill_scores.pages_a_cta(at_a_time, num_pages)
     buffer = None
     if num_pages * PAGE_ROWS > top_k:
         buffer = torch.empty(at_a_time, num_pages * PAGE_ROWS, dtype=torch.float32, device=device)

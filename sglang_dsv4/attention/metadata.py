@@ -252,6 +252,16 @@ def extend_metadata(
     )
 
 
+def step_layout(geometry: PoolGeometry) -> StepLayout:
+    """What a step's mapping is compiled for."""
+    return StepLayout(
+        page_tokens=FULL_PAGE_TOKENS,
+        window_tokens=geometry.window_tokens,
+        ring_rows=geometry.ring_rows,
+        groups=tuple(GroupLayout(r, overlap_groups(r), geometry.state_rows(r)) for r in geometry.compressed),
+    )
+
+
 def uniform_metadata(
     first_positions: Tensor,
     req_slots: Tensor,
@@ -281,12 +291,7 @@ def uniform_metadata(
         tokens_per_request,
         num_pages,
         request_slots,
-        StepLayout(
-            page_tokens=FULL_PAGE_TOKENS,
-            window_tokens=geometry.window_tokens,
-            ring_rows=geometry.ring_rows,
-            groups=tuple(GroupLayout(r, overlap_groups(r), geometry.state_rows(r)) for r in geometry.compressed),
-        ),
+        step_layout(geometry),
     )
     of_ratio = dict(zip(geometry.compressed, found.groups, strict=True))
     return ForwardMetadata(

@@ -1,0 +1,163 @@
+"""The kernels of a model's forward, compiled before the server is ready.
+
+Recording CUDA graphs compiles what a decode step runs. What only prefills run, or a server without graphs, would be
+compiled while the first requests wait. Kernels that are on disk already take milliseconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from dsv4_kernels import compile_cache, registry
+from sglang_dsv4.attention import implementation
+from sglang_dsv4.attention.metadata import step_layout
+from sglang_dsv4.cache.geometry import PoolGeometry
+from sglang_dsv4.config import Config
+from sglang_dsv4.layer_kinds import CSA_RATIO
+
+logger = logging.getLogger(__name__)
+
+SECONDS_A_LINE = 5.0
+"""Between lines of progress."""
+
+Compile = Callable[[], object]
+
+
+def compile_ahead(config: Config, geometry: PoolGeometry, heads: int, device: torch.device) -> None:
+    """Compile all kernels of ours that serve this model on this device; nothing where references do.
+
+    Args:
+        config: the model's.
+        geometry: of the pools.
+        heads: of this rank.
+        device: of the model.
+
+    Raises:
+        ValueError: a dimension that a kernel is not made for; the message names it and the implementation to choose.
+    """
+    implementation.compile_ahead(geometry, heads, device)
+    begin = said = time.perf_counter()
+    known, todo = len(compile_cache.origins()), kernels(config, geometry, device)
+    for done, (op, compile) in enumerate(todo, 1):
+        compile()
+        if time.perf_counter() - said > SECONDS_A_LINE:
+            said = time.perf_counter()
+            logger.info("kernels: %d of %d ready (%s), %.1f s", done, len(todo), op, said - begin)
+    if todo:
+        compiled = sum(origin.source == "compiled" for origin in compile_cache.origins()[known:])
+        seconds = time.perf_counter() - begin
+        logger.info("all %d kernels are ready after %.1f s, %d of them compiled", len(todo), seconds, compiled)
+
+
+def kernels(config: Config, geometry: PoolGeometry, device: torch.device) -> list[tuple[str, Compile]]:
+    """Each kernel beside the attention's, by the op that it belongs to, and what compiles it."""
+    found: list[tuple[str, Compile]] = []
+    for op, of_arch in _KERNELS.items():
+        name = registry.chosen(op, device, geometry.dtype).name
+        if name in ("sm90", "sm100"):
+            from dsv4_kernels.bf16_rows import architecture
+
+            arch = architecture(name, device)
+            found += [(op, compile) for compile in of_arch(config, geometry, arch)]
+    return found
+
+
+def _compress_store(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
+    from dsv4_kernels.compressor import gpu
+
+    of_csa = (geometry.row_dim, geometry.index_dim)
+    dims = {ratio: of_csa if ratio == CSA_RATIO else of_csa[:1] for ratio in geometry.compressed}
+    return [partial(gpu.compile, kernel, dims[r], r, arch) for r in dims for kernel in ("entries", "keep")]
+
+
+def _hyper_connection(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
+    from dsv4_kernels.hyper_connection import gpu
+
+    return [partial(gpu.compile, plan, arch) for plan in gpu.plans(config.hidden_size)]
+
+
+def _index_query(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
+    from dsv4_kernels.indexer import query
+
+    return [partial(query.compile, arch, config.qat.indexer_fp4)] if CSA_RATIO in geometry.compressed else []
+
+
+def _index_topk(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
+    if CSA_RATIO not in geometry.compressed:
+        return []
+    from dsv4_kernels.indexer import gpu, topk
+
+    scores = [partial(kernel.compile, arch, config.index_n_heads) for kernel in gpu.score_kernels(arch)]
+    return [*scores, partial(topk.compile, arch)]
+
+
+def _norm_rope_store(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
+    from dsv4_kernels.norm_rope_store import gpu
+
+    return [partial(gpu.compile, heads_a_warp, arch) for heads_a_warp in (1, gpu.HEADS_A_WARP)]
+
+
+def _rms_norm(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
+    from dsv4_kernels.norm import gpu
+
+    return [partial(gpu.compile, gpu.Configuration(config.q_lora_rank, "fp32"), arch)]
+
+
+def _rope(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
+    from dsv4_kernels.rope import gpu
+
+    return [partial(gpu.compile, gpu.HEADS_A_THREAD, arch)]
+
+
+def _quant(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
+    from dsv4_kernels.quant import gpu
+
+    return [partial(gpu.compile, arch)]
+
+
+def _swiglu(is_fp8: bool, config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
+    from dsv4_kernels.moe import gpu
+
+    return [partial(gpu.compile, is_fp8, arch)]
+
+
+def _route_topk(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
+    from dsv4_kernels.router import gpu
+
+    configuration = gpu.Configuration(config.num_experts_per_tok, config.n_routed_experts)
+    return [partial(gpu.compile, configuration, arch)]
+
+
+def _route_hash(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
+    from dsv4_kernels.router import gpu
+
+    configuration = gpu.Configuration(config.num_experts_per_tok, 0, wide_ids=True)
+    return [partial(gpu.compile, configuration, arch)] if config.num_hash_layers else []
+
+
+def _step_mapping(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
+    from dsv4_kernels.step_mapping import gpu
+
+    return [partial(gpu.compile, arch, step_layout(geometry), 1)]
+
+
+_KERNELS: dict[str, Callable[[Config, PoolGeometry, str], list[Compile]]] = {
+    "apply_rope_in_place": _rope,
+    "compress_store": _compress_store,
+    "fp8_quantise": _quant,
+    "fused_swiglu": partial(_swiglu, False),
+    "hc_boundary": _hyper_connection,
+    "index_query": _index_query,
+    "index_topk": _index_topk,
+    "norm_rope_store": _norm_rope_store,
+    "rms_norm": _rms_norm,
+    "route_hash_logits": _route_hash,
+    "route_topk_logits": _route_topk,
+    "step_mapping": _step_mapping,
+    "swiglu_fp8": partial(_swiglu, True),
+}

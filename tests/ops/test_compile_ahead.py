@@ -1,0 +1,127 @@
+"""Which kernels are compiled before a server is ready: all that forwards of any number of tokens then run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dsv4_kernels import compile_cache, registry
+from dsv4_kernels.kv_layout import RowFormat
+from sglang_dsv4 import compile_ahead, cuda_graphs
+from sglang_dsv4.cache.geometry import PoolGeometry
+from sglang_dsv4.config import Config
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
+from sglang_dsv4.layer_kinds import CSA_RATIO, HCA_RATIO, SWA_RATIO
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+RELEASED = {"hidden_size": 4096, "head_dim": 512, "q_lora_rank": 1024, "index_n_heads": 64, "index_head_dim": 128}
+GEOMETRY = PoolGeometry(
+    ratios=(SWA_RATIO, CSA_RATIO, HCA_RATIO),
+    row_dim=512,
+    row_format=RowFormat.FP8,
+    index_format=RowFormat.INDEX_FP4,
+    dtype=torch.bfloat16,
+)
+BESIDE_THE_TABLE = {"grouped_linear", "linear_fp32", "hc_enter", "hc_finish", "sparse_attention"}
+"""Ops of a step that are cuBLAS's, the same kernels as another's, or compiled by `attention.implementation`."""
+
+
+def config() -> Config:
+    return Config.from_hf(SimpleNamespace(**hf_config(PRESETS["flash"]) | RELEASED))
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[tuple, bool]:
+    """A GPU that there is not, whose kernels are remembered in place of being compiled."""
+    compiled: dict[tuple, bool] = {}
+
+    def remembered(name: str, config: object, arch: str, compile: Callable[[], object]) -> object:
+        compiled[name, repr(config), arch] = True
+        return lambda *arguments: None
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for module in modules():
+        monkeypatch.setattr(module, "load_or_compile", remembered)
+    return compiled
+
+
+def modules() -> list[object]:
+    from dsv4_kernels.compressor import gpu as compressor
+    from dsv4_kernels.hyper_connection import gpu as hyper_connection
+    from dsv4_kernels.indexer import prefill_scores, query, scores, topk
+    from dsv4_kernels.moe import gpu as moe
+    from dsv4_kernels.norm import gpu as norm
+    from dsv4_kernels.norm_rope_store import gpu as norm_rope_store
+    from dsv4_kernels.quant import gpu as quant
+    from dsv4_kernels.rope import gpu as rope
+    from dsv4_kernels.router import gpu as router
+    from dsv4_kernels.step_mapping import gpu as step_mapping
+
+    step_mapping.compile.cache_clear()
+    first = [compressor, hyper_connection, prefill_scores, query, scores, topk]
+    return [*first, moe, norm, norm_rope_store, quant, rope, router, step_mapping]
+
+
+def test_every_op_of_a_step_is_in_the_table() -> None:
+    assert set(cuda_graphs.STEP_OPS) - BESIDE_THE_TABLE == set(compile_ahead._KERNELS)
+    ours = {op for op in registry.ops() if "sm90" in registry.available(op)}
+    unused = {"apply_rope", "hc_head", "hc_post", "hc_pre"}  # no forward calls these
+    assert ours - unused - BESIDE_THE_TABLE - {"unpack_pages"} == set(compile_ahead._KERNELS)
+
+
+def test_what_forwards_of_any_size_run_is_compiled(hopper: dict[tuple, bool]) -> None:
+    """By the choices that depend on the number of tokens: of the hyper-connections' plan and of heads a warp."""
+    from dsv4_kernels.hyper_connection import gpu as hyper_connection
+    from dsv4_kernels.norm_rope_store import gpu as norm_rope_store
+
+    for _, compile in compile_ahead.kernels(config(), GEOMETRY, CUDA):
+        compile()
+    found = {(name, text) for name, text, arch in hopper if arch == "sm_90a"}
+    assert len(found) == len(hopper)
+    for tokens in [*range(1, 300), 1000, 8192, 100_000]:
+        for rows, post in ((24, True), (24, False), (4, True)):
+            plan = hyper_connection.chosen(tokens, 4096, rows, post, True, False)
+            assert ("hyper_connection", repr(plan)) in found, tokens
+    for heads_a_warp in {1, norm_rope_store.HEADS_A_WARP}:
+        assert ("norm_rope_store", repr(f"{heads_a_warp} heads a warp")) in found
+    kinds = {"compress_store_entries": 2, "compress_store_keep": 2, "index_scores": 1, "index_prefill_scores": 1}
+    for name, count in kinds.items():
+        assert sum(one == name for one, _ in found) == count, name
+
+
+def test_progress_is_said(
+    hopper: dict[tuple, bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compile_ahead, "SECONDS_A_LINE", 0.0)
+    monkeypatch.setattr(compile_ahead.implementation, "compile_ahead", lambda *arguments: None)
+    with caplog.at_level(logging.INFO, logger=compile_ahead.__name__):
+        compile_ahead.compile_ahead(config(), GEOMETRY, 64, CUDA)
+    count = len(compile_ahead.kernels(config(), GEOMETRY, CUDA))
+    assert f"kernels: 1 of {count} ready (apply_rope_in_place)" in caplog.messages[0]
+    assert caplog.messages[-1].startswith(f"all {count} kernels are ready after ")
+
+
+def test_references_need_no_compiling(caplog: pytest.LogCaptureFixture) -> None:
+    known = len(compile_cache.origins())
+    compile_ahead.compile_ahead(config(), GEOMETRY, 64, CPU)
+    assert not caplog.records and len(compile_cache.origins()) == known
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "arch"), [((9, 0), "sm_90a"), ((10, 0), "sm_100a")])
+def test_they_compile(capability: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from host import emulated
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
+    monkeypatch.setattr(compile_cache, "_in_memory", {})
+    with emulated(arch=arch):
+        for _, compile in compile_ahead.kernels(config(), GEOMETRY, CUDA):
+            compile()
+    assert {made_for for _, _, made_for in compile_cache._in_memory} == {arch}
