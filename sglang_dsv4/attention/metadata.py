@@ -33,6 +33,7 @@ from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
 from dsv4_kernels.step_mapping import GroupLayout, StepLayout, step_mapping
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups, ring_row
 from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.to_device import to_device
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,7 @@ def extend_metadata(
     gathered = [min(p, W - 1) for p in prefix_lens]
     G = sum(gathered)
 
-    lengths = torch.tensor([list(prefix_lens), list(extend_lens), gathered], dtype=torch.int64).to(device)
-    prefix, extend, gather = lengths
+    prefix, extend, gather = to_device([list(prefix_lens), list(extend_lens), gathered], device)
     end = prefix + extend
     begin = extend.cumsum(0) - extend  # [B] first token of each request
     gather_begin = gather.cumsum(0) - gather

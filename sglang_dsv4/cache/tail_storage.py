@@ -26,6 +26,7 @@ from dsv4_radix_cache.store import Copy, Tier
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.pool_plan import PoolSpec, tail_specs
 from sglang_dsv4.layer_kinds import CSA_RATIO
+from sglang_dsv4.to_device import to_device
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,9 @@ def chunk_writes(writes: Sequence[tuple[int, int, int, Write]], device: torch.de
         slot = write.device_slot
         rows.extend(range(slot * WINDOW_TOKENS, (slot + 1) * WINDOW_TOKENS))
         overlap_rows.extend(range(slot * OVERLAP_TOKENS, (slot + 1) * OVERLAP_TOKENS))
-    lists = (torch.tensor(values, dtype=torch.int64).to(device) for values in (tokens, rows, overlap, overlap_rows))
-    return ChunkWrites(*lists)
+    lists = (tokens, rows, overlap, overlap_rows)
+    together = to_device([value for values in lists for value in values], device)
+    return ChunkWrites(*together.split([len(values) for values in lists]))
 
 
 class TailRows(NamedTuple):

@@ -14,8 +14,10 @@ import torch
 from cache.simulation import Simulation
 
 from dsv4_kernels.kv_layout import RowFormat
+from dsv4_radix_cache.requests import Write
 from sglang_dsv4.attention.metadata import extend_metadata, uniform_metadata
 from sglang_dsv4.cache.geometry import PoolGeometry
+from sglang_dsv4.cache.tail_storage import chunk_writes
 
 EDGES = [*range(1, 10), *range(127, 131), *range(255, 258)]
 FLASH = PoolGeometry(ratios=(0, 0, 4, 128, 4), row_format=RowFormat.FP8)
@@ -151,3 +153,21 @@ def test_uniform_shapes_depend_on_the_batch_size_alone(k: int) -> None:
         meta = uniform_metadata(first, torch.arange(5), k, table, 16, SPECULATIVE, 8)
         assert meta.window_rows.shape == (5 * k, 128) and meta.page_table.shape == (5, 16)
         assert {r: tuple(p.sources.shape) for r, p in meta.compress.items()} == {4: (5, 8), 128: (5, 128)}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_preparing_a_prefill_does_not_wait_for_the_gpu() -> None:
+    """PyTorch raises at whatever would: the scheduler prepares a chunk while the one before it runs."""
+    geometry = PoolGeometry(ratios=(0, 4, 128), row_dim=512, row_format=RowFormat.FP8, dtype=torch.bfloat16)
+    slots = torch.tensor([1, 2], device="cuda")
+    table = torch.arange(3 * 4096, dtype=torch.int32, device="cuda").view(3, 4096)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        meta = extend_metadata([0, 512], [700, 300], slots, table, geometry, 3, num_tokens=1024)
+        writes = chunk_writes([(0, 0, 700, Write(512, 1))], "cuda")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert meta.positions[[0, 699, 700, 999]].tolist() == [0, 699, 512, 811]
+    assert writes is not None and writes.window_tokens.tolist() == list(range(384, 512))
