@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import torch
 
 from dsv4_kernels import compile_cache, registry
+from dsv4_kernels.indexer import SCRATCH_BYTES
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.unpack import choice
 from sglang_dsv4 import compat
@@ -92,7 +93,10 @@ def plan(model: Path, tokens: int, requests: int, rows: str) -> list[str]:
     lines = [
         plan.table(),
         *(
-            [f"beside the pools, during a prefill: up to {format_bytes(choice.MAX_BYTES)} of unpacked rows"]
+            [
+                f"beside the pools, during a prefill: up to {format_bytes(choice.MAX_BYTES)} of unpacked rows and "
+                f"{format_bytes(SCRATCH_BYTES)} of index scores"
+            ]
             if fp8
             else []
         ),

@@ -115,7 +115,7 @@ def store_8_bytes_if(exists: Int32, address: Int64, low: Uint32, high: Uint32) -
 
 
 def copy_bulk(shared: Int32, address: Int64, num_bytes: int, barrier: Int32) -> None:
-    """Neighbouring bytes from global to shared memory, by the copy engine; a barrier counts them."""
+    """Neighbouring bytes from global to shared memory, by TMA (bulk copies); a barrier counts them."""
     ptx.asm(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         [],

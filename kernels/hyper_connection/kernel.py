@@ -5,7 +5,7 @@ thread has four neighbouring channels and keeps its part of the new streams in r
 when they are mixed, so that streams are read once and written once.
 
     who             does                                                            waits for
-    one warp        asks for fn's rows, by the copy engine, row by row              empty[stage], if it has had a row
+    one warp        asks for fn's rows, by TMA (bulk copies), row by row              empty[stage], if it has had a row
                     balances comb of the token that has this CTA's number           sums_there
     the others      new streams = post y + comb^T streams; writes them
                     24 products with fn, added up over lanes                        full[stage]
@@ -177,7 +177,7 @@ class HyperConnection(Streams):
             full = shared.full.data_ptr() + stage
             if const_expr(end > plan.stages):
                 cute.arch.mbarrier_wait(shared.empty.data_ptr() + stage, (row // plan.stages - 1) & 1)
-                cute.arch.fence_view_async_shared()  # what was read by loads is written by the copy engine
+                cute.arch.fence_view_async_shared()  # what was read by loads is written by TMA (bulk copies)
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, plan.row_bytes)
             cute.arch.sync_warp()

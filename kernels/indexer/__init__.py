@@ -8,6 +8,9 @@ from torch import Tensor
 from dsv4_kernels.kv_layout import KVRows
 from dsv4_kernels.registry import select
 
+SCRATCH_BYTES = 256 << 20
+"""Bound on the GPU kernels' buffer of scores, unless one token's are more: then it has one token's."""
+
 
 def index_query(
     q: Tensor, positions: Tensor, frequencies: Tensor, quantise: bool = True, impl: str | None = None

@@ -10,11 +10,9 @@ from cutlass import Int32, Int64
 from torch import Tensor
 
 from dsv4_kernels import bf16_rows
-from dsv4_kernels.indexer import prefill_scores, scores, topk
+from dsv4_kernels.indexer import SCRATCH_BYTES, prefill_scores, scores, topk
 from dsv4_kernels.kv_layout import PAGE_ROWS, KVRows, RowFormat
 
-SCRATCH_BYTES = 256 << 20
-"""Bound on the buffer of scores, unless one token's are more."""
 RUNS = 64
 """CTAs of one token, at the most: each has as many pages as that takes, and at least PAGES_A_CTA."""
 PAGES_A_CTA = 4

@@ -41,7 +41,8 @@ def test_plan_says_what_is_kept(model: Path, rows: str, monkeypatch: pytest.Monk
     assert "8 requests, 24 tail checkpoints" in lines[0]
     assert any("24 on the device, 77 in host memory" in line for line in lines)
     assert ["32,768", "2", "17"] in [line.split() for line in lines]
-    assert ("beside the pools, during a prefill: up to 256 MiB of unpacked rows" in lines) == (rows == "fp8")
+    beside = "beside the pools, during a prefill: up to 256 MiB of unpacked rows and 256 MiB of index scores"
+    assert (beside in lines) == (rows == "fp8")
 
 
 def test_a_missing_server_or_model_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
