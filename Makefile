@@ -1,11 +1,13 @@
 # make serve   a server for a small random DeepSeek-V4 on this machine's CPU     make test    the test suite, but for what is slow
 #
 # Variables: PYTHON=python3.11  PORT=30000  MODEL=<checkpoint folder>  SERVE_ARGS="--tp 2 …"  TEST_ARGS="tests/ops -k …"  WORKERS=2
+#            PRESET=<layout of `make checkpoint`: tiny, flash-april, flash-0731, pro-0813, flash, pro>
 #            TORCH_INDEX=<index with CPU builds of torch; empty: only pip's configured ones>
 
 PYTHON      ?= python3.11
 PORT        ?= 30000
 MODEL       ?= checkpoints/tiny
+PRESET      ?= tiny
 SERVE_ARGS  ?=
 TEST_ARGS   ?=
 WORKERS     ?= 2
@@ -23,13 +25,15 @@ ENV     := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} OMP_WAIT_POLICY=$${OM
 # `make test` runs WORKERS processes side by side (tests/conftest.py says which tests stay together), so each computes
 # with one thread. TEST_ARGS="-n0 …" runs them in one process, which a debugger needs.
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
+# Tests that skip without one of these modules must not do so here: tests/conftest.py refuses to begin.
+TEST_NEEDS := DSV4_TESTS_NEED="cutlass torch"
 
-.PHONY: help setup serve test test-slow lint format clean
+.PHONY: help setup checkpoint serve test test-slow lint format clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,4s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: make setup | test-slow | lint | format | clean"
+	@sed -n '1,5s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@echo "also: make setup | checkpoint | test-slow | lint | format | clean"
 
 setup: $(STAMP)
 
@@ -37,18 +41,21 @@ $(STAMP):
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH_INDEX="$(TORCH_INDEX)" sh setup_venv.sh
 	@rm -f $(VENV)/.ready-* && touch $@
 
+checkpoint: $(STAMP)
+	@$(BIN)/python -m sglang_dsv4.cpu.random_checkpoint "$(MODEL)" --preset $(PRESET)
+
 # Only the default checkpoint is ours to write; MODEL=… names one that exists.
-checkpoints/tiny/config.json: $(STAMP) sglang_dsv4/random_checkpoint.py sglang_dsv4/random_tokenizer.py
-	@$(BIN)/python -m sglang_dsv4.random_checkpoint checkpoints/tiny --preset tiny
+checkpoints/tiny/config.json: $(STAMP) sglang_dsv4/cpu/random_checkpoint.py sglang_dsv4/cpu/random_tokenizer.py
+	@$(BIN)/python -m sglang_dsv4.cpu.random_checkpoint checkpoints/tiny --preset tiny
 
 serve: $(STAMP) $(if $(filter checkpoints/tiny,$(MODEL)),checkpoints/tiny/config.json)
-	@$(ENV) $(BIN)/python -m sglang_dsv4.quickstart --model-path "$(MODEL)" --port $(PORT) $(SERVE_ARGS)
+	@$(ENV) $(BIN)/python -m sglang_dsv4.cpu.quickstart --model-path "$(MODEL)" --port $(PORT) $(SERVE_ARGS)
 
 test: $(STAMP)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(TEST_ARGS)
+	$(TEST_ENV) $(TEST_NEEDS) $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(TEST_ARGS)
 
 test-slow: $(STAMP)
-	$(ENV) $(BIN)/python -m pytest -m "slow and not gpu" $(TEST_ARGS)
+	$(ENV) $(TEST_NEEDS) $(BIN)/python -m pytest -m "slow and not gpu" $(TEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

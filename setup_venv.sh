@@ -46,6 +46,6 @@ count=$(grep -c '^[A-Za-z]' requirements-cpu.txt)
 echo "[3/4] $count pinned packages (about 310 MB to download the first time)"
 pip install --no-deps --progress-bar off -r requirements-cpu.txt -r requirements-test.txt || stop "$failed"
 
-echo "[4/4] this package, editable, and the CPU shims (see sglang_dsv4/shims.py)"
+echo "[4/4] this package, editable, and the CPU shims (see sglang_dsv4/cpu/shims.py)"
 pip install --no-deps --no-build-isolation --quiet --editable . || stop "$failed"
-"$VENV/bin/python" -m sglang_dsv4.shims install
+"$VENV/bin/python" -m sglang_dsv4.cpu.shims install

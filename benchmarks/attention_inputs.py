@@ -132,7 +132,7 @@ class Inputs:
         if self.page_table is not None:
             dense = {"page_table": self.page_table, "token_to_request": self.token_to_request}
             return {**arguments, **dense, "entries_per_page": HCA_PAGE_ENTRIES}
-        return {**arguments, "entry_rows": self.entry_list}
+        return {**arguments, "entry_indices": self.entry_list}
 
     def keys(self) -> int:
         """Rows that all tokens together read; holes are none."""

@@ -126,10 +126,19 @@ class ReplayEngine:
 
     def forward_extend(self, req: Req, begin: int, end: int) -> None:
         """What the attention backend does before a prefill forward."""
-        self.tails.resume(req.rid, req.kv.req_pool_idx, begin)
+        from sglang_dsv4.prefix.tail_component import tail_receipt
+
+        holder = self.holder(req)
+        self.tails.admit(*holder, req.tail_match, tail_receipt(req))
+        self.tails.resume(*holder, begin)
         self.tails.take_snapshots()
         self.tails.copies()
-        self.tails.extend(req.rid, begin, end)
+        self.tails.extend(*holder, begin, end)
+
+    def holder(self, req: Req) -> tuple[int, int]:
+        """The request's slot and its generation."""
+        slot = req.kv.req_pool_idx
+        return slot, int(self.rows.req_generation[slot])
 
     def decode(self, running: Running, output: Sequence[int]) -> None:
         """Generate these tokens. The last one's KV is never computed, as in SGLang."""
@@ -150,7 +159,7 @@ class ReplayEngine:
         """What the attention backend does before a decode forward that writes `position`."""
         self.tails.take_snapshots()
         self.tails.copies()
-        self.tails.decode(req.rid, position, 1)
+        self.tails.decode(*self.holder(req), position, 1)
 
     def finish(self, running: Running) -> None:
         """The request ended normally: its KV goes to the tree."""
@@ -216,7 +225,7 @@ def tail_engine(
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-    from sglang_dsv4.prefix_cache import Dsv4PrefixCache
+    from sglang_dsv4.prefix.prefix_cache import Dsv4PrefixCache
 
     rows = _context(context_tokens, requests)
     allocator = PagedTokenToKVPoolAllocator(full_tokens, PAGE, torch.uint8, "cpu", None, False)

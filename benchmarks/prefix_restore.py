@@ -27,31 +27,24 @@ from torch import Tensor
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_radix_cache.requests import Restore, Write
 from dsv4_radix_cache.store import Copy, Tier
-from sglang_dsv4.geometry import CSA_RATIO, HCA_RATIO, PoolGeometry
-from sglang_dsv4.tail_storage import TailStorage
+from sglang_dsv4.cache.geometry import PoolGeometry
+from sglang_dsv4.cache.tail_storage import TailStorage
+from sglang_dsv4.layer_kinds import CSA_RATIO, HCA_RATIO
 
 FLASH = (0, 0) + (CSA_RATIO, HCA_RATIO) * 20 + (CSA_RATIO,)
 PRO = (HCA_RATIO, HCA_RATIO) + (CSA_RATIO, HCA_RATIO) * 29 + (CSA_RATIO,)
 REQUESTS, SLOTS, POSITION = 64, 64, 4096
 
 
-class Rings:
-    """As much of a KV pool as a checkpoint touches: stacks of all layers."""
-
-    def __init__(self, geometry: PoolGeometry, device: torch.device) -> None:
-        g = self.geometry = geometry
-        self.device = device
-        ring = KVRows.allocate(REQUESTS * g.ring_rows, g.row_format, g.row_dim, g.rope_dim, g.dtype, "meta").storage
-        states, csa = REQUESTS * g.state_rows(CSA_RATIO), len(g.layers(CSA_RATIO))
-        self._stacks = {
-            "window rings": torch.randint(255, (len(g.ratios), *ring.shape), dtype=ring.dtype, device=device),
-            "CSA compressor state": torch.randn(csa, states, 2, 2 * g.row_dim, device=device),
-            "indexer compressor state": torch.randn(csa, states, 2, 2 * g.index_dim, device=device),
-        }
-
-    def stack(self, name: str) -> Tensor:
-        """[layers, rows, ...]."""
-        return self._stacks[name]
+def rings_of(g: PoolGeometry, device: torch.device) -> dict[str, Tensor]:
+    """As much of a KV pool as a checkpoint touches, by name: [layers, rows, ...]."""
+    ring = KVRows.allocate(REQUESTS * g.ring_rows, g.row_format, g.row_dim, g.rope_dim, g.dtype, "meta").storage
+    states, csa = REQUESTS * g.state_rows(CSA_RATIO), len(g.layers(CSA_RATIO))
+    return {
+        "window rings": torch.randint(255, (len(g.ratios), *ring.shape), dtype=ring.dtype, device=device),
+        "CSA compressor state": torch.randn(csa, states, 2, 2 * g.row_dim, device=device),
+        "indexer compressor state": torch.randn(csa, states, 2, 2 * g.index_dim, device=device),
+    }
 
 
 def main() -> None:
@@ -67,9 +60,7 @@ def main() -> None:
         row_format=RowFormat.FP8,
         index_format=RowFormat.INDEX_FP4,
     )
-    rings = Rings(geometry, device)
-    storage = TailStorage(rings, SLOTS)
-    storage.add_host(SLOTS)
+    storage = TailStorage(geometry, rings_of(geometry, device), device, SLOTS, SLOTS)
     rng = random.Random(0)
 
     def synchronise() -> None:

@@ -40,9 +40,9 @@ from cubin import resources
 
 from dsv4_kernels import compile_cache
 from dsv4_kernels.kv_layout import ROW_DIM, KVRows, RowFormat
-from dsv4_kernels.sparse_attention import sm100
 from dsv4_kernels.sparse_attention.problem import Problem
-from dsv4_kernels.sparse_attention.sm100_plan import HEADS, TILE_KEYS, Smem
+from dsv4_kernels.sparse_attention.sm100 import launch as sm100
+from dsv4_kernels.sparse_attention.sm100.plan import HEADS, TILE_KEYS, Smem
 
 RESULTS = Path(__file__).resolve().parent / "results" / "sparse_attention_sm100_static.json"
 FLOPS_PER_CYCLE = 8192
@@ -94,13 +94,13 @@ def problem_of(case: StaticCase) -> Problem:
 
     entries = table(case.entries) if case.entries else None
     order = torch.randperm(max(case.entries, 1), generator=generator).int()[None]
-    lists = {"entry_rows": None, "page_table": None, "token_to_request": None, "visible": None, "entries_per_page": 0}
+    lists = dict.fromkeys(("entry_indices", "page_table", "token_to_request", "visible")) | {"entries_per_page": 0}
     if case.dense:
         one = torch.zeros(1, dtype=torch.int32)
         lists |= {"page_table": order[:, : case.entries // 2] // 2, "token_to_request": one, "entries_per_page": 2}
         lists["visible"] = one + case.entries
     elif case.entries:
-        lists["entry_rows"] = order
+        lists["entry_indices"] = order
     return Problem.of(
         q=torch.randn(1, case.heads, ROW_DIM, generator=generator).bfloat16(),
         window=table(128),
@@ -109,8 +109,6 @@ def problem_of(case: StaticCase) -> Problem:
         sink=torch.zeros(case.heads),
         scale=ROW_DIM**-0.5,
         out=None,
-        return_lse=False,
-        normalised=True,
         split_keys=None,
         **lists,
     )

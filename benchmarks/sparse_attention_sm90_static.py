@@ -16,9 +16,9 @@ from pathlib import Path
 from cubin import hopper_instructions, resources
 
 from dsv4_kernels import compile_cache
-from dsv4_kernels.sparse_attention import sm90
-from dsv4_kernels.sparse_attention.sm90_plan import Configuration, Shared, Split
-from dsv4_kernels.sparse_attention.sm90_steps import StepShared
+from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+from dsv4_kernels.sparse_attention.sm90.cluster import ClusterShared
+from dsv4_kernels.sparse_attention.sm90.plan import Configuration, Shared, Split
 
 RESULTS = Path(__file__).resolve().parent / "results" / "sparse_attention_sm90_static.json"
 
@@ -38,7 +38,7 @@ def static_numbers(configuration: Configuration) -> dict[str, int]:
         f"{configuration}: {instructions} in the cubin, {expected} in the PTX"
     )
     numbers = resources(compiled.__cubin__) | {"stack_accesses": instructions["stack_accesses"]}
-    shared = StepShared if configuration.split == Split.STEPS else Shared
+    shared = ClusterShared if configuration.split == Split.STEPS else Shared
     return numbers | {"shared_memory_bytes": shared.size_in_bytes()}
 
 

@@ -5,8 +5,9 @@ result it puts on disk as an object file (host code with the cubin inside). An o
 that can change it: all source files of this package (a kernel takes constants from several), the DSL's version and
 environment, Python's minor version, the architecture and the configuration. Beside it lies a JSON file with the
 object's SHA-256; an object that does not have that hash is compiled again, and a log line says so. Files appear under
-their names whole or not at all, and of several processes that need the same kernel one compiles while the others wait.
-Whoever adds a kernel deletes those that nobody has loaded for KEEP_DAYS: they are of older versions, mostly.
+their names whole or not at all, and of several processes that need the same kernel one compiles while the others wait,
+LOCK_SECONDS at most. Whoever adds a kernel deletes those that nobody has loaded for KEEP_DAYS: they are of older
+versions, mostly. Only files that begin with PREFIX are ours to delete.
 
 `DSV4_KERNEL_CACHE` names the folder, or is `off` for none; unset it is `~/.cache/sglang-dsv4/kernels` (under
 `XDG_CACHE_HOME` if that is set). Whoever can write to it can run code in this process.
@@ -31,12 +32,17 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 logger = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "DSV4_KERNEL_CACHE"
 KEEP_DAYS = 90
+PREFIX = "dsv4-kernel-"
+"""How the names of our files begin: the folder may hold others."""
+LOCK_SECONDS = 600.0
+"""So long a process waits for another one that compiles the same kernel; then it compiles for itself."""
+_LOCK_POLL_SECONDS = 0.05
 _SYMBOL = "dsv4_kernel"
 """Name of the function inside an object file."""
 
@@ -72,9 +78,7 @@ def folder() -> Path | None:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-dsv4" / "kernels"
 
 
-def load_or_compile(
-    name: str, config: Hashable, arch: str, compile: Callable[[], Any], *, tvm_ffi: bool = False
-) -> Callable[..., Any]:
+def load_or_compile(name: str, config: Hashable, arch: str, compile: Callable[[], Any]) -> Callable[..., Any]:
     """The compiled function of one configuration of a kernel.
 
     Call it with positional arguments only: what is loaded from disk does not know the names.
@@ -84,7 +88,6 @@ def load_or_compile(
         config: what `compile` specialises on besides `arch`; its repr must say all of it.
         arch: "sm_90a".
         compile: returns what `cute.compile` returns.
-        tvm_ffi: whether `compile` does so with --enable-tvm-ffi.
 
     Raises:
         ValueError: `config` prints an address, so it would never be found again.
@@ -95,19 +98,12 @@ def load_or_compile(
         text = repr(config)
         if " at 0x" in text:
             raise ValueError(f"the configuration of {name} prints an address: {text}. Use a frozen dataclass of values")
-        function = _in_memory[key] = _from_disk_or_compiler(name, text, arch, compile, tvm_ffi)
+        function = _in_memory[key] = _from_disk_or_compiler(name, text, arch, compile)
     return function
 
 
-def forget() -> None:
-    """Empties the memory, not the disk."""
-    _in_memory.clear()
-
-
-def _from_disk_or_compiler(
-    name: str, config: str, arch: str, compile: Callable[[], Any], tvm_ffi: bool
-) -> Callable[..., Any]:
-    stored = _Stored.at(folder(), name, config, arch, tvm_ffi)
+def _from_disk_or_compiler(name: str, config: str, arch: str, compile: Callable[[], Any]) -> Callable[..., Any]:
+    stored = _Stored.at(folder(), name, config, arch)
     with stored.locked() if stored else contextlib.nullcontext():
         begin = time.perf_counter()
         function = stored.load() if stored else None
@@ -134,7 +130,7 @@ class _Stored:
     """What the object was made from; its hash is in the object's name."""
 
     @staticmethod
-    def at(folder: Path | None, name: str, config: str, arch: str, tvm_ffi: bool) -> _Stored | None:
+    def at(folder: Path | None, name: str, config: str, arch: str) -> _Stored | None:
         """None if nothing can be kept there."""
         if folder is None:
             return None
@@ -143,17 +139,27 @@ class _Stored:
         except OSError as error:
             logger.warning("compiled kernels are not kept: %s (%s names another folder)", error, FOLDER_VARIABLE)
             return None
-        facts = {"config": config, "arch": arch, "tvm_ffi": tvm_ffi, "environment": _environment()}
+        facts = {"config": config, "arch": arch, "environment": _environment()}
         key = hashlib.sha256(json.dumps([facts, _source_hash()]).encode()).hexdigest()
-        return _Stored(folder / f"{name}-{arch}-{key[:24]}.o", facts)
+        return _Stored(folder / f"{PREFIX}{name}-{arch}-{key[:24]}.o", facts)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Alone with these files. The lock ends with the process that holds it."""
+        """Alone with these files, unless another process keeps the lock for longer than LOCK_SECONDS.
+
+        Then both compile, and the files are the later one's: they are replaced in one step. The lock ends with the
+        process that holds it.
+        """
         with contextlib.ExitStack() as stack:
+            path = self.object.with_suffix(".lock")
             try:
-                file = stack.enter_context(self.object.with_suffix(".lock").open("w"))
-                fcntl.flock(file, fcntl.LOCK_EX)
+                file = stack.enter_context(path.open("w"))
+                if not _locks(file, LOCK_SECONDS):
+                    logger.warning(
+                        "another process has held %s for %.0f s: this one no longer waits for its kernel. If no other "
+                        "process compiles kernels, one that hangs holds it (`fuser %s` names it)",
+                        *(path, LOCK_SECONDS, path),
+                    )
             except OSError as error:  # a read-only folder, or a file system without locks
                 logger.warning("no lock on %s: %s", self.object, error)
             yield
@@ -170,7 +176,7 @@ class _Stored:
         if not isinstance(facts, dict) or facts.get("sha256") != found:  # the loader would crash on a damaged object
             return self._unusable(f"its SHA-256 is {found}, not the recorded one")
         try:
-            function = _loaded(self.object, self.facts["tvm_ffi"])
+            function = _loaded(self.object)
         except Exception as error:
             return self._unusable(repr(error))
         with contextlib.suppress(OSError):
@@ -183,7 +189,7 @@ class _Stored:
     def save(self, function: Any, seconds: float) -> str:  # noqa: ANN401 - what cute.compile returns
         """Writes the files; says what became of it."""
         try:
-            contents = _exported(function, self.facts["tvm_ffi"])
+            contents = _exported(function)
             facts = {"sha256": hashlib.sha256(contents).hexdigest(), "compile_seconds": round(seconds, 3)}
             _write(self.object, contents)
             _write(self.object.with_suffix(".json"), (json.dumps(self.facts | facts, indent=1) + "\n").encode())
@@ -194,32 +200,41 @@ class _Stored:
         return f"kept in {self.object}"
 
 
-def _exported(function: Any, tvm_ffi: bool) -> bytes:  # noqa: ANN401
+def _locks(file: IO[str], seconds: float) -> bool:
+    """Whether the lock on a file could be had within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOCK_POLL_SECONDS)
+        else:
+            return True
+
+
+def _exported(function: Any) -> bytes:  # noqa: ANN401
     """A compiled function's object file."""
     from cutlass import cute
 
     # The exporter looks these symbols up in the process; a kernel compiled for another device has not loaded them.
-    for library in cute.runtime.find_runtime_libraries(enable_tvm_ffi=tvm_ffi):
+    for library in cute.runtime.find_runtime_libraries(enable_tvm_ffi=False):
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
-    if not tvm_ffi:
-        return function.dump_to_object(_SYMBOL)
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "exported.o"
-        function.export_to_c(str(path), function_name=_SYMBOL)
-        return path.read_bytes()
+    return function.dump_to_object(_SYMBOL)
 
 
-def _loaded(path: Path, tvm_ffi: bool) -> Callable[..., Any]:
+def _loaded(path: Path) -> Callable[..., Any]:
     """The function in an object file."""
     from cutlass import cute
 
-    return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=tvm_ffi), _SYMBOL)
+    return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=False), _SYMBOL)
 
 
 def _delete_unused(folder: Path) -> None:
-    """Deletes what has not been loaded for KEEP_DAYS."""
+    """Deletes kernels of ours that have not been loaded for KEEP_DAYS."""
     since = time.time() - KEEP_DAYS * 24 * 3600
-    for object in folder.glob("*.o"):
+    for object in folder.glob(f"{PREFIX}*.o"):
         with contextlib.suppress(OSError):  # another process does the same
             if object.stat().st_mtime < since:
                 for suffix in (".json", ".o", ".lock"):

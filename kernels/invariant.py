@@ -1,4 +1,4 @@
-"""Arithmetic whose result for one element does not depend on its place in the tensor.
+"""Batch-invariant arithmetic: the result for one element does not depend on its place in the tensor.
 
 Serving promises the same bits for a token whatever batch or chunk it is computed in. PyTorch's CPU kernels do not all
 keep that: `torch.sigmoid`, `silu`, `softplus` and `exp2` take a vector routine for most elements and a scalar one for
@@ -58,6 +58,6 @@ def tree_sum(x: Tensor, dim: int) -> Tensor:
     """The sum over `dim` by halving: element i is added to element i + n/2 first, an odd one out waits its turn."""
     while (n := x.shape[dim]) > 1:
         half = n // 2
-        folded = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
-        x = folded if n % 2 == 0 else torch.cat([folded, x.narrow(dim, n - 1, 1)], dim)
+        paired = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+        x = paired if n % 2 == 0 else torch.cat([paired, x.narrow(dim, n - 1, 1)], dim)
     return x.squeeze(dim)

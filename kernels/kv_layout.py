@@ -307,27 +307,3 @@ class KVRows:
                 f"{name} from {src.format.value} rows of {src.row_dim} {src.storage.dtype} to {self.format.value} rows "
                 f"of {self.row_dim} {self.storage.dtype}; expected the same"
             )
-
-    def copy_(self, dst_first_row: int, src: KVRows, src_first_row: int, num_rows: int) -> None:
-        """Copies rows [src_first_row, + num_rows) of src to [dst_first_row, + num_rows) here, byte for byte.
-
-        Raises:
-            ValueError: other format or dimensions, rows out of range, or, in a byte format, not whole 64-row pages.
-        """
-        self._check_same_rows("copy_", src)
-        for side, table, first in (("source", src, src_first_row), ("destination", self, dst_first_row)):
-            if num_rows < 0 or first < 0 or first + num_rows > table.num_rows:
-                raise ValueError(
-                    f"copy_: {side} rows [{first}, {first + num_rows}) are not within [0, {table.num_rows})"
-                )
-        if self.format is RowFormat.PLAIN:
-            unit = 1
-        else:
-            unit = PAGE_ROWS
-            if dst_first_row % unit or src_first_row % unit or num_rows % unit:
-                raise ValueError(
-                    f"copy_ of {self.format.value} rows moves whole pages of {unit}; got first rows {src_first_row} -> "
-                    f"{dst_first_row} and {num_rows} rows"
-                )
-        dst, first, count = dst_first_row // unit, src_first_row // unit, num_rows // unit
-        self.storage[dst : dst + count] = src.storage[first : first + count]

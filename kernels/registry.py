@@ -10,11 +10,9 @@ an error, and the first use of each choice writes one log line.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +37,16 @@ def cpu_only(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in MODEL_DTYPES
 
 
-def gpu_of_generation(major: int) -> Supports:
-    """The NVIDIA GPUs of one compute capability (9: Hopper, 10: Blackwell of data centres), in bf16."""
+def gpu_in_bf16(device: torch.device, dtype: torch.dtype) -> bool:
+    """Any NVIDIA GPU, in bf16."""
+    return device.type == "cuda" and dtype == torch.bfloat16
+
+
+def gpu_of_generation(major: int, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> Supports:
+    """The NVIDIA GPUs of one compute capability (9: Hopper, 10: Blackwell of data centres), in these dtypes."""
 
     def supports(device: torch.device, dtype: torch.dtype) -> bool:
-        if device.type != "cuda" or dtype != torch.bfloat16 or not torch.cuda.is_available():
+        if device.type != "cuda" or dtype not in dtypes or not torch.cuda.is_available():
             return False
         return torch.cuda.get_device_capability(device)[0] == major
 
@@ -63,14 +66,24 @@ class Implementation:
     """Among the implementations that support a device and dtype the highest priority is taken."""
     graph_safe: bool
     """Whether a CUDA graph can capture it: it never waits for the device."""
+    batch_invariant: bool
+    """Whether a row of the result has the same bits in every batch, on every device that it supports: they depend on
+    the row's own inputs, not on how many other rows a call has, nor on which."""
 
 
 _table: dict[str, dict[str, Implementation]] = {}
 _resolved: dict[tuple[str, str, torch.dtype, str | None], Callable[..., Any]] = {}
-_forced: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("dsv4_kernels_forced", default={})  # noqa: B039
 
 
-def register(op: str, name: str, loader: str, supports: Supports, priority: int, graph_safe: bool = False) -> None:
+def register(
+    op: str,
+    name: str,
+    loader: str,
+    supports: Supports,
+    priority: int,
+    graph_safe: bool = False,
+    batch_invariant: bool = False,
+) -> None:
     """Adds an implementation of `op` to the table; the arguments are the fields of `Implementation`.
 
     Raises:
@@ -82,16 +95,7 @@ def register(op: str, name: str, loader: str, supports: Supports, priority: int,
     implementations = _table.setdefault(op, {})
     if name in implementations:
         raise ValueError(f"op {op!r} already has an implementation called {name!r} ({implementations[name].loader})")
-    implementations[name] = Implementation(op, name, loader, supports, priority, graph_safe)
-    _resolved.clear()
-
-
-def unregister(op: str, name: str) -> None:
-    """Removes an implementation again (a test's, or a plugin's that is being turned off)."""
-    _implementation(op, name)
-    del _table[op][name]
-    if not _table[op]:
-        del _table[op]
+    implementations[name] = Implementation(op, name, loader, supports, priority, graph_safe, batch_invariant)
     _resolved.clear()
 
 
@@ -111,42 +115,23 @@ def available(op: str) -> tuple[str, ...]:
     return tuple(i.name for i in sorted(_table[op].values(), key=lambda i: -i.priority))
 
 
-@contextlib.contextmanager
-def force(choice: Mapping[str, str]) -> Iterator[None]:
-    """Within the context, `choice` ({op: implementation name}) decides wherever a caller passed no `impl`.
-
-    Nested contexts add up, the innermost wins. The choice holds for the current thread (context) only.
-
-    Raises:
-        KeyError: an op or a name that does not exist.
-    """
-    for op, name in choice.items():
-        _implementation(op, name)
-    token = _forced.set({**_forced.get(), **choice})
-    try:
-        yield
-    finally:
-        _forced.reset(token)
-
-
 def select(op: str, device: torch.device, dtype: torch.dtype, impl: str | None = None) -> Callable[..., Any]:
     """The function that computes `op` for tensors of `device` and `dtype`.
 
-    `impl` names the implementation; without it a surrounding `force` does, and without that the supported
-    implementation with the highest priority is taken. The first use of each choice is logged at INFO.
+    `impl` names the implementation; without it the supported implementation with the highest priority is taken. The
+    first use of each choice is logged at INFO.
 
     Raises:
         KeyError: no such op or implementation; the message lists those that exist.
         NotImplementedError: the named implementation, or all of them, do not support this device and dtype.
     """
-    name = impl if impl is not None else _forced.get().get(op)
-    key = (op, device.type, dtype, name)
+    key = (op, device.type, dtype, impl)
     function = _resolved.get(key)
     if function is None:
-        implementation = chosen(op, device, dtype, name)
+        implementation = chosen(op, device, dtype, impl)
         module, _, attribute = implementation.loader.partition(":")
         function = _resolved[key] = getattr(importlib.import_module(module), attribute)
-        how = " (named)" if name else ""
+        how = " (named)" if impl else ""
         logger.info("op %s on %s, %s: %s%s", op, device.type, dtype, implementation.name, how)
     return function
 
@@ -156,13 +141,12 @@ def chosen(op: str, device: torch.device, dtype: torch.dtype, impl: str | None =
 
     Raises: as `select`.
     """
-    name = impl if impl is not None else _forced.get().get(op)
-    candidates = available(op) if name is None else (_implementation(op, name).name,)
+    candidates = available(op) if impl is None else (_implementation(op, impl).name,)
     for candidate in candidates:
         implementation = _table[op][candidate]
         if implementation.supports(device, dtype):
             return implementation
-    subject = f"implementation {name!r} of op {op!r} does not support" if name else f"no op {op!r} for"
+    subject = f"implementation {impl!r} of op {op!r} does not support" if impl else f"no op {op!r} for"
     raise NotImplementedError(
         f"{subject} device {device.type!r} with dtype {dtype}; implementations of {op!r}: {', '.join(available(op))}"
     )
@@ -176,30 +160,77 @@ def _implementation(op: str, name: str) -> Implementation:
 
 
 _REFERENCES = {
-    "compressor": ("compress",),
-    "hyper_connection": ("hc_pre", "hc_post", "hc_head"),
-    "indexer": ("index_scores", "index_topk"),
+    "compressor": ("compress", "compress_store"),
+    "hyper_connection": ("hc_pre", "hc_post", "hc_head", "hc_boundary", "hc_enter", "hc_finish"),
+    "indexer": ("index_query", "index_scores", "index_topk"),
     "linear": ("linear", "linear_fp32", "grouped_linear"),
-    "moe": ("swiglu", "mlp", "experts_forward"),
+    "moe": ("swiglu", "fused_swiglu", "swiglu_fp8", "experts_forward"),
     "norm": ("rms_norm",),
-    "quant": ("fp8_qdq", "fp4_qdq", "hadamard"),
-    "rope": ("apply_rope",),
-    "router": ("route_topk", "route_hash"),
-    "sparse_attention": ("sparse_attention", "merge_partials"),
+    "norm_rope_store": ("norm_rope_store",),
+    "quant": ("fp8_qdq", "fp4_qdq", "fp8_quantise", "hadamard"),
+    "rope": ("apply_rope", "apply_rope_in_place"),
+    "router": ("route_topk", "route_hash", "route_topk_logits", "route_hash_logits"),
+    "sparse_attention": ("sparse_attention",),
+    "step_mapping": ("step_mapping",),
     "unpack": ("unpack_pages",),
 }
 
-_WAITING_REFERENCES = ("experts_forward", "index_scores", "index_topk", "sparse_attention")
+_WAITING_REFERENCES = (
+    "compress_store",
+    "experts_forward",
+    "index_scores",
+    "index_topk",
+    "norm_rope_store",
+    "sparse_attention",
+)
 """References that read a length or a list back from the device."""
+
+_SHAPE_DEPENDENT_REFERENCES = (
+    *("linear", "linear_fp32", "grouped_linear", "route_topk", "route_hash", "experts_forward"),
+    *("hc_pre", "hc_head", "hc_boundary", "hc_enter", "hc_finish"),
+    *("rms_norm", "norm_rope_store", "compress_store", "sparse_attention", "index_scores", "index_topk"),
+)
+"""References with a product, or with a sum of PyTorch's: on a GPU both choose their order of summation by the shape.
+(On a CPU these have the same bits in every batch too, but for `linear`'s, in whose place "tiled" is taken.)"""
 
 for _folder, _functions in _REFERENCES.items():
     for _function in _functions:
-        _loader, _graph_safe = f"dsv4_kernels.{_folder}.ref:{_function}", _function not in _WAITING_REFERENCES
-        register(_function, "ref", _loader, any_device, 0, _graph_safe)
+        register(
+            _function,
+            "ref",
+            f"dsv4_kernels.{_folder}.ref:{_function}",
+            any_device,
+            0,
+            graph_safe=_function not in _WAITING_REFERENCES,
+            batch_invariant=_function not in _SHAPE_DEPENDENT_REFERENCES,
+        )
 for _function in _REFERENCES["linear"]:
-    register(_function, "tiled", f"dsv4_kernels.linear.tiled:{_function}", cpu_only, 10)
+    register(_function, "tiled", f"dsv4_kernels.linear.tiled:{_function}", cpu_only, 10, batch_invariant=True)
+for _function in ("linear_fp32", "grouped_linear"):
+    register(_function, "cublas", f"dsv4_kernels.linear.cublas:{_function}", gpu_in_bf16, 10, graph_safe=True)
+
+_BF16_KERNELS = {
+    "apply_rope": "rope.gpu:{}",
+    "apply_rope_in_place": "rope.gpu:{}_in_place",
+    "compress_store": "compressor.gpu:{}",
+    "fp8_quantise": "quant.gpu:{}",
+    "fused_swiglu": "moe.gpu:{}",
+    "index_query": "indexer.query:{}",
+    "index_topk": "indexer.gpu:{}",
+    "norm_rope_store": "norm_rope_store.gpu:{}",
+    "rms_norm": "norm.gpu:{}",
+    "sparse_attention": "sparse_attention.launch:{}",
+    "step_mapping": "step_mapping.gpu:{}",
+    "swiglu_fp8": "moe.gpu:{}_fp8",
+    "unpack_pages": "unpack.gpu:{}",
+    **{function: f"hyper_connection.gpu:{{}}_{function}" for function in _REFERENCES["hyper_connection"]},
+}
+# Of fp32 logits, whatever dtype the model computes in.
+_ROUTER_KERNELS = {"route_hash_logits": "router.gpu:{}_hash", "route_topk_logits": "router.gpu:{}_topk"}
 
 for _name, _generation in (("sm90", 9), ("sm100", 10)):
-    for _function, _module in (("sparse_attention", "sparse_attention.launch"), ("unpack_pages", "unpack.gpu")):
-        _loader = f"dsv4_kernels.{_module}:{_name}"
-        register(_function, _name, _loader, gpu_of_generation(_generation), 20, True)
+    for _kernels, _dtypes in ((_BF16_KERNELS, (torch.bfloat16,)), (_ROUTER_KERNELS, MODEL_DTYPES)):
+        for _function, _attribute in _kernels.items():
+            _loader = f"dsv4_kernels.{_attribute.format(_name)}"
+            _supports = gpu_of_generation(_generation, _dtypes)
+            register(_function, _name, _loader, _supports, 20, graph_safe=True, batch_invariant=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from enum import Enum
 
 from dsv4_radix_cache.ring import PAGE_TOKENS
@@ -36,6 +37,21 @@ class PrefixReport:
             "tail_from": self.tier,
             "recomputed": {stop.value: tokens for stop, tokens in self.recomputed.items() if tokens},
         }
+
+
+@dataclass
+class PrefixTotals:
+    """Token counts over all requests that have started, and errors in this bookkeeping. Only ever grow."""
+
+    hit: Counter[str] = field(default_factory=Counter)  # by the tier that the tail came from
+    recomputed: Counter[Stop] = field(default_factory=Counter)
+    errors: int = 0
+
+    def add(self, report: PrefixReport) -> None:
+        """Count a request that starts."""
+        if report.hit_tokens:
+            self.hit[report.tier] += report.hit_tokens
+        self.recomputed.update(report.recomputed)
 
 
 def explain(

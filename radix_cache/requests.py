@@ -1,27 +1,36 @@
-"""What each running request owes to and gets from the checkpoint store, from its match to its end.
+"""What each running request owes to and gets from the checkpoint store, from its admission to its end.
 
-Life of a request here:
+Life of a request here. It is named by its request slot and the slot's generation, a number that grows with every
+request that gets the slot:
 
-    matched   (any number of times, the last one counts)   where its prefix ends and which checkpoint that is
-    extend    per prefill chunk: resume from the checkpoint before the first one, and which positions to write
+    admit     the request has a slot: where its prefix ends and which checkpoint that is. The caller owns the `Match`
+              until then; from here on the ledger does
+    resume    before its first prefill chunk: the checkpoint to restore, if any
+    extend    per prefill chunk: which positions to write
     decode    before each token is written: whether the ring must be saved first, because a page is full
     ended         its last page may be saved now
     to_publish / published   hand what it wrote to the tree, as far as the tree's key reaches
     finished  (or aborted, or retracted): give back what it still holds
 
-Positions count from 0; a request which has [0, n) computed writes position n next.
+Positions count from 0; a request which has [0, n) computed writes position n next. They come from the batch: the ledger
+remembers only how far the rings have been overwritten, because a speculative step writes more than it keeps.
+
+Checkpoints that the store loses on the way are kept in a list until whoever has them on tree nodes asks (`take_lost`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from weakref import WeakValueDictionary
 
-from dsv4_radix_cache.accounting import PrefixReport, explain
+from dsv4_radix_cache.accounting import PrefixReport, PrefixTotals, explain
 from dsv4_radix_cache.placement import Placement
 from dsv4_radix_cache.ring import PAGE_TOKENS, WINDOW_TOKENS, chunk_rows, still_intact
 from dsv4_radix_cache.store import CheckpointStore, Copy, Tier
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,8 +52,7 @@ class Restore:
 
 @dataclass(eq=False)
 class Match:
-    """Where a prefix match ended. The caller keeps it for as long as the request exists; we only refer to it weakly, so
-    that a request which is dropped from the queue leaves nothing behind."""
+    """Where a prefix match ended. It belongs to the waiting request, and with `admit` to the ledger."""
 
     prompt_tokens: int
     checkpoint_id: int | None  # the checkpoint at `position`
@@ -57,9 +65,12 @@ class Match:
 
 @dataclass
 class _Request:
+    generation: int
     match: Match | None
-    slot: int  # its request slot: where its rings are
-    written_end: int  # positions below it have been written, or restored
+    receipt: int | None = None  # of the pin on the match's checkpoint
+    started: bool = False
+    taking: bool = True  # False after a bookkeeping error: it takes no more checkpoints
+    written_end: int = 0  # positions below it have been written, or restored
     pending: dict[int, int] = field(default_factory=dict)  # position -> checkpoint id, written and not yet published
     decoded: int | None = None  # the pending position that decode took; the next page replaces it
 
@@ -75,70 +86,113 @@ class _Request:
 
 
 class TailRequests:
-    """The requests of one engine, keyed by their id, over one store."""
+    """The requests of one engine over one store, by request slot. Request slot 0, the null slot, has none.
+
+    Attributes:
+        store: the checkpoints.
+        totals: prompt tokens by where they came from, and bookkeeping errors; only ever grow.
+    """
 
     def __init__(
-        self, store: CheckpointStore, placement: Placement, ring_rows: int, state_rows: int, draft_tokens: int = 0
+        self,
+        store: CheckpointStore,
+        placement: Placement,
+        ring_rows: int,
+        state_rows: int,
+        draft_tokens: int = 0,
+        strict: bool = True,
     ) -> None:
-        """`ring_rows` and `state_rows` of a request's rings: 128 and 8, or 256 and 16 with speculation, which writes
-        up to `draft_tokens` a step, not all of which are kept."""
+        """Make an empty ledger.
+
+        Args:
+            store: the checkpoints.
+            placement: where a prefill leaves checkpoints.
+            ring_rows, state_rows: of a request's rings: 128 and 8, or 256 and 16 with speculation.
+            draft_tokens: what a speculative step writes, not all of which is kept; 0 without speculation.
+            strict: a bookkeeping error is raised. Otherwise it is logged once and counted, and the request goes on
+                without the checkpoints that it has not published.
+        """
         self.store = store
         self.placement = placement
         self.ring_rows = ring_rows
         self.state_rows = state_rows
         self.draft_tokens = draft_tokens
-        self.on_lost: Callable[[list[int]], None] = lambda lost: None
-        self.on_resumed: Callable[[int], None] = lambda checkpoint_id: None
-        self.skipped = 0  # page boundaries that decode passed without a checkpoint
-        self._requests: dict[str, _Request] = {}
+        self.strict = strict
+        self.totals = PrefixTotals()
+        self._requests: dict[int, _Request] = {}  # by request slot
         self._snapshots: list[tuple[int, Write]] = []  # rings of ended requests, saved before the next forward
-        self._matches: WeakValueDictionary[str, Match] = WeakValueDictionary()
+        self._lost: list[int] = []
+        self._pins: dict[int, int] = {}  # lock receipt -> checkpoint id
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def reset(self) -> None:
-        """Forget requests and checkpoints."""
+        """Forget requests and checkpoints; totals stay."""
         self.store.reset()
-        self._requests.clear()
-        self._matches.clear()
-        self._snapshots.clear()
+        for table in (self._requests, self._snapshots, self._lost, self._pins):
+            table.clear()
 
-    def matched(self, request: str, match: Match) -> None:
-        """A prefix match of a request; the last one before it runs counts."""
-        self._matches[request] = match
+    # Admission: from a match to restored rings
 
-    def resume(self, request: str, slot: int, begin: int) -> tuple[int | None, PrefixReport | None]:
-        """A chunk of a request in slot `slot` begins at `begin`; call it before the first `extend` of a forward.
+    def admit(self, slot: int, generation: int, match: Match | None, receipt: int | None = None) -> None:
+        """A request with this match, pinned under `receipt`, got a request slot.
+
+        May be said again before each of its chunks; the first call counts.
+        """
+        state = self._requests.get(slot)
+        if state is None or state.generation != generation:
+            self._drop(slot)  # of a request that was never said to be finished
+            self._requests[slot] = _Request(generation, match, receipt)
+
+    def pin(self, receipt: int, checkpoint_id: int) -> None:
+        """Keep a checkpoint from being lost until a request has resumed from it, or until `unpin(receipt)`."""
+        self.store.pin(checkpoint_id)
+        self._pins[receipt] = checkpoint_id
+
+    def unpin(self, receipt: int | None) -> None:
+        """Undo a pin, unless `resume` or the loss of the checkpoint already did."""
+        checkpoint_id = self._pins.pop(receipt, None)
+        if checkpoint_id in self.store:
+            self.store.unpin(checkpoint_id)
+
+    def resume(self, slot: int, generation: int, begin: int) -> int | None:
+        """A prefill chunk of a request begins at `begin`; call it before the first `extend` of a forward.
 
         Returns:
-            The checkpoint to restore, or None if there is none to (a cold request, or a chunk which continues one);
-            and the account of the prompt, once per admission.
+            The checkpoint to restore, or None if there is none to (a cold request, or a chunk which continues one).
 
         Raises:
-            RuntimeError: the request begins where no checkpoint was matched, or not where its last chunk ended.
+            RuntimeError: the request begins where no checkpoint was matched: what its window rows are is unknown.
         """
-        state = self._requests.get(request)
-        if state is not None:
-            if begin != state.written_end:
-                raise RuntimeError(
-                    f"request {request}: a chunk begins at {begin}, but the last one ended at {state.written_end}"
-                )
-            return None, None
-        match = self._matches.get(request)
+        self.admit(slot, generation, None)
+        state = self._requests[slot]
+        if state.started:
+            with self._surviving(state):
+                behind = state.written_end - max(0, self.draft_tokens - 1)
+                if not behind <= begin <= state.written_end:
+                    raise RuntimeError(
+                        f"request slot {slot}: a chunk begins at {begin}, but the last one ended at {state.written_end}"
+                    )
+            return None
+        match = state.match
         if begin and (match is None or match.checkpoint_id is None or begin != match.position):
             ended = "it was never matched" if match is None else f"its match ended at {match.position}"
-            raise RuntimeError(f"request {request} begins at {begin}, but {ended}: its window rows are unknown")
-        self._requests[request] = _Request(match, slot, begin)
+            raise RuntimeError(
+                f"the request in slot {slot} begins at {begin}, but {ended}: its window rows are unknown"
+            )
+        state.started, state.written_end = True, begin
         tier = None
         if begin:
             tier = self.store.hit(match.checkpoint_id).value
-            self.on_resumed(match.checkpoint_id)
-        if match is None or match.prompt_tokens == 0:
-            return None, None
-        report = explain(match.prompt_tokens, begin, match.block_tokens, match.limit_tokens, match.salted, tier)
-        match.report = report
-        return (match.checkpoint_id if begin else None), report
+            self.unpin(state.receipt)
+        if match is not None and match.prompt_tokens:
+            with self._surviving(state):
+                match.report = explain(
+                    match.prompt_tokens, begin, match.block_tokens, match.limit_tokens, match.salted, tier
+                )
+                self.totals.add(match.report)
+        return match.checkpoint_id if begin else None
 
     def restore(self, checkpoint_id: int) -> Restore:
         """Where to read it from, after `copies` were issued."""
@@ -149,91 +203,128 @@ class TailRequests:
         """Copies between the tiers that must be issued before the next restore or write."""
         return self.store.take_copies()
 
-    def extend(self, request: str, begin: int, end: int) -> list[Write]:
+    # Taking checkpoints
+
+    def extend(self, slot: int, generation: int, begin: int, end: int) -> list[Write]:
         """The checkpoints that the forward over [begin, end) writes. May evict, so restores come first."""
-        state = self._requests[request]
+        state = self._live(slot, generation)
+        assert state is not None and state.started, f"request slot {slot} has not resumed"
         state.written_end = end
         writes = []
-        for position in self.placement.in_chunk(begin, end, max(state.prompt_tokens, end), state.branch):
-            if position in state.pending or chunk_rows(position, WINDOW_TOKENS, begin, end) is None:
-                continue
-            checkpoint_id = self._reserve(position)
-            if checkpoint_id is None:
-                break
-            state.pending[position] = checkpoint_id
-            writes.append(Write(position, self.store[checkpoint_id].device_slot))
-        return writes
+        with self._surviving(state):
+            for position in self.placement.in_chunk(begin, end, max(state.prompt_tokens, end), state.branch):
+                if position in state.pending or chunk_rows(position, WINDOW_TOKENS, begin, end) is None:
+                    continue
+                checkpoint_id = self._reserve(state, position)
+                if checkpoint_id is None:
+                    break
+                writes.append(Write(position, self.store[checkpoint_id].device_slot))
+        return [write for write in writes if write.position in state.pending]
 
-    def decode(self, request: str, begin: int | None, count: int) -> tuple[int, Write] | None:
-        """The next forward writes [begin, begin + count): is the ring to be saved into a checkpoint first?
+    def decode(self, slot: int, generation: int, begin: int, count: int) -> Write | None:
+        """The next forward writes [begin, begin + count): what is to be saved of the slot's rings first, or None.
 
-        `begin` is None where the host doesn't know it: then the last forward's tokens were all kept (no speculation).
-
-        Returns:
-            The request's slot, and what to save of its rings.
-
-        Yes when [0, begin) reaches a page boundary whose rows are still in the ring. A request holds one checkpoint of
-        its decoding at most; the next page replaces it.
+        Something is when [0, begin) reaches a page boundary whose rows are still in the rings. A request holds one
+        checkpoint of its decoding at most; the next page replaces it.
         """
-        state = self._requests.get(request)
-        if state is None:  # it was prefilled before this ledger was reset, or by nobody (a warm-up batch)
+        state = self._live(slot, generation)
+        if state is None or not state.started:  # prefilled before this ledger was reset, or by nobody (a warm-up batch)
             return None
-        before = state.written_end
-        begin = before if begin is None else begin
-        state.written_end = max(before, begin + count)
+        written_end = max(state.written_end, begin)
+        state.written_end = max(written_end, begin + count)
         position = begin // PAGE_TOKENS * PAGE_TOKENS
         if not position or position in state.pending or position <= (state.decoded or state.prompt_tokens):
             return None
-        if not still_intact(position, max(before, begin), self.ring_rows, self.state_rows):
+        if not still_intact(position, written_end, self.ring_rows, self.state_rows):
             return None
-        if state.decoded is not None:
-            self.store.release(state.pending.pop(state.decoded))
-            state.decoded = None
-        checkpoint_id = self._reserve(position)
-        if checkpoint_id is None:
-            self.skipped += 1
-            return None
-        state.pending[position] = checkpoint_id
-        state.decoded = position
-        return state.slot, Write(position, self.store[checkpoint_id].device_slot)
-
-    def ended(self, request: str, length: int) -> None:
-        """A request ends with [0, length) computed. If that fills its last page exactly, no later forward has saved the
-        ring: it is saved before the next one, whoever gets the slot."""
-        state = self._requests.get(request)
-        if state is not None:  # one step may have written behind the end, and one more be under way
-            state.written_end = max(state.written_end, length + 2 * self.draft_tokens)
-        saved = self.decode(request, length, 0)
-        if saved is not None:
-            self._snapshots.append(saved)
+        with self._surviving(state):
+            if state.decoded is not None:
+                self.store.release(state.pending.pop(state.decoded))
+                state.decoded = None
+            checkpoint_id = self._reserve(state, position)
+            if checkpoint_id is not None:
+                state.decoded = position
+                return Write(position, self.store[checkpoint_id].device_slot)
+        return None
 
     def take_snapshots(self) -> list[tuple[int, Write]]:
         """Rings (request slot, where to) to be saved before anything else of the next forward."""
         snapshots, self._snapshots = self._snapshots, []
         return snapshots
 
-    def to_publish(self, request: str, up_to: int) -> list[tuple[int, int]]:
+    def take_lost(self) -> list[int]:
+        """Published checkpoints that were lost since the last call, to make room for others."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    # The end: what it took goes to the tree or back to the store
+
+    def ended(self, slot: int, generation: int, length: int) -> None:
+        """A request ends with [0, length) computed. If that fills its last page exactly, no later forward has saved the
+        ring: it is saved before the next one, whoever gets the slot."""
+        state = self._live(slot, generation)
+        if state is not None:  # one step may have written behind the end, and one more be under way
+            state.written_end = max(state.written_end, length + 2 * self.draft_tokens)
+        write = self.decode(slot, generation, length, 0)
+        if write is not None:
+            self._snapshots.append((slot, write))
+
+    def to_publish(self, slot: int, generation: int, up_to: int) -> list[tuple[int, int]]:
         """(position, checkpoint id) of what the request wrote in (0, up_to], deepest first; they remain its own until
         `published`."""
-        state = self._requests.get(request)
+        state = self._live(slot, generation)
         return sorted(((p, i) for p, i in state.pending.items() if p <= up_to), reverse=True) if state else []
 
-    def published(self, request: str, position: int) -> None:
-        """The tree took the request's checkpoint at `position`, or had one there."""
-        state = self._requests[request]
+    def published(self, slot: int, position: int) -> None:
+        """The tree took the checkpoint at `position` of the request in `slot`, or had one there."""
+        state = self._requests[slot]
         del state.pending[position]
         if state.decoded == position:
             state.decoded = None
 
-    def finished(self, request: str) -> None:
+    def finished(self, slot: int, generation: int) -> None:
         """The request ended or was retracted: release what it wrote and didn't publish. Unknown requests are fine."""
-        state = self._requests.pop(request, None)
-        if state is not None:
-            for checkpoint_id in state.pending.values():
-                self.store.release(checkpoint_id)
+        if self._live(slot, generation) is not None:
+            self._drop(slot)
 
-    def _reserve(self, position: int) -> int | None:
+    # Inside
+
+    def _live(self, slot: int, generation: int) -> _Request | None:
+        state = self._requests.get(slot)
+        return state if state is not None and state.generation == generation else None
+
+    def _drop(self, slot: int) -> None:
+        state = self._requests.pop(slot, None)
+        if state is not None:
+            self._release_pending(state)
+
+    def _release_pending(self, state: _Request) -> None:
+        for checkpoint_id in state.pending.values():
+            if checkpoint_id in self.store:
+                self.store.release(checkpoint_id)
+        state.pending.clear()
+        state.decoded = None
+
+    def _reserve(self, state: _Request, position: int) -> int | None:
+        if not state.taking:
+            return None
         checkpoint, lost = self.store.reserve(position)
-        if lost:
-            self.on_lost(lost)
-        return None if checkpoint is None else checkpoint.id
+        self._lost += lost
+        if checkpoint is None:
+            return None
+        state.pending[position] = checkpoint.id
+        return checkpoint.id
+
+    @contextmanager
+    def _surviving(self, state: _Request) -> Iterator[None]:
+        """A bookkeeping error inside costs the request its checkpoints, and not the server its life."""
+        try:
+            yield
+        except Exception:
+            if self.strict:
+                raise
+            if not self.totals.errors:
+                logger.exception("tail checkpoints: a bookkeeping error; the server goes on, further ones are counted")
+            self.totals.errors += 1
+            self._release_pending(state)
+            state.taking = False

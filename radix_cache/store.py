@@ -79,7 +79,7 @@ class Counters:
     published: int = 0
     lost: int = 0  # evicted from their last tier
     device_drops: int = 0  # device copies given up while the host kept one
-    demotions: int = 0  # copies queued to the host
+    host_writes: int = 0  # copies queued to the host
     promotions: int = 0  # copies queued to the device
     hits_device: int = 0
     hits_host: int = 0
@@ -335,7 +335,7 @@ class CheckpointStore:
         checkpoint.host_slot, checkpoint.host_state = slot, CopyState.QUEUED
         self._copies[Tier.HOST, checkpoint.id] = None
         self._requeue(checkpoint)
-        self.counters.demotions += 1
+        self.counters.host_writes += 1
         return lost
 
     def _least(self, queue: CreditHeap, allowed: object = lambda _: True) -> int | None:

@@ -1,4 +1,4 @@
-"""The SGLang that this package was tested with, the private names it uses of it, and the check that all of it is live.
+"""The SGLang that this package was tested with, the names it uses of it, and the check that all of it is live.
 
 SGLang logs what goes wrong in a plugin and goes on with its own code. For DeepSeek-V4 that would be another model,
 cache and arithmetic under the same name, without a word. So:
@@ -10,8 +10,11 @@ cache and arithmetic under the same name, without a word. So:
 
 Only DeepSeek-V4 models are affected: another model on the same host is served by SGLang as if we were not there.
 
-Private names: ``from sglang_dsv4.compat import DeepSeekV4TokenToKVPool``. They are resolved when first asked for,
-because importing SGLang's modules takes seconds in processes that never need them.
+Names that are not part of a documented extension point stand here, and nowhere else: what is imported
+(``from sglang_dsv4.compat import DeepSeekV4TokenToKVPool``, resolved when first asked for, because importing SGLang's
+modules takes seconds in processes that never need them) and what is hooked. Private methods and attributes of SGLang's
+classes are used in :mod:`sglang_dsv4.sglang_bases` only; those of its stand-in for triton, needed before SGLang can be
+imported, in :mod:`sglang_dsv4.cpu.shims`.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ OUR_PACKAGE = "sglang_dsv4"
 OUR_MODELS = f"{OUR_PACKAGE}.models"
 MODEL_PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
-# Names of SGLang that are not part of a documented extension point. One line each, nowhere else.
+# Names that are imported.
 SGLANG_NAMES: dict[str, str] = {
     "DeepSeekV4TokenToKVPool": "sglang.srt.mem_cache.deepseek_v4_memory_pool:DeepSeekV4TokenToKVPool",
     "UnifiedRadixCache": "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache",
@@ -44,6 +47,31 @@ SGLANG_NAMES: dict[str, str] = {
     "model_config_of": "sglang.srt.arg_groups.model_override_base:model_config_of",
     "declare_resolution": "sglang.srt.arg_groups.overrides:declare_resolution",
     "resolving_view": "sglang.srt.arg_groups.model_override_base:resolving_view",
+}
+
+# What `plugin` hooks, by what it is hooked for.
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
+_RUNNER = "sglang.srt.model_executor"
+_DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+_SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+SGLANG_HOOKS: dict[str, str] = {
+    "build the KV pool": f"{_CONFIGURATOR}.KVCacheConfigurator._build_dsv4_kv_pool",
+    "size the pools": f"{_RUNNER}.pool_configurator.create_memory_pool_configurator",
+    "report the pools": f"{_CONFIGURATOR}.KVCacheConfigurator.configure",
+    "refuse a platform": f"{_CONFIGURATOR}.reject_out_of_tree_path",
+    "make a batch": f"{_RUNNER}.forward_batch_info.ForwardBatch.init_new",
+    "view a batch for a replay": f"{_RUNNER}.runner.decode_cuda_graph_runner.build_replay_fb_view",
+    "make a draft's decode backend": f"{_DRAFTS}._create_dsv4_decode_backend",
+    "make a draft's prefill backend": f"{_DRAFTS}._create_dsv4_prefill_backend",
+    "check a request": "sglang.srt.managers.scheduler.validate_input_length",
+    "make sampling info": f"{_SAMPLING}.adjusted_from_schedule_batch",
+    "merge sampling info": f"{_SAMPLING}.merge_batch",
+    "sample": "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
+    "draw": "sglang.srt.layers.sampler.multinomial_with_seed",
+    "pad the config for a CPU": f"{_RUNNER}.model_runner.adjust_config_with_unaligned_cpu_tp",
+    "choose a quantisation": "sglang.srt.model_loader.loader._get_quantization_config",
+    "load the model": f"{_RUNNER}.model_runner.ModelRunner.load_model",
+    "start the scheduler": "sglang.srt.managers.scheduler.Scheduler.__init__",
 }
 
 _failures: list[tuple[str, BaseException]] = []  # what went wrong in this process, in order

@@ -11,15 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 
 from dsv4_kernels.rope import YarnScaling, rope_frequencies
-
-WINDOW_TOKENS = 128
-"""Rows of the sliding window, the query's own token included (section 3.3). Rings and their snapshots rest on it."""
+from sglang_dsv4.dspark import DSpark, dspark_of
+from sglang_dsv4.layer_kinds import WINDOW_TOKENS, LayerKind
 
 ACTIVATION_BLOCK = 128
 """Channels that share one scale when an FP8 linear quantises its input (section 4.2)."""
@@ -37,7 +35,11 @@ FP4_WEIGHT_BLOCK = 32
 """Columns of an FP4 expert weight that share one scale (section 4.2)."""
 
 QAT_VARIABLE = "SGLANG_DSV4_QAT"
-_TRANSFORMERS_KINDS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+_TRANSFORMERS_RATIOS = {
+    "sliding_attention": LayerKind.SWA.ratio,
+    "compressed_sparse_attention": LayerKind.CSA.ratio,
+    "heavily_compressed_attention": LayerKind.HCA.ratio,
+}
 
 
 class ConfigError(ValueError):
@@ -47,22 +49,6 @@ class ConfigError(ValueError):
         super().__init__(f"DeepSeek-V4 can't be served: {field!r} is {value!r}; accepted: {accepted}")
 
 
-class LayerKind(Enum):
-    """The three kinds of attention layer; the value is the compression ratio (section 3.3)."""
-
-    SWA = 0
-    """Sliding window only."""
-    CSA = 4
-    """Window and the indexer's top-k of the entries of 4 tokens (two overlapping groups)."""
-    HCA = 128
-    """Window and all entries of 128 tokens."""
-
-    @property
-    def ratio(self) -> int:
-        """Tokens per compressed entry, 0 for a layer without entries."""
-        return self.value
-
-
 @dataclass(frozen=True)
 class LayerSchedule:
     """Compression ratio of each decoder layer, without the MTP layer (section 1)."""
@@ -70,33 +56,16 @@ class LayerSchedule:
     ratios: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        known = {kind.ratio for kind in LayerKind}
+        known = {kind.ratio: f"{kind.ratio} ({kind.name})" for kind in LayerKind}
         for layer_id, ratio in enumerate(self.ratios):
             if type(ratio) is not int or ratio not in known:
-                raise ConfigError(f"compress_ratios[{layer_id}]", ratio, "0 (window only), 4 (CSA) or 128 (HCA)")
+                raise ConfigError(f"compress_ratios[{layer_id}]", ratio, " or ".join(known.values()))
         if not self.ratios:
             raise ConfigError("compress_ratios", self.ratios, "one ratio for each decoder layer, at least one")
-
-    @classmethod
-    def flash(cls) -> LayerSchedule:
-        """DeepSeek-V4-Flash: 43 layers, two of them window only."""
-        return cls((0, 0, *(4, 128) * 20, 4))
-
-    @classmethod
-    def pro(cls) -> LayerSchedule:
-        """DeepSeek-V4-Pro: 61 layers, two HCA ahead."""
-        return cls((128, 128, *(4, 128) * 29, 4))
-
-    def __len__(self) -> int:
-        return len(self.ratios)
 
     def kind(self, layer_id: int) -> LayerKind:
         """Kind of decoder layer `layer_id`."""
         return LayerKind(self.ratios[layer_id])
-
-    def layers(self, kind: LayerKind) -> tuple[int, ...]:
-        """Ids of all layers of `kind`, ascending."""
-        return tuple(i for i, ratio in enumerate(self.ratios) if ratio == kind.ratio)
 
 
 @dataclass(frozen=True)
@@ -164,7 +133,8 @@ class Config:
     num_hidden_layers: int
     schedule: LayerSchedule
     num_nextn_predict_layers: int
-    max_position_embeddings: int
+    dspark: DSpark | None
+    """The draft that the checkpoint holds in place of an MTP module."""
     rms_norm_eps: float
 
     num_attention_heads: int
@@ -196,6 +166,11 @@ class Config:
     quantised_checkpoint: bool
     """The HF config declares FP8 weights. Whether experts are FP4 or FP8 is told by their tensors' dtype."""
     qat: QuantSwitches
+
+    @property
+    def num_draft_layers(self) -> int:
+        """Window-only layers of the checkpoint's draft: DSpark's stages, or the MTP module."""
+        return self.num_nextn_predict_layers if self.dspark is None else self.dspark.num_stages
 
     @property
     def nope_head_dim(self) -> int:
@@ -238,6 +213,8 @@ class Config:
         num_layers = fields.positive_int("num_hidden_layers")
         fields.require("num_nextn_predict_layers", (0, 1))
         num_mtp = fields.integer("num_nextn_predict_layers", minimum=0)
+        vocab_size = fields.positive_int("vocab_size")
+        dspark = dspark_of(fields.get, fields.positive_int, ConfigError, num_layers, vocab_size)
         quantised = _quantised_checkpoint(fields)
         theta, compress_theta, yarn = _rope_fields(fields)
         fields.require("num_key_value_heads", (1,))
@@ -250,12 +227,12 @@ class Config:
         fields.require("tie_word_embeddings", (False,), default=False)
         fields.require("expert_dtype", (None, "fp4", "fp8"), default=None)
         config = cls(
-            vocab_size=fields.positive_int("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=fields.positive_int("hidden_size"),
             num_hidden_layers=num_layers,
-            schedule=_schedule(fields, num_layers, num_mtp),
+            schedule=_schedule(fields, num_layers, num_mtp if dspark is None else dspark.num_stages),
             num_nextn_predict_layers=num_mtp,
-            max_position_embeddings=fields.positive_int("max_position_embeddings"),
+            dspark=dspark,
             rms_norm_eps=fields.positive("rms_norm_eps"),
             num_attention_heads=fields.positive_int("num_attention_heads"),
             head_dim=fields.positive_int("head_dim"),
@@ -371,40 +348,37 @@ class _Fields:
             raise ConfigError(field, value, words)
 
 
-def _schedule(fields: _Fields, num_layers: int, num_mtp: int) -> LayerSchedule:
-    """`compress_ratios` (official: one entry more for each MTP layer) or transformers' `layer_types`."""
+def _schedule(fields: _Fields, num_layers: int, num_draft: int) -> LayerSchedule:
+    """`compress_ratios` (official: one 0 more for each layer of the draft) or transformers' `layer_types`."""
     ratios = fields.get("compress_ratios")
     if ratios is None:
         kinds = fields.get("layer_types")
         if kinds is None:
-            raise ConfigError("compress_ratios", None, f"{num_layers + num_mtp} ratios; the field is missing")
-        unknown = [kind for kind in kinds if kind not in _TRANSFORMERS_KINDS]
+            raise ConfigError("compress_ratios", None, f"{num_layers + num_draft} ratios; the field is missing")
+        unknown = [kind for kind in kinds if kind not in _TRANSFORMERS_RATIOS]
         if unknown:
-            raise ConfigError("layer_types", unknown[0], " or ".join(_TRANSFORMERS_KINDS))
-        ratios = [_TRANSFORMERS_KINDS[kind] for kind in kinds]
+            raise ConfigError("layer_types", unknown[0], " or ".join(_TRANSFORMERS_RATIOS))
+        ratios = [_TRANSFORMERS_RATIOS[kind] for kind in kinds]
         _check_compress_rates(fields)
     if not isinstance(ratios, list | tuple):
-        raise ConfigError("compress_ratios", ratios, f"a list of {num_layers + num_mtp} ratios")
+        raise ConfigError("compress_ratios", ratios, f"a list of {num_layers + num_draft} ratios")
     ratios = tuple(ratios)
-    if len(ratios) == num_layers + 3 and not any(ratios[num_layers:]):
-        raise ConfigError(
-            "compress_ratios", f"{len(ratios)} entries", f"{num_layers + num_mtp} entries; DSpark drafts are not served"
-        )
-    if len(ratios) not in (num_layers, num_layers + num_mtp):
+    if len(ratios) not in (num_layers, num_layers + num_draft):
         raise ConfigError(
             "compress_ratios",
             f"{len(ratios)} entries",
-            f"{num_layers + num_mtp} entries: num_hidden_layers ({num_layers}) + num_nextn_predict_layers ({num_mtp})",
+            f"{num_layers + num_draft} entries: num_hidden_layers ({num_layers}) and one for each layer of the draft, "
+            f"of which num_nextn_predict_layers or the dspark fields announce {num_draft}",
         )
     if any(ratios[num_layers:]):
-        raise ConfigError("compress_ratios", ratios[num_layers:], "0 (window only) for the MTP layer")
+        raise ConfigError("compress_ratios", ratios[num_layers:], "0 (window only) for the layers of the draft")
     return LayerSchedule(ratios[:num_layers])
 
 
 def _check_compress_rates(fields: _Fields) -> None:
     for kind, rate in (fields.get("compress_rates") or {}).items():
-        if rate != _TRANSFORMERS_KINDS.get(kind):
-            raise ConfigError(f"compress_rates[{kind!r}]", rate, repr(_TRANSFORMERS_KINDS.get(kind)))
+        if rate != _TRANSFORMERS_RATIOS.get(kind):
+            raise ConfigError(f"compress_rates[{kind!r}]", rate, repr(_TRANSFORMERS_RATIOS.get(kind)))
 
 
 def _num_hash_layers(fields: _Fields, num_layers: int) -> int:

@@ -21,10 +21,12 @@ import torch
 from dsv4_kernels import compile_cache, registry
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.unpack import choice
-from sglang_dsv4 import compat, shims
+from sglang_dsv4 import compat
+from sglang_dsv4.cache.geometry import PoolGeometry
+from sglang_dsv4.cache.tail_options import TailOptions
 from sglang_dsv4.config import Config
-from sglang_dsv4.geometry import PoolGeometry
-from sglang_dsv4.tail_options import TailOptions
+from sglang_dsv4.cpu import shims
+from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
 
 CONVERSATIONS = (4_096, 32_768, 131_072, 1_048_576)
 
@@ -52,20 +54,17 @@ def _kernel_folder() -> str:
     folder = compile_cache.folder()
     if folder is None:
         return f"not kept on disk ({compile_cache.FOLDER_VARIABLE}=off)"
-    return f"{len(list(folder.glob('*.o')))} in {folder}"
+    return f"{len(list(folder.glob(f'{compile_cache.PREFIX}*.o')))} in {folder}"
 
 
-def plan(model: Path, tokens: int, requests: int, rows: str) -> list[str]:
-    """The memory plan of a checkpoint, and what would be kept under it.
+def geometry_of_checkpoint(model: Path, *, fp8: bool) -> PoolGeometry:
+    """The pools' dimensions for a checkpoint served whole, with FP8 rows (as on a GPU) or plain ones.
 
     Raises:
-        ValueError: a config that can't be served.
+        OSError, ValueError: there is no config.json, or it can't be served.
     """
-    from sglang_dsv4.pool_sizing import PoolPlan, format_bytes
-
     config = Config.from_hf(SimpleNamespace(**json.loads((model / "config.json").read_text())))
-    fp8 = rows == "fp8"
-    geometry = PoolGeometry(
+    return PoolGeometry(
         ratios=tuple(config.schedule.ratios[: config.num_hidden_layers]),
         row_dim=config.head_dim,
         rope_dim=config.qk_rope_head_dim,
@@ -74,9 +73,21 @@ def plan(model: Path, tokens: int, requests: int, rows: str) -> list[str]:
         row_format=RowFormat.FP8 if fp8 else RowFormat.PLAIN,
         index_format=RowFormat.INDEX_FP4 if fp8 and config.qat.indexer_fp4 else RowFormat.PLAIN,
     )
+
+
+def plan(model: Path, tokens: int, requests: int, rows: str) -> list[str]:
+    """The memory plan of a checkpoint, and what would be kept under it.
+
+    Raises:
+        ValueError: a config that can't be served.
+    """
+    from sglang_dsv4.cache.pool_plan import PoolPlan, format_bytes
+
+    fp8 = rows == "fp8"
+    geometry = geometry_of_checkpoint(model, fp8=fp8)
     options = TailOptions.from_environment()
     slots = options.slots_on_device(tokens, requests + 1)
-    plan = PoolPlan.of(geometry, tokens // 256 * 256, requests + 1, slots)
+    plan = PoolPlan.of(geometry, tokens // FULL_PAGE_TOKENS * FULL_PAGE_TOKENS, requests + 1, slots)
     host = options.slots_on_host(slots, int(plan.bytes_per_checkpoint))
     lines = [
         plan.table(),

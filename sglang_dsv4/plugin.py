@@ -1,28 +1,29 @@
-"""Every place where this package touches SGLang, on one screen.
+"""Every place where this package touches SGLang, on one screen; the names of what is hooked are in `compat`.
 
 SGLang calls :func:`setup` (entry point group ``sglang.srt.plugins``) in the launcher, in each scheduler process and in
 the detokenizer, before it does anything else there. Besides this module there are two more touch points, both for
-machines with no GPU: :mod:`sglang_dsv4.cpu_platform` (entry point) and :mod:`sglang_dsv4.shims` (a ``.pth`` file).
+machines with no GPU: :mod:`sglang_dsv4.cpu.platform` (entry point) and :mod:`sglang_dsv4.cpu.shims` (a ``.pth`` file).
 
-=================  =========================================================================  =======================
-what               through                                                                    process
-=================  =========================================================================  =======================
-model              ``SGLANG_EXTERNAL_MODEL_PACKAGE`` (inherited by the spawned processes)     all
-default arguments  resolution hooks ``handle_model_specific_adjustments``,
-                   ``handle_cuda_graph_config``                                               launcher
-attention backend  ``register_attention_backend("dsv4")``, replaces the in-tree factory       scheduler
-prefix cache       ``register_radix_cache_backend("dsv4")``, chosen by a default argument     scheduler
-KV pool            AROUND ``KVCacheConfigurator._build_dsv4_kv_pool``: it has no registry     scheduler
-pool sizing        AROUND ``create_memory_pool_configurator``: it has no registry             scheduler
-MTP draft          AROUND the two ``DraftBackendFactory._create_dsv4_*``: no registry         scheduler
-longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admission_pages``   scheduler
-token ids          AFTER ``scheduler.validate_input_length``: SGLang leaves some ids unchecked    scheduler
-sampling seeds     four hooks of the sampler, see :mod:`sglang_dsv4.sampling`                  scheduler
-CPU platform       AROUND ``reject_out_of_tree_path``, for our own KV pool only               scheduler
-CPU config         AROUND ``model_runner.adjust_config_with_unaligned_cpu_tp``: kept as it is  scheduler
-CPU quantisation   AROUND ``loader._get_quantization_config``: weights are dequantised at load      scheduler
-self-check         BEFORE ``ModelRunner.load_model``, BEFORE and AFTER ``Scheduler.__init__`` scheduler
-=================  =========================================================================  =======================
+=================  ==================================================================================  =========
+what               through                                                                             process
+=================  ==================================================================================  =========
+model              ``SGLANG_EXTERNAL_MODEL_PACKAGE`` (inherited by the spawned processes)              all
+default arguments  resolution hook ``handle_model_specific_adjustments``                               launcher
+CUDA graphs        resolution hook ``handle_cuda_graph_config``, see ``cuda_graphs``                   launcher
+attention backend  ``register_attention_backend("dsv4")``, replaces the in-tree factory                scheduler
+prefix cache       ``register_radix_cache_backend("dsv4")``, chosen by a default argument              scheduler
+prefix reuse       AFTER ``ForwardBatch.init_new`` and ``build_replay_fb_view``, see ``prefix.tails``  scheduler
+KV pool            AROUND ``KVCacheConfigurator._build_dsv4_kv_pool``: it has no registry              scheduler
+pool sizing        AROUND ``create_memory_pool_configurator``: it has no registry                      scheduler
+MTP draft          AROUND the two ``DraftBackendFactory._create_dsv4_*``: no registry                  scheduler
+longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admission_pages``            scheduler
+token ids          AFTER ``scheduler.validate_input_length``, see ``request_checks``                   scheduler
+sampling seeds     four hooks of the sampler, see ``sampling``                                         scheduler
+CPU platform       AROUND ``reject_out_of_tree_path``, for our own KV pool only                        scheduler
+CPU config         AROUND ``model_runner.adjust_config_with_unaligned_cpu_tp``: kept as it is          scheduler
+CPU quantisation   AROUND ``loader._get_quantization_config``: weights are dequantised at load         scheduler
+self-check         BEFORE ``ModelRunner.load_model``, AFTER ``Scheduler.__init__``                     scheduler
+=================  ==================================================================================  =========
 
 ``SGLANG_DSV4=off`` turns all of it off. Nothing here decides anything for a model of another architecture.
 """
@@ -37,13 +38,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4 import compat
-from sglang_dsv4.shims import is_off, require_known_switch
+from sglang_dsv4.cpu.shims import is_off, require_known_switch
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
-    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigResult, KVCacheConfigurator
@@ -85,42 +85,10 @@ def setup() -> None:
 def _install_default_arguments() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
+    from sglang_dsv4 import cuda_graphs
+
     register_resolution_hook("handle_model_specific_adjustments")(_resolve_default_arguments)
-    register_resolution_hook("handle_cuda_graph_config")(_resolve_cuda_graphs)
-
-
-def _resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
-    """No CUDA graphs while an operator of the forward waits for the device; kernels that don't bring them back."""
-    from sglang_dsv4 import attention_comparison
-
-    arguments = compat.resolving_view(server_args)
-    if compat.is_ours(compat.model_config_of(server_args).hf_config.architectures) and arguments.device == "cuda":
-        waiting = operators_that_wait("cuda", compat.model_config_of(server_args).hf_config.head_dim)
-        if attention_comparison.file_of_rank(0) is not None:
-            waiting.append("the attention that is compared")
-        if waiting:
-            logger.warning(
-                "sglang_dsv4: CUDA graphs are off, these operators run as references: %s", ", ".join(waiting)
-            )
-            compat.declare_resolution(
-                server_args, "sglang_dsv4", disable_decode_cuda_graph=True, disable_prefill_cuda_graph=True
-            )
-    previous(server_args)
-
-
-def operators_that_wait(device: str, head_dim: int) -> list[str]:
-    """The operators of a decode step whose implementation on ``device`` can't be captured in a CUDA graph."""
-    import torch
-
-    from dsv4_kernels import registry
-    from sglang_dsv4.attention_kernel import chosen_implementation
-
-    on = torch.device(device)
-    chosen = {
-        "sparse_attention": chosen_implementation(on, torch.bfloat16, head_dim),
-        "index_topk": registry.chosen("index_topk", on, torch.bfloat16),
-    }
-    return [operator for operator, implementation in chosen.items() if not implementation.graph_safe]
+    register_resolution_hook("handle_cuda_graph_config")(cuda_graphs.resolve_cuda_graphs)
 
 
 def _resolve_default_arguments(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
@@ -129,7 +97,7 @@ def _resolve_default_arguments(server_args: ServerArgs, previous: Callable[[Serv
     if compat.is_ours(hf_config.architectures):
         compat.require_ready(hf_config.architectures)
         arguments = compat.resolving_view(server_args)
-        refuse_unsupported_arguments(arguments)
+        refuse_unsupported_arguments(arguments, hf_config)
         compat.declare_resolution(server_args, "sglang_dsv4", **default_arguments(arguments, hf_config))
         if arguments.device == "cpu":
             ranks = arguments.tp_size * arguments.pp_size * arguments.dp_size
@@ -137,12 +105,23 @@ def _resolve_default_arguments(server_args: ServerArgs, previous: Callable[[Serv
     previous(server_args)
 
 
-def refuse_unsupported_arguments(arguments: Any) -> None:  # Any: ServerArgs, or SGLang's view of it
-    """Raises for what SGLang would accept and our pools can't serve.
+def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # ServerArgs, or SGLang's view of it
+    """Raises for what SGLang would accept and our pools or drafts can't serve.
 
     Raises:
         ValueError: names the flag and why.
     """
+    algorithm = arguments.speculative_algorithm
+    if algorithm == "DSPARK":
+        raise ValueError(
+            "sglang-dsv4 does not support --speculative-algorithm DSPARK: it serves the target of such a checkpoint, "
+            "without its draft. Leave the flag out."
+        )
+    if algorithm is not None and getattr(hf_config, "dspark_target_layer_ids", None):
+        raise ValueError(
+            f"sglang-dsv4 does not support --speculative-algorithm {algorithm} with this checkpoint: its draft is "
+            "DSpark's, and it has no MTP module. Leave the flag out."
+        )
     if arguments.enable_streaming_session:
         raise ValueError("sglang-dsv4 does not support --enable-streaming-session: a session's rows are not kept")
     if arguments.disaggregation_mode != "null":
@@ -191,35 +170,33 @@ def _install_scheduler_hooks() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_dsv4 import sampling
+    from sglang_dsv4 import request_checks, sampling
+    from sglang_dsv4.prefix import tails
 
     register_attention_backend(NAME)(_create_attention_backend)
     register_radix_cache_backend(NAME, _create_prefix_cache)
-    configurator = "sglang.srt.mem_cache.kv_cache_configurator"
-    _hook(f"{configurator}.KVCacheConfigurator._build_dsv4_kv_pool", _build_kv_pool, "AROUND")
-    _hook(f"{configurator}.KVCacheConfigurator.configure", _reserve_admission_pages, "AFTER")
-    _hook(f"{configurator}.reject_out_of_tree_path", _allow_our_kv_pool, "AROUND")
-    drafts = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
-    _hook(f"{drafts}._create_dsv4_decode_backend", _create_draft_decode_backend, "AROUND")
-    _hook(f"{drafts}._create_dsv4_prefill_backend", _create_draft_extend_backend, "AROUND")
-    _hook("sglang.srt.managers.scheduler.validate_input_length", _refuse_unknown_token_ids, "AFTER")
-    batch_info = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
-    _hook(f"{batch_info}.adjusted_from_schedule_batch", sampling.fill_seeds, "AFTER")
-    _hook(f"{batch_info}.merge_batch", sampling.align_seeds, "BEFORE")
-    sampler = "sglang.srt.layers.sampler"
-    _hook(f"{sampler}.top_k_top_p_min_p_sampling_from_probs_torch", sampling.apply_min_p_first, "AROUND")
-    _hook(f"{sampler}.multinomial_with_seed", sampling.draw, "AROUND")
-    _hook("sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp", _keep_config, "AROUND")
-    _hook("sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator", _size_pools, "AROUND")
-    _hook("sglang.srt.model_loader.loader._get_quantization_config", _skip_gpu_quantisation, "AROUND")
+    _hook("build the KV pool", _build_kv_pool, "AROUND")
+    _hook("size the pools", _size_pools, "AROUND")
+    _hook("report the pools", _reserve_admission_pages, "AFTER")
+    _hook("refuse a platform", _allow_our_kv_pool, "AROUND")
+    _hook("make a batch", tails.carry_request_slots, "AFTER")
+    _hook("view a batch for a replay", tails.carry_request_slots_to_replay, "AFTER")
+    _hook("make a draft's decode backend", _create_draft_decode_backend, "AROUND")
+    _hook("make a draft's prefill backend", _create_draft_extend_backend, "AROUND")
+    _hook("check a request", request_checks.refuse_unknown_token_ids, "AFTER")
+    _hook("make sampling info", sampling.fill_seeds, "AFTER")
+    _hook("merge sampling info", sampling.align_seeds, "BEFORE")
+    _hook("sample", sampling.apply_min_p_first, "AROUND")
+    _hook("draw", sampling.draw, "AROUND")
+    _hook("pad the config for a CPU", _keep_config, "AROUND")
+    _hook("choose a quantisation", _skip_gpu_quantisation, "AROUND")
 
 
 def _install_self_check() -> None:
-    """Not remembered but fatal: without these two hooks nobody would notice that the others are missing."""
+    """Not remembered but fatal: without these hooks nobody would notice that the others are missing."""
     try:
-        _hook("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _check_before_load, "BEFORE")
-        _hook("sglang.srt.managers.scheduler.Scheduler.__init__", _refuse_speculation_on_cpu, "BEFORE")
-        _hook("sglang.srt.managers.scheduler.Scheduler.__init__", _check_scheduler, "AFTER")
+        _hook("load the model", _check_before_load, "BEFORE")
+        _hook("start the scheduler", _check_scheduler, "AFTER")
     except Exception as error:
         # SystemExit is the one exception that SGLang's plugin loader does not swallow.
         raise SystemExit(
@@ -228,9 +205,11 @@ def _install_self_check() -> None:
         ) from error
 
 
-def _hook(target: str, function: Callable[..., Any], kind: str) -> None:
+def _hook(what: str, function: Callable[..., Any], kind: str) -> None:
+    """Hook a function of :data:`compat.SGLANG_HOOKS`."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    target = compat.SGLANG_HOOKS[what]
     pkgutil.resolve_name(target)  # SGLang would only log that the target is gone
     HookRegistry.register(target, function, HookType[kind])
 
@@ -238,9 +217,9 @@ def _hook(target: str, function: Callable[..., Any], kind: str) -> None:
 def _create_attention_backend(runner: ModelRunner) -> AttentionBackend:
     from sglang.srt.runtime_context import get_parallel
 
-    from sglang_dsv4 import attention_comparison
-    from sglang_dsv4.attention_backend import Dsv4AttentionBackend
-    from sglang_dsv4.attention_kernel import compile_ahead
+    from sglang_dsv4.attention import comparison as attention_comparison
+    from sglang_dsv4.attention.backend import Dsv4AttentionBackend
+    from sglang_dsv4.attention.implementation import compile_ahead
 
     backend, parallel = Dsv4AttentionBackend(runner), get_parallel()
     heads = runner.model_config.num_attention_heads // parallel.tp_size
@@ -253,25 +232,25 @@ def _create_attention_backend(runner: ModelRunner) -> AttentionBackend:
 
 
 def _create_draft_decode_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> tuple[str, Any]:
-    from sglang_dsv4.attention_backend import create_draft_decode_backend
+    from sglang_dsv4.attention.backend import create_draft_decode_backend
 
     return create_draft_decode_backend(factory)
 
 
 def _create_draft_extend_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> tuple[str, Any]:
-    from sglang_dsv4.attention_backend import create_draft_extend_backend
+    from sglang_dsv4.attention.backend import create_draft_extend_backend
 
     return create_draft_extend_backend(factory)
 
 
 def _create_prefix_cache(context: TreeCacheBuildContext) -> BasePrefixCache:
-    from sglang_dsv4.prefix_cache import create_prefix_cache
+    from sglang_dsv4.prefix.prefix_cache import create_prefix_cache
 
     return create_prefix_cache(context)
 
 
 def _build_kv_pool(original: Callable[..., KVCache], configurator: KVCacheConfigurator, **sizes: Any) -> KVCache:
-    from sglang_dsv4.kv_pool import build_kv_pool
+    from sglang_dsv4.cache.kv_pool import build_kv_pool
 
     return build_kv_pool(configurator, **sizes)
 
@@ -281,7 +260,7 @@ def _size_pools(
 ) -> MemoryPoolConfigurator:
     if not compat.is_ours(configurator.model_config.hf_config.architectures):
         return original(configurator)
-    from sglang_dsv4.pool_sizing import Dsv4PoolConfigurator
+    from sglang_dsv4.cache.pool_configurator import Dsv4PoolConfigurator
 
     sizing = Dsv4PoolConfigurator(configurator)
     compat.note_pool_sizing(sizing)
@@ -293,7 +272,7 @@ def _reserve_admission_pages(
 ) -> KVCacheConfigResult:
     if not compat.is_ours(configurator.model_config.hf_config.architectures):
         return result
-    from sglang_dsv4.pool_sizing import reserve_admission_pages
+    from sglang_dsv4.cache.pool_configurator import reserve_admission_pages
 
     return reserve_admission_pages(result)
 
@@ -322,59 +301,11 @@ def _allow_our_kv_pool(original: Callable[..., None], platform: Any, *, subsyste
         original(platform, subsystem=subsystem)
 
 
-def _refuse_unknown_token_ids(error: str | None, req: Req, *args: Any, **kwargs: Any) -> str | None:
-    """The reason for a 400, or None. An index outside the vocabulary would end the server.
-
-    A refused request still runs one token, beside others: so what its sampling would index with is taken out as well.
-    """
-    if compat.live_parts() is None:
-        return error
-    for what, ids in (("Token", req.origin_input_ids), ("Stop token", req.sampling_params.stop_token_ids)):
-        unknown = [token for token in (min(ids), max(ids)) if not 0 <= token < req.vocab_size] if ids else []
-        if unknown:
-            last = req.vocab_size - 1
-            error = error or f"{what} id {unknown[0]} is not in the vocabulary; valid ids are 0 to {last}."
-            if what == "Stop token":
-                req.sampling_params.stop_token_ids = None  # read by the penaliser of min_new_tokens
-    if not len(req.origin_input_ids):  # `"text": ""`; of no input ids SGLang itself says so
-        error = error or "The prompt is empty: it has no token."
-    if req.sampling_params.sampling_seed is not None:
-        from sglang_dsv4 import sampling
-
-        if sampling.seed_of(req) is not None and (reason := sampling.reason_against_seeds(*_sampling_setup())):
-            error = error or reason
-            req.sampling_params.sampling_seed = None
-    if req.logprob.top_logprobs_num > req.vocab_size:
-        error = error or f"top_logprobs_num is {req.logprob.top_logprobs_num}; the vocabulary has {req.vocab_size}."
-        req.logprob.top_logprobs_num = 0
-    return error
-
-
-def _sampling_setup() -> tuple[str, str | None]:
-    """The server's sampling backend and its speculative algorithm."""
-    from sglang.srt.runtime_context import get_exec, get_server_args
-
-    return get_exec().kernel.sampling_backend, get_server_args().speculative_algorithm
-
-
 def _check_before_load(runner: ModelRunner) -> None:
     architectures = runner.model_config.hf_config.architectures
     compat.require_ready(architectures)
     if compat.is_ours(architectures):
         compat.require_our_model_classes()
-
-
-def _refuse_speculation_on_cpu(scheduler: Scheduler, server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
-    """In the scheduler and not among the arguments: the MTP module itself does run on a CPU, and tests run it."""
-    from sglang.srt.platforms import current_platform
-
-    if server_args.speculative_algorithm is None or current_platform.device_type != "cpu":
-        return
-    if compat.is_ours(compat.model_config_of(server_args).hf_config.architectures):
-        raise compat.StartupError(
-            f"sglang-dsv4 does not serve with --speculative-algorithm {server_args.speculative_algorithm} on a CPU: "
-            "SGLang's decode step of it launches Triton kernels (mem_cache/allocation.py, get_last_loc)."
-        )
 
 
 def _check_scheduler(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:

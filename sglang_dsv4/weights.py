@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from dsv4_kernels.quant import dequantise_fp4_weight, dequantise_fp8_weight
-from sglang_dsv4.config import FP4_WEIGHT_BLOCK, WEIGHT_BLOCK, Config, LayerKind
+from sglang_dsv4.config import FP4_WEIGHT_BLOCK, WEIGHT_BLOCK, Config
+from sglang_dsv4.layer_kinds import LayerKind
 
 _FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 _SCALES = (torch.float8_e8m0fnu, torch.float32)
@@ -88,7 +89,7 @@ class TensorTable:
 
 
 def main_model_tensors(config: Config) -> TensorTable:
-    """All tensors but those of the MTP module."""
+    """All tensors but those of the draft, which are left out by name: another name of a draft's kind is unknown."""
     rows = [
         *_top_level(config),
         *(
@@ -97,7 +98,38 @@ def main_model_tensors(config: Config) -> TensorTable:
             for spec in _block(config, config.schedule.kind(i), config.uses_hash_routing(i))
         ),
     ]
-    return TensorTable({spec.name: spec for spec in rows}, lambda name: not name.startswith("mtp."))
+    of_draft = _draft_names(config)
+    return TensorTable({spec.name: spec for spec in rows}, lambda name: name not in of_draft)
+
+
+def _draft_names(config: Config) -> frozenset[str]:
+    """Names of all tensors of the checkpoint's draft, scales too: the MTP module's or DSpark's."""
+    specs = mtp_tensors(config).specs.values() if config.dspark is None else _dspark_tensors(config)
+    names = {spec.name for spec in specs} | {spec.scale_name for spec in specs if _may_have_scale(spec)}
+    return frozenset(names)
+
+
+def _dspark_tensors(config: Config) -> list[TensorSpec]:
+    """The tensors of a DSpark draft: a window-only block for each stage, and what the first and the last one have."""
+    d, v, rank, last = config.hidden_size, config.vocab_size, config.dspark.markov_rank, config.dspark.num_stages - 1
+
+    def row(name: str, *shape: int, format: Format = Format.FLOAT) -> TensorSpec:
+        return TensorSpec(name, shape, format, name)
+
+    return [
+        *(
+            replace(spec, name=f"mtp.{stage}.{spec.name}")
+            for stage in range(config.dspark.num_stages)
+            for spec in _block(config, LayerKind.SWA, hashed=False)
+        ),
+        row("mtp.0.main_proj.weight", d, d * config.dspark.num_stages, format=Format.LINEAR),
+        row("mtp.0.main_norm.weight", d),
+        row(f"mtp.{last}.norm.weight", d),
+        row(f"mtp.{last}.markov_head.markov_w1.weight", v, rank),
+        row(f"mtp.{last}.markov_head.markov_w2.weight", v, rank),
+        row(f"mtp.{last}.confidence_head.proj.weight", 1, d + rank),
+        *(replace(spec, name=f"mtp.{last}.{spec.name}") for spec in _hyper_connection_head(config)),
+    ]
 
 
 def mtp_tensors(config: Config) -> TensorTable:
@@ -144,8 +176,10 @@ def _block(c: Config, kind: LayerKind, hashed: bool) -> list[TensorSpec]:
     rq, group_outputs = c.q_lora_rank, c.o_groups * c.o_lora_rank
     mixes = (2 + n) * n
 
-    def row(name: str, *shape: int, format: Format = Format.FLOAT, parameter: str | None = None) -> TensorSpec:
-        return TensorSpec(name, shape, format, parameter or name)
+    def row(
+        name: str, *shape: int, format: Format = Format.FLOAT, parameter: str | None = None, shard: int | None = None
+    ) -> TensorSpec:
+        return TensorSpec(name, shape, format, parameter or name, shard)
 
     rows = [row("attn_norm.weight", d), row("ffn_norm.weight", d)]
     for sublayer in ("attn", "ffn"):
@@ -156,10 +190,10 @@ def _block(c: Config, kind: LayerKind, hashed: bool) -> list[TensorSpec]:
         ]
     rows += [
         row("attn.attn_sink", heads),
-        row("attn.wq_a.weight", rq, d, format=Format.LINEAR),
+        row("attn.wq_a.weight", rq, d, format=Format.LINEAR, parameter="attn.wqkv_a.weight", shard=0),
         row("attn.q_norm.weight", rq),
         row("attn.wq_b.weight", heads * dim, rq, format=Format.LINEAR),
-        row("attn.wkv.weight", dim, d, format=Format.LINEAR),
+        row("attn.wkv.weight", dim, d, format=Format.LINEAR, parameter="attn.wqkv_a.weight", shard=1),
         row("attn.kv_norm.weight", dim),
         row("attn.wo_a.weight", group_outputs, heads * dim // c.o_groups, format=Format.LINEAR, parameter="attn.wo_a"),
         row("attn.wo_b.weight", d, group_outputs, format=Format.LINEAR),
@@ -169,14 +203,14 @@ def _block(c: Config, kind: LayerKind, hashed: bool) -> list[TensorSpec]:
     if kind is LayerKind.CSA:
         rows += [
             row("attn.indexer.wq_b.weight", c.index_n_heads * c.index_head_dim, rq, format=Format.LINEAR),
-            row("attn.indexer.weights_proj.weight", c.index_n_heads, d),
+            row("attn.indexer.weights_proj.weight", c.index_n_heads, d, parameter="attn.indexer.weights_proj"),
             *_compressor("attn.indexer.compressor.", c, kind, c.index_head_dim),
         ]
     return rows + _moe(c, hashed)
 
 
 def _compressor(prefix: str, c: Config, kind: LayerKind, dim: int) -> list[TensorSpec]:
-    width = dim * (2 if kind is LayerKind.CSA else 1)
+    width = dim * kind.groups
     return [
         TensorSpec(f"{prefix}ape", (kind.ratio, width), Format.FLOAT, f"{prefix}ape"),
         TensorSpec(f"{prefix}wkv.weight", (width, c.hidden_size), Format.FLOAT, f"{prefix}wkv"),

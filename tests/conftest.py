@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +16,37 @@ if TYPE_CHECKING:
 # What only the fixtures need is imported by them: this file is also read where kernels are tested without SGLang.
 
 
+@pytest.fixture(scope="session", autouse=True)
+def bookkeeping_errors_are_fatal() -> Iterator[None]:
+    """Here and in every server that a test starts; outside of tests they are counted."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SGLANG_DSV4_TAIL_ERRORS", "raise")
+        yield
+
+
+def pytest_configure() -> None:
+    """Under `make test` a missing package is an error: elsewhere the tests that need it are skipped."""
+    missing = [name for name in os.environ.get("DSV4_TESTS_NEED", "").split() if importlib.util.find_spec(name) is None]
+    if missing:
+        raise pytest.UsageError(
+            f"the tests need {', '.join(missing)}, which this Python cannot import. `make setup` installs what "
+            "requirements-cpu.txt and requirements-test.txt pin; without DSV4_TESTS_NEED these tests are skipped"
+        )
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this test registers is gone afterwards."""
+    from dsv4_kernels import registry
+
+    monkeypatch.setattr(registry, "_table", {op: dict(rows) for op, rows in registry._table.items()})
+    monkeypatch.setattr(registry, "_resolved", {})
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The random checkpoint of `make serve`, in the released format."""
-    from sglang_dsv4.random_checkpoint import PRESETS, write_checkpoint
+    from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
     path = tmp_path_factory.mktemp("checkpoint")
     write_checkpoint(path, PRESETS["tiny"])

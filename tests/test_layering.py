@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ MAY_NOT_IMPORT = {
     "sglang_dsv4": {"tests", "benchmarks"},
 }
 # Modules of ours that run before SGLang can be imported, or at the start of every Python process.
-STANDARD_LIBRARY_ONLY = {"shims.py", "quickstart.py"}
+STANDARD_LIBRARY_ONLY = {"cpu/shims.py", "cpu/quickstart.py"}
 
 
 def modules(package: str) -> list[Path]:
@@ -62,6 +65,120 @@ def test_early_modules_need_nothing_but_python(name: str) -> None:
 def test_plugin_imports_sglang_only_inside_functions(name: str) -> None:
     """SGLang imports the plugin in every process; a failing import there would be logged and forgotten."""
     assert "sglang" not in heads(imports(ROOT / "sglang_dsv4" / name, top_level_only=True))
+
+
+# SGLang's private names: functions and classes in compat, methods and attributes of its classes in sglang_bases. Two
+# exceptions: what shims take of SGLang's stand-in for triton before SGLang can be imported, and how a platform that is
+# not SGLang's says so, as SGLang asks for.
+KNOWS_PRIVATE_NAMES = {"compat.py", "sglang_bases.py", "cpu/shims.py"}
+ASKED_FOR = {("cpu/platform.py", "_enum")}
+
+
+def is_private(name: str) -> bool:
+    return name.strip("_") != "" and name.startswith("_") and not name.endswith("__")
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Private names that a module says: attributes, definitions, imports, and dotted paths in strings."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang."):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("sglang."):
+            names.update(node.value.replace(":", ".").split("."))
+    return {name for name in names if is_private(name)}
+
+
+def defined_here(tree: ast.AST) -> set[str]:
+    """Private names that a module makes itself: functions, classes, variables, parameters, attributes of `self`."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                names.add(node.attr)
+    return names
+
+
+def names_of_sglang_bases(module: str) -> set[str]:
+    """Private names in the source of every SGLang class that a class of this module inherits from."""
+    names: set[str] = set()
+    for value in vars(importlib.import_module(module)).values():
+        if isinstance(value, type) and value.__module__ == module:
+            for base in value.__mro__:
+                if base.__module__.startswith("sglang."):
+                    names |= private_names(ast.parse(textwrap.dedent(inspect.getsource(base))))
+    return names
+
+
+def test_sglangs_private_names_are_in_two_modules() -> None:
+    """Elsewhere a private name is one that the file itself makes, and none that an SGLang base class uses."""
+    wrong: dict[str, list[str]] = {}
+    for path in modules("sglang_dsv4"):
+        name = str(path.relative_to(ROOT / "sglang_dsv4"))
+        if name in KNOWS_PRIVATE_NAMES:
+            continue
+        tree = ast.parse(path.read_text())
+        said = private_names(tree)
+        module = ".".join(("sglang_dsv4", *Path(name).with_suffix("").parts)).removesuffix(".__init__")
+        foreign = (said - defined_here(tree)) | (said & names_of_sglang_bases(module))
+        foreign -= {private for file, private in ASKED_FOR if file == name}
+        if foreign:
+            wrong[name] = sorted(foreign)
+    assert not wrong, "take these from sglang_dsv4.compat or sglang_dsv4.sglang_bases"
+
+
+def test_private_names_are_seen() -> None:
+    """The check above, on a file that would break the rule in each way."""
+    said = private_names(
+        ast.parse(
+            "from sglang.srt.a import _b\n"
+            "hook('sglang.srt.a.C._d')\n"
+            "class E(F):\n"
+            "    def _g(self):\n"
+            "        return self.core._h(self.__class__)\n"
+        )
+    )
+    assert said == {"_b", "_d", "_g", "_h"}
+
+
+def test_page_window_and_ratios_are_said_once() -> None:
+    """256, 128 and 4 as numbers of tokens: in ring.py for the checkpoints, HCA's ratio in layer_kinds.py."""
+    from dsv4_radix_cache import ring
+    from sglang_dsv4 import layer_kinds
+
+    assert (ring.PAGE_TOKENS, ring.WINDOW_TOKENS, ring.OVERLAP_TOKENS) == (256, 128, 4)
+    assert [kind.ratio for kind in layer_kinds.LayerKind] == [0, 4, 128]
+    named = {"PAGE_TOKENS", "FULL_PAGE_TOKENS", "WINDOW_TOKENS", "OVERLAP_TOKENS", "CSA_RATIO", "HCA_RATIO"}
+    numbers = {
+        (str(path.relative_to(ROOT)), target.id)
+        for package in ("sglang_dsv4", "dsv4_radix_cache")
+        for path in modules(package)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id in named
+    }
+    assert numbers == {("radix_cache/ring.py", name) for name in ("PAGE_TOKENS", "WINDOW_TOKENS", "OVERLAP_TOKENS")}
+
+
+def test_no_file_is_longer_than_a_sitting() -> None:
+    long = {
+        str(path.relative_to(ROOT)): count
+        for package in FOLDERS
+        for path in modules(package)
+        if (count := len(path.read_text().splitlines())) > 500
+    }
+    assert not long
 
 
 def test_sglangs_own_deepseek_v4_code_is_named_in_compat_only() -> None:

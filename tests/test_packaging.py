@@ -92,7 +92,7 @@ def test_wheel_declares_license_entry_points_and_gpu_extra(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         read = {Path(name).name: archive.read(name).decode() for name in archive.namelist() if ".dist-info/" in name}
     assert "[sglang.srt.plugins]\nsglang_dsv4 = sglang_dsv4.plugin:setup" in read["entry_points.txt"]
-    assert "[sglang.srt.platforms]\nsglang_dsv4_cpu = sglang_dsv4.cpu_platform:activate" in read["entry_points.txt"]
+    assert "[sglang.srt.platforms]\nsglang_dsv4_cpu = sglang_dsv4.cpu.platform:activate" in read["entry_points.txt"]
     assert "License-Expression: Apache-2.0" in read["METADATA"]
     assert "TERMS AND CONDITIONS" in read["LICENSE"]
     assert 'Requires-Dist: sglang==0.5.23; extra == "gpu"' in read["METADATA"]

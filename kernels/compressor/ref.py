@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from dsv4_kernels.compressor import Compression, Groups
 from dsv4_kernels.invariant import tree_sum
+from dsv4_kernels.kv_layout import FP4_SCALE_GROUP, SCALE_GROUP, RowFormat
+from dsv4_kernels.norm.ref import rms_norm
+from dsv4_kernels.quant.ref import fp4_qdq, fp8_qdq, hadamard
+from dsv4_kernels.rope.ref import apply_rope
 
 
 def compress(state: Tensor, kv: Tensor, score: Tensor, sources: Tensor, ratio: int, head_dim: int) -> Tensor:
@@ -45,3 +52,38 @@ def _rows(state: Tensor, tokens: Tensor, sources: Tensor, missing: float) -> Ten
             gathered = table[index.clamp(0, table.shape[0] - 1)]
             rows = torch.where(mine.unsqueeze(-1), gathered, rows)
     return rows
+
+
+def compress_store(groups: Groups, compressions: Sequence[Compression], dtype: torch.dtype) -> None:
+    """See `dsv4_kernels.compressor.compress_store`."""
+    closed = (groups.sources >= 0).any(1).nonzero().squeeze(1)
+    sources, positions = groups.sources[closed], groups.entry_positions[closed]
+    for c in compressions:
+        score = c.score + c.ape[groups.positions % groups.ratio]
+        if len(closed):
+            entries = compress(c.state, c.kv, score, sources, groups.ratio, c.head_dim).to(dtype)
+            rows = apply_rope(rms_norm(entries, c.norm_weight, c.eps), positions, c.frequencies, False)
+            c.table.scatter(groups.slots[closed], _stored(rows, c))
+        _keep(c.state, groups.state_rows, c.kv, score)
+        if c.overlap is not None:
+            _keep(c.overlap, groups.overlap_rows, c.kv[:, : c.head_dim], score[:, : c.head_dim])
+
+
+def _stored(rows: Tensor, c: Compression) -> Tensor:
+    """Byte formats quantise what is written, and from a round trip's result the same values would in rare cases get
+    other bytes: it is for plain rows only."""
+    if c.hadamard:
+        rows = hadamard(rows)
+    if c.table.format is not RowFormat.PLAIN or c.values_of is RowFormat.PLAIN:
+        return rows
+    if c.values_of is RowFormat.INDEX_FP4:
+        return fp4_qdq(rows, FP4_SCALE_GROUP)
+    rotated = 2 * c.frequencies.shape[0]
+    nope, rope = rows.split((c.head_dim - rotated, rotated), -1)
+    return torch.cat((fp8_qdq(nope, SCALE_GROUP), rope), -1)
+
+
+def _keep(table: Tensor, rows: Tensor, kv: Tensor, score: Tensor) -> None:
+    kept = (rows >= 0).nonzero().squeeze(1)
+    raw = torch.stack([kv[kept], score[kept]], 1)
+    table.index_copy_(0, rows[kept], raw)

@@ -2,6 +2,10 @@
 
 A layer's state is n streams of width d. Each sublayer reads a mixture of them (`hc_pre`), and its output is written
 back to all while the streams are mixed by a doubly stochastic matrix (`hc_post`). `hc_head` reads the last mixture.
+
+Between two sublayers lie `hc_post` of the one, `hc_pre` of the next and the RMSNorm of its input: `hc_boundary` is
+these three, `hc_enter` the last two, for a model's first sublayer, and `hc_finish` what follows the last one. A GPU
+kernel makes each of them in one launch, where the streams are read and written once.
 """
 
 from __future__ import annotations
@@ -50,9 +54,125 @@ def hc_pre(
     """
     n = _check_streams("hc_pre", x)
     _check_parameters("hc_pre", x, fn, base, scale, (2 + n) * n, 3)
-    if iterations < 1:
-        raise ValueError(f"hc_pre: iterations is {iterations}; expected at least 1")
+    _check_iterations("hc_pre", iterations)
     return select("hc_pre", x.device, x.dtype, impl)(x, fn, base, scale, norm_eps, hc_eps, iterations)
+
+
+def hc_boundary(
+    y: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """From one sublayer's output to the next one's input.
+
+    ::
+
+        streams = hc_post(y, streams, post, comb)
+        row, post, comb = hc_pre(streams, fn, base, scale, norm_eps, hc_eps, iterations)
+        x = rms_norm(row, norm_weight, norm_eps)
+
+    Args:
+        y: [T, d] fp32 or bf16, the output of the sublayer that ends.
+        streams: [T, n, d] in y's dtype, those that went into that sublayer; they are not overwritten.
+        post: [T, n] fp32, of that sublayer.
+        comb: [T, n, n] fp32, of that sublayer.
+        fn: [(2 + n)n, n * d] fp32, of the sublayer that begins, and so is all that follows.
+        base: [(2 + n)n] fp32.
+        scale: [3] fp32.
+        norm_weight: [d], any floating dtype.
+        norm_eps: of both norms.
+        hc_eps: of the mixture and of Sinkhorn's iteration.
+        iterations: of Sinkhorn's iteration (20).
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        streams [T, n, d] and x [T, d] in y's dtype, post [T, n] fp32, comb [T, n, n] fp32.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or iterations < 1.
+    """
+    n = _check_streams("hc_boundary", streams)
+    _check_output("hc_boundary", y, streams, post, comb)
+    _check_parameters("hc_boundary", streams, fn, base, scale, (2 + n) * n, 3, norm_weight)
+    _check_iterations("hc_boundary", iterations)
+    boundary = select("hc_boundary", streams.device, streams.dtype, impl)
+    return boundary(y, streams, post, comb, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations)
+
+
+def hc_enter(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`hc_boundary` where no sublayer ends: `hc_pre` of the streams as they are, and the norm.
+
+    Args and Raises: those of `hc_boundary`.
+
+    Returns:
+        x [T, d] in the streams' dtype, post [T, n] fp32, comb [T, n, n] fp32.
+    """
+    n = _check_streams("hc_enter", streams)
+    _check_parameters("hc_enter", streams, fn, base, scale, (2 + n) * n, 3, norm_weight)
+    _check_iterations("hc_enter", iterations)
+    enter = select("hc_enter", streams.device, streams.dtype, impl)
+    return enter(streams, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations)
+
+
+def hc_finish(
+    y: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """From the last sublayer's output to the row that the logits are made of.
+
+    ::
+
+        streams = hc_post(y, streams, post, comb)
+        x = rms_norm(hc_head(streams, fn, base, scale, norm_eps, hc_eps), norm_weight, norm_eps)
+
+    Args:
+        y, streams, post, comb, norm_weight: as in `hc_boundary`.
+        fn: [n, n * d] fp32.
+        base: [n] fp32.
+        scale: [1] fp32.
+        norm_eps: of both norms.
+        hc_eps: added to the sigmoid.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        streams [T, n, d], which a speculative draft reads, and x [T, d], in y's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
+    n = _check_streams("hc_finish", streams)
+    _check_output("hc_finish", y, streams, post, comb)
+    _check_parameters("hc_finish", streams, fn, base, scale, n, 1, norm_weight)
+    finish = select("hc_finish", streams.device, streams.dtype, impl)
+    return finish(y, streams, post, comb, fn, base, scale, norm_weight, norm_eps, hc_eps)
 
 
 def hc_post(y: Tensor, x: Tensor, post: Tensor, comb: Tensor, impl: str | None = None) -> Tensor:
@@ -71,13 +191,8 @@ def hc_post(y: Tensor, x: Tensor, post: Tensor, comb: Tensor, impl: str | None =
     Raises:
         ValueError: shapes that do not fit each other.
     """
-    n = _check_streams("hc_post", x)
-    tokens, _, d = x.shape
-    if y.shape != (tokens, d) or post.shape != (tokens, n) or comb.shape != (tokens, n, n):
-        raise ValueError(
-            f"hc_post: x {tuple(x.shape)} needs y ({tokens}, {d}), post ({tokens}, {n}) and comb ({tokens}, {n}, {n}); "
-            f"got {tuple(y.shape)}, {tuple(post.shape)} and {tuple(comb.shape)}"
-        )
+    _check_streams("hc_post", x)
+    _check_output("hc_post", y, x, post, comb)
     return select("hc_post", x.device, x.dtype, impl)(y, x, post, comb)
 
 
@@ -112,12 +227,38 @@ def _check_streams(name: str, x: Tensor) -> int:
     return x.shape[1]
 
 
+def _check_iterations(name: str, iterations: int) -> None:
+    if iterations < 1:
+        raise ValueError(f"{name}: iterations is {iterations}; expected at least 1")
+
+
+def _check_output(name: str, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> None:
+    tokens, n, d = streams.shape
+    if y.shape != (tokens, d) or post.shape != (tokens, n) or comb.shape != (tokens, n, n) or y.dtype != streams.dtype:
+        raise ValueError(
+            f"{name}: streams {tuple(streams.shape)} {streams.dtype} need y ({tokens}, {d}) of their dtype, "
+            f"post ({tokens}, {n}) and comb ({tokens}, {n}, {n}); "
+            f"got {tuple(y.shape)} {y.dtype}, {tuple(post.shape)} and {tuple(comb.shape)}"
+        )
+
+
 def _check_parameters(
-    name: str, x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rows: int, num_scales: int
+    name: str,
+    x: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    rows: int,
+    num_scales: int,
+    norm_weight: Tensor | None = None,
 ) -> None:
     columns = x.shape[1] * x.shape[2]
     if fn.shape != (rows, columns) or base.shape != (rows,) or scale.shape != (num_scales,):
         raise ValueError(
             f"{name}: x {tuple(x.shape)} needs fn ({rows}, {columns}), base ({rows},) and scale ({num_scales},); "
             f"got {tuple(fn.shape)}, {tuple(base.shape)} and {tuple(scale.shape)}"
+        )
+    if norm_weight is not None and norm_weight.shape != x.shape[2:]:
+        raise ValueError(
+            f"{name}: x {tuple(x.shape)} needs norm_weight ({x.shape[2]},); got {tuple(norm_weight.shape)}"
         )

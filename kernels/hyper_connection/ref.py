@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dsv4_kernels.invariant import sigmoid, tree_sum
 from dsv4_kernels.linear import linear_fp32
+from dsv4_kernels.norm import rms_norm
 
 
 def hc_pre(
@@ -33,6 +34,56 @@ def hc_head(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float,
     """See `dsv4_kernels.hyper_connection.hc_head`."""
     mix = _normalised_products(x, fn, norm_eps)
     return _mixture(sigmoid(mix * scale + base) + hc_eps, x)
+
+
+def hc_boundary(
+    y: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `dsv4_kernels.hyper_connection.hc_boundary`."""
+    streams = hc_post(y, streams, post, comb)
+    return streams, *hc_enter(streams, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations)
+
+
+def hc_enter(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `dsv4_kernels.hyper_connection.hc_enter`."""
+    row, post, comb = hc_pre(streams, fn, base, scale, norm_eps, hc_eps, iterations)
+    return rms_norm(row, norm_weight, norm_eps), post, comb
+
+
+def hc_finish(
+    y: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+) -> tuple[Tensor, Tensor]:
+    """See `dsv4_kernels.hyper_connection.hc_finish`."""
+    streams = hc_post(y, streams, post, comb)
+    return streams, rms_norm(hc_head(streams, fn, base, scale, norm_eps, hc_eps), norm_weight, norm_eps)
 
 
 def _normalised_products(x: Tensor, fn: Tensor, norm_eps: float) -> Tensor:

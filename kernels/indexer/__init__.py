@@ -9,6 +9,34 @@ from dsv4_kernels.kv_layout import KVRows
 from dsv4_kernels.registry import select
 
 
+def index_query(
+    q: Tensor, positions: Tensor, frequencies: Tensor, quantise: bool = True, impl: str | None = None
+) -> Tensor:
+    """The queries that `index_topk` takes, from those that the indexer's product gives.
+
+    `apply_rope`, and with `quantise` `hadamard` and `fp4_qdq` in blocks of 32, each rounded to q's dtype.
+
+    Args:
+        q: [T, Hi, Di] fp32 or bf16. It is not written to.
+        positions: [T] int64.
+        frequencies: [R / 2] fp32 (`rope_frequencies`), R <= Di.
+        quantise: whether keys are rotated by the Hadamard matrix and quantised, too.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        [T, Hi, Di] in q's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
+    if q.dim() != 3 or positions.shape != q.shape[:1] or 2 * frequencies.shape[0] > q.shape[2]:
+        raise ValueError(
+            f"index_query needs q [T, Hi, Di], positions [T] and frequencies [R / 2], R at most Di; got "
+            f"{tuple(q.shape)}, {tuple(positions.shape)} and {tuple(frequencies.shape)}"
+        )
+    return select("index_query", q.device, q.dtype, impl)(q, positions, frequencies, quantise)
+
+
 def index_topk(
     q: Tensor,
     head_weights: Tensor,
@@ -19,6 +47,7 @@ def index_topk(
     visible: Tensor,
     top_k: int,
     row_pages: Tensor | None = None,
+    prefill: bool = False,
     impl: str | None = None,
 ) -> Tensor:
     """The rows of the `top_k` best visible entries of every token, by rising entry.
@@ -38,6 +67,8 @@ def index_topk(
         visible: [T] integer, entries [0, visible) may be read; 0 is legal.
         top_k: at least 1.
         row_pages: [B, P] integer page numbers of the entries, if these are elsewhere than the keys (unpacked).
+        prefill: whether the tokens are chunks of prompts, neighbours of one request; a kernel may then compute several
+            of them together. By the kind of forward and not by its size, because a score's last bit may differ.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
@@ -56,7 +87,8 @@ def index_topk(
             f"index_topk: row_pages are {tuple(row_pages.shape)}; expected page_table's {tuple(page_table.shape)}"
         )
     function = select("index_topk", q.device, q.dtype, impl)
-    return function(q, head_weights, keys, page_table, entries_per_page, token_to_request, visible, top_k, row_pages)
+    lists = (page_table, entries_per_page, token_to_request, visible, top_k, row_pages)
+    return function(q, head_weights, keys, *lists, prefill)
 
 
 def index_scores(

@@ -6,12 +6,20 @@ import torch
 from torch import Tensor
 
 from dsv4_kernels.invariant import at_least_as_many_as_threads, padded_to_full_rows, tree_sum
-from dsv4_kernels.kv_layout import KVRows, entry_rows
+from dsv4_kernels.kv_layout import FP4_SCALE_GROUP, KVRows, entry_rows
+from dsv4_kernels.quant import fp4_qdq, hadamard
+from dsv4_kernels.rope import apply_rope
 
 KEY_TILE = 64
 """Entries of one product. Every product of a token has the same shape, so its bits do not depend on the batch."""
 TILE_PRODUCTS = 2**18
 """Bound on the products of heads, keys and tokens computed at a time (at least one token's): 1 MB."""
+
+
+def index_query(q: Tensor, positions: Tensor, frequencies: Tensor, quantise: bool) -> Tensor:
+    """See `dsv4_kernels.indexer.index_query`."""
+    q = apply_rope(q, positions, frequencies)
+    return fp4_qdq(hadamard(q), FP4_SCALE_GROUP) if quantise else q
 
 
 def index_topk(
@@ -24,8 +32,9 @@ def index_topk(
     visible: Tensor,
     top_k: int,
     row_pages: Tensor,
+    prefill: bool,
 ) -> Tensor:
-    """See `dsv4_kernels.indexer.index_topk`."""
+    """See `dsv4_kernels.indexer.index_topk`; a prefill is computed as any other forward."""
     scores = index_scores(q, head_weights, keys, page_table, entries_per_page, token_to_request, visible)
     num_tokens, num_entries = scores.shape
     if num_entries > top_k:

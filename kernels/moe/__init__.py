@@ -1,4 +1,4 @@
-"""Experts: clamped SwiGLU, one MLP, the sum over routed experts (DeepSeek-V4 specification, section 5)."""
+"""Experts: clamped SwiGLU, the sum over routed experts (DeepSeek-V4 specification, section 5)."""
 
 from __future__ import annotations
 
@@ -28,32 +28,45 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, impl: str | None = None) -> T
     return select("swiglu", gate.device, gate.dtype, impl)(gate, up, limit)
 
 
-def mlp(
-    x: Tensor, w13: Tensor, w2: Tensor, limit: float, act_qdq_block: int | None = None, impl: str | None = None
-) -> Tensor:
-    """One expert (the shared one): `linear(swiglu(linear(x, w13).chunk(2)), w2)`.
+def fused_swiglu(gate_up: Tensor, limit: float, impl: str | None = None) -> Tensor:
+    """`swiglu` of the two halves of one product's output, rounded to its dtype.
 
     Args:
-        x: [T, d] fp32 or bf16.
-        w13: [2I, d] in x's dtype, the rows of w1 (gate) first, then w3 (up).
-        w2: [d, I] in x's dtype.
-        limit: swiglu_limit.
-        act_qdq_block: block of the FP8 rounding of both products' inputs, or None for none.
+        gate_up: [T, 2I] fp32 or bf16, the gate first.
+        limit: swiglu_limit, positive.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
-        [T, d] in x's dtype.
+        [T, I] in gate_up's dtype.
 
     Raises:
-        ValueError: shapes that do not fit each other, or limit is not positive.
+        ValueError: gate_up is not [T, 2I], or limit is not positive.
     """
-    if w13.dim() != 2 or w2.dim() != 2 or w13.shape != (2 * w2.shape[1], w2.shape[0]) or x.shape[1:] != w13.shape[1:]:
-        raise ValueError(
-            f"mlp needs x [T, d], w13 [2I, d] and w2 [d, I]; got {tuple(x.shape)}, {tuple(w13.shape)}, "
-            f"{tuple(w2.shape)}"
-        )
-    _check_limit("mlp", limit)
-    return select("mlp", x.device, x.dtype, impl)(x, w13, w2, limit, act_qdq_block)
+    _check_halves("fused_swiglu", gate_up)
+    _check_limit("fused_swiglu", limit)
+    return select("fused_swiglu", gate_up.device, gate_up.dtype, impl)(gate_up, limit)
+
+
+def swiglu_fp8(
+    gate_up: Tensor, limit: float, column_major: bool = False, impl: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """`fp8_quantise(fused_swiglu(gate_up, limit), 128, column_major)`: what an FP8 product takes.
+
+    Args:
+        gate_up: [T, 2I] fp32 or bf16, the gate first.
+        limit: swiglu_limit, positive.
+        column_major: of the scales, as in `dsv4_kernels.quant.fp8_quantise`.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        codes [T, I] float8_e4m3fn, scales [T, ceil(I / 128)] fp32 powers of two.
+
+    Raises:
+        ValueError: gate_up is not [T, 2I], or limit is not positive.
+    """
+    _check_halves("swiglu_fp8", gate_up)
+    _check_limit("swiglu_fp8", limit)
+    return select("swiglu_fp8", gate_up.device, gate_up.dtype, impl)(gate_up, limit, column_major)
 
 
 def experts_forward(
@@ -106,6 +119,11 @@ def experts_forward(
     _check_limit("experts_forward", swiglu_limit)
     function = select("experts_forward", x.device, x.dtype, impl)
     return function(x, weights, experts, w13, w2, swiglu_limit, act_qdq_block, expert_offset)
+
+
+def _check_halves(name: str, gate_up: Tensor) -> None:
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"{name} needs gate_up [T, 2I]; got {tuple(gate_up.shape)}")
 
 
 def _check_limit(name: str, limit: float) -> None:

@@ -7,6 +7,10 @@ from torch import Tensor
 
 from dsv4_kernels.invariant import silu
 from dsv4_kernels.linear import linear
+from dsv4_kernels.quant.ref import fp8_quantise
+
+ACTIVATION_BLOCK = 128
+"""Channels of a product's input that share a scale (section 4.2)."""
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -14,10 +18,14 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
 
 
-def mlp(x: Tensor, w13: Tensor, w2: Tensor, limit: float, act_qdq_block: int | None) -> Tensor:
-    """See `dsv4_kernels.moe.mlp`."""
-    gate, up = linear(x, w13, act_qdq_block).chunk(2, -1)
-    return linear(swiglu(gate, up, limit).to(x.dtype), w2, act_qdq_block)
+def fused_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    """See `dsv4_kernels.moe.fused_swiglu`."""
+    return swiglu(*gate_up.chunk(2, -1), limit).to(gate_up.dtype)
+
+
+def swiglu_fp8(gate_up: Tensor, limit: float, column_major: bool) -> tuple[Tensor, Tensor]:
+    """See `dsv4_kernels.moe.swiglu_fp8`."""
+    return fp8_quantise(fused_swiglu(gate_up, limit), ACTIVATION_BLOCK, column_major)
 
 
 def experts_forward(

@@ -36,6 +36,7 @@ __all__ = [
     "encode_fp8",
     "fp4_qdq",
     "fp8_qdq",
+    "fp8_quantise",
     "hadamard",
     "quantise_fp4_weight",
     "quantise_fp8_weight",
@@ -63,6 +64,29 @@ def fp8_qdq(x: Tensor, block: int, impl: str | None = None) -> Tensor:
     if block < 1:
         raise ValueError(f"block of fp8_qdq is {block}; expected at least 1")
     return select("fp8_qdq", x.device, x.dtype, impl)(x, block)
+
+
+def fp8_quantise(
+    x: Tensor, block: int = 128, column_major: bool = False, impl: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """The codes and scales of `fp8_qdq`, as FP8 products take their inputs.
+
+    Args:
+        x: [T, K] fp32 or bf16.
+        block: channels that share a scale; the last block may be shorter. The GPU kernel has 128.
+        column_major: the scales of neighbouring tokens are neighbours in memory, and each column begins at a multiple
+            of 16 bytes, as TMA demands of what DeepGEMM reads.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        codes [T, K] float8_e4m3fn, contiguous; scales [T, ceil(K / block)] fp32 powers of two.
+
+    Raises:
+        ValueError: x has not two dimensions, or block < 1.
+    """
+    if x.dim() != 2 or block < 1:
+        raise ValueError(f"fp8_quantise needs x [T, K] and a block of at least 1; got {tuple(x.shape)} and {block}")
+    return select("fp8_quantise", x.device, x.dtype, impl)(x, block, column_major)
 
 
 def fp4_qdq(x: Tensor, block: int = 32, impl: str | None = None) -> Tensor:

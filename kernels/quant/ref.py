@@ -56,6 +56,15 @@ def encode_fp8(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return codes.flatten(-2)[..., : x.shape[-1]], scales
 
 
+def fp8_quantise(x: Tensor, block: int, column_major: bool) -> tuple[Tensor, Tensor]:
+    """See `dsv4_kernels.quant.fp8_quantise`."""
+    codes, scales = encode_fp8(x, block)
+    if column_major:
+        columns = torch.empty(scales.shape[1], -(-len(scales) // 4) * 4, dtype=scales.dtype, device=scales.device)
+        scales = columns.T[: len(scales)].copy_(scales)
+    return codes.contiguous(), scales
+
+
 def decode_fp8(codes: Tensor, scales: Tensor, block: int) -> Tensor:
     """The fp32 values of `encode_fp8`'s result: [..., d]."""
     return _e4m3(codes) * scales.repeat_interleave(block, -1)[..., : codes.shape[-1]]

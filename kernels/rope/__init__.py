@@ -7,7 +7,7 @@ from torch import Tensor
 from dsv4_kernels.registry import select
 from dsv4_kernels.rope.ref import YarnScaling, rope_frequencies
 
-__all__ = ["YarnScaling", "apply_rope", "rope_frequencies"]
+__all__ = ["YarnScaling", "apply_rope", "apply_rope_in_place", "rope_frequencies"]
 
 
 def apply_rope(
@@ -30,12 +30,36 @@ def apply_rope(
     Raises:
         ValueError: shapes that do not fit each other.
     """
+    _check("apply_rope", x, positions, frequencies)
+    return select("apply_rope", x.device, x.dtype, impl)(x, positions, frequencies, inverse)
+
+
+def apply_rope_in_place(
+    x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool = False, impl: str | None = None
+) -> Tensor:
+    """`apply_rope` over x itself: only the rotated channels are read and written.
+
+    Args:
+        x: [T, ..., D] fp32 or bf16, of any strides. On a GPU [T, D] or [T, H, D], rows at multiples of 16 bytes.
+        positions, frequencies, inverse, impl: as in `apply_rope`.
+
+    Returns:
+        x.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
+    _check("apply_rope_in_place", x, positions, frequencies)
+    select("apply_rope_in_place", x.device, x.dtype, impl)(x, positions, frequencies, inverse)
+    return x
+
+
+def _check(name: str, x: Tensor, positions: Tensor, frequencies: Tensor) -> None:
     if positions.shape != x.shape[:1]:
         raise ValueError(
-            f"apply_rope: positions have shape {tuple(positions.shape)}; x {tuple(x.shape)} needs ({x.shape[0]},)"
+            f"{name}: positions have shape {tuple(positions.shape)}; x {tuple(x.shape)} needs ({x.shape[0]},)"
         )
     if frequencies.dim() != 1 or 2 * frequencies.shape[0] > x.shape[-1]:
         raise ValueError(
-            f"apply_rope: frequencies have shape {tuple(frequencies.shape)}; expected [R / 2], R at most {x.shape[-1]}"
+            f"{name}: frequencies have shape {tuple(frequencies.shape)}; expected [R / 2], R at most {x.shape[-1]}"
         )
-    return select("apply_rope", x.device, x.dtype, impl)(x, positions, frequencies, inverse)

@@ -64,3 +64,9 @@ def apply_rope(x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool)
     even, odd = x[..., -rotated:].float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
     return torch.cat((x[..., : x.shape[-1] - rotated], turned.to(x.dtype)), -1)
+
+
+def apply_rope_in_place(x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> None:
+    """See `dsv4_kernels.rope.apply_rope_in_place`."""
+    rotated = x[..., x.shape[-1] - 2 * frequencies.shape[0] :]
+    rotated.copy_(apply_rope(rotated, positions, frequencies, inverse))

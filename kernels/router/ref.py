@@ -11,22 +11,32 @@ from dsv4_kernels.linear import linear_fp32
 
 def route_topk(x: Tensor, gate_weight: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
     """See `dsv4_kernels.router.route_topk`."""
-    scores = _scores(x, gate_weight)
-    # A stable sort keeps equals in the order of their ids; torch.topk promises no order among equals.
-    experts = torch.sort(scores + bias, dim=1, descending=True, stable=True).indices[:, :top_k]
-    return _weights(scores, experts, scale), experts.int()
+    return route_topk_logits(linear_fp32(x, gate_weight), bias, top_k, scale)
 
 
 def route_hash(
     x: Tensor, gate_weight: Tensor, expert_table: Tensor, token_ids: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """See `dsv4_kernels.router.route_hash`."""
+    return route_hash_logits(linear_fp32(x, gate_weight), expert_table, token_ids, scale)
+
+
+def route_topk_logits(logits: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """See `dsv4_kernels.router.route_topk_logits`."""
+    scores = _scores(logits)
+    # A stable sort keeps equals in the order of their ids; torch.topk promises no order among equals.
+    experts = torch.sort(scores + bias, dim=1, descending=True, stable=True).indices[:, :top_k]
+    return _weights(scores, experts, scale), experts.int()
+
+
+def route_hash_logits(logits: Tensor, expert_table: Tensor, token_ids: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """See `dsv4_kernels.router.route_hash_logits`."""
     experts = expert_table[token_ids.long()].long()
-    return _weights(_scores(x, gate_weight), experts, scale), experts.int()
+    return _weights(_scores(logits), experts, scale), experts.int()
 
 
-def _scores(x: Tensor, gate_weight: Tensor) -> Tensor:
-    return torch.sqrt(softplus(linear_fp32(x, gate_weight)))
+def _scores(logits: Tensor) -> Tensor:
+    return torch.sqrt(softplus(logits))
 
 
 def _weights(scores: Tensor, experts: Tensor, scale: float) -> Tensor:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows
@@ -17,7 +14,7 @@ def sparse_attention(
     window: KVRows,
     window_rows: Tensor,
     entries: KVRows | None = None,
-    entry_rows: Tensor | None = None,
+    entry_indices: Tensor | None = None,
     page_table: Tensor | None = None,
     entries_per_page: int = 0,
     token_to_request: Tensor | None = None,
@@ -26,25 +23,22 @@ def sparse_attention(
     *,
     scale: float,
     out: Tensor | None = None,
-    return_lse: bool = False,
-    normalised: bool = True,
     split_keys: int | None = None,
     impl: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """One softmax over a token's window rows, its entries and a sink; K and V are the same row.
 
     ::
 
-        rows = concat(window[window_rows[t]], entries[entry_rows[t]])     # index -1: a hole, left out
+        rows = concat(window[window_rows[t]], entries[entry_indices[t]])  # index -1: a hole, left out
         s    = q[t] @ rows.T * scale                                      # [H, rows], fp32
         out  = (exp(s - m) @ rows) / (exp(s - m).sum() + exp(sink - m))   # any m
-        lse  = log(exp(s).sum())                                          # without the sink
 
-    Entries are named by a list (CSA: `entry_rows`, of which only the slots before `visible[t]` are looked at) or
+    Entries are named by a list (CSA: `entry_indices`, of which only the slots before `visible[t]` are looked at) or
     densely (HCA: `page_table`, `entries_per_page`, `token_to_request`, `visible`): entry j < visible[t] of request b
     has the row `page_table[b, j // entries_per_page] * entries_per_page + j % entries_per_page`. A row that is named
     twice counts twice. A row that is not named is not used and may hold anything, NaN included. With all holes and no
-    sink the output is zero and lse -inf.
+    sink the output is zero.
 
     A token's bits depend on its own lists, their widths and `split_keys`; not on the other tokens of the call. The GPU
     kernels ("sm90", "sm100") want bf16, head_dim 512, at most 128 heads, and rows all FP8 or all PLAIN bf16.
@@ -54,79 +48,40 @@ def sparse_attention(
         window: table of D channels.
         window_rows: [T, W] int32; slot i of the list is the position t - W + 1 + i, a hole before the sequence begins.
         entries: table of D channels, or None for a layer without compression.
-        entry_rows: [T, K] int32, CSA's list.
+        entry_indices: [T, K] int32 rows of `entries`, CSA's list.
         page_table: [B, P] integer page numbers, HCA's addressing.
         entries_per_page: entries of one page.
         token_to_request: [T] integer row of page_table.
-        visible: [T] integer number of entries, at most those that the page table holds; 0 is legal. With `entry_rows`
-            optional, and any number: from slot visible[t] on the list may hold anything.
+        visible: [T] integer number of entries, at most those that the page table holds; 0 is legal. With
+            `entry_indices` optional, and any number: from slot visible[t] on the list may hold anything.
         sink: [H] fp32, or None; ±inf are legal (+inf: everything goes to the sink, the output is zero).
         scale: factor of the scores.
         out: [T, H, D] in q's dtype to write into.
-        return_lse: return (out, lse).
-        normalised: False gives the partial result of a split over keys for `merge_partials`: fp32 `out`, normalised by
-            the rows named here alone, always with its lse; the sink belongs to the merge and must be None.
-        split_keys: a multiple of 128, or None. A GPU kernel divides a token's keys into parts of at most so many, which
-            it computes side by side and merges in fp32 within the call (`split.py`): for few tokens with many keys.
+        split_keys: a multiple of 128, or None. A GPU kernel divides a token's keys into KV splits of at most so many,
+            which it computes side by side and combines in fp32 within the call (`split.py`): for few tokens with many
+            keys.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
-        out [T, H, D] in q's dtype (fp32 if not normalised), with lse [T, H] fp32 (natural logarithm) if asked for.
+        out [T, H, D] in q's dtype.
 
     Raises:
-        ValueError: shapes that do not fit each other, both ways or no way to name the entries, a partial with sink
-            or `out`, or a `split_keys` that is no multiple of 128.
+        ValueError: shapes that do not fit each other, both ways or no way to name the entries, or a `split_keys`
+            that is no multiple of 128.
         NotImplementedError: no implementation for the device and dtype; or the one chosen does not compute this (other
             dimensions, row formats that differ). Nothing else is taken in its place: name another with `impl`.
     """
     _check_shapes(q, window, window_rows, sink, out)
-    _check_entries(q, entries, entry_rows, page_table, entries_per_page, token_to_request, visible)
-    if not normalised and (sink is not None or out is not None):
-        raise ValueError("sparse_attention: a partial result (normalised=False) takes neither sink nor out")
+    _check_entries(q, entries, entry_indices, page_table, entries_per_page, token_to_request, visible)
     check_split_keys(split_keys)
     function = select("sparse_attention", q.device, q.dtype, impl)
     return function(
-        *(q, window, window_rows, entries, entry_rows, page_table, entries_per_page, token_to_request, visible, sink),
+        *(q, window, window_rows, entries, entry_indices),
+        *(page_table, entries_per_page, token_to_request, visible, sink),
         scale=scale,
         out=out,
-        return_lse=return_lse,
-        normalised=normalised,
         split_keys=split_keys,
     )
-
-
-def merge_partials(
-    outs: Sequence[Tensor], lses: Sequence[Tensor], sink: Tensor | None, impl: str | None = None
-) -> tuple[Tensor, Tensor]:
-    """Joins partial results over disjoint sets of rows, and adds the sink.
-
-    ::
-
-        lse = logsumexp(lses);  out = Σ_i exp(lses[i] - lse) * outs[i] * sigmoid(lse - sink)
-
-    Args:
-        outs: tensors [T, H, D] fp32 of `sparse_attention(..., normalised=False)`.
-        lses: their [T, H] fp32; -inf for a part without rows.
-        sink: [H] fp32 or None.
-        impl: implementation by name; None lets the registry choose.
-
-    Returns:
-        out [T, H, D] fp32, lse [T, H] fp32 without the sink.
-
-    Raises:
-        ValueError: no parts, or shapes that do not fit each other.
-    """
-    if not outs or len(outs) != len(lses):
-        raise ValueError(f"merge_partials got {len(outs)} outputs and {len(lses)} lses; expected as many, at least one")
-    for part, lse in zip(outs, lses, strict=True):
-        if part.shape != outs[0].shape or lse.shape != part.shape[:2] or part.dtype != torch.float32:
-            raise ValueError(
-                f"merge_partials needs fp32 outputs of one shape [T, H, D] and lses [T, H]; got {tuple(part.shape)} "
-                f"{part.dtype} with {tuple(lse.shape)}, the first being {tuple(outs[0].shape)}"
-            )
-    if sink is not None and sink.shape != outs[0].shape[1:2]:
-        raise ValueError(f"merge_partials: sink has shape {tuple(sink.shape)}; expected ({outs[0].shape[1]},)")
-    return select("merge_partials", outs[0].device, outs[0].dtype, impl)(outs, lses, sink)
 
 
 def _check_shapes(q: Tensor, window: KVRows, window_rows: Tensor, sink: Tensor | None, out: Tensor | None) -> None:
@@ -147,7 +102,7 @@ def _check_shapes(q: Tensor, window: KVRows, window_rows: Tensor, sink: Tensor |
 def _check_entries(
     q: Tensor,
     entries: KVRows | None,
-    entry_rows: Tensor | None,
+    entry_indices: Tensor | None,
     page_table: Tensor | None,
     entries_per_page: int,
     token_to_request: Tensor | None,
@@ -155,22 +110,22 @@ def _check_entries(
 ) -> None:
     dense = [x is not None for x in (page_table, token_to_request)]
     if entries is None:
-        if entry_rows is not None or visible is not None or any(dense):
+        if entry_indices is not None or visible is not None or any(dense):
             raise ValueError("sparse_attention: rows of entries are named, but entries is None")
         return
     if entries.row_dim != q.shape[2]:
         raise ValueError(f"sparse_attention: entries have {entries.row_dim} channels and q {q.shape[2]}")
-    listed = entry_rows is not None
+    listed = entry_indices is not None
     if listed == any(dense) or any(dense) != all(dense) or not (listed or visible is not None):
         raise ValueError(
-            "sparse_attention: name the entries either by entry_rows or by all of page_table, entries_per_page, "
+            "sparse_attention: name the entries either by entry_indices or by all of page_table, entries_per_page, "
             "token_to_request and visible"
         )
     tokens = q.shape[:1]
     if listed:
-        if entry_rows.dim() != 2 or entry_rows.shape[:1] != tokens:
+        if entry_indices.dim() != 2 or entry_indices.shape[:1] != tokens:
             raise ValueError(
-                f"sparse_attention: entry_rows have shape {tuple(entry_rows.shape)}; expected [{tokens[0]}, K]"
+                f"sparse_attention: entry_indices have shape {tuple(entry_indices.shape)}; expected [{tokens[0]}, K]"
             )
         if visible is not None and visible.shape != tokens:
             raise ValueError(f"sparse_attention: visible has shape {tuple(visible.shape)}; expected ({tokens[0]},)")

@@ -1,7 +1,7 @@
-"""The GPU kernels behind the op's signature: arguments -> `Problem` -> kernel -> results.
+"""The GPU kernels behind the op's signature: arguments -> `Problem` -> kernel -> result.
 
-A kernel module (`sm90`, `sm100`) has a function `sparse_attention(problem)` that writes `problem.out` and
-`problem.lse`. It is imported at the first call: it needs CuTe DSL.
+A kernel module (`sm90.launch`, `sm100.launch`) has a function `sparse_attention(problem)` that writes `problem.out`. It
+is imported at the first call: it needs CuTe DSL.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from torch import Tensor
 
 from dsv4_kernels.sparse_attention.problem import Problem
 
-Result = Tensor | tuple[Tensor, Tensor]
+_KERNELS = {
+    "sm90": "dsv4_kernels.sparse_attention.sm90.launch",
+    "sm100": "dsv4_kernels.sparse_attention.sm100.launch",
+}
 
 
 @functools.cache
 def _kernel(module: str) -> Callable[[Problem], None]:
     try:
-        return importlib.import_module(f"dsv4_kernels.sparse_attention.{module}").sparse_attention
+        return importlib.import_module(_KERNELS[module]).sparse_attention
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("cutlass", "cuda"):
             raise
@@ -32,18 +35,18 @@ def _kernel(module: str) -> Callable[[Problem], None]:
         ) from error
 
 
-def _run(module: str, *arguments: Any, **options: Any) -> Result:  # noqa: ANN401 - as the public function's
+def _run(module: str, *arguments: Any, **options: Any) -> Tensor:  # noqa: ANN401 - as the public function's
     problem = Problem.of(*arguments, **options)
     if problem.num_tokens:
         _kernel(module)(problem)
-    return problem.out if problem.lse is None else (problem.out, problem.lse)
+    return problem.out
 
 
-def sm90(*arguments: Any, **options: Any) -> Result:  # noqa: ANN401
+def sm90(*arguments: Any, **options: Any) -> Tensor:  # noqa: ANN401
     """`dsv4_kernels.sparse_attention.sparse_attention` on Hopper."""
     return _run("sm90", *arguments, **options)
 
 
-def sm100(*arguments: Any, **options: Any) -> Result:  # noqa: ANN401
+def sm100(*arguments: Any, **options: Any) -> Tensor:  # noqa: ANN401
     """`dsv4_kernels.sparse_attention.sparse_attention` on Blackwell (B200, GB200, B300)."""
     return _run("sm100", *arguments, **options)

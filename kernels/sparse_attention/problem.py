@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import PAGE_BYTES, ROW_DIM, KVRows, RowFormat
-from dsv4_kernels.sparse_attention.split import num_parts, num_steps
+from dsv4_kernels.sparse_attention.split import num_kv_splits, num_steps
 
 MAX_HEADS = 128
 VECTOR_BYTES = 16
@@ -32,16 +32,14 @@ class Problem:
     window_storage: Tensor  # FP8: [pages, page stride >= 37440] uint8, 64 rows a page; PLAIN: [N, 512] bf16
     entry_storage: Tensor | None  # the same; None: no entries
     window_rows: Tensor  # [T, W] int32
-    entry_rows: Tensor | None  # [T, K] int32: CSA's list
+    entry_indices: Tensor | None  # [T, K] int32, rows of entry_storage: CSA's list
     page_table: Tensor | None  # [B, P] int32: HCA's addressing, with entries_per_page and token_to_request
     entries_per_page: int
     token_to_request: Tensor | None  # [T] int32
     visible: Tensor | None  # [T] int32: entries a token may read; of a list: the slots before it, None: all K
     sink: Tensor | None  # [H] fp32
     scale: float
-    out: Tensor  # [T, H, 512] bf16, or fp32 if not normalised; rows 16-byte aligned
-    lse: Tensor | None  # [T, H] fp32, natural logarithm, without the sink; always there if not normalised
-    normalised: bool
+    out: Tensor  # [T, H, 512] bf16; rows 16-byte aligned
     split_keys: int | None  # see split.py
 
     @property
@@ -62,8 +60,8 @@ class Problem:
     @property
     def max_entry_slots(self) -> int:
         """The most entries that a token of this call could read: K, or all that a row of the page table holds."""
-        if self.entry_rows is not None:
-            return self.entry_rows.shape[1]
+        if self.entry_indices is not None:
+            return self.entry_indices.shape[1]
         return 0 if self.page_table is None else self.page_table.shape[1] * self.entries_per_page
 
     @property
@@ -72,9 +70,9 @@ class Problem:
         return num_steps(self.window_slots, self.max_entry_slots)
 
     @property
-    def max_parts(self) -> int:
-        """The most parts that a token of this call could be divided into."""
-        return num_parts(self.max_steps, self.split_keys)
+    def max_kv_splits(self) -> int:
+        """The most KV splits that a token of this call could have."""
+        return num_kv_splits(self.max_steps, self.split_keys)
 
     @staticmethod
     def of(
@@ -82,7 +80,7 @@ class Problem:
         window: KVRows,
         window_rows: Tensor,
         entries: KVRows | None,
-        entry_rows: Tensor | None,
+        entry_indices: Tensor | None,
         page_table: Tensor | None,
         entries_per_page: int,
         token_to_request: Tensor | None,
@@ -91,11 +89,9 @@ class Problem:
         *,
         scale: float,
         out: Tensor | None,
-        return_lse: bool,
-        normalised: bool,
         split_keys: int | None,
     ) -> Problem:
-        """The problem that a call of `dsv4_kernels.sparse_attention.sparse_attention` describes, with its outputs.
+        """The problem that a call of `dsv4_kernels.sparse_attention.sparse_attention` describes, with its output.
 
         q with other strides is copied; lists and lengths of another integer dtype are converted.
 
@@ -108,15 +104,14 @@ class Problem:
                 f"q [T, 1 to {MAX_HEADS}, {ROW_DIM}] in torch.bfloat16", f"{list(q.shape)} in {q.dtype}"
             )
         row_format = _format_of_both(window, entries)
-        out = out if out is not None else q.new_empty(q.shape, dtype=q.dtype if normalised else torch.float32)
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse or not normalised else None
+        out = out if out is not None else q.new_empty(q.shape)
         problem = Problem(
             q=q if _rows_are_aligned(q) and 0 not in q.stride() else q.clone(memory_format=torch.contiguous_format),
             row_format=row_format,
             window_storage=_checked_storage("window", window),
             entry_storage=None if entries is None else _checked_storage("entries", entries),
             window_rows=_int32_rows(window_rows),
-            entry_rows=_int32_rows(entry_rows),
+            entry_indices=_int32_rows(entry_indices),
             page_table=_int32_rows(page_table),
             entries_per_page=entries_per_page,
             token_to_request=_int32_rows(token_to_request),
@@ -124,8 +119,6 @@ class Problem:
             sink=None if sink is None else sink.float().contiguous(),
             scale=float(scale),
             out=out,
-            lse=lse,
-            normalised=normalised,
             split_keys=split_keys,
         )
         if not _rows_are_aligned(out):

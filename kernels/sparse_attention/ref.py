@@ -7,14 +7,11 @@ trailing holes add exact zeros. Tokens are processed in chunks to bound the memo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from dsv4_kernels.invariant import at_least_as_many_as_threads, padded_to_full_rows
-from dsv4_kernels.kv_layout import KVRows
-from dsv4_kernels.kv_layout import entry_rows as rows_of_entries
+from dsv4_kernels.kv_layout import KVRows, entry_rows
 
 KEY_TILE = 64
 """Keys of one product."""
@@ -27,7 +24,7 @@ def sparse_attention(
     window: KVRows,
     window_rows: Tensor,
     entries: KVRows | None,
-    entry_rows: Tensor | None,
+    entry_indices: Tensor | None,
     page_table: Tensor | None,
     entries_per_page: int,
     token_to_request: Tensor | None,
@@ -36,52 +33,36 @@ def sparse_attention(
     *,
     scale: float,
     out: Tensor | None,
-    return_lse: bool,
-    normalised: bool,
     split_keys: int | None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """See `dsv4_kernels.sparse_attention.sparse_attention`. `split_keys` changes nothing: all of it is in fp32."""
     tables = [(window, _padded_to_tiles(window_rows))]
     if entries is not None:
-        if entry_rows is None:
-            entry_rows = _dense_rows(page_table, token_to_request.long(), entries_per_page, visible)
+        if entry_indices is None:
+            entry_indices = _dense_rows(page_table, token_to_request.long(), entries_per_page, visible)
         elif visible is not None:
-            slot = torch.arange(entry_rows.shape[1], device=q.device)
-            entry_rows = torch.where(slot < visible.unsqueeze(1), entry_rows, -1)
-        tables.append((entries, _padded_to_tiles(entry_rows)))
+            slot = torch.arange(entry_indices.shape[1], device=q.device)
+            entry_indices = torch.where(slot < visible.unsqueeze(1), entry_indices, -1)
+        tables.append((entries, _padded_to_tiles(entry_indices)))
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype if normalised else torch.float32, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
 
     keys_per_token = sum(rows.shape[1] for _, rows in tables)
     step = max(1, GATHERED_BYTES // max(4 * keys_per_token * q.shape[2], 1))
     for tokens in torch.arange(q.shape[0], device=q.device).split(max(step, torch.get_num_threads())):
         computed = at_least_as_many_as_threads(tokens)
         partial = _attend(q[computed], [(table, rows[computed]) for table, rows in tables], scale)
-        weighted, reference, total = (x[: len(tokens)] for x in partial)
-        out[tokens] = _divided(weighted, reference, total, sink).to(out.dtype)
-        lse[tokens] = reference + torch.log(total)
-    return (out, lse) if return_lse or not normalised else out
-
-
-def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor], sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See `dsv4_kernels.sparse_attention.merge_partials`."""
-    largest = torch.stack(list(lses)).amax(0)
-    reference = torch.where(largest == -torch.inf, 0.0, largest)
-    out, total = torch.zeros_like(outs[0]), torch.zeros_like(largest)
-    for part, lse in zip(outs, lses, strict=True):
-        weight = torch.exp(lse - reference)
-        out += weight.unsqueeze(-1) * part
-        total += weight
-    return _divided(out, reference, total, sink), reference + torch.log(total)
+        weighted, row_max, row_sum = (x[: len(tokens)] for x in partial)
+        out[tokens] = _divided(weighted, row_max, row_sum, sink).to(out.dtype)
+    return out
 
 
 def _attend(q: Tensor, tables: list[tuple[KVRows, Tensor]], scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of t tokens to the rows [t, n * KEY_TILE] of each table, not yet divided.
 
     Returns:
-        Σ exp(s - reference) * row [t, H, D], reference [t, H] (the largest score, 0 without rows), and
-        Σ exp(s - reference) [t, H], all fp32.
+        Σ exp(s - row max) * row [t, H, D], the row max [t, H] (0 without rows), and the row sum Σ exp(s - row max)
+        [t, H], all fp32.
     """
     q32 = padded_to_full_rows(q.float() * scale, 1)
     tiles, logits = [], []
@@ -97,25 +78,25 @@ def _attend(q: Tensor, tables: list[tuple[KVRows, Tensor]], scale: float) -> tup
     if not tiles:
         return torch.zeros_like(q, dtype=torch.float32), *q.new_zeros(2, *q.shape[:2], dtype=torch.float32)
     logit = torch.stack(logits)  # [tiles, t, H, KEY_TILE]
-    largest = logit.amax((0, 3))
-    largest = torch.where(largest == -torch.inf, 0.0, largest)
-    weights = logit.sub_(largest.unsqueeze(-1)).exp_()
-    out, total = torch.zeros_like(q32), torch.zeros_like(largest)
-    for weight, tile_total, keys in zip(weights, weights.sum(-1), tiles, strict=True):
+    row_max = logit.amax((0, 3))
+    row_max = torch.where(row_max == -torch.inf, 0.0, row_max)
+    weights = logit.sub_(row_max.unsqueeze(-1)).exp_()
+    out, row_sum = torch.zeros_like(q32), torch.zeros_like(row_max)
+    for weight, tile_sum, keys in zip(weights, weights.sum(-1), tiles, strict=True):
         out.baddbmm_(weight, keys)
-        total += tile_total
+        row_sum += tile_sum
     heads = q.shape[1]
-    return out[:, :heads], largest[:, :heads], total[:, :heads]
+    return out[:, :heads], row_max[:, :heads], row_sum[:, :heads]
 
 
-def _divided(weighted: Tensor, reference: Tensor, total: Tensor, sink: Tensor | None) -> Tensor:
-    """weighted / (total + exp(sink - reference)), where nothing at all gives zero. [t, H, D] fp32.
+def _divided(weighted: Tensor, row_max: Tensor, row_sum: Tensor, sink: Tensor | None) -> Tensor:
+    """weighted / (row_sum + exp(sink - row_max)), where nothing at all gives zero. [t, H, D] fp32.
 
-    exp overflows when the sink exceeds the largest score by 88: the rows' true share is then below fp32's range.
+    exp overflows when the sink exceeds the row max by 88: the rows' true weight is then below fp32's range.
     """
     if sink is not None:
-        total = total + torch.exp(sink - reference)
-    return weighted / torch.where(total == 0, 1.0, total).unsqueeze(-1)
+        row_sum = row_sum + torch.exp(sink - row_max)
+    return weighted / torch.where(row_sum == 0, 1.0, row_sum).unsqueeze(-1)
 
 
 def _padded_to_tiles(rows: Tensor) -> Tensor:
@@ -130,5 +111,5 @@ def _dense_rows(page_table: Tensor, request: Tensor, entries_per_page: int, visi
     num_entries = int(visible.max()) if visible.numel() else 0
     entry = torch.arange(num_entries, device=visible.device).expand(len(visible), -1)
     readable = entry < visible.unsqueeze(1)
-    rows = rows_of_entries(page_table, request[:, None], torch.where(readable, entry, 0), entries_per_page)
+    rows = entry_rows(page_table, request[:, None], torch.where(readable, entry, 0), entries_per_page)
     return torch.where(readable, rows, -1)

@@ -1,16 +1,16 @@
-"""How a query's keys are divided among the CTAs that work on it: by its own lists alone, never by its batch.
+"""How a query's keys are divided into KV splits: by its own lists alone, never by its batch.
 
 A query's key slots are its window list (width W) and then its entries (the first `visible` slots of its list, or all
-its visible ones), each padded with holes to whole steps of STEP_KEYS slots. Its steps are divided into parts of nearly
-equal length, and the partial results are merged in fp32 in the order of the parts. Since nothing here looks at other
-queries, a query has the same bits in every batch. (The Hopper kernel may divide parts further where there is room for
-it, in a way that does not change the bits.)
+its visible ones), each padded with holes to whole steps of STEP_KEYS slots. Its steps are divided into KV splits of
+nearly equal length, and their partial results are combined in fp32 in order. Since nothing here looks at other queries,
+a query has the same bits in every batch. (The Hopper kernel may divide KV splits further, into sub-splits, where there
+is room for it, in a way that does not change the bits.)
 """
 
 from __future__ import annotations
 
 STEP_KEYS = 128
-"""Key slots of one step; parts begin and end at steps."""
+"""Key slots of one step; KV splits begin and end at steps."""
 DECODE_SPLIT_KEYS = 1152
 """`split_keys` of forwards with few queries a request: decode and verification of drafts."""
 
@@ -20,21 +20,21 @@ def num_steps(window_slots: int, entry_slots: int) -> int:
     return (window_slots + STEP_KEYS - 1) // STEP_KEYS + (entry_slots + STEP_KEYS - 1) // STEP_KEYS
 
 
-def num_parts(steps: int, split_keys: int | None) -> int:
-    """Parts of a query of `steps` steps: as few as hold at most `split_keys` keys each, at least one.
+def num_kv_splits(steps: int, split_keys: int | None) -> int:
+    """KV splits of a query of `steps` steps: as few as hold at most `split_keys` keys each, at least one.
 
     Args:
         steps: at least 0.
-        split_keys: a multiple of STEP_KEYS, or None for one part whatever the length.
+        split_keys: a multiple of STEP_KEYS, or None for one KV split whatever the length.
     """
     if split_keys is None:
         return 1
     return max(1, (steps * STEP_KEYS + split_keys - 1) // split_keys)
 
 
-def part_steps(part: int, parts: int, steps: int) -> tuple[int, int]:
-    """The steps [begin, end) of part `part` of `parts`; the lengths of parts differ by at most one."""
-    return part * steps // parts, (part + 1) * steps // parts
+def kv_split_steps(kv_split: int, kv_splits: int, steps: int) -> tuple[int, int]:
+    """The steps [begin, end) of one of a query's KV splits; their lengths differ by at most one."""
+    return kv_split * steps // kv_splits, (kv_split + 1) * steps // kv_splits
 
 
 def check_split_keys(split_keys: int | None) -> None:

@@ -15,6 +15,7 @@ import torch
 from cutlass import Int32, Int64, Uint32
 from torch import Tensor
 
+from dsv4_kernels import ptx
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import (
     NOPE_DIM,
@@ -24,7 +25,6 @@ from dsv4_kernels.kv_layout import (
     ROW_SCALE_BYTES,
     SCALE_GROUP,
 )
-from dsv4_kernels.sparse_attention import sm90_ptx as ptx
 from dsv4_kernels.sparse_attention.addresses import row_bytes
 from dsv4_kernels.unpack import Pages
 

@@ -1,23 +1,26 @@
-"""The attention sublayer (specification, section 3): forward() reads as the specification does."""
+"""The attention sublayer (specification, section 3), its heads sharded; forward() reads as the specification does."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from sglang.srt.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
+from dsv4_kernels.compressor import compress_store
 from dsv4_kernels.linear import grouped_linear
-from dsv4_kernels.norm import rms_norm
-from dsv4_kernels.rope import apply_rope
-from sglang_dsv4.config import Config, ConfigError, LayerKind
-from sglang_dsv4.layers.compressor import Compressor, Indexer, quantise_kv_row
-from sglang_dsv4.layers.linear import load_row_shard
+from dsv4_kernels.norm_rope_store import norm_rope_store
+from sglang_dsv4.config import Config, ConfigError
+from sglang_dsv4.layer_kinds import LayerKind
+from sglang_dsv4.layers.compressor import Compressor
+from sglang_dsv4.layers.indexer import Indexer
+from sglang_dsv4.layers.linear import Fp8Input, StackedProjection, load_row_shard, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
+from sglang_dsv4.layers.rope import Rotation
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -53,15 +56,18 @@ class Attention(nn.Module):
         self.num_local_groups = config.o_groups // tp_size
         heads, dim = config.num_attention_heads, config.head_dim
 
-        self.wq_a = ReplicatedLinear(
-            config.hidden_size, config.q_lora_rank, bias=False, quant_config=quant_config, prefix=f"{prefix}.wq_a"
+        # wq_a's rows, then wkv's: one product, and one quantisation of its input.
+        self.wqkv_a = MergedColumnParallelLinear(
+            config.hidden_size,
+            [config.q_lora_rank, dim],
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.wqkv_a",
+            parallel_group="replicated",
         )
         self.q_norm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)
         self.wq_b = ColumnParallelLinear(
             config.q_lora_rank, heads * dim, bias=False, quant_config=quant_config, prefix=f"{prefix}.wq_b"
-        )
-        self.wkv = ReplicatedLinear(
-            config.hidden_size, dim, bias=False, quant_config=quant_config, prefix=f"{prefix}.wkv"
         )
         self.kv_norm = RMSNorm(dim, config.rms_norm_eps)
         self.attn_sink = nn.Parameter(torch.empty(self.num_local_heads, dtype=torch.float32), requires_grad=False)
@@ -79,31 +85,51 @@ class Attention(nn.Module):
             quant_config=quant_config,
             prefix=f"{prefix}.wo_b",
         )
-        self.indexer = Indexer(config, layer_id, quant_config, f"{prefix}.indexer") if kind is LayerKind.CSA else None
-        self.compressor = Compressor(config, layer_id, kind, dim, indexer=False) if kind is not LayerKind.SWA else None
-        self.register_buffer("frequencies", config.rope(kind).frequencies(), persistent=False)
+        self.quantises = quantises_once(config)
+        self.projection = self.compressor = self.indexer = None
+        if kind is not LayerKind.SWA:
+            widths = [Compressor.width(kind, dim)] * 2 + (list(Indexer.widths(config)) if kind is LayerKind.CSA else [])
+            self.projection = StackedProjection(config.hidden_size, widths)
+            wkv, wgate, *of_indexer = self.projection.parameters_of()
+            self.compressor = Compressor(config, layer_id, kind, dim, wkv, wgate, indexer=False)
+            if of_indexer:
+                self.indexer = Indexer(config, layer_id, *of_indexer, quant_config, f"{prefix}.indexer")
+        self.rope = Rotation(config, kind)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """`x [T, d]` (normed), `positions [T]` int64 -> [T, d], both in the model's dtype."""
         backend = get_attn_backend()
-        q_latent = self.q_norm(self.wq_a(x)[0])
+        as_input = Fp8Input.of if self.quantises else lambda row: row
+        q_latent, kv = self.wqkv_a(as_input(x))[0].split((self.config.q_lora_rank, self.config.head_dim), -1)
+        q_latent = as_input(self.q_norm(q_latent))
         q = self.wq_b(q_latent)[0].unflatten(-1, (self.num_local_heads, self.config.head_dim))
-        q = rms_norm(q, None, self.config.rms_norm_eps)
-        kv = self.kv_norm(self.wkv(x)[0])
-        q = apply_rope(q, positions, self.frequencies)
-        kv = apply_rope(kv, positions, self.frequencies)
-
-        window = backend.window(self.layer_id, quantise_kv_row(kv, self.config, backend.kv_row_format))
-        selected = self.indexer(x, q_latent, positions, self.num_local_heads) if self.indexer is not None else None
-        if self.compressor is not None:
-            entries = self.compressor(x, positions)
-            backend.write_entries(self.layer_id, quantise_kv_row(entries, self.config, backend.kv_row_format))
+        window = backend.window(self.layer_id)
+        q = norm_rope_store(
+            q,
+            kv,
+            self.kv_norm.weight,
+            positions,
+            self.rope.frequencies,
+            self.config.rms_norm_eps,
+            window.destinations,
+            qat=self.config.qat.kv_fp8,
+        )
+        selected = None
+        if self.projection is not None:
+            kv, score, *of_indexer = self.projection(x)
+            compressions = [self.compressor.compression(kv, score)]
+            if self.indexer is not None:
+                head_weights, kv, score = of_indexer
+                compressions.append(self.indexer.compressor.compression(kv, score))
+            compress_store(backend.groups(self.layer_id), compressions, x.dtype)
+            if self.indexer is not None:
+                selected = self.indexer(head_weights, q_latent, positions, x.dtype, self.num_local_heads)
         o = backend.attend(self.layer_id, q, window, selected, self.attn_sink, self.config.softmax_scale)
         return self.project(o, positions)
 
     def project(self, o: Tensor, positions: Tensor) -> Tensor:
         """What was attended, `[T, local heads, head_dim]`, to the sublayer's output `[T, d]`."""
         # K and V are one row, so V carries the rotation of its own position: undo it relative to the query's.
-        o = apply_rope(o, positions, self.frequencies, inverse=True)
-        o = o.flatten(1).unflatten(-1, (self.num_local_groups, -1))
-        return self.wo_b(grouped_linear(o, self.wo_a).flatten(1))[0]
+        o = self.rope.undo(o, positions)
+        o = grouped_linear(o.flatten(1).unflatten(-1, (self.num_local_groups, -1)), self.wo_a).flatten(1)
+        return self.wo_b(Fp8Input.of(o) if self.quantises else o)[0]

@@ -1,12 +1,32 @@
-"""Manifold-constrained hyper-connections: how a sublayer reads and writes the streams (specification, section 2)."""
+"""Manifold-constrained hyper-connections: how a sublayer reads and writes the streams (specification, section 2).
+
+A sublayer's output is written back only when the next sublayer reads the streams, in one operation with it. What lies
+between is `Pending`.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dsv4_kernels.hyper_connection import hc_head, hc_post, hc_pre
+from dsv4_kernels.hyper_connection import hc_boundary, hc_enter, hc_finish
 from sglang_dsv4.config import Config
+from sglang_dsv4.layers.norm import RMSNorm
+
+
+class Pending(NamedTuple):
+    """Streams that a sublayer has read, and what it writes back to them; nothing before the first sublayer."""
+
+    streams: Tensor  # [T, n, d] model dtype
+    output: Tensor | None = None  # [T, d] model dtype, the sublayer's
+    post: Tensor | None = None  # [T, n] fp32
+    comb: Tensor | None = None  # [T, n, n] fp32
+
+    def with_output(self, output: Tensor) -> Pending:
+        """The same streams, once the sublayer has run."""
+        return Pending(self.streams, output, self.post, self.comb)
 
 
 def _fp32(*shape: int) -> nn.Parameter:
@@ -22,24 +42,26 @@ class HyperConnection(nn.Module):
         self.fn = _fp32((2 + streams) * streams, streams * config.hidden_size)
         self.base = _fp32((2 + streams) * streams)
         self.scale = _fp32(3)
-        self.norm_eps = config.rms_norm_eps
         self.hc_eps = config.hc_eps
         self.iterations = config.hc_sinkhorn_iters
 
-    def pre(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mix the streams into the sublayer's input (section 2.2).
+    def forward(self, pending: Pending, norm: RMSNorm) -> tuple[Tensor, Pending]:
+        """Write the last sublayer's output back and mix the streams into this sublayer's input (sections 2.2, 2.3).
 
         Args:
-            streams: [T, n, d] model dtype.
+            pending: of the last sublayer.
+            norm: of this sublayer's input.
 
         Returns:
-            input [T, d] model dtype, post [T, n] fp32, comb [T, n, n] fp32.
+            the normed input [T, d], and what is pending while this sublayer has no output yet.
         """
-        return hc_pre(streams, self.fn, self.base, self.scale, self.norm_eps, self.hc_eps, self.iterations)
-
-    def post(self, output: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        """Write the sublayer's output back and mix the streams: [T, n, d] (section 2.3)."""
-        return hc_post(output, streams, post, comb)
+        coefficients = (self.fn, self.base, self.scale, norm.weight, norm.eps, self.hc_eps, self.iterations)
+        if pending.output is None:
+            x, post, comb = hc_enter(pending.streams, *coefficients)
+            return x, Pending(pending.streams, None, post, comb)
+        streams, output, post, comb = pending
+        streams, x, post, comb = hc_boundary(output, streams, post, comb, *coefficients)
+        return x, Pending(streams, None, post, comb)
 
 
 class HyperConnectionHead(nn.Module):
@@ -50,9 +72,15 @@ class HyperConnectionHead(nn.Module):
         self.fn = _fp32(config.hc_mult, config.hc_mult * config.hidden_size)
         self.base = _fp32(config.hc_mult)
         self.scale = _fp32(1)
-        self.norm_eps = config.rms_norm_eps
         self.hc_eps = config.hc_eps
 
-    def forward(self, streams: Tensor) -> Tensor:
-        """`streams [T, n, d] -> [T, d]` in the model's dtype."""
-        return hc_head(streams, self.fn, self.base, self.scale, self.norm_eps, self.hc_eps)
+    def forward(self, pending: Pending, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Write the last sublayer's output back and mix the streams.
+
+        Returns:
+            the streams [T, n, d], and the normed row [T, d] that the logits are made of.
+        """
+        streams, output, post, comb = pending
+        return hc_finish(
+            output, streams, post, comb, self.fn, self.base, self.scale, norm.weight, norm.eps, self.hc_eps
+        )

@@ -7,21 +7,51 @@ first where the release does (DeepSeek-V4 specification, section 4.3). Sharding 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
-from dsv4_kernels.linear import linear
-from sglang_dsv4.config import Config, ConfigError
+from dsv4_kernels.linear import linear, linear_fp32
+from dsv4_kernels.quant import fp8_quantise
+from sglang_dsv4.config import ACTIVATION_BLOCK, Config, ConfigError
 
 
 def builds_on_cpu() -> bool:
     """Whether modules are being built for a CPU: SGLang's loader makes the target device torch's default."""
     return torch.get_default_device().type == "cpu"
+
+
+def fp32_product_dtype() -> torch.dtype:
+    """Dtype of matrices whose products are summed and returned in fp32: that of the file on a GPU.
+
+    A CPU has no product of bf16 into fp32; there they are fp32.
+    """
+    return torch.float32 if builds_on_cpu() else torch.get_default_dtype()
+
+
+class Fp8Input(NamedTuple):
+    """An input of FP8 products that is already quantised; SGLang's linear layers take such a pair."""
+
+    codes: Tensor  # [T, k] float8_e4m3fn
+    scales: Tensor  # [T, ceil(k / 128)] fp32 powers of two, neighbouring tokens side by side
+
+    @classmethod
+    def of(cls, x: Tensor) -> Fp8Input:
+        """Quantise `x [T, k]` as the release does (section 4.2)."""
+        return cls(*fp8_quantise(x, ACTIVATION_BLOCK, column_major=True))
+
+
+def quantises_once(config: Config) -> bool:
+    """Whether the inputs of FP8 products are quantised here, once for all products of an input, and not in SGLang.
+
+    On Hopper, whose products take fp32 scales. On Blackwell they take another layout, which SGLang makes.
+    """
+    on_hopper = not builds_on_cpu() and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return on_hopper and config.qat.activations_fp8
 
 
 class ReferenceLinearMethod(LinearMethodBase):
@@ -130,9 +160,30 @@ def quantised_linear_config(config: Config, quant_config: QuantizationConfig | N
     return quant_config
 
 
-def plain_linear_config() -> QuantizationConfig | None:
-    """Config of linear layers that are never quantised (section 4.3)."""
-    return ReferenceLinearConfig(None) if builds_on_cpu() else None
+class StackedProjection(nn.Module):
+    """Matrices of several modules that multiply the same input, fp32 accumulation and result: one product for all.
+
+    Each matrix is a parameter of its own module and a view of the storage here.
+
+    Args:
+        in_features: columns of every matrix.
+        widths: rows of each.
+    """
+
+    def __init__(self, in_features: int, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.widths = tuple(widths)
+        dtype = fp32_product_dtype()
+        # Not in the state dict: what is loaded there goes through the parameters.
+        self.register_buffer("weight", torch.empty(sum(widths), in_features, dtype=dtype), persistent=False)
+
+    def parameters_of(self) -> tuple[nn.Parameter, ...]:
+        """The matrices, [width, in_features] each, to be registered by the modules that they belong to."""
+        return tuple(nn.Parameter(rows, requires_grad=False) for rows in self.weight.split(self.widths))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """`x [T, in_features]` -> `[T, width]` fp32 each, views of one tensor."""
+        return linear_fp32(x, self.weight).split(self.widths, 1)
 
 
 def load_row_shard(rank: int) -> Callable[[nn.Parameter, Tensor], None]:

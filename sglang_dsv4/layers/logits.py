@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from torch import Tensor
 
 from dsv4_kernels.linear import linear_fp32
 from sglang_dsv4.config import Config
 from sglang_dsv4.layers.linear import builds_on_cpu
+from sglang_dsv4.sglang_bases import LogitsProcessorWithHead
 
 
 def build_lm_head(config: Config, prefix: str) -> ParallelLMHead:
@@ -20,20 +18,13 @@ def build_lm_head(config: Config, prefix: str) -> ParallelLMHead:
     return ParallelLMHead(config.vocab_size, config.hidden_size, params_dtype=dtype, prefix=prefix)
 
 
-class Fp32LogitsProcessor(LogitsProcessor):
+class Fp32LogitsProcessor(LogitsProcessorWithHead):
     """SGLang's, with fp32 logits that on a CPU do not depend on the batch a row comes in."""
 
     def __init__(self, hf_config: object) -> None:
         super().__init__(hf_config)
         self.use_fp32_lm_head = True  # on a GPU: bf16 operands, whose products are exact, summed in fp32
 
-    def _compute_lm_head(
-        self,
-        hidden_states: Tensor,
-        lm_head: ParallelLMHead,
-        embedding_bias: Tensor | None = None,
-        **kwargs: Any,  # noqa: ANN401 - an output buffer for GPU graphs
-    ) -> Tensor:
-        if hidden_states.is_cuda:
-            return super()._compute_lm_head(hidden_states, lm_head, embedding_bias, **kwargs)
-        return linear_fp32(hidden_states.float(), lm_head.weight)
+    def lm_head_logits(self, hidden_states: Tensor, lm_head: ParallelLMHead) -> Tensor | None:
+        """On a CPU `hidden_states [T, d]` times the head's rows of this rank, [T, V / tp] fp32."""
+        return None if hidden_states.is_cuda else linear_fp32(hidden_states.float(), lm_head.weight)

@@ -14,10 +14,11 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
-from dsv4_kernels.moe import experts_forward, swiglu
-from dsv4_kernels.router import route_hash, route_topk
+from dsv4_kernels.linear import linear_fp32
+from dsv4_kernels.moe import experts_forward, fused_swiglu, swiglu_fp8
+from dsv4_kernels.router import route_hash_logits, route_topk_logits
 from sglang_dsv4.config import Config, ConfigError
-from sglang_dsv4.layers.linear import builds_on_cpu
+from sglang_dsv4.layers.linear import Fp8Input, builds_on_cpu, fp32_product_dtype, quantises_once
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -35,13 +36,15 @@ class Gate(nn.Module):
         self.top_k = config.num_experts_per_tok
         self.scale = config.routed_scaling_factor
         self.weight = nn.Parameter(
-            torch.empty(config.n_routed_experts, config.hidden_size, dtype=torch.float32), requires_grad=False
+            torch.empty(config.n_routed_experts, config.hidden_size, dtype=fp32_product_dtype()), requires_grad=False
         )
         self.bias = self.tid2eid = None
         if hashed:
-            # Zeros, not empty: SGLang's dummy loader leaves integers alone, and an id is an index.
-            table = torch.zeros(config.vocab_size, self.top_k, dtype=torch.int32)
-            self.tid2eid = nn.Parameter(table, requires_grad=False)
+            # SGLang's dummy loader leaves integers alone: every expert gets as many tokens as any other.
+            ids = torch.arange(config.vocab_size, dtype=torch.int32)[:, None] + torch.arange(
+                self.top_k, dtype=torch.int32
+            )
+            self.tid2eid = nn.Parameter(ids % config.n_routed_experts, requires_grad=False)
         else:
             self.bias = nn.Parameter(torch.empty(config.n_routed_experts, dtype=torch.float32), requires_grad=False)
 
@@ -55,9 +58,10 @@ class Gate(nn.Module):
         Returns:
             weights [T, k] fp32 whose sum is `routed_scaling_factor`, experts [T, k] int32.
         """
+        logits = linear_fp32(x, self.weight)
         if self.tid2eid is not None:
-            return route_hash(x, self.weight, self.tid2eid, input_ids, self.scale)
-        return route_topk(x, self.weight, self.bias, self.top_k, self.scale)
+            return route_hash_logits(logits, self.tid2eid, input_ids, self.scale)
+        return route_topk_logits(logits, self.bias, self.top_k, self.scale)
 
 
 class ReferenceExperts(nn.Module):
@@ -153,9 +157,9 @@ class FusedExperts(FusedMoE):
         )
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """This rank's part of the routed experts' sum: [T, d] fp32."""
+        """This rank's part of the routed experts' sum: [T, d] in x's dtype."""
         no_logits = x.new_empty(x.shape[0], 0)  # read only by kernels that route by themselves
-        return super().forward(x, StandardTopKOutput(weights, experts, no_logits)).float()
+        return super().forward(x, StandardTopKOutput(weights, experts, no_logits))
 
 
 class SharedExpert(nn.Module):
@@ -165,6 +169,7 @@ class SharedExpert(nn.Module):
         super().__init__()
         d, channels = config.hidden_size, config.moe_intermediate_size
         self.swiglu_limit = config.swiglu_limit
+        self.quantises = quantises_once(config)
         self.w13 = MergedColumnParallelLinear(
             d, [channels, channels], bias=False, quant_config=quant_config, prefix=f"{prefix}.w13"
         )
@@ -174,8 +179,10 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's part of the sum: `x [T, d] -> [T, d]` in the model's dtype."""
-        gate, up = self.w13(x)[0].chunk(2, dim=-1)
-        return self.w2(swiglu(gate, up, self.swiglu_limit).to(x.dtype))[0]
+        gate_up = self.w13(Fp8Input.of(x) if self.quantises else x)[0]
+        if self.quantises:
+            return self.w2(Fp8Input(*swiglu_fp8(gate_up, self.swiglu_limit, column_major=True)))[0]
+        return self.w2(fused_swiglu(gate_up, self.swiglu_limit))[0]
 
 
 class MoE(nn.Module):
@@ -217,7 +224,8 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, input_ids: Tensor) -> Tensor:
         """`x [T, d]` (normed), `input_ids [T]` -> [T, d] in x's dtype; the sum over experts and ranks is fp32."""
         weights, experts = self.gate(x, input_ids)
-        y = self.experts(x, weights, experts) + self.shared_experts(x).float()
+        routed, shared = self.experts(x, weights, experts), self.shared_experts(x)
         if self.tp_size > 1:
-            y = tensor_model_parallel_all_reduce(y)
-        return y.to(x.dtype)
+            return tensor_model_parallel_all_reduce(routed.float() + shared.float()).to(x.dtype)
+        # Of two bf16 rows this is their fp32 sum, rounded once.
+        return torch.add(routed, shared).to(x.dtype)

@@ -14,9 +14,10 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
-from sglang_dsv4.config import Config, ConfigError, LayerKind
+from sglang_dsv4.config import Config, ConfigError
+from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.attention import Attention
-from sglang_dsv4.layers.hyper_connection import HyperConnection, HyperConnectionHead
+from sglang_dsv4.layers.hyper_connection import HyperConnection, HyperConnectionHead, Pending
 from sglang_dsv4.layers.linear import quantised_linear_config
 from sglang_dsv4.layers.logits import Fp32LogitsProcessor, build_lm_head
 from sglang_dsv4.layers.moe import MoE
@@ -65,12 +66,12 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.ffn = MoE(config, layer_id, hashed, linear_config, quant_config, f"{prefix}.ffn")
 
-    def forward(self, streams: Tensor, positions: Tensor, input_ids: Tensor) -> Tensor:
-        """`streams [T, n, d]`, `positions [T]` int64, `input_ids [T]` -> [T, n, d]."""
-        y, post, comb = self.hc_attn.pre(streams)
-        streams = self.hc_attn.post(self.attn(self.attn_norm(y), positions), streams, post, comb)
-        y, post, comb = self.hc_ffn.pre(streams)
-        return self.hc_ffn.post(self.ffn(self.ffn_norm(y), input_ids), streams, post, comb)
+    def forward(self, pending: Pending, positions: Tensor, input_ids: Tensor) -> Pending:
+        """Both sublayers: `positions [T]` int64, `input_ids [T]`; what is pending before and behind them."""
+        x, pending = self.hc_attn(pending, self.attn_norm)
+        pending = pending.with_output(self.attn(x, positions))
+        x, pending = self.hc_ffn(pending, self.ffn_norm)
+        return pending.with_output(self.ffn(x, input_ids))
 
 
 class DeepseekV4Model(nn.Module):
@@ -102,10 +103,11 @@ class DeepseekV4Model(nn.Module):
             speculative draft reads.
         """
         embedded = self.embed(input_ids) if input_embeds is None else input_embeds
-        streams = embedded.unsqueeze(1).repeat(1, self.hc_mult, 1)
+        pending = Pending(embedded.unsqueeze(1).repeat(1, self.hc_mult, 1))
         for layer in self.layers:
-            streams = layer(streams, positions, input_ids)
-        return self.norm(self.hc_head(streams)), streams.flatten(1)
+            pending = layer(pending, positions, input_ids)
+        streams, row = self.hc_head(pending, self.norm)
+        return row, streams.flatten(1)
 
 
 class DeepseekV4ForCausalLM(nn.Module):

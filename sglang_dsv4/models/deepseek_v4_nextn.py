@@ -10,8 +10,9 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
-from sglang_dsv4.config import Config, LayerKind
-from sglang_dsv4.layers.hyper_connection import HyperConnectionHead
+from sglang_dsv4.config import Config
+from sglang_dsv4.layer_kinds import LayerKind
+from sglang_dsv4.layers.hyper_connection import HyperConnectionHead, Pending
 from sglang_dsv4.layers.linear import quantised_linear_config
 from sglang_dsv4.layers.logits import Fp32LogitsProcessor, build_lm_head
 from sglang_dsv4.layers.norm import RMSNorm
@@ -63,8 +64,8 @@ class DeepseekV4ModelNextN(nn.Module):
         streams = streams.unflatten(-1, (self.hc_mult, -1))
         e = self.e_proj(self.enorm(embedded))[0]
         h = self.h_proj(self.hnorm(streams).flatten(0, 1))[0].view_as(streams)
-        streams = self.decoder(e.unsqueeze(1) + h, positions, input_ids)
-        return self.norm(self.hc_head(streams)), streams.flatten(1)
+        streams, row = self.hc_head(self.decoder(Pending(e.unsqueeze(1) + h), positions, input_ids), self.norm)
+        return row, streams.flatten(1)
 
 
 class DeepseekV4ForCausalLMNextN(DeepseekV4ForCausalLM):

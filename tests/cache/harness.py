@@ -7,6 +7,7 @@ live request may read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -15,10 +16,13 @@ from cache.simulation import Requests
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
+from dsv4_kernels.compressor import compress
 from dsv4_kernels.kv_layout import KVRows
-from sglang_dsv4.attention_backend import Dsv4AttentionBackend
-from sglang_dsv4.geometry import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, PoolGeometry, entries_per_page, overlap_groups
-from sglang_dsv4.kv_pool import Dsv4KVPool
+from sglang_dsv4.attention.backend import Dsv4AttentionBackend, Window
+from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups
+from sglang_dsv4.cache.kv_pool import Dsv4KVPool
+from sglang_dsv4.cache.tail_options import TailSizes
+from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO
 
 HEADS, INDEX_HEADS, TOP_K = 2, 8, 8
 
@@ -87,10 +91,18 @@ class Engine(Requests):
     """Pool and backend, driven like a model runner drives them."""
 
     def __init__(
-        self, geometry: PoolGeometry, sequences: Sequences, slots: int = 6, pages: int = 12, context: int = 2048
+        self,
+        geometry: PoolGeometry,
+        sequences: Sequences,
+        slots: int = 6,
+        pages: int = 12,
+        context: int = 2048,
+        tails: TailSizes | None = None,
     ) -> None:
         super().__init__(slots, pages, context)
-        self.pool = Dsv4KVPool(geometry, full_tokens=pages * FULL_PAGE_TOKENS, request_slots=slots, device="cpu")
+        self.pool = Dsv4KVPool(
+            geometry, full_tokens=pages * FULL_PAGE_TOKENS, request_slots=slots, device="cpu", tails=tails
+        )
         self.generation = torch.zeros(slots, dtype=torch.int64)
         table = SimpleNamespace(req_to_token=self.req_to_token, req_generation=self.generation)
         self.runner = SimpleNamespace(token_to_kv_pool=self.pool, req_to_token_pool=table, device="cpu")
@@ -158,16 +170,43 @@ class Engine(Requests):
     def layer(self, layer: int, tokens: list[tuple[int, int]], padding: int = 0) -> Tensor:
         """What a layer does with the backend: [T, HEADS, row_dim]."""
         backend, ratio, x = self.backend, self.geometry.layer_ratio(layer), self.sequences.of(layer, tokens, padding)
-        window, selected = backend.window(layer, x.kv), None
+        window, selected = keep_window_rows(backend, layer, x.kv), None
         if ratio:
-            positions = backend.entry_positions(ratio)
-            entries = backend.compress(layer, x.raw[:, 0].contiguous(), x.raw[:, 1].contiguous())
-            backend.write_entries(layer, stamp(entries, positions))
+            keep_entries(backend, layer, x.raw, stamp)
         if ratio == CSA_RATIO:
-            keys = backend.compress(layer, x.index_raw[:, 0].contiguous(), x.index_raw[:, 1].contiguous(), indexer=True)
-            backend.write_index_keys(layer, stamp(keys, positions))
+            keep_entries(backend, layer, x.index_raw, stamp, indexer=True)
             selected = backend.select(layer, x.index_q, x.index_weights, TOP_K, HEADS)
         return backend.attend(layer, x.q, window, selected, sink_of(layer), self.geometry.row_dim**-0.5)
+
+
+def keep_window_rows(backend: Dsv4AttentionBackend, layer: int, kv: Tensor) -> Window:
+    """What `norm_rope_store` does with rows that are normed and rotated."""
+    window = backend.window(layer)
+    for table, rows in window.destinations:
+        kept = rows >= 0
+        table.scatter(rows[kept], kv[kept])
+    return window
+
+
+def keep_entries(
+    backend: Dsv4AttentionBackend,
+    layer: int,
+    raw: Tensor,
+    made: Callable[[Tensor, Tensor], Tensor],
+    *,
+    indexer: bool = False,
+) -> None:
+    """What `compress_store` does, with `made(entries, positions)` in place of norm and rotation; raw: [T, 2, C * D]."""
+    groups, storage = backend.groups(layer), backend.compressor_storage(layer, indexer=indexer)
+    kv, score = raw[:, 0].contiguous(), raw[:, 1].contiguous()
+    entries = compress(storage.state, kv, score, groups.sources, groups.ratio, storage.table.row_dim)
+    closed = (groups.sources >= 0).any(1)
+    storage.table.scatter(groups.slots[closed], made(entries, groups.entry_positions)[closed])
+    kept = groups.state_rows >= 0
+    storage.state[groups.state_rows[kept]] = raw[kept]
+    if storage.overlap is not None:
+        kept = groups.overlap_rows >= 0
+        storage.overlap[groups.overlap_rows[kept]] = raw[kept, :, : storage.table.row_dim]
 
 
 def poison(rows: KVRows | Tensor, keep: Tensor) -> None:
@@ -187,7 +226,7 @@ def poison_unreadable(engine: Engine) -> None:
     """NaN in every row that no live request may read before it has written it (specification, section 3.6).
 
     A request with n tokens may read: the last W-1 window rows; n//r entries and keys; raw rows of its open group and,
-    for CSA, of the group before. The sinks (slot 0, page 0) are poisoned too.
+    for CSA, of the group before. The null slot and the null page are poisoned too.
     """
     g, pool = engine.geometry, engine.pool
     live = [(engine.slot[r], engine.length[r]) for r in engine.slot]

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import RowFormat
-from sglang_dsv4.geometry import CSA_RATIO, FULL_PAGE_TOKENS, PoolGeometry, entries_per_page
-from sglang_dsv4.metadata import ForwardMetadata, extend_metadata, page_table_of, uniform_metadata
+from sglang_dsv4.attention.metadata import ForwardMetadata, extend_metadata, uniform_metadata
+from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page
+from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS
 
 FORBIDDEN = -7  # a row that nobody wrote
 SPAN = 1 << 20
@@ -99,14 +100,14 @@ class Simulation(Requests):
     def uniform(self, requests: list[int], tokens: int = 1, accept: list[int] | None = None, padding: int = 0) -> None:
         """Decode or verify: `tokens` more for each request, of which it keeps accept[i] (all if None).
 
-        `padding` requests in the sink slot 0 come on top, as in a captured graph.
+        `padding` requests in the null slot come on top, as in a captured graph.
         """
         for request in requests:
             self.reserve(request, tokens)
         slots = torch.tensor([self.slot[r] for r in requests] + [0] * padding, dtype=torch.int64)
         first = torch.tensor([self.length[r] for r in requests] + [0] * padding, dtype=torch.int64)
-        pages = page_table_of(self.req_to_token, slots, self.req_to_token.shape[1] // FULL_PAGE_TOKENS)
-        meta = uniform_metadata(first, slots, tokens, pages, self.geometry, self.slots)
+        pages = self.req_to_token.shape[1] // FULL_PAGE_TOKENS
+        meta = uniform_metadata(first, slots, tokens, self.req_to_token, pages, self.geometry, self.slots)
         rows = [(r, self.length[r] + i) for r in requests for i in range(tokens)]
         self._check_and_apply(meta, requests, rows, padding * tokens)
         for i, request in enumerate(requests):
@@ -122,13 +123,13 @@ class Simulation(Requests):
         names = torch.tensor([name(r, t) for r, t in tokens] + [FORBIDDEN] * padding, dtype=torch.int64)
 
         # Window: the last W positions, this forward's own included, oldest first; nothing before the start.
-        written = names[meta.ring_write_tokens]
+        kept = meta.ring_rows >= 0
         if meta.window_in_ring:
-            self.ring[meta.ring_write_rows] = written
+            self.ring[meta.ring_rows[kept]] = names[kept]
             rows = self.ring
         else:
             rows = torch.cat([self.ring[meta.window_gather], names])
-            self.ring[meta.ring_write_rows] = written
+            self.ring[meta.ring_rows[kept]] = names[kept]
         seen = torch.where(meta.window_rows >= 0, rows[meta.window_rows.clamp(min=0)], -1)[:real]
         expected = [[name(r, q) for q in range(t - W + 1, t + 1)] for r, t in tokens]
         assert torch.equal(seen, torch.tensor(expected, dtype=torch.int64).view(real, W))
@@ -144,7 +145,8 @@ class Simulation(Requests):
             new[request] += 1
         for ratio, plan in meta.compress.items():
             self._check_entries(ratio, meta, names, new)
-            self.state[ratio][plan.state_write_rows] = names[plan.state_write_tokens]
+            kept = plan.state_rows >= 0
+            self.state[ratio][plan.state_rows[kept]] = names[kept]
             self._check_visible(ratio, meta, requests, tokens, padding)
 
     def _check_entries(self, ratio: int, meta: ForwardMetadata, names: Tensor, new: dict[int, int]) -> None:
@@ -163,8 +165,10 @@ class Simulation(Requests):
                     raw = [name(request, q) if q >= 0 else -1 for q in range(first - back, t + 1)]
                     expected[row] = (first, raw, name(request, first // ratio))
         stored = {}
-        for row, position, raw in zip(plan.slots.tolist(), plan.positions.tolist(), sources.tolist(), strict=True):
-            if row < entries_per_page(ratio):  # the sink page: an open group, or a padding request's
+        for row, position, raw in zip(
+            plan.slots.tolist(), plan.entry_positions.tolist(), sources.tolist(), strict=True
+        ):
+            if row < entries_per_page(ratio):  # the null page: an open group, or a padding request's
                 assert meta.window_in_ring
                 assert set(raw) <= {-1, FORBIDDEN}
                 continue

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsv4_kernels import registry
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.unpack import Pages, ref
-from sglang_dsv4 import attention_backend
-from sglang_dsv4.geometry import PoolGeometry
+from sglang_dsv4.attention import backend as attention_backend
+from sglang_dsv4.cache.geometry import PoolGeometry
 
 SMALL = PoolGeometry(ratios=(0, 4, 128), row_dim=16, rope_dim=4, index_dim=8, dtype=torch.float32)
 FP8 = PoolGeometry(ratios=(0, 4, 128), row_format=RowFormat.FP8, index_format=RowFormat.INDEX_FP4, dtype=torch.bfloat16)
@@ -84,7 +84,7 @@ def test_mixed_batches_are_bitwise_stepwise(
     engine, rng = Engine(SMALL, sequences), random.Random(5)
     assert_same(engine.forward(EXTEND, [(0, 130)], padding=padding), stepwise)
     while engine.length.get(1, 0) < 250:
-        if not padding:  # padding reads the sinks, which must stay finite
+        if not padding:  # padding reads the null slot and page, which must stay finite
             poison_unreadable(engine)
         n = min(rng.choice([1, 2, 7, 40]), 250 - engine.length.get(1, 0))
         work = [(0, 1), (1, n)] if engine.length[0] < LENGTH else [(1, n)]
@@ -131,13 +131,7 @@ class NoHostReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("k", [1, DRAFTS], ids=["decode", "verify"])
-def test_recorded_part_reads_nothing_on_the_host(sequences: Sequences, monkeypatch: pytest.MonkeyPatch, k: int) -> None:
-    """The compressor's CPU definition reads which groups have sources, to skip the others; a kernel may not."""
-
-    def zeros(state: Tensor, kv: Tensor, score: Tensor, sources: Tensor, ratio: int, head_dim: int) -> Tensor:
-        return kv.new_zeros(sources.shape[0], head_dim)
-
-    monkeypatch.setattr("sglang_dsv4.attention_backend.compress", zeros)
+def test_recorded_part_reads_nothing_on_the_host(sequences: Sequences, k: int) -> None:
     engine = Engine(speculative(SMALL), sequences)
     engine.backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * k)
     work = [(0, k), (1, k)]
@@ -145,16 +139,14 @@ def test_recorded_part_reads_nothing_on_the_host(sequences: Sequences, monkeypat
         engine.reserve(request, 251)
         engine.length[request] = 250
     batch = engine.batch(DECODE if k == 1 else VERIFY, work)
-    x = [sequences.of(layer, [(r, 250 + i) for r, _ in work for i in range(k)]) for layer in SMALL.layers()]
     engine.backend.init_forward_metadata_out_graph(batch)
     with NoHostReads():
         engine.backend.init_forward_metadata_in_graph(batch)
         for layer in SMALL.layers():
-            engine.backend.window(layer, x[layer].kv)
+            engine.backend.window(layer)
             if SMALL.layer_ratio(layer):
-                raw = x[layer].raw
-                entries = engine.backend.compress(layer, raw[:, 0].contiguous(), raw[:, 1].contiguous())
-                engine.backend.write_entries(layer, entries)
+                engine.backend.groups(layer)
+                engine.backend.compressor_storage(layer)
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoHostReads():
         batch.seq_lens.max().item()
 
@@ -224,7 +216,7 @@ def test_unpacked_rows_give_the_same_bits(
         engine, out = Engine(FP8, sequences), {}
         formats_read.clear()
         for batch in work:
-            if not padding:  # padding reads the sinks, which must stay finite
+            if not padding:  # padding reads the null slot and page, which must stay finite
                 poison_unreadable(engine)
             out |= engine.forward(ForwardMode.MIXED, batch, padding=padding)
         assert set(formats_read) == {RowFormat.PLAIN if unpacks else RowFormat.FP8}
@@ -261,19 +253,17 @@ def off_by_a_factor(parts: Sequence[Pages], out: Tensor) -> None:
     out *= 1.5
 
 
+@pytest.mark.usefixtures("own_registry")
 def test_the_reference_unpacks_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else SGLANG_DSV4_COMPARE_ATTENTION would compare two attentions of the same wrong rows."""
     outputs, sequences = [], Sequences(FP8, 20)
     loader = f"{__name__}:{off_by_a_factor.__name__}"
+    registry.register("unpack_pages", "off", loader, registry.any_device, 100)
     for unpacks, attention in ((False, None), (True, None), (True, "ref")):
         monkeypatch.setattr(attention_backend.choice, "pays", lambda *sizes, unpacks=unpacks: unpacks)
-        registry.register("unpack_pages", "off", loader, registry.any_device, 100)
-        try:
-            engine = Engine(FP8, sequences)
-            engine.backend.attention_impl = attention
-            outputs.append(engine.forward(EXTEND, [(0, 20)]))
-        finally:
-            registry.unregister("unpack_pages", "off")
+        engine = Engine(FP8, sequences)
+        engine.backend.attention_impl = attention
+        outputs.append(engine.forward(EXTEND, [(0, 20)]))
     as_stored, wrong, by_reference = outputs
     assert not any(torch.equal(value, wrong[token]) for token, value in as_stored.items())
     assert_same(by_reference, as_stored)
@@ -343,7 +333,7 @@ def test_tail_at_a_page_boundary_is_a_plain_copy(geometry: PoolGeometry, drafts:
         tail = KVRows.allocate(
             g.window_tokens, ring.format, ring.row_dim, ring.rope_dim, ring.storage.dtype, "cpu", fill=torch.nan
         )
-        tail.copy_(0, ring, at["window"].start, g.window_tokens)
+        tail.copy_rows(torch.arange(g.window_tokens), ring, at["window"].start + torch.arange(g.window_tokens))
         saved[layer] = [tail]
         if g.layer_ratio(layer) == 4:
             states = (engine.pool.compressor_state(layer), engine.pool.indexer_state(layer))
@@ -358,12 +348,13 @@ def test_tail_at_a_page_boundary_is_a_plain_copy(geometry: PoolGeometry, drafts:
     engine.reserve(0, 0)
     engine.pages[0], engine.length[0] = pages, 256
     engine.req_to_token[engine.slot[0], :256] = table[:256]
-    engine.pool.tail_generation[engine.slot[0]] = engine.generation[engine.slot[0]]
+    engine.pool.ring_generation[engine.slot[0]] = engine.generation[engine.slot[0]]
     poison_unreadable(engine)
     at = snapshot_rows(engine, 0, 256)
     for layer in g.layers():  # even the rows that poison_unreadable would have kept for this slot hold nothing yet
         tail, *states = saved[layer]
-        engine.pool.window(layer).copy_(at["window"].start, tail, 0, g.window_tokens)
+        rows = torch.arange(g.window_tokens)
+        engine.pool.window(layer).copy_rows(at["window"].start + rows, tail, rows)
         for state, rows in zip((engine.pool.compressor_state, engine.pool.indexer_state), states, strict=False):
             state(layer)[at["state"]] = rows
     assert_same(engine.forward(EXTEND, [(0, 14)]), expected)

@@ -9,9 +9,10 @@ import torch
 from cache.harness import Engine, Sequences
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_dsv4.attention_backend import Dsv4AttentionBackend, create_draft_decode_backend, create_draft_extend_backend
-from sglang_dsv4.geometry import PoolGeometry
-from sglang_dsv4.prefix_cache import create_prefix_cache
+from sglang_dsv4.attention.backend import Dsv4AttentionBackend, create_draft_decode_backend, create_draft_extend_backend
+from sglang_dsv4.cache.geometry import PoolGeometry
+from sglang_dsv4.prefix.prefix_cache import create_prefix_cache
+from sglang_dsv4.prefix.tails import HostBatch
 
 DRAFT = PoolGeometry(ratios=(0,), row_dim=16, rope_dim=4, index_dim=8, draft_tokens=4, dtype=torch.float32)
 STEPS = 4
@@ -68,15 +69,15 @@ def test_a_prefix_without_window_rows(is_draft: bool) -> None:
     pool.is_draft = is_draft
     slot, other = engine.slot[0], engine.slot[1]
     engine.generation[slot] += 1
-    batch = SimpleNamespace(req_pool_indices_cpu=torch.tensor([slot]))
+    batch = HostBatch([slot], [256], [4], is_prefill=True)
     if not is_draft:
         with pytest.raises(RuntimeError, match="a prefix must come with its tail"):
-            engine.backend._claim_slots(batch, [256])
+            engine.backend.tails.before_forward(batch)
         return
-    engine.backend._claim_slots(batch, [256])
+    engine.backend.tails.before_forward(batch)
     rows = ring.unflatten(0, (-1, DRAFT.ring_rows))
     assert not rows[slot].any() and rows[other].any()
-    assert pool.tail_generation[slot] == engine.generation[slot]
+    assert pool.ring_generation[slot] == engine.generation[slot]
 
 
 def test_another_pool_is_refused() -> None:

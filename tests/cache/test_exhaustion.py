@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dsv4.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 PAGES, SLOTS = 5, 3
-LONGEST = PAGES * 256 - 512  # SGLang's limits on a request, and its reserve (pool_sizing.reserve_admission_pages)
+LONGEST = PAGES * 256 - 512  # SGLang's limits on a request, and its reserve (pool_configurator.reserve_admission_pages)
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ import torch
 from cache.simulation import Simulation
 
 from dsv4_kernels.kv_layout import RowFormat
-from sglang_dsv4.geometry import PoolGeometry
-from sglang_dsv4.metadata import extend_metadata, uniform_metadata
+from sglang_dsv4.attention.metadata import extend_metadata, uniform_metadata
+from sglang_dsv4.cache.geometry import PoolGeometry
 
 EDGES = [*range(1, 10), *range(127, 131), *range(255, 258)]
 FLASH = PoolGeometry(ratios=(0, 0, 4, 128, 4), row_format=RowFormat.FP8)
@@ -121,7 +121,7 @@ def test_idle_and_padding_only(geometry: PoolGeometry) -> None:
     for padding in (0, 3):
         meta = extend_metadata([], [], none, sim.req_to_token, geometry, sim.slots, num_tokens=padding)
         assert meta.num_tokens == padding
-        assert meta.ring_write_rows.numel() == 0
+        assert meta.ring_rows.tolist() == [-1] * padding
         assert all(plan.slots.numel() == 0 for plan in meta.compress.values())
         assert meta.token_to_request.tolist() == [0] * padding
         assert meta.page_table.shape[0] == (1 if padding else 0)
@@ -140,13 +140,14 @@ def test_too_few_rows_for_the_batch_is_refused() -> None:
 def test_more_tokens_than_the_rings_hold_are_refused() -> None:
     one = torch.ones(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="2 tokens a request, but the rings are laid out for at most 1"):
-        uniform_metadata(one, one, 2, torch.ones((1, 2), dtype=torch.int32), FLASH, 4)
+        uniform_metadata(one, one, 2, torch.ones((1, 512), dtype=torch.int32), 2, FLASH, 4)
 
 
 @pytest.mark.parametrize("k", [1, 4])
 def test_uniform_shapes_depend_on_the_batch_size_alone(k: int) -> None:
-    """On meta tensors there are no values: any read of one by the host would raise."""
-    one = torch.ones(5, dtype=torch.int64, device="meta")
-    meta = uniform_metadata(one, one, k, torch.ones((5, 16), dtype=torch.int32, device="meta"), SPECULATIVE, 8)
-    assert meta.window_rows.shape == (5 * k, 128)
-    assert {r: tuple(p.sources.shape) for r, p in meta.compress.items()} == {4: (5, 8), 128: (5, 128)}
+    """That the values are not read at all is tested where a graph's part is (test_attention_backend.py)."""
+    table = torch.arange(8 * 4096, dtype=torch.int32).view(8, 4096)
+    for first in (torch.ones(5, dtype=torch.int64), torch.tensor([0, 3, 127, 255, 3000])):
+        meta = uniform_metadata(first, torch.arange(5), k, table, 16, SPECULATIVE, 8)
+        assert meta.window_rows.shape == (5 * k, 128) and meta.page_table.shape == (5, 16)
+        assert {r: tuple(p.sources.shape) for r, p in meta.compress.items()} == {4: (5, 8), 128: (5, 128)}

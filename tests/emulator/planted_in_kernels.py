@@ -46,7 +46,6 @@ def _compiled_for_this_device() -> Iterator[None]:
     from dsv4_kernels.sparse_attention import scratch
 
     def forget() -> None:
-        compile_cache.forget()
         for name, module in list(sys.modules.items()):
             if name.startswith("dsv4_kernels."):
                 for value in vars(module).values():
@@ -55,6 +54,7 @@ def _compiled_for_this_device() -> Iterator[None]:
 
     with (
         mock.patch.dict("os.environ", {compile_cache.FOLDER_VARIABLE: "off"}),
+        mock.patch.object(compile_cache, "_in_memory", {}),
         mock.patch.object(scratch, "_by_stream", {}),
     ):
         forget()
@@ -69,13 +69,16 @@ def _attention(generation: str, arch: str, multiprocessors: int, **spec: object)
     from dsv4_kernels.sparse_attention import sparse_attention
 
     name, op = f"emulated {generation}", "sparse_attention"
-    registry.register(op, name, f"dsv4_kernels.sparse_attention.launch:{generation}", registry.any_device, -1)
+    loader = f"dsv4_kernels.sparse_attention.launch:{generation}"
+    row = registry.Implementation(op, name, loader, registry.any_device, -1, False, False)
     options = {"arch": arch, "multiprocessors": multiprocessors, "checks": Checks.strict(), "record": True}
-    try:
-        with _compiled_for_this_device(), emulated(**options) as device:
-            sparse_attention(**build(Spec(**spec)).arguments(), impl=name)
-    finally:
-        registry.unregister(op, name)
+    with (
+        mock.patch.dict(registry._table[op], {name: row}),
+        mock.patch.object(registry, "_resolved", {}),
+        _compiled_for_this_device(),
+        emulated(**options) as device,
+    ):
+        sparse_attention(**build(Spec(**spec)).arguments(), impl=name)
     (recording,) = device.recordings
     return recording
 

@@ -32,7 +32,8 @@ class Request:
     num_tokens: int = 0
     num_allocated: int = 0  # >= num_tokens after a speculative rollback
     tokens: list[int] = field(default_factory=list)
-    rid: str = ""  # its name towards a prefix cache; without one any will do
+    match: Any = None  # where its prefix match ended, if a prefix cache has one for it
+    lock: Any = None  # what keeps that prefix in the cache
 
 
 class Harness:
@@ -61,6 +62,21 @@ class Harness:
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
+        # A server on a CPU refuses speculation, for SGLang's Triton kernels around it; the modules themselves do run.
+        from sglang.srt.platforms import current_platform
+
+        with mock.patch.object(type(current_platform), "supports_speculative_algorithm", lambda *_: True):
+            self._load(checkpoint, dtype, qat, max_total_tokens, max_requests, server_args)
+
+    def _load(
+        self,
+        checkpoint: Path,
+        dtype: str,
+        qat: str | None,
+        max_total_tokens: int,
+        max_requests: int,
+        server_args: dict[str, Any],
+    ) -> None:
         from sglang.srt.configs.model_config import ModelConfig
         from sglang.srt.runtime_context import SpawnRanks, create_context
         from sglang.srt.server_args import ServerArgs
@@ -209,7 +225,9 @@ class Harness:
         seq_lens = torch.tensor(ends)
         reqs = [
             SimpleNamespace(
-                rid=parts[i][0].rid or str(i),
+                rid=str(i),
+                tail_match=parts[i][0].match,
+                lock=parts[i][0].lock,
                 lora_id=None,
                 extend_end=end,
                 full_untruncated_fill_ids=range(end),

@@ -3,11 +3,19 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from model.harness import Harness
 from torch import Tensor
+
+from dsv4_kernels.compressor import Compression, Groups
+from dsv4_kernels.hyper_connection import hc_post
+from dsv4_kernels.kv_layout import KVRows, RowFormat
+from dsv4_kernels.norm_rope_store import Destination
+from sglang_dsv4.layers import attention
+from sglang_dsv4.layers.hyper_connection import Pending
 
 
 class Recording:
@@ -33,30 +41,51 @@ class Recording:
         return torch.cat(parts)
 
 
+def streams_of(value: Tensor | Pending) -> Tensor:
+    """Streams to which what was pending is written back; other tensors as they are."""
+    if isinstance(value, Tensor) or value.output is None:
+        return value if isinstance(value, Tensor) else value.streams
+    return hc_post(value.output, value.streams, value.post, value.comb)
+
+
 @contextmanager
 def recording(harness: Harness) -> Iterator[Recording]:
     """Records one request's forwards (several requests in a batch would be mixed up)."""
     record, backend, undo = Recording(), harness.backend, []
 
-    def wrap(name: str, before: Any) -> None:
-        original = getattr(backend, name)
+    layers, window = [0], backend.window
 
-        def call(layer: int, *args: Any, **kwargs: Any) -> Any:
-            before(layer, *args)
-            return original(layer, *args, **kwargs)
+    def recorded_window(layer: int) -> Any:
+        layers[0] = layer
+        return window(layer)
 
-        setattr(backend, name, call)
-        undo.append(lambda: delattr(backend, name))
+    backend.window = recorded_window
+    undo.append(lambda: delattr(backend, "window"))
+    original_store, original_compress = attention.norm_rope_store, attention.compress_store
 
-    wrap("window", lambda layer, kv: record.add("kv", layer, kv))
+    def recorded_store(q: Tensor, kv: Tensor, *parameters: Any, qat: bool) -> Tensor:
+        *parameters, destinations = parameters
+        stored = destinations[0].table
+        plain = KVRows.allocate(len(kv), RowFormat.PLAIN, kv.shape[1], stored.rope_dim, kv.dtype, "cpu")
+        alone = Destination(plain, torch.arange(len(kv)))
+        original_store(q, kv, *parameters, (alone,), qat=qat and stored.format is RowFormat.PLAIN)
+        record.add("kv", layers[0], plain.storage)
+        return original_store(q, kv, *parameters, destinations, qat=qat)
 
-    def closed(layer: int, rows: Tensor) -> Tensor:
-        """A decode request that closes no group writes to a row of page 0, which is nobody's."""
-        ratio = harness.pool.geometry.layer_ratio(layer)
-        return rows[backend.metadata.compress[ratio].slots >= 256 // ratio]
+    def recorded_compress(groups: Groups, compressions: list[Compression], dtype: torch.dtype) -> None:
+        count, closed = len(groups.sources), (groups.sources >= 0).any(1)
+        apart = replace(groups, slots=torch.arange(count), overlap_rows=None)
+        for name, c in zip(("entries", "index_keys"), compressions, strict=False):
+            plain = KVRows.allocate(count, RowFormat.PLAIN, c.head_dim, c.table.rope_dim, dtype, "cpu")
+            values_of = c.values_of if c.table.format is RowFormat.PLAIN else RowFormat.PLAIN
+            alone = replace(c, table=plain, values_of=values_of, state=c.state.clone(), overlap=None)
+            original_compress(apart, [alone], dtype)
+            record.add(name, layers[0], plain.storage[closed])
+        original_compress(groups, compressions, dtype)
 
-    wrap("write_entries", lambda layer, entries: record.add("entries", layer, closed(layer, entries)))
-    wrap("write_index_keys", lambda layer, keys: record.add("index_keys", layer, closed(layer, keys)))
+    attention.norm_rope_store, attention.compress_store = recorded_store, recorded_compress
+    undo.append(lambda: setattr(attention, "norm_rope_store", original_store))
+    undo.append(lambda: setattr(attention, "compress_store", original_compress))
 
     select, attend = backend.select, backend.attend
 
@@ -84,8 +113,8 @@ def recording(harness: Harness) -> Iterator[Recording]:
 
     def hook(layer: int, name: str) -> Any:
         def store(module: Any, args: tuple[Any, ...], output: Any) -> None:
-            record.add(f"{name}.in", layer, args[0])
-            record.add(f"{name}.out", layer, output)
+            record.add(f"{name}.in", layer, streams_of(args[0]))
+            record.add(f"{name}.out", layer, streams_of(output))
 
         return store
 

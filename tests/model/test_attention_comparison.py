@@ -12,7 +12,7 @@ from model.served import Served
 
 from dsv4_kernels import registry
 from dsv4_kernels.sparse_attention import ref
-from sglang_dsv4 import attention_comparison
+from sglang_dsv4.attention import comparison as attention_comparison
 
 ERROR = 2.0**-10
 
@@ -26,16 +26,17 @@ def test_distances_of_every_layer_and_token(serve: Callable[..., Served], tmp_pa
     served, file = serve("flash-like"), tmp_path / "distances"
     harness, tokens = served.harness, served.corpus[0][:40]
     plain = harness.run(tokens, decode_from=37)
-    registry.register("sparse_attention", "off", f"{__name__}:off_by_a_little", registry.any_device, 100)
-    try:
+    loader = f"{__name__}:off_by_a_little"
+    off = registry.Implementation("sparse_attention", "off", loader, registry.any_device, 100, False, False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry._table["sparse_attention"], "off", off)
+        patch.setattr(registry, "_resolved", {})
         kernels = harness.run(tokens, decode_from=37)
         end = attention_comparison.install(harness.backend, harness.model, file)
         try:
             compared = harness.run(tokens, decode_from=37)
         finally:
             end()
-    finally:
-        registry.unregister("sparse_attention", "off")
     assert torch.equal(compared, kernels) and not torch.equal(kernels, plain)
     assert torch.equal(harness.run(tokens, decode_from=37), plain)  # nothing is left behind
 
@@ -43,7 +44,7 @@ def test_distances_of_every_layer_and_token(serve: Callable[..., Served], tmp_pa
     layers = len(harness.model.model.layers)
     assert [line["mode"] for line in lines] == ["prefill"] * layers + ["decode"] * 3 * layers
     assert [line["layer"] for line in lines] == list(range(layers)) * 4
-    assert {line["kind"] for line in lines} == {"window", "CSA", "HCA"}
+    assert {line["kind"] for line in lines} == {"SWA", "CSA", "HCA"}
     for line in lines:
         assert len(line["attended"]) == len(line["sublayer"]) == (37 if line["mode"] == "prefill" else 1)
         for distance in line["attended"] + line["sublayer"]:

@@ -17,7 +17,7 @@ from model.recording import recording
 from model.reference import FULL, Reference
 from torch import Tensor
 
-from sglang_dsv4.random_checkpoint import PRESETS, hf_config, write_checkpoint
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config, write_checkpoint
 
 SPECULATION = dict(
     speculative_algorithm="EAGLE",

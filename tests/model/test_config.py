@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dsv4.config import Config, ConfigError, LayerKind, LayerSchedule, QuantSwitches
+from sglang_dsv4.config import Config, ConfigError, QuantSwitches
+from sglang_dsv4.layer_kinds import LayerKind
 
 COMMON = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -84,7 +85,19 @@ PRO = COMMON | {
     "q_lora_rank": 1536,
     "routed_scaling_factor": 2.5,
 }
-RELEASED = {"flash": FLASH, "pro": PRO}
+DSPARK = {
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 128799,
+    "dspark_target_layer_ids": [40, 41, 42],
+    "dspark_markov_rank": 256,
+}
+FLASH_0731 = FLASH | DSPARK | {"compress_ratios": FLASH["compress_ratios"] + [0, 0]}
+PRO_0813 = PRO | DSPARK | {
+    "compress_ratios": PRO["compress_ratios"] + [0, 0],
+    "dspark_target_layer_ids": [58, 59, 60],
+    "dspark_markov_rank": 512,
+}  # fmt: skip
+RELEASED = {"flash": FLASH, "pro": PRO, "flash-0731": FLASH_0731, "pro-0813": PRO_0813}
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +138,10 @@ def test_released_configs(name: str, tmp_path: Path) -> None:
     assert config.yarn is not None
     assert (config.yarn.factor, config.yarn.original_max_positions) == (16, 65536)
     assert (config.yarn.beta_fast, config.yarn.beta_slow) == (32, 1)
+    draft = {f"dspark_{field}": value for field, value in vars(config.dspark).items()} if config.dspark else {}
+    announced = {field: value for field, value in RELEASED[name].items() if field.startswith("dspark_")}
+    assert draft == {k: tuple(v) if isinstance(v, list) else v for k, v in announced.items()}
+    assert config.num_draft_layers == (3 if announced else 1)
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -134,22 +151,20 @@ def test_both_parsers_give_the_same_config(name: str, tmp_path: Path) -> None:
     )
 
 
+FLASH_RATIOS = (0, 0, *(4, 128) * 20, 4)  # 43 layers, two of them window only
+PRO_RATIOS = (128, 128, *(4, 128) * 29, 4)  # 61 layers
+
+
 @pytest.mark.parametrize(
-    ("schedule", "name", "swa", "csa", "hca"),
-    [
-        (LayerSchedule.flash(), "flash", (0, 1), tuple(range(2, 43, 2)), tuple(range(3, 42, 2))),
-        (LayerSchedule.pro(), "pro", (), tuple(range(2, 61, 2)), (0, 1, *range(3, 60, 2))),
-    ],
-    ids=["flash", "pro"],
+    ("name", "ratios"),
+    [("flash", FLASH_RATIOS), ("pro", PRO_RATIOS), ("flash-0731", FLASH_RATIOS), ("pro-0813", PRO_RATIOS)],
+    ids=["flash", "pro", "flash-0731", "pro-0813"],
 )
-def test_schedules(
-    schedule: LayerSchedule, name: str, swa: tuple[int, ...], csa: tuple[int, ...], hca: tuple[int, ...], tmp_path: Path
-) -> None:
-    assert Config.from_hf(as_sglang_parses(RELEASED[name], tmp_path)).schedule == schedule
-    assert schedule.layers(LayerKind.SWA) == swa
-    assert schedule.layers(LayerKind.CSA) == csa
-    assert schedule.layers(LayerKind.HCA) == hca
-    assert all(schedule.kind(i).ratio == ratio for i, ratio in enumerate(schedule.ratios))
+def test_schedules(name: str, ratios: tuple[int, ...], tmp_path: Path) -> None:
+    schedule = Config.from_hf(as_sglang_parses(RELEASED[name], tmp_path)).schedule
+    assert schedule.ratios == ratios
+    kinds = {0: LayerKind.SWA, 4: LayerKind.CSA, 128: LayerKind.HCA}
+    assert [schedule.kind(i) for i in range(len(ratios))] == [kinds[ratio] for ratio in ratios]
 
 
 def test_hash_layers_come_first() -> None:
@@ -205,7 +220,7 @@ def test_rope_scaling_may_be_absent() -> None:
 
 def test_ratios_without_the_mtp_entry() -> None:
     config = Config.from_hf(Fields(**FLASH | {"compress_ratios": FLASH["compress_ratios"][:-1]}))
-    assert config.schedule == LayerSchedule.flash()
+    assert config.schedule.ratios == FLASH_RATIOS
 
 
 @pytest.mark.parametrize(
@@ -247,8 +262,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rope-theta": ({"rope_parameters": {"rope_theta": -1}}, r"'rope_theta' is -1.*number > 0"),
     "several-mtp-modules": ({"num_nextn_predict_layers": 3}, r"'num_nextn_predict_layers' is 3; accepted: 0 or 1"),
     "too-few-ratios": ({"compress_ratios": [0, 4, 0]}, r"'compress_ratios' is '3 entries'.*44 entries"),
-    "dspark": ({"compress_ratios": [*FLASH["compress_ratios"], 0, 0]}, r"'46 entries'.*DSpark"),
-    "mtp-ratio": ({"compress_ratios": [*FLASH["compress_ratios"][:-1], 4]}, r"'compress_ratios' is \(4,\).*MTP"),
+    "ratios-of-a-draft-that-nothing-announces": (
+        {"compress_ratios": [*FLASH["compress_ratios"], 0, 0]},
+        r"'46 entries'.*44 entries.*dspark fields announce 1",
+    ),
+    "mtp-ratio": ({"compress_ratios": [*FLASH["compress_ratios"][:-1], 4]}, r"'compress_ratios' is \(4,\).*draft"),
+    "dspark-without-ratios": (DSPARK, r"'44 entries'.*46 entries.*announce 3"),
+    "dspark-ratio": (
+        DSPARK | {"compress_ratios": [*FLASH["compress_ratios"], 0, 4]},
+        r"'compress_ratios' is \(0, 0, 4\)",
+    ),
+    "half-a-dspark": ({"dspark_block_size": 5}, r"'dspark_target_layer_ids' is None.*rising layer ids below 43"),
+    "dspark-layer": (DSPARK | {"dspark_target_layer_ids": [40, 41, 43]}, r"\[40, 41, 43\].*below 43"),
+    "dspark-order": (DSPARK | {"dspark_target_layer_ids": [41, 40, 42]}, r"\[41, 40, 42\].*rising"),
+    "dspark-noise": (DSPARK | {"dspark_noise_token_id": 129280}, r"129280.*below vocab_size"),
+    "dspark-rank": (DSPARK | {"dspark_markov_rank": None}, r"'dspark_markov_rank' is None.*missing"),
     "kv-heads": ({"num_key_value_heads": 8}, r"'num_key_value_heads' is 8; accepted: 1"),
     "shared-experts": ({"n_shared_experts": 2}, r"'n_shared_experts' is 2; accepted: 1"),
     "activation": ({"hidden_act": "gelu"}, r"'hidden_act' is 'gelu'; accepted: 'silu'"),

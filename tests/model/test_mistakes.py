@@ -6,7 +6,7 @@ specification's words.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,9 +16,15 @@ from model.served import Served
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor, nn
 
-from sglang_dsv4.attention_backend import Window
-from sglang_dsv4.layers import attention, compressor, hyper_connection, moe
-from sglang_dsv4.metadata import ForwardMetadata
+from dsv4_kernels.compressor import ref as compressor_ref
+from dsv4_kernels.hyper_connection import ref as hc_ref
+from dsv4_kernels.indexer import ref as indexer_ref
+from dsv4_kernels.norm_rope_store import ref as norm_rope_store_ref
+from dsv4_kernels.rope import apply_rope
+from sglang_dsv4.attention.backend import Window
+from sglang_dsv4.attention.metadata import ForwardMetadata
+from sglang_dsv4.layers import moe
+from sglang_dsv4.layers import rope as layer_rope
 
 PROMPT = 420  # three HCA entries, 105 CSA entries of which 24 are selected
 CHUNK = 96
@@ -61,8 +67,10 @@ class Plant:
         self.backend("init_forward_metadata", wrap)
 
     def rope(self, replacement: Callable) -> None:
-        for module in (attention, compressor):
-            self.patch.setattr(module, "apply_rope", replacement(module.apply_rope))
+        """`replacement(apply_rope)` wherever something is rotated, and undone."""
+        for module in (norm_rope_store_ref, compressor_ref, indexer_ref):
+            self.patch.setattr(module, "apply_rope", replacement(apply_rope))
+        self.patch.setattr(layer_rope, "apply_rope_in_place", replacement(apply_rope))
 
     def frequencies(self, ratios: tuple[int, ...], value: torch.Tensor) -> None:
         for layer in self.layers:
@@ -99,9 +107,9 @@ def no_sink(plant: Plant) -> None:
 
 
 def comb_transposed(plant: Plant) -> None:
-    original = hyper_connection.hc_post
+    original = hc_ref.hc_post
     plant.patch.setattr(
-        hyper_connection, "hc_post", lambda y, x, post, comb: original(y, x, post, comb.transpose(1, 2).contiguous())
+        hc_ref, "hc_post", lambda y, x, post, comb: original(y, x, post, comb.transpose(1, 2).contiguous())
     )
 
 
@@ -112,14 +120,14 @@ def five_sinkhorn_iterations(plant: Plant) -> None:
 
 
 def post_without_factor_two(plant: Plant) -> None:
-    original = hyper_connection.hc_post
-    plant.patch.setattr(hyper_connection, "hc_post", lambda y, x, post, comb: original(y, x, post / 2, comb))
+    original = hc_ref.hc_post
+    plant.patch.setattr(hc_ref, "hc_post", lambda y, x, post, comb: original(y, x, post / 2, comb))
 
 
 def window_minus_one(plant: Plant) -> None:
     def wrap(original: Callable) -> Callable:
-        def window(layer_id: int, kv: Tensor) -> Window:
-            rows = original(layer_id, kv)
+        def window(layer_id: int) -> Window:
+            rows = original(layer_id)
             index = rows[1].clone()
             index[:, 0] = -1
             return rows._replace(index=index)
@@ -131,8 +139,8 @@ def window_minus_one(plant: Plant) -> None:
 
 def window_plus_one(plant: Plant) -> None:
     def wrap(original: Callable) -> Callable:
-        def window(layer_id: int, kv: Tensor) -> Window:
-            rows = original(layer_id, kv)
+        def window(layer_id: int) -> Window:
+            rows = original(layer_id)
             before = (rows.index[:, :1] - 1).where(rows.index[:, :1] > 0, -1)
             return rows._replace(index=torch.cat([before, rows.index], 1))
 
@@ -178,15 +186,22 @@ def ape_zero(plant: Plant) -> None:
 
 
 def csa_halves_swapped(plant: Plant) -> None:
+    for layer in plant.layers:
+        if plant.ratio(layer) == 4:
+            projection = layer.attn.projection
+            matrices = projection.weight.split(projection.widths)  # the third are the index heads' weights
+            rolled = [m if i == 2 else m.roll(len(m) // 2, 0) for i, m in enumerate(matrices)]
+            plant.parameter(projection, "weight", torch.cat(rolled))
     for module in each_compressor(plant, 4):
-        half = module.wkv.shape[0] // 2
-        plant.parameter(module, "wkv", module.wkv.data.roll(half, 0))
-        plant.parameter(module, "wgate", module.wgate.data.roll(half, 0))
-        plant.parameter(module, "ape", module.ape.data.roll(half, 1))
+        plant.parameter(module, "ape", module.ape.data.roll(module.ape.shape[1] // 2, 1))
 
 
 def entry_rope_at_last_token(plant: Plant) -> None:
-    plant.backend("entry_positions", lambda original: lambda ratio: original(ratio) + ratio - 1)
+    def change(metadata: ForwardMetadata) -> None:
+        for ratio, groups in metadata.compress.items():
+            metadata.compress[ratio] = replace(groups, entry_positions=groups.entry_positions + ratio - 1)
+
+    plant.metadata(change)
 
 
 def hca_visible_one_late(plant: Plant) -> None:
@@ -218,7 +233,7 @@ def no_overlap_between_chunks(plant: Plant) -> None:
 
     def change(metadata: ForwardMetadata) -> None:
         plan = metadata.compress[4]
-        first = plan.positions == plan.positions.amin()
+        first = plan.entry_positions == plan.entry_positions.amin()
         plan.sources[first, :4] = -1
 
     plant.metadata(change)
@@ -230,24 +245,24 @@ def no_routed_scaling(plant: Plant) -> None:
 
 
 def weights_from_biased_scores(plant: Plant) -> None:
-    original = moe.route_topk
+    original = moe.route_topk_logits
 
-    def route(x: Tensor, gate_weight: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
-        _, experts = original(x, gate_weight, bias, top_k, scale)
-        score = torch.nn.functional.softplus(x.float() @ gate_weight.float().T).sqrt() + bias
+    def route(logits: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
+        _, experts = original(logits, bias, top_k, scale)
+        score = torch.nn.functional.softplus(logits).sqrt() + bias
         weights = score.gather(1, experts.long())
         return weights / weights.sum(-1, keepdim=True) * scale, experts
 
-    plant.patch.setattr(moe, "route_topk", route)
+    plant.patch.setattr(moe, "route_topk_logits", route)
 
 
 def weights_not_normalised(plant: Plant) -> None:
-    for name in ("route_topk", "route_hash"):
+    for name in ("route_topk_logits", "route_hash_logits"):
         original = getattr(moe, name)
 
-        def route(x: Tensor, gate_weight: Tensor, *rest: Any, original: Callable = original) -> tuple[Tensor, Tensor]:
-            _, experts = original(x, gate_weight, *rest)
-            score = torch.nn.functional.softplus(x.float() @ gate_weight.float().T).sqrt()
+        def route(logits: Tensor, *rest: Any, original: Callable = original) -> tuple[Tensor, Tensor]:
+            _, experts = original(logits, *rest)
+            score = torch.nn.functional.softplus(logits).sqrt()
             return score.gather(1, experts.long()) * rest[-1], experts
 
         plant.patch.setattr(moe, name, route)
@@ -266,11 +281,11 @@ def no_shared_clamp(plant: Plant) -> None:
 
 def two_sided_gate_clamp(plant: Plant) -> None:
     # At -limit the mistake is below the tolerance for any input: silu(-10) is -4.5e-4. At -1 it shows.
-    def mistake(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-        gate, up = gate.float().clamp(-1.0, limit), up.float().clamp(-limit, limit)
-        return torch.nn.functional.silu(gate) * up
+    def mistake(gate_up: Tensor, limit: float) -> Tensor:
+        gate, up = gate_up.float().chunk(2, -1)
+        return (torch.nn.functional.silu(gate.clamp(-1.0, limit)) * up.clamp(-limit, limit)).to(gate_up.dtype)
 
-    plant.patch.setattr(moe, "swiglu", mistake)
+    plant.patch.setattr(moe, "fused_swiglu", mistake)
 
 
 def top_k_all(plant: Plant) -> None:
@@ -286,18 +301,17 @@ def top_k_minus_one(plant: Plant) -> None:
 
 
 def hash_by_top_k(plant: Plant) -> None:
-    def route(
-        x: Tensor, gate_weight: Tensor, expert_table: Tensor, token_ids: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        bias = torch.zeros(gate_weight.shape[0])
-        return moe.route_topk(x, gate_weight, bias, expert_table.shape[1], scale)
+    def route(logits: Tensor, expert_table: Tensor, token_ids: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return moe.route_topk_logits(logits, torch.zeros(logits.shape[1]), expert_table.shape[1], scale)
 
-    plant.patch.setattr(moe, "route_hash", route)
+    plant.patch.setattr(moe, "route_hash_logits", route)
 
 
 def no_query_norm(plant: Plant) -> None:
-    original = attention.rms_norm
-    plant.patch.setattr(attention, "rms_norm", lambda x, weight, eps: x if weight is None else original(x, weight, eps))
+    original = norm_rope_store_ref.rms_norm
+    plant.patch.setattr(
+        norm_rope_store_ref, "rms_norm", lambda x, weight, eps: x if weight is None else original(x, weight, eps)
+    )
 
 
 MISTAKES = {
@@ -368,7 +382,7 @@ def test_stale_overlap_in_a_reused_slot(served: Served, monkeypatch: pytest.Monk
     def change(metadata: ForwardMetadata) -> None:
         plan, backend = metadata.compress[4], served.harness.backend
         rows = backend.token_to_kv_pool.geometry.state_rows(4)
-        first = (plan.positions == 0).nonzero().flatten()
+        first = (plan.entry_positions == 0).nonzero().flatten()
         slot = metadata.req_slots[0].item()
         plan.sources[first, :4] = torch.arange(rows - 4, rows, dtype=plan.sources.dtype) + slot * rows
 

@@ -180,7 +180,7 @@ def head_mix_of_the_main_model(drafted: Drafted, patch: pytest.MonkeyPatch) -> N
 
 
 def yarn(drafted: Drafted, patch: pytest.MonkeyPatch) -> None:
-    frequencies = drafted.draft.model.model.decoder.attn.frequencies
+    frequencies = drafted.draft.model.model.decoder.attn.rope.frequencies
     patch.setattr(frequencies, "data", drafted.served.reference.frequencies(4).float())
 
 

@@ -16,7 +16,7 @@ from model.oracle import TransformersOracle, read_dequantised
 from serving.server import SLEEP_ON_IDLE, Server, running_server
 from torch import Tensor
 
-from sglang_dsv4.random_checkpoint import PRESETS, hf_config, write_checkpoint
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config, write_checkpoint
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 127, 128, 129, 130, 255, 256, 257, 511, 512, 513, 1030)
 DECODED = 6

@@ -9,7 +9,7 @@ import pytest
 import torch
 from model.harness import Harness
 
-from sglang_dsv4.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 PROMPTS = [torch.randint(2, 1000, (n,), generator=torch.Generator().manual_seed(n)) for n in (3, 131, 300)]
 DECODED = 6

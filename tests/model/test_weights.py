@@ -20,7 +20,7 @@ from sglang.srt.model_loader.weight_utils import (
 from torch import Tensor, nn
 
 from dsv4_kernels.quant import dequantise_fp4_weight, dequantise_fp8_weight, quantise_fp8_weight
-from sglang_dsv4.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.weights import CheckpointError, cut_tensors, main_model_tensors, mtp_tensors
 
 Checkpoint = dict[str, Tensor]
@@ -340,3 +340,36 @@ def test_another_failure_of_the_reader_is_not_renamed(main: nn.Module) -> None:
 
     with pytest.raises(OSError, match="disk on fire"):
         main.load_weights(broken())
+
+
+DSPARK = PRESETS["flash-0731"]
+
+
+@pytest.fixture(scope="module")
+def dspark_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("dspark")
+    write_checkpoint(path, DSPARK, seed=4)
+    return path
+
+
+def test_the_target_of_a_dspark_checkpoint_loads(dspark_folder: Path) -> None:
+    """Its draft is left out by name: a name that no draft has is unknown, with or without its stage's number."""
+    tensors = {n: t for file in sorted(dspark_folder.glob("*.safetensors")) for n, t in load_file(file).items()}
+    harness = Harness(dspark_folder)
+    harness.model.load_weights(tensors.items())
+    for name in ("mtp.1.markov_head.markov_w1.weight", "mtp.0.enorm.weight", "mtp.3.attn_norm.weight"):
+        with pytest.raises(CheckpointError, match=f"1 unknown tensors: '{name}'"):
+            harness.model.load_weights([*tensors.items(), (name, torch.zeros(4))])
+
+
+def test_the_draft_of_the_releases_has_as_many_tensors_as_their_index_says() -> None:
+    """4,705 of DSpark's on 0731, 1,575 of the MTP module's before."""
+    from model.test_config import FLASH, FLASH_0731, Fields
+
+    from sglang_dsv4.config import Config
+    from sglang_dsv4.weights import _draft_names
+
+    names = _draft_names(Config.from_hf(Fields(**FLASH_0731)))
+    of_stage = [sum(name.startswith(f"mtp.{stage}.") for name in names) for stage in range(3)]
+    assert (len(names), of_stage) == (4705, [1568, 1565, 1572])
+    assert len(_draft_names(Config.from_hf(Fields(**FLASH)))) == 1575

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ops.attention_cases import Case
+import torch
+from ops.attention_cases import Q_GAPS, Case
+from ops.memory_layout import LARGE_BYTES, strided, use_in_place
 from torch import Tensor
 
 from dsv4_kernels.sparse_attention import scratch
@@ -17,8 +18,6 @@ from dsv4_kernels.unpack import Pages
 
 if TYPE_CHECKING:
     from host import Device
-
-Result = tuple[Tensor, Tensor | None]
 
 SCHEDULES = ("late", "random", "random_warps")
 LONG = ("hca_1m", "csa_1024", "more_tokens_than_sms")
@@ -30,25 +29,28 @@ def launch(
     case: Case,
     multiprocessors: int,
     out: Tensor | None = None,
-    lse: bool = True,
     **options: object,
-) -> tuple[Result, Device]:
-    """((out, lse), the emulated device) of one call, with the options of `emulated`.
+) -> tuple[Tensor, Device]:
+    """(out, the emulated device) of one call, with the options of `emulated`.
 
-    Results, and partial results that earlier calls left, are NaN before. Afterwards the counters are zero, as the next
-    launch needs them; no launch had more CTAs than there are multiprocessors, and the emulator has warned of nothing.
+    The result, and partial results that earlier calls left, are NaN before. An `out` that is not given has gaps, which
+    stay as they are. Afterwards the counters are zero, as the next launch needs them; no launch had more CTAs than
+    there are multiprocessors, and the emulator has warned of nothing.
     """
     from host import emulated
 
+    gaps_of_out = None
+    if out is None:
+        out = strided(torch.empty(case.q.shape, dtype=torch.bfloat16), *Q_GAPS)
+        gaps_of_out = out.as_strided((*out.shape[:2], Q_GAPS[2]), out.stride(), out.shape[2])
     problem = case.problem(out)
-    if not lse:
-        problem = replace(problem, lse=None)
-    for result in (problem.out, problem.lse):
-        if result is not None:
-            result.fill_(float("nan"))
-    for held in scratch._by_stream.values():
-        held.slots.fill_(0xFF)  # NaN
+    problem.out.fill_(float("nan"))
+    slots = [held.slots for held in scratch._by_stream.values()]
+    for held in slots:
+        if held.nbytes < LARGE_BYTES:
+            held.fill_(0xFF)  # NaN
     with emulated(multiprocessors=multiprocessors, **options) as device:
+        use_in_place(device, problem.q, problem.window_storage, problem.entry_storage, problem.out, *slots)
         try:
             kernel(problem)
         except BaseException:
@@ -57,7 +59,8 @@ def launch(
     assert device.reports and all(report.grid[0] <= multiprocessors for report in device.reports)
     assert not {warning.split(" at ")[0] for report in device.reports for warning in report.warnings}
     assert not any(held.counters.any() for held in scratch._by_stream.values())
-    return (problem.out, problem.lse), device
+    assert gaps_of_out is None or gaps_of_out.isnan().all()
+    return problem.out, device
 
 
 def unpack_emulated(name: str, parts: list[Pages], out: Tensor) -> None:
@@ -68,6 +71,7 @@ def unpack_emulated(name: str, parts: list[Pages], out: Tensor) -> None:
     from dsv4_kernels.unpack import gpu
 
     with emulated(checks=Checks.strict(), arch={"sm90": "sm_90a", "sm100": "sm_100a"}[name]) as device:
+        use_in_place(device, *(part.table.storage for part in parts), out)
         getattr(gpu, name)(parts, out)
     assert len(device.reports) == 1 and not device.reports[0].warnings
 

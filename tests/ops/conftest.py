@@ -25,9 +25,8 @@ def compiled_here() -> Iterator[None]:
         patch.setenv(compile_cache.FOLDER_VARIABLE, "off")
         patch.setattr(scratch, "_by_stream", {})
         patch.setattr(scratch, "_graph_counters", {})
-        compile_cache.forget()
+        patch.setattr(compile_cache, "_in_memory", {})
         yield
-        compile_cache.forget()
 
 
 @pytest.fixture(scope="session")

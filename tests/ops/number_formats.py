@@ -70,4 +70,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal dtype, shape and bits: -0.0 is not 0.0, a NaN is itself."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """Copied: `contiguous` leaves the stride of an axis of one as it is, and a view of bytes then refuses it."""
+    return torch.empty(x.numel(), dtype=x.dtype, device=x.device).copy_(x.flatten()).view(torch.uint8)

@@ -12,18 +12,16 @@ def random_spec(seed: int) -> Spec:
     r = random.Random(seed)
     tokens = r.choice((1, 1, 2, 3, 4, 5, 7)) if r.random() < 0.85 else r.randint(8, 20)
     window = r.choice((128,) * 6 + (0, 1, 2, 64, 127, 129, 130, 200, 256, 257))
-    partial = r.random() < 0.15
     return Spec(
         tokens=tokens,
         heads=r.choice((1, 2, 4, 8, 8, 16, 16, 24, 32, 40, 63, 64, 64, 64, 65, 96, 127, 128, 128)),
         window=window,
         window_lengths=tuple(r.choice((window, window, 0, r.randint(0, window))) for _ in range(r.randint(1, 3))),
         fp8=r.random() < 0.6,
-        sink=None if partial else r.choice(("random", "random", "mixed", None, INF, -INF, 3.0)),
-        q_layout=r.choice(("contiguous",) * 4 + ("wider", "heads_first", "unaligned", "expanded")),
+        sink=r.choice(("random", "random", "mixed", None, INF, -INF, 3.0)),
+        q_layout=r.choice(("gaps",) * 3 + ("contiguous", "wider", "heads_first", "unaligned", "expanded")),
         q_scale=r.choice((1.0, 1.0, 1.0, 1.0, 0.0, 30.0, 300.0)),
         split_keys=r.choice((None, None, None, 128, 256, 384, 512, 1152, 1152, 1280)),
-        normalised=not partial,
         **_entries(r, tokens),
     )
 

@@ -42,8 +42,8 @@ from torch import Tensor
 
 from dsv4_kernels.kv_layout import ROW_BYTES, KVRows, RowFormat
 from dsv4_kernels.unpack import choice
-from sglang_dsv4.geometry import PoolGeometry
-from sglang_dsv4.metadata import extend_metadata
+from sglang_dsv4.attention.metadata import extend_metadata
+from sglang_dsv4.cache.geometry import PoolGeometry
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -14,11 +14,11 @@ from torch import Tensor
 from dsv4_kernels.kv_layout import PAGE_BYTES, KVRows, RowFormat
 from dsv4_kernels.sparse_attention import launch
 from dsv4_kernels.sparse_attention.problem import Problem
-from dsv4_kernels.sparse_attention.split import check_split_keys, num_parts, num_steps, part_steps
+from dsv4_kernels.sparse_attention.split import check_split_keys, kv_split_steps, num_kv_splits, num_steps
 
 
 @pytest.mark.parametrize(
-    ("window", "entries", "split_keys", "parts"),
+    ("window", "entries", "split_keys", "kv_splits"),
     [
         (128, 0, 512, 1),
         (128, 0, 128, 1),
@@ -32,16 +32,16 @@ from dsv4_kernels.sparse_attention.split import check_split_keys, num_parts, num
         (0, 0, 128, 1),
     ],
 )
-def test_number_of_parts(window: int, entries: int, split_keys: int | None, parts: int) -> None:
-    assert num_parts(num_steps(window, entries), split_keys) == parts
+def test_number_of_kv_splits(window: int, entries: int, split_keys: int | None, kv_splits: int) -> None:
+    assert num_kv_splits(num_steps(window, entries), split_keys) == kv_splits
 
 
 @pytest.mark.parametrize("split_keys", [None, 128, 256, 512, 1024])
-def test_parts_cover_every_step_once(split_keys: int | None) -> None:
+def test_kv_splits_cover_every_step_once(split_keys: int | None) -> None:
     """In order, none empty unless there is nothing, none longer than split_keys, lengths equal but for one step."""
     for steps in range(200):
-        parts = num_parts(steps, split_keys)
-        ranges = [part_steps(part, parts, steps) for part in range(parts)]
+        kv_splits = num_kv_splits(steps, split_keys)
+        ranges = [kv_split_steps(i, kv_splits, steps) for i in range(kv_splits)]
         assert [begin for begin, _ in ranges] == [0, *(end for _, end in ranges[:-1])] and ranges[-1][1] == steps
         lengths = [end - begin for begin, end in ranges]
         assert max(lengths) - min(lengths) <= 1 and (min(lengths) > 0 or steps == 0)
@@ -64,7 +64,7 @@ def problem(**changes: object) -> Problem:
         "window": rows(),
         "window_rows": torch.zeros(3, 128, dtype=torch.int32),
         "entries": None,
-        "entry_rows": None,
+        "entry_indices": None,
         "page_table": None,
         "entries_per_page": 0,
         "token_to_request": None,
@@ -72,8 +72,6 @@ def problem(**changes: object) -> Problem:
         "sink": None,
         "scale": 0.125,
         "out": None,
-        "return_lse": False,
-        "normalised": True,
         "split_keys": None,
     } | changes
     names = list(arguments)
@@ -81,7 +79,7 @@ def problem(**changes: object) -> Problem:
     return Problem.of(*(arguments[n] for n in positional), **{n: arguments[n] for n in named})
 
 
-LIST = {"entries": rows(), "entry_rows": torch.zeros(3, 512, dtype=torch.int32)}
+LIST = {"entries": rows(), "entry_indices": torch.zeros(3, 512, dtype=torch.int32)}
 DENSE = {
     "entries": rows(),
     "page_table": torch.zeros(2, 10, dtype=torch.int32),
@@ -118,20 +116,17 @@ def test_lists_become_int32_rows() -> None:
 
 def test_sizes_follow_from_the_arguments_alone() -> None:
     """Lengths on the device are not looked at: a graph's buffers must hold the most that its shapes allow."""
-    assert (problem().max_entry_slots, problem(split_keys=128).max_parts) == (0, 1)
-    assert (problem(**LIST).max_entry_slots, problem(**LIST, split_keys=128).max_parts) == (512, 5)
-    assert (problem(**DENSE).max_entry_slots, problem(**DENSE, split_keys=128).max_parts) == (20, 2)
-    assert problem(**LIST).max_parts == 1
+    assert (problem().max_entry_slots, problem(split_keys=128).max_kv_splits) == (0, 1)
+    assert (problem(**LIST).max_entry_slots, problem(**LIST, split_keys=128).max_kv_splits) == (512, 5)
+    assert (problem(**DENSE).max_entry_slots, problem(**DENSE, split_keys=128).max_kv_splits) == (20, 2)
+    assert problem(**LIST).max_kv_splits == 1
     meta = problem(**LIST)
     assert (meta.num_tokens, meta.num_heads, meta.window_slots) == (3, 64, 128)
 
 
-def test_outputs() -> None:
+def test_the_output_is_like_q() -> None:
     made = problem()
-    assert made.out.dtype == torch.bfloat16 and made.out.shape == (3, 64, 512) and made.lse is None
-    assert problem(return_lse=True).lse.dtype == torch.float32
-    partial = problem(normalised=False)
-    assert partial.out.dtype == torch.float32 and partial.lse.shape == (3, 64)
+    assert made.out.dtype == torch.bfloat16 and made.out.shape == (3, 64, 512)
 
 
 ONLY_REF = {
@@ -189,20 +184,15 @@ def test_launch_returns_what_the_kernel_wrote(monkeypatch: pytest.MonkeyPatch, t
     def kernel(problem: Problem) -> None:
         seen.append(problem)
         problem.out.fill_(3.0)
-        if problem.lse is not None:
-            problem.lse.fill_(5.0)
 
     monkeypatch.setattr(launch, "_kernel", {"sm90": kernel}.__getitem__)
     q = torch.zeros(tokens, 8, 512, dtype=torch.bfloat16)
     arguments = (q, rows(), torch.zeros(tokens, 128, dtype=torch.int32), None, None, None, 0, None, None, None)
     options = {"scale": 1.0, "split_keys": None}
-    out = launch.sm90(*arguments, out=None, return_lse=False, normalised=True, **options)
+    out = launch.sm90(*arguments, out=None, **options)
     assert out.shape == q.shape and (out == 3).all() and len(seen) == bool(tokens)
     given = torch.empty_like(q)
-    out, lse = launch.sm90(*arguments, out=given, return_lse=True, normalised=True, **options)
-    assert out is given and lse.shape == (tokens, 8) and (lse == 5).all()
-    out, lse = launch.sm90(*arguments, out=None, return_lse=False, normalised=False, **options)
-    assert out.dtype == torch.float32 and (lse == 5).all()
+    assert launch.sm90(*arguments, out=given, **options) is given and (given == 3).all()
 
 
 @pytest.mark.parametrize("missing", ["cutlass.cute", "cuda.bindings", "dsv4_kernels.other"])

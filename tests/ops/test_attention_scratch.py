@@ -59,7 +59,7 @@ def test_a_graph_needs_a_call_before(cuda: Callable[[int, bool], None]) -> None:
 
 def test_a_graph_does_not_get_to_keep_the_row_of_zeros(cuda: Callable[[int, bool], None]) -> None:
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from dsv4_kernels.sparse_attention.sm100 import zero_row
+    from dsv4_kernels.sparse_attention.sm100.launch import zero_row
 
     zero_row.cache_clear()
     cuda(0, True)

@@ -20,12 +20,12 @@ from dsv4_kernels.hyper_connection import hc_head, hc_post, hc_pre
 from dsv4_kernels.indexer import index_scores, index_topk
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.linear import grouped_linear, linear, linear_fp32
-from dsv4_kernels.moe import experts_forward, mlp, swiglu
+from dsv4_kernels.moe import experts_forward, swiglu
 from dsv4_kernels.norm import rms_norm
 from dsv4_kernels.quant import fp4_qdq, fp8_qdq, hadamard
 from dsv4_kernels.rope import apply_rope, rope_frequencies
 from dsv4_kernels.router import route_hash, route_topk
-from dsv4_kernels.sparse_attention import merge_partials, sparse_attention
+from dsv4_kernels.sparse_attention import sparse_attention
 
 N = 300
 SIZES = (1, 2, 3, 7, 16, 17, 64, 100, 257)
@@ -97,7 +97,6 @@ def experts(dtype: torch.dtype, act_qdq_block: int | None) -> Op:
     weights, chosen = route_topk(x, normal(8, 64), normal(8).float(), 3, 2.5)
     return lambda t: [
         experts_forward(x[t], weights[t], chosen[t], w13, w2, 10.0, act_qdq_block),
-        mlp(x[t], w13[0], w2[0], 10.0, act_qdq_block),
         swiglu(x[t, :25], x[t, 25:50], 1.0),
     ]
 
@@ -154,15 +153,10 @@ def attention(dtype: torch.dtype, heads: int, dim: int, format: RowFormat = RowF
             "token_to_request": request[t],
             "visible": visible[t],
         }
-        parts = [
-            sparse_attention(*own, scale=0.3, normalised=False),
-            sparse_attention(q[t], rows, window[t, :0], rows, listed[t], scale=0.3, normalised=False),
-        ]
         return [
-            *sparse_attention(*own, sink=sink, scale=0.3, return_lse=True),
-            *sparse_attention(*own, rows, listed[t], sink=sink, scale=0.3, return_lse=True),
-            *sparse_attention(*own, rows, **dense, sink=sink, scale=0.3, return_lse=True),
-            *merge_partials(*zip(*parts, strict=True), sink),
+            sparse_attention(*own, sink=sink, scale=0.3),
+            sparse_attention(*own, rows, listed[t], sink=sink, scale=0.3),
+            sparse_attention(*own, rows, **dense, sink=sink, scale=0.3),
         ]
 
     return op

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows, RowFormat
-from dsv4_kernels.sparse_attention import merge_partials, sparse_attention
+from dsv4_kernels.sparse_attention import sparse_attention
 
 INF = float("inf")
 FP32_ULP, BF16_ULP = 2.0**-24, 2.0**-8
@@ -40,15 +40,13 @@ def random_list(tokens: int, length: int, num_rows: int, seed: int, holes: float
     return rows.int()
 
 
-def softmax_of_union(
-    q: Tensor, keys: Tensor, sink: Tensor | None, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """One token: q [H, D], keys [n, D] -> out [H, D], lse [H], in `dtype` throughout."""
+def softmax_of_union(q: Tensor, keys: Tensor, sink: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
+    """One token: q [H, D], keys [n, D] -> out [H, D], in `dtype` throughout."""
     s = q.to(dtype) @ keys.to(dtype).T * scale
     lse = s.logsumexp(1) if len(keys) else torch.full((len(q),), -INF, dtype=dtype)
     total = lse if sink is None else torch.logaddexp(lse, sink.to(dtype))
     p = torch.where(s.isfinite(), torch.exp(s - total.unsqueeze(1)), torch.zeros((), dtype=dtype))
-    return p @ keys.to(dtype), lse
+    return p @ keys.to(dtype)
 
 
 @dataclass
@@ -59,41 +57,35 @@ class Case:
     window: KVRows
     window_rows: Tensor
     entries: KVRows | None
-    entry_rows: Tensor | None
+    entry_indices: Tensor | None
     sink: Tensor | None
     scale: float
 
-    def run(self, **overrides) -> Tensor | tuple[Tensor, Tensor]:  # noqa: ANN003
-        arguments = dict(entries=self.entries, entry_rows=self.entry_rows, sink=self.sink, scale=self.scale)
+    def run(self, **overrides) -> Tensor:  # noqa: ANN003
+        arguments = dict(entries=self.entries, entry_indices=self.entry_indices, sink=self.sink, scale=self.scale)
         return sparse_attention(self.q, self.window, self.window_rows, **{**arguments, **overrides})
 
     def keys(self, token: int) -> Tensor:
         parts = []
-        for rows, index in ((self.window, self.window_rows), (self.entries, self.entry_rows)):
+        for rows, index in ((self.window, self.window_rows), (self.entries, self.entry_indices)):
             if rows is not None:
                 index = index[token]
                 parts.append(rows.gather(index[index >= 0]).float())
         return torch.cat(parts)
 
-    def oracle(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        results = [softmax_of_union(q, self.keys(t), self.sink, self.scale, dtype) for t, q in enumerate(self.q)]
-        outs, lses = zip(*results, strict=True)
-        return torch.stack(outs).double(), torch.stack(lses).double()
+    def oracle(self, dtype: torch.dtype) -> Tensor:
+        outs = [softmax_of_union(q, self.keys(t), self.sink, self.scale, dtype) for t, q in enumerate(self.q)]
+        return torch.stack(outs).double()
 
-    def check(self, out: Tensor, lse: Tensor | None = None) -> None:
+    def check(self, out: Tensor) -> None:
         assert out.dtype == self.q.dtype and out.shape == self.q.shape
-        (exact, exact_lse), (plain, plain_lse) = self.oracle(torch.float64), self.oracle(torch.float32)
+        exact, plain = self.oracle(torch.float64), self.oracle(torch.float32)
         largest = max((self.keys(t).abs().max().item() for t in range(len(self.q)) if len(self.keys(t))), default=0.0)
         bound = 2 * (plain - exact).abs().max() + 4 * FP32_ULP * largest
         if out.dtype == torch.bfloat16:
             bound = bound + BF16_ULP * exact.abs()
         error = (out.double() - exact).abs()
         assert (error <= bound).all(), f"error {error.max():.3g}, bound {bound.min():.3g}"
-        if lse is not None:
-            finite = exact_lse.isfinite()
-            assert torch.equal(lse.double()[~finite], exact_lse[~finite])
-            error, plain_error = ((x - exact_lse)[finite].abs() for x in (lse.double(), plain_lse))
-            assert (error <= 2 * plain_error.sum() + 4 * FP32_ULP * exact_lse[finite].abs().clamp(min=1)).all()
 
 
 def case(
@@ -110,14 +102,14 @@ def case(
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
     window_rows = random_list(tokens, window, 300, seed + 1, holes)
-    entry_rows = None if entries is None else random_list(tokens, entries, 500, seed + 2, holes)
+    entry_indices = None if entries is None else random_list(tokens, entries, 500, seed + 2, holes)
     sinks = {"none": None, "random": torch.randn(heads, generator=generator)}
     return Case(
         q=torch.randn(tokens, heads, dim, generator=generator).to(dtype),
         window=table(300, dim, dtype, window_rows, seed + 3, fp8),
         window_rows=window_rows,
-        entries=None if entries is None else table(500, dim, dtype, entry_rows, seed + 4, fp8),
-        entry_rows=entry_rows,
+        entries=None if entries is None else table(500, dim, dtype, entry_indices, seed + 4, fp8),
+        entry_indices=entry_indices,
         sink=sinks[sink],
         scale=dim**-0.5,
     )
@@ -132,17 +124,14 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 @pytest.mark.parametrize("window", [1, 64, 127, 128, 129])
 def test_lists(window: int, entries: int | None, sink: str, dtype: torch.dtype) -> None:
     c = case(tokens=3, heads=3, dim=16, window=window, entries=entries, dtype=dtype, sink=sink)
-    out, lse = c.run(return_lse=True)
-    c.check(out, lse)
-    assert torch.equal(c.run(), out)
+    c.check(c.run())
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
 @pytest.mark.parametrize("heads", [8, 64])
 def test_real_dimensions(heads: int, fp8: bool) -> None:
     c = case(tokens=3, heads=heads, dim=512, window=128, entries=512, dtype=torch.bfloat16, fp8=fp8)
-    out, lse = c.run(return_lse=True)
-    c.check(out, lse)
+    c.check(c.run())
 
 
 @pytest.mark.parametrize("heads", [1, 2, 5, 128])
@@ -169,49 +158,47 @@ def test_early_tokens_have_holes_in_front(dtype: torch.dtype) -> None:
 @DTYPES
 def test_a_repeated_row_counts_twice(dtype: torch.dtype) -> None:
     c = case(dtype=dtype, holes=0.0)
-    c.entry_rows[:, 1:9] = c.entry_rows[:, :1]
+    c.entry_indices[:, 1:9] = c.entry_indices[:, :1]
     c.check(c.run())
 
 
 def test_only_holes() -> None:
-    """A token without any row: zero, and lse -inf, with or without sink; its neighbours do not notice."""
+    """A token without any row: zero, with or without sink; its neighbours do not notice."""
     c = case(tokens=4)
-    c.window_rows[2], c.entry_rows[2] = -1, -1
+    c.window_rows[2], c.entry_indices[2] = -1, -1
     for sink in (c.sink, None):
         c.sink = sink
-        out, lse = c.run(return_lse=True)
-        c.check(out, lse)
-        assert not out[2].any() and (lse[2] == -INF).all()
+        out = c.run()
+        c.check(out)
+        assert not out[2].any()
     everything = case(tokens=4)
     everything.window_rows.fill_(-1)
-    everything.entry_rows.fill_(-1)
-    out, lse = everything.run(return_lse=True)
-    assert not out.any() and (lse == -INF).all()
+    everything.entry_indices.fill_(-1)
+    assert not everything.run().any()
 
 
 @pytest.mark.parametrize("value", [INF, -INF, 1e4, -1e4, 80.0], ids=str)
 def test_extreme_sinks(value: float) -> None:
     c = case(tokens=4, heads=4)
-    c.window_rows[1], c.entry_rows[1] = -1, -1
+    c.window_rows[1], c.entry_indices[1] = -1, -1
     c.sink = torch.tensor([0.3, value, -0.7, value])
-    out, lse = c.run(return_lse=True)
+    out = c.run()
     assert out.isfinite().all()
     if value in (INF, 1e4):
         assert not out[:, 1::2].any()
     if value in (-INF, -1e4):
-        without, _ = c.run(sink=None, return_lse=True)
+        without = c.run(sink=None)
         assert torch.equal(out[:, 1::2], without[:, 1::2])
     if value != INF:  # inf - inf is beyond the oracle
-        c.check(out, lse)
-    assert not out[1].any() and (lse[1] == -INF).all()
+        c.check(out)
+    assert not out[1].any()
 
 
 @DTYPES
 def test_large_scores(dtype: torch.dtype) -> None:
     c = case(dtype=dtype)
     c.q = c.q * 300
-    out, lse = c.run(return_lse=True)
-    c.check(out, lse)
+    c.check(c.run())
 
 
 @DTYPES
@@ -242,16 +229,15 @@ def test_dense_entries_are_the_list_of_all_visible(entries_per_page: int, dtype:
             page = int(pages[request[t], j // entries_per_page])
             lists[t, j] = page * entries_per_page + j % entries_per_page
     c = case(tokens=9, dtype=dtype)
-    c.entries, c.entry_rows = table(40 * entries_per_page, 32, dtype, lists, seed=5), lists
-    dense, lse = c.run(
-        entry_rows=None,
+    c.entries, c.entry_indices = table(40 * entries_per_page, 32, dtype, lists, seed=5), lists
+    dense = c.run(
+        entry_indices=None,
         page_table=pages.int(),
         entries_per_page=entries_per_page,
         token_to_request=request.int(),
         visible=visible.int(),
-        return_lse=True,
     )
-    c.check(dense, lse)
+    c.check(dense)
     assert torch.equal(dense, c.run())
 
 
@@ -260,9 +246,9 @@ def test_a_list_is_looked_at_up_to_its_visible_slots(dtype: torch.dtype) -> None
     """From slot visible[t] on, the list holds what was left in memory; a length beyond the list is the whole list."""
     c = case(tokens=5, entries=150, dtype=dtype)
     visible = torch.tensor([0, 1, 64, 150, 4000], dtype=torch.int32)
-    cut = torch.where(torch.arange(150) < visible[:, None], c.entry_rows, -1)
-    expected = c.run(entry_rows=cut)
-    c.entry_rows = torch.where(torch.arange(150) < visible[:, None], c.entry_rows, 2**31 - 1).int()
+    cut = torch.where(torch.arange(150) < visible[:, None], c.entry_indices, -1)
+    expected = c.run(entry_indices=cut)
+    c.entry_indices = torch.where(torch.arange(150) < visible[:, None], c.entry_indices, 2**31 - 1).int()
     assert torch.equal(c.run(visible=visible), expected)
 
 
@@ -278,44 +264,13 @@ def test_many_entries(tokens: int) -> None:
     c.check(c.run())
 
 
-@DTYPES
-@pytest.mark.parametrize("sink", ["none", "random"], ids=["no_sink", "sink"])
-def test_split_over_keys_and_merge(sink: str, dtype: torch.dtype) -> None:
-    """Window and three stretches of entries, one of them without any row, merged; a token without rows at all."""
-    c = case(dtype=dtype, entries=150, sink=sink)
-    c.window_rows[3], c.entry_rows[3] = -1, -1
-    c.entry_rows[:, 40:90] = -1
-    empty = torch.full((5, 0), -1)
-    parts = [c.run(entries=None, entry_rows=None, sink=None, normalised=False)]
-    for begin, end in ((0, 40), (40, 90), (90, 150)):
-        part = sparse_attention(
-            *(c.q, c.window, empty, c.entries, c.entry_rows[:, begin:end]), scale=c.scale, normalised=False
-        )
-        parts.append(part)
-    outs, lses = zip(*parts, strict=True)
-    assert all(out.dtype == lse.dtype == torch.float32 for out, lse in parts)
-    assert not outs[2].any() and (lses[2] == -INF).all()
-    merged, lse = merge_partials(outs, lses, c.sink)
-    assert merged.dtype == torch.float32
-    c.check(merged.to(dtype), lse)
-    one, one_lse = merge_partials(outs[:1], lses[:1], None)
-    assert torch.allclose(one, outs[0], rtol=1e-6, atol=0) and torch.allclose(one_lse, lses[0], rtol=1e-6)
-
-
-@pytest.mark.parametrize("value", [INF, -INF])
-def test_merge_with_an_infinite_sink(value: float) -> None:
-    out, lse = torch.ones(2, 1, 4), torch.tensor([[0.0], [-INF]])
-    merged, _ = merge_partials([out, out * 0], [lse, torch.full((2, 1), -INF)], torch.tensor([value]))
-    assert merged[0].flatten().tolist() == [0.0 if value > 0 else 1.0] * 4 and not merged[1].any()
-
-
 def test_a_uniform_window_is_a_mean() -> None:
     """Worked by hand: zero scores, 3 rows and a sink of 0 share the softmax by four."""
     window = KVRows.allocate(3, RowFormat.PLAIN, 2, 2, torch.float32, "cpu")
     window.storage.copy_(torch.tensor([[4.0, 0.0], [8.0, 0.0], [0.0, 4.0]]))
     rows = torch.tensor([[0, 1, 2]])
-    out, lse = sparse_attention(torch.zeros(1, 1, 2), window, rows, sink=torch.zeros(1), scale=1.0, return_lse=True)
-    assert out.flatten().tolist() == [3.0, 1.0] and lse.item() == pytest.approx(1.0986123)
+    out = sparse_attention(torch.zeros(1, 1, 2), window, rows, sink=torch.zeros(1), scale=1.0)
+    assert out.flatten().tolist() == [3.0, 1.0]
 
 
 WRONG = {
@@ -323,18 +278,21 @@ WRONG = {
     "window_rows": ({"window_rows": torch.zeros(3, 4)}, r"expected \[2, W\]"),
     "sink": ({"sink": torch.zeros(4)}, r"expected \(3,\)"),
     "out": ({"out": torch.zeros(2, 3, 16).bfloat16()}, "out is"),
-    "no_entries": ({"entry_rows": torch.zeros(2, 4)}, "entries is None"),
-    "unnamed": ({"entries": "table"}, "either by entry_rows or by all of page_table"),
+    "no_entries": ({"entry_indices": torch.zeros(2, 4)}, "entries is None"),
+    "unnamed": ({"entries": "table"}, "either by entry_indices or by all of page_table"),
     "both": (
-        {"entries": "table", "entry_rows": torch.zeros(2, 4), "page_table": torch.zeros(1, 1)},
-        "either by entry_rows",
+        {"entries": "table", "entry_indices": torch.zeros(2, 4), "page_table": torch.zeros(1, 1)},
+        "either by entry_indices",
     ),
-    "visible": ({"entries": "table", "entry_rows": torch.zeros(2, 4), "visible": torch.zeros(3)}, r"expected \(2,\)"),
+    "visible": (
+        {"entries": "table", "entry_indices": torch.zeros(2, 4), "visible": torch.zeros(3)},
+        r"expected \(2,\)",
+    ),
     "visible_of_nothing": ({"visible": torch.zeros(2)}, "entries is None"),
     "split_keys": ({"split_keys": 192}, "positive multiple of 128"),
     "no_split_keys": ({"split_keys": 0}, "positive multiple of 128"),
     "half_dense": ({"entries": "table", "visible": torch.zeros(2)}, "all of page_table"),
-    "entry_rows": ({"entries": "table", "entry_rows": torch.zeros(3, 4)}, r"expected \[2, K\]"),
+    "entry_indices": ({"entries": "table", "entry_indices": torch.zeros(3, 4)}, r"expected \[2, K\]"),
     "dense": (
         {
             "entries": "table",
@@ -345,7 +303,6 @@ WRONG = {
         },
         "dense entries need",
     ),
-    "partial_with_sink": ({"sink": torch.zeros(3), "normalised": False}, "neither sink nor out"),
 }
 
 
@@ -357,15 +314,3 @@ def test_errors_say_what_is_expected(name: str) -> None:
     change = {key: rows if isinstance(value, str) else value for key, value in change.items()}
     with pytest.raises(ValueError, match=message):
         sparse_attention(**{**arguments, **change})
-
-
-def test_merge_errors() -> None:
-    out, lse = torch.zeros(2, 3, 4), torch.zeros(2, 3)
-    for arguments, message in (
-        (([], [], None), "0 outputs"),
-        (([out], [lse[:1]], None), r"lses \[T, H\]"),
-        (([out.bfloat16()], [lse], None), "fp32 outputs"),
-        (([out], [lse], torch.zeros(4)), r"expected \(3,\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            merge_partials(*arguments)

@@ -19,12 +19,12 @@ from unittest import mock
 import pytest
 import torch
 from ops.attention_cases import CASES, Case, Spec, build, check, reference
+from ops.memory_layout import far_apart
 from ops.number_formats import same_bits
 from ops.random_attention import random_spec
 from torch import Tensor
 
 from dsv4_kernels import compile_cache, registry
-from dsv4_kernels.sparse_attention import merge_partials
 from dsv4_kernels.unpack import unpack_pages
 
 pytestmark = pytest.mark.gpu
@@ -45,10 +45,9 @@ def finished() -> Iterator[None]:
 
 
 def poison(case: Case) -> None:
-    """Fills the memory that the next allocations of the results' sizes get with NaN."""
+    """Fills the memory that the next allocation of the result's size gets with NaN."""
     T, H, D = case.q.shape
-    torch.full((T, H, D), NAN, dtype=torch.bfloat16 if case.spec.normalised else torch.float32, device="cuda")
-    torch.full((T, H), NAN, device="cuda")
+    torch.full((T, H, D), NAN, dtype=torch.bfloat16, device="cuda")
 
 
 # ---- values
@@ -70,12 +69,12 @@ def test_random_case(kernel: str, seed: int) -> None:
     spec = random_spec(seed)
     case = build(spec, "cuda", seed)
     poison(case)
-    out, lse = case.run(impl=kernel)
+    out = case.run(impl=kernel)
     torch.cuda.synchronize()
-    check(case, (out, lse))
+    check(case, out)
     order = [t % spec.tokens for t in range(spec.tokens + 1 + 7 * seed % 150)]
     others = case.take(order).run(impl=kernel)
-    assert same_bits(others[0], out[order]) and same_bits(others[1], lse[order])
+    assert same_bits(others, out[order])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -83,44 +82,27 @@ def test_clusters_have_the_bits_of_the_other_kernel(kernel: str, name: str) -> N
     """On Hopper few tokens are computed by another kernel than many."""
     if kernel != "sm90":
         pytest.skip("Blackwell has one kernel")
-    from dsv4_kernels.sparse_attention import sm90
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     case = build(CASES[name], "cuda")
     expected = case.run(impl=kernel)
     with mock.patch.object(sm90, "MAX_CLUSTER", 0):
         result = case.run(impl=kernel)
     check(case, result)
-    assert all(map(same_bits, expected, result))
-
-
-@pytest.mark.parametrize("name", ["csa_512-fp8", "csa_512-bf16", "split_256-fp8", "odd_batch-fp8"])
-def test_without_log_sum_exp(kernel: str, name: str) -> None:
-    case = build(CASES[name], "cuda")
-    alone = case.run(impl=kernel, return_lse=False)
-    assert same_bits(alone, case.run(impl=kernel)[0])
+    assert same_bits(expected, result)
 
 
 @pytest.mark.parametrize("heads", [1, 8, 63, 64, 65, 127, 128])
-@pytest.mark.parametrize("split_keys", [None, 128], ids=["one_part", "split"])
+@pytest.mark.parametrize("split_keys", [None, 128], ids=["one_kv_split", "split"])
 def test_nothing_is_written_beside_the_output(kernel: str, heads: int, split_keys: int | None) -> None:
     """The output is a stretch of a larger tensor, the rest of which stays as it was."""
     case = build(Spec(tokens=3, heads=heads, entry_lengths=(300, 0, 5), split_keys=split_keys), "cuda")
     around = torch.full((5, heads + 4, 528), -7.0, dtype=torch.bfloat16, device="cuda")
     out = around[1:4, 2 : heads + 2, 8:520]
-    returned, lse = case.run(impl=kernel, out=out)
-    assert returned is out
-    check(case, (out.clone(), lse))
+    assert case.run(impl=kernel, out=out) is out
+    check(case, out.clone())
     out.fill_(-7.0)
     assert (around == -7.0).all()
-
-
-@pytest.mark.parametrize("name", ["csa_512-fp8", "hca_1m-fp8", "holes-bf16"])
-def test_a_split_by_hand_and_its_merge(kernel: str, name: str) -> None:
-    """Window and entries as two partial results, merged with the sink."""
-    case = build(CASES[name], "cuda")
-    outs, lses = zip(*(half.run(impl=kernel) for half in case.halves()), strict=True)
-    out, lse = merge_partials(outs, lses, case.sink)
-    check(case, (out.bfloat16(), lse))
 
 
 def test_a_request_as_served(kernel: str) -> None:
@@ -149,12 +131,48 @@ def test_a_prefill_chunk(kernel: str, dense: bool, fp8: bool) -> None:
     check(case, case.run(impl=kernel))
 
 
+# ---- memory
+
+
+@pytest.fixture
+def much_memory() -> Iterator[None]:
+    """Two tables, or q and an output, of 8 to 9 GB each."""
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip(f"needs 24 GiB of free GPU memory; there are {torch.cuda.mem_get_info()[0] >> 30}")
+    yield
+    torch.cuda.empty_cache()
+
+
+FAR = ("csa_512-fp8", "holes-bf16", "hca_32k-fp8", "hca_32k-bf16", "split_256-fp8", "split_256-bf16")
+
+
+@pytest.mark.parametrize("times", [1, 60], ids=["few_tokens", "many_tokens"])
+@pytest.mark.parametrize("name", FAR)
+def test_rows_beyond_32_bits(kernel: str, much_memory: None, name: str, times: int) -> None:
+    """Neither their bytes nor their elements can be counted in 32 bits, in the window's table and in the entries'."""
+    case = build(CASES[name], "cuda").take(list(range(CASES[name].tokens)) * times)
+    expected = case.run(impl=kernel)
+    check(case, expected)
+    assert all(map(same_bits, case.spread().run(impl=kernel), expected))
+
+
+@pytest.mark.parametrize("times", [1, 60], ids=["few_tokens", "many_tokens"])
+@pytest.mark.parametrize("name", FAR)
+def test_q_and_outputs_beyond_32_bits(kernel: str, much_memory: None, name: str, times: int) -> None:
+    case = build(CASES[name], "cuda").take([token % CASES[name].tokens for token in range(4 * times)])
+    expected = case.run(impl=kernel)
+    check(case, expected)
+    far = replace(case, q=far_apart(case.q))
+    result = far.run(impl=kernel, out=far_apart(torch.zeros_like(case.q)))
+    assert all(map(same_bits, result, expected))
+
+
 # ---- bits
 
 INVARIANT = (
     *("csa_512-fp8", "csa_512-bf16", "lengths_of_both-fp8", "hca_32k-fp8", "odd_batch-fp8", "speculation-bf16"),
-    *("split_128-fp8", "split_512-fp8", "split_128_heads-bf16", "split_8_heads-fp8", "partial_split-fp8", "holes-fp8"),
-    *("pieces-fp8", "pieces-bf16", "pieces_of_parts-fp8"),
+    *("split_128-fp8", "split_512-fp8", "split_128_heads-bf16", "split_8_heads-fp8", "split_of_nothing-fp8"),
+    *("holes-fp8", "sub_splits-fp8", "sub_splits-bf16", "sub_splits_of_kv_splits-fp8"),
 )
 
 
@@ -163,39 +181,32 @@ INVARIANT = (
 def test_a_token_has_the_same_bits_in_any_batch(kernel: str, name: str, batch: int) -> None:
     """In another order, at every place, with others beside it."""
     case = build(CASES[name], "cuda")
-    out, lse = case.run(impl=kernel)
+    out = case.run(impl=kernel)
     order = torch.randint(0, case.spec.tokens, (batch,), generator=torch.Generator().manual_seed(batch)).tolist()
-    other_out, other_lse = case.take(order).run(impl=kernel)
-    assert same_bits(other_out, out[order]) and same_bits(other_lse, lse[order])
+    assert same_bits(case.take(order).run(impl=kernel), out[order])
 
 
-@pytest.mark.parametrize("lse", [True, False], ids=["lse", "no_lse"])
 @pytest.mark.parametrize("heads, entries", [(128, 512), (64, 1024)])
-def test_pieces_of_which_the_first_is_longer_have_the_bits_of_the_whole(
-    kernel: str, heads: int, entries: int, lse: bool
+def test_sub_splits_of_which_the_first_is_longer_have_the_bits_of_the_whole(
+    kernel: str, heads: int, entries: int
 ) -> None:
-    """On a Hopper GPU the CTAs of the others get their results while they wait for the first one."""
+    """On a Hopper GPU the CTAs of the others prefetch partial results while they wait for the first one."""
     case = build(Spec(tokens=16, heads=heads, entry_lengths=(entries,), split_keys=1152), "cuda")
-
-    def outputs(**split: object) -> tuple:
-        result = case.run(impl=kernel, return_lse=lse, **split)
-        return result if lse else (result,)
-
-    expected = outputs(split_keys=None)
+    expected = case.run(impl=kernel, split_keys=None)
     for _ in range(100):
-        assert all(map(same_bits, outputs(), expected))
+        assert same_bits(case.run(impl=kernel), expected)
 
 
 @pytest.mark.parametrize("split_keys", [None, 128, 512])
 def test_the_width_of_lists_and_tables_is_not_seen(kernel: str, split_keys: int | None) -> None:
     """What counts is `visible`: the batch's longest context widens the page table of all."""
     listed = build(Spec(entry_lengths=(500, 3, 130), split_keys=split_keys), "cuda")
-    rows = listed.entry_arguments["entry_rows"]
+    rows = listed.entry_arguments["entry_indices"]
     wider = torch.nn.functional.pad(rows, (0, 524), value=2**31 - 1)
-    assert same_bits(listed.run(impl=kernel, entry_rows=wider)[0], listed.run(impl=kernel)[0])
+    assert same_bits(listed.run(impl=kernel, entry_indices=wider), listed.run(impl=kernel))
     dense = build(Spec(entry_lengths=(500, 3, 130), dense=True, split_keys=split_keys), "cuda")
     table = torch.nn.functional.pad(dense.entry_arguments["page_table"], (0, 4001), value=2**31 - 1)
-    assert same_bits(dense.run(impl=kernel, page_table=table)[0], dense.run(impl=kernel)[0])
+    assert same_bits(dense.run(impl=kernel, page_table=table), dense.run(impl=kernel))
 
 
 @pytest.mark.parametrize("name", [name for name, spec in CASES.items() if spec.fp8])
@@ -203,7 +214,7 @@ def test_unpacked_rows_give_the_same_bits(kernel: str, name: str) -> None:
     """A chunk may read FP8 rows, or bf16 rows that were made of them: nobody can tell by the results."""
     case = build(CASES[name], "cuda")
     plain = case.unpacked(functools.partial(unpack_pages, impl=kernel))
-    assert all(map(same_bits, case.run(impl=kernel), plain.run(impl=kernel)))
+    assert same_bits(case.run(impl=kernel), plain.run(impl=kernel))
 
 
 @pytest.mark.parametrize("name", INVARIANT)
@@ -212,7 +223,7 @@ def test_every_repetition_has_the_same_bits(kernel: str, name: str) -> None:
     first = case.run(impl=kernel)
     results = [case.run(impl=kernel) for _ in range(30)]
     for result in results:
-        assert all(same_bits(a, b) for a, b in zip(first, result, strict=True))
+        assert same_bits(first, result)
 
 
 def test_two_streams_do_not_meet(kernel: str) -> None:
@@ -227,8 +238,8 @@ def test_two_streams_do_not_meet(kernel: str) -> None:
             with torch.cuda.stream(streams[i]):
                 results[i].append(case.run(impl=kernel))
     torch.cuda.synchronize()
-    for i, (out, lse) in enumerate(expected):
-        assert all(same_bits(out, o) and same_bits(lse, s) for o, s in results[i])
+    for out, repeated in zip(expected, results, strict=True):
+        assert all(same_bits(out, other) for other in repeated)
 
 
 # ---- CUDA graphs, allocation, waiting
@@ -255,14 +266,14 @@ def test_a_graph_replays_with_other_inputs(kernel: str, name: str) -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _, lse = live.run(impl=kernel, out=out)
+        live.run(impl=kernel, out=out)
     for _ in range(3):
-        for case, (expected_out, expected_lse) in zip(others, expected, strict=True):
+        for case, expected_out in zip(others, expected, strict=True):
             for to, origin in zip(inputs(live), inputs(case), strict=True):
                 to.copy_(origin)
             out.fill_(NAN)
             graph.replay()
-            assert same_bits(out, expected_out) and same_bits(lse, expected_lse)
+            assert same_bits(out, expected_out)
             case.run(impl=kernel)
 
 
@@ -270,12 +281,12 @@ def test_a_graph_replays_with_other_inputs(kernel: str, name: str) -> None:
 def test_decode_neither_allocates_nor_waits(kernel: str, name: str) -> None:
     case = build(CASES[name], "cuda")
     out = torch.empty_like(case.q)
-    case.run(impl=kernel, out=out, return_lse=False)
+    case.run(impl=kernel, out=out)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        case.run(impl=kernel, out=out, return_lse=False)
+        case.run(impl=kernel, out=out)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
@@ -340,8 +351,8 @@ import sys; sys.path.insert(0, sys.argv[1])
 import hashlib, torch
 from ops.attention_cases import CASES, build
 from dsv4_kernels import compile_cache
-out, lse = build(CASES["split_128-fp8"], "cuda").run(impl=sys.argv[2])
-bits = hashlib.sha256(out.cpu().view(torch.int16).numpy().tobytes() + lse.cpu().numpy().tobytes()).hexdigest()
+out = build(CASES["split_128-fp8"], "cuda").run(impl=sys.argv[2])
+bits = hashlib.sha256(out.cpu().view(torch.int16).numpy().tobytes()).hexdigest()
 origins = compile_cache.origins()
 print(bits, *sorted({origin.source for origin in origins}), round(sum(origin.seconds for origin in origins), 2))
 """

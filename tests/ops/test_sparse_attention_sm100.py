@@ -23,11 +23,10 @@ import pytest
 import torch
 from ops import attention_launch
 from ops.attention_cases import CASES, Case, Spec, build, check, reference, relative_error
-from ops.attention_launch import LONG, SCHEDULES, Result
+from ops.attention_launch import LONG, SCHEDULES
+from ops.memory_layout import NONSENSE, far_apart, sparse
 from ops.number_formats import same_bits
 from ops.random_attention import random_spec
-
-from dsv4_kernels.sparse_attention import merge_partials
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 pytestmark = pytest.mark.usefixtures("compiled_here")
@@ -38,11 +37,11 @@ if TYPE_CHECKING:
 EMULATED_RESULTS = Path(__file__).resolve().parents[1] / "emulator" / "results" / "sparse_attention_sm100.json"
 
 
-def launch(case: Case, multiprocessors: int = 148, **options: object) -> tuple[Result, Device]:
-    """((out, lse), the emulated device) of one call, see `attention_launch.launch`."""
+def launch(case: Case, multiprocessors: int = 148, **options: object) -> tuple[torch.Tensor, Device]:
+    """(out, the emulated device) of one call, see `attention_launch.launch`."""
     from emulator import Checks
 
-    from dsv4_kernels.sparse_attention import sm100
+    from dsv4_kernels.sparse_attention.sm100 import launch as sm100
 
     sm100.device_facts.cache_clear()  # this device has another number of multiprocessors
     options = {"checks": Checks.strict(), **options}
@@ -67,7 +66,7 @@ def test_random_case(seed: int) -> None:
     result, _ = launch(case, schedule=SCHEDULES[seed % len(SCHEDULES)], seed=seed)
     check(case, result)
     other, _ = launch(case, multiprocessors=2 + seed % 7, schedule=SCHEDULES[(seed + 1) % len(SCHEDULES)], seed=seed)
-    assert all(map(same_bits, result, other))
+    assert same_bits(result, other)
 
 
 SERVED = {
@@ -92,39 +91,54 @@ def test_weights_never_exceed_one() -> None:
     check(case, result)
 
 
-@pytest.mark.parametrize("name", ["csa_512-fp8", "split_256-fp8"])
-def test_without_log_sum_exp(name: str) -> None:
-    case = build(CASES[name])
-    (alone, lse), _ = launch(case, lse=False)
-    (with_lse, _), _ = launch(case)
-    assert lse is None and same_bits(alone, with_lse)
-
-
 @pytest.mark.parametrize("heads", [1, 63, 65, 128])
-@pytest.mark.parametrize("split_keys", [None, 128], ids=["one_part", "split"])
+@pytest.mark.parametrize("split_keys", [None, 128], ids=["one_kv_split", "split"])
 def test_nothing_is_written_beside_the_output(heads: int, split_keys: int | None) -> None:
     case = build(Spec(tokens=2, heads=heads, entry_lengths=(200, 0), split_keys=split_keys))
     around = torch.full((4, heads + 4, 528), -7.0, dtype=torch.bfloat16)
     out = around[1:3, 2 : heads + 2, 8:520]
-    (returned, lse), _ = launch(case, out=out)
-    assert returned is out
-    check(case, (out.clone(), lse))
+    assert launch(case, out=out)[0] is out
+    check(case, out.clone())
     out.fill_(-7.0)
     assert (around == -7.0).all()
 
 
-@pytest.mark.parametrize("name", ["csa_512-fp8", "holes-bf16"])
-def test_a_split_by_hand_and_its_merge(name: str) -> None:
-    """Window and entries as two partial results, merged with the sink."""
-    case = build(CASES[name])
-    parts = [launch(part)[0] for part in case.halves()]
-    outs, lses = zip(*parts, strict=True)
-    out, lse = merge_partials(outs, lses, case.sink)
-    check(case, (out.bfloat16(), lse))
+POOLS = {
+    "list_fp8": Spec(tokens=2, heads=16, entry_lengths=(70, 3)),
+    "pages_bf16": Spec(tokens=2, heads=16, entry_lengths=(70, 3), dense=True, fp8=False),
+}
 
 
-def test_too_many_tokens_with_parts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsv4_kernels.sparse_attention import sm100
+@pytest.mark.parametrize("name", POOLS)
+def test_rows_beyond_32_bits(name: str) -> None:
+    """Neither their bytes nor their elements can be counted in 32 bits, in the window's table and in the entries'."""
+    case = build(POOLS[name])
+    check(case, launch(case.spread())[0])
+
+
+@pytest.mark.parametrize("split_keys", [None, 128], ids=["one_split", "split"])
+def test_q_and_outputs_beyond_32_bits(split_keys: int | None) -> None:
+    case = build(Spec(tokens=4, heads=16, entry_lengths=(3, 70), split_keys=split_keys))
+    out = far_apart(torch.empty(case.q.shape, dtype=torch.bfloat16))
+    result, _ = launch(replace(case, q=far_apart(case.q)), out=out)
+    check(case, result)
+
+
+def test_partial_results_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second token's are behind room for all KV splits that the first one could have; nobody touches most of it."""
+    from dsv4_kernels.sparse_attention import scratch
+
+    case = build(Spec(tokens=2, heads=16, window=0, window_lengths=(0,), entry_lengths=(200, 300), split_keys=128))
+    rows = torch.nn.functional.pad(case.entry_arguments["entry_indices"], (0, (1 << 23) + 128), value=NONSENSE)
+    monkeypatch.setattr(scratch, "_by_stream", {})
+    monkeypatch.setattr(scratch, "_slots", lambda device, num_bytes: sparse((num_bytes,), (1,), torch.uint8))
+    scratch.Scratch.on(case.q.device, 1 << 35)
+    result, _ = launch(replace(case, entry_arguments={**case.entry_arguments, "entry_indices": rows}))
+    check(case, result)
+
+
+def test_too_many_tokens_with_kv_splits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsv4_kernels.sparse_attention.sm100 import launch as sm100
 
     monkeypatch.setattr(sm100, "NUM_COUNTERS", 9)
     with pytest.raises(ValueError, match="5 tokens of 65 heads with split_keys; expected at most 4"):
@@ -149,7 +163,7 @@ def test_unpacked_rows_give_the_same_bits(name: str) -> None:
     """A chunk may read FP8 rows, or bf16 rows that were made of them: nobody can tell by the results."""
     case = build(CASES[name])
     plain = case.unpacked(functools.partial(attention_launch.unpack_emulated, "sm100"))
-    assert all(map(same_bits, launch(case)[0], launch(plain)[0]))
+    assert same_bits(launch(case)[0], launch(plain)[0])
 
 
 @pytest.mark.parametrize("name", ["lengths_of_both-fp8", "heads_128-fp8", "split_128-bf16", "split_128_heads-fp8"])
@@ -161,7 +175,7 @@ def test_the_same_bits_under_every_schedule(name: str) -> None:
         itertools.product(SCHEDULES, (1, 2)), (148, 3, 2, 5, 148, 4), strict=True
     ):
         result, _ = launch(case, multiprocessors, schedule=schedule, seed=seed)
-        assert all(same_bits(a, b) for a, b in zip(expected, result, strict=True)), (schedule, seed, multiprocessors)
+        assert same_bits(expected, result), (schedule, seed, multiprocessors)
 
 
 @pytest.fixture(scope="module")
@@ -183,18 +197,18 @@ def test_the_same_bits_under_more_schedules(name: str, errors: dict[str, dict[st
     exact = reference(case)
     for schedule, seed in itertools.product(SCHEDULES, range(1 if name.startswith(LONG) else 3)):
         result, _ = launch(case, (3, 148, 2)[seed], schedule=schedule, seed=10 + seed)
-        assert all(same_bits(a, b) for a, b in zip(expected, result, strict=True)), (schedule, seed)
+        assert same_bits(expected, result), (schedule, seed)
     check(case, expected, exact)
     if exact.out.any():
-        outs = {"ours": expected[0], "bf16": exact.bf16_out}
+        outs = {"ours": expected, "bf16": exact.bf16_out}
         errors[name] = {who: float(f"{relative_error(out, exact.out):.4g}") for who, out in outs.items()}
         assert errors[name]["ours"] <= 1.25 * errors[name]["bf16"] + 2.0**-14
     else:
         errors[name] = {}
-        assert not expected[0].any()
+        assert not expected.any()
 
 
-# Two tokens and more on two multiprocessors; parts, holes, lengths that end within a tile.
+# Two tokens and more on two multiprocessors; KV splits, holes, lengths that end within a key tile.
 MUTATED = {
     "sparse_attention_sm100": Spec(tokens=3, heads=16, entry_lengths=(200, 5, 60), split_keys=256),
     "sparse_attention_sm100_pair": Spec(tokens=3, heads=128, entry_lengths=(300, 5, 260)),
@@ -214,21 +228,21 @@ def test_deleted_synchronisation_is_noticed(name: str) -> None:
 def test_a_token_has_the_same_bits_in_any_batch(name: str) -> None:
     """In another order, at every place, with others beside it, on other numbers of multiprocessors."""
     case = build(CASES[name])
-    (out, lse), _ = launch(case)
+    out, _ = launch(case)
     for batch, multiprocessors in ((1, 148), (3, 2), (17, 4)):
         order = torch.randint(0, case.spec.tokens, (batch,), generator=torch.Generator().manual_seed(batch)).tolist()
-        (other_out, other_lse), _ = launch(case.take(order), multiprocessors)
-        assert same_bits(other_out, out[order]) and same_bits(other_lse, lse[order])
+        other, _ = launch(case.take(order), multiprocessors)
+        assert same_bits(other, out[order])
 
 
 @pytest.mark.parametrize("split_keys", [None, 128])
 def test_the_width_of_lists_and_tables_is_not_seen(split_keys: int | None) -> None:
     for dense in (False, True):
         case = build(Spec(entry_lengths=(300, 3, 130), dense=dense, split_keys=split_keys))
-        name = "page_table" if dense else "entry_rows"
+        name = "page_table" if dense else "entry_indices"
         wide = torch.nn.functional.pad(case.entry_arguments[name], (0, 524), value=2**31 - 1)
         wider = replace(case, entry_arguments={**case.entry_arguments, name: wide})
-        assert same_bits(launch(wider)[0][0], launch(case)[0][0])
+        assert same_bits(launch(wider)[0], launch(case)[0])
 
 
 # ---- compile gate
@@ -261,7 +275,7 @@ def test_compiles_for_b300() -> None:
     from cubin import resources
     from host import emulated
 
-    from dsv4_kernels.sparse_attention import sm100
+    from dsv4_kernels.sparse_attention.sm100 import launch as sm100
 
     arch = "sm_103a"
     with emulated(arch=arch):
@@ -276,7 +290,7 @@ def test_an_old_compiler_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) ->
     import cutlass
 
     from dsv4_kernels import compile_cache
-    from dsv4_kernels.sparse_attention import sm100
+    from dsv4_kernels.sparse_attention.sm100 import launch as sm100
 
     monkeypatch.setattr(cutlass, "target_version", lambda *, min_version: min_version < "13")
     monkeypatch.setattr(compile_cache, "_in_memory", {})

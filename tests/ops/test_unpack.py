@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from ops.attention_launch import unpack_emulated
+from ops.memory_layout import BEYOND_BYTES, far_apart, sparse, strided
 from ops.number_formats import E4M3, same_bits
 from torch import Tensor
 
-from dsv4_kernels.kv_layout import PAGE_BYTES, KVRows, RowFormat
+from dsv4_kernels.kv_layout import PAGE_BYTES, PAGE_ROWS, KVRows, RowFormat
 from dsv4_kernels.unpack import Pages, choice, unpack_pages
 
 NAN = float("nan")
@@ -28,8 +29,8 @@ def bf16_bits(x: np.ndarray) -> np.ndarray:
 
 
 def every_code_and_scale() -> tuple[KVRows, np.ndarray]:
-    """A table of 255 rows, one for each scale byte but NaN, in which all codes but NaN occur; and the bits of its
-    channels that are not rotated."""
+    """A table of 255 rows in which all codes but NaN occur, and each scale byte but NaN in each of the seven groups, in
+    no row twice; and the bits of its channels that are not rotated."""
     codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
     rows = KVRows.allocate(255, RowFormat.FP8, 512, 64, torch.bfloat16, "cpu", NAN)
     data, scales = rows._split_pages()
@@ -37,9 +38,10 @@ def every_code_and_scale() -> tuple[KVRows, np.ndarray]:
     page, place = np.arange(255) // 64, np.arange(255) % 64
     data[page, place, :448] = torch.from_numpy(chosen)
     data[page, place, 448:] = torch.arange(255 * 128).remainder(251).to(torch.uint8).view(255, 128)
-    scales[page, place, :7] = torch.arange(255, dtype=torch.uint8)[:, None].expand(-1, 7)
+    scale_bytes = (np.arange(255)[:, None] + np.arange(7) * 37) % 255
+    scales[page, place, :7] = torch.from_numpy(scale_bytes.astype(np.uint8))
     values = E4M3[chosen & 0x7F] * np.where(chosen & 0x80, -1.0, 1.0)
-    return rows, bf16_bits(values * np.exp2(np.arange(255.0) - 127)[:, None])
+    return rows, bf16_bits(values * np.exp2(np.repeat(scale_bytes, 64, axis=1) - 127.0))
 
 
 def as_bits(rows: Tensor) -> np.ndarray:
@@ -47,10 +49,14 @@ def as_bits(rows: Tensor) -> np.ndarray:
 
 
 def filled(num_rows: int, named: Tensor, seed: int = 0) -> KVRows:
-    """Noise in the named rows, NaN in the others."""
+    """Noise in the named rows, NaN in the others; pages have gaps, and those of another seed have others."""
     rows = KVRows.allocate(num_rows, RowFormat.FP8, 512, 64, torch.bfloat16, "cpu", NAN)
     rows.scatter(named, torch.randn(len(named), 512, generator=torch.Generator().manual_seed(seed)).bfloat16())
-    return rows
+    return replace(rows, storage=strided(rows.storage, 0, page_gap(seed)))
+
+
+def page_gap(seed: int) -> int:
+    return 48 + 128 * seed
 
 
 PAGES = {
@@ -109,10 +115,10 @@ def test_no_pages_are_no_rows() -> None:
     assert [rows.num_rows for rows in with_nothing] == [0, 0] and (storage == -7.0).all()
 
 
-def two_parts() -> list[Pages]:
+def two_parts(names: tuple[str, str] = ("rows", "holes")) -> list[Pages]:
     """Of two tables with pages of two sizes; NaN in the rows that are not named."""
     parts = []
-    for seed, name in enumerate(("rows", "holes")):
+    for seed, name in enumerate(names):
         rows_per_page, pages = PAGES[name]
         named = torch.tensor(named_rows(pages, rows_per_page))
         parts.append(Pages(filled(300, named[named >= 0].unique(), seed), torch.tensor(pages), rows_per_page))
@@ -197,6 +203,28 @@ def test_the_kernel_makes_both_parts(kernel: str, empty: int | None) -> None:
     assert same_bits(out, expected)
 
 
+def test_the_kernel_finds_rows_beyond_32_bits(kernel: str) -> None:
+    """Of the tables and of the output, where the second part begins behind them, and several CTAs of the first one."""
+    first, second = (spread(part) for part in two_parts(("pages_of_64", "holes")))
+    expected = sentinels(first.num_rows + second.num_rows)
+    unpack_pages([first, second], expected)
+    out = far_apart(sentinels(len(expected)))
+    unpack_emulated(kernel, [first, second], out)
+    assert same_bits(out, expected)
+
+
+def spread(part: Pages) -> Pages:
+    """Pages of which page 0 of the table is one and the others are so far behind it that 32 bits do not count them."""
+    table, last = part.table, len(part.table.storage) - 1
+    step = -(-BEYOND_BYTES // (last * table.storage.stride(0)))
+    large = sparse((last * step + 1, PAGE_BYTES), table.storage.stride(), torch.uint8)
+    large[::step] = table.storage
+    numbers = PAGE_ROWS // part.rows_per_page  # a divisor of it here
+    moved = part.numbers // numbers * step * numbers + part.numbers % numbers
+    where = torch.where(part.numbers < 0, part.numbers, moved)
+    return part._replace(table=replace(table, storage=large, num_rows=PAGE_ROWS * len(large)), numbers=where)
+
+
 # ---- the kernel on a GPU
 
 
@@ -206,7 +234,9 @@ def kernel_here(kernel_on_gpu: Callable[[str], str]) -> str:
 
 
 def on_gpu(rows: KVRows) -> KVRows:
-    return replace(rows, storage=rows.storage.cuda())
+    """With the same strides."""
+    gap = rows.storage.stride(0) - PAGE_BYTES
+    return replace(rows, storage=strided(rows.storage, 0, gap, device="cuda"))
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from prefix_replay import PAGE, ReplayEngine, Running
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows
-from sglang_dsv4.prefix_cache import Dsv4PrefixCache, activate_tails
+from sglang_dsv4.prefix.prefix_cache import Dsv4PrefixCache
 
 
 class ServedEngine(ReplayEngine):
@@ -27,16 +27,14 @@ class ServedEngine(ReplayEngine):
         runner = self.harness.runner
         self.pool = self.harness.pool
         with self.active():
-            tails = activate_tails(self.pool)
             params = CacheInitParams(
                 disable=False,
                 req_to_token_pool=runner.req_to_token_pool,
                 token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
                 page_size=PAGE,
             )
-            cache = Dsv4PrefixCache(params, tails)
-        self.pool.tails = tails
-        super().__init__(cache, runner.token_to_kv_pool_allocator, tails, chunk_tokens)
+            cache = Dsv4PrefixCache(params, self.pool.tail_requests)
+        super().__init__(cache, runner.token_to_kv_pool_allocator, self.pool.tail_requests, chunk_tokens)
         self.logits: dict[str, list[Tensor]] = defaultdict(list)
 
     def active(self) -> AbstractContextManager[None]:
@@ -69,7 +67,9 @@ class ServedEngine(ReplayEngine):
 
     def _forward(self, req: object, begin: int, end: int, mode: str) -> None:
         tokens = list(req.full_untruncated_fill_ids[begin:end])
-        row = Request(req.kv.req_pool_idx, begin, end, list(req.full_untruncated_fill_ids[:begin]), req.rid)
+        row = Request(
+            req.kv.req_pool_idx, begin, end, list(req.full_untruncated_fill_ids[:begin]), req.tail_match, req.lock
+        )
         self.logits[req.rid].extend(self.harness.step([(row, tokens)], mode))
 
     def flush(self) -> None:

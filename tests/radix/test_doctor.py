@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sglang_dsv4 import doctor
-from sglang_dsv4.random_checkpoint import PRESETS, hf_config
-from sglang_dsv4.tail_options import TailOptions
+from sglang_dsv4.cache.tail_options import TailOptions
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
 
 
 @pytest.fixture
@@ -20,7 +20,8 @@ def model(tmp_path: Path) -> Path:
 
 def test_installation_names_versions_and_implementations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV4_KERNEL_CACHE", str(tmp_path))
-    (tmp_path / "kernel.o").touch()
+    for name in ("dsv4-kernel-one.o", "another.o"):
+        (tmp_path / name).touch()
     lines = doctor.installation()
     assert any("SGLang 0.5.23: the tested version" in line for line in lines)
     assert f"compiled kernels: 1 in {tmp_path}" in lines
@@ -28,7 +29,7 @@ def test_installation_names_versions_and_implementations(tmp_path: Path, monkeyp
     assert found["sparse_attention"] == "ref of sm90, sm100, ref, not in a CUDA graph"
     assert found["unpack_pages"] == "ref of sm90, sm100, ref"
     assert found["linear"] == "tiled of tiled, ref, not in a CUDA graph"
-    assert found["rms_norm"] == "ref of ref"
+    assert found["rms_norm"] == "ref of sm90, sm100, ref"
     monkeypatch.setenv("DSV4_KERNEL_CACHE", "off")
     assert "compiled kernels: not kept on disk (DSV4_KERNEL_CACHE=off)" in doctor.installation()
 

@@ -11,6 +11,8 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,7 +21,10 @@ from torch import Tensor
 
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_radix_cache.requests import Restore
-from sglang_dsv4.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 VOCABULARY = PRESETS["tiny"].vocab_size
 REMAINDERS = {
@@ -110,6 +115,56 @@ def test_going_on_from_what_was_decoded(engine: ServedEngine) -> None:
     hit, logits = engine.serve(full)
     assert hit == 512
     assert_equals_cold(logits, expected, hit)
+
+
+def test_going_on_from_what_replayed_graphs_decoded(engine: ServedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, but the backend is prepared by the view of the batch that SGLang's runner makes for a replay."""
+    from sglang.srt.model_executor.runner import decode_cuda_graph_runner
+
+    runner, backend = engine.harness.runner, engine.harness.backend
+    forward, replays = runner.forward, []
+
+    def replayed(batch: ForwardBatch) -> object:
+        if batch.forward_mode.is_decode():
+            batch_fields = ("input_ids", "positions", "req_pool_indices", "seq_lens", "seq_lens_cpu")
+            buffers = SimpleNamespace(mamba_track_indices=None, **{name: getattr(batch, name) for name in batch_fields})
+            view = decode_cuda_graph_runner.build_replay_fb_view(
+                forward_batch=batch,
+                buffers=buffers,
+                bs=1,
+                raw_bs=1,
+                num_tokens=1,
+                global_num_tokens_cpu=None,
+                seq_len_fill_value=backend.get_cuda_graph_seq_len_fill_value(),
+                capture_forward_mode=batch.forward_mode,
+                is_encoder_decoder=False,
+            )
+            backend.init_forward_metadata_out_graph(view)
+            backend.init_forward_metadata_in_graph(view)
+            batch.mark_forward_metadata_ready()
+            replays.append(view)
+        return forward(batch)
+
+    prompt, output = some(55, 500), some(56, 20)
+    full = [*prompt, *output, *some(57, 30)]
+    expected = cold(engine, full, [])
+    backend.init_cuda_graph_state(max_bs=1, max_num_tokens=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "forward", replayed)
+        patch.setattr(backend, "init_forward_metadata", not_in_decode(backend.init_forward_metadata))
+        engine.serve(prompt, output)
+    assert len(replays) == len(output) and not any(hasattr(view, "rids") for view in replays)
+    hit, logits = engine.serve(full)
+    assert hit == 512
+    assert_equals_cold(logits, expected, hit)
+
+
+def not_in_decode(init_forward_metadata: Callable[[ForwardBatch], None]) -> Callable[[ForwardBatch], None]:
+    def checked(batch: ForwardBatch) -> None:
+        assert not batch.forward_mode.is_decode(), "an eager decode"
+        init_forward_metadata(batch)
+
+    return checked
 
 
 def test_after_a_split(engine: ServedEngine) -> None:

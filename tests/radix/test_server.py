@@ -20,7 +20,7 @@ import pytest
 import requests
 from serving.server import SLEEP_ON_IDLE, TAILS, Server, running_server
 
-from sglang_dsv4.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 FLAGS = ("--max-total-tokens", "10240", "--max-running-requests", "6", "--chunked-prefill-size", "512", SLEEP_ON_IDLE)
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}

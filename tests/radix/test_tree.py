@@ -18,7 +18,7 @@ from prefix_replay import PAGE, ReplayEngine, Running, tail_engine
 from dsv4_radix_cache.invariants import check
 from dsv4_radix_cache.slots import Holder
 from dsv4_radix_cache.store import Tier
-from sglang_dsv4.tail_component import TAIL
+from sglang_dsv4.prefix.tail_component import TAIL, tail_receipt
 
 
 class CheckedEngine(ReplayEngine):
@@ -46,22 +46,24 @@ class CheckedEngine(ReplayEngine):
 
     def forward_extend(self, req: object, begin: int, end: int) -> None:
         tokens = tuple(req.full_untruncated_fill_ids)
-        checkpoint_id, _ = self.tails.resume(req.rid, req.kv.req_pool_idx, begin)
+        holder = self.holder(req)
+        self.tails.admit(*holder, req.tail_match, tail_receipt(req))
+        checkpoint_id = self.tails.resume(*holder, begin)
         self.issue()
         if checkpoint_id is not None:
             restore = self.tails.restore(checkpoint_id)
             memory = self.device if restore.tier is Tier.DEVICE else self.host
             assert restore.position == begin
             assert memory[restore.slot] == tokens[:begin], f"the tail at {begin} is another prefix's"
-        for write in self.tails.extend(req.rid, begin, end):
+        for write in self.tails.extend(*holder, begin, end):
             self.device[write.device_slot] = tokens[: write.position]
         self.rings[req.kv.req_pool_idx] = tokens[:end]
 
     def forward_decode(self, req: object, position: int) -> None:
         self.issue()
-        saved = self.tails.decode(req.rid, position, 1)
-        if saved is not None:
-            slot, write = saved
+        write = self.tails.decode(*self.holder(req), position, 1)
+        if write is not None:
+            slot = req.kv.req_pool_idx
             assert len(self.rings[slot]) == write.position, "the rings have moved on"
             self.device[write.device_slot] = self.rings[slot]
         tokens = tuple(req.origin_input_ids) + tuple(req.output_ids)
@@ -177,6 +179,20 @@ def test_a_lost_checkpoint_leaves_the_pages(tokens: random.Random) -> None:
     engine.check_idle()
 
 
+def test_a_checkpoint_may_be_lost_to_the_one_that_follows_it(tokens: random.Random) -> None:
+    """One slot: the request's end takes it from the checkpoint that the request began at, while it is inserted."""
+    engine = CheckedEngine.of(tail_engine(full_tokens=65536, device_slots=1))
+    prompt = some(tokens, 300)
+    engine.run(prompt, [7])
+    running = engine.start(prompt)
+    assert running.hit_tokens == 256
+    engine.decode(running, some(tokens, 213))
+    assert running.length == 512
+    engine.finish(running)
+    engine.check_idle()
+    assert [engine.tails.store[i].position for i in engine.tails.store.ids()] == [512]
+
+
 def test_an_admitted_requests_checkpoint_is_not_lost_before_it_is_restored(tokens: random.Random) -> None:
     engine = CheckedEngine.of(tail_engine(full_tokens=65536, device_slots=1))
     prompt = some(tokens, 700)
@@ -236,8 +252,8 @@ def test_flush_empties_every_pool(engine: CheckedEngine, tokens: random.Random) 
 
 def test_a_prefix_without_its_tail_is_refused(engine: CheckedEngine, tokens: random.Random) -> None:
     with pytest.raises(RuntimeError, match="begins at 256, but it was never matched"):
-        engine.tails.resume("nobody", 1, 256)
-    engine.tails.finished("nobody")
+        engine.tails.resume(1, 1, 256)
+    engine.tails.finished(1, 1)
 
 
 def longest_stored(engine: CheckedEngine, prompt: Sequence[int]) -> int:

@@ -10,7 +10,7 @@ import torch
 from serving.server import VOCAB_SIZE, Server, output_logprobs, running_server
 from torch import Tensor
 
-from sglang_dsv4.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 PROMPT = [0, *range(40, 340)]
 

@@ -11,9 +11,17 @@ from typing import Any
 
 import pytest
 
-from sglang_dsv4 import compat, plugin, shims
+from sglang_dsv4 import compat, cuda_graphs, plugin, request_checks
+from sglang_dsv4.cpu import shims
 
 OURS = ["DeepseekV4ForCausalLM"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def our_models_are_registered() -> None:
+    """SGLang fills its registry once a process, by the environment: before a test here changes that."""
+    plugin.setup()
+    compat.require_our_model_classes()
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +40,7 @@ def arguments(**fields: Any) -> SimpleNamespace:
         "radix_cache_backend": None,
         "enable_streaming_session": False,
         "disaggregation_mode": "null",
+        "speculative_algorithm": None,
     }
     return SimpleNamespace(**{**unset, **fields})
 
@@ -92,56 +101,53 @@ def test_what_the_user_set_is_left_alone(field: str, value: object) -> None:
         ("enable_streaming_session", True, "--enable-streaming-session"),
         ("disaggregation_mode", "prefill", "--disaggregation-mode prefill"),
         ("disaggregation_mode", "decode", "--disaggregation-mode decode"),
+        ("speculative_algorithm", "DSPARK", "--speculative-algorithm DSPARK"),
     ],
 )
 def test_unsupported_flags_are_refused_by_name(field: str, value: object, flag: str) -> None:
-    plugin.refuse_unsupported_arguments(arguments())
+    plugin.refuse_unsupported_arguments(arguments(), CONFIG)
     with pytest.raises(ValueError, match=flag):
-        plugin.refuse_unsupported_arguments(arguments(**{field: value}))
+        plugin.refuse_unsupported_arguments(arguments(**{field: value}), CONFIG)
 
 
+def test_no_draft_is_loaded_that_the_checkpoint_does_not_hold() -> None:
+    """SGLang would build an MTP module for EAGLE and fill half of it from the tensors of a DSpark draft."""
+    dspark = SimpleNamespace(dspark_target_layer_ids=[2, 3, 4])
+    plugin.refuse_unsupported_arguments(arguments(), dspark)
+    plugin.refuse_unsupported_arguments(arguments(speculative_algorithm="EAGLE"), CONFIG)
+    with pytest.raises(ValueError, match="EAGLE with this checkpoint: its draft is DSpark's"):
+        plugin.refuse_unsupported_arguments(arguments(speculative_algorithm="EAGLE"), dspark)
+
+
+@pytest.mark.usefixtures("own_registry")
 def test_cuda_graphs_wait_for_kernels() -> None:
     """References read lengths on the host; a kernel that is registered as safe for graphs takes them off the list."""
     from dsv4_kernels import registry
 
-    before = plugin.operators_that_wait("cuda", 512)
     for name, priority, graph_safe in (("waiting", 1000, False), ("capturable", 1001, True)):
         registry.register(
             "index_topk", name, "nowhere:nothing", lambda device, dtype: True, priority, graph_safe=graph_safe
         )
-    try:
-        assert "index_topk" not in plugin.operators_that_wait("cuda", 512)
-        registry.unregister("index_topk", "capturable")
-        assert "index_topk" in plugin.operators_that_wait("cuda", 512)
-    finally:
-        for name in {"waiting", "capturable"} & set(registry.available("index_topk")):
-            registry.unregister("index_topk", name)
-    assert plugin.operators_that_wait("cuda", 512) == before
+        assert ("index_topk" in cuda_graphs.uncapturable_ops("cuda", 512)) == (not graph_safe)
 
 
 def test_cuda_graphs_do_not_wait_for_an_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a Hopper GPU there is one, for the release's head_dim; another is served by the reference, which waits."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    assert plugin.operators_that_wait("cuda", 512) == ["index_topk"]
-    assert plugin.operators_that_wait("cuda", 64) == ["sparse_attention", "index_topk"]
+    assert cuda_graphs.uncapturable_ops("cuda", 512) == []
+    assert cuda_graphs.uncapturable_ops("cuda", 64) == ["sparse_attention"]
 
 
-@pytest.mark.parametrize(
-    ("architectures", "refused"), [(OURS, True), (["LlamaForCausalLM"], False)], ids=["ours", "other"]
-)
+@pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN", "DFLASH"])
 def test_speculation_on_a_cpu_is_refused_before_anything_is_loaded(
-    architectures: list[str], refused: bool, monkeypatch: pytest.MonkeyPatch
+    algorithm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=architectures))
-    monkeypatch.setattr(compat, "model_config_of", lambda arguments: config, raising=False)
-    asked, unasked = (SimpleNamespace(speculative_algorithm=name) for name in ("EAGLE", None))
-    plugin._refuse_speculation_on_cpu(None, unasked)  # type: ignore[arg-type]
-    if not refused:
-        plugin._refuse_speculation_on_cpu(None, asked)  # type: ignore[arg-type]
-        return
-    with pytest.raises(compat.StartupError, match="--speculative-algorithm EAGLE on a CPU"):
-        plugin._refuse_speculation_on_cpu(None, asked)  # type: ignore[arg-type]
+    from sglang.srt.arg_groups.speculative_hook import _check_oot_speculative_algorithm
+
+    with pytest.raises(ValueError, match=f"{algorithm} speculative decoding is not supported by CpuPlatform"):
+        _check_oot_speculative_algorithm(algorithm, "cpu")
+    assert f"--speculative-algorithm {algorithm} needs a GPU" in caplog.text
 
 
 def test_a_failure_stops_our_model_and_no_other() -> None:
@@ -206,9 +212,11 @@ def test_a_missing_private_name_says_what_to_do(monkeypatch: pytest.MonkeyPatch)
         _ = compat.Gone
 
 
-def test_a_hook_on_a_missing_target_is_not_swallowed() -> None:
+def test_a_hook_on_a_missing_target_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._gone"
+    monkeypatch.setitem(compat.SGLANG_HOOKS, "build the KV pool", gone)
     with pytest.raises((AttributeError, ImportError)):
-        plugin._hook("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._gone", lambda: None, "AROUND")
+        plugin._hook("build the KV pool", lambda: None, "AROUND")
 
 
 def test_without_its_check_the_plugin_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,13 +267,13 @@ def request_of(ids: list[int], stop: set[int] | None = None, top_logprobs: int =
     ids=["too-large", "negative", "stop", "negative-stop", "top-logprobs", "empty"],
 )
 def test_unknown_token_ids_get_a_reason(request_: SimpleNamespace, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plugin._refuse_unknown_token_ids(None, request_) is None  # type: ignore[arg-type]  # another model
+    assert request_checks.refuse_unknown_token_ids(None, request_) is None  # type: ignore[arg-type]  # another model
     monkeypatch.setattr(compat, "_live", object())
-    reason = plugin._refuse_unknown_token_ids(None, request_)  # type: ignore[arg-type]
+    reason = request_checks.refuse_unknown_token_ids(None, request_)  # type: ignore[arg-type]
     assert reason is not None and named in reason
     # SGLang runs a refused request for a token, with its sampling parameters.
     assert request_.sampling_params.stop_token_ids is None and request_.logprob.top_logprobs_num == 0
-    assert plugin._refuse_unknown_token_ids("too long", request_) == "too long"  # type: ignore[arg-type]
+    assert request_checks.refuse_unknown_token_ids("too long", request_) == "too long"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -278,29 +286,29 @@ def test_a_seed_that_cannot_be_honoured_gets_a_reason(
 ) -> None:
     """flashinfer's sampler asserts that there are no seeds."""
     monkeypatch.setattr(compat, "_live", object())
-    monkeypatch.setattr(plugin, "_sampling_setup", lambda: setup)
+    monkeypatch.setattr(request_checks, "sampling_setup", lambda: setup)
     greedy, seeded = request_of([5]), request_of([5])
     greedy.sampling_params.sampling_seed = seeded.sampling_params.sampling_seed = 7
     greedy.sampling_params.top_k = 1  # draws nothing: its seed does no harm
-    assert plugin._refuse_unknown_token_ids(None, greedy) is None  # type: ignore[arg-type]
-    assert named in (plugin._refuse_unknown_token_ids(None, seeded) or "")  # type: ignore[arg-type]
+    assert request_checks.refuse_unknown_token_ids(None, greedy) is None  # type: ignore[arg-type]
+    assert named in (request_checks.refuse_unknown_token_ids(None, seeded) or "")  # type: ignore[arg-type]
     assert seeded.sampling_params.sampling_seed is None
     seeded.sampling_params.sampling_seed = 7
-    monkeypatch.setattr(plugin, "_sampling_setup", lambda: ("pytorch", None))
-    assert plugin._refuse_unknown_token_ids(None, seeded) is None  # type: ignore[arg-type]
+    monkeypatch.setattr(request_checks, "sampling_setup", lambda: ("pytorch", None))
+    assert request_checks.refuse_unknown_token_ids(None, seeded) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ids", [[0, 1023], [5]], ids=["whole-range", "one"])
 def test_known_token_ids_pass(ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "_live", object())
     request = request_of(ids, stop={0, 1023}, top_logprobs=1024)
-    assert plugin._refuse_unknown_token_ids(None, request) is None  # type: ignore[arg-type]
+    assert request_checks.refuse_unknown_token_ids(None, request) is None  # type: ignore[arg-type]
     assert request.sampling_params.stop_token_ids == {0, 1023} and request.logprob.top_logprobs_num == 1024
 
 
 @pytest.mark.parametrize("value", ["off", "OFF", "0", "false"])
 def test_off_turns_everything_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_dsv4 import cpu_platform
+    from sglang_dsv4.cpu import platform as cpu_platform
 
     monkeypatch.setenv("SGLANG_DSV4", value)
     monkeypatch.delenv("SGLANG_EXTERNAL_MODEL_PACKAGE", raising=False)

@@ -15,7 +15,7 @@ import pytest
 import requests
 from serving.server import Server, free_port, run_until_it_stops, running_server
 
-from sglang_dsv4 import quickstart as quickstart_module
+from sglang_dsv4.cpu import quickstart as quickstart_module
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,7 +73,9 @@ def test_another_sglang_version_stops_the_server(checkpoint: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["kv_pool", "pool_sizing", "attention_backend", "prefix_cache"])
+@pytest.mark.parametrize(
+    "module", ["cache.kv_pool", "cache.pool_configurator", "attention.backend", "prefix.prefix_cache"]
+)
 def test_a_part_that_fails_to_import_stops_the_server(module: str, checkpoint: Path, tmp_path: Path) -> None:
     env = broken_environment(tmp_path, BREAK_AN_IMPORT.format(name=f"sglang_dsv4.{module}"))
     assert "forced by the test" in run_until_it_stops(checkpoint, tmp_path / "log", env=env)
@@ -92,7 +94,7 @@ def test_plain_command_without_flags_is_ready_in_a_minute(checkpoint: Path, tmp_
 
 
 def quickstart(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sglang_dsv4.quickstart", *arguments]
+    command = [sys.executable, "-m", "sglang_dsv4.cpu.quickstart", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 

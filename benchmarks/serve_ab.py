@@ -1,0 +1,406 @@
+"""Ours beside SGLang's built-in DeepSeek-V4: the same weights, flags and machine, one server after the other.
+
+    python benchmarks/serve_ab.py --model MODEL --out benchmarks/results/serve_ab_h200.json --picture FILE.png \\
+        [--works decode prefill multi_turn profile churn agreement] [--kv-gib 0.5] [-- further server flags]
+
+Works (loads are `serve_load.py`'s):
+
+    decode       1, 16, 64 and 128 requests of 4.6K tokens; tok/s while all of them decode
+    prefill      eight prompts of 8K tokens; one of 64K
+    multi_turn   32 conversations of four turns over four shared prefixes of 4K, everything fits
+    profile      launches and busy time of a decode step and of a prefill chunk, KV bytes a token
+    churn        sessions that come back, under equal bytes of KV memory: their number from a quarter of what ours holds
+                 to twice that, with prefixes of 16K and of 1.5K tokens
+    agreement    log-probabilities of given tokens, both servers and the built-in in another batch (needs a checkpoint
+                 with weights: two random initialisations differ)
+
+Ours is checked to be live by its start-up line. The rows of the result have a ratio above 1 where ours is better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import serve_load
+from serve_profile import Profile, profile_decode, profile_prefill
+
+WORKS = ("decode", "prefill", "multi_turn", "profile", "churn", "agreement")
+CONTENDERS = ("builtin", "ours")  # the built-in first: its bytes of KV memory are what ours gets under churn
+DECODE_REQUESTS = (1, 16, 64, 128)
+CONTEXT = 4608
+CHURN = {"long": (16_384, 256, 32), "short": (1_536, 64, 32)}  # prefix, user and new tokens of a session
+CHURN_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the sessions that ours holds
+CHURN_AT_ONCE = 16
+LESS_IS_BETTER = ("ttft", "itl", "bytes", "launches", "busy", "recomputed", "distance")
+READY_TIMEOUT_S = 900
+PRINTED_KERNELS = 30
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of both servers."""
+
+    work: str
+    requests: int
+    metric: str
+    ours: float
+    builtin: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Above 1 where ours is better; None where the divisor is 0."""
+        less = any(word in self.metric for word in LESS_IS_BETTER)
+        a, b = (self.builtin, self.ours) if less else (self.ours, self.builtin)
+        return a / b if b else None
+
+
+class Server:
+    """A running `sglang.launch_server`."""
+
+    def __init__(self, contender: str, url: str, log: Path, ready_s: float) -> None:
+        self.contender, self.url, self.log, self.ready_s = contender, url, log, ready_s
+
+    def get(self, path: str) -> dict:
+        """A JSON answer."""
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return json.load(answer)
+
+    def post(self, path: str, body: dict) -> dict:
+        """A JSON answer to a JSON body."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            return json.load(answer)
+
+    def kv_memory(self) -> tuple[float, int]:
+        """Bytes of the KV pools with all that belongs to them (rings, states, tail checkpoints), and tokens they hold.
+
+        By the log, which both servers write alike: free GPU memory before and after the pools are allocated. (Neither
+        `/server_info` nor `/metrics` counts the built-in's pools.)
+        """
+        text = self.log.read_text(errors="replace")
+        before, after = (
+            float(re.findall(rf"{event}\..*avail mem=([\d.]+) GB", text)[-1])
+            for event in ("Load weight end", "Memory pool end")
+        )
+        return (before - after) * 2**30, int(re.findall(r"max_total_num_tokens=(\d+)", text)[-1])
+
+
+@contextlib.contextmanager
+def running(contender: str, model: Path, flags: Sequence[str], port: int, log: Path) -> Iterator[Server]:
+    """Start a server, wait until it answers, stop it with all its processes.
+
+    Raises:
+        RuntimeError: it ended or was not ready in time, or ours is not live although it was asked for; the log's end.
+    """
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port), *flags]
+    env = {**os.environ, "SGLANG_DSV4": "off" if contender == "builtin" else ""}
+    env = {name: value for name, value in env.items() if value or name != "SGLANG_DSV4"}
+    begin = time.monotonic()
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        while not _answers(url):
+            if process.poll() is not None or time.monotonic() - begin > READY_TIMEOUT_S:
+                raise RuntimeError(f"the {contender} server did not come up; {log} ends:\n{_end_of(log)}")
+            time.sleep(0.5)
+        live = "sglang_dsv4" in log.read_text(errors="replace") and "is live on" in log.read_text(errors="replace")
+        if live != (contender == "ours"):
+            raise RuntimeError(f"{contender} was asked for, but sglang_dsv4 is {'' if live else 'not '}live: see {log}")
+        yield Server(contender, url, log, time.monotonic() - begin)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health_generate", timeout=20) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _end_of(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+
+
+# ------------------------------------------------------------------------------------------------ works
+
+Figures = dict[tuple[str, int, str], float]  # (work, requests, metric) -> value
+
+
+def with_ample_memory(server: Server, works: Sequence[str]) -> Figures:
+    """The works that do not need equal KV memory."""
+    figures: Figures = {("start", 1, "ready_s"): server.ready_s}
+    # Shapes that still compile: DeepGEMM compiles for numbers of tokens, and the first hit comes with a small one.
+    serve_load.run(server.url, serve_load.decode(24, 4096, 8, seed=1))
+    serve_load.run(server.url, serve_load.prefill(1, 65_536, seed=2))
+    serve_load.run(server.url, _conversations(seed=3))
+    if "decode" in works:
+        for requests in DECODE_REQUESTS:
+            load = serve_load.decode(requests, CONTEXT, 192 if requests > 32 else 256, seed=requests)
+            _note(figures, "decode", requests, serve_load.run(server.url, load))
+    if "prefill" in works:
+        for prompts, length in ((8, 8192), (1, 65_536)):
+            work = "prefill" if prompts > 1 else "prefill_64k"
+            _note(figures, work, prompts, serve_load.run(server.url, serve_load.prefill(prompts, length, seed=length)))
+    if "multi_turn" in works:
+        _note(figures, "multi_turn", 32, serve_load.run(server.url, _conversations(seed=77)))
+    if "profile" in works:
+        for requests in (1, 64):
+            _note(figures, "decode", requests, _of_step(profile_decode(server.url, requests, CONTEXT)))
+        _note(figures, "prefill_64k", 1, _of_step(profile_prefill(server.url, 65_536)))
+        size, tokens = server.kv_memory()
+        _note(figures, "memory", 1, {"kv_bytes_per_token": size / tokens})
+    return figures
+
+
+def _conversations(seed: int) -> serve_load.Load:
+    return serve_load.multi_turn(32, 4, prefixes=4, prefix=4096, user=256, new_tokens=64, seed=seed)
+
+
+def _of_step(found: Profile) -> dict[str, float]:
+    for name, launches, us in found.kernels[:PRINTED_KERNELS]:
+        print(f"    {us:9.1f} us {launches:7.1f} x  {name[:120]}")
+    return {"launches_per_step": found.launches, "busy_us_per_step": found.busy_us}
+
+
+def under_churn(server: Server, sessions: dict[str, list[int]]) -> Figures:
+    """Every number of sessions, in both lengths."""
+    figures: Figures = {}
+    for length, counts in sessions.items():
+        prefix, user, new_tokens = CHURN[length]
+        for count in counts:
+            rounds = 3 if length == "short" else 2
+            load = serve_load.churn(count, rounds, prefix, user, new_tokens, CHURN_AT_ONCE, seed=count)
+            _note(figures, f"churn_{length}", count, serve_load.run(server.url, load))
+    return figures
+
+
+def logprobs(server: Server, vocab: int, prompts: int, length: int) -> tuple[list[float], list[float]]:
+    """Log-probabilities of the tokens of random prompts: each prompt alone, and all of them at once."""
+    rng = random.Random(5)
+    asked = [[rng.randrange(3, vocab) for _ in range(length)] for _ in range(prompts)]
+
+    def of(answer: dict) -> list[float]:
+        return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"] if entry[0] is not None]
+
+    body = {"sampling_params": {"max_new_tokens": 1, "temperature": 0}, "return_logprob": True, "logprob_start_len": 0}
+    alone = [value for prompt in asked for value in of(server.post("/generate", {"input_ids": prompt, **body}))]
+    together = [value for answer in server.post("/generate", {"input_ids": asked, **body}) for value in of(answer)]
+    return alone, together
+
+
+def _note(figures: Figures, work: str, requests: int, found: dict[str, float]) -> None:
+    for metric, value in found.items():
+        figures[work, requests, metric] = value
+    print(f"  {work:12} {requests:5}  " + "  ".join(f"{k} {v:,.4g}" for k, v in found.items()), flush=True)
+
+
+# ------------------------------------------------------------------------------------------------ both servers
+
+
+def compare(model: Path, works: Sequence[str], flags: Sequence[str], kv_gib: float, port: int, logs: Path) -> list[Row]:
+    """Run the works on both servers."""
+    figures: dict[str, Figures] = {name: {} for name in CONTENDERS}
+    if set(works) - {"churn", "agreement"}:
+        for name in CONTENDERS:
+            print(f"{name}, ample memory", flush=True)
+            with running(name, model, flags, port, logs / f"{name}.log") as server:
+                figures[name].update(with_ample_memory(server, works))
+    if "churn" in works:
+        size, tokens, sessions = kv_gib * 2**30, None, {}
+        for name in CONTENDERS:
+            if name == "ours":
+                tokens = tokens_that_fit(model, size, flags)
+                sessions = _sessions(tokens)
+            print(f"{name}, {size / 2**30:.3f} GiB of KV memory", flush=True)
+            # The built-in's bytes follow from its tokens by its own rules: two starts find those of the budget.
+            if name == "builtin":
+                tokens = _builtin_tokens(model, flags, size, port, logs)
+            limit = ("--max-total-tokens", str(tokens))
+            with running(name, model, (*flags, *limit), port, logs / f"{name}_churn.log") as server:
+                used, held = server.kv_memory()
+                _note(figures[name], "memory_churn", 1, {"kv_bytes": used, "kv_tokens": held})
+                if name == "builtin":
+                    size = used
+                    sessions = _sessions(tokens_that_fit(model, size, flags))
+                figures[name].update(under_churn(server, sessions))
+    rows = [
+        Row(*key, ours=figures["ours"][key], builtin=value)
+        for key, value in figures["builtin"].items()
+        if key in figures["ours"]
+    ]
+    if "agreement" in works:
+        rows += agreement(model, flags, port, logs)
+    return rows + best_third_of(rows)
+
+
+def _builtin_tokens(model: Path, flags: Sequence[str], size: float, port: int, logs: Path) -> int:
+    guess = 65_536
+    with running(
+        "builtin", model, (*flags, "--max-total-tokens", str(guess)), port, logs / "builtin_guess.log"
+    ) as server:
+        used, held = server.kv_memory()
+    return max(4096, int(held * size / used) // 256 * 256)
+
+
+def _sessions(tokens: int) -> dict[str, list[int]]:
+    return {
+        length: [max(2, round(share * tokens / (prefix + 2 * (user + new)))) for share in CHURN_SHARES]
+        for length, (prefix, user, new) in CHURN.items()
+    }
+
+
+def tokens_that_fit(model: Path, size: float, flags: Sequence[str]) -> int:
+    """--max-total-tokens of ours whose pools, rings and tail checkpoints take at most `size` bytes.
+
+    Raises:
+        ValueError: not even the smallest pool fits.
+    """
+    from sglang_dsv4.cache.pool_plan import largest_plan
+    from sglang_dsv4.cache.tail_options import TailOptions
+    from sglang_dsv4.doctor import geometry_of_checkpoint
+
+    requests = int(flags[flags.index("--max-running-requests") + 1]) if "--max-running-requests" in flags else 256
+    slots, options = requests + 1, TailOptions.from_environment()
+    geometry = geometry_of_checkpoint(model, fp8=True)
+    return largest_plan(geometry, int(size), lambda tokens: slots, options.slots_on_device).full_tokens
+
+
+def agreement(model: Path, flags: Sequence[str], port: int, logs: Path) -> list[Row]:
+    """Ours against the built-in, and the built-in against itself in another batch; the mean absolute difference."""
+    found = {}
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    for name in CONTENDERS:
+        with running(name, model, (*flags, "--disable-radix-cache"), port, logs / f"{name}_agreement.log") as server:
+            found[name] = logprobs(server, vocab, prompts=8, length=700)
+    ours, builtin = found["ours"][0], found["builtin"][0]
+    apart = statistics.mean(abs(a - b) for a, b in zip(ours, builtin, strict=True))
+    itself = statistics.mean(abs(a - b) for a, b in zip(*found["builtin"], strict=True))
+    return [Row("agreement", 8, "logprob_distance", ours=apart, builtin=itself)]
+
+
+def best_third_of(rows: Sequence[Row]) -> list[Row]:
+    """Of each length of the churn sweep, the third of the numbers of sessions with the best tok/s against the
+    built-in: work "churn", the mean of both lengths' rows."""
+    chosen: dict[str, list[Row]] = {}
+    for length in CHURN:
+        sweep = [row for row in rows if row.work == f"churn_{length}"]
+        speeds = sorted((r for r in sweep if r.metric == "tok_s"), key=lambda r: -(r.ratio or 0))
+        best = {row.requests for row in speeds[: max(1, len(speeds) // 3)]}
+        for row in sweep:
+            if row.requests in best:
+                chosen.setdefault(row.metric, []).append(row)
+    return [
+        Row("churn", round(statistics.mean(r.requests for r in same)), metric,
+            ours=statistics.mean(r.ours for r in same), builtin=statistics.mean(r.builtin for r in same))
+        for metric, same in chosen.items()
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ what people read
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows for people."""
+    lines = [f"{'work':14}{'requests':>9}  {'metric':20}{'ours':>14}{'built-in':>14}{'ratio':>8}"]
+    for row in rows:
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        lines.append(f"{row.work:14}{row.requests:9}  {row.metric:20}{row.ours:14,.4g}{row.builtin:14,.4g}{ratio:>8}")
+    return "\n".join(lines)
+
+
+def draw(rows: Sequence[Row], file: Path) -> None:
+    """Hit rate and tok/s over the number of sessions, and decode tok/s over requests."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = [("decode", "tok_s")] + [
+        (f"churn_{length}", metric) for length in CHURN for metric in ("hit_rate", "tok_s")
+    ]
+    panels = [p for p in panels if any((row.work, row.metric) == p for row in rows)]
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3.4), squeeze=False)
+    for axis, (work, metric) in zip(axes[0], panels, strict=True):
+        found = sorted((r for r in rows if (r.work, r.metric) == (work, metric)), key=lambda r: r.requests)
+        for name, style in (("ours", "o-"), ("builtin", "s--")):
+            axis.plot([r.requests for r in found], [getattr(r, name) for r in found], style, label=name)
+        axis.set(title=f"{work}: {metric}", xlabel="sessions" if "churn" in work else "requests")
+        axis.set_ylim(bottom=0)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def versions() -> dict[str, str]:
+    """Of what decides speed."""
+    import importlib.metadata
+
+    names = ("sglang-dsv4", "sglang", "torch", "nvidia-cutlass-dsl", "sgl-flash-mla", "sgl-deep-gemm", "sglang-kernel")
+    found = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def main() -> int:
+    """Compare, print a table, draw, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=WORKS[:-1])
+    parser.add_argument("--kv-gib", type=float, default=0.5, help="KV memory of either server under churn")
+    parser.add_argument("--port", type=int, default=30_100)
+    parser.add_argument("--logs", type=Path, default=Path("."), help="folder of the servers' logs")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("flags", nargs="*", help="of both servers, behind --")
+    arguments = parser.parse_args()
+    import torch
+
+    arguments.logs.mkdir(parents=True, exist_ok=True)
+    rows = compare(arguments.model, arguments.works, arguments.flags, arguments.kv_gib, arguments.port, arguments.logs)
+    print(table(rows))
+    if arguments.picture is not None:
+        draw(rows, arguments.picture)
+    result = {
+        "gpu": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "versions": versions(),
+        "model": json.loads((arguments.model / "config.json").read_text()),
+        "flags": arguments.flags,
+        "rows": [{**vars(row), "ratio": row.ratio} for row in rows],
+    }
+    text = json.dumps(result)
+    if arguments.out is not None:
+        arguments.out.write_text(text + "\n")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

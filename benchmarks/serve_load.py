@@ -1,0 +1,217 @@
+"""Loads for a running SGLang server, by input ids over /generate: decode, prefill, multi-turn, churn.
+
+Prompts are random token ids, so a prefix is shared only where a load says so. Times are the client's: TTFT from the
+request to its first token, ITL between tokens of a request (tokens that arrive together share the gap). Nothing here
+knows whose code the server runs; `serve_ab.py` compares two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import re
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+FIRST_ID, LAST_ID = 3, 129_000
+COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
+TIMEOUT_S = 900
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One request as the client saw it; times in seconds on one clock."""
+
+    sent: float
+    token_times: tuple[float, ...]  # arrival of each output token
+    prompt_tokens: int
+    cached_tokens: int
+    output_ids: tuple[int, ...]
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token."""
+        return self.token_times[0] - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between tokens."""
+        return [b - a for a, b in itertools.pairwise(self.token_times)]
+
+
+class Client:
+    """Streams /generate with greedy sampling."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.session, self.url = session, url
+
+    async def generate(self, input_ids: Sequence[int], new_tokens: int) -> Reply:
+        """One request to its end.
+
+        Raises:
+            RuntimeError: the server answered with an error; its text.
+        """
+        sampling = {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 0.0}
+        body = {"input_ids": list(input_ids), "sampling_params": sampling, "stream": True}
+        sent, times, last = time.perf_counter(), [], b""
+        async with self.session.post(f"{self.url}/generate", json=body) as response:
+            if response.status != 200:
+                raise RuntimeError(f"/generate answered {response.status}: {(await response.text())[:500]}")
+            async for line in response.content:
+                # Only counted on the way: parsing every event would make the client the bottleneck of large batches.
+                found = COMPLETION_TOKENS.search(line)
+                if found is not None:
+                    now, last = time.perf_counter(), line
+                    begin, count = times[-1] if times else now, int(found[1]) - len(times)
+                    times.extend(begin + (now - begin) * (i + 1) / count for i in range(count))
+        if not times:
+            raise RuntimeError(f"/generate ended without a token for a prompt of {len(input_ids)}")
+        event = json.loads(last.decode().removeprefix("data:"))
+        meta = event["meta_info"]
+        ids = tuple(event["output_ids"])
+        if len(ids) != len(times):
+            raise RuntimeError(
+                f"the last event has {len(ids)} of {len(times)} output ids: start the server without "
+                "--incremental-streaming-output"
+            )
+        return Reply(sent, tuple(times), len(input_ids), int(meta.get("cached_tokens") or 0), ids)
+
+    async def flush(self) -> None:
+        """Empty the prefix cache; a server that has just answered refuses for a moment."""
+        for _ in range(100):
+            async with self.session.post(f"{self.url}/flush_cache") as response:
+                if response.status == 200:
+                    return
+            await asyncio.sleep(0.1)
+        raise RuntimeError("/flush_cache was refused for ten seconds")
+
+
+Load = Callable[[Client], Awaitable[dict[str, float]]]
+"""Work for a client, and its figures by name."""
+
+
+def run(url: str, load: Load) -> dict[str, float]:
+    """Run one load against a server, from an empty prefix cache."""
+
+    async def main() -> dict[str, float]:
+        timeout, connector = aiohttp.ClientTimeout(total=TIMEOUT_S), aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**22) as session:
+            client = Client(session, url)
+            await client.flush()
+            return await load(client)
+
+    return asyncio.run(main())
+
+
+def decode(requests: int, context: int, new_tokens: int, seed: int) -> Load:
+    """`requests` different prompts at once. tok_s is that of the time in which all of them decode."""
+
+    async def load(client: Client) -> dict[str, float]:
+        rng = random.Random(seed)
+        prompts = [_ids(rng, context) for _ in range(requests)]
+        replies = await asyncio.gather(*(client.generate(prompt, new_tokens) for prompt in prompts))
+        begin = max(reply.token_times[0] for reply in replies)
+        end = min(reply.token_times[-1] for reply in replies)
+        if end <= begin:
+            raise RuntimeError(f"{requests} requests never decoded at once: ask for more than {new_tokens} tokens each")
+        steady = sum(begin < moment <= end for reply in replies for moment in reply.token_times)
+        gaps = [b - a for reply in replies for a, b in itertools.pairwise(reply.token_times) if begin <= a and b <= end]
+        return {"tok_s": steady / (end - begin), **_milliseconds("itl", gaps)}
+
+    return load
+
+
+def prefill(prompts: int, length: int, seed: int) -> Load:
+    """`prompts` different prompts at once, one new token each."""
+
+    async def load(client: Client) -> dict[str, float]:
+        rng = random.Random(seed)
+        asked = [_ids(rng, length) for _ in range(prompts)]
+        begin = time.perf_counter()
+        replies = await asyncio.gather(*(client.generate(prompt, 1) for prompt in asked))
+        seconds = max(reply.token_times[-1] for reply in replies) - begin
+        return {"tok_s": prompts * length / seconds, **_milliseconds("ttft", [reply.ttft for reply in replies])}
+
+    return load
+
+
+def multi_turn(sessions: int, turns: int, prefixes: int, prefix: int, user: int, new_tokens: int, seed: int) -> Load:
+    """Conversations at once, in groups that begin with the same `prefix` tokens; every turn goes on from the last."""
+
+    async def load(client: Client) -> dict[str, float]:
+        rng = random.Random(seed)
+        shared = [_ids(rng, prefix) for _ in range(prefixes)]
+        users = [[_ids(rng, user) for _ in range(turns)] for _ in range(sessions)]
+
+        async def conversation(index: int) -> list[Reply]:
+            history, replies = list(shared[index % prefixes]), []
+            for said in users[index]:
+                history += said
+                replies.append(await client.generate(history, new_tokens))
+                history += replies[-1].output_ids
+            return replies
+
+        begin = time.perf_counter()
+        replies = [r for found in await asyncio.gather(*map(conversation, range(sessions))) for r in found]
+        return _served(replies, time.perf_counter() - begin)
+
+    return load
+
+
+def churn(sessions: int, rounds: int, prefix: int, user: int, new_tokens: int, at_once: int, seed: int) -> Load:
+    """Agents that come back: each session has a prefix of its own and takes a turn in every round, `at_once` at a time.
+
+    The first round fills the cache and is not counted.
+    """
+
+    async def load(client: Client) -> dict[str, float]:
+        rng = random.Random(seed)
+        histories = [_ids(rng, prefix) for _ in range(sessions)]
+        replies: list[Reply] = []
+        begin = time.perf_counter()
+        for round_number in range(rounds):
+            if round_number == 1:
+                replies, begin = [], time.perf_counter()
+            users = [_ids(rng, user) for _ in range(sessions)]
+            free = asyncio.Semaphore(at_once)
+
+            async def turn(index: int, said: list[int], free: asyncio.Semaphore = free) -> Reply:
+                async with free:
+                    histories[index] += said
+                    reply = await client.generate(histories[index], new_tokens)
+                    histories[index] += reply.output_ids
+                    return reply
+
+            replies += await asyncio.gather(*(turn(i, said) for i, said in enumerate(users)))
+        return _served(replies, time.perf_counter() - begin)
+
+    return load
+
+
+def _served(replies: Sequence[Reply], seconds: float) -> dict[str, float]:
+    prompts, cached = (sum(getattr(r, name) for r in replies) for name in ("prompt_tokens", "cached_tokens"))
+    return {
+        "tok_s": sum(len(reply.token_times) for reply in replies) / seconds,
+        "hit_rate": cached / prompts,
+        "recomputed_tokens": prompts - cached,
+        **_milliseconds("ttft", [reply.ttft for reply in replies]),
+        **_milliseconds("itl", [gap for reply in replies for gap in reply.gaps]),
+    }
+
+
+def _milliseconds(name: str, seconds: Iterable[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    if not ordered:
+        return {}
+    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return {f"{name}_p50": 1e3 * statistics.median(ordered), f"{name}_p99": 1e3 * p99}
+
+
+def _ids(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(FIRST_ID, LAST_ID) for _ in range(count)]

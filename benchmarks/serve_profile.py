@@ -1,0 +1,143 @@
+"""Kernels of a step of a running SGLang server: launches and busy time, by SGLang's own profiler.
+
+    python benchmarks/serve_profile.py [URL] --requests 16 [--context 4608] [--out FILE.json]     a decode step
+    python benchmarks/serve_profile.py [URL] --prefill [--context 65536]                          a chunk of a prompt
+
+A step's busy time is the sum over its kernels, so it does not see the gaps between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import gzip
+import json
+import random
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+from serve_load import FIRST_ID, LAST_ID, Client
+
+STEPS = 8
+CHUNKS = 6
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+TRACE_TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the GPU did in a step, the mean over several."""
+
+    launches: float
+    busy_us: float
+    span_us: float
+    kernels: tuple[tuple[str, float, float], ...]  # name, launches, microseconds, the longest first
+
+
+def profile_decode(url: str, requests: int, context: int) -> Profile:
+    """Profile STEPS decode steps with `requests` requests of `context` tokens.
+
+    Raises:
+        RuntimeError: the server wrote no trace with GPU work.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(_decode_under_profile(url, requests, context, folder))
+        return _read(_trace(Path(folder)), STEPS)
+
+
+def profile_prefill(url: str, length: int) -> Profile:
+    """Profile CHUNKS chunks at the beginning of one prompt of `length` tokens, as the server cuts it.
+
+    Raises:
+        RuntimeError: the server wrote no trace with GPU work.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(_prefill_under_profile(url, length, folder))
+        return _read(_trace(Path(folder)), CHUNKS)
+
+
+async def _decode_under_profile(url: str, requests: int, context: int, folder: str) -> None:
+    rng = random.Random(requests)
+    timeout = aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(timeout=timeout, read_bufsize=2**22) as session:
+        client = Client(session, url)
+        prompts = [[rng.randrange(FIRST_ID, LAST_ID) for _ in range(context)] for _ in range(requests)]
+        await asyncio.gather(*(client.generate(prompt, 1) for prompt in prompts))  # their prefixes are cached now
+        # Long enough to be under way when the profiler starts, whatever a step takes.
+        decoding = asyncio.gather(*(client.generate(prompt, 480 if requests > 4 else 2000) for prompt in prompts))
+        await asyncio.sleep(1.0)
+        await _start(session, url, folder, STEPS)
+        await decoding
+
+
+async def _prefill_under_profile(url: str, length: int, folder: str) -> None:
+    rng = random.Random(length)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), read_bufsize=2**22) as session:
+        client = Client(session, url)
+        await client.flush()
+        await _start(session, url, folder, CHUNKS)
+        await client.generate([rng.randrange(FIRST_ID, LAST_ID) for _ in range(length)], 1)
+
+
+async def _start(session: aiohttp.ClientSession, url: str, folder: str, steps: int) -> None:
+    body = {"output_dir": folder, "num_steps": steps, "activities": ["GPU"]}
+    async with session.post(f"{url}/start_profile", json=body) as response:
+        if response.status != 200:
+            raise RuntimeError(f"/start_profile answered {response.status}: {(await response.text())[:300]}")
+
+
+def _trace(folder: Path) -> list[dict]:
+    deadline = time.monotonic() + TRACE_TIMEOUT_S
+    while time.monotonic() < deadline:
+        for path in sorted(folder.rglob("*.json*")):
+            try:
+                with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+                    events = json.load(file)["traceEvents"]
+            except (EOFError, json.JSONDecodeError, gzip.BadGzipFile):
+                continue  # still being written
+            found = [event for event in events if event.get("cat") in GPU_WORK]
+            if found:
+                return found
+        time.sleep(0.5)
+    raise RuntimeError(f"no trace with GPU work in {TRACE_TIMEOUT_S} s")
+
+
+def _read(events: list[dict], steps: int) -> Profile:
+    times: dict[str, list[float]] = collections.defaultdict(list)
+    for event in events:
+        times[event["name"]].append(event["dur"])
+    kernels = sorted(((n, len(t) / steps, sum(t) / steps) for n, t in times.items()), key=lambda row: -row[2])
+    begin, end = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events)
+    busy = sum(row[2] for row in kernels)
+    return Profile(len(events) / steps, busy, (end - begin) / steps, tuple(kernels))
+
+
+def main() -> int:
+    """Profile, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:30000")
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--prefill", action="store_true", help="chunks of one prompt instead of decode steps")
+    parser.add_argument("--context", type=int, help="tokens of a prompt: 4,608, or 65,536 with --prefill")
+    parser.add_argument("--rows", type=int, default=45, help="of the table")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.prefill:
+        found = profile_prefill(arguments.url, arguments.context or 65_536)
+    else:
+        found = profile_decode(arguments.url, arguments.requests, arguments.context or 4608)
+    print(f"a step: {found.launches:.1f} launches, {found.busy_us:.0f} us busy of {found.span_us:.0f}")
+    for name, launches, us in found.kernels[: arguments.rows]:
+        print(f"{us:9.1f} us {launches:8.1f} x {100 * us / found.busy_us:5.1f} %  {name[:140]}")
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(vars(found)) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""The hyper-connections on Hopper and Blackwell: which plan, and launching it. The kernel is in `kernel`.
+
+All six functions of this package are that kernel with some of its parts left out, one launch each.
+"""
+
+import functools
+from collections.abc import Callable
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64
+from torch import Tensor
+
+from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.hyper_connection.kernel import HyperConnection
+from dsv4_kernels.hyper_connection.plan import CLUSTER, HEAD_ROWS, PRE_ROWS, STREAMS, TEAMS, TOKENS, Arguments, Plan
+
+MOST_TOKENS = {1: 4, 2: 16, 4: 64, 8: 128}
+"""Tokens of a group -> up to how many tokens in all, one group a cluster: with few tokens more clusters share what each
+one has to wait for, with many fn is read less often from L2, 1.5 MB a cluster."""
+
+
+def chosen(num_tokens: int, dim: int, rows: int, post: bool, norm: bool, bf16_weight: bool) -> Plan:
+    """The plan for so many tokens. A token's bits do not depend on it.
+
+    With more tokens than one group in each cluster that the GPU runs at once, clusters stay, and keep fn in shared
+    memory if it fits: then it is read from L2 once a cluster, not once a group.
+    """
+    tokens = next((tokens for tokens, most in MOST_TOKENS.items() if num_tokens <= most), None)
+    form = (dim, rows, post, norm, bf16_weight)
+    if tokens is None and norm and Plan(TOKENS[-1], *form, teams=TEAMS).fits:
+        return Plan(TOKENS[-1], *form, teams=TEAMS)
+    return Plan(tokens or TOKENS[-1], *form)
+
+
+def clusters_at_once(device: torch.device) -> int:
+    """How many clusters run side by side with a CTA on each multiprocessor."""
+    return _clusters_at_once(device.index or 0) if device.type == "cuda" else _clusters_at_once.__wrapped__(0)
+
+
+@functools.cache
+def _clusters_at_once(index: int) -> int:
+    return cutlass.utils.HardwareInfo(index).get_max_active_clusters(CLUSTER)
+
+
+def compile(plan: Plan, arch: str) -> Callable[..., None]:
+    """The launcher, from memory, from disk or from the compiler: (arguments, clusters, stream)."""
+
+    def from_compiler() -> Callable[..., None]:
+        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
+        return cute.compile(HyperConnection(plan).launch, example, Int32(1), cuda.CUstream(0))
+
+    return load_or_compile("hyper_connection", plan, arch, from_compiler)
+
+
+def plans(dim: int, bf16_weight: bool = False) -> list[Plan]:
+    """All that a model of this width runs, to compile them ahead."""
+    forms = {  # of the functions that a model calls: rows of fn, post
+        "hc_boundary": (PRE_ROWS, True),
+        "hc_enter": (PRE_ROWS, False),
+        "hc_finish": (HEAD_ROWS, True),
+    }
+    sizes = (*MOST_TOKENS.values(), max(MOST_TOKENS.values()) + 1)
+    made = (chosen(size, dim, *form, True, bf16_weight) for form in forms.values() for size in sizes)
+    return list(dict.fromkeys(made))
+
+
+def run(
+    arch: str,
+    op: str,
+    rows: int,
+    streams: Tensor,
+    written_back: tuple[Tensor, Tensor, Tensor] | None,
+    parameters: tuple[Tensor, Tensor, Tensor] | None,
+    norm_weight: Tensor | None,
+    norm_eps: float = 0.0,
+    hc_eps: float = 0.0,
+    iterations: int = 1,
+    tokens: int | None = None,
+    teams: int = 1,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """One launch of one form of the kernel.
+
+    Args:
+        arch: "sm_90a".
+        op: the function's name, for errors.
+        rows: of fn; 0 without.
+        streams: [T, 4, d] bf16.
+        written_back: y, post and comb of the sublayer that ends, if one does.
+        parameters: fn, base and scale, if there are rows.
+        norm_weight: [d] fp32 or bf16, or None for no norm.
+        norm_eps, hc_eps, iterations: as in the functions.
+        tokens: of a group; None chooses, and chooses `teams` too.
+        teams: of a CTA.
+
+    Returns:
+        streams, the mixture or its norm, post, comb; None for what this form does not make.
+
+    Raises:
+        ValueError: dtypes, widths or strides that the kernel is not made for.
+    """
+    num_tokens, n, dim = streams.shape
+    if n != STREAMS:
+        raise ValueError(f"{op}: the GPU kernels are made for {STREAMS} streams; got {n}. Choose impl='ref'")
+    bf16_weight = norm_weight is not None and norm_weight.dtype == torch.bfloat16
+    form = (dim, rows, written_back is not None, norm_weight is not None, bf16_weight)
+    plan = chosen(num_tokens, *form) if tokens is None else Plan(tokens, *form, teams)
+    plan.check()
+    y, post, comb = written_back or (None, None, None)
+    fn, base, scale = parameters or (None, None, None)
+    _check(op, {"y": y, "streams": streams}, (torch.bfloat16,))
+    _check(op, {"post": post, "comb": comb}, (torch.float32,))
+    _check(op, {"fn": fn, "base": base, "scale": scale}, (torch.float32,), dense=True)
+    _check(op, {"norm_weight": norm_weight}, (torch.float32, torch.bfloat16), dense=True)
+    if comb is not None and comb.stride(1) != STREAMS:
+        raise ValueError(f"{op}: the matrices of comb must be contiguous; got strides {comb.stride()}")
+
+    def made(is_made: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return torch.empty(num_tokens, *shape, dtype=dtype, device=streams.device) if is_made else None
+
+    out_streams = made(plan.post, STREAMS, dim, dtype=torch.bfloat16)
+    out = made(rows > 0, dim, dtype=torch.bfloat16)
+    out_post, out_comb = made(rows == PRE_ROWS, STREAMS), made(rows == PRE_ROWS, STREAMS, STREAMS)
+    if num_tokens:
+        arguments = Arguments(
+            num_tokens=Int32(num_tokens),
+            y=_address(y),
+            y_stride=_stride(y, 0),
+            streams=_address(streams),
+            streams_stride=_stride(streams, 0),
+            stream_stride=_stride(streams, 1),
+            post=_address(post),
+            post_stride=_stride(post, 0),
+            comb=_address(comb),
+            comb_stride=_stride(comb, 0),
+            fn=_address(fn),
+            base=_address(base),
+            scale=_address(scale),
+            norm_weight=_address(norm_weight),
+            norm_eps=Float32(norm_eps),
+            hc_eps=Float32(hc_eps),
+            iterations=Int32(iterations),
+            out_streams=_address(out_streams),
+            out=_address(out),
+            out_post=_address(out_post),
+            out_comb=_address(out_comb),
+        )
+        device, num_clusters = streams.device, -(-num_tokens // plan.tokens)
+        if plan.teams > 1:
+            num_clusters = min(-(-num_clusters // plan.teams), clusters_at_once(device))
+        stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+        compile(plan, arch)(arguments, Int32(num_clusters), stream)
+    return out_streams, out, out_post, out_comb
+
+
+def _check(op: str, tensors: dict[str, Tensor | None], dtypes: tuple[torch.dtype, ...], dense: bool = False) -> None:
+    """Raises ValueError for what the kernel cannot read by 16 bytes."""
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        unit = 16 // x.element_size()
+        rows_apart = x.is_contiguous() if dense else x.stride(-1) == 1 and not any(s % unit for s in x.stride()[:-1])
+        if name == "comb":
+            rows_apart = x.stride(-1) == 1 and x.stride(0) % unit == 0
+        aligned = name in ("base", "scale") or x.data_ptr() % 16 == 0
+        if x.dtype not in dtypes or not rows_apart or not aligned:
+            layout = "contiguous" if dense else "with contiguous rows at multiples of 16 bytes"
+            raise ValueError(
+                f"{op}: the GPU kernels take {name} in {' or '.join(map(str, dtypes))}, {layout}; "
+                f"got {x.dtype} with strides {x.stride()} at address {x.data_ptr():#x}"
+            )
+
+
+def _address(x: Tensor | None) -> Int64:
+    return Int64(0 if x is None else x.data_ptr())
+
+
+def _stride(x: Tensor | None, dim: int) -> Int64:
+    """In bytes."""
+    return Int64(0 if x is None else x.stride(dim) * x.element_size())
+
+
+# The functions of this package; `arch` says on what
+
+
+def hc_boundary(
+    arch: Callable[[Tensor], str],
+    y: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+) -> tuple[Tensor, ...]:
+    """`dsv4_kernels.hyper_connection.hc_boundary`."""
+    written_back, parameters, numbers = (y, post, comb), (fn, base, scale), (norm_eps, hc_eps, iterations)
+    return run(arch(streams), "hc_boundary", PRE_ROWS, streams, written_back, parameters, norm_weight, *numbers)
+
+
+def hc_enter(
+    arch: Callable[[Tensor], str],
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+) -> tuple[Tensor, ...]:
+    """`dsv4_kernels.hyper_connection.hc_enter`."""
+    parameters, numbers = (fn, base, scale), (norm_eps, hc_eps, iterations)
+    return run(arch(streams), "hc_enter", PRE_ROWS, streams, None, parameters, norm_weight, *numbers)[1:]
+
+
+def hc_finish(
+    arch: Callable[[Tensor], str],
+    y: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+) -> tuple[Tensor, ...]:
+    """`dsv4_kernels.hyper_connection.hc_finish`."""
+    written_back, parameters = (y, post, comb), (fn, base, scale)
+    return run(arch(streams), "hc_finish", HEAD_ROWS, streams, written_back, parameters, norm_weight, norm_eps, hc_eps)[
+        :2
+    ]
+
+
+def hc_pre(
+    arch: Callable[[Tensor], str],
+    x: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+) -> tuple[Tensor, ...]:
+    """`dsv4_kernels.hyper_connection.hc_pre`."""
+    return run(arch(x), "hc_pre", PRE_ROWS, x, None, (fn, base, scale), None, norm_eps, hc_eps, iterations)[1:]
+
+
+def hc_post(arch: Callable[[Tensor], str], y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """`dsv4_kernels.hyper_connection.hc_post`."""
+    return run(arch(x), "hc_post", 0, x, (y, post, comb), None, None)[0]
+
+
+def hc_head(
+    arch: Callable[[Tensor], str],
+    x: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+) -> Tensor:
+    """`dsv4_kernels.hyper_connection.hc_head`."""
+    return run(arch(x), "hc_head", HEAD_ROWS, x, None, (fn, base, scale), None, norm_eps, hc_eps)[1]
+
+
+def hopper(x: Tensor) -> str:
+    """H100, H200, H20."""
+    return "sm_90a"
+
+
+def blackwell(x: Tensor) -> str:
+    """B200, GB200 (10.0), B300 (10.3)."""
+    minor = torch.cuda.get_device_capability(x.device)[1] if x.device.type == "cuda" else 0
+    return f"sm_10{minor}a"
+
+
+sm90_hc_boundary, sm100_hc_boundary = (functools.partial(hc_boundary, arch) for arch in (hopper, blackwell))
+sm90_hc_enter, sm100_hc_enter = (functools.partial(hc_enter, arch) for arch in (hopper, blackwell))
+sm90_hc_finish, sm100_hc_finish = (functools.partial(hc_finish, arch) for arch in (hopper, blackwell))
+sm90_hc_pre, sm100_hc_pre = (functools.partial(hc_pre, arch) for arch in (hopper, blackwell))
+sm90_hc_post, sm100_hc_post = (functools.partial(hc_post, arch) for arch in (hopper, blackwell))
+sm90_hc_head, sm100_hc_head = (functools.partial(hc_head, arch) for arch in (hopper, blackwell))

@@ -1,0 +1,494 @@
+"""The hyper-connections between two sublayers in one launch, on Hopper and Blackwell (sm_90a, sm_100a).
+
+A cluster of eight CTAs takes a group of tokens, and each of its CTAs an eighth of the channels of all four streams. A
+thread has four neighbouring channels and keeps its part of the new streams in registers from when they are made to
+when they are mixed, so that streams are read once and written once.
+
+    who             does                                                            waits for
+    one warp        asks for fn's rows, by the copy engine, row by row              empty[stage], if it has had a row
+                    balances comb of the token that has this CTA's number           sums_there
+    the others      new streams = post y + comb^T streams; writes them
+                    24 products with fn, added up over lanes                        full[stage]
+                    sums over warps, sent to all CTAs of the cluster                the warps of the CTA
+                    sigmoids: pre, and post of one token                            sums_there, from all CTAs
+                    mixture; its sum of squares, sent to all CTAs                   the warps of the CTA
+                    x = norm of the mixture; writes it                              squares_there, from all CTAs
+
+How a token's sums are added up depends on nothing but d: over a thread's channels stream by stream, over the lanes of a
+warp by halves, over warps and then over CTAs one after the other. Tokens of a group share what is read of fn and
+nothing else, so a token has the same bits in any batch and in groups of any size. Behind the last token a group has
+zeros, and nothing of them is written.
+
+With many tokens a CTA has two teams of threads, and clusters stay for several groups: a team takes one after the other,
+while fn lies in shared memory for both. What teams share they only read. A team's buffers are used again without a
+barrier of their own. Whoever has all CTAs' squares of a group knows that their threads are behind its sums, and that
+the warp that balances has taken what it needs (`taken`): it may send the next group's sums. Likewise whoever has all
+CTAs' sums knows that they are behind the squares of the group before.
+
+No CTA waits for another cluster.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from dsv4_kernels import ptx
+from dsv4_kernels.hyper_connection.arithmetic import (
+    address_of,
+    copy_bulk,
+    divide_columns,
+    divide_rows,
+    in_turn,
+    rsqrt,
+    sigmoid,
+    softmax_rows,
+    store_8_bytes_if,
+    sum_over_lanes,
+    unpack,
+)
+from dsv4_kernels.hyper_connection.plan import (
+    CHANNELS,
+    CLUSTER,
+    PRE_ROWS,
+    STREAMS,
+    WARP,
+    Arguments,
+    Plan,
+    shared_memory,
+)
+from dsv4_kernels.hyper_connection.streams import VALUES, Streams
+
+GATES = 2 * STREAMS
+"""The rows of fn whose products become sigmoids, pre and post; those of comb follow."""
+
+
+class HyperConnection(Streams):
+    """The kernel of one plan. `launch` is what is compiled."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.shared_memory = shared_memory(plan) if plan.rows else None
+
+    @cute.jit
+    def launch(self, arguments: Arguments, num_clusters: Int32, stream: cuda.CUstream) -> None:
+        """One cluster for a group of tokens; of several teams as many clusters as run at once."""
+        if const_expr(self.plan.rows > 0):
+            self.kernel(arguments).launch(
+                grid=[num_clusters * CLUSTER, 1, 1],
+                cluster=[CLUSTER, 1, 1],
+                block=[self.plan.cta_threads, 1, 1],
+                stream=stream,
+                min_blocks_per_mp=self.plan.ctas,
+                preferred_smem_carveout=100,  # percent: all shared memory, so that as many CTAs fit as were planned
+            )
+        else:
+            self.write_back(arguments).launch(
+                grid=[num_clusters * CLUSTER, 1, 1], block=[self.plan.cta_threads, 1, 1], stream=stream
+            )
+
+    @cute.kernel
+    def write_back(self, args: Arguments) -> None:
+        """`hc_post` alone: CTAs have nothing to tell each other."""
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        self.new_streams(args, cta // CLUSTER * self.plan.tokens, self.first_channel(cta % CLUSTER, thread))
+
+    @cute.kernel
+    def kernel(self, args: Arguments) -> None:
+        """Sets up barriers and sends every warp to its role."""
+        plan = self.plan
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        cta, _, _ = cute.arch.block_idx()
+        rank, cluster = cta % CLUSTER, cta // CLUSTER
+        shared = cutlass.utils.SmemAllocator().allocate(self.shared_memory)
+        if thread == plan.teams * plan.threads:
+            for stage in cutlass.range_constexpr(plan.stages):
+                cute.arch.mbarrier_init(shared.full.data_ptr() + stage, 1)
+                cute.arch.mbarrier_init(shared.empty.data_ptr() + stage, plan.warps)
+            for team in cutlass.range_constexpr(plan.teams):
+                cute.arch.mbarrier_init(shared.sums_there.data_ptr() + team, 1)
+                cute.arch.mbarrier_init(shared.taken.data_ptr() + team, 1)
+                cute.arch.mbarrier_init(shared.squares_there.data_ptr() + team, 1)
+            cute.arch.mbarrier_init_fence()
+            for team in cutlass.range_constexpr(plan.teams):
+                self.expect_sums(shared, team)
+                self.expect_squares(shared, team)
+        cute.arch.sync_warp()
+        cute.arch.cluster_arrive_relaxed(aligned=True)
+        if warp < plan.teams * plan.warps:
+            self.compute(args, shared, thread % plan.threads, thread // plan.threads, rank, cluster)
+        else:
+            team, lane = warp - plan.teams * plan.warps, thread % WARP
+            if team == 0:
+                self.fetch(args, shared, lane, rank, Int32(0), plan.stages)
+            cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)
+            cute.arch.cluster_wait()
+            if const_expr(plan.stages < plan.rows):
+                self.fetch(args, shared, lane, rank, Int32(plan.stages), plan.rows)
+            if const_expr(plan.rows == PRE_ROWS):
+                if const_expr(plan.teams == 1):
+                    self.balance(args, shared, lane, 0, rank, cluster * plan.tokens, Int32(0))
+                else:
+                    group, step, phase = self.first_group(cluster, team), self.group_step(), Int32(0)
+                    while group * plan.tokens < args.num_tokens:
+                        self.balance(args, shared, lane, team, rank, group * plan.tokens, phase)
+                        group, phase = group + step, phase ^ 1
+
+    def first_group(self, cluster: Int32, team: Int32) -> Int32:
+        """Of a team; neighbours are those of a cluster."""
+        return cluster * self.plan.teams + team
+
+    def group_step(self) -> Int32:
+        """From a team's group to its next."""
+        num_ctas, _, _ = cute.arch.grid_dim()
+        return num_ctas // CLUSTER * self.plan.teams
+
+    def expect_sums(self, shared: cutlass.Constexpr, team: Int32 | int) -> None:
+        """One thread: for the next group."""
+        num_bytes = CLUSTER * self.plan.tokens * self.plan.quads * 16
+        cute.arch.mbarrier_arrive_and_expect_tx(shared.sums_there.data_ptr() + team, num_bytes)
+
+    def expect_squares(self, shared: cutlass.Constexpr, team: Int32 | int) -> None:
+        """One thread: for the next group."""
+        num_bytes = CLUSTER * self.plan.square_slots * 4
+        cute.arch.mbarrier_arrive_and_expect_tx(shared.squares_there.data_ptr() + team, num_bytes)
+
+    # One warp: fn and comb
+
+    @cute.jit
+    def fetch(
+        self,
+        args: Arguments,
+        shared: cutlass.Constexpr,
+        lane: Int32,
+        rank: Int32,
+        begin: Int32,
+        end: cutlass.Constexpr,
+    ) -> None:
+        """Asks for this CTA's columns of rows of fn, one after the other; a lane has a stream."""
+        plan = self.plan
+        piece = plan.row_bytes // STREAMS
+        source = args.fn + Int64(lane * plan.dim + rank * plan.slice) * 4
+        target = Int32(shared.fn.data_ptr().toint()) + lane * piece
+        for row in cutlass.range(begin, end, 1, unroll=1):
+            stage = row % plan.stages
+            full = shared.full.data_ptr() + stage
+            if const_expr(end > plan.stages):
+                cute.arch.mbarrier_wait(shared.empty.data_ptr() + stage, (row // plan.stages - 1) & 1)
+                cute.arch.fence_view_async_shared()  # what was read by loads is written by the copy engine
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(full, plan.row_bytes)
+            cute.arch.sync_warp()
+            if lane < STREAMS:
+                row_source = source + Int64(row) * (STREAMS * plan.dim * 4)
+                copy_bulk(target + stage * plan.row_bytes, row_source, piece, Int32(full.toint()))
+
+    @cute.jit
+    def balance(
+        self,
+        args: Arguments,
+        shared: cutlass.Constexpr,
+        lane: Int32,
+        team: Int32 | cutlass.Constexpr,
+        rank: Int32,
+        first: Int32,
+        phase: Int32,
+    ) -> None:
+        """comb of the token that has this CTA's number in the group: softmax, then Sinkhorn's iteration, by one lane.
+
+        Nobody waits for it: the mixture needs pre only. With a matrix in one thread no step of the iteration goes
+        through the exchange of lanes, which takes longer than adding up in turn.
+        """
+        token = first + rank
+        if (lane == 0) & (rank < self.plan.tokens):
+            base = []
+            for quad in cutlass.range_constexpr(STREAMS):
+                base.extend(ptx.load_or_zeros(Float32, 4, args.base + (GATES + 4 * quad) * 4, Int32(1), cache=""))
+            scale = ptx.load_f32(args.scale + 8)
+            ptx.wait_cluster(address_of(shared.sums_there, team, 8), phase)
+            inverse = self.inverse_rms(args, shared, team, rank)
+            comb = cute.make_rmem_tensor((STREAMS * STREAMS,), Float32)
+            for quad in cutlass.range_constexpr(STREAMS):
+                mix = self.quad_over_ctas(shared, team, rank, GATES // 4 + quad)
+                for k in cutlass.range_constexpr(4):
+                    comb[4 * quad + k] = ptx.fma(mix[k] * inverse, scale, base[4 * quad + k])
+            if const_expr(self.plan.teams > 1):
+                cute.arch.mbarrier_arrive(shared.taken.data_ptr() + team)
+            if token < args.num_tokens:
+                softmax_rows(comb, args.hc_eps)
+                divide_columns(comb, args.hc_eps)
+                for _ in cutlass.range(1, args.iterations, 1, unroll=1):
+                    divide_rows(comb, args.hc_eps)
+                    divide_columns(comb, args.hc_eps)
+                out = args.out_comb + Int64(token) * (STREAMS * STREAMS * 4)
+                for j in cutlass.range_constexpr(STREAMS):
+                    ptx.store_f32x4(out + j * 16, tuple(comb[STREAMS * j + k] for k in range(STREAMS)))
+
+    # The others: streams, sums and mixture
+
+    @cute.jit
+    def compute(
+        self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, team: Int32, rank: Int32, cluster: Int32
+    ) -> None:
+        """All that a thread does."""
+        plan = self.plan
+        if const_expr(plan.teams == 1):
+            self.group(args, shared, thread, 0, rank, cluster * plan.tokens, Int32(0))
+        else:
+            cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)
+            cute.arch.cluster_wait()
+            group, step, phase = self.first_group(cluster, team), self.group_step(), Int32(0)
+            while group * plan.tokens < args.num_tokens:
+                self.group(args, shared, thread, team, rank, group * plan.tokens, phase)
+                group, phase = group + step, phase ^ 1
+
+    @cute.jit
+    def group(
+        self,
+        args: Arguments,
+        shared: cutlass.Constexpr,
+        thread: Int32,
+        team: Int32 | cutlass.Constexpr,
+        rank: Int32,
+        first: Int32,
+        phase: Int32,
+    ) -> None:
+        """All that a thread does with its channels of a group of tokens."""
+        plan = self.plan
+        lane, warp = thread % WARP, thread // WARP
+        channel = self.first_channel(rank, thread)
+        x = self.new_streams(args, first, channel)
+        if const_expr(plan.teams == 1):
+            cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)  # barriers are set up
+        self.add_up(shared, team, x, lane, warp)
+        gate_base, gate_scale = self.gate_parameters(args, thread)  # they come while sums are exchanged
+        weight = None
+        if const_expr(plan.norm):
+            weight = self.weight(args, channel)
+        self.sync(team)
+        if const_expr(plan.teams == 1):
+            cute.arch.cluster_wait()  # all CTAs of the cluster have begun, and set up theirs
+        sums_there = address_of(shared.sums_there, team, 8)
+        quads = plan.tokens * plan.quads
+        source = address_of(shared.sums, team, plan.warps * quads * 16)
+        target = address_of(shared.received, team, CLUSTER * quads * 16)
+        self.send(source, target, sums_there, thread, rank, quads)
+        ptx.wait_cluster(sums_there, phase)
+        if const_expr(plan.teams > 1):
+            if thread == 0:
+                self.expect_sums(shared, team)
+        self.gates(args, shared, team, thread, rank, first, gate_base, gate_scale)
+        self.sync(team)
+        words = self.mix(self.pre(shared, team), x)
+        out = args.out + (Int64(first) * plan.dim + channel) * 2
+        if const_expr(not plan.norm):
+            for t in cutlass.range_constexpr(plan.tokens):
+                store_8_bytes_if(args.num_tokens - first - t, out + t * plan.dim * 2, words[2 * t], words[2 * t + 1])
+        else:
+            self.add_up_squares(shared, team, words, lane, warp)
+            self.sync(team)
+            if const_expr(plan.teams > 1 and plan.rows == PRE_ROWS):
+                # Whoever has these squares from all CTAs sends the next group's sums.
+                cute.arch.mbarrier_wait(shared.taken.data_ptr() + team, phase)
+            squares_there = address_of(shared.squares_there, team, 8)
+            source = address_of(shared.squares, team, plan.warps * plan.square_slots * 4)
+            target = address_of(shared.received_squares, team, CLUSTER * plan.square_slots * 4)
+            self.send(source, target, squares_there, thread, rank, plan.square_slots // 4)
+            ptx.wait_cluster(squares_there, phase)
+            if const_expr(plan.teams > 1):
+                if thread == 0:
+                    self.expect_squares(shared, team)
+            self.write_normalised(args, shared, team, words, weight, out, first)
+
+    def sync(self, team: Int32 | int) -> None:
+        """Of a team's warps that have channels."""
+        cute.arch.barrier(barrier_id=2 + team, number_of_threads=self.plan.threads)
+
+    @cute.jit
+    def add_up(
+        self,
+        shared: cutlass.Constexpr,
+        team: Int32 | cutlass.Constexpr,
+        x: cute.Tensor,
+        lane: Int32,
+        warp: Int32,
+    ) -> None:
+        """This warp's part of the sum of squares and of the products with fn."""
+        plan = self.plan
+        token_sums = plan.tokens * plan.quads * 16
+        sums = address_of(shared.sums, team, plan.warps * token_sums) + warp * token_sums
+        squares = []
+        for t in cutlass.range_constexpr(plan.tokens):
+            square = x[t * VALUES] * x[t * VALUES]
+            for i in cutlass.range_constexpr(1, VALUES):
+                square = ptx.fma(x[t * VALUES + i], x[t * VALUES + i], square)
+            squares.append(square)
+        square = sum_over_lanes(squares, lane)
+        share = WARP // plan.tokens
+        if lane % share == 0:
+            place = sums + (lane // share * plan.quads + plan.quads - 1) * 16
+            ptx.store_shared(place, (square, Float32(0.0), Float32(0.0), Float32(0.0)))
+        fn = Int32(shared.fn.data_ptr().toint()) + (warp * WARP + lane) * (CHANNELS * 4)
+        share = WARP // (plan.tokens * plan.batch)
+        for batch in cutlass.range(0, plan.rows // plan.batch, 1, unroll=1):
+            products = []
+            for b in cutlass.range_constexpr(plan.batch):
+                row = batch * plan.batch + b
+                stage = row % plan.stages
+                cute.arch.mbarrier_wait(shared.full.data_ptr() + stage, (row // plan.stages) & 1)
+                factors = []
+                for s in cutlass.range_constexpr(STREAMS):
+                    place = fn + stage * plan.row_bytes + s * (plan.row_bytes // STREAMS)
+                    factors.extend(ptx.load_shared_f32x4(place))
+                for t in cutlass.range_constexpr(plan.tokens):
+                    product = x[t * VALUES] * factors[0]
+                    for i in cutlass.range_constexpr(1, VALUES):
+                        product = ptx.fma(x[t * VALUES + i], factors[i], product)
+                    products.append(product)
+                if const_expr(plan.stages < plan.rows):
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(shared.empty.data_ptr() + stage)
+            product = sum_over_lanes(products, lane)
+            if lane % share == 0:
+                held = lane // share
+                row, t = batch * plan.batch + held // plan.tokens, held % plan.tokens
+                ptx.store_shared_f32(sums + t * (plan.quads * 16) + row * 4, product)
+
+    @cute.jit
+    def send(
+        self,
+        source: Int32,
+        received: Int32,
+        barrier: Int32,
+        thread: Int32,
+        rank: Int32,
+        quads: cutlass.Constexpr,
+    ) -> None:
+        """Adds up what the warps have, [warp][quad][4], and gives it to all CTAs of the cluster: [CTA][quad][4]."""
+        target = received + rank * (quads * 16)
+        for i in cutlass.range_constexpr(-(-quads * CLUSTER // self.plan.threads)):
+            task = thread + i * self.plan.threads
+            if task < quads * CLUSTER:
+                quad, cta = task // CLUSTER, task % CLUSTER
+                total = list(ptx.load_shared_f32x4(source + quad * 16))
+                for warp in cutlass.range_constexpr(1, self.plan.warps):
+                    part = ptx.load_shared_f32x4(source + (warp * quads + quad) * 16)
+                    for k in cutlass.range_constexpr(4):
+                        total[k] = total[k] + part[k]
+                place = ptx.remote(target + quad * 16, cta)
+                ptx.store_async_f32x4(place, tuple(total), ptx.remote(barrier, cta))
+
+    def quad_over_ctas(self, shared: cutlass.Constexpr, team: Int32 | int, token: Int32, quad: int) -> list:
+        """Four sums of a token, over all channels."""
+        quads = self.plan.quads
+        place = self.received(shared, team) + (token * quads + quad) * 16
+        parts = [ptx.load_shared_f32x4(place + cta * (self.plan.tokens * quads * 16)) for cta in range(CLUSTER)]
+        return [in_turn([part[k] for part in parts]) for k in range(4)]
+
+    def sum_over_ctas(self, shared: cutlass.Constexpr, team: Int32 | int, token: Int32, row: Int32 | int) -> Float32:
+        """One sum of a token, over all channels."""
+        token_bytes = self.plan.quads * 16
+        place = self.received(shared, team) + token * token_bytes + row * 4
+        parts = [ptx.load_shared_f32(place + cta * (self.plan.tokens * token_bytes)) for cta in range(CLUSTER)]
+        return in_turn(parts)
+
+    def received(self, shared: cutlass.Constexpr, team: Int32 | int) -> Int32:
+        """Where a team has the sums of all CTAs."""
+        return address_of(shared.received, team, CLUSTER * self.plan.tokens * self.plan.quads * 16)
+
+    def inverse_rms(self, args: Arguments, shared: cutlass.Constexpr, team: Int32 | int, token: Int32) -> Float32:
+        """Of a token's new streams."""
+        squares = self.sum_over_ctas(shared, team, token, self.plan.rows)
+        return rsqrt(squares * (1.0 / (STREAMS * self.plan.dim)) + args.norm_eps)
+
+    def num_gates(self) -> int:
+        """Sigmoids of a token."""
+        return min(self.plan.rows, GATES)
+
+    @cute.jit
+    def gate_parameters(self, args: Arguments, thread: Int32) -> tuple:
+        """base and scale of the sigmoid that this thread has, of whatever token."""
+        gate = thread % self.num_gates()
+        return ptx.load_f32(args.base + Int64(gate) * 4), ptx.load_f32(args.scale + Int64(gate // STREAMS) * 4)
+
+    @cute.jit
+    def gates(
+        self,
+        args: Arguments,
+        shared: cutlass.Constexpr,
+        team: Int32 | cutlass.Constexpr,
+        thread: Int32,
+        rank: Int32,
+        first: Int32,
+        base: Float32,
+        scale: Float32,
+    ) -> None:
+        """pre of all tokens, for this CTA, and post of the token that has this CTA's number."""
+        count = self.num_gates()
+        pre = self.pre(shared, team)
+        for i in cutlass.range_constexpr(-(-self.plan.tokens * count // self.plan.threads)):
+            task = thread + i * self.plan.threads
+            if task < self.plan.tokens * count:
+                t, gate = task // count, task % count
+                mix = self.sum_over_ctas(shared, team, t, gate) * self.inverse_rms(args, shared, team, t)
+                value = sigmoid(ptx.fma(mix, scale, base))
+                if gate < STREAMS:
+                    ptx.store_shared_f32(pre + (t * STREAMS + gate) * 4, value + args.hc_eps)
+                elif (t == rank) & (first + t < args.num_tokens):
+                    out = args.out_post + (Int64(first + t) * STREAMS + (gate - STREAMS)) * 4
+                    ptx.store_f32(out, value * 2.0)
+
+    def pre(self, shared: cutlass.Constexpr, team: Int32 | int) -> Int32:
+        """Where a team has pre of its tokens."""
+        return address_of(shared.pre, team, self.plan.tokens * STREAMS * 4)
+
+    @cute.jit
+    def add_up_squares(
+        self,
+        shared: cutlass.Constexpr,
+        team: Int32 | cutlass.Constexpr,
+        words: list,
+        lane: Int32,
+        warp: Int32,
+    ) -> None:
+        """This warp's part of the sums of squares of the mixtures."""
+        squares = []
+        for t in cutlass.range_constexpr(self.plan.tokens):
+            values = unpack(words[2 * t : 2 * t + 2])
+            square = values[0] * values[0]
+            for value in values[1:]:
+                square = ptx.fma(value, value, square)
+            squares.append(square)
+        square = sum_over_lanes(squares, lane)
+        share = WARP // self.plan.square_slots
+        if lane % share == 0:
+            slot = warp * self.plan.square_slots + lane // share
+            place = address_of(shared.squares, team, self.plan.warps * self.plan.square_slots * 4) + slot * 4
+            ptx.store_shared_f32(place, square)
+
+    def write_normalised(
+        self,
+        args: Arguments,
+        shared: cutlass.Constexpr,
+        team: Int32 | int,
+        words: list,
+        weight: list,
+        out: Int64,
+        first: Int32,
+    ) -> None:
+        """x: the mixtures over their RMS, times the norm's weight."""
+        plan = self.plan
+        squares = []
+        for quad in range(plan.square_slots // 4):
+            place = address_of(shared.received_squares, team, CLUSTER * plan.square_slots * 4) + quad * 16
+            parts = [ptx.load_shared_f32x4(place + cta * plan.square_slots * 4) for cta in range(CLUSTER)]
+            squares += [in_turn([part[k] for part in parts]) for k in range(4)]
+        for t in range(plan.tokens):
+            square = squares[t * plan.square_slots // plan.tokens]
+            inverse = rsqrt(square * (1.0 / plan.dim) + args.norm_eps)
+            x = [value * inverse * w for value, w in zip(unpack(words[2 * t : 2 * t + 2]), weight, strict=True)]
+            low, high = (ptx.pack_bf16(x[c], x[c + 1]) for c in range(0, CHANNELS, 2))
+            store_8_bytes_if(args.num_tokens - first - t, out + t * plan.dim * 2, low, high)

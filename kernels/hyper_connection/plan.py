@@ -1,0 +1,172 @@
+"""What is fixed when a hyper-connection kernel is compiled, its shared memory, and its dynamic arguments."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8
+
+STREAMS = 4
+CLUSTER = 8
+"""CTAs that share a group of tokens, an eighth of the channels each: as many as any GPU takes."""
+CHANNELS = 4
+"""Neighbouring channels of a thread, of all streams: 8 bytes in bf16, 16 in fn."""
+WARP = 32
+DIM_UNIT = CLUSTER * CHANNELS * WARP
+"""d is a multiple of this: 1,024."""
+MAX_DIM = 8 * DIM_UNIT
+PRE_ROWS = (2 + STREAMS) * STREAMS
+HEAD_ROWS = STREAMS
+TOKENS = (1, 2, 4, 8)
+"""How many tokens may be a group."""
+TEAMS = 2
+"""Of a plan with several: as many as registers allow with groups of eight tokens."""
+SHARED_BYTES = 227 * 1024
+"""Of a multiprocessor that CTAs can have; each also takes 1 KiB of the 228."""
+REGISTERS = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One configuration. `legal` says which there are."""
+
+    tokens: int
+    """Of a group, which a cluster, or a team of it, has at a time."""
+    dim: int
+    rows: int
+    """Of fn: PRE_ROWS, HEAD_ROWS, or 0 where the streams are written and nothing is made of them."""
+    post: bool
+    """Whether a sublayer's output is written back first."""
+    norm: bool
+    """Whether the mixture is normalised."""
+    bf16_weight: bool = False
+    """The norm's weight; otherwise it is fp32."""
+    teams: int = 1
+    """Of threads in a CTA, which take groups of tokens by themselves, one after the other, and share fn, which stays in
+    shared memory. One team takes one group."""
+
+    def check(self) -> None:
+        """Raises ValueError for what the kernel is not made for."""
+        if self.dim % DIM_UNIT or not 0 < self.dim <= MAX_DIM:
+            raise ValueError(
+                f"the hyper-connection kernels take d in multiples of {DIM_UNIT} up to {MAX_DIM}; got {self.dim}. "
+                "Choose the reference (impl='ref') for other widths"
+            )
+        assert self.tokens in TOKENS and self.rows in (0, HEAD_ROWS, PRE_ROWS), self
+        assert self.post or self.rows, self
+        assert self.teams == 1 or self.fits, self
+
+    @property
+    def fits(self) -> bool:
+        """Whether the teams, if several, have the registers and fn the shared memory."""
+        registers = self.cta_threads * 168 <= REGISTERS
+        return registers and self.tokens == CLUSTER and self.norm and 0 < self.rows == self.stages
+
+    @property
+    def slice(self) -> int:
+        """Channels of a CTA."""
+        return self.dim // CLUSTER
+
+    @property
+    def threads(self) -> int:
+        """Of a team that have channels."""
+        return self.slice // CHANNELS
+
+    @property
+    def warps(self) -> int:
+        """Of a team that have channels."""
+        return self.threads // WARP
+
+    @property
+    def cta_threads(self) -> int:
+        """Of all teams, with a warp each that fetches fn and balances comb."""
+        return self.teams * (self.threads + (WARP if self.rows else 0))
+
+    @property
+    def ctas(self) -> int:
+        """Of a multiprocessor: two where registers allow it, so that one computes while the other one waits."""
+        return 2 if self.teams == 1 and 2 * self.cta_threads * 192 <= REGISTERS else 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Of fn, in a CTA."""
+        return STREAMS * self.slice * 4
+
+    @property
+    def stages(self) -> int:
+        """Rows of fn that are in shared memory at once."""
+        other = self.teams * self.tokens * self.quads * 16 * (self.warps + CLUSTER) + 2048
+        return min(self.rows, (SHARED_BYTES // self.ctas - 1024 - other) // self.row_bytes)
+
+    @property
+    def batch(self) -> int:
+        """Rows whose sums are added up over the lanes together: with more of them, registers would not hold the sums
+        of eight tokens beside their streams."""
+        return min(self.rows, 8, 16 // self.tokens)
+
+    @property
+    def quads(self) -> int:
+        """Of four sums each, of a token: one of each row of fn, and the sum of squares."""
+        return self.rows // 4 + 1
+
+    @property
+    def square_slots(self) -> int:
+        """Places for the sums of squares of the mixtures; of fewer tokens each has several."""
+        return max(self.tokens, 4)
+
+
+def shared_memory(plan: Plan) -> type:
+    """The structure of a CTA's shared memory."""
+    num_sums, teams = plan.tokens * plan.quads * 4, plan.teams
+
+    @cute.struct
+    class Shared:
+        fn: cute.struct.Align[cute.struct.MemRange[Uint8, plan.stages * plan.row_bytes], 128]
+        # fn: [stage][stream][channel], fp32
+        sums: cute.struct.Align[cute.struct.MemRange[Float32, teams * plan.warps * num_sums], 16]
+        # sums: [team][warp][token][quads * 4]; behind those of the rows the sum of squares and three zeros
+        received: cute.struct.Align[cute.struct.MemRange[Float32, teams * CLUSTER * num_sums], 16]
+        # received: [team], the same of the CTAs of the cluster
+        squares: cute.struct.Align[cute.struct.MemRange[Float32, teams * plan.warps * plan.square_slots], 16]
+        # squares: [team][warp][slot], of the mixtures
+        received_squares: cute.struct.Align[cute.struct.MemRange[Float32, teams * CLUSTER * plan.square_slots], 16]
+        # received_squares: [team], the same of the CTAs of the cluster
+        pre: cute.struct.Align[cute.struct.MemRange[Float32, teams * plan.tokens * STREAMS], 16]
+        full: cute.struct.MemRange[Int64, plan.stages]
+        # full: [stage], by the bytes of a row
+        empty: cute.struct.MemRange[Int64, plan.stages]
+        # empty: [stage], by all warps that have read it; of one team only
+        sums_there: cute.struct.MemRange[Int64, teams]
+        # sums_there: [team], received, of all CTAs
+        taken: cute.struct.MemRange[Int64, teams]
+        # taken: [team], what the warp that balances needs of received
+        squares_there: cute.struct.MemRange[Int64, teams]
+        # squares_there: [team], received_squares, of all CTAs
+
+    return Shared
+
+
+class Arguments(NamedTuple):
+    """Dynamic arguments; addresses are Int64, those of what a plan has not are 0, strides are bytes."""
+
+    num_tokens: Int32
+    y: Int64  # [T, d] bf16
+    y_stride: Int64
+    streams: Int64  # [T, 4, d] bf16
+    streams_stride: Int64  # of a token
+    stream_stride: Int64
+    post: Int64  # [T, 4] fp32
+    post_stride: Int64
+    comb: Int64  # [T, 4, 4] fp32
+    comb_stride: Int64  # of a token
+    fn: Int64  # [rows, 4 * d] fp32
+    base: Int64  # [rows] fp32
+    scale: Int64  # [3 or 1] fp32
+    norm_weight: Int64  # [d] fp32 or bf16
+    norm_eps: Float32
+    hc_eps: Float32
+    iterations: Int32
+    out_streams: Int64  # [T, 4, d] bf16, contiguous like all results
+    out: Int64  # [T, d] bf16
+    out_post: Int64  # [T, 4] fp32
+    out_comb: Int64  # [T, 4, 4] fp32

@@ -1,0 +1,128 @@
+"""The indexer on a GPU: scores into a bounded buffer, then the choice, for as many tokens at a time as fit.
+
+Shapes alone decide what is launched, so a CUDA graph can record it: CTAs look up how many entries their token sees.
+"""
+
+import torch
+from cutlass import Int32, Int64
+from torch import Tensor
+
+from dsv4_kernels import bf16_rows
+from dsv4_kernels.indexer import prefill_scores, scores, topk
+from dsv4_kernels.kv_layout import PAGE_ROWS, KVRows, RowFormat
+
+SCRATCH_BYTES = 256 << 20
+"""Bound on the buffer of scores, unless one token's are more."""
+RUNS = 64
+"""CTAs of one token, at the most: each has as many pages as that takes, and at least PAGES_A_CTA."""
+PAGES_A_CTA = 4
+
+
+def scratch_bytes(tokens: int, max_entries: int) -> int:
+    """Bytes of the buffer that a call needs, whose page table has room for so many entries."""
+    return 4 * max_entries * tokens_at_a_time(tokens, max_entries)
+
+
+def tokens_at_a_time(tokens: int, max_entries: int) -> int:
+    """Tokens whose scores are in the buffer together."""
+    return max(1, min(tokens, SCRATCH_BYTES // max(1, 4 * max_entries)))
+
+
+def _run(
+    name: str,
+    q: Tensor,
+    head_weights: Tensor,
+    keys: KVRows,
+    page_table: Tensor,
+    entries_per_page: int,
+    token_to_request: Tensor,
+    visible: Tensor,
+    top_k: int,
+    row_pages: Tensor,
+    prefill: bool,
+) -> Tensor:
+    heads = _check(q, head_weights, keys, entries_per_page, (page_table, token_to_request, visible, row_pages))
+    tokens, device = q.shape[0], q.device
+    rows = torch.empty(tokens, top_k, dtype=torch.int32, device=device)
+    num_pages = page_table.shape[1]
+    if not tokens or not num_pages:
+        return rows.fill_(-1)
+    arch, stream = bf16_rows.architecture(name, device), bf16_rows.current_stream(device)
+    at_a_time = tokens_at_a_time(tokens, num_pages * PAGE_ROWS)
+    if prefill and name == "sm90":
+        score_kernel, pages_a_cta = prefill_scores, prefill_scores.pages_a_cta(at_a_time, num_pages)
+    else:
+        score_kernel, pages_a_cta = scores, max(PAGES_A_CTA, -(-num_pages // RUNS))
+    buffer = None
+    if num_pages * PAGE_ROWS > top_k:
+        buffer = torch.empty(at_a_time, num_pages * PAGE_ROWS, dtype=torch.float32, device=device)
+    for begin in range(0, tokens, at_a_time):
+        count = min(at_a_time, tokens - begin)
+        of_tokens = {
+            "token_to_request": Int64(token_to_request.data_ptr() + 4 * begin),
+            "visible": Int64(visible.data_ptr() + 4 * begin),
+            "top_k": Int32(top_k),
+            "scores": Int64(buffer.data_ptr() if buffer is not None else 0),
+            "scores_row_bytes": Int64(num_pages * PAGE_ROWS * 4),
+        }
+        if buffer is not None:
+            score_arguments = scores.Arguments(
+                q=Int64(q.data_ptr() + begin * bf16_rows.stride_bytes(q, 0)),
+                q_token_bytes=Int64(bf16_rows.stride_bytes(q, 0)),
+                head_weights=Int64(head_weights.data_ptr() + begin * bf16_rows.stride_bytes(head_weights, 0)),
+                head_weights_token_bytes=Int64(bf16_rows.stride_bytes(head_weights, 0)),
+                keys=Int64(keys.storage.data_ptr()),
+                page_bytes=Int64(bf16_rows.stride_bytes(keys.storage, 0)),
+                page_table=Int64(page_table.data_ptr()),
+                page_table_row_bytes=Int64(bf16_rows.stride_bytes(page_table, 0)),
+                pages_a_cta=Int32(pages_a_cta),
+                **of_tokens,
+            )
+            runs = Int32(-(-num_pages // pages_a_cta))
+            score_kernel.compile(arch, heads)(score_arguments, runs, Int32(count), stream)
+        topk_arguments = topk.Arguments(
+            row_pages=Int64(row_pages.data_ptr()),
+            row_pages_row_bytes=Int64(bf16_rows.stride_bytes(row_pages, 0)),
+            rows=Int64(rows.data_ptr() + begin * top_k * 4),
+            **of_tokens,
+        )
+        topk.compile(arch)(topk_arguments, Int32(count), stream)
+    return rows
+
+
+def _check(q: Tensor, head_weights: Tensor, keys: KVRows, entries_per_page: int, lists: tuple[Tensor, ...]) -> int:
+    """Number of heads.
+
+    Raises:
+        ValueError: what the kernels have no code for.
+    """
+    heads = q.shape[1]
+    bf16_rows.check_rows("index_topk: q", q, scores.KEY_DIM)
+    if heads % scores.HEADS_A_TILE or not 0 < heads <= 64 or q.stride(1) != scores.KEY_DIM:
+        raise ValueError(
+            f"index_topk on a GPU takes a multiple of {scores.HEADS_A_TILE} heads, at most 64, side by side; got "
+            f"{heads} with stride {q.stride(1)}. The implementation 'ref' takes any"
+        )
+    if keys.format is not RowFormat.INDEX_FP4 or entries_per_page != PAGE_ROWS:
+        raise ValueError(
+            f"index_topk on a GPU reads FP4 keys in pages of {PAGE_ROWS} entries; got {keys.format.value} keys in "
+            f"pages of {entries_per_page}. The implementation 'ref' takes any"
+        )
+    for tensor in (head_weights, *lists):
+        expected = torch.float32 if tensor is head_weights else torch.int32
+        if tensor.dtype != expected or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
+            raise ValueError(
+                f"index_topk on a GPU takes contiguous rows of {expected}; got {tensor.dtype} {tuple(tensor.shape)} "
+                f"with strides {tensor.stride()}"
+            )
+    return heads
+
+
+def sm90(*arguments: object) -> Tensor:
+    """`dsv4_kernels.indexer.index_topk` on Hopper."""
+    return _run("sm90", *arguments)
+
+
+def sm100(*arguments: object) -> Tensor:
+    """`dsv4_kernels.indexer.index_topk` on Blackwell (B200, GB200, B300)."""
+    return _run("sm100", *arguments)

@@ -1,0 +1,125 @@
+"""The indexer's queries on a GPU (sm_90a, sm_100a): rotated, transformed and rounded to FP4 in one launch.
+
+A warp has one head of a token, a lane four neighbouring channels: two pairs of the rotation, what the transform's first
+two levels are made of, and an eighth of a block. Nothing passes through shared memory.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Int32, Int64, Uint32
+from torch import Tensor
+
+from dsv4_kernels import bf16_rows, ptx
+from dsv4_kernels.bf16_rows import channels, max_over_lanes, mul, packed, store_8_bytes
+from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.kv_layout import FP4_SCALE_GROUP
+from dsv4_kernels.quant import e2m1, e4m3
+from dsv4_kernels.quant.e2m1 import DIM
+from dsv4_kernels.quant.e2m1 import LANE_CHANNELS as CHANNELS
+from dsv4_kernels.rope.angle import cosine_and_sine, position_of, turned
+
+ROTATED = 64
+LANES_A_BLOCK = FP4_SCALE_GROUP // CHANNELS
+THREADS = 128
+
+
+class Arguments(NamedTuple):
+    """Dynamic arguments of the kernel; addresses are Int64."""
+
+    q: Int64
+    token_bytes: Int64
+    out: Int64  # [T, Hi, 128] bf16
+    positions: Int64  # int64
+    frequencies: Int64  # fp32
+    num_heads: Int32
+    num_rows: Int32  # T * Hi
+
+
+@cute.jit
+def launch(args: Arguments, quantise: cutlass.Constexpr[bool], ctas: Int32, stream: cuda.CUstream) -> None:
+    """One warp a head of a token."""
+    kernel(args, quantise).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+
+@cute.kernel
+def kernel(args: Arguments, quantise: cutlass.Constexpr[bool]) -> None:
+    """One head."""
+    thread, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    lane = thread % 32
+    row = cta * (THREADS // 32) + thread // 32
+    if row < args.num_rows:
+        token = row // args.num_heads
+        head = row - token * args.num_heads
+        address = args.q + Int64(token) * args.token_bytes + Int64(head) * (2 * DIM) + lane * (2 * CHANNELS)
+        words = ptx.asm("ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", [Uint32] * 2, address)
+        first, second = words[0], words[1]
+        if lane >= 32 - ROTATED // CHANNELS:
+            position = position_of(args.positions + Int64(token) * 8)
+            frequency = args.frequencies + (lane - (32 - ROTATED // CHANNELS)) * 8
+            pair = cosine_and_sine(mul(position, ptx.load_f32(frequency)))
+            first = turned(first, *pair)
+            pair = cosine_and_sine(mul(position, ptx.load_f32(frequency + 4)))
+            second = turned(second, *pair)
+        if cutlass.const_expr(quantise):
+            first, second = rounded((first, second), lane)
+        store_8_bytes(args.out + Int64(row) * (2 * DIM) + lane * (2 * CHANNELS), (first, second))
+
+
+def rounded(words: Sequence[Uint32], lane: Int32) -> tuple:
+    """The Hadamard transform, and the FP4 round trip (`fp4_qdq`) of what that rounds to."""
+    values = channels(packed(e2m1.hadamard(channels(words), lane)))
+    exponent = e2m1.scale_exponent(max_over_lanes(e4m3.largest(values), LANES_A_BLOCK))
+    return packed([e2m1.value_of(code, exponent) for code in e2m1.codes(values, exponent)])
+
+
+# Host side
+
+
+def compile(arch: str, quantise: bool) -> Callable[..., None]:
+    """The launcher: (arguments, CTAs, stream)."""
+
+    def from_compiler() -> Callable[..., None]:
+        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
+        return cute.compile(launch, example, quantise, Int32(1), cuda.CUstream(0))
+
+    return load_or_compile("index_query", quantise, arch, from_compiler)
+
+
+def _run(name: str, q: Tensor, positions: Tensor, frequencies: Tensor, quantise: bool) -> Tensor:
+    bf16_rows.check_rows("index_query: q", q, DIM)
+    if q.stride(1) != DIM or 2 * frequencies.shape[0] != ROTATED or positions.dtype != torch.int64:
+        raise ValueError(
+            f"index_query on a GPU takes heads side by side, {ROTATED} rotated channels and int64 positions; "
+            f"got strides {q.stride()}, {2 * frequencies.shape[0]}, {positions.dtype}. 'ref' takes any"
+        )
+    tokens, heads, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.numel():
+        arguments = Arguments(
+            q=Int64(q.data_ptr()),
+            token_bytes=Int64(bf16_rows.stride_bytes(q, 0)),
+            out=Int64(out.data_ptr()),
+            positions=Int64(positions.data_ptr()),
+            frequencies=Int64(frequencies.data_ptr()),
+            num_heads=Int32(heads),
+            num_rows=Int32(tokens * heads),
+        )
+        launcher = compile(bf16_rows.architecture(name, q.device), quantise)
+        launcher(arguments, Int32(-(-tokens * heads * 32 // THREADS)), bf16_rows.current_stream(q.device))
+    return out
+
+
+def sm90(*arguments: object) -> Tensor:
+    """`dsv4_kernels.indexer.index_query` on Hopper."""
+    return _run("sm90", *arguments)
+
+
+def sm100(*arguments: object) -> Tensor:
+    """`dsv4_kernels.indexer.index_query` on Blackwell (B200, GB200, B300)."""
+    return _run("sm100", *arguments)

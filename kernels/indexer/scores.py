@@ -1,0 +1,209 @@
+"""Scores of a CSA layer's entries on a GPU (sm_90a, sm_100a): FP4 keys and queries on tensor cores by `mma.sync`.
+
+For few tokens; on Hopper a prefill has `prefill_scores`, where tokens share what is made of the keys.
+
+A CTA has one token and a run of pages; its four warps have 16 keys of each page. The query stays in registers. Where a
+product's channels lie in a fragment is free as long as both operands agree: a lane of a quad has 32 channels in a row,
+so it loads 16 bytes of a key, and the one scale that they share, and nothing passes through shared memory.
+
+FP4 times a power of two, and a query that was rounded to FP4, are exact in bf16, and so are their products in fp32. A
+score's summation order is fixed, whatever the batch: the instructions' over channels, then over a lane's heads, then
+over the quad.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from dsv4_kernels import ptx
+from dsv4_kernels.bf16_rows import add, load_words, sum_over_lanes
+from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.kv_layout import FP4_SCALE_GROUP, PAGE_ROWS
+
+KEY_DIM = 128
+KEYS_A_WARP = 16
+THREADS = 32 * PAGE_ROWS // KEYS_A_WARP
+HEADS_A_TILE = 8
+CODE_BYTES = KEY_DIM // 2
+SCALE_BYTES = KEY_DIM // FP4_SCALE_GROUP
+STEPS = 8
+"""Instructions that a key's channels take: 16 each, 4 of every lane of a quad."""
+
+
+class Arguments(NamedTuple):
+    """Dynamic arguments of the kernel; addresses are Int64."""
+
+    q: Int64  # [T, Hi, 128] bf16
+    q_token_bytes: Int64
+    head_weights: Int64  # [T, Hi] fp32
+    head_weights_token_bytes: Int64
+    keys: Int64  # pages of 64 rows
+    page_bytes: Int64
+    page_table: Int64  # [B, P] int32
+    page_table_row_bytes: Int64
+    token_to_request: Int64  # [T] int32
+    visible: Int64  # [T] int32
+    scores: Int64  # [T, row_entries] fp32
+    scores_row_bytes: Int64
+    top_k: Int32  # of a token that sees no more, nothing is scored
+    pages_a_cta: Int32
+
+
+@cute.jit
+def launch(args: Arguments, heads: cutlass.Constexpr[int], runs: Int32, tokens: Int32, stream: cuda.CUstream) -> None:
+    """One CTA for a run of pages of a token."""
+    kernel(args, heads).launch(grid=[runs, tokens, 1], block=[THREADS, 1, 1], stream=stream)
+
+
+@cute.kernel
+def kernel(args: Arguments, heads: cutlass.Constexpr[int]) -> None:
+    """Scores of one run of pages."""
+    thread, _, _ = cute.arch.thread_idx()
+    run, token, _ = cute.arch.block_idx()
+    visible = ptx.load_i32(args.visible + Int64(token) * 4)
+    first_page = run * args.pages_a_cta
+    if (visible > args.top_k) & (first_page * PAGE_ROWS < visible):
+        lane, warp = thread % 32, thread // 32
+        row, quad = lane // 4, lane % 4
+        tiles = heads // HEADS_A_TILE
+        q = cute.make_rmem_tensor((tiles * 2 * STEPS,), Uint32)
+        weights = cute.make_rmem_tensor((2 * tiles,), Float32)
+        load_query(args, token, row, quad, tiles, q, weights)
+        request = ptx.load_i32(args.token_to_request + Int64(token) * 4)
+        table = args.page_table + Int64(request) * args.page_table_row_bytes
+        out = args.scores + Int64(token) * args.scores_row_bytes
+        last_page = ptx.imin(first_page + args.pages_a_cta, (visible + (PAGE_ROWS - 1)) // PAGE_ROWS)
+        key = warp * KEYS_A_WARP + row  # and the one 8 behind it
+        for page in cutlass.range(first_page, last_page, unroll=1):
+            number = ptx.load_i32(table + Int64(page) * 4)
+            codes = args.keys + Int64(number) * args.page_bytes
+            scores = page_scores(codes, key, quad, tiles, q, weights)
+            entry = page * PAGE_ROWS + key
+            for i in cutlass.range_constexpr(2):
+                if (quad == 0) & (entry + 8 * i < visible):
+                    ptx.store_f32(out + Int64(entry + 8 * i) * 4, scores[i])
+
+
+@cute.jit
+def load_query(
+    args: Arguments,
+    token: Int32,
+    row: Int32,
+    quad: Int32,
+    tiles: cutlass.Constexpr[int],
+    q: cute.Tensor,
+    weights: cute.Tensor,
+) -> None:
+    """A lane's part of the query: of head 8 n + row the channels [32 quad, 32 quad + 32), and two heads' weights."""
+    begin = args.q + Int64(token) * args.q_token_bytes + quad * (2 * FP4_SCALE_GROUP)
+    for n in cutlass.range_constexpr(tiles):
+        head = begin + (n * HEADS_A_TILE + row) * (2 * KEY_DIM)
+        for i in cutlass.range_constexpr(4):
+            words = load_words(head + 16 * i)
+            for j in cutlass.range_constexpr(4):
+                q[n * 2 * STEPS + 4 * i + j] = words[j]
+        address = args.head_weights + Int64(token) * args.head_weights_token_bytes
+        for i in cutlass.range_constexpr(2):
+            weights[2 * n + i] = ptx.load_f32(address + (n * HEADS_A_TILE + 2 * quad + i) * 4)
+
+
+@cute.jit
+def page_scores(
+    codes: Int64, key: Int32, quad: Int32, tiles: cutlass.Constexpr[int], q: cute.Tensor, weights: cute.Tensor
+) -> tuple:
+    """Scores of two keys of a page, in every lane of their quad."""
+    words, scales = load_keys(codes, key, quad)
+    sums = cute.make_rmem_tensor((4 * tiles,), Float32)
+    sums.fill(0.0)
+    for word in cutlass.range_constexpr(4):
+        for half, a in enumerate(fragments(words, scales, word)):
+            step = 2 * word + half
+            for n in cutlass.range_constexpr(tiles):
+                b = (q[n * 2 * STEPS + 2 * step], q[n * 2 * STEPS + 2 * step + 1])
+                d = multiply(a, b, tuple(sums[4 * n + i] for i in range(4)))
+                for i in cutlass.range_constexpr(4):
+                    sums[4 * n + i] = d[i]
+    return weigh([sums[i] for i in range(4 * tiles)], [weights[i] for i in range(2 * tiles)])
+
+
+def load_keys(codes: Int64, key: Int32, quad: Int32) -> tuple:
+    """Of two keys of a page a lane's 32 channels, four words of codes each, and their scales."""
+    words, scales = [], []
+    for i in range(2):
+        place = key + 8 * i
+        words.append(load_words(codes + place * CODE_BYTES + quad * 16))
+        scale = codes + (PAGE_ROWS * CODE_BYTES + place * SCALE_BYTES)
+        scales.append(ptx.scale_pair((ptx.load_i32(scale).to(Uint32) >> (8 * quad)) & 0xFF))
+    return words, scales
+
+
+def fragments(words: list, scales: list, word: int) -> list:
+    """Eight channels of a lane's two keys: its four words of the left operand, of each of two instructions."""
+    first, second = (dequantise(words[i][word], scales[i]) for i in range(2))
+    return [(first[2 * h], second[2 * h], first[2 * h + 1], second[2 * h + 1]) for h in range(2)]
+
+
+def weigh(sums: list, weights: list) -> tuple:
+    """Two keys' scores, in every lane of their quad, from a lane's products: of tile n the heads 8 n + 2 quad + {0, 1}.
+
+    Args:
+        sums: of tile n at 4 n the first key's with both heads, then the second's.
+        weights: of tile n at 2 n both heads'.
+    """
+    totals = []
+    for i in range(2):
+        total = Float32(0.0)
+        for n in range(len(sums) // 4):
+            for j in range(2):
+                total = ptx.fma(ptx.fmax(sums[4 * n + 2 * i + j], Float32(0.0)), weights[2 * n + j], total)
+        # -0.0 would be another number to the radix select, and is the same one.
+        totals.append(add(sum_over_lanes(total, 4), Float32(0.0)))
+    return tuple(totals)
+
+
+def dequantise(codes: Uint32, scale: Uint32) -> tuple:
+    """Eight e2m1 codes times a power of two (`ptx.scale_pair`), as four words of two bf16, in order."""
+    words = []
+    for half in range(2):
+        part = codes >> (16 * half) if half else codes
+        high = ptx.asm("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", [Uint32], *_HIGH_BYTES(), part & 0x7777)
+        low = ptx.asm("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", [Uint32], *_LOW_BYTES(), part & 0x7777)
+        for order, signs in ((0x5140, (12, 24)), (0x7362, (4, 16))):
+            pair = ptx.asm("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", [Uint32], low, high, Uint32(order))
+            sign = ((part << signs[0]) & 0x8000) | ((part << signs[1]) & Uint32(0x80000000))
+            words.append(ptx.asm("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", [Uint32], pair | sign, scale))
+    return tuple(words)
+
+
+def _HIGH_BYTES() -> tuple:
+    return Uint32(0x3F3F3F00), Uint32(0x40404040)
+
+
+def _LOW_BYTES() -> tuple:
+    return Uint32(0xC0800000), Uint32(0xC0804000)
+
+
+def multiply(a: tuple, b: tuple, c: tuple) -> tuple:
+    """mma.m16n8k16 of bf16, accumulated in fp32."""
+    return ptx.asm(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        [Float32] * 4,
+        *a,
+        *b,
+        *c,
+    )
+
+
+def compile(arch: str, heads: int) -> Callable[..., None]:
+    """The launcher: (arguments, runs, tokens, stream)."""
+
+    def from_compiler() -> Callable[..., None]:
+        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
+        return cute.compile(launch, example, heads, Int32(1), Int32(1), cuda.CUstream(0))
+
+    return load_or_compile("index_scores", heads, arch, from_compiler)

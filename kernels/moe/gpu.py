@@ -1,0 +1,139 @@
+"""Clamped SwiGLU on Hopper and Blackwell (sm_90a, sm_100a): one kernel, bound by memory.
+
+A thread makes 8 channels from as many of the gate and of up, in bf16 or, with 15 neighbours, as a block of e4m3. The
+padding of rows to whole blocks is `dsv4_kernels.quant.gpu`'s.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64
+from torch import Tensor
+
+from dsv4_kernels import bf16_rows, ptx
+from dsv4_kernels.bf16_rows import CHUNK, CHUNK_BYTES, add, at_least, at_most, load_words_if, mul
+from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.quant.gpu import BLOCK, THREADS, Codes, new_codes, num_ctas, place_of_thread, store_codes
+
+
+class Arguments(NamedTuple):
+    """Dynamic arguments of the kernel; addresses are Int64."""
+
+    gate: Int64
+    up: Int64
+    row_bytes: Int64  # of both
+    limit: Float32
+    to: Codes  # in bf16 the codes are the result, and there are no scales
+
+
+@cute.jit
+def launch(arguments: Arguments, is_fp8: cutlass.Constexpr[bool], ctas: Int32, stream: cuda.CUstream) -> None:
+    """One thread for a chunk of a row, padded to whole blocks."""
+    kernel(arguments, is_fp8).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+
+@cute.kernel
+def kernel(args: Arguments, is_fp8: cutlass.Constexpr[bool]) -> None:
+    """Makes one chunk."""
+    row, chunk, exists = place_of_thread(args.to)
+    offset = Int64(row) * args.row_bytes + chunk * CHUNK_BYTES
+    gate, up = load_words_if(exists, args.gate + offset), load_words_if(exists, args.up + offset)
+    words = product(gate, up, args.limit)
+    if cutlass.const_expr(is_fp8):
+        store_codes(args.to, row, chunk, exists, bf16_rows.channels(words))
+    else:
+        if exists:
+            ptx.store_16_bytes(args.to.codes + (Int64(row) * args.to.chunks + chunk) * CHUNK_BYTES, words)
+
+
+def product(gate: tuple, up: tuple, limit: Float32) -> tuple:
+    """`silu(min(gate, limit)) * clamp(up, -limit, limit)` rounded to bf16."""
+    made = []
+    for a, b in zip(bf16_rows.channels(gate), bf16_rows.channels(up), strict=True):
+        a = at_most(a, limit)
+        silu = mul(a, bf16_rows.reciprocal(add(Float32(1.0), bf16_rows.exp(-a))))
+        made.append(mul(silu, at_most(at_least(b, -limit), limit)))
+    return bf16_rows.packed(made)
+
+
+# Host side
+
+
+def compile(is_fp8: bool, arch: str) -> Callable[..., None]:
+    """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
+
+    def from_compiler() -> Callable[..., None]:
+        codes = Codes(*(kind(1) for kind in Codes.__annotations__.values()))
+        example = Arguments(Int64(1), Int64(1), Int64(1), Float32(1), codes)
+        return cute.compile(launch, example, is_fp8, Int32(1), cuda.CUstream(0))
+
+    return load_or_compile("swiglu", "fp8" if is_fp8 else "bf16", arch, from_compiler)
+
+
+def _run(name: str, gate_up: Tensor, limit: float, to: Codes, is_fp8: bool) -> None:
+    rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
+    arguments = Arguments(
+        gate=Int64(gate_up.data_ptr()),
+        up=Int64(gate_up.data_ptr() + dim * gate_up.element_size()),
+        row_bytes=Int64(bf16_rows.stride_bytes(gate_up, 0)),
+        limit=Float32(limit),
+        to=to,
+    )
+    launcher = compile(is_fp8, bf16_rows.architecture(name, gate_up.device))
+    launcher(arguments, Int32(num_ctas(rows, dim)), bf16_rows.current_stream(gate_up.device))
+
+
+def _check(what: str, gate_up: Tensor) -> tuple[int, int]:
+    """Rows and channels of the result."""
+    bf16_rows.check_rows(f"{what}: gate_up", gate_up)
+    bf16_rows.check_rows(f"{what}: the half of up in gate_up", gate_up[:, gate_up.shape[1] // 2 :])
+    return gate_up.shape[0], gate_up.shape[1] // 2
+
+
+def _bf16(name: str, gate_up: Tensor, limit: float) -> Tensor:
+    rows, dim = _check("fused_swiglu", gate_up)
+    out = torch.empty(rows, dim, dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel():
+        to = Codes(
+            codes=Int64(out.data_ptr()),
+            scales=Int64(0),
+            scale_row_bytes=Int64(0),
+            scale_block_bytes=Int64(0),
+            chunks=Int32(dim // CHUNK),
+            blocks=Int32(-(-dim // BLOCK)),
+            num_rows=Int32(rows),
+        )
+        _run(name, gate_up, limit, to, False)
+    return out
+
+
+def _fp8(name: str, gate_up: Tensor, limit: float, column_major: bool) -> tuple[Tensor, Tensor]:
+    rows, dim = _check("swiglu_fp8", gate_up)
+    codes, scales, to = new_codes(rows, dim, column_major, gate_up.device)
+    if codes.numel():
+        _run(name, gate_up, limit, to, True)
+    return codes, scales
+
+
+def sm90(gate_up: Tensor, limit: float) -> Tensor:
+    """`dsv4_kernels.moe.fused_swiglu` on Hopper: bf16, I a multiple of 8."""
+    return _bf16("sm90", gate_up, limit)
+
+
+def sm100(gate_up: Tensor, limit: float) -> Tensor:
+    """`dsv4_kernels.moe.fused_swiglu` on Blackwell (B200, GB200, B300); as `sm90`."""
+    return _bf16("sm100", gate_up, limit)
+
+
+def sm90_fp8(gate_up: Tensor, limit: float, column_major: bool) -> tuple[Tensor, Tensor]:
+    """`dsv4_kernels.moe.swiglu_fp8` on Hopper: bf16, I a multiple of 8."""
+    return _fp8("sm90", gate_up, limit, column_major)
+
+
+def sm100_fp8(gate_up: Tensor, limit: float, column_major: bool) -> tuple[Tensor, Tensor]:
+    """`dsv4_kernels.moe.swiglu_fp8` on Blackwell (B200, GB200, B300); as `sm90_fp8`."""
+    return _fp8("sm100", gate_up, limit, column_major)

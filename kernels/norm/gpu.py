@@ -1,0 +1,218 @@
+"""RMS norm on Hopper and Blackwell (sm_90a, sm_100a): one kernel, bound by memory.
+
+Rows of up to WARP_DIM channels take a warp, longer ones a CTA, whose warps meet once in shared memory. A lane has
+chunks of 8 channels, as far apart as there are lanes; it loads all of them before it uses the first. How many depends
+on the row's length only, and so do the order of its sum and its bits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64
+from torch import Tensor
+
+from dsv4_kernels import bf16_rows, ptx
+from dsv4_kernels.bf16_rows import CHUNK, CHUNK_BYTES, WARP, add, mul, sum_over_lanes
+from dsv4_kernels.compile_cache import load_or_compile
+
+WARP_DIM = 2048
+"""The longest row of a warp: 8 chunks, 64 channels a lane."""
+WARPS_OF_SHORT = 4
+WARPS_OF_LONG = 8
+LARGEST_DIM = 8 * CHUNK * WARP * WARPS_OF_LONG
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What the kernel is compiled for besides the architecture."""
+
+    dim: int
+    weight: str
+    """"fp32", "bf16" or "none"."""
+
+    def __post_init__(self) -> None:
+        if self.dim % CHUNK or not 0 < self.dim <= LARGEST_DIM:
+            raise ValueError(
+                f"rms_norm: the GPU kernel takes rows of a multiple of {CHUNK} and at most {LARGEST_DIM} channels; got "
+                f'{self.dim}. The implementation "ref" takes any'
+            )
+
+    @property
+    def warps_a_row(self) -> int:
+        """1, or all of a CTA."""
+        return 1 if self.dim <= WARP_DIM else WARPS_OF_LONG
+
+    @property
+    def warps(self) -> int:
+        """Of a CTA."""
+        return WARPS_OF_SHORT if self.warps_a_row == 1 else WARPS_OF_LONG
+
+    @property
+    def chunks_a_lane(self) -> int:
+        """The most that a lane has; the last ones may lie behind the row's end."""
+        return -(-self.dim // (CHUNK * WARP * self.warps_a_row))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all lanes have as many."""
+        return self.dim % (CHUNK * WARP * self.warps_a_row) == 0
+
+
+class Arguments(NamedTuple):
+    """Dynamic arguments of the kernel; addresses are Int64."""
+
+    x: Int64
+    x_row_bytes: Int64
+    out: Int64  # contiguous
+    weight: Int64
+    eps: Float32
+    num_rows: Int32
+
+
+@cute.jit
+def launch(
+    arguments: Arguments, configuration: cutlass.Constexpr[Configuration], num_ctas: Int32, stream: cuda.CUstream
+) -> None:
+    """One warp, or one CTA, for a row."""
+    threads = configuration.warps * WARP
+    kernel(arguments, configuration).launch(grid=[num_ctas, 1, 1], block=[threads, 1, 1], stream=stream)
+
+
+@cute.kernel
+def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> None:
+    """Makes the rows of a CTA."""
+    thread, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    if cutlass.const_expr(configuration.warps_a_row == 1):
+        row = cta * configuration.warps + thread // WARP
+        if row < args.num_rows:
+            normalise(args, configuration, row, thread % WARP, Int32(0))
+    else:
+        memory = cutlass.utils.SmemAllocator()
+        partial = memory.allocate_array(Float32, num_elems=configuration.warps)
+        normalise(args, configuration, cta, thread, Int32(partial.toint()))
+
+
+@cute.jit
+def normalise(
+    args: Arguments, configuration: cutlass.Constexpr[Configuration], row: Int32, lane: Int32, shared: Int32
+) -> None:
+    """Makes a row. lane: of all that have chunks of it."""
+    lanes = configuration.warps_a_row * WARP
+    x = args.x + Int64(row) * args.x_row_bytes
+    words, weights = [], []
+    for i in cutlass.range_constexpr(configuration.chunks_a_lane):
+        words.append(load_chunk(x, lane + i * lanes, configuration))
+    for i in cutlass.range_constexpr(configuration.chunks_a_lane):
+        weights.append(load_weights(args.weight, lane + i * lanes, configuration))
+    values = [bf16_rows.channels(chunk) for chunk in words]
+    total = bf16_rows.sum_of_squares(values[0])
+    for i in cutlass.range_constexpr(1, configuration.chunks_a_lane):
+        total = add(total, bf16_rows.sum_of_squares(values[i]))
+    total = sum_over_lanes(total)
+    if cutlass.const_expr(configuration.warps_a_row > 1):
+        total = sum_over_warps(total, configuration.warps_a_row, lane, shared)
+    factor = bf16_rows.reciprocal_root(ptx.fma(total, Float32(1 / configuration.dim), args.eps))
+    out = args.out + Int64(row) * (configuration.dim * 2)
+    for i in cutlass.range_constexpr(configuration.chunks_a_lane):
+        chunk = lane + i * lanes
+        made = bf16_rows.packed(scaled(values[i], factor, weights[i]))
+        if cutlass.const_expr(configuration.is_even):
+            ptx.store_16_bytes(out + chunk * CHUNK_BYTES, made)
+        else:
+            if chunk < configuration.dim // CHUNK:
+                ptx.store_16_bytes(out + chunk * CHUNK_BYTES, made)
+
+
+def scaled(values: list, factor: Float32, weights: list) -> list:
+    """`x * factor * weight`, each product rounded."""
+    values = [mul(value, factor) for value in values]
+    return [mul(value, weight) for value, weight in zip(values, weights, strict=True)] if weights else values
+
+
+def load_chunk(x: Int64, chunk: Int32, configuration: Configuration) -> tuple:
+    """Words of a chunk, zeros behind the row's end."""
+    if configuration.is_even:
+        return bf16_rows.load_words(x + chunk * CHUNK_BYTES)
+    return bf16_rows.load_words_if(chunk < configuration.dim // CHUNK, x + chunk * CHUNK_BYTES)
+
+
+def load_weights(weight: Int64, chunk: Int32, configuration: Configuration) -> list:
+    """Of a chunk as fp32; none without weight, anything behind the row's end."""
+    if configuration.weight == "none":
+        return []
+    if not configuration.is_even:
+        chunk = ptx.imin(chunk, Int32(configuration.dim // CHUNK - 1))
+    if configuration.weight == "bf16":
+        return bf16_rows.channels(bf16_rows.load_words(weight + chunk * CHUNK_BYTES))
+    address = weight + chunk * (2 * CHUNK_BYTES)
+    return [*bf16_rows.load_f32x4(address), *bf16_rows.load_f32x4(address + 16)]
+
+
+@cute.jit
+def sum_over_warps(total: Float32, warps: cutlass.Constexpr[int], lane: Int32, shared: Int32) -> Float32:
+    """Sum of what the warps of a CTA bring, in their order."""
+    if lane % WARP == 0:
+        ptx.store_shared_f32(shared + lane // WARP * 4, total)
+    cute.arch.sync_threads()
+    total = ptx.load_shared_f32(shared)
+    for i in cutlass.range_constexpr(1, warps):
+        total = add(total, ptx.load_shared_f32(shared + i * 4))
+    return total
+
+
+# Host side
+
+
+def compile(configuration: Configuration, arch: str) -> Callable[..., None]:
+    """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
+
+    def from_compiler() -> Callable[..., None]:
+        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
+        return cute.compile(launch, example, configuration, Int32(1), cuda.CUstream(0))
+
+    return load_or_compile("rms_norm", configuration, arch, from_compiler)
+
+
+def _run(name: str, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    dim = x.shape[-1]
+    weights = {None: "none", torch.float32: "fp32", torch.bfloat16: "bf16"}
+    dtype = None if weight is None else weight.dtype
+    if dtype not in weights or (weight is not None and (not weight.is_contiguous() or weight.data_ptr() % 16)):
+        raise ValueError(
+            f"rms_norm: the GPU kernel takes a contiguous weight in torch.float32 or torch.bfloat16 at a multiple of "
+            f"16 bytes; got {dtype}"
+        )
+    configuration = Configuration(dim, weights[dtype])
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = x.flatten(0, -2) if x.dim() != 2 else x
+    bf16_rows.check_rows("rms_norm: x", rows)
+    if not len(rows):
+        return out
+    arguments = Arguments(
+        x=Int64(rows.data_ptr()),
+        x_row_bytes=Int64(bf16_rows.stride_bytes(rows, 0)),
+        out=Int64(out.data_ptr()),
+        weight=Int64(0 if weight is None else weight.data_ptr()),
+        eps=Float32(eps),
+        num_rows=Int32(len(rows)),
+    )
+    num_ctas = -(-len(rows) * configuration.warps_a_row // configuration.warps)
+    arch = bf16_rows.architecture(name, x.device)
+    compile(configuration, arch)(arguments, Int32(num_ctas), bf16_rows.current_stream(x.device))
+    return out
+
+
+def sm90(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """`dsv4_kernels.norm.rms_norm` on Hopper: x [..., d] bf16, d a multiple of 8 and at most LARGEST_DIM."""
+    return _run("sm90", x, weight, eps)
+
+
+def sm100(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """`dsv4_kernels.norm.rms_norm` on Blackwell (B200, GB200, B300); as `sm90`."""
+    return _run("sm100", x, weight, eps)

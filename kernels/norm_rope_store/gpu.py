@@ -1,0 +1,325 @@
+"""Norm, rotation and storing on Hopper and Blackwell (sm_90a, sm_100a): one kernel, bound by memory.
+
+A warp makes a row of 512 channels: lane l has channels [8 l, 8 l + 8) and [256 + 8 l, 256 + 8 l + 8), two loads of 16
+bytes. So blocks 0 to 3 of 64 channels are the first halves of 8 neighbouring lanes each, blocks 4 to 6 the second
+halves, and the second halves of lanes 24 to 31 are the rotated channels, a pair a word. Lane l computes cosine and
+sine of pair l; lane 24 + i takes those of its four pairs from lanes 4 i to 4 i + 3.
+
+The first CTAs make window rows, a warp a token, since these take longest; the others queries, a warp `heads_a_warp`
+heads of a token, which share the angles and whose loads are all on their way before the first is used. Warps share
+nothing and none waits for another.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64, Uint32
+from torch import Tensor
+
+from dsv4_kernels import bf16_rows as rows_of
+from dsv4_kernels import ptx
+from dsv4_kernels.bf16_rows import WARP
+from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.kv_layout import (
+    NOPE_DIM,
+    PAGE_ROWS,
+    ROPE_DIM,
+    ROW_DATA_BYTES,
+    ROW_DIM,
+    ROW_SCALE_BYTES,
+    SCALE_GROUP,
+    RowFormat,
+)
+from dsv4_kernels.norm_rope_store import MAX_DESTINATIONS, Destination
+from dsv4_kernels.quant import e4m3
+from dsv4_kernels.rope.angle import cosine_and_sine, position_of, turned
+from dsv4_kernels.sparse_attention.addresses import row_bytes
+
+WARPS = 4
+HALF_BYTES = ROW_DIM  # of half a row in bf16
+BLOCK_LANES = SCALE_GROUP // rows_of.CHUNK
+ROTATED_LANE = WARP - ROPE_DIM // rows_of.CHUNK
+"""The first lane whose second half is rotated."""
+FEW_ROWS = 8448
+"""Up to so many heads of all tokens a warp makes one: 64 warps on each of 132 multiprocessors."""
+HEADS_A_WARP = 4
+
+
+class Table(NamedTuple):
+    """A destination; addresses are Int64."""
+
+    storage: Int64
+    page_bytes: Int64  # from page to page, or from plain row to plain row
+    rows: Int64  # int64 [T]; 0: no such destination
+    is_fp8: Int32
+
+
+class Arguments(NamedTuple):
+    """Dynamic arguments of the kernel. The first `kv_ctas` CTAs make window rows."""
+
+    q: Int64
+    q_token_bytes: Int64
+    q_head_bytes: Int64
+    out: Int64
+    out_token_bytes: Int64
+    out_head_bytes: Int64
+    kv: Int64
+    kv_token_bytes: Int64
+    kv_weight: Int64  # fp32
+    positions: Int64  # int64
+    frequencies: Int64  # fp32
+    first: Table
+    second: Table
+    third: Table
+    eps: Float32
+    qat: Int32
+    num_tokens: Int32
+    num_heads: Int32
+    kv_ctas: Int32
+
+
+@cute.jit
+def launch(arguments: Arguments, heads_a_warp: cutlass.Constexpr[int], num_ctas: Int32, stream: cuda.CUstream) -> None:
+    """One warp for a window row, or for `heads_a_warp` heads of a token."""
+    kernel(arguments, heads_a_warp).launch(grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream)
+
+
+@cute.kernel
+def kernel(args: Arguments, heads_a_warp: cutlass.Constexpr[int]) -> None:
+    """Makes the rows of one warp."""
+    thread, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    lane = thread % WARP
+    if cta < args.kv_ctas:
+        token = cta * WARPS + thread // WARP
+        if token < args.num_tokens:
+            store_row(args, token, lane)
+    else:
+        unit = (cta - args.kv_ctas) * WARPS + thread // WARP
+        units_a_token = (args.num_heads + heads_a_warp - 1) // heads_a_warp
+        token = unit // units_a_token
+        if token < args.num_tokens:
+            make_heads(args, token, (unit - token * units_a_token) * heads_a_warp, lane, heads_a_warp)
+
+
+def turns(args: Arguments, token: Int32, lane: Int32) -> list:
+    """(cosine, sine) of the four pairs that a lane rotates; of the lanes before ROTATED_LANE those of others."""
+    frequency = ptx.load_f32(args.frequencies + lane * 4)
+    cosine, sine = cosine_and_sine(rows_of.mul(position_of(args.positions + Int64(token) * 8), frequency))
+    pairs = []
+    for j in range(4):
+        source = (4 * lane + j) % WARP  # 4 (lane - ROTATED_LANE) + j
+        pairs.append((cute.arch.shuffle_sync(cosine, source), cute.arch.shuffle_sync(sine, source)))
+    return pairs
+
+
+def normed(words: tuple, eps: Float32, weights: Sequence[Float32] | None) -> tuple:
+    """A lane's words of a row, `x * rsqrt(mean(x**2) + eps) * weight` rounded to bf16."""
+    values = rows_of.channels(words)
+    half = len(values) // 2
+    total = rows_of.add(rows_of.sum_of_squares(values[:half]), rows_of.sum_of_squares(values[half:]))
+    total = rows_of.sum_over_lanes(total)
+    factor = rows_of.reciprocal_root(ptx.fma(total, Float32(1 / ROW_DIM), eps))
+    values = [rows_of.mul(value, factor) for value in values]
+    if weights is not None:
+        values = [rows_of.mul(value, weight) for value, weight in zip(values, weights, strict=True)]
+    return rows_of.packed(values)
+
+
+def rotated(words: tuple, lane: Int32, pairs: list) -> tuple:
+    """The same words, those of the rotated channels rotated."""
+    rotates = lane >= ROTATED_LANE
+    upper = [cutlass.select_(rotates, turned(word, *pair), word) for word, pair in zip(words[4:], pairs, strict=True)]
+    return (*words[:4], *upper)
+
+
+@cute.jit
+def make_heads(
+    args: Arguments, token: Int32, first_head: Int32, lane: Int32, heads_a_warp: cutlass.Constexpr[int]
+) -> None:
+    """Norms and rotates heads of one token."""
+    q = args.q + Int64(token) * args.q_token_bytes + Int64(first_head) * args.q_head_bytes + lane * 16
+    loaded = []
+    for i in cutlass.range_constexpr(heads_a_warp):
+        row = q + i * args.q_head_bytes
+        exists = first_head + i < args.num_heads
+        loaded.append((*rows_of.load_words_if(exists, row), *rows_of.load_words_if(exists, row + HALF_BYTES)))
+    pairs = turns(args, token, lane)
+    out = args.out + Int64(token) * args.out_token_bytes + Int64(first_head) * args.out_head_bytes + lane * 16
+    for i in cutlass.range_constexpr(heads_a_warp):
+        words = rotated(normed(loaded[i], args.eps, None), lane, pairs)
+        if first_head + i < args.num_heads:
+            ptx.store_16_bytes(out + i * args.out_head_bytes, words[:4])
+            ptx.store_16_bytes(out + i * args.out_head_bytes + HALF_BYTES, words[4:])
+
+
+@cute.jit
+def store_row(args: Arguments, token: Int32, lane: Int32) -> None:
+    """Makes one window row and stores it."""
+    destinations = (args.first, args.second, args.third)
+    numbers = cute.make_rmem_tensor((MAX_DESTINATIONS,), Int64)
+    for i in cutlass.range_constexpr(MAX_DESTINATIONS):
+        numbers[i] = Int64(-1)
+        if destinations[i].rows != 0:
+            numbers[i] = rows_of.load_i64(destinations[i].rows + Int64(token) * 8)
+    kv = args.kv + Int64(token) * args.kv_token_bytes + lane * 16
+    loaded = (*rows_of.load_words(kv), *rows_of.load_words(kv + HALF_BYTES))
+    weight = args.kv_weight + lane * 32
+    weights = [
+        *(*rows_of.load_f32x4(weight), *rows_of.load_f32x4(weight + 16)),
+        *(*rows_of.load_f32x4(weight + 2 * HALF_BYTES), *rows_of.load_f32x4(weight + (2 * HALF_BYTES + 16))),
+    ]
+    words = rotated(normed(loaded, args.eps, weights), lane, turns(args, token, lane))
+
+    values = rows_of.channels(words)
+    lower, upper = values[:8], values[8:]
+    exponents = [rows_of.max_over_lanes(e4m3.largest(half), BLOCK_LANES) for half in (lower, upper)]
+    exponents = [e4m3.scale_exponent(amax) for amax in exponents]
+    lower_codes, upper_codes = e4m3.codes(lower, exponents[0]), e4m3.codes(upper, exponents[1])
+    # Seven bytes from the first lanes of seven blocks, and a zero.
+    block, speaks = lane // BLOCK_LANES, lane % BLOCK_LANES == 0
+    nothing = Uint32(0)
+    shift = 8 * block
+    in_first = cutlass.select_(speaks, exponents[0] << shift, nothing)
+    in_second = cutlass.select_(speaks & (lane < ROTATED_LANE), exponents[1] << shift, nothing)
+    scales = (rows_of.or_over_warp(in_first), rows_of.or_over_warp(in_second))
+    kept = plain_words(words, lower_codes, upper_codes, exponents, lane, args.qat != 0)
+    for i in cutlass.range_constexpr(MAX_DESTINATIONS):
+        if numbers[i] >= 0:
+            if destinations[i].is_fp8 != 0:
+                store_fp8(destinations[i], numbers[i], lane, lower_codes, upper_codes, words, scales)
+            else:
+                row = destinations[i].storage + numbers[i] * destinations[i].page_bytes + lane * 16
+                ptx.store_16_bytes(row, kept[:4])
+                ptx.store_16_bytes(row + HALF_BYTES, kept[4:])
+
+
+def plain_words(
+    words: tuple, lower_codes: tuple, upper_codes: tuple, exponents: list, lane: Int32, qat: cutlass.Boolean
+) -> tuple:
+    """What a plain table keeps: the row, or what its codes stand for."""
+    rounded = []
+    for codes, exponent in ((lower_codes, exponents[0]), (upper_codes, exponents[1])):
+        scale = ptx.scale_pair(exponent)
+        for word in codes:
+            rounded += ptx.dequantise(word, scale)
+    is_code = [qat] * 4 + [qat & (lane < ROTATED_LANE)] * 4
+    return tuple(cutlass.select_(test, a, b) for test, a, b in zip(is_code, rounded, words, strict=True))
+
+
+@cute.jit
+def store_fp8(
+    table: Table, number: Int64, lane: Int32, lower_codes: tuple, upper_codes: tuple, words: tuple, scales: tuple
+) -> None:
+    """Writes a row of 584 bytes."""
+    page = table.storage + (number // PAGE_ROWS) * table.page_bytes
+    place = number % PAGE_ROWS
+    row = page + place * ROW_DATA_BYTES
+    rows_of.store_8_bytes(row + lane * 8, lower_codes)
+    if lane < ROTATED_LANE:
+        rows_of.store_8_bytes(row + (NOPE_DIM // 2 + 32) + lane * 8, upper_codes)
+    else:
+        ptx.store_16_bytes(row + NOPE_DIM + (lane - ROTATED_LANE) * 16, words[4:])
+    if lane == 0:
+        rows_of.store_8_bytes(page + PAGE_ROWS * ROW_DATA_BYTES + place * ROW_SCALE_BYTES, scales)
+
+
+# Host side
+
+
+def compile(heads_a_warp: int, arch: str) -> Callable[..., None]:
+    """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
+
+    def from_compiler() -> Callable[..., None]:
+        table = Table(*(kind(1) for kind in Table.__annotations__.values()))
+        example = Arguments(*(table if kind is Table else kind(1) for kind in Arguments.__annotations__.values()))
+        return cute.compile(launch, example, heads_a_warp, Int32(1), cuda.CUstream(0))
+
+    return load_or_compile("norm_rope_store", f"{heads_a_warp} heads a warp", arch, from_compiler)
+
+
+def _table(destination: Destination) -> Table:
+    table, rows = destination
+    if table.format is RowFormat.PLAIN:
+        rows_of.check_rows("norm_rope_store: plain rows", table.storage, ROW_DIM)
+    elif table.storage.stride(0) % 16 or table.storage.data_ptr() % 16:
+        raise ValueError(
+            f"norm_rope_store: pages of FP8 rows must lie at multiples of 16 bytes; got pages of "
+            f"{table.storage.stride(0)} bytes at {table.storage.data_ptr():#x}"
+        )
+    return Table(
+        storage=Int64(table.storage.data_ptr()),
+        page_bytes=Int64(row_bytes(table.storage)),
+        rows=Int64(rows.data_ptr()),
+        is_fp8=Int32(table.format is RowFormat.FP8),
+    )
+
+
+def _run(
+    name: str,
+    q: Tensor,
+    kv: Tensor,
+    kv_weight: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    eps: float,
+    destinations: Sequence[Destination],
+    qat: bool,
+    out: Tensor,
+) -> None:
+    for what, rows in (("q", q), ("kv", kv), ("out", out)):
+        rows_of.check_rows(f"norm_rope_store: {what}", rows, ROW_DIM)
+    constants = {"kv_weight": (kv_weight, ROW_DIM), "frequencies": (frequencies, ROPE_DIM // 2)}
+    for what, (values, length) in constants.items():
+        if values.shape != (length,) or values.dtype != torch.float32 or not values.is_contiguous():
+            raise ValueError(
+                f"norm_rope_store: the GPU kernel needs {what} [{length}] torch.float32, contiguous; got "
+                f"{tuple(values.shape)} {values.dtype}"
+            )
+    tokens, heads, _ = q.shape
+    heads_a_warp = 1 if tokens * heads <= FEW_ROWS else HEADS_A_WARP
+    lists = [positions, *(destination.rows for destination in destinations)]
+    if not all(values.is_contiguous() for values in lists):
+        raise ValueError("norm_rope_store: the GPU kernel needs contiguous positions and rows of destinations")
+    tables = [_table(destination) for destination in destinations]
+    nowhere = Table(Int64(0), Int64(0), Int64(0), Int32(0))
+    tables += [nowhere] * (MAX_DESTINATIONS - len(tables))
+    kv_ctas = -(-tokens // WARPS)
+    arguments = Arguments(
+        q=Int64(q.data_ptr()),
+        q_token_bytes=Int64(rows_of.stride_bytes(q, 0)),
+        q_head_bytes=Int64(rows_of.stride_bytes(q, 1)),
+        out=Int64(out.data_ptr()),
+        out_token_bytes=Int64(rows_of.stride_bytes(out, 0)),
+        out_head_bytes=Int64(rows_of.stride_bytes(out, 1)),
+        kv=Int64(kv.data_ptr()),
+        kv_token_bytes=Int64(rows_of.stride_bytes(kv, 0)),
+        kv_weight=Int64(kv_weight.data_ptr()),
+        positions=Int64(positions.data_ptr()),
+        frequencies=Int64(frequencies.data_ptr()),
+        first=tables[0],
+        second=tables[1],
+        third=tables[2],
+        eps=Float32(eps),
+        qat=Int32(qat),
+        num_tokens=Int32(tokens),
+        num_heads=Int32(heads),
+        kv_ctas=Int32(kv_ctas),
+    )
+    num_ctas = kv_ctas + -(-tokens * -(-heads // heads_a_warp) // WARPS)
+    arch = rows_of.architecture(name, q.device)
+    compile(heads_a_warp, arch)(arguments, Int32(num_ctas), rows_of.current_stream(q.device))
+
+
+def sm90(*arguments: object) -> None:
+    """`dsv4_kernels.norm_rope_store.norm_rope_store` on Hopper; writes all of `out`."""
+    _run("sm90", *arguments)
+
+
+def sm100(*arguments: object) -> None:
+    """`dsv4_kernels.norm_rope_store.norm_rope_store` on Blackwell (B200, GB200, B300); as `sm90`."""
+    _run("sm100", *arguments)

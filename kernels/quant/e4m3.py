@@ -1,0 +1,50 @@
+"""Blocks of e4m3 with one power-of-two scale on a GPU, to the bits of `encode_fp8` (specification, section 4.2)."""
+
+from collections.abc import Sequence
+
+from cutlass import Float32, Uint32
+
+from dsv4_kernels import ptx
+from dsv4_kernels.bf16_rows import bits_of, magnitude, mul, umin
+
+_AMAX_FLOOR = 1e-4
+_PER_LARGEST = 1 / 448
+_MANTISSA = 0x7FFFFF
+
+
+def largest(values: Sequence[Float32]) -> Float32:
+    """Largest magnitude of one lane's channels; NaN only if all are."""
+    found = magnitude(values[0])
+    for value in values[1:]:
+        found = ptx.fmax(found, magnitude(value))
+    return found
+
+
+def scale_exponent(amax: Float32) -> Uint32:
+    """The byte of a block's ue8m0 scale: `2**ceil(log2(max(amax, 1e-4) / 448))`. Of infinity 255, which is NaN."""
+    bits = bits_of(mul(ptx.fmax(amax, Float32(_AMAX_FLOOR)), Float32(_PER_LARGEST)))
+    return (bits + _MANTISSA) >> 23
+
+
+def scale_of(exponent: Uint32) -> Float32:
+    """The scale itself."""
+    return ptx.as_f32(exponent << 23)
+
+
+def codes(values: Sequence[Float32], exponent: Uint32) -> tuple:
+    """e4m3 codes of four channels a word, the first one in the lowest byte.
+
+    Multiplying by the power of two's inverse is exact, and rounds where the quotient is subnormal as dividing does.
+    """
+    inverse = ptx.as_f32((254 - umin(exponent, 254)) << 23)
+    scaled = [mul(value, inverse) for value in values]
+    return tuple(_word(*scaled[i : i + 4]) for i in range(0, len(scaled), 4))
+
+
+def _word(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
+    return ptx.asm(
+        "{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};\nmov.b32 {$w0}, {low, high};\n}",
+        [Uint32],
+        *(a, b, c, d),
+    )

@@ -1,0 +1,48 @@
+"""Meeting points of the Blackwell kernel's warps; who waits for whom is in kernel.py."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.experimental import primitives as prims
+
+from dsv4_kernels.sparse_attention.sm100.plan import GROUP_THREADS, NamedBarrier, Plan
+
+
+@cute.jit
+def wait(barriers: cutlass.Pointer, index: Int32, parity: Int32) -> None:
+    """Until the phase of this parity is over."""
+    while not prims.mbarrier_try_wait_parity(barriers + index, parity):
+        pass
+
+
+@cute.jit
+def wait_for_tile(barriers: cutlass.Pointer, first: cutlass.Constexpr, tile: Int32, plan: cutlass.Constexpr) -> None:
+    """Waits for what happens once a key tile at the barrier of its stage."""
+    wait(barriers, first + tile % plan.stages, tile // plan.stages & 1)
+
+
+@cute.jit
+def arrive(barrier: cutlass.Pointer) -> None:
+    """One arrival for this warp, after what all its lanes did."""
+    prims.bar_warp_sync(0xFFFFFFFF)
+    if prims.elect_sync():
+        prims.mbarrier_arrive(barrier)
+
+
+def of_first_cta(barrier: cutlass.Pointer, plan: Plan) -> cutlass.Pointer:
+    """The same barrier in the CTA whose MMA warp works for all."""
+    return barrier if plan.ctas == 1 else prims.mapa(barrier, 0)
+
+
+def softmax_barrier() -> None:
+    """All softmax warps meet."""
+    prims.barrier_cta_sync_aligned(NamedBarrier.SOFTMAX, thread_count=GROUP_THREADS)
+
+
+def sync_all(plan: Plan) -> None:
+    """All threads of the CTA, or of the pair, meet."""
+    if plan.ctas == 1:
+        prims.barrier_cta_sync_aligned(0)
+    else:
+        prims.barrier_cluster_arrive_aligned()
+        prims.barrier_cluster_wait_aligned()

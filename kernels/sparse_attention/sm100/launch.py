@@ -1,0 +1,150 @@
+"""Attention on Blackwell (sm_100a): configurations, compilation, and the launch of a call (kernel.py)."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64
+
+from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.kv_layout import ROW_DIM, RowFormat
+from dsv4_kernels.sparse_attention.addresses import address, row_bytes, row_stride
+from dsv4_kernels.sparse_attention.problem import Problem
+from dsv4_kernels.sparse_attention.scratch import NUM_COUNTERS, Scratch
+from dsv4_kernels.sparse_attention.sm100.kernel import launch
+from dsv4_kernels.sparse_attention.sm100.plan import HEADS, LOG2_E, Arguments, Plan
+from dsv4_kernels.sparse_attention.sm100.softmax import RowState
+from dsv4_kernels.sparse_attention.split import STEP_KEYS
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a compiled kernel is specialised for."""
+
+    row_format: RowFormat
+    can_split: bool
+    """Tokens may have several KV splits: partial results go through global memory and are combined."""
+    plan: Plan
+    """One CTA for up to 64 heads, a pair for more."""
+
+
+SLOT_BYTES = HEADS * ROW_DIM * 4
+"""Of a partial O: see the last fields of `Arguments`."""
+STATE_BYTES = len(RowState._fields) * HEADS * 4
+"""Of the states of its rows."""
+
+
+def configurations() -> tuple[Config, ...]:
+    """All that `sparse_attention` may ask for, to compile them beforehand."""
+    axes = ((RowFormat.FP8, RowFormat.PLAIN), (False, True), (Plan(1), Plan(2)))
+    return tuple(Config(*point) for point in itertools.product(*axes))
+
+
+def compile(config: Config, arch: str = "sm_100a") -> Callable[..., None]:
+    """The launcher of a configuration, from memory, from disk or from the compiler.
+
+    Raises:
+        RuntimeError: CuTe DSL has the compiler of an older CUDA than 13.2.
+    """
+
+    def from_compiler() -> Callable[..., None]:
+        if not cutlass.target_version(min_version="13.2"):
+            raise RuntimeError(
+                f"sparse_attention: CuTe DSL compiles with CUDA {cutlass.CUDA_VERSION.major}."
+                f"{cutlass.CUDA_VERSION.minor}; expected 13.2 or later, for PTX 9.2. Install "
+                "nvidia-cutlass-dsl[cu13], as SGLang does"
+            )
+        example = Arguments(*(kind(0) for kind in Arguments.__annotations__.values()))
+        is_fp8 = config.row_format is RowFormat.FP8
+        return cute.compile(launch, example, Int32(1), is_fp8, config.can_split, config.plan, cuda.CUstream(0))
+
+    return load_or_compile("sparse_attention_sm100", config, arch, from_compiler)
+
+
+def sparse_attention(problem: Problem) -> None:
+    """Writes `problem.out`.
+
+    See `dsv4_kernels.sparse_attention.sparse_attention` for what is computed.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, and no such call has been made on the device.
+        ValueError: more tokens than counters in a call with `split_keys`.
+    """
+    device, max_kv_splits = problem.q.device, problem.max_kv_splits
+    plan = Plan(-(-problem.num_heads // HEADS))
+    num_work_tiles = problem.num_tokens * max_kv_splits
+    num_sms, arch = device_facts(device)
+    num_slots = num_work_tiles * plan.ctas
+    states = slice(num_slots * SLOT_BYTES, num_slots * (SLOT_BYTES + STATE_BYTES))  # behind the slots of O
+    scratch = None
+    if max_kv_splits > 1:
+        if problem.num_tokens * plan.ctas > NUM_COUNTERS:
+            raise ValueError(
+                f"sparse_attention: {problem.num_tokens} tokens of {problem.num_heads} heads with split_keys; expected "
+                f"at most {NUM_COUNTERS // plan.ctas}. Pass split_keys=None: so many tokens need no KV splits"
+            )
+        scratch = Scratch.on(device, states.stop)
+    arguments = Arguments(
+        q=Int64(address(problem.q)),
+        q_token_stride=Int64(problem.q.stride(0)),
+        q_head_stride=Int64(problem.q.stride(1)),
+        window=Int64(address(problem.window_storage)),
+        window_page_bytes=Int64(row_bytes(problem.window_storage)),
+        entries=Int64(address(problem.entry_storage)),
+        entry_page_bytes=Int64(row_bytes(problem.entry_storage)),
+        window_rows=Int64(address(problem.window_rows)),
+        window_rows_stride=Int64(problem.window_rows.stride(0)),
+        window_slots=Int32(problem.window_slots),
+        entry_indices=Int64(address(problem.entry_indices)),
+        entry_indices_stride=Int64(row_stride(problem.entry_indices)),
+        entry_slots=Int32(problem.max_entry_slots),
+        page_table=Int64(address(problem.page_table)),
+        page_table_stride=Int64(row_stride(problem.page_table)),
+        entries_per_page=Int32(problem.entries_per_page),
+        token_to_request=Int64(address(problem.token_to_request)),
+        visible=Int64(address(problem.visible)),
+        sink=Int64(address(problem.sink)),
+        scale_log2=Float32(problem.scale * LOG2_E),
+        out=Int64(address(problem.out)),
+        out_token_stride=Int64(problem.out.stride(0)),
+        out_head_stride=Int64(problem.out.stride(1)),
+        num_heads=Int32(problem.num_heads),
+        steps_per_kv_split=Int32(0 if problem.split_keys is None else problem.split_keys // STEP_KEYS),
+        max_kv_splits=Int32(max_kv_splits),
+        num_work_tiles=Int32(num_work_tiles),
+        partial_out=Int64(address(scratch and scratch.slots, slice(0, states.start))),
+        partial_state=Int64(address(scratch and scratch.slots, states)),
+        arrived=Int64(address(scratch and scratch.counters)),
+        zeros=Int64(address(zero_row(device))),
+    )
+    stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream)
+    num_ctas = plan.ctas * min(num_work_tiles, num_sms // plan.ctas)
+    compile(Config(problem.row_format, max_kv_splits > 1, plan), arch)(arguments, Int32(num_ctas), stream)
+
+
+@functools.cache
+def device_facts(device: torch.device) -> tuple[int, str]:
+    """(multiprocessors, architecture to compile for)."""
+    num_sms = cutlass.utils.HardwareInfo(device.index or 0).get_device_multiprocessor_count()
+    minor = torch.cuda.get_device_capability(device)[1] if device.type == "cuda" else 0
+    return num_sms, f"sm_10{minor}a"
+
+
+@functools.cache
+def zero_row(device: torch.device) -> torch.Tensor:
+    """What stands for holes and missing heads.
+
+    Raises:
+        RuntimeError: a graph is being captured, whose memory this would be, and the kernel has not run on the device.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"sparse_attention: a CUDA graph is being captured, and the kernel has not run on {device} before; make "
+            "the same call once without a graph"
+        )
+    return torch.zeros(ROW_DIM, dtype=torch.bfloat16, device=device)

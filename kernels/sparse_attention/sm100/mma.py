@@ -1,0 +1,106 @@
+"""Products of the Blackwell kernel, issued by one thread: S = Q K^T and O += P V (see kernel.py)."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.experimental import primitives as prims
+
+from dsv4_kernels.sparse_attention.sm100.barriers import wait, wait_for_tile
+from dsv4_kernels.sparse_attention.sm100.memory import tmem_columns
+from dsv4_kernels.sparse_attention.sm100.plan import (
+    HALF_DIM,
+    MMA_K,
+    P_BYTES,
+    STEPS_PER_BLOCK,
+    SWIZZLE_ROW_BYTES,
+    TILE_KEYS,
+    Barrier,
+    Plan,
+    Smem,
+    Tmem,
+)
+
+
+@cute.jit
+def multiply_scores(
+    smem: cutlass.Pointer,
+    barriers: cutlass.Pointer,
+    tmem: prims.TmemAddr,
+    count: Int32,
+    idesc: Int32,
+    plan: cutlass.Constexpr,
+) -> None:
+    """S[count % 2] = Q K^T as two summands (see kernel.py).
+
+    The softmax has read this buffer's last scores: it said so with p_ready, for which P V of that key tile waited.
+    """
+    wait_for_tile(barriers, Barrier.FULL if plan.ctas == 1 else Barrier.ALL_FULL, count, plan)
+    keys = swizzled(smem + (Smem.KV + count % plan.stages * plan.stage_bytes), leading_bytes=16)
+    out = tmem_columns(tmem, Int32(0), Tmem.S + count % 2 * Tmem.S_COLUMNS, Float32)
+    for step in cutlass.range_constexpr(HALF_DIM // MMA_K):
+        block, step_of_block = step // STEPS_PER_BLOCK, step % STEPS_PER_BLOCK
+        query = tmem_columns(tmem, Int32(0), Tmem.Q + step * MMA_K // 2, cutlass.BFloat16)
+        key = keys.advance_start_address(plan.block_offset(block) + step_of_block * MMA_K * 2)
+        mma(out, query, key, idesc, step > 0, plan)
+    commit(barriers + (Barrier.S_READY + count % 2), plan)
+
+
+@cute.jit
+def multiply_values(
+    smem: cutlass.Pointer,
+    barriers: cutlass.Pointer,
+    tmem: prims.TmemAddr,
+    count: Int32,
+    accumulate: Boolean,
+    idesc: Int32,
+    plan: cutlass.Constexpr,
+) -> None:
+    """O += P V, two products for half of O's columns each; `accumulate` is False for a work tile's first key tile."""
+    wait(barriers, Barrier.P_READY + count % 2, count // 2 & 1)
+    prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
+    weights = swizzled(smem + (Smem.P + count % 2 * P_BYTES), leading_bytes=16)
+    stage = smem + (Smem.KV + count % plan.stages * plan.stage_bytes)
+    for product in cutlass.range_constexpr(2):
+        # Blocks of 64 channels at equal distances; within a block 8 keys every kilobyte.
+        begin = plan.block_offset(plan.first_block_of_out(product))
+        keys = swizzled(stage + begin, leading_bytes=plan.block_offset(1))
+        out = tmem_columns(tmem, Int32(0), Tmem.O + product * (HALF_DIM // 2), Float32)
+        for step in cutlass.range_constexpr(TILE_KEYS // MMA_K):
+            weight = weights.advance_start_address(step * MMA_K * 2)
+            key = keys.advance_start_address(step * MMA_K * SWIZZLE_ROW_BYTES)
+            mma(out, weight, key, idesc, accumulate or step > 0, plan)
+    commit(barriers + (Barrier.PV_DONE + count % plan.stages), plan)
+
+
+def mma(
+    out: cutlass.Array,
+    a: cutlass.Array | prims.Tcgen05SmemDesc,
+    b: prims.Tcgen05SmemDesc,
+    idesc: Int32,
+    accumulate: Boolean,
+    plan: Plan,
+) -> None:
+    """The product of one CTA, or of a pair; in both every lane of tensor memory takes part."""
+    kind = prims.Tcgen05MMAKind.F16
+    if plan.ctas == 1:
+        prims.tcgen05_mma_ws(kind, out, a, b, idesc, accumulate)
+    else:
+        prims.tcgen05_mma(kind, prims.CTAGroup.CTA_2, out, a, b, idesc, accumulate)
+
+
+def commit(barrier: cutlass.Pointer, plan: Plan) -> None:
+    """Arrives in every CTA when the products so far are done."""
+    if plan.ctas == 1:
+        prims.tcgen05_commit(barrier, group=prims.CTAGroup.CTA_1)
+    else:
+        prims.tcgen05_commit(barrier, multicast_mask=3, group=prims.CTAGroup.CTA_2)
+
+
+def swizzled(start: cutlass.Pointer, leading_bytes: int) -> prims.Tcgen05SmemDesc:
+    """Descriptor of an operand whose groups of 8 swizzled rows lie 1,024 bytes apart."""
+    return prims.Tcgen05SmemDesc.build(
+        start_address=start,
+        leading_byte_offset=leading_bytes,
+        stride_byte_offset=8 * SWIZZLE_ROW_BYTES,
+        layout=prims.Tcgen05SmemSwizzle.SWIZZLE_128B,
+    )

@@ -1,0 +1,66 @@
+"""The tile scheduler of the Blackwell kernel: which tokens, keys and heads are whose (see kernel.py)."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from dsv4_kernels.sparse_attention.sm100.memory import gmem
+from dsv4_kernels.sparse_attention.sm100.plan import TILE_KEYS, TILES_PER_STEP, Arguments, Plan
+from dsv4_kernels.sparse_attention.split import STEP_KEYS
+
+
+class WorkTile(NamedTuple):
+    """One KV split of a token for one block of heads: what a CTA does, alone or beside its pair's other CTA."""
+
+    token: Int32
+    head_block: Int32
+    kv_split: Int32
+    kv_splits: Int32
+    slot: Int32  # of the partial result; those of a token and a block of heads are adjacent
+    first_tile: Int32  # key tiles of the token
+    num_tiles: Int32  # 0: this KV split does not exist
+    window_tiles: Int32  # the key tiles before those of the entries
+    num_entries: Int32
+
+
+@cute.jit
+def work_tile_of(index: Int32, a: Arguments, plan: cutlass.Constexpr) -> WorkTile:
+    """Work tile `index`; split.py says how a token's keys are divided."""
+    kv_split = index % a.max_kv_splits
+    token, head_block = index // a.max_kv_splits, cta_rank(plan)
+    slot = (token * plan.ctas + head_block) * a.max_kv_splits + kv_split
+    num_entries = Int32(0)
+    if a.entries != 0:
+        num_entries = a.entry_slots
+        if a.visible != 0:
+            visible = (gmem(a.visible, Int32) + token).load()
+            num_entries = cutlass.max(cutlass.min(num_entries, visible), Int32(0))
+    window_steps = (a.window_slots + (STEP_KEYS - 1)) // STEP_KEYS
+    steps = window_steps + (num_entries + (STEP_KEYS - 1)) // STEP_KEYS
+    kv_splits = Int32(1)
+    if a.steps_per_kv_split > 0:
+        kv_splits = cutlass.max((steps + a.steps_per_kv_split - 1) // a.steps_per_kv_split, Int32(1))
+    window_tiles = window_steps * TILES_PER_STEP
+    used_tiles = (a.window_slots + (TILE_KEYS - 1)) // TILE_KEYS
+    if num_entries > 0:
+        used_tiles = window_tiles + (num_entries + (TILE_KEYS - 1)) // TILE_KEYS
+    first_tile = kv_split * steps // kv_splits * TILES_PER_STEP
+    end_tile = cutlass.min((kv_split + 1) * steps // kv_splits * TILES_PER_STEP, used_tiles)
+    num_tiles = cutlass.max(end_tile - first_tile, Int32(1))  # a tile of holes if there is nothing
+    if kv_split >= kv_splits:
+        num_tiles = Int32(0)
+    return WorkTile(token, head_block, kv_split, kv_splits, slot, first_tile, num_tiles, window_tiles, num_entries)
+
+
+def cta_rank(plan: Plan) -> Int32:
+    """In the pair; 0 without one."""
+    return cute.arch.block_idx()[0] % plan.ctas
+
+
+def first_and_stride(plan: Plan) -> tuple[Int32, Int32]:
+    """Of the indices of the work tiles that this CTA, or its pair, takes."""
+    block, _, _ = cute.arch.block_idx()
+    grid, _, _ = cute.arch.grid_dim()
+    return block // plan.ctas, grid // plan.ctas

@@ -1,0 +1,472 @@
+"""Attention on Hopper for few tokens: every step of a token has a CTA of its own, and its CTAs are a cluster.
+
+It has the bits of persistent.py: a step is computed with the same products in the same order, and steps are merged in
+theirs. But it waits for as little as it can. Nothing is found out about other tokens: a CTA's place in the grid says
+which step, channel split, token and block of heads it has. Nothing is used twice, so nobody gives anything back. And
+partial results take no way through global memory: every CTA of the cluster gets some columns of all of them, by
+`st.async`.
+
+    who             does                                                        waits for
+    one warp        loads Q, by TMA, group by group
+    producers       gather rows: e4m3 -> bf16, st.shared; cp.async              row indices, rows
+    consumers       S = Q K^T, group by group as they come                      full[group], keys and Q
+                    P; its row sums go to all CTAs while products run           the other one's P
+                    P V of all their channels; columns go to their CTAs         ready: others read Q (or keys) no more
+                    combine: merge what came from all steps, in order; write O  received, of all bytes
+
+Four lanes have a row, of all groups, so that a group is there when the scores need it and not with others.
+
+CTAs beyond a token's steps only take part in the waiting. A cluster waits for no other one, so nothing depends on how
+many are resident at once; but this pays only if all are (`launch._channel_splits_of_clusters`).
+"""
+
+import functools
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from dsv4_kernels import ptx
+from dsv4_kernels.kv_layout import NOPE_DIM
+from dsv4_kernels.sparse_attention.sm90 import epilogue, gather, softmax, tma
+from dsv4_kernels.sparse_attention.sm90 import tile_scheduler as scheduler
+from dsv4_kernels.sparse_attention.sm90.barriers import arrive_for_warp, sync
+from dsv4_kernels.sparse_attention.sm90.plan import (
+    BLOCK_BYTES,
+    CONSUMER_THREADS,
+    DIM,
+    GROUP,
+    GROUPS,
+    HALF_GROUPS,
+    HEADS,
+    KEY_TILE,
+    KEY_TILE_BYTES,
+    NO_ROW_MAX,
+    ROW_STATS_BYTES,
+    ROW_STRIDE,
+    STEP,
+    WARP_HEADS,
+    Arguments,
+    Configuration,
+    NamedBarrier,
+)
+from dsv4_kernels.sparse_attention.sm90.tile_scheduler import WorkTile
+
+MAX_CLUSTER = 9
+"""Steps of a token at most: the shared memory of a CTA has room for its columns of so many."""
+ROW_LANES = 4
+"""Producers' threads that have a row, 16 bytes of a group each."""
+PREFETCH_DEPTH = 4
+"""Channel groups whose FP8 rows a producer's thread has asked for."""
+SPARE_BYTES = 12 * 1024
+"""In front of Q, where nobody reads after the scores: together there is room for what a CTA gets from most clusters."""
+COLUMN_BYTES = CONSUMER_THREADS * 16
+"""Of a column of 8 channels of both consumers: 16 bytes a thread."""
+
+
+@cute.struct
+class ClusterShared:
+    """Shared memory of a CTA: 222 KiB. From the beginning on it later has what it gets from the CTAs of the cluster."""
+
+    spare: cute.struct.Align[cute.struct.MemRange[Uint8, SPARE_BYTES], 1024]
+    q: cute.struct.Align[cute.struct.MemRange[BFloat16, HEADS * DIM], 1024]
+    keys: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * KEY_TILE * DIM], 1024]
+    # keys: as in `plan.Shared`, and so are p, rows, row_max, row_sums
+    p: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * HEADS * KEY_TILE], 1024]
+    rows: cute.struct.MemRange[Uint8, 2 * KEY_TILE // 8]
+    row_max: cute.struct.MemRange[Float32, 2 * HEADS]
+    row_sums: cute.struct.MemRange[Float32, 2 * HEADS]
+    full: cute.struct.MemRange[Int64, GROUPS]
+    # full: [channel group], of both key tiles and of Q
+    ready: cute.struct.MemRange[Int64, 1]
+    # ready: whoever has a step may send columns to this CTA
+    received: cute.struct.MemRange[Int64, 1]
+    # received: the columns of all steps
+
+
+@cute.jit
+def launch(config: cutlass.Constexpr, arguments: Arguments, num_steps: Int32, stream: cuda.CUstream) -> None:
+    """As many CTAs as a token may have steps are a cluster."""
+    tma_out = tma.tma_of_out(arguments)
+    kernel(config, arguments, tma.tma_of_q(arguments), tma_out).launch(
+        grid=[num_steps, config.channel_splits, arguments.num_tokens * scheduler.count_head_blocks(arguments)],
+        cluster=[num_steps, 1, 1],
+        block=[config.threads, 1, 1],
+        stream=stream,
+        min_blocks_per_mp=1,
+    )
+
+
+@cute.kernel
+def kernel(config: cutlass.Constexpr, args: Arguments, tma_q: tma.TmaTensor, tma_out: tma.TmaTensor) -> None:
+    """Sets up barriers and sends every warp to its role with its number of registers."""
+    thread, _, _ = cute.arch.thread_idx()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    shared = cutlass.utils.SmemAllocator().allocate(ClusterShared)
+    step, channel_split, index = cute.arch.block_idx()
+    num_ctas, _, _ = cute.arch.grid_dim()
+    token = index >> (scheduler.count_head_blocks(args) - 1)
+    head_block = index & (scheduler.count_head_blocks(args) - 1)
+    if warp == 0:
+        with cute.arch.elect_one():
+            for group in cutlass.range_constexpr(GROUPS):
+                arrivals = 1 + STEP * ROW_LANES // 32 + async_arrivals(config, group)
+                cute.arch.mbarrier_init(shared.full.data_ptr() + group, arrivals)
+            cute.arch.mbarrier_init(shared.ready.data_ptr(), num_ctas)
+            cute.arch.mbarrier_init(shared.received.data_ptr(), 1)
+            cute.arch.mbarrier_init_fence()
+        load_q(shared, tma_q, token, head_block)
+    cute.arch.sync_warp()
+    cute.arch.cluster_arrive_relaxed(aligned=True)
+    visible, row_index = scheduler.visible_entries(config, args, token), Int32(-1)
+    gathering = thread - CONSUMER_THREADS
+    if gathering >= 0:
+        row_index = gather.load_listed_row(config, args, token, step, gathering // ROW_LANES)
+    cute.arch.barrier()
+    if warp < CONSUMER_THREADS // 32:
+        cute.arch.setmaxregister_increase(config.registers[0])
+        steps = scheduler.count_steps(args, visible)
+        work_tile = WorkTile(token, head_block, step, steps, channel_split, step, steps, True, visible)
+        consume(config, args, shared, tma_out, thread, warp // 4, work_tile)
+    else:
+        cute.arch.setmaxregister_decrease(config.registers[1])
+        row_index = gather.hide_invisible(args, visible, step, gathering // ROW_LANES, row_index)
+        produce(config, args, shared, gathering, step, row_index)
+        cute.arch.cluster_wait()
+
+
+@cute.jit
+def load_q(shared: cutlass.Constexpr, tma_q: tma.TmaTensor, token: Int32, head_block: Int32) -> None:
+    """Starts copying Q; a group of its channels counts for that group of the keys'."""
+    places = shared.q.get_tensor(*tma.swizzled_layout((HEADS, GROUP, GROUPS)))
+    targets, sources = tma.tma_partition(tma_q, places)
+    for group in scheduler.groups_in_order():
+        full = shared.full.data_ptr() + group
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, BLOCK_BYTES)
+        cute.copy(tma_q.atom, sources[None, head_block, group, token], targets[None, group], tma_bar_ptr=full)
+
+
+# Producer warps
+
+
+@cute.jit
+def produce(
+    config: cutlass.Constexpr, args: Arguments, shared: cutlass.Constexpr, thread: Int32, step: Int32, row_index: Int32
+) -> None:
+    """Fills all groups with the rows of a step; `row_index` is that of this thread's row.
+
+    FP8 rows wait in registers: loads are issued PREFETCH_DEPTH groups before their conversion. With more of them the
+    warp would be held up by the queue of loads, and so would be the groups that have come.
+    """
+    lane, warp, row, row_lane = thread % 32, thread // 32, thread // ROW_LANES, thread % ROW_LANES
+    address = gather.row_address(config, args, step, row_index) + row_lane * 16
+    order, words, scales = scheduler.groups_in_order(), {}, None
+    if const_expr(config.fp8_rows):
+        scales = ptx.load_8_bytes(gather.scales_address(config, args, step, row_index), row_index)
+        for group in order[:PREFETCH_DEPTH]:
+            words[group] = load_words(config, address, group)
+    bits = gather.bits_of_rows(row_index >= 0)
+    if lane == 0:
+        (shared.rows.data_ptr() + warp).store(Uint8(bits))
+    place = Int32(shared.keys.data_ptr().toint()) + row // KEY_TILE * KEY_TILE_BYTES + row % KEY_TILE * ROW_STRIDE
+    fill_groups(config, shared, place, row, row_lane, lane, address, order, words, scales)
+
+
+def fill_groups(
+    config: Configuration,
+    shared: cutlass.Constexpr,
+    place: Int32,
+    row: Int32,
+    row_lane: Int32,
+    lane: Int32,
+    address: Int64,
+    order: list,
+    words: dict,
+    scales: tuple | None,
+) -> None:
+    """One after the other, in the order in which the scores need them."""
+    for i, group in enumerate(order):
+        block, barrier = place + group * BLOCK_BYTES, shared.full.data_ptr() + group
+        if async_arrivals(config, group):
+            offset = NOPE_DIM if config.fp8_rows else group * GROUP * 2
+            for j in range(ROW_STRIDE // 16 // ROW_LANES):
+                target = block + ((j * ROW_LANES + row_lane) ^ (row & 7)) * 16
+                ptx.copy_row_async(target, address, offset + j * ROW_LANES * 16)
+        else:
+            scale = ptx.scale_pair((scales[group // 4] >> (8 * (group % 4))) & 0xFF)
+            gather.store_16_channels(block, 0, row, row_lane, words.pop(group), scale)
+            cute.arch.fence_view_async_shared()  # generic stores, read by wgmma
+            cute.arch.sync_warp()
+        arrive_for_warp(barrier, lane)
+        if async_arrivals(config, group):
+            cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
+        if config.fp8_rows and i + PREFETCH_DEPTH < GROUPS:
+            words[order[i + PREFETCH_DEPTH]] = load_words(config, address, order[i + PREFETCH_DEPTH])
+
+
+def load_words(config: Configuration, address: Int64, group: int) -> tuple:
+    """A lane's e4m3 of a group of its row; nothing of the group that is no e4m3."""
+    return () if async_arrivals(config, group) else ptx.load_16_bytes(address, group * GROUP)
+
+
+def async_arrivals(config: Configuration, group: int) -> int:
+    """Arrivals at full[group] by completed cp.async: bf16 rows, and the last channels of FP8 rows."""
+    return STEP * ROW_LANES if group == GROUPS - 1 or not config.fp8_rows else 0
+
+
+# Consumer warps
+
+
+@cute.jit
+def consume(
+    config: cutlass.Constexpr,
+    args: Arguments,
+    shared: cutlass.Constexpr,
+    tma_out: tma.TmaTensor,
+    thread: Int32,
+    consumer: Int32,
+    work_tile: WorkTile,
+) -> None:
+    """One consumer warpgroup: scores of key tile `consumer`, this channel split's of [consumer * 256, + 256) of O."""
+    in_group = thread % 128
+    lane, warp = thread % 32, in_group // 32
+    row = warp * WARP_HEADS + lane // 4
+    full = shared.full.data_ptr()
+    p_address = Int32(shared.p.data_ptr().toint())
+    rows = cute.recast_ptr(shared.rows.data_ptr() + consumer * KEY_TILE // 8, dtype=Uint32)
+    shared_max = Int32(shared.row_max.data_ptr().toint()) + row * 4
+
+    scores_mma, own_mma, other_mma, q_operand, key_operand, p_operand, value_operand = softmax.mma_operands(
+        shared, in_group
+    )
+    scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((HEADS, KEY_TILE)), Float32)
+    shape = own_mma.partition_shape_C((HEADS, GROUP))
+    products = [cute.make_rmem_tensor(shape, Float32) for _ in range(config.groups_per_split)]
+    own_p = cute.make_rmem_tensor(own_mma.partition_shape_A((HEADS, KEY_TILE)), BFloat16)
+    packed_p = cute.recast_tensor(own_p, Uint32)
+    row_sum = cute.make_rmem_tensor((2,), Float32)
+    row_sum.fill(0.0)
+
+    first_head, step, steps = work_tile.head_block * HEADS, work_tile.first_step, work_tile.end_step
+    sinks = epilogue.load_sink(args, first_head + row), epilogue.load_sink(args, first_head + row + 8)
+    holes = softmax.compute_scores(full, Int32(0), consumer, rows, scores_mma, scores, q_operand, key_operand)
+    softmax.mask_scores(scores, holes, lane)
+    step_max = softmax.find_step_max(args, scores, shared_max, consumer, lane)
+    cute.arch.cluster_wait()  # all CTAs of the cluster have begun
+    if fits_before_keys(config, steps):
+        announce_ready(shared, thread, steps)
+    softmax.exponentiate(args, scores, step_max, packed_p, row_sum)
+    softmax.store_p(p_address + consumer * BLOCK_BYTES, packed_p, warp, lane)
+    cute.arch.fence_view_async_shared()
+    sync(NamedBarrier.CONSUMERS)
+    for i in cutlass.range_constexpr(config.groups_per_split):
+        group = consumer * HALF_GROUPS + work_tile.channel_split * config.groups_per_split + i
+        own_values = value_operand[None, None, None, consumer * GROUPS + group]
+        softmax.multiply(own_mma, products[i], own_p, own_values, 0, False)
+        other_p = p_operand[None, None, None, 1 - consumer]
+        other_values = value_operand[None, None, None, (1 - consumer) * GROUPS + group]
+        softmax.multiply(other_mma, products[i], other_p, other_values, 0, True)
+    warpgroup.commit_group()
+    row_max = cute.make_rmem_tensor((2,), Float32)
+    for k in cutlass.range_constexpr(2):
+        row_max[k] = step_max[k]
+    if fits_before_keys(config, steps):
+        send_row_stats(config, shared, thread, step, steps, row_max, row_sum)  # while products run
+    warpgroup.wait_group(0)
+    if not fits_before_keys(config, steps):
+        sync(NamedBarrier.CONSUMERS)  # both have read what they multiplied
+        announce_ready(shared, thread, steps)
+        send_row_stats(config, shared, thread, step, steps, row_max, row_sum)
+    inverse_sums = functools.partial(
+        epilogue.inverse_sums_of_warp, shared, consumer, row // WARP_HEADS, row, lane, sinks
+    )
+    if steps == 1:
+        if step == 0:
+            for product in products:
+                for j in cutlass.range_constexpr(cute.size(product)):
+                    product[j] = product[j] + 0.0  # a zero's sign is lost wherever partial results are merged
+            inverse = inverse_sums(row_max, row_sum)
+            store_by_tma(config, shared, tma_out, work_tile, consumer, warp, lane, inverse, products)
+    elif step < steps:
+        combine_columns(config, shared, thread, step, steps, row_max, row_sum, products)
+        if first_column(config, step, steps) < first_column(config, step + 1, steps):
+            inverse = inverse_sums(row_max, row_sum)
+            write_columns(config, args, work_tile, consumer, row, lane, inverse, products)
+
+
+# Combine, through the shared memory of the cluster
+
+
+def count_columns(config: Configuration) -> int:
+    """Columns of 8 channels of either consumer, which the CTAs divide among them."""
+    return config.groups_per_split * GROUP // 8
+
+
+def first_column(config: Configuration, step: Int32, steps: Int32) -> Int32:
+    """Of the CTA that has a step; the first one has at least one."""
+    return ptx.divide(step * count_columns(config) + steps - 1, steps)
+
+
+def bytes_of_slot(config: Configuration, steps: Int32) -> Int32:
+    """Of what a CTA gets from a step: row maxima and row sums of two rows, [256 threads][4]; then its columns,
+    [columns][256][4]."""
+    return first_column(config, Int32(1), steps) * COLUMN_BYTES + ROW_STATS_BYTES
+
+
+def fits_before_keys(config: Configuration, steps: Int32) -> Boolean:
+    """Whether what a CTA gets fits where Q was, which nobody reads after the scores, and in front of it."""
+    return steps * bytes_of_slot(config, steps) <= SPARE_BYTES + HEADS * DIM * 2
+
+
+@cute.jit
+def announce_ready(shared: cutlass.Constexpr, thread: Int32, steps: Int32) -> None:
+    """Tells the CTAs of the token, if several, that nobody reads any more what they will overwrite here."""
+    cute.arch.sync_warp()
+    if (thread < steps) & (steps > 1):
+        ptx.arrive_remote(ptx.remote(Int32(shared.ready.data_ptr().toint()), thread))
+
+
+@cute.jit
+def send_row_stats(
+    config: cutlass.Constexpr,
+    shared: cutlass.Constexpr,
+    thread: Int32,
+    step: Int32,
+    steps: Int32,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+) -> None:
+    """Gives all CTAs of the token the row maxima and row sums of this step, as soon as they are ready for it."""
+    if (step < steps) & (steps > 1):
+        received = shared.received.data_ptr()
+        columns = first_column(config, step + 1, steps) - first_column(config, step, steps)
+        if thread == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(received, steps * (columns * COLUMN_BYTES + ROW_STATS_BYTES))
+        slot = Int32(shared.spare.data_ptr().toint()) + thread * 16 + step * bytes_of_slot(config, steps)
+        ptx.wait_cluster(Int32(shared.ready.data_ptr().toint()), Int32(0))
+        for cta in cutlass.range(0, steps, 1, unroll=1):
+            target, barrier = ptx.remote(slot, cta), ptx.remote(Int32(received.toint()), cta)
+            ptx.store_async_f32x4(target, (row_max[0], row_sum[0], row_max[1], row_sum[1]), barrier)
+
+
+@cute.jit
+def combine_columns(
+    config: cutlass.Constexpr,
+    shared: cutlass.Constexpr,
+    thread: Int32,
+    step: Int32,
+    steps: Int32,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    products: list,
+) -> None:
+    """Gives every CTA its columns of this step's product, and merges those of all steps that it gets."""
+    received, columns = Int32(shared.received.data_ptr().toint()), count_columns(config)
+    begin, end = first_column(config, step, steps), first_column(config, step + 1, steps)
+    slot_bytes = bytes_of_slot(config, steps)
+    base = Int32(shared.spare.data_ptr().toint()) + thread * 16
+    slot = base + step * slot_bytes
+    place, before = Int32(0), Int32(-1)
+    for u in cutlass.range_constexpr(columns):
+        owner = u * steps // columns
+        place = (place + 1) if owner == before else Int32(0)
+        before = owner
+        words = tuple(products[u // 8][4 * (u % 8) + j] for j in range(4))
+        target = ptx.remote(slot + (ROW_STATS_BYTES + place * COLUMN_BYTES), owner)
+        ptx.store_async_f32x4(target, words, ptx.remote(received, owner))
+    for product in products:
+        product.fill(0.0)
+    row_max.fill(NO_ROW_MAX)
+    row_sum.fill(0.0)
+    ptx.wait_cluster(received, Int32(0))
+    if end > begin:
+        for from_step in cutlass.range(0, steps, 1, unroll=1):
+            merge_slot(config, base + from_step * slot_bytes, end - begin, row_max, row_sum, products)
+
+
+def merge_slot(
+    config: Configuration, slot: Int32, mine: Int32, row_max: cute.Tensor, row_sum: cute.Tensor, products: list
+) -> None:
+    """Merges a step's columns, so many of them, into those of the steps before it."""
+    columns = count_columns(config) // 2
+    row_stats = ptx.load_shared_f32x4(slot)
+    words = []
+    for u in range(columns):
+        existing = ptx.imin(Int32(u), mine - 1)  # of what this CTA has not, something else
+        words.append(ptx.load_shared_f32x4(slot + (ROW_STATS_BYTES + existing * COLUMN_BYTES)))
+    for k in range(2):
+        sums = row_stats[1], row_stats[3]
+        before, weight = softmax.merge_row_stats(row_max, row_sum, row_stats[2 * k], sums, k)
+        for u in range(columns):
+            product = products[u // 8]
+            for at in range(4 * (u % 8) + 2 * k, 4 * (u % 8) + 2 * k + 2):
+                product[at] = ptx.fma(words[u][at % 4], weight, product[at] * before)
+
+
+# Epilogue
+
+
+@cute.jit
+def write_columns(
+    config: cutlass.Constexpr,
+    args: Arguments,
+    work_tile: WorkTile,
+    consumer: Int32,
+    row: Int32,
+    lane: Int32,
+    inverse: tuple,
+    products: list,
+) -> None:
+    """This CTA's columns of O, of which it has at most half."""
+    begin = first_column(config, work_tile.first_step, work_tile.end_step)
+    end = first_column(config, work_tile.first_step + 1, work_tile.end_step)
+    for k in cutlass.range_constexpr(2):
+        head = work_tile.head_block * HEADS + row + 8 * k
+        if head < args.num_heads:
+            at = Int64(work_tile.token) * args.out_token_stride + Int64(head) * args.out_head_stride
+            at += epilogue.first_channel(config, work_tile, consumer) + begin * 8 + lane % 4 * 2
+            for u in cutlass.range_constexpr(count_columns(config) // 2):
+                if u < end - begin:
+                    first = 4 * (u % 8) + 2 * k
+                    low, high = products[u // 8][first] * inverse[k], products[u // 8][first + 1] * inverse[k]
+                    ptx.store_u32(args.out + (at + u * 8) * 2, ptx.pack_bf16(low, high))
+
+
+@cute.jit
+def store_by_tma(
+    config: cutlass.Constexpr,
+    shared: cutlass.Constexpr,
+    tma_out: tma.TmaTensor,
+    work_tile: WorkTile,
+    consumer: Int32,
+    warp: Int32,
+    lane: Int32,
+    inverse: tuple,
+    products: list,
+) -> None:
+    """All columns of O of a token with a single step, by TMA, from where Q was."""
+    q = Int32(shared.q.data_ptr().toint())
+    places = shared.q.get_tensor(*tma.swizzled_layout((WARP_HEADS, GROUP, HEADS // WARP_HEADS, GROUPS)))
+    sources, targets = tma.tma_partition(tma_out, places)
+    heads = work_tile.head_block * (HEADS // WARP_HEADS) + warp
+    for i in cutlass.range_constexpr(len(products)):
+        words = output_words(products[i], inverse)
+        block = consumer * HALF_GROUPS + i
+        softmax.store_p(q + block * BLOCK_BYTES, words, warp, lane)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        group = consumer * HALF_GROUPS + work_tile.channel_split * config.groups_per_split + i
+        if lane == 0:
+            cute.copy(tma_out.atom, sources[None, warp, block], targets[None, heads, group, work_tile.token])
+    if lane == 0:
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def output_words(product: cute.Tensor, inverse: tuple) -> list[Uint32]:
+    """64 channels of O, in bf16."""
+    pairs = range(cute.size(product) // 2)
+    return [ptx.pack_bf16(*(product[2 * i + j] * inverse[i % 2] for j in range(2))) for i in pairs]

@@ -1,0 +1,164 @@
+"""The epilogue of the Hopper kernels: O is normalised by the row sums and the sink, and written (see persistent.py)."""
+
+from collections.abc import Callable
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from dsv4_kernels import ptx
+from dsv4_kernels.sparse_attention.sm90.barriers import sync
+from dsv4_kernels.sparse_attention.sm90.plan import (
+    BLOCK_BYTES,
+    CONSUMER_THREADS,
+    GROUP,
+    HALF_DIM,
+    HALF_GROUPS,
+    HEADS,
+    LOG2_E,
+    WARP_HEADS,
+    Arguments,
+    Configuration,
+    NamedBarrier,
+)
+from dsv4_kernels.sparse_attention.sm90.softmax import store_p
+from dsv4_kernels.sparse_attention.sm90.tile_scheduler import WorkTile
+from dsv4_kernels.sparse_attention.sm90.tma import TmaTensor, swizzled_layout, tma_partition
+
+# What O is multiplied with
+
+
+@cute.jit
+def load_sink(args: Arguments, head: Int32) -> Float32:
+    """A head's attention sink; -inf without one."""
+    sink = -Float32.inf
+    if args.sink != 0:
+        if head < args.num_heads:
+            sink = ptx.load_f32(args.sink + head * 4)
+    return sink
+
+
+@cute.jit
+def inverse_sum(sink: Float32, row_max: Float32, row_sum: Float32) -> Float32:
+    """1 / (row sum + the sink's weight), 0 where there is nothing at all."""
+    row_sum += ptx.exp2(ptx.fma(sink, Float32(LOG2_E), -row_max))  # one rounding, whoever calls
+    inverse = Float32(0.0)
+    if row_sum != 0.0:
+        inverse = cute.arch.rcp_approx(row_sum)
+    return inverse
+
+
+@cute.jit
+def reduce_row_sums(
+    shared: cutlass.Constexpr,
+    consumer: Int32,
+    row: Int32,
+    lane: Int32,
+    row_sum: cute.Tensor,
+    barrier: NamedBarrier | Int32 = NamedBarrier.CONSUMERS,
+    threads: cutlass.Constexpr = CONSUMER_THREADS,
+) -> None:
+    """Row sums of two rows over the threads that share them, of both consumers, which meet at a barrier."""
+    place = Int32(shared.row_sums.data_ptr().toint()) + row * 4
+    for i in cutlass.range_constexpr(2):
+        row_sum[i] += cute.arch.shuffle_sync_bfly(row_sum[i], offset=1)
+        row_sum[i] += cute.arch.shuffle_sync_bfly(row_sum[i], offset=2)
+        if lane % 4 == 0:
+            ptx.store_shared_f32(place + (consumer * HEADS + i * 8) * 4, row_sum[i])
+    sync(barrier, threads)
+    for i in cutlass.range_constexpr(2):
+        row_sum[i] += ptx.load_shared_f32(place + ((1 - consumer) * HEADS + i * 8) * 4)
+
+
+@cute.jit
+def inverse_sums(
+    shared: cutlass.Constexpr,
+    work_tile: WorkTile,
+    consumer: Int32,
+    row: Int32,
+    lane: Int32,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    inverse: cute.Tensor,
+) -> None:
+    """What O is to be multiplied with, of two rows whose channels are all in this CTA or in one with the same keys."""
+    reduce_row_sums(shared, consumer, row, lane, row_sum)
+    for i in cutlass.range_constexpr(2):
+        sink = (shared.sinks.data_ptr() + work_tile.head_block * HEADS + row + 8 * i).load()
+        inverse[i] = inverse_sum(sink, row_max[i], row_sum[i])
+
+
+def inverse_sums_of_warp(
+    shared: cutlass.Constexpr,
+    consumer: Int32,
+    warp: Int32,
+    row: Int32,
+    lane: Int32,
+    sinks: tuple,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+) -> tuple:
+    """The same where several CTAs have columns of O; a warp meets the same warp of the other consumer only."""
+    reduce_row_sums(shared, consumer, row, lane, row_sum, NamedBarrier.COMBINE + warp, 64)
+    return tuple(inverse_sum(sinks[k], row_max[k], row_sum[k]) for k in range(2))
+
+
+# Stores of O
+
+
+def first_channel(config: Configuration, work_tile: WorkTile, consumer: Int32) -> Int32:
+    """Of this consumer's O."""
+    return consumer * HALF_DIM + work_tile.channel_split * (config.groups_per_split * GROUP)
+
+
+@cute.jit
+def store_group_of_out(
+    config: cutlass.Constexpr,
+    shared: cutlass.Constexpr,
+    tma_out: TmaTensor,
+    work_tile: WorkTile,
+    consumer: Int32,
+    warp: Int32,
+    lane: Int32,
+    out: cute.Tensor,
+    inverse: cute.Tensor,
+    i: cutlass.Constexpr,
+) -> None:
+    """Writes the i-th 64 channels of O, if there are so many, and clears them.
+
+    A warp puts its rows where its P was, for TMA. `wait_for_tma_store` must follow.
+    """
+    if const_expr(i < config.groups_per_split):
+        first = i * (HEADS * GROUP // 128)
+        words = []
+        for j in cutlass.range_constexpr(GROUP // 8):
+            for k in cutlass.range_constexpr(2):
+                at = first + 4 * j + 2 * k
+                words.append(ptx.pack_bf16(out[at] * inverse[k], out[at + 1] * inverse[k]))
+        if const_expr(i > 0):
+            wait_for_tma_store()
+        store_p(Int32(shared.p.data_ptr().toint()) + consumer * BLOCK_BYTES, words, warp, lane)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        places = shared.p.get_tensor(*swizzled_layout((WARP_HEADS, GROUP, HEADS // WARP_HEADS, 2)))
+        sources, targets = tma_partition(tma_out, places)
+        heads = work_tile.head_block * (HEADS // WARP_HEADS) + warp
+        group = consumer * HALF_GROUPS + work_tile.channel_split * config.groups_per_split + i
+        with cute.arch.elect_one():
+            cute.copy(tma_out.atom, sources[None, warp, consumer], targets[None, heads, group, work_tile.token])
+            cute.arch.cp_async_bulk_commit_group()
+        for j in cutlass.range_constexpr(first, first + HEADS * GROUP // 128):
+            out[j] = Float32(0.0)
+
+
+def store_out(store_group: Callable[[int], None]) -> None:
+    """Writes all channels of O that this consumer has, a group at a time by `store_group_of_out`."""
+    for i in range(HALF_GROUPS):
+        store_group(i)
+    wait_for_tma_store()
+
+
+def wait_for_tma_store() -> None:
+    """Waits until TMA has read what this warp gave it."""
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.sync_warp()

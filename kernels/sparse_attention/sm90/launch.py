@@ -1,0 +1,238 @@
+"""Attention on Hopper (sm_90a): which kernel computes a call, and its launch.
+
+    cluster.py      few tokens with few keys: every step of 128 keys has a CTA, those of a token are a cluster
+    persistent.py   all others: CTAs walk over tokens, or splits of their keys, in a loop over steps
+
+Both have the same bits (`persistent.py` says why), so the choice may follow the batch and the GPU.
+"""
+
+import functools
+from collections.abc import Callable
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64
+
+from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.kv_layout import RowFormat
+from dsv4_kernels.sparse_attention.addresses import address, row_bytes
+from dsv4_kernels.sparse_attention.problem import Problem
+from dsv4_kernels.sparse_attention.scratch import NUM_COUNTERS, Scratch
+from dsv4_kernels.sparse_attention.sm90 import cluster, persistent
+from dsv4_kernels.sparse_attention.sm90.cluster import MAX_CLUSTER
+from dsv4_kernels.sparse_attention.sm90.plan import (
+    CHANNEL_SPLITS,
+    HEADS,
+    LOG2_E,
+    MAX_CTAS,
+    MAX_SPLIT_TOKENS,
+    MIN_CTAS_PER_TOKEN,
+    ROW_STATS_BYTES,
+    SLOT_BYTES,
+    SLOTS_PER_CTA,
+    Arguments,
+    Configuration,
+    Entries,
+    Split,
+)
+from dsv4_kernels.sparse_attention.split import STEP_KEYS
+
+ARCH = "sm_90a"
+
+
+def configurations() -> tuple[Configuration, ...]:
+    """Everything that a model's layers may need."""
+    return tuple(
+        Configuration(fp8_rows, entries, split, channel_splits)
+        for fp8_rows in (True, False)
+        for entries in Entries
+        for split in Split
+        for channel_splits in CHANNEL_SPLITS[split]
+    )
+
+
+def compile(configuration: Configuration) -> Callable[..., None]:
+    """The launcher of a configuration, from memory, from disk or from the compiler: (arguments, CTAs, stream).
+
+    CTAs of the launch, or of a cluster if a token's keys are divided by steps.
+    """
+
+    def from_compiler() -> Callable[..., None]:
+        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
+        launch = cluster.launch if configuration.split == Split.STEPS else persistent.launch
+        return cute.compile(launch, configuration, example, Int32(1), cuda.CUstream(0))
+
+    return load_or_compile("sparse_attention_sm90", configuration, ARCH, from_compiler)
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """CTAs that are resident at once: one a multiprocessor."""
+    return min(MAX_CTAS, cutlass.utils.HardwareInfo(device.index or 0).get_device_multiprocessor_count())
+
+
+@functools.cache
+def num_clusters(device: torch.device) -> tuple[int, ...]:
+    """[n]: clusters of n CTAs that are resident at once.
+
+    Of all sizes at the first call, because it loads a kernel, which must not happen while a CUDA graph is captured.
+    """
+    device_info = cutlass.utils.HardwareInfo(device.index or 0)
+    return 0, *(device_info.get_max_active_clusters(size) for size in range(1, MAX_CLUSTER + 1))
+
+
+def sparse_attention(problem: Problem) -> None:
+    """Writes `problem.out`.
+
+    See `dsv4_kernels.sparse_attention.sparse_attention` for what is computed.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured with `split_keys`, and no such call that needs scratch memory has
+            been made on the device.
+        ValueError: so small a `split_keys` that the KV splits of a token are more than the CTAs.
+    """
+    if channel_splits := _channel_splits_of_clusters(problem):
+        launcher = compile(_configuration(problem, Split.STEPS, channel_splits))
+        arguments = _arguments(problem, slice(0, problem.num_tokens))
+        launcher(arguments, Int32(_cluster_size(problem)), _stream(problem))
+        return
+    split = _divides(problem)
+    step = MAX_SPLIT_TOKENS if split else problem.num_tokens
+    for first in range(0, problem.num_tokens, step):
+        _launch(problem, slice(first, min(first + step, problem.num_tokens)), split)
+
+
+def _cluster_size(problem: Problem) -> int:
+    """CTAs of a token if every step has one."""
+    return max(1, problem.max_steps)
+
+
+def _channel_splits_of_clusters(problem: Problem) -> int:
+    """Among how many CTAs to divide the channels if every step of every token has one; 0 if these had no room.
+
+    It has to be two at least: to exchange all channels takes longer than the other kernel needs to combine.
+    """
+    size = _cluster_size(problem)
+    if size > MAX_CLUSTER or problem.max_kv_splits > 1:
+        return 0
+    blocks = problem.num_tokens * -(-problem.num_heads // HEADS)
+    fitting = (n for n in CHANNEL_SPLITS[Split.STEPS] if blocks * n <= num_clusters(problem.q.device)[size])
+    return max(fitting, default=0)
+
+
+def _divides(problem: Problem) -> bool:
+    """Whether several CTAs may work on a token's keys. If they won't, there is no need for the kernel that can.
+
+    Raises:
+        ValueError: keys beyond what the kernel's divisions of small numbers take.
+    """
+    if problem.split_keys is None:
+        return False
+    steps = problem.max_steps
+    if problem.max_kv_splits * steps >= 1 << 20:
+        raise ValueError(
+            f"sparse_attention: a token of this call may have {steps} steps of {STEP_KEYS} keys in "
+            f"{problem.max_kv_splits} KV splits; expected less than {1 << 20} as their product. Pass a larger "
+            "split_keys, or None"
+        )
+    if problem.max_kv_splits > 1:
+        return True
+    # Measured on an H200: combining takes as long as one or two steps.
+    ctas = num_multiprocessors(problem.q.device) // (problem.num_tokens * -(-problem.num_heads // HEADS))
+    return (ctas >= 8 and steps > 1) or (ctas >= 4 and steps > 2)
+
+
+def _channel_splits(problem: Problem, blocks: int, split: bool) -> int:
+    """Among how many CTAs to divide the channels, of so many tokens and blocks of heads.
+
+    Every channel split computes the scores again, so dividing the keys comes first: there is room for channel splits if
+    every step has a CTA of its own, or if the steps are too few to divide them.
+    """
+    if problem.max_steps > 3 and not split:
+        return 1
+    ctas = num_multiprocessors(problem.q.device)
+    tiles = blocks * (problem.max_steps if split else 1)
+    possible = CHANNEL_SPLITS[Split.SUB_SPLITS if split else Split.NONE]
+    return max(n for n in possible if n == 1 or tiles * n <= ctas)
+
+
+def _launch(problem: Problem, tokens: slice, split: bool) -> None:
+    device, num_tokens = problem.q.device, tokens.stop - tokens.start
+    head_blocks = -(-problem.num_heads // HEADS)
+    num_sms = num_multiprocessors(device)
+    if split and problem.max_kv_splits * head_blocks > num_sms:
+        raise ValueError(
+            f"sparse_attention: split_keys {problem.split_keys} may divide a token of this call into "
+            f"{problem.max_kv_splits} KV splits, times {head_blocks} blocks of heads; expected at most {num_sms} CTAs "
+            "a token. Pass a larger split_keys"
+        )
+    channel_splits = _channel_splits(problem, num_tokens * head_blocks, split)
+    num_ctas = num_sms // channel_splits * channel_splits  # a CTA keeps its channel split
+    whole_tokens = num_tokens * head_blocks * channel_splits  # work tiles if keys are not divided
+    ctas_per_token = num_ctas // whole_tokens
+    few = ctas_per_token >= MIN_CTAS_PER_TOKEN
+    kind = Split.NONE if not split else Split.SUB_SPLITS if few else Split.KV_SPLITS
+    scratch = None
+    if split:
+        num_bytes = num_sms * SLOTS_PER_CTA * (SLOT_BYTES + ROW_STATS_BYTES)
+        # Two of each token, block of heads and channel split (which few tokens have only), one of all.
+        assert 2 * 2 * MAX_SPLIT_TOKENS + 1 <= NUM_COUNTERS
+        scratch = Scratch.on(device, num_bytes)
+    if not split:
+        num_ctas = min(whole_tokens, num_ctas)
+    arguments = _arguments(problem, tokens, scratch, ctas_per_token if few else 0)
+    compile(_configuration(problem, kind, channel_splits))(arguments, Int32(num_ctas), _stream(problem))
+
+
+def _configuration(problem: Problem, split: Split, channel_splits: int) -> Configuration:
+    return Configuration(
+        fp8_rows=problem.row_format is RowFormat.FP8,
+        entries=Entries.LIST
+        if problem.entry_indices is not None
+        else Entries.NONE
+        if problem.page_table is None
+        else Entries.PAGES,
+        split=split,
+        channel_splits=channel_splits,
+    )
+
+
+def _stream(problem: Problem) -> cuda.CUstream:
+    device = problem.q.device
+    return cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+
+
+def _arguments(problem: Problem, tokens: slice, scratch: Scratch | None = None, ctas_per_token: int = 0) -> Arguments:
+    entry_list = problem.entry_indices[tokens] if problem.entry_indices is not None else problem.page_table
+    q, out, window_rows = problem.q[tokens], problem.out[tokens], problem.window_rows[tokens]
+    return Arguments(
+        q=Int64(address(q)),
+        q_token_stride=Int32(q.stride(0)),
+        q_head_stride=Int32(q.stride(1)),
+        num_tokens=Int32(tokens.stop - tokens.start),
+        num_heads=Int32(problem.num_heads),
+        window=Int64(address(problem.window_storage)),
+        window_page_bytes=Int32(row_bytes(problem.window_storage)),
+        window_rows=Int64(address(window_rows)),
+        window_rows_stride=Int32(window_rows.stride(0)),
+        window_width=Int32(problem.window_slots),
+        entries=Int64(address(problem.entry_storage)),
+        entries_page_bytes=Int32(row_bytes(problem.entry_storage)),
+        entry_list=Int64(address(entry_list)),
+        entry_list_stride=Int32(0 if entry_list is None else entry_list.stride(0)),
+        num_entries=Int32(problem.max_entry_slots),
+        entries_per_page=Int32(problem.entries_per_page),
+        token_to_request=Int64(address(problem.token_to_request, tokens)),
+        visible=Int64(address(problem.visible, tokens)),
+        sink=Int64(address(problem.sink)),
+        out=Int64(address(out)),
+        out_token_stride=Int32(out.stride(0)),
+        out_head_stride=Int32(out.stride(1)),
+        scale_log2=Float32(problem.scale * LOG2_E),
+        steps_per_kv_split=Int32(problem.split_keys // STEP_KEYS if scratch else 0),
+        ctas_per_token=Int32(ctas_per_token),
+        scratch=Int64(address(scratch and scratch.slots)),
+        counters=Int64(address(scratch and scratch.counters)),
+    )

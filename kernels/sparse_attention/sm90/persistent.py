@@ -1,0 +1,452 @@
+"""Attention on Hopper: wgmma over gathered rows, one persistent kernel for decode, speculation and prefill. (Few tokens
+with few keys have another one, cluster.py, with the same bits.)
+
+A work tile is one query token, one block of 64 heads, one sub-split of its keys and one split of the channels of O. A
+CTA walks over work tiles (tile_scheduler.py); of each it loads Q once and then keys in steps of 128, two key tiles of
+64. The keys of a step are bf16 in shared memory, K (K-major) and V (MN-major) at once, a pipeline stage for each of the
+eight groups of 64 channels.
+
+    who             does                                                        waits for
+    producer 0, 1   gathers rows: e4m3 -> bf16, st.shared; cp.async             free[group], of its four groups
+    consumer 0, 1   S = Q K^T of its key tile, group by group as they come      full[group], of all eight
+                    the row max over both key tiles, P = 2**(S - row max)       the other one's row max
+                    64 channels of P V at a time, of its half; merged into O    the other one's P
+
+Producers and consumers are warpgroups, two of each side by side in the same code: a consumer has the scores of one key
+tile and half of the channels of O, in registers; a producer fills one half of the channels of both key tiles. A group
+is free again when its product is done, which is the last thing that reads it: the scores came before, and the exchange
+of P says so of the other key tile's. Consumer 0 gives its P away when its first product is on its way. So the products
+take turns: while one consumer merges, the other one's runs.
+
+bf16 rows are only copied, which one producer does for both halves. The registers of a second one hold the other
+consumer's P, which `wgmma` would read from shared memory for every group again, beside keys and copies.
+
+Where tokens have a CTA each, little stops between them: Q of the next one is loaded as soon as nobody reads this one's,
+and the epilogue of this one stores O, from where P was, while the first scores of the next one are computed. Both times
+by TMA.
+
+Where there are few tokens, several CTAs divide the channels of O (channel splits): each computes all scores, which
+repeats work, but has only its groups of the products, of the output and of what is combined. Groups of other channel
+splits are free after the scores. The registers that O leaves go to a second pair of producers, which take turns with
+the first.
+
+Every step is computed as if it were alone, with its own row max and products that begin at zero. Then it is merged into
+O and the row sums (`softmax.rescale_factors`): O = O * a + (P V) * b in fp32. So it does not matter who computes a
+step, as long as the order of the merges is kept: a token's steps are merged within KV splits, and KV splits with each
+other, and the KV splits follow from the token's own length alone (`split.num_kv_splits`, `split.kv_split_steps`).
+Results are bitwise the same in any batch, on any number of multiprocessors, with `split_keys` for a token that has one
+KV split and without. What may depend on the batch is who does it: if all of them fit on the GPU at once, KV splits are
+divided into sub-splits of a few steps, and the channels into channel splits; if tokens are many, a CTA has whole ones,
+and merges their KV splits by way of a scratch slot of its own. The scores are summed over the channels in one order,
+whatever a CTA's channel split. A sub-split at the beginning of a KV split merges its steps; any other leaves each of
+them as a partial result of its own, because nobody has yet what it would have to be merged into.
+
+Lazy rescaling: a row max, in units of log2, only moves when a step's exceeds it by more than RESCALE_LOG2, which is
+rare after a work tile's first step. The row sum is that of P as it is multiplied, in bf16.
+
+Which work tile is whose is found out by one warp, for one after the other while rows are on their way, and read by all
+in shared memory (`publish_tile`); producers, which are ahead, do so by themselves, but for the first work tile.
+
+Partial results are fp32, in scratch slots of their CTA. Every CTA of a token then combines some of the columns, one
+iteration later than it wrote its own: nobody waits while there is work. Where only the first sub-split of a token has a
+step more than the others, these combine, and prefetch all partial results but the first one while they wait for it. A
+CTA waits for sub-splits of the same token, whose numbers are below that of the work tile it has just written, and
+before it writes to a slot again for the combine that reads it, which is older still. So the waiting ends, if all CTAs
+are resident at once (at most one a multiprocessor) and a token's KV splits are no more than the CTAs, which
+`launch.sparse_attention` checks.
+"""
+
+import functools
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from dsv4_kernels import ptx
+from dsv4_kernels.kv_layout import NOPE_DIM
+from dsv4_kernels.sparse_attention.sm90 import combine, epilogue, gather, partials, softmax, tma
+from dsv4_kernels.sparse_attention.sm90 import tile_scheduler as scheduler
+from dsv4_kernels.sparse_attention.sm90.barriers import arrive, arrive_for_warp, sync, sync_producer
+from dsv4_kernels.sparse_attention.sm90.plan import (
+    BLOCK_BYTES,
+    CONSUMER_THREADS,
+    GROUP,
+    GROUPS,
+    HALF_GROUPS,
+    HEADS,
+    KEY_TILE,
+    NO_ROW_MAX,
+    PRODUCER_THREADS,
+    ROW_STRIDE,
+    SCRATCH_SLOTS,
+    SLOT_BYTES,
+    STEP,
+    WARP_HEADS,
+    Arguments,
+    Entries,
+    NamedBarrier,
+    Shared,
+    Split,
+)
+
+
+@cute.jit
+def launch(config: cutlass.Constexpr, arguments: Arguments, num_ctas: Int32, stream: cuda.CUstream) -> None:
+    """Persistent: the CTAs must all be resident at once."""
+    tma_q = None
+    if const_expr(not config.split):
+        tma_q = tma.tma_of_q(arguments)
+    kernel(config, arguments, tma_q, tma.tma_of_out(arguments)).launch(
+        grid=[num_ctas, 1, 1], block=[config.threads, 1, 1], stream=stream, min_blocks_per_mp=1
+    )
+
+
+@cute.kernel
+def kernel(config: cutlass.Constexpr, args: Arguments, tma_q: tma.TmaTensor | None, tma_out: tma.TmaTensor) -> None:
+    """Sets up barriers and the schedule, and sends every warp to its role with its number of registers."""
+    thread, _, _ = cute.arch.thread_idx()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    shared = cutlass.utils.SmemAllocator().allocate(Shared)
+    if warp == 0:
+        with cute.arch.elect_one():
+            for group in cutlass.range_constexpr(GROUPS):
+                arrivals = PRODUCER_THREADS // 32 + gather.async_arrivals(config, group)
+                cute.arch.mbarrier_init(shared.full.data_ptr() + group, arrivals)
+                cute.arch.mbarrier_init(shared.free.data_ptr() + group, 4)
+            cute.arch.mbarrier_init(shared.q_full.data_ptr(), 1)
+            cute.arch.mbarrier_init_fence()
+    if const_expr(config.split):
+        if warp == CONSUMER_THREADS // 32:
+            scheduler.schedule_tiles(config, args, shared, thread % 32)
+        elif warp > CONSUMER_THREADS // 32:
+            gather.prefetch_lists(config, args, thread - CONSUMER_THREADS - 32)
+    cute.arch.barrier()
+    if warp < CONSUMER_THREADS // 32:
+        cute.arch.setmaxregister_increase(config.registers[0])
+        consume(config, args, shared, tma_q, tma_out, thread, warp // 4)
+    else:
+        cute.arch.setmaxregister_decrease(config.registers[1])
+        producer = warp // 4 - CONSUMER_THREADS // 128
+        produce(config, args, shared, thread % 128, producer % 2, producer // 2)
+
+
+# Producer warps
+
+
+@cute.jit
+def produce(
+    config: cutlass.Constexpr, args: Arguments, shared: cutlass.Constexpr, thread: Int32, half: Int32, rank: Int32
+) -> None:
+    """One producer warpgroup: fills channel groups of a half, each as soon as it is free: all, or every second one from
+    `rank` on. One that is alone fills those of both halves.
+
+    As many threads side by side as a thread has rows share those rows, which are as far apart as they can be, and
+    read a row's bytes of a group together. FP8 rows wait in registers: loads are issued `prefetch_depth` groups before
+    their conversion. Row indices come a step before that: a thread loads one, prefetches its FP8 row into L2 and hands
+    the index to the others of its warpgroup.
+    """
+    fp8 = config.fp8_rows
+    lane, warp = thread % 32, thread // 32
+    row, row_lane = thread // config.rows, thread % config.rows
+    per_half = config.producers_per_half
+    if const_expr(per_half == 1):
+        rank = 0
+    # To one that fills both halves, in turns, groups of the second are groups of the first, numbered on.
+    halves = 2 if config.producers == 1 else 1
+    row_indices = shared.row_indices.data_ptr() + (rank * 2 + half) * 2 * STEP
+    depth = config.prefetch_depth
+    words = [cute.make_rmem_tensor((4 * config.rows,), Uint32) for _ in range(depth)]
+    scales = cute.make_rmem_tensor((config.rows,), Uint32)
+    address = cute.make_rmem_tensor((config.rows,), Int64)
+    num_groups = HALF_GROUPS // per_half * halves
+
+    num_tiles = scheduler.count_work_tiles(config, args, shared)
+    index, _, _ = cute.arch.block_idx()
+    # Three steps are under way: the one that is written, the one after it, whose rows are prefetched into L2, and a
+    # leading one, whose row indices are being loaded: there is one while index < num_tiles.
+    token, leading, end, visible = Int32(0), Int32(0), Int32(0), Int32(0)
+    step, next_step = Int32(-1), Int32(-1)  # if there are such steps
+    row_index, phase = Int32(-1), Int32(1)
+    if index < num_tiles:
+        work_tile = scheduler.work_tile_at(config, args, shared, index, Int32(0))
+        token, leading, end, visible = work_tile.token, work_tile.first_step, work_tile.end_step, work_tile.visible
+        step = leading
+        (row_indices + thread).store(gather.load_row_index(config, args, token, visible, step, thread))
+        sync_producer(rank * 2 + half)
+        gather.locate_rows(config, args, step, row_indices + row, gather.first_byte(config, half, row_lane), address)
+        if const_expr(fp8):
+            for i in cutlass.range_constexpr(depth):
+                gather.load_group(config, address, half, scheduler.group_at(i * per_half + rank), words[i])
+        index, token, leading, end, visible = advance_step(
+            config, args, shared, index, num_tiles, token, leading, end, visible
+        )
+        if index < num_tiles:
+            next_step = leading
+            row_index = gather.load_row_index(config, args, token, visible, leading, thread)
+    while step >= 0:
+        half = cute.arch.make_warp_uniform(half)  # what is computed from it needs no registers meanwhile
+        full, free = shared.full.data_ptr() + half * HALF_GROUPS, shared.free.data_ptr() + half * HALF_GROUPS
+        place = Int32(shared.keys.data_ptr().toint()) + half * HALF_GROUPS * BLOCK_BYTES + row * ROW_STRIDE
+        row_indices = shared.row_indices.data_ptr() + (rank * 2 + half) * 2 * STEP
+        next_row_indices = row_indices + phase * STEP
+        # The first groups of this step are on their way, and the consumers are busy with the step before.
+        if const_expr(fp8):
+            gather.load_scales(config, args, step, row_indices + ((phase ^ 1) * STEP + row), scales, half)
+        (next_row_indices + thread).store(row_index)
+        if const_expr(fp8 and config.entries != Entries.NONE):  # of single steps it gains nothing
+            gather.prefetch_half_row(config, args, next_step, row_index, half)
+        sync_producer(rank * 2 + half)
+        row_index = Int32(-1)
+        if index < num_tiles:
+            index, token, leading, end, visible = advance_step(
+                config, args, shared, index, num_tiles, token, leading, end, visible
+            )
+            if index < num_tiles:
+                row_index = gather.load_row_index(config, args, token, visible, leading, thread)
+        for i in cutlass.range_constexpr(num_groups):
+            group = scheduler.group_at(i // halves * per_half + rank) + i % halves * HALF_GROUPS
+            cute.arch.mbarrier_wait(free + group, phase)
+            if const_expr(i == 0):
+                if (half == 0) & (rank == 0):
+                    own_index = row_indices + ((phase ^ 1) * STEP + thread)
+                    gather.write_row_bits(config, shared, own_index, warp, lane, address)
+            if const_expr(not fp8):
+                gather.copy_group(config, place + group * BLOCK_BYTES, row, row_lane, address, group * (GROUP * 2))
+            elif (half == 0) | (group < HALF_GROUPS - 1):
+                gather.store_group(config, place + group * BLOCK_BYTES, row, row_lane, group, words[i % depth], scales)
+            else:
+                gather.copy_group(
+                    config, place + group * BLOCK_BYTES, row, row_lane, address, NOPE_DIM - HALF_GROUPS * GROUP
+                )
+            gather.publish_group(config, full + group, lane, half, group)
+            if const_expr(fp8 and i + depth < num_groups):
+                coming_group = scheduler.group_at((i + depth) * per_half + rank)
+                gather.load_group(config, address, half, coming_group, words[i % depth])
+        # Only now: within a step the consumers wait for every group, and then nobody waits for a while.
+        gather.locate_rows(
+            config, args, next_step, next_row_indices + row, gather.first_byte(config, half, row_lane), address
+        )
+        if const_expr(fp8):
+            for i in cutlass.range_constexpr(depth):
+                gather.load_group(config, address, half, scheduler.group_at(i * per_half + rank), words[i])
+        step, next_step = next_step, leading
+        if index >= num_tiles:
+            next_step = Int32(-1)
+        phase ^= 1
+
+
+@cute.jit
+def advance_step(
+    config: cutlass.Constexpr,
+    args: Arguments,
+    shared: cutlass.Constexpr,
+    index: Int32,
+    num_tiles: Int32,
+    token: Int32,
+    step: Int32,
+    end: Int32,
+    visible: Int32,
+) -> tuple:
+    """The step after this one: of the same work tile, or the first of this CTA's next (none if index >= num_tiles)."""
+    step += 1
+    if step == end:
+        ctas, _, _ = cute.arch.grid_dim()
+        index += ctas
+        if index < num_tiles:
+            work_tile = scheduler.compute_tile(config, args, shared, index)
+            token, step, end, visible = work_tile.token, work_tile.first_step, work_tile.end_step, work_tile.visible
+    return index, token, step, end, visible
+
+
+# Consumer warps
+
+
+@cute.jit
+def consume(
+    config: cutlass.Constexpr,
+    args: Arguments,
+    shared: cutlass.Constexpr,
+    tma_q: tma.TmaTensor | None,
+    tma_out: tma.TmaTensor,
+    thread: Int32,
+    consumer: Int32,
+) -> None:
+    """One consumer warpgroup: scores of key tile `consumer`, channels [consumer * 256, + 256) of O."""
+    in_group = thread % 128
+    lane, warp = thread % 32, in_group // 32
+    row = warp * WARP_HEADS + lane // 4  # of the accumulators' first row; the second is row + 8
+    full, free = shared.full.data_ptr(), shared.free.data_ptr()
+    p_address = Int32(shared.p.data_ptr().toint())
+    rows = cute.recast_ptr(shared.rows.data_ptr() + consumer * KEY_TILE // 8, dtype=Uint32)
+    shared_max = Int32(shared.row_max.data_ptr().toint()) + row * 4
+
+    scores_mma, own_mma, other_mma, q_operand, key_operand, p_operand, value_operand = softmax.mma_operands(
+        shared, in_group
+    )
+
+    # Of the accumulators: element 4 * j + 2 * i + k of a thread is row `row` + 8 i, column 8 j + 2 (lane % 4) + k.
+    out = cute.make_rmem_tensor((HEADS * GROUP // 128 * config.groups_per_split,), Float32)
+    scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((HEADS, KEY_TILE)), Float32)
+    product = cute.make_rmem_tensor(own_mma.partition_shape_C((HEADS, GROUP)), Float32)
+    own_p = cute.make_rmem_tensor(own_mma.partition_shape_A((HEADS, KEY_TILE)), BFloat16)
+    packed_p = cute.recast_tensor(own_p, Uint32)
+    other_p = p_operand[None, None, None, 1 - consumer]
+    p_in_registers = config.p_in_registers
+    if const_expr(p_in_registers):
+        other_mma, other_p = own_mma, cute.make_rmem_tensor(own_mma.partition_shape_A((HEADS, KEY_TILE)), BFloat16)
+    # Of two rows each.
+    weight, step_sum = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
+    row_max, row_sum = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
+
+    num_tiles = scheduler.count_work_tiles(config, args, shared)
+    ctas, _, _ = cute.arch.grid_dim()
+    index, _, _ = cute.arch.block_idx()
+    channel_split = scheduler.channel_split_of(config, index)
+    phase = Int32(0)
+    split = config.split
+    iteration, stop = Int32(0), num_tiles
+    if const_expr(split):
+        stop += ctas  # a sub-split is combined one iteration later than it was written
+    inverse = cute.make_rmem_tensor((2,), Float32)
+    store_group = functools.partial(epilogue.store_group_of_out, config, shared, tma_out)
+    steps = Int32(0)  # of the work tile at hand, if it is a whole token
+    if index < num_tiles:
+        tma.load_q(config, args, shared, tma_q, thread, index, iteration)
+        if thread < 2 * HEADS:
+            (shared.sinks.data_ptr() + thread).store(epilogue.load_sink(args, thread))
+        if const_expr(not split):
+            steps = scheduler.steps_of_tile(config, args, index)
+            softmax.clear_partial(row_max, row_sum, out)
+    while index < stop:
+        if index < num_tiles:
+            if const_expr(split):
+                work_tile = scheduler.published_tile(config, shared, iteration)
+                softmax.clear_partial(row_max, row_sum, out)
+                partials.wait_for_slot(config, args, shared, thread, iteration - SCRATCH_SLOTS)
+            else:
+                work_tile = scheduler.whole_token_tile(config, args, index, steps)
+            tma.wait_for_q(config, shared, iteration)
+            if const_expr(split):
+                # While the first rows are on their way.
+                if thread < 32:
+                    if (iteration == 0) & (work_tile.sub_splits > 1):
+                        combine.list_partials(config, args, shared, lane, work_tile, index, chooses=True)
+                    if index + ctas < num_tiles:
+                        scheduler.publish_tile(config, args, shared, index + ctas, iteration + 1, lane)
+            step, first_export = work_tile.first_step, work_tile.end_step  # the first step that leaves a partial result
+            if const_expr(split):
+                if work_tile.sub_splits > 1:
+                    first_export = work_tile.end_step - 1
+                    if not work_tile.begins_kv_split:
+                        first_export = work_tile.first_step  # nobody has yet what this would be merged into
+            while step < work_tile.end_step:
+                # Rematerialised in every step: descriptors are computed where they are used, not kept in registers.
+                consumer = cute.arch.make_warp_uniform(consumer)
+                compute_scores = functools.partial(
+                    softmax.compute_scores, full, phase, consumer, rows, scores_mma, scores, q_operand, key_operand
+                )
+                holes = Uint32(0), Uint32(0)
+                if const_expr(split):
+                    holes = compute_scores()
+                elif (step == work_tile.first_step) & (index >= ctas):
+                    # The epilogue of the work tile before, between the products.
+                    before = scheduler.whole_token_tile(config, args, index - ctas, Int32(0))
+                    holes = compute_scores(functools.partial(store_group, before, consumer, warp, lane, out, inverse))
+                    epilogue.wait_for_tma_store()
+                else:
+                    holes = compute_scores()
+                softmax.mask_scores(scores, holes, lane)
+                step_max = softmax.find_step_max(args, scores, shared_max, consumer, lane)
+                if const_expr(not split):
+                    if (step == work_tile.end_step - 1) & (index + ctas < num_tiles):  # nobody reads Q any more
+                        tma.load_q(config, args, shared, tma_q, thread, index + ctas, iteration + 1)
+                        steps = scheduler.steps_of_tile(config, args, index + ctas)
+                if const_expr(config.channel_splits > 1):
+                    release_other_channels(config, free + consumer * HALF_GROUPS, channel_split, lane)
+                softmax.exponentiate(args, scores, step_max, packed_p, step_sum)
+                softmax.store_p(p_address + consumer * BLOCK_BYTES, packed_p, warp, lane)
+                if const_expr(not p_in_registers):  # else it is read as it is written, not by wgmma
+                    cute.arch.fence_view_async_shared()
+                if consumer == 1:  # consumer 0 comes there with its first product, ahead of this one's
+                    arrive(NamedBarrier.P + 1)
+                softmax.rescale_out(step_max, step_sum, row_max, row_sum, weight, out)
+                sync(NamedBarrier.P + 1 - consumer)
+                if const_expr(p_in_registers):
+                    words = cute.recast_tensor(other_p, Uint32)
+                    softmax.load_p(p_address + (1 - consumer) * BLOCK_BYTES, words, warp, lane)
+                for i in cutlass.range_constexpr(config.groups_per_split):
+                    channel_split = scheduler.rematerialise(config, channel_split)
+                    place = channel_split * config.groups_per_split + i
+                    if const_expr(config.channel_splits == 1):
+                        place = scheduler.group_at(i)
+                    group = consumer * HALF_GROUPS + place
+                    own_values = value_operand[None, None, None, consumer * GROUPS + group]
+                    softmax.multiply(own_mma, product, own_p, own_values, 0, False)
+                    other_values = value_operand[None, None, None, (1 - consumer) * GROUPS + group]
+                    softmax.multiply(other_mma, product, other_p, other_values, 0, True)
+                    warpgroup.commit_group()
+                    if const_expr(i == 0):
+                        if consumer == 0:
+                            arrive(NamedBarrier.P)
+                    warpgroup.wait_group(0)
+                    arrive_for_warp(free + group, lane)
+                    first = (place if const_expr(config.channel_splits == 1) else i) * cute.size(product)
+                    for j in cutlass.range_constexpr(cute.size(product)):
+                        out[first + j] = ptx.fma(product[j], weight[j // 2 % 2], out[first + j])
+                    if const_expr(split):
+                        if step >= first_export:  # while the next product runs
+                            slot = partials.own_slot(args, iteration, step - first_export) + thread * 16
+                            partials.store_columns(slot, out, first // 4, cute.size(product) // 4)
+                if const_expr(split):
+                    if step >= first_export:
+                        slot = partials.own_slot(args, iteration, step - first_export)
+                        partials.store_row_stats(slot + SLOT_BYTES, thread, row_max, row_sum)
+                        softmax.clear_partial(row_max, row_sum, out)
+                    elif const_expr(split == Split.KV_SPLITS):
+                        if scheduler.ends_kv_split(args, work_tile, step + 1):
+                            combine.merge_kv_split(
+                                args, iteration, thread, step + 1, work_tile.end_step, row_max, row_sum, out
+                            )
+                phase ^= 1
+                step += 1
+            if const_expr(split):
+                sync(NamedBarrier.CONSUMERS)  # nobody reads Q any more, and what this CTA leaves is stored
+                work_tile = scheduler.published_tile(config, shared, iteration)  # rematerialised
+                if work_tile.sub_splits > 1:
+                    if thread == 0:
+                        partials.signal_sub_split(config, args, shared, work_tile)
+                if index + ctas < num_tiles:
+                    tma.load_q(config, args, shared, tma_q, thread, index + ctas, iteration + 1)
+                if work_tile.sub_splits == 1:
+                    factors = cute.make_rmem_tensor((2,), Float32)
+                    epilogue.inverse_sums(shared, work_tile, consumer, row, lane, row_max, row_sum, factors)
+                    epilogue.store_out(functools.partial(store_group, work_tile, consumer, warp, lane, out, factors))
+            else:
+                work_tile = scheduler.whole_token_tile(config, args, index, Int32(0))
+                epilogue.inverse_sums(shared, work_tile, consumer, row, lane, row_max, row_sum, inverse)
+                row_max.fill(NO_ROW_MAX)
+                row_sum.fill(0.0)
+                if index + ctas >= num_tiles:  # else O is stored beside the next work tile's first scores
+                    epilogue.store_out(functools.partial(store_group, work_tile, consumer, warp, lane, out, inverse))
+        if const_expr(split):
+            if iteration > 0:
+                work_tile = scheduler.work_tile_at(config, args, shared, index - ctas, iteration - 1)
+                if work_tile.sub_splits > 1:
+                    combine.combine_token(
+                        config, args, shared, thread, consumer, work_tile, index - ctas, iteration - 1, num_tiles
+                    )
+        iteration += 1
+        index += ctas
+    if const_expr(split):
+        if partials.slots_are_reused(num_tiles):
+            partials.reset_counters_by_last_cta(config, args, shared, thread)
+
+
+@cute.jit
+def release_other_channels(config: cutlass.Constexpr, free: cute.Pointer, channel_split: Int32, lane: Int32) -> None:
+    """Gives back this consumer's groups of other CTAs' channel splits, which only the scores were for."""
+    for place in cutlass.range_constexpr(HALF_GROUPS):
+        if place // config.groups_per_split != channel_split:
+            arrive_for_warp(free + place, lane)

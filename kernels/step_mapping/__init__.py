@@ -1,0 +1,115 @@
+"""The slot mapping of a step in which every request appends the same number of tokens: decode, verify, draft.
+
+Everything that the layers of such a step need to know of addresses follows from two numbers a request, its first new
+position and its slot, and from SGLang's table of slots. It is integer arithmetic, the same for all layers, so it is one
+launch a step, with shapes that depend on (B, k, P) alone: a CUDA graph can record it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4_kernels.registry import select
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """How one ratio's groups and raw compressor rows are laid out."""
+
+    ratio: int
+    """Tokens a group."""
+    overlap_groups: int
+    """C: groups of raw rows that an entry is made of."""
+    state_rows: int
+    """S: raw rows kept of a request."""
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """Dimensions of rings and pages."""
+
+    page_tokens: int
+    window_tokens: int
+    """W: rows that a query reads of the window, its own included."""
+    ring_rows: int
+    """Window rows kept of a request."""
+    groups: tuple[GroupLayout, ...]
+
+
+class GroupMapping(NamedTuple):
+    """Of one ratio r: M = B * ceil(k / r) groups that the step may close."""
+
+    sources: Tensor  # [M, C * r] int32: -1 no row, or all of a group that stays open; s < N * S: state row; else token
+    slots: Tensor  # [M] int64: row of the entry pools; 0, the null row, for a group that stays open
+    positions: Tensor  # [M] int64: of a group's first token
+    state_rows: Tensor  # [T] int64: where a token's raw row is kept
+    visible: Tensor  # [T] int32: entries that a token may read
+
+
+class StepMapping(NamedTuple):
+    """Addresses of a step of T = B * k tokens; token b * k + i is request b's i-th."""
+
+    positions: Tensor  # [T] int64
+    token_to_request: Tensor  # [T] int32
+    page_table: Tensor  # [B, P] int32: page numbers of the requests' first P pages; 0 for the null slot
+    window_rows: Tensor  # [T, W] int32: ring rows; column c is position t - W + 1 + c; -1 before the start
+    ring_rows: Tensor  # [T] int64: where a token's window row is kept
+    groups: tuple[GroupMapping, ...]
+
+
+def step_mapping(
+    first_positions: Tensor,
+    req_slots: Tensor,
+    req_to_token: Tensor,
+    tokens_per_request: int,
+    num_pages: int,
+    request_slots: int,
+    layout: StepLayout,
+    impl: str | None = None,
+) -> StepMapping:
+    """Addresses of everything that a step reads and writes.
+
+    ::
+
+        ring row of position p            slot * ring_rows + p % ring_rows
+        raw compressor row of p           slot * S + p % S
+        page of p                         req_to_token[slot, p // page_tokens * page_tokens] // page_tokens
+        row of entry j of ratio r         page(j * r) * (page_tokens / r) + j % (page_tokens / r)
+        token i of this step, as a source of a group     request_slots * S + i
+
+    Args:
+        first_positions: [B] int64, position of each request's first new token.
+        req_slots: [B] int64; 0, the null slot, for padding requests, whose pages are page 0, the null page.
+        req_to_token: [N, L] int32, the token slots of a request slot by position, in whole pages.
+        tokens_per_request: k.
+        num_pages: P, enough for position first + k - 1 of every request.
+        request_slots: N' slots that the rings hold.
+        layout: dimensions.
+        impl: implementation by name; None lets the registry choose.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit each other, or more pages than the table has.
+    """
+    requests = first_positions.shape
+    if len(requests) != 1 or req_slots.shape != requests or {first_positions.dtype, req_slots.dtype} != {torch.int64}:
+        raise ValueError(
+            f"step_mapping needs first_positions and req_slots [B] int64; got {tuple(requests)} "
+            f"{first_positions.dtype} and {tuple(req_slots.shape)} {req_slots.dtype}"
+        )
+    if req_to_token.dim() != 2 or req_to_token.dtype != torch.int32 or req_to_token.stride(1) != 1:
+        raise ValueError(
+            f"step_mapping needs req_to_token [slots, context] int32 with contiguous rows; got "
+            f"{tuple(req_to_token.shape)} {req_to_token.dtype}, strides {req_to_token.stride()}"
+        )
+    most = -(-req_to_token.shape[1] // layout.page_tokens)
+    if tokens_per_request < 1 or not 1 <= num_pages <= most:
+        raise ValueError(
+            f"step_mapping: {tokens_per_request} tokens a request and {num_pages} pages; expected at least one token "
+            f"and 1 to {most} pages"
+        )
+    function = select("step_mapping", first_positions.device, torch.bfloat16, impl)
+    return function(first_positions, req_slots, req_to_token, tokens_per_request, num_pages, request_slots, layout)

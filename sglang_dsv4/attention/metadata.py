@@ -1,0 +1,315 @@
+"""Batch state -> kernel arguments: which rows each token reads and writes, as pure tensor functions.
+
+Two builders make a `ForwardMetadata`:
+
+* `extend_metadata`: prefill chunks of any length, and mixed batches. Lengths are known on the host, so every size is,
+  and nothing waits for the device. A query's window reaches over rows of the chunk itself, so attention reads a
+  workspace:
+
+      workspace rows [0, G)     the last <= 127 window rows of each request's prefix, copied from its ring
+      workspace rows [G, G+T)   the rows of this forward's T tokens
+
+  and only the last rows of each chunk go to the ring. If rows are stored as FP8, `UnpackPlan` says what may be read,
+  for an attention over bf16 rows of the same values.
+* `uniform_metadata`: k tokens for every request (decode k = 1, speculation). All shapes follow from (B, k) alone and
+  all inputs are device tensors, so the whole function can be recorded into a CUDA graph. Rows are written to the ring
+  first and attention reads them there.
+
+The null slot (request slot 0) and the null page (FULL page 0) belong to nobody. Padding reads and writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dsv4_kernels.compressor import Groups
+from dsv4_kernels.kv_layout import RowFormat, entry_rows
+from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
+from dsv4_kernels.step_mapping import GroupLayout, StepLayout, step_mapping
+from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups, ring_row
+from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
+
+
+@dataclass(frozen=True)
+class UnpackPlan:
+    """What the tokens of a chunk may read, numbered without gaps, so that it can be unpacked into a table of its own.
+
+    Pages that requests share are there once for each. Of a request's last page entries are unpacked that nobody has
+    written yet; nobody reads them either.
+    """
+
+    window_rows: Tensor  # [G+T] int32: all rows of the workspace
+    pages: Tensor  # [N] int32: FULL pages of the batch's requests, a request's side by side
+    page_table: Tensor  # [B, P] int32: in place of the metadata's, page numbers in the unpacked table
+    spans: tuple[tuple[int, int], ...]
+    """Of each request: positions [begin, end) of its tokens in this forward."""
+
+    def keys(self, ratio: int, limit: int) -> int:
+        """Entries of a ratio that the tokens read, all together, at most `limit` each; with ratio 1, window rows.
+
+        The token at position t may read (t + 1) // ratio. Over the tokens up to there, n = t + 1 of them, that is a
+        sum over entries: the k-th is read by n - k * ratio + 1 tokens.
+        """
+
+        def up_to(n: int) -> int:
+            k = min(n // ratio, limit)
+            return k * (n + 1) - ratio * k * (k + 1) // 2
+
+        return sum(up_to(end) - up_to(begin) for begin, end in self.spans)
+
+
+@dataclass(frozen=True)
+class ForwardMetadata:
+    """Everything that attention needs to know about a batch, the same for all layers."""
+
+    positions: Tensor  # [T] int64
+    token_to_request: Tensor  # [T] int32
+    req_slots: Tensor  # [B] int64
+    page_table: Tensor  # [B, P] int32: FULL page numbers
+    window_in_ring: bool
+    window_gather: Tensor  # [G] int64: ring rows copied in front of the workspace; empty if window_in_ring
+    window_rows: Tensor  # [T, W] int32, ring or workspace: column c is position t-W+1+c; -1 = before the start
+    ring_rows: Tensor  # [T] int64: ring row that keeps a token's window row; -1: none
+    compress: dict[int, Groups]  # by ratio: the groups that this forward may close
+    visible: dict[int, Tensor]  # by ratio: [T] int32, entries a token may read: (t+1)//r, 0 for padding
+    unpack: UnpackPlan | None  # of a chunk whose rows are stored as FP8
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return self.positions.shape[0]
+
+    @property
+    def split_keys(self) -> int | None:
+        """How attention divides a token's keys: few tokens are computed in parts side by side, a chunk's many are not.
+
+        By the kind of forward and nothing else: a token's bits must not depend on its batch.
+        """
+        return DECODE_SPLIT_KEYS if self.window_in_ring else None
+
+
+def page_table_of(req_to_token: Tensor, req_slots: Tensor, num_pages: int) -> Tensor:
+    """FULL page numbers [B, num_pages] int32 of the requests' first `num_pages` pages.
+
+    SGLang hands out whole pages of 256 slots, so the slot of a page's first token names the page. The null slot has the
+    null page, whatever its row of the table says: a padding request must not write an entry of somebody's.
+
+    Args:
+        req_to_token: [slots, max_context] int32, SGLang's table of full slots by position.
+        req_slots: [B] int64.
+    """
+    pages = req_to_token[:, ::FULL_PAGE_TOKENS][:, :num_pages].index_select(0, req_slots) // FULL_PAGE_TOKENS
+    return pages.masked_fill_((req_slots == 0)[:, None], 0).int()
+
+
+def rows_by_token(tokens: Tensor, rows: Tensor, num_tokens: int) -> Tensor:
+    """[num_tokens] int64: `rows [N]` at `tokens [N]`, -1 elsewhere."""
+    return torch.full((num_tokens,), -1, dtype=torch.int64, device=rows.device).index_copy_(0, tokens, rows)
+
+
+def ragged_offsets(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Of a ragged batch in which b has counts[b] elements in a row: each element's b, and its offset in b's row.
+
+    Args:
+        counts: [B] int64.
+        total: their sum, known on the host.
+
+    Returns:
+        Two [total] int64.
+    """
+    owner = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts, output_size=total)
+    begin = counts.cumsum(0) - counts
+    return owner, torch.arange(total, device=counts.device) - begin.index_select(0, owner)
+
+
+def extend_metadata(
+    prefix_lens: Sequence[int],
+    extend_lens: Sequence[int],
+    req_slots: Tensor,
+    req_to_token: Tensor,
+    geometry: PoolGeometry,
+    request_slots: int,
+    num_tokens: int | None = None,
+) -> ForwardMetadata:
+    """Metadata of a batch in which request b appends `extend_lens[b]` tokens to the `prefix_lens[b]` it has.
+
+    Args:
+        prefix_lens, extend_lens: [B] host integers.
+        req_slots: [B] int64, request slots (rows of `req_to_token`).
+        req_to_token: [slots, max_context] int32; the new tokens' slots are already in it.
+        request_slots: slots that the pools hold; state row S - 1 is the last one's.
+        num_tokens: rows of the forward if it is padded beyond sum(extend_lens). Padding tokens see only themselves.
+    """
+    device, W, R = req_slots.device, geometry.window_tokens, geometry.ring_rows
+    real_tokens = sum(extend_lens)
+    num_tokens = real_tokens if num_tokens is None else num_tokens
+    padding = num_tokens - real_tokens
+    if padding < 0:
+        raise ValueError(f"the forward has {num_tokens} tokens, but its requests extend by {real_tokens}")
+    ends = [p + n for p, n in zip(prefix_lens, extend_lens, strict=True)]
+    gathered = [min(p, W - 1) for p in prefix_lens]
+    G = sum(gathered)
+
+    lengths = torch.tensor([list(prefix_lens), list(extend_lens), gathered], dtype=torch.int64).to(device)
+    prefix, extend, gather = lengths
+    end = prefix + extend
+    begin = extend.cumsum(0) - extend  # [B] first token of each request
+    gather_begin = gather.cumsum(0) - gather
+    page_table = page_table_of(req_to_token, req_slots, -(-max(ends, default=1) // FULL_PAGE_TOKENS))
+
+    owner, offset = ragged_offsets(extend, real_tokens)
+    positions = prefix[owner] + offset
+    padded_positions = F.pad(positions, (0, padding))
+
+    gather_owner, gather_offset = ragged_offsets(gather, G)
+    gather_positions = (prefix - gather)[gather_owner] + gather_offset
+    window_gather = ring_row(req_slots[gather_owner], gather_positions, R)
+
+    seen = positions[:, None] + torch.arange(1 - W, 1, device=device)  # [T, W] positions
+    from_chunk = seen - prefix[owner, None] + (G + begin)[owner, None]
+    from_prefix = seen - (prefix - gather)[owner, None] + gather_begin[owner, None]
+    window_rows = torch.where(seen >= prefix[owner, None], from_chunk, from_prefix).masked_fill_(seen < 0, -1)
+
+    # Only the last W rows can be read again, and position % R of these is what a snapshot at `end` copies.
+    kept = [min(n, W) for n in extend_lens]
+    kept_count = extend.clamp(max=W)
+    kept_owner, kept_offset = ragged_offsets(kept_count, sum(kept))
+    kept_positions = (end - kept_count)[kept_owner] + kept_offset
+
+    compress: dict[int, Groups] = {}
+    for ratio in geometry.compressed:
+        first = prefix // ratio
+        closed = sum(e // ratio - p // ratio for p, e in zip(prefix_lens, ends, strict=True))
+        group_owner, group_offset = ragged_offsets(end // ratio - first, closed)
+        group_positions = (first[group_owner] + group_offset) * ratio
+        C, S = overlap_groups(ratio), geometry.state_rows(ratio)
+        raw = group_positions[:, None] + torch.arange((1 - C) * ratio, ratio, device=device)  # [M, C*r] positions
+        in_state = ring_row(req_slots[group_owner, None], raw, S)
+        in_chunk = request_slots * S + begin[group_owner, None] + raw - prefix[group_owner, None]
+        sources = torch.where(raw < prefix[group_owner, None], in_state, in_chunk).masked_fill_(raw < 0, -1)
+        # Raw rows that a later entry still needs: the open group and, with overlap, the group before it.
+        needed = [max(p, (e // ratio + 1 - C) * ratio) for p, e in zip(prefix_lens, ends, strict=True)]
+        needed_from = torch.maximum(prefix, (end // ratio + 1 - C) * ratio)
+        state_owner, state_offset = ragged_offsets(
+            end - needed_from, sum(e - q for e, q in zip(ends, needed, strict=True))
+        )
+        state_positions = needed_from[state_owner] + state_offset
+        compress[ratio] = Groups(
+            ratio=ratio,
+            positions=padded_positions,
+            sources=sources.int(),
+            entry_positions=group_positions,
+            slots=entry_rows(page_table, group_owner, group_positions // ratio, entries_per_page(ratio)),
+            state_rows=rows_by_token(
+                begin[state_owner] + state_positions - prefix[state_owner],
+                ring_row(req_slots[state_owner], state_positions, S),
+                num_tokens,
+            ),
+        )
+
+    visible = {ratio: ((positions + 1) // ratio).int() for ratio in geometry.compressed}
+    token_to_request, window_rows = owner.int(), window_rows.int()
+    unpack = None
+    if geometry.row_format is RowFormat.FP8:
+        held = (end + FULL_PAGE_TOKENS - 1) // FULL_PAGE_TOKENS
+        page_owner, page_place = ragged_offsets(held, sum(-(-e // FULL_PAGE_TOKENS) for e in ends))
+        unpacked = (held.cumsum(0) - held)[:, None] + torch.arange(page_table.shape[1], device=device)
+        unpack = UnpackPlan(
+            window_rows=torch.arange(G + num_tokens, dtype=torch.int32, device=device),
+            pages=page_table[page_owner, page_place],
+            page_table=F.pad(unpacked.int(), (0, 0, 0, 1 if padding else 0)),
+            spans=tuple(zip(prefix_lens, ends, strict=True)),
+        )
+    if padding:
+        # Padding tokens belong to an extra request in the null slot: they see their own row and no entry.
+        req_slots, page_table = F.pad(req_slots, (0, 1)), F.pad(page_table, (0, 0, 0, 1))
+        token_to_request = F.pad(token_to_request, (0, padding), value=len(ends))
+        own_row = torch.arange(G + real_tokens, G + num_tokens, dtype=torch.int32, device=device)
+        window_rows = torch.cat([window_rows, F.pad(own_row[:, None], (W - 1, 0), value=-1)])
+        visible = {ratio: F.pad(v, (0, padding)) for ratio, v in visible.items()}
+
+    return ForwardMetadata(
+        positions=padded_positions,
+        token_to_request=token_to_request,
+        req_slots=req_slots,
+        page_table=page_table,
+        window_in_ring=False,
+        window_gather=window_gather,
+        window_rows=window_rows,
+        ring_rows=rows_by_token(
+            begin[kept_owner] + kept_positions - prefix[kept_owner],
+            ring_row(req_slots[kept_owner], kept_positions, R),
+            num_tokens,
+        ),
+        compress=compress,
+        visible=visible,
+        unpack=unpack,
+    )
+
+
+def uniform_metadata(
+    first_positions: Tensor,
+    req_slots: Tensor,
+    tokens_per_request: int,
+    req_to_token: Tensor,
+    num_pages: int,
+    geometry: PoolGeometry,
+    request_slots: int,
+) -> ForwardMetadata:
+    """Metadata of a batch in which every request appends the same number of tokens; shapes depend on (B, k, P) only.
+
+    Args:
+        first_positions: [B] int64, position of each request's first new token.
+        req_slots: [B] int64; 0 for padding requests.
+        tokens_per_request: k. Token b*k + i is request b's i-th.
+        req_to_token: [slots, max_context] int32; the new tokens' slots are already in it.
+        num_pages: P, enough for position first + k - 1.
+        request_slots: slots that the pools hold.
+    """
+    limit = max(1, geometry.draft_tokens)
+    if not 1 <= tokens_per_request <= limit:
+        raise ValueError(f"{tokens_per_request} tokens a request, but the rings are laid out for at most {limit}")
+    found = step_mapping(
+        first_positions,
+        req_slots,
+        req_to_token,
+        tokens_per_request,
+        num_pages,
+        request_slots,
+        StepLayout(
+            page_tokens=FULL_PAGE_TOKENS,
+            window_tokens=geometry.window_tokens,
+            ring_rows=geometry.ring_rows,
+            groups=tuple(GroupLayout(r, overlap_groups(r), geometry.state_rows(r)) for r in geometry.compressed),
+        ),
+    )
+    of_ratio = dict(zip(geometry.compressed, found.groups, strict=True))
+    return ForwardMetadata(
+        positions=found.positions,
+        token_to_request=found.token_to_request,
+        req_slots=req_slots,
+        page_table=found.page_table,
+        window_in_ring=True,
+        window_gather=found.positions[:0],
+        window_rows=found.window_rows,
+        ring_rows=found.ring_rows,
+        compress={
+            ratio: Groups(
+                ratio=ratio,
+                positions=found.positions,
+                sources=group.sources,
+                entry_positions=group.positions,
+                slots=group.slots,
+                state_rows=group.state_rows,
+                tokens_per_request=tokens_per_request,
+            )
+            for ratio, group in of_ratio.items()
+        },
+        visible={ratio: group.visible for ratio, group in of_ratio.items()},
+        unpack=None,
+    )

@@ -1,0 +1,131 @@
+"""What the caches look like: layer ratios, row sizes and ring arithmetic, in one frozen place.
+
+Three address spaces meet here (DeepSeek-V4 specification, sections 3.3, 3.4 and 3.6):
+
+* `position`: a token's place in its sequence.
+* `full_slot`: its place in SGLang's address space of 256-token pages. Entry j of ratio r, which covers positions
+  [j*r, (j+1)*r), lives in row `full_slot(j*r) // r` of its layer's entry pool.
+* `ring_row = request_slot * rows + position % rows`: rings hold what only the running request needs, the sliding window
+  and the raw rows of the compressors' open groups.
+
+This module knows no SGLang and allocates nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4_kernels.kv_layout import ROPE_DIM, ROW_DIM, RowFormat
+from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS, SWA_RATIO, WINDOW_TOKENS, LayerKind
+
+RATIOS = tuple(kind.ratio for kind in LayerKind)
+FP4_INDEX_DIM = 128
+"""Of the release; `index_row_bytes_fp4` itself takes any multiple of 32."""
+
+
+def overlap_groups(ratio: int) -> int:
+    """Groups of raw rows that one entry of a CSA or HCA layer is made of (section 3.4)."""
+    return LayerKind(ratio).groups
+
+
+def _rows_at_least(needed: int) -> int:
+    """Smallest power of two >= `needed`: it divides the 256-token page, so position % rows is 0 at every page start."""
+    return 1 << (needed - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class PoolGeometry:
+    """Dimensions of every pool of one worker.
+
+    Attributes:
+        ratios: compression ratio of each layer held here, 0 (SWA), 4 (CSA) or 128 (HCA).
+        first_layer: model layer id of `ratios[0]`.
+        row_dim, rope_dim: channels of a window row or entry, and how many of the last of them are rotated.
+        index_dim: channels of an indexer key (CSA layers only).
+        window_tokens: rows a query reads of the sliding window, its own included.
+        draft_tokens: tokens that one speculative step writes for a request; 0 without speculation.
+        draft_layers: SWA layers of the draft model; their rings are counted in the target's plan.
+        row_format, index_format: byte format of window rows and entries, and of indexer keys.
+        dtype: dtype of plain rows (the model's).
+    """
+
+    ratios: tuple[int, ...]
+    first_layer: int = 0
+    row_dim: int = 512
+    rope_dim: int = 64
+    index_dim: int = 128
+    window_tokens: int = WINDOW_TOKENS
+    draft_tokens: int = 0
+    draft_layers: int = 0
+    row_format: RowFormat = RowFormat.PLAIN
+    index_format: RowFormat = RowFormat.PLAIN
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        """Refuses what the pools cannot hold."""
+        unknown = sorted(set(self.ratios) - set(RATIOS))
+        if unknown:
+            raise ValueError(f"compress_ratios: expected values from {RATIOS}, found {unknown}")
+        if self.row_format is RowFormat.FP8 and (self.row_dim, self.rope_dim) != (ROW_DIM, ROPE_DIM):
+            raise ValueError(
+                f"the fp8 row format holds rows of {ROW_DIM} channels with {ROPE_DIM} rotated; this model has "
+                f"head_dim={self.row_dim}, qk_rope_head_dim={self.rope_dim}: use --kv-cache-dtype auto or bfloat16"
+            )
+        if self.index_format is RowFormat.INDEX_FP4 and self.index_dim != FP4_INDEX_DIM:
+            raise ValueError(f"fp4 indexer keys have {FP4_INDEX_DIM} channels; this model has {self.index_dim}")
+        if self.ring_rows > FULL_PAGE_TOKENS or any(self.state_rows(r) > FULL_PAGE_TOKENS for r in self.compressed):
+            raise ValueError(
+                f"{self.draft_tokens} draft tokens a step need rings of more than {FULL_PAGE_TOKENS} rows "
+                f"(window {self.window_tokens}); use at most {FULL_PAGE_TOKENS - self.window_tokens + 1} draft tokens"
+            )
+
+    @property
+    def compressed(self) -> tuple[int, ...]:
+        """The ratios above 0 that occur, ascending."""
+        return tuple(sorted(set(self.ratios) - {SWA_RATIO}))
+
+    @property
+    def ring_rows(self) -> int:
+        """Window rows kept per request and layer.
+
+        A step that writes k tokens at positions [t, t+k) before any of them is read must leave rows t-127 .. t alone.
+        """
+        return _rows_at_least(self.window_tokens - 1 + max(1, self.draft_tokens))
+
+    def state_rows(self, ratio: int) -> int:
+        """Raw compressor rows kept per request and layer: the open group, the overlap, and what a rollback re-reads.
+
+        After a step of k tokens at [t, t+k) the next one may start at t+1. If that closes a group, it reads the
+        C*r - 1 rows before it, t included, which the k - 1 rows after t must have left alone.
+        """
+        return _rows_at_least(overlap_groups(ratio) * ratio - 2 + max(1, self.draft_tokens))
+
+    def state_dim(self, ratio: int, *, indexer: bool) -> int:
+        """Channels of one raw compressor row: `coff * D` (section 3.4)."""
+        return overlap_groups(ratio) * (self.index_dim if indexer else self.row_dim)
+
+    def layer_ratio(self, layer_id: int) -> int:
+        """Ratio of a model layer. Raises KeyError for a layer that this worker does not hold."""
+        index = layer_id - self.first_layer
+        if not 0 <= index < len(self.ratios):
+            raise KeyError(
+                f"layer {layer_id} is not held here; the worker has {len(self.ratios)} layers from {self.first_layer}"
+            )
+        return self.ratios[index]
+
+    def layers(self, *ratios: int) -> tuple[int, ...]:
+        """Model layer ids that have one of `ratios` (all layers if none is named)."""
+        return tuple(self.first_layer + i for i, r in enumerate(self.ratios) if not ratios or r in ratios)
+
+
+def ring_row(request_slots: Tensor, positions: Tensor, rows: int) -> Tensor:
+    """Where rings of `rows` rows a request hold the rows of positions: `request_slot * rows + position % rows`."""
+    return request_slots * rows + positions % rows
+
+
+def entries_per_page(ratio: int) -> int:
+    """Entries of one 256-token page: 64 for CSA, 2 for HCA."""
+    return FULL_PAGE_TOKENS // ratio

@@ -1,0 +1,213 @@
+"""Bytes of the tail checkpoints: device and host slots, and the copies between them, the rings and a prefill chunk.
+
+A slot holds, for one position p of one sequence (DeepSeek-V4 specification, section 3.6):
+
+    every layer   the 128 window rows of [p-128, p), in the row format of the rings
+    CSA layers    of the main and of the indexer compressor: the raw (kv, score) rows of [p-4, p), first channel half
+
+HCA layers owe nothing at a page boundary. Everything is copied byte for byte, except rows that a prefill chunk writes
+while it has them at hand; those are quantised exactly as the ring's are. All work is issued in the stream that runs the
+forwards, in the order of the scheduler's decisions, so no copy needs a fence of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4_kernels.kv_layout import KVRows
+from dsv4_radix_cache.requests import Restore, Write
+from dsv4_radix_cache.ring import OVERLAP_TOKENS, WINDOW_TOKENS, chunk_rows, overlap_span, window_span
+from dsv4_radix_cache.store import Copy, Tier
+from sglang_dsv4.cache.geometry import PoolGeometry
+from sglang_dsv4.cache.pool_plan import PoolSpec, tail_specs
+from sglang_dsv4.layer_kinds import CSA_RATIO
+
+
+@dataclass(frozen=True)
+class ChunkWrites:
+    """Checkpoints that one prefill forward writes, as index lists: N checkpoints."""
+
+    window_tokens: Tensor  # [N*128] int64: tokens of the forward
+    window_rows: Tensor  # [N*128] int64: rows of a layer's checkpoint windows
+    overlap_tokens: Tensor  # [N*4] int64
+    overlap_rows: Tensor  # [N*4] int64: rows of a CSA layer's checkpoint overlaps
+
+    def by_token(self, num_tokens: int) -> TailRows:
+        """The same for every token of the forward."""
+
+        def rows(tokens: Tensor, values: Tensor) -> Tensor:
+            return torch.full((num_tokens,), -1, device=values.device).index_copy_(0, tokens, values)
+
+        return TailRows(rows(self.window_tokens, self.window_rows), rows(self.overlap_tokens, self.overlap_rows))
+
+
+def chunk_writes(writes: Sequence[tuple[int, int, int, Write]], device: torch.device | str) -> ChunkWrites | None:
+    """Index lists of the checkpoints that a forward writes; None if there are none.
+
+    Args:
+        writes: (token, begin, end, write): the chunk [begin, end) starts at this token of the forward.
+    """
+    if not writes:
+        return None
+    tokens, rows, overlap, overlap_rows = [], [], [], []
+    for first_token, begin, end, write in writes:
+        window = chunk_rows(write.position, WINDOW_TOKENS, begin, end)
+        group = chunk_rows(write.position, OVERLAP_TOKENS, begin, end)
+        tokens.extend(first_token + i for i in window)
+        overlap.extend(first_token + i for i in group)
+        slot = write.device_slot
+        rows.extend(range(slot * WINDOW_TOKENS, (slot + 1) * WINDOW_TOKENS))
+        overlap_rows.extend(range(slot * OVERLAP_TOKENS, (slot + 1) * OVERLAP_TOKENS))
+    lists = (torch.tensor(values, dtype=torch.int64).to(device) for values in (tokens, rows, overlap, overlap_rows))
+    return ChunkWrites(*lists)
+
+
+class TailRows(NamedTuple):
+    """Where each token of a forward goes in a layer's checkpoints; -1: nowhere."""
+
+    window: Tensor  # [T] int64: row of `TailStorage.window_rows`
+    overlap: Tensor  # [T] int64: row of `TailStorage.overlap_rows`
+
+
+class TailSlots:
+    """The slots of one tier as three tensors [layers, slots, ...].
+
+    On the device a layer's slots are contiguous, which is what kernels write; on the host a slot's layers are, so that
+    a copy between the tiers is three transfers from or to pinned memory that never wait.
+    """
+
+    def __init__(
+        self, geometry: PoolGeometry, slots: int, device: torch.device | str, *, slot_first: bool, pin: bool = False
+    ) -> None:
+        def zeros(spec: PoolSpec) -> Tensor:
+            one = spec.allocate("meta")
+            one = one.storage if isinstance(one, KVRows) else one
+            layers, slot_shape = len(spec.layers), (one.shape[0] // max(1, slots), *one.shape[1:])
+            if not slot_first:
+                return torch.zeros((layers, slots, *slot_shape), dtype=one.dtype, device=device)
+            shape = (slots, layers, *slot_shape)
+            return torch.zeros(shape, dtype=one.dtype, device=device, pin_memory=pin).transpose(0, 1)
+
+        specs = tail_specs(geometry, slots)
+        self.window, self.overlap, self.index_overlap = map(zeros, specs)  # [layers, slots, rows, ...]
+        self.names = tuple(spec.name for spec in specs)
+        self.slots = slots
+        self._geometry = geometry
+        self._layer = {layer: i for i, layer in enumerate(specs[0].layers)}
+        self._csa_layer = {layer: i for i, layer in enumerate(specs[1].layers)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(part.nbytes for part in self.parts())
+
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The three tensors."""
+        return self.window, self.overlap, self.index_overlap
+
+    def window_rows(self, layer_id: int) -> KVRows:
+        """A layer's checkpoint windows as a table: slot s has rows [128 s, 128 s + 128)."""
+        g = self._geometry
+        storage = self.window[self._layer[layer_id]].flatten(0, 1)
+        return KVRows(storage, g.row_format, self.slots * WINDOW_TOKENS, g.row_dim, g.rope_dim)
+
+    def overlap_rows(self, layer_id: int, *, indexer: bool) -> Tensor:
+        """A CSA layer's half rows: [slots, 4, 2, D] fp32."""
+        return (self.index_overlap if indexer else self.overlap)[self._csa_layer[layer_id]]
+
+    def copy_slot(self, to_slot: int, source: TailSlots, from_slot: int) -> None:
+        """Copy one slot from another tier, byte for byte; asynchronous where memory is pinned."""
+        for mine, theirs in zip(self.parts(), source.parts(), strict=True):
+            mine[:, to_slot].copy_(theirs[:, from_slot], non_blocking=True)
+
+
+class TailStorage:
+    """Device and host slots of one pool, and what moves their bytes.
+
+    One device slot more than the bookkeeping knows of, the landing slot, takes a checkpoint that is restored from the
+    host without being promoted.
+    """
+
+    def __init__(
+        self,
+        geometry: PoolGeometry,
+        rings: Mapping[str, Tensor],
+        device: torch.device | str,
+        device_slots: int,
+        host_slots: int,
+    ) -> None:
+        """Allocate both tiers; the host's is pinned where the device is a GPU.
+
+        Args:
+            geometry: of the pool.
+            rings: the pool's rings and compressor states by name (`pool_plan`), each [layers, ...] over request slots.
+            device: where the rings are.
+            device_slots, host_slots: checkpoints of each tier.
+
+        Raises:
+            ValueError: the model's window is not the 128 tokens that a checkpoint holds.
+        """
+        if geometry.window_tokens != WINDOW_TOKENS:
+            raise ValueError(
+                f"prefix reuse needs a sliding window of {WINDOW_TOKENS} tokens, this model has "
+                f"{geometry.window_tokens}: start with --disable-radix-cache"
+            )
+        self._geometry, self._rings_by_name = geometry, rings
+        self.device = TailSlots(geometry, device_slots + 1, device, slot_first=False)
+        self.host = TailSlots(geometry, host_slots, "cpu", slot_first=True, pin=torch.device(device).type == "cuda")
+        self.device_slots = self.landing_slot = device_slots
+        self.slot_bytes = self.device.nbytes // (device_slots + 1)
+
+    def issue(self, copies: Sequence[Copy]) -> None:
+        """Copies between the tiers, in order."""
+        for copy in copies:
+            if copy.to is Tier.HOST:
+                self.host.copy_slot(copy.host_slot, self.device, copy.device_slot)
+            else:
+                self.device.copy_slot(copy.device_slot, self.host, copy.host_slot)
+
+    def restore(self, request_slot: int, restore: Restore) -> None:
+        """Put a checkpoint into the rings of a request, which then continues at its position."""
+        slot = restore.slot
+        if restore.tier is Tier.HOST:
+            self.device.copy_slot(self.landing_slot, self.host, slot)
+            slot = self.landing_slot
+        for ring, saved in zip(self._rings(request_slot, restore.position), self.device.parts(), strict=True):
+            ring.copy_(saved[:, slot])
+
+    def snapshot(self, request_slot: int, write: Write) -> None:
+        """Save the rings of a request that has reached `write.position` (or a little more, if they are wide)."""
+        for ring, saved in zip(self._rings(request_slot, write.position), self.device.parts(), strict=True):
+            saved[:, write.device_slot].copy_(ring)
+
+    def window_rows(self, layer_id: int) -> KVRows:
+        """A layer's checkpoint windows as a table; the layers write a chunk's rows there."""
+        return self.device.window_rows(layer_id)
+
+    def overlap_rows(self, layer_id: int, *, indexer: bool) -> Tensor:
+        """A CSA layer's checkpoint overlaps: slot s has rows [4 s, 4 s + 4) of [rows, 2, D] fp32."""
+        return self.device.overlap_rows(layer_id, indexer=indexer).flatten(0, 1)
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Device tensors by name."""
+        return list(zip(self.device.names, self.device.parts(), strict=True))
+
+    def _rings(self, request_slot: int, position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The same rows in the rings of a request: views [layers, ...] of the shapes of `part[:, slot]`."""
+        g, rings = self._geometry, self._rings_by_name
+        span = window_span(position, g.ring_rows)
+        unit = WINDOW_TOKENS // self.device.window.shape[2]  # rows in one row of the storage: 1, or 64 in a byte format
+        first = (request_slot * g.ring_rows + span.begin) // unit
+        window = rings["window rings"][:, first : first + span.rows // unit]
+        if not g.layers(CSA_RATIO):
+            return window, self.device.overlap[:, 0], self.device.index_overlap[:, 0]
+        span = overlap_span(position, g.state_rows(CSA_RATIO))
+        first = request_slot * g.state_rows(CSA_RATIO) + span.begin
+        rows = slice(first, first + span.rows)
+        main = rings["CSA compressor state"][:, rows, :, : g.row_dim]
+        return window, main, rings["indexer compressor state"][:, rows, :, : g.index_dim]

@@ -1,0 +1,125 @@
+"""``make serve``: starts SGLang's server on loopback, waits until it answers, and says what to type next.
+
+    python -m sglang_dsv4.cpu.quickstart --model-path DIR [--port 30000] [further sglang.launch_server flags]
+
+It runs ``python -m sglang.launch_server`` as it is; everything of ours comes in through the entry points. Standard
+library only, so that a missing dependency shows as SGLang's own message and not as ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+HOST = "127.0.0.1"
+DEFAULT_CHECKPOINT = Path("checkpoints/tiny")  # as in the Makefile; written by sglang_dsv4.cpu.random_checkpoint
+START_TIMEOUT_S = 600  # a machine under load; a quiet one needs less than a minute
+
+
+def why_port_is_unusable(port: int) -> str | None:
+    """What keeps a server from binding ``port`` on loopback now; None if nothing does."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except PermissionError:
+            return f"Port {port} is reserved for privileged users (as those below 1024 usually are)."
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return f"Port {port} is taken by another program."
+            return f"Port {port} can't be used: {error.strerror}."
+    return None
+
+
+def is_ready(port: int) -> bool:
+    """Whether the server answers ``/health`` (SGLang answers 503 until its warm-up request is through)."""
+    try:
+        with urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=5) as response:
+            return response.status == 200
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return False
+
+
+def next_command(port: int, model: str) -> str:
+    """The chat call to type once the server is ready."""
+    body = json.dumps(
+        {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32, "temperature": 0}
+    )
+    return (
+        f"curl -s http://{HOST}:{port}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"     -d {shlex.quote(body)}"
+    )
+
+
+def what_to_type(port: int, model: Path) -> str:
+    """The chat call, and for the default checkpoint what to expect of the answer."""
+    command = next_command(port, str(model))
+    if model != DEFAULT_CHECKPOINT:
+        return command
+    return f"{command}\n\nThe answer is noise: {model} has random weights. MODEL=<checkpoint folder> serves your own."
+
+
+def main() -> int:
+    """Runs the server until it ends or Ctrl-C; returns its exit status, 1 for what kept it from starting."""
+    parser = argparse.ArgumentParser(description="Serve a DeepSeek-V4 checkpoint on loopback.")
+    parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--port", type=int, default=30000)
+    arguments, server_flags = parser.parse_known_args()
+
+    if not (arguments.model_path / "config.json").is_file():
+        print(f"No checkpoint at {arguments.model_path}: there is no config.json in it.", file=sys.stderr)
+        return 1
+    if not 1 <= arguments.port <= 65535:
+        print(f"{arguments.port} is no port: name one from 1 to 65535, as in make serve PORT=30001", file=sys.stderr)
+        return 1
+    obstacle = why_port_is_unusable(arguments.port)
+    if obstacle is not None:
+        print(f"{obstacle} Choose another one: make serve PORT=30001", file=sys.stderr)
+        return 1
+
+    command = [
+        *(sys.executable, "-m", "sglang.launch_server"),
+        *("--model-path", str(arguments.model_path), "--host", HOST, "--port", str(arguments.port)),
+        *("--uvicorn-access-log-exclude-prefixes", "/health"),  # polled below
+        "--sleep-on-idle",  # else a server that nobody asks anything keeps a core busy
+        *server_flags,
+    ]
+    print("+", shlex.join(command), flush=True)
+    begin = time.monotonic()
+    server = subprocess.Popen(command)
+    signal.signal(signal.SIGTERM, lambda *_: server.terminate())
+    try:
+        while not is_ready(arguments.port):
+            status = server.poll()
+            if status is not None:
+                print(f"\nThe server stopped before it was ready (exit status {status}). The reason is above.")
+                return 1
+            if time.monotonic() - begin > START_TIMEOUT_S:
+                server.terminate()
+                print(f"\nThe server was not ready after {START_TIMEOUT_S} s; stopped it.", file=sys.stderr)
+                return 1
+            time.sleep(0.5)
+        print(
+            f"\nReady after {time.monotonic() - begin:.0f} s at http://{HOST}:{arguments.port}. Ctrl-C stops it. "
+            f"In another terminal:\n\n{what_to_type(arguments.port, arguments.model_path)}\n",
+            flush=True,
+        )
+        return server.wait()
+    except KeyboardInterrupt:
+        server.terminate()
+        server.wait()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""What runs inside a CUDA graph, and when there are none.
+
+Of a decode or verify forward a graph holds everything from `Dsv4AttentionBackend.init_forward_metadata_in_graph`, which
+derives all addresses from the batch's lengths and request slots, to the logits. Outside stay what needs the host: the
+copies of those two inputs (`init_forward_metadata_out_graph`), tail checkpoints (`prefix.tails`), sampling. A prefill
+is not captured: its sizes are the batch's.
+
+An op can be captured if it reads nothing back to the host; the registry knows which (`graph_safe`). References do, so
+there are no graphs until every op of a decode step has a kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sglang_dsv4 import compat
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+STEP_OPS = (
+    "apply_rope_in_place",
+    "compress_store",
+    "fp8_quantise",
+    "fused_swiglu",
+    "grouped_linear",
+    "hc_boundary",
+    "hc_enter",
+    "hc_finish",
+    "index_query",
+    "index_topk",
+    "linear_fp32",
+    "norm_rope_store",
+    "rms_norm",
+    "route_hash_logits",
+    "route_topk_logits",
+    "sparse_attention",
+    "step_mapping",
+    "swiglu_fp8",
+)
+"""Ops of a decode or verify step."""
+
+
+def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
+    """SGLang's resolution step of that name: no CUDA graphs while an op of the forward can't be captured."""
+    from sglang_dsv4.attention import comparison
+
+    arguments = compat.resolving_view(server_args)
+    hf_config = compat.model_config_of(server_args).hf_config
+    if compat.is_ours(hf_config.architectures) and arguments.device == "cuda":
+        uncapturable = uncapturable_ops("cuda", hf_config.head_dim)
+        if comparison.file_of_rank(0) is not None:
+            uncapturable.append("the attention that is compared")
+        off = {"disable_prefill_cuda_graph": True}
+        if uncapturable:
+            logger.warning("sglang_dsv4: CUDA graphs are off, these ops run as references: %s", ", ".join(uncapturable))
+            off["disable_decode_cuda_graph"] = True
+        compat.declare_resolution(server_args, "sglang_dsv4", **off)
+    previous(server_args)
+
+
+def uncapturable_ops(device: str, head_dim: int) -> list[str]:
+    """The ops of a decode step whose implementation on ``device`` can't be captured in a CUDA graph."""
+    import torch
+
+    from dsv4_kernels import registry
+    from sglang_dsv4.attention.implementation import chosen_implementation
+
+    on = torch.device(device)
+    chosen = {op: registry.chosen(op, on, torch.bfloat16) for op in STEP_OPS}
+    chosen["sparse_attention"] = chosen_implementation(on, torch.bfloat16, head_dim)
+    return [op for op, implementation in chosen.items() if not implementation.graph_safe]

@@ -1,0 +1,76 @@
+"""The lightning indexer of a CSA layer (specification, section 3.5)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.model_executor.forward_context import get_attn_backend
+from torch import Tensor, nn
+
+from dsv4_kernels.indexer import index_query
+from sglang_dsv4.config import Config
+from sglang_dsv4.layer_kinds import LayerKind
+from sglang_dsv4.layers.compressor import Compressor
+from sglang_dsv4.layers.linear import Fp8Input
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.quantization.base_config import QuantizationConfig
+
+
+class Indexer(nn.Module):
+    """Scores every visible entry of a CSA layer and keeps the best `index_topk` (section 3.5). Replicated under TP."""
+
+    def __init__(
+        self,
+        config: Config,
+        layer_id: int,
+        weights_proj: nn.Parameter,
+        wkv: nn.Parameter,
+        wgate: nn.Parameter,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_id = layer_id
+        heads, dim = config.index_n_heads, config.index_head_dim
+        self.wq_b = ReplicatedLinear(
+            config.q_lora_rank, heads * dim, bias=False, quant_config=quant_config, prefix=f"{prefix}.wq_b"
+        )
+        self.weights_proj = weights_proj
+        self.compressor = Compressor(config, layer_id, LayerKind.CSA, dim, wkv, wgate, indexer=True)
+        self.weight_scale = dim**-0.5 * heads**-0.5
+
+    @staticmethod
+    def widths(config: Config) -> tuple[int, int, int]:
+        """Rows of `weights_proj` and of the compressor's `wkv` and `wgate`."""
+        width = Compressor.width(LayerKind.CSA, config.index_head_dim)
+        return config.index_n_heads, width, width
+
+    def forward(
+        self,
+        head_weights: Tensor,
+        q_latent: Tensor | Fp8Input,
+        positions: Tensor,
+        dtype: torch.dtype,
+        num_heads: int,
+    ) -> Tensor:
+        """Select, once this forward's keys are written.
+
+        Args:
+            head_weights: [T, index heads] fp32, the sublayer's normed input times `weights_proj`.
+            q_latent: [T, q_lora_rank], the normed query latent of the main attention.
+            positions: [T] int64.
+            dtype: the model's.
+            num_heads: of the main attention, on this rank.
+
+        Returns:
+            [T, index_topk] int32 rows of the layer's entries, -1 = hole.
+        """
+        q = self.wq_b(q_latent)[0].unflatten(-1, (self.config.index_n_heads, self.config.index_head_dim))
+        q = index_query(q, positions, self.compressor.rope.frequencies, quantise=self.config.qat.indexer_fp4)
+        # A layer of the model's dtype in the release: rounded to it.
+        head_weights = head_weights.to(dtype).float() * self.weight_scale
+        return get_attn_backend().select(self.layer_id, q, head_weights, self.config.index_topk, num_heads)

@@ -1,0 +1,65 @@
+"""SGLang's Python tree core, with a shortcut to the deepest checkpoint of a prompt.
+
+SGLang walks from the root and compares tokens node by node, for every request again in every round. A match can only
+end at a checkpoint, and checkpoints are known by the digest of their prefix, so the walk starts at the deepest one. It
+goes on below it, because the tree also says how far the blocks reach: where the request diverges is a branch point to
+be learned.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_dsv4.sglang_bases import OpenTreeCore
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.unified_cache.components import TreeComponent
+
+    from sglang_dsv4.prefix.tail_component import TailComponent
+
+NAME = "dsv4"  # of the tree core, in SGLang's registry
+
+
+class TailTreeCore(OpenTreeCore):
+    """The tree of a `Dsv4PrefixCache`. SGLang's hierarchical cache, which would add nodes without pages, is refused."""
+
+    def __init__(
+        self, params: CacheInitParams, components: dict[ComponentType, TreeComponent], tails: TailComponent
+    ) -> None:
+        """`tails` is the component among `components` that carries the checkpoints."""
+        self._tails = tails
+        super().__init__(params, components)
+
+    def match_page_aligned(self, key: RadixKey, params: MatchPrefixParams) -> MatchResult:
+        """The deepest checkpoint of a page-aligned key; splits the node in which the key leaves the tree."""
+        position, node = self._tails.deepest(key, params.req)
+        node = self.root_node if node is None else self.node_by_id(node)
+        best, best_position, action = node, position, None
+        validators = [part.create_match_validator(match_device_only=True) for part in self.components]
+        while position < len(key):
+            child = node.children.get(key.child_key_at(position, self.page_size))
+            if child is None:
+                break
+            length = child.key.match_at(key, position, page_size=self.page_size)
+            whole = length == len(child.key)
+            if whole:
+                node = child
+            else:
+                node, action = self.split(child, length)
+            position += length
+            if all([valid(node) for valid in validators]):
+                best, best_position = node, position
+            if not whole:
+                break
+        return self.match_result(
+            params,
+            node=best,
+            matched_tokens=best_position,
+            block_tokens=position,
+            last_visited=node,
+            action=action,
+        )

@@ -1,0 +1,63 @@
+"""Kernels that work on rows, in the emulator with all its checks on; for the tests of several ops."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+NAN = float("nan")
+KERNELS = ("sm90", "sm100")
+ARCH = {"sm90": "sm_90a", "sm100": "sm_100a"}
+SCHEDULES = ("late", "random")
+_empty = torch.empty
+
+
+def poisoned(*args: object, **kwargs: object) -> Tensor:
+    """`torch.empty` with 0xFF in every byte: NaN, or -1."""
+    made = _empty(*args, **kwargs)
+    if made.numel() and made.device.type == "cpu":
+        made.view(torch.uint8).fill_(0xFF)
+    return made
+
+
+@contextlib.contextmanager
+def emulated_row_kernel(name: str, schedule: str = "late", seed: int = 0) -> Iterator[None]:
+    """Inside, the GPU implementation `name` runs in the emulator. Results are NaN before; it may warn of nothing."""
+    from emulator import Checks
+    from host import emulated
+
+    torch.empty = poisoned
+    try:
+        with emulated(checks=Checks.strict(), arch=ARCH[name], schedule=schedule, seed=seed) as device:
+            yield
+    finally:
+        torch.empty = _empty
+    assert device.reports and not [warning for report in device.reports for warning in report.warnings]
+
+
+class Shifted(torch.Tensor):
+    """A tensor that says it begins `shift_bytes` earlier: its rows have numbers that need 64 bits of address."""
+
+    shift_bytes = 0
+
+    def data_ptr(self) -> int:
+        return super().data_ptr() - self.shift_bytes
+
+
+def shifted(x: Tensor, shift_bytes: int) -> Tensor:
+    """x, whose row i is row `i + shift_bytes / bytes of a row` of what it says it is."""
+    made = x.as_subclass(Shifted)
+    made.shift_bytes = shift_bytes
+    return made
+
+
+def assert_no_spills(functions: dict[str, Callable[[], object]], most_registers: dict[str, int]) -> None:
+    """Compiles, and holds the cubins to no stack at all and to so many registers of a thread."""
+    from cubin import resources
+
+    for name, compiled in functions.items():
+        found = resources(compiled().__cubin__)
+        assert found["stack_bytes"] == 0 and found["registers"] <= most_registers[name], f"{name}: {found}"

@@ -1,0 +1,573 @@
+"""compress_store: the definition against its parts, the kernels, emulated, against float64 and the definition's bytes.
+
+Regimes: requests whose groups lie in the batch, in the state and in both; first groups of a sequence, which have no
+predecessor; open groups and padding; positions up to 2**20; chunks, and batches of one to six tokens a request, with
+rings that are just large enough; all stored forms; tables, states and checkpoints beyond 2**31 bytes. What no source
+names is NaN, and so is what must stay as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from ops.compressor_cases import (
+    DIMS,
+    NAN,
+    RATIOS,
+    SLOTS,
+    Forward,
+    Request,
+    Setting,
+    allowed_entry,
+    forward,
+)
+from ops.number_formats import same_bits
+from torch import Tensor
+
+from dsv4_kernels.compressor import Compression, compress, compress_store
+from dsv4_kernels.kv_layout import KVRows, RowFormat
+from dsv4_kernels.norm import rms_norm
+from dsv4_kernels.quant import fp4_qdq, fp8_qdq, hadamard
+from dsv4_kernels.rope import apply_rope
+
+BF16 = torch.bfloat16
+PLAIN, FP8, FP4 = RowFormat.PLAIN, RowFormat.FP8, RowFormat.INDEX_FP4
+RING = {"csa": 8, "hca": 128}
+FAR = 2**20 - 128
+CHUNKS = {
+    "csa": (
+        Request(3, 0, 9),  # a first group; one token stays over
+        Request(1, FAR - 6, 11),  # its first group lies in the state, the batch and, before it, the state
+        Request(4, 8, 2),  # closes none
+        Request(2, 5, 3),  # closes [4, 8)
+        Request(7, 1027, 1),
+    ),
+    "hca": (Request(3, 0, 130), Request(1, FAR - 2, 5), Request(4, 5, 2), Request(2, 255, 1)),
+}
+SETTINGS = {kind: Setting(kind, RING[kind]) for kind in RATIOS}
+ARCH = {"sm90": "sm_90a", "sm100": "sm_100a"}
+
+
+# ---- the definition
+
+
+def before(setting: Setting, f: Forward, which: int, dtype: torch.dtype) -> tuple[KVRows, Tensor]:
+    """Table and state as the ops one by one make them; entries of open groups go to row 0, as zeros do."""
+    c, g = f.compressions[which], f.groups
+    table, state = replace(c.table, storage=c.table.storage.clone()), c.state.clone()
+    score = c.score + c.ape[g.positions % g.ratio]
+    entries = compress(state, c.kv, score, g.sources, g.ratio, c.head_dim)
+    row = apply_rope(rms_norm(entries.to(dtype), c.norm_weight, c.eps), g.entry_positions, c.frequencies)
+    if c.hadamard:
+        row = hadamard(row)
+    if table.format is PLAIN and c.values_of is FP4:
+        row = fp4_qdq(row, 32)
+    elif table.format is PLAIN and c.values_of is FP8:
+        row = torch.cat((fp8_qdq(row[:, :-64], 64), row[:, -64:]), 1)
+    table.scatter(g.slots, row)
+    kept = (g.state_rows >= 0).nonzero().squeeze(1)
+    state.index_copy_(0, g.state_rows[kept], torch.stack([c.kv, score], 1)[kept])
+    return table, state
+
+
+FORMS = {
+    "plain": {},
+    "rounded": {"rounded": True, "hadamard": True},
+    "bytes": {"formats": (FP8, FP4), "hadamard": True},
+    "bytes_without_hadamard": {"formats": (FP8, FP4)},
+    "only_hadamard": {"hadamard": True},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", RATIOS)
+def test_the_definition_has_the_bits_of_its_parts(kind: str, form: str) -> None:
+    setting = replace(SETTINGS[kind], **FORMS[form])
+    f = forward(setting, CHUNKS[kind], open_groups=1)
+    f.groups.slots[0] = 0
+    expected = [before(setting, f, i, BF16) for i in range(len(f.compressions))]
+    compress_store(f.groups, f.compressions, BF16)
+    null = KVRows.allocate(1, PLAIN, 1, 0, BF16, "cpu")
+    for c, (table, state) in zip(f.compressions, expected, strict=True):
+        assert same_bits(c.state, state)
+        rows = torch.arange(1, c.table.num_rows)
+        assert null.format is PLAIN and same_bits(c.table.gather(rows), table.gather(rows))
+        assert c.table.gather(torch.tensor([0])).isnan().all()  # nothing comes of an open group
+
+
+def test_the_definition_in_fp32() -> None:
+    setting = SETTINGS["csa"]
+    f = forward(setting, CHUNKS["csa"])
+    c = replace(f.compressions[1], table=KVRows.allocate(200, PLAIN, 128, 64, torch.float32, "cpu", NAN))
+    f.compressions[1] = c
+    expected, _ = before(setting, f, 1, torch.float32)
+    compress_store(f.groups, [c], torch.float32)
+    assert same_bits(c.table.storage, expected.storage)
+
+
+def test_what_is_refused() -> None:
+    f = forward(SETTINGS["csa"], CHUNKS["csa"])
+    g, (main, index) = f.groups, f.compressions
+
+    def refused(match: str, groups: object = g, compressions: Sequence[Compression] = (main,)) -> None:
+        with pytest.raises(ValueError, match=match):
+            compress_store(groups, compressions, BF16)
+
+    refused("takes 1 to 2 compressions; got 0", compressions=())
+    refused(r"expected \[M, 4\] or \[M, 8\] torch.int32", replace(g, sources=g.sources.long()))
+    refused(r"expected \[M, 3\] or \[M, 6\]", replace(g, ratio=3))
+    refused(r"slots must be \[\d+\] torch.int64", replace(g, slots=g.slots[1:]))
+    refused(r"state_rows must be \[\d+\] torch.int64; .*int32", replace(g, state_rows=g.state_rows.int()))
+    refused(r"requests of 5 tokens have ceil\(5 / 4\) groups", replace(g, tokens_per_request=5))
+    refused("kv must be", compressions=[replace(main, kv=main.kv[:, :512])])
+    refused("score must be .* torch.float32", compressions=[replace(main, score=main.score.bfloat16())])
+    refused("state must be", compressions=[replace(main, state=main.state[:, 0])])
+    refused("come together", compressions=[replace(main, overlap=torch.empty(4, 2, 512))])
+    refused("do not fit rows of 128", compressions=[replace(main, table=index.table)])
+    refused("the states have", compressions=[main, replace(index, state=index.state[1:])])
+
+
+# ---- the kernels
+
+
+@pytest.fixture(params=ARCH)
+def kernel(request: pytest.FixtureRequest, compiled_here: None) -> str:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    return request.param
+
+
+def run(kernel: str, f: Forward, schedule: str = "late", seed: int = 0, launches: int | None = None) -> Forward:
+    """Runs a forward in the emulator with all its checks on; it may warn of nothing."""
+    from emulator import Checks
+    from host import emulated
+
+    from dsv4_kernels.compressor import gpu
+
+    with emulated(checks=Checks.strict(), arch=ARCH[kernel], schedule=schedule, seed=seed) as device:
+        getattr(gpu, kernel)(f.groups, f.compressions, BF16)
+    assert not [warning for report in device.reports for warning in report.warnings]
+    assert launches is None or len(device.reports) == launches
+    return f
+
+
+def assert_state(setting: Setting, f: Forward, untouched: Forward) -> None:
+    """The state has the rows that are kept, bit for bit, and is otherwise as it was; so have the checkpoints."""
+    for c, was in zip(f.compressions, untouched.compressions, strict=True):
+        score = was.score + was.ape[f.groups.positions % f.groups.ratio]
+        for rows, kept, table in (
+            (f.groups.state_rows, was.state, c.state),
+            (f.groups.overlap_rows, was.overlap, c.overlap),
+        ):
+            if rows is not None:
+                tokens, width = rows >= 0, kept.shape[-1]
+                kept[rows[tokens]] = torch.stack([was.kv, score], 1)[tokens][:, :, :width]
+                assert same_bits(table, kept)
+
+
+def assert_allowed(setting: Setting, f: Forward) -> None:
+    """Every entry lies where it may, most of its numbers are the only ones allowed, and nothing else is written."""
+    for which, dim in enumerate(setting.all_dims):
+        entries, certain = f.entries(which), []
+        for (slot, number), row in entries.items():
+            low, high = allowed_entry(setting, dim, slot, number)
+            got = row.double().numpy()
+            assert ((low <= got) & (got <= high)).all(), (dim, slot, number, np.abs(got - low).max())
+            certain.append((low == high).mean())
+        assert len(entries) and np.mean(certain) > 0.8, certain
+        table = f.compressions[which].table
+        others = [row for row in range(table.num_rows) if row not in f.rows.values()]
+        assert table.gather(torch.tensor(others)).isnan().all()
+
+
+@pytest.mark.parametrize("schedule", ["late", "random"])
+@pytest.mark.parametrize("kind", RATIOS)
+def test_entries_of_a_chunk(kernel: str, kind: str, schedule: str) -> None:
+    setting = SETTINGS[kind]
+    overlaps = {(3, 8): 5, (1, FAR + 4): 2} if kind == "csa" else None
+    f, untouched = (forward(setting, CHUNKS[kind], overlaps=overlaps, open_groups=2) for _ in range(2))
+    run(kernel, f, schedule, seed=1, launches=2)
+    assert_allowed(setting, f)
+    assert_state(setting, f, untouched)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "plain"])
+@pytest.mark.parametrize("kind", RATIOS)
+def test_what_is_stored_of_the_same_rows(kernel: str, kind: str, form: str) -> None:
+    """Bytes of `scatter`, values of the quantisers, bits of the Hadamard transform: of the kernel's own plain rows."""
+    plain = run(kernel, forward(SETTINGS[kind], CHUNKS[kind]))
+    setting = replace(SETTINGS[kind], **FORMS[form])
+    f, expected = forward(setting, CHUNKS[kind]), forward(setting, CHUNKS[kind])
+    run(kernel, f)
+    for which, (c, e) in enumerate(zip(f.compressions, expected.compressions, strict=True)):
+        rows = torch.stack(list(plain.entries(which).values()))
+        if c.hadamard:
+            rows = hadamard(rows)
+        if c.table.format is PLAIN and c.values_of is FP4:
+            rows = fp4_qdq(rows, 32)
+        elif c.table.format is PLAIN and c.values_of is FP8:
+            rows = torch.cat((fp8_qdq(rows[:, :-64], 64), rows[:, -64:]), 1)
+        e.table.scatter(torch.tensor(list(f.rows.values())), rows)
+        assert same_bits(c.table.storage, e.table.storage)
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_bytes_of_extreme_rows(kernel: str, first: int) -> None:
+    """Blocks of zeros of both signs, of numbers below the floors of the scales, subnormal in bf16, and very large."""
+    sizes = torch.tensor([0.0, 1e-6, 2.0**-133, 1e-30, 1e30, 3e37, 1.0, 2.0**-120]).roll(-first).repeat_interleave(32)
+    made = []
+    for form in ("plain", "bytes_without_hadamard"):
+        f = forward(replace(SETTINGS["csa"], **FORMS[form]), CHUNKS["csa"])
+        f.compressions = [replace(c, norm_weight=sizes.repeat(2)[: c.head_dim]) for c in f.compressions]
+        made.append(run(kernel, f))
+    plain, f = made
+    for which, c in enumerate(f.compressions):
+        rows = torch.stack(list(plain.entries(which).values()))
+        assert rows.isfinite().all() and ((rows == 0).any() or rows.abs().max() > 1e37)
+        expected = KVRows.allocate(c.table.num_rows, c.table.format, c.head_dim, 64, BF16, "cpu", NAN)
+        expected.scatter(torch.tensor(list(f.rows.values())), rows)
+        assert same_bits(c.table.storage, expected.storage)
+
+
+@pytest.mark.parametrize("dim", [512, 128])
+def test_one_compressor_alone(kernel: str, dim: int) -> None:
+    """Has the bits that it has beside the other one."""
+    both = run(kernel, forward(SETTINGS["csa"], CHUNKS["csa"], overlaps={(3, 8): 5}))
+    setting = replace(SETTINGS["csa"], dims=(dim,))
+    alone = run(kernel, forward(setting, CHUNKS["csa"], overlaps={(3, 8): 5}))
+    beside = both.compressions[DIMS["csa"].index(dim)]
+    for name in ("state", "overlap"):
+        assert same_bits(getattr(alone.compressions[0], name), getattr(beside, name))
+    assert same_bits(alone.compressions[0].table.storage, beside.table.storage)
+
+
+UNIFORM = {
+    # k, ring: the least that the pools have, so that the last token takes the place of a row that is read
+    "csa_1": ("csa", 1, 8),
+    "csa_2": ("csa", 2, 8),
+    "csa_3": ("csa", 3, 16),
+    "csa_10": ("csa", 10, 16),
+    "hca_1": ("hca", 1, 128),
+    "hca_2": ("hca", 2, 128),
+    "hca_3": ("hca", 3, 256),
+    "hca_17": ("hca", 17, 256),
+}
+
+
+def uniform_requests(ratio: int, k: int) -> list[Request]:
+    """For places of a group's end among k tokens one each, two that close none if there are such, and padding."""
+    ends = [ratio * (5 + i) - 1 - i for i in range(0, min(k, ratio), 1 + min(k, ratio) // 8)]
+    others = [ratio * 3, FAR] if k <= ratio - 2 else []
+    begins = [0, *ends, *others]
+    return [Request(0, 0, k), *(Request(i + 1, begin, k) for i, begin in enumerate(begins)), Request(0, 0, k)]
+
+
+@pytest.mark.parametrize("schedule", ["late", "random", "random_warps"])
+@pytest.mark.parametrize("name", UNIFORM)
+def test_a_uniform_batch_in_one_launch(kernel: str, name: str, schedule: str) -> None:
+    """Entries and states are those of a chunk's two launches, whatever runs first."""
+    kind, k, ring = UNIFORM[name]
+    setting = Setting(kind, ring)
+    requests = uniform_requests(setting.ratio, k)
+    f, untouched = (forward(setting, requests, k) for _ in range(2))
+    run(kernel, f, schedule, seed=len(name), launches=1)
+    assert_state(setting, f, untouched)
+    if schedule == "late":
+        assert_allowed(setting, f)
+    chunk = forward(setting, requests, seed=1)
+    assert f.rows.keys() == chunk.rows.keys()
+    run(kernel, chunk, "eager")
+    for which in range(len(f.compressions)):
+        entries, expected = f.entries(which), chunk.entries(which)
+        assert all(same_bits(row, expected[entry]) for entry, row in entries.items())
+
+
+@pytest.mark.parametrize("kind", RATIOS)
+def test_bits_do_not_depend_on_the_batch(kernel: str, kind: str) -> None:
+    """A request alone, last of several, and token by token: the same entries."""
+    setting = SETTINGS[kind]
+    ratio = setting.ratio
+    request = Request(5, 6 * ratio - 2, ratio + 3)
+    runs = [[[request]], [[*CHUNKS[kind], request]]]
+    steps = [request.begin + i for i in range(request.count) if kind == "csa" or i in (0, 1, 2, ratio, ratio + 1)]
+    found: list[dict] = []
+    for batches in runs:
+        found.append({})
+        for i, batch in enumerate(batches):
+            f = run(kernel, forward(setting, batch, seed=i), "random", seed=i)
+            found[-1] |= {(e, w): row for w in range(len(f.compressions)) for e, row in f.entries(w).items()}
+    found.append({})
+    for p in steps:
+        others = [Request(i + 1, 17 * i + 3, 1) for i in range(p % 3)]
+        f = run(kernel, forward(setting, [*others, Request(5, p, 1)], 1))
+        found[-1] |= {(e, w): row for w in range(len(f.compressions)) for e, row in f.entries(w).items()}
+    mine = [key for key in found[0] if key[0][0] == 5]
+    assert len(mine) == 2 * len(setting.all_dims)
+    for key in mine:
+        assert all(same_bits(other[key], found[0][key]) for other in found[1:]), key
+
+
+@pytest.mark.parametrize("kind", RATIOS)
+def test_nothing_to_do(kernel: str, kind: str) -> None:
+    """No group at all, and a batch in which every group is open and no token kept."""
+    setting = SETTINGS[kind]
+    for requests, k, launches in (([Request(4, 5, 2)], None, 1), ([Request(0, 0, 1)] * 3, 1, 1)):
+        f, untouched = (forward(setting, requests, k) for _ in range(2))
+        run(kernel, f, launches=launches)
+        assert_state(setting, f, untouched)
+        assert all(c.table.storage.isnan().all() for c in f.compressions)
+
+
+class Shifted(torch.Tensor):
+    """Rows of a table whose first `skipped` rows are not there: its addresses need 64 bits."""
+
+    skipped = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, *rest = super().shape
+        return rows + self.skipped, *rest
+
+    def data_ptr(self) -> int:
+        return super().data_ptr() - self.skipped * self.stride(0) * self.element_size()
+
+
+def shifted(x: Tensor, skipped: int) -> Tensor:
+    made = x.as_subclass(Shifted)
+    made.skipped = skipped
+    return made
+
+
+@pytest.mark.parametrize("form", ["plain", "bytes"])
+@pytest.mark.parametrize("kind", RATIOS)
+def test_rows_beyond_32_bits(kernel: str, kind: str, form: str) -> None:
+    """Tables, states and checkpoints of more than 2**32 bytes."""
+    setting = replace(SETTINGS[kind], **FORMS[form])
+    overlaps = {(3, 8): 5} if kind == "csa" else None
+    f, near = (forward(setting, CHUNKS[kind], overlaps=overlaps) for _ in range(2))
+    run(kernel, near)
+    states, checkpoints, pages = 2**22, 2**22, 2**23
+    unit = 64 if form == "bytes" else 1
+    g = f.groups
+    f.groups = replace(
+        g,
+        sources=torch.where(g.sources >= 0, g.sources + states, -1),
+        state_rows=torch.where(g.state_rows >= 0, g.state_rows + states, -1),
+        slots=g.slots + pages * unit,
+        overlap_rows=None if kind == "hca" else torch.where(g.overlap_rows >= 0, g.overlap_rows + checkpoints, -1),
+    )
+    f.compressions = [
+        replace(
+            c,
+            state=shifted(c.state, states),
+            overlap=None if c.overlap is None else shifted(c.overlap, checkpoints),
+            table=replace(c.table, storage=shifted(c.table.storage, pages)),
+        )
+        for c in f.compressions
+    ]
+    run(kernel, f)
+    for far, expected in zip(f.compressions, near.compressions, strict=True):
+        for made, wanted in ((far.state, expected.state), (far.table.storage, expected.table.storage)):
+            assert same_bits(made.as_subclass(torch.Tensor), wanted)
+
+
+def test_other_strides(kernel: str) -> None:
+    """Pages, plain rows, states and products that lie apart: the same bits, and nothing between is touched."""
+    setting = replace(SETTINGS["csa"], formats=(FP8, PLAIN))
+    f, expected = (forward(setting, CHUNKS["csa"]) for _ in range(2))
+    run(kernel, expected)
+    wide = []
+    for c in f.compressions:
+        pad = torch.nn.functional.pad
+        table, state = pad(c.table.storage, (0, 48), value=7), pad(c.state.flatten(1), (0, 12), value=7.0)
+        product = pad(torch.cat([c.kv, c.score], 1), (4, 8), value=NAN)
+        width = c.kv.shape[1]
+        wide.append((table, state))
+        inner = state[:, : 2 * width].unflatten(1, (2, width))
+        storage = table[:, : c.table.storage.shape[1]]
+        kv, score = product[:, 4 : 4 + width], product[:, 4 + width : 4 + 2 * width]
+        f.compressions[len(wide) - 1] = replace(
+            c, kv=kv, score=score, state=inner, table=replace(c.table, storage=storage)
+        )
+    run(kernel, f)
+    for c, e, (table, state) in zip(f.compressions, expected.compressions, wide, strict=True):
+        assert same_bits(c.table.storage, e.table.storage) and same_bits(c.state, e.state)
+        assert (table[:, -48:] == 7).all() and (state[:, -12:] == 7).all()
+
+
+def test_what_the_kernels_refuse(kernel: str) -> None:
+    from dsv4_kernels.compressor import gpu
+
+    f = forward(SETTINGS["csa"], CHUNKS["csa"])
+    main, index = f.compressions
+    function = getattr(gpu, kernel)
+    shifted_kv = torch.nn.functional.pad(main.kv, (1, 3))[:, 1:1025]
+    for match, compressions in (
+        ("entries of .* channels by ratio", [index, main]),
+        ("need kv with contiguous channels", [replace(main, kv=shifted_kv)]),
+        ("transform indexer keys only", [replace(main, hadamard=True)]),
+        ("rotate 64 channels", [replace(main, frequencies=main.frequencies[:16])]),
+        ("plain or fp8 rows", [replace(main, values_of=FP4)]),
+        ("plain rows must be torch.bfloat16", [replace(main, table=replace(main.table, storage=main.kv))]),
+    ):
+        with pytest.raises(ValueError, match=match):
+            function(f.groups, compressions, BF16)
+    with pytest.raises(ValueError, match="contiguous slots"):
+        function(replace(f.groups, slots=f.groups.slots.repeat_interleave(2)[::2]), [main], BF16)
+
+
+MOST_REGISTERS = {"csa": 168, "hca": 128, "keep": 48}
+"""Of a thread: two CTAs of 160 threads a multiprocessor, two of 256, and as many as there are."""
+
+
+def test_nothing_is_spilled(kernel: str) -> None:
+    from cubin import resources
+    from host import emulated
+
+    from dsv4_kernels.compressor import gpu
+
+    with emulated(arch=ARCH[kernel]):
+        for kind, ratio in RATIOS.items():
+            for dims in gpu.DIMS[ratio]:
+                for name, most in (("entries", MOST_REGISTERS[kind]), ("keep", MOST_REGISTERS["keep"])):
+                    found = resources(gpu.compile(name, dims, ratio, ARCH[kernel]).__cubin__)
+                    assert found["stack_bytes"] == 0 and found["registers"] <= most, (kind, dims, name, found)
+
+
+# ---- the kernels on a GPU
+
+
+@pytest.fixture
+def kernel_here(kernel_on_gpu: Callable[[str], str]) -> str:
+    return kernel_on_gpu("compress_store")
+
+
+def on_gpu(f: Forward) -> Forward:
+    """A copy there; kv and score remain halves of one product."""
+    tensors = ("ape", "state", "norm_weight", "frequencies", "overlap")
+    made = []
+    for c in f.compressions:
+        moved = {name: getattr(c, name).cuda() for name in tensors if getattr(c, name) is not None}
+        product, width = torch.cat([c.kv, c.score], 1).cuda(), c.kv.shape[1]
+        table = replace(c.table, storage=c.table.storage.cuda())
+        made.append(replace(c, **moved, kv=product[:, :width], score=product[:, width:], table=table))
+    lists = ("positions", "sources", "entry_positions", "slots", "state_rows", "overlap_rows")
+    moved = {name: getattr(f.groups, name).cuda() for name in lists if getattr(f.groups, name) is not None}
+    return Forward(replace(f.groups, **moved), made, f.rows)
+
+
+def back(f: Forward) -> Forward:
+    """Tables, states and checkpoints on the CPU."""
+    made = [
+        replace(
+            c,
+            state=c.state.cpu(),
+            overlap=None if c.overlap is None else c.overlap.cpu(),
+            table=replace(c.table, storage=c.table.storage.cpu()),
+        )
+        for c in f.compressions
+    ]
+    groups = {
+        name: None if (x := getattr(f.groups, name)) is None else x.cpu()
+        for name in ("positions", "state_rows", "overlap_rows")
+    }
+    return Forward(replace(f.groups, **groups), made, f.rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", RATIOS)
+def test_the_gpu_makes_a_chunk(kernel_here: str, kind: str) -> None:
+    """Plain rows within their bounds, and the stored forms of the same rows."""
+    overlaps = {(3, 8): 5, (1, FAR + 4): 2} if kind == "csa" else None
+    plain = None
+    for form, changed in FORMS.items():
+        setting = replace(SETTINGS[kind], **changed)
+        untouched = forward(setting, CHUNKS[kind], overlaps=overlaps, open_groups=2)
+        f = on_gpu(untouched)
+        compress_store(f.groups, f.compressions, BF16, kernel_here)
+        f = back(f)
+        if form == "plain":
+            plain = f
+            assert_allowed(setting, f)
+        expected = forward(setting, CHUNKS[kind], overlaps=overlaps)
+        for which, (c, e) in enumerate(zip(f.compressions, expected.compressions, strict=True)):
+            rows = torch.stack(list(plain.entries(which).values()))
+            if c.hadamard:
+                rows = hadamard(rows)
+            if c.table.format is PLAIN and c.values_of is FP4:
+                rows = fp4_qdq(rows, 32)
+            elif c.table.format is PLAIN and c.values_of is FP8:
+                rows = torch.cat((fp8_qdq(rows[:, :-64], 64), rows[:, -64:]), 1)
+            e.table.scatter(torch.tensor(list(f.rows.values())), rows)
+            assert same_bits(c.table.storage, e.table.storage), form
+        assert_state(setting, f, untouched)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", UNIFORM)
+def test_the_gpu_makes_a_uniform_batch(kernel_here: str, name: str) -> None:
+    """Eagerly, and out of a CUDA graph; the entries of a chunk."""
+    kind, k, ring = UNIFORM[name]
+    setting = Setting(kind, ring)
+    requests = uniform_requests(setting.ratio, k)
+    chunk = on_gpu(forward(setting, requests, seed=1))
+    compress_store(chunk.groups, chunk.compressions, BF16, kernel_here)
+    chunk = back(chunk)
+    untouched = forward(setting, requests, k)
+    f = on_gpu(untouched)
+    states = [c.state.clone() for c in f.compressions]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        compress_store(f.groups, f.compressions, BF16, kernel_here)
+    for runs in (
+        graph.replay,
+        lambda: compress_store(f.groups, f.compressions, BF16, kernel_here),
+        graph.replay,
+    ):
+        for c, state in zip(f.compressions, states, strict=True):
+            c.state.copy_(state)
+            c.table.storage.fill_(NAN)
+        runs()
+        result = back(f)
+        assert_state(setting, result, forward(setting, requests, k))
+        for which in range(len(f.compressions)):
+            expected = chunk.entries(which)
+            assert all(same_bits(row, expected[entry]) for entry, row in result.entries(which).items())
+
+
+@pytest.mark.gpu
+def test_the_gpu_finds_rows_beyond_two_gigabytes(kernel_here: str) -> None:
+    """Of the state, the table and the products: 12 GB together."""
+    setting = replace(SETTINGS["hca"], formats=(FP8,))
+    near = forward(setting, CHUNKS["hca"])
+    f = on_gpu(near)
+    (c,), g, width = f.compressions, f.groups, 512
+    compress_store(g, [c], BF16, kernel_here)
+    fresh = on_gpu(forward(setting, CHUNKS["hca"])).compressions[0]
+    skipped, pages, tokens = 2**20, 2**16, len(g.positions)
+    state = torch.zeros(skipped + SLOTS * 128, 2, width, device="cuda")
+    state[skipped:] = fresh.state
+    storage = torch.zeros(pages + 4, 37440, dtype=torch.uint8, device="cuda")
+    storage[pages:] = 255
+    stride = 2**32 // tokens // 4 // 4 * 4
+    product = torch.zeros(tokens * stride, device="cuda").as_strided((tokens, 2 * width), (stride, 1))
+    product.copy_(torch.cat([fresh.kv, fresh.score], 1))
+    far = replace(
+        fresh,
+        state=state,
+        kv=product[:, :width],
+        score=product[:, width:],
+        table=KVRows(storage, FP8, 64 * (pages + 4), 512, 64),
+    )
+    moved = replace(
+        g,
+        sources=torch.where(g.sources >= 0, g.sources + skipped, -1),
+        state_rows=torch.where(g.state_rows >= 0, g.state_rows + skipped, -1),
+        slots=g.slots + 64 * pages,
+    )
+    compress_store(moved, [far], BF16, kernel_here)
+    assert same_bits(state[skipped:].cpu(), c.state.cpu()) and not state[:skipped].any()
+    assert same_bits(storage[pages:].cpu(), c.table.storage.cpu()) and not storage[:pages].any()

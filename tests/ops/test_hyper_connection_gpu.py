@@ -1,0 +1,428 @@
+"""The hyper-connection kernel: emulated for both architectures, what the compiler makes of it, and on a GPU.
+
+Outputs are held against float64, each from what the kernel itself made before it: streams from the inputs, post, comb
+and the mixture from the streams. Sizes: d = 1,024 is the smallest, where a CTA keeps all of fn; 3,072 and 4,096 are
+those where stages are filled twice, 7,168 is Pro's, with one CTA a multiprocessor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_kernels.hyper_connection import hc_boundary, hc_enter, hc_finish, hc_head, hc_post, hc_pre, ref
+from dsv4_kernels.norm import rms_norm
+
+NORM_EPS, HC_EPS = 0.25, 0.03  # far larger than the model's 1e-6: one that is misplaced must show in bf16 too
+ITERATIONS = 20
+U32, U16 = 2.0**-24, 2.0**-8
+"""Half a unit in the last place of fp32 and of bf16, relative."""
+ARCHES = {"sm90": "sm_90a", "sm100": "sm_100a"}
+
+
+class Inputs(NamedTuple):
+    """Of `hc_boundary`; the first four rows of fn and so on are a head's."""
+
+    y: Tensor
+    streams: Tensor
+    post: Tensor
+    comb: Tensor
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+    weight: Tensor
+
+    def boundary(self) -> tuple:
+        return (*self, NORM_EPS, HC_EPS, ITERATIONS)
+
+    def head(self) -> tuple:
+        return (self.fn[:4], self.base[:4], self.scale[:1])
+
+    def of(self, tokens: list[int] | Tensor) -> Inputs:
+        return self._replace(**{name: getattr(self, name)[tokens] for name in ("y", "streams", "post", "comb")})
+
+    def to(self, device: str) -> Inputs:
+        return Inputs(*(x.to(device) for x in self))
+
+
+def inputs(num_tokens: int, d: int, seed: int = 0, weight: torch.dtype = torch.float32) -> Inputs:
+    """Sizes as in a model: coefficients around those of a doubly stochastic mixture, fn's products around 1."""
+    g = torch.Generator().manual_seed(seed)
+    return Inputs(
+        torch.randn(num_tokens, d, generator=g).bfloat16(),
+        torch.randn(num_tokens, 4, d, generator=g).bfloat16(),
+        2 * torch.rand(num_tokens, 4, generator=g),
+        torch.rand(num_tokens, 4, 4, generator=g) / 2,
+        torch.randn(24, 4 * d, generator=g) / math.sqrt(4 * d),
+        torch.randn(24, generator=g),
+        1 + 0.3 * torch.randn(3, generator=g),
+        (1 + 0.1 * torch.randn(d, generator=g)).to(weight),
+    )
+
+
+# ---- float64
+
+
+def exact_streams(i: Inputs) -> tuple[Tensor, Tensor]:
+    """hc_post, and the sum of the magnitudes of its terms."""
+    y, x, post, comb = (v.double() for v in (i.y, i.streams, i.post, i.comb))
+    terms = torch.cat([post[:, None, :, None] * y[:, None, None], comb[..., None] * x[:, :, None]], 1)
+    return terms.sum(1), terms.abs().sum(1)
+
+
+def exact_logits(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """What goes into sigmoids and softmax, and by how much fp32 may be off.
+
+    A sum has 16 products in a thread, 5 steps over lanes, at most 7 over warps and 7 over CTAs: each rounds what is at
+    most the sum of the magnitudes. So does the sum of squares, half of whose relative error counts. Eight roundings
+    more for the norm (2**-22.9 for the reciprocal root), scale and base.
+    """
+    x = streams.double().flatten(1)
+    inverse = torch.rsqrt(x.square().mean(1, keepdim=True) + NORM_EPS)
+    factor = scale.double()[(torch.arange(len(base)) // 4).clamp(max=len(scale) - 1).to(fn.device)] * inverse
+    logits = x @ fn.double().T * factor + base.double()
+    magnitude = x.abs() @ fn.double().abs().T * factor.abs()
+    return logits, 35 * U32 * magnitude + (18 + 8) * U32 * magnitude + 2 * U32 * logits.abs()
+
+
+def exact_comb(logits: Tensor) -> Tensor:
+    comb = logits.unflatten(1, (4, 4)).softmax(2) + HC_EPS
+    comb = comb / (comb.sum(1, keepdim=True) + HC_EPS)
+    for _ in range(ITERATIONS - 1):
+        comb = comb / (comb.sum(2, keepdim=True) + HC_EPS)
+        comb = comb / (comb.sum(1, keepdim=True) + HC_EPS)
+    return comb
+
+
+def check_streams(found: Tensor, i: Inputs) -> None:
+    """Five products, each of which is rounded into the sum, and the rounding to bf16."""
+    exact, magnitude = exact_streams(i)
+    assert ((found.double() - exact).abs() <= 6 * U32 * magnitude + 1.01 * U16 * exact.abs()).all()
+
+
+def check_coefficients(found: list[Tensor], reference: list[Tensor], exact: list[Tensor]) -> None:
+    """In the Frobenius norm at most twice as far from float64 as the reference, beside what eight roundings of
+    fp32 make of numbers of this size."""
+    for f, r, e in zip(found, reference, exact, strict=True):
+        error, others = (f.double() - e).norm(), (r.double() - e).norm()
+        assert f.isfinite().all() and error <= 2 * others + 8 * U32 * e.norm(), (
+            f"{error:.3e} from float64, the reference {others:.3e}, of {e.norm():.3e}"
+        )
+
+
+def check_mixture(found: Tensor, streams: Tensor, parameters: tuple, weight: Tensor | None) -> None:
+    """Element by element: rounded to bf16 once, or twice with a norm between. A sigmoid has a slope of at most 1/4, and
+    rounds 4 times itself (its argument, at most 2**-3 of what is lost there); sums round 4 times, the norm 20."""
+    (logits, off), x = exact_logits(streams, *parameters), streams.double()
+    pre = logits[:, :4].sigmoid() + HC_EPS
+    exact = (pre[:, :, None] * x).sum(1)
+    slack = ((off[:, :4] / 4 + 8 * U32)[:, :, None] * x.abs()).sum(1)
+    if weight is not None:
+        inverse = torch.rsqrt(exact.square().mean(1, keepdim=True) + NORM_EPS) * weight.double()
+        slack = slack * inverse.abs() + 20 * U32 * (exact * inverse).abs()
+        exact = exact * inverse
+    bound = (1.01 if weight is None else 2.02) * U16 * exact.abs() + slack
+    error = (found.double() - exact).abs()
+    assert (error <= bound).all(), f"{(error / bound).max():.2f} of the bound"
+
+
+def check_boundary(out: tuple[Tensor, ...], i: Inputs) -> None:
+    """All four results of hc_boundary."""
+    streams, x, post, comb = out
+    check_streams(streams, i)
+    parameters = (i.fn, i.base, i.scale)
+    logits, _ = exact_logits(streams, *parameters)
+    _, *reference = ref.hc_pre(streams, *parameters, NORM_EPS, HC_EPS, ITERATIONS)
+    check_coefficients([post, comb], reference, [2 * logits[:, 4:8].sigmoid(), exact_comb(logits[:, 8:])])
+    check_mixture(x, streams, parameters, i.weight)
+
+
+# ---- the reference
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_references_are_their_parts(dtype: torch.dtype) -> None:
+    i = inputs(5, 32)
+    i = i._replace(y=i.y.to(dtype), streams=i.streams.to(dtype))
+    streams = hc_post(i.y, i.streams, i.post, i.comb)
+    row, post, comb = hc_pre(streams, i.fn, i.base, i.scale, NORM_EPS, HC_EPS, ITERATIONS)
+    expected = (streams, rms_norm(row, i.weight, NORM_EPS), post, comb)
+    assert all(map(torch.equal, hc_boundary(*i.boundary()), expected))
+    entered = hc_enter(streams, i.fn, i.base, i.scale, i.weight, NORM_EPS, HC_EPS, ITERATIONS)
+    assert all(map(torch.equal, entered, expected[1:]))
+    finished = hc_finish(i.y, i.streams, i.post, i.comb, *i.head(), i.weight, NORM_EPS, HC_EPS)
+    assert torch.equal(finished[0], streams)
+    assert torch.equal(finished[1], rms_norm(hc_head(streams, *i.head(), NORM_EPS, HC_EPS), i.weight, NORM_EPS))
+
+
+def test_errors_say_what_is_expected() -> None:
+    i = inputs(2, 32)
+    for wrong, message in (
+        ({"weight": i.weight[1:]}, r"hc_boundary: x \(2, 4, 32\) needs norm_weight \(32,\); got \(31,\)"),
+        ({"y": i.y.float()}, "of their dtype"),
+        ({"comb": i.comb[:1]}, r"comb \(2, 4, 4\)"),
+        ({"fn": i.fn[:8]}, r"fn \(24, 128\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hc_boundary(*i._replace(**wrong).boundary())
+    with pytest.raises(ValueError, match="hc_enter: iterations is 0"):
+        hc_enter(i.streams, i.fn, i.base, i.scale, i.weight, NORM_EPS, HC_EPS, 0)
+    with pytest.raises(ValueError, match=r"hc_finish: x .* needs fn \(4, 128\)"):
+        hc_finish(i.y, i.streams, i.post, i.comb, i.fn, i.base, i.scale, i.weight, NORM_EPS, HC_EPS)
+
+
+# ---- the kernel
+
+
+@pytest.fixture
+def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is allocated for results holds NaN, so that what is not written shows."""
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, math.nan, **options))
+
+
+@pytest.fixture(params=list(ARCHES))
+def arch(request: pytest.FixtureRequest, compiled_here: None, nan_memory: None) -> str:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    return ARCHES[request.param]
+
+
+def emulate(arch: str, call: Callable[[], object], **options: object) -> object:
+    """What a call returns in the emulator, with all its checks on; it launches one kernel."""
+    from emulator import Checks
+    from host import emulated
+
+    with emulated(checks=Checks.strict(), arch=arch, **options) as device:
+        result = call()
+    assert len(device.reports) == 1 and not device.reports[0].warnings
+    return result
+
+
+def boundary(arch: str, i: Inputs, tokens: int | None = None, teams: int = 1, **options: object) -> tuple[Tensor, ...]:
+    """hc_boundary, with so many tokens a group, and teams a CTA."""
+    from dsv4_kernels.hyper_connection import gpu
+
+    y, streams, post, comb, fn, base, scale, weight = i
+    arguments = (streams, (y, post, comb), (fn, base, scale), weight, NORM_EPS, HC_EPS, ITERATIONS)
+    return emulate(arch, lambda: gpu.run(arch, "hc_boundary", 24, *arguments, tokens, teams), **options)
+
+
+@pytest.mark.parametrize(("num_tokens", "tokens"), [(1, 1), (2, 1), (3, 2), (5, 4), (17, 8)], ids=lambda n: str(n))
+def test_the_kernel_makes_a_boundary(arch: str, num_tokens: int, tokens: int) -> None:
+    """Groups that are full, that are not, and more than one of them."""
+    i = inputs(num_tokens, 1024, seed=num_tokens)
+    check_boundary(boundary(arch, i, tokens), i)
+
+
+def test_bits_do_not_depend_on_the_batch(arch: str) -> None:
+    """A token alone, in other places of groups of other sizes, beside others."""
+    i = inputs(11, 1024, seed=5)
+    together = boundary(arch, i, 8)
+    for order, tokens in (([7], 1), ([10, 7, 3], 2), ([3, 0, 7, 10, 1], 4), ([7, 7, 10, 9, 3], 8)):
+        for all_of_them, part in zip(together, boundary(arch, i.of(order), tokens), strict=True):
+            assert torch.equal(part, all_of_them[order])
+
+
+@pytest.mark.parametrize("schedule", ["late", "random"])
+def test_stages_are_filled_again(arch: str, schedule: str) -> None:
+    """24 rows of fn through fewer stages; asynchronous copies as late as they may be, and at random times."""
+    from dsv4_kernels.hyper_connection.plan import Plan
+
+    assert Plan(2, 3072, 24, True, True).stages < 24
+    i = inputs(3, 3072, seed=2)
+    check_boundary(boundary(arch, i, 2, schedule=schedule, seed=3), i)
+
+
+@pytest.mark.parametrize("schedule", ["late", "random"])
+def test_teams_take_one_group_after_the_other(arch: str, schedule: str) -> None:
+    """Two clusters with two teams each, of which one has three groups, the last of three tokens, and the others two."""
+    i = inputs(67, 1024, seed=6)
+    out = boundary(arch, i, 8, teams=2, schedule=schedule, seed=4, multiprocessors=16)
+    check_boundary(out, i)
+    some = [0, 17, 34, 51, 66]
+    for found, expected in zip(out, boundary(arch, i.of(some), 1), strict=True):
+        assert torch.equal(found[some], expected)
+
+
+def test_which_plan() -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from dsv4_kernels.hyper_connection import gpu
+
+    def chosen(num_tokens: int, d: int = 4096, norm: bool = True) -> tuple[int, int]:
+        plan = gpu.chosen(num_tokens, d, 24, True, norm, False)
+        return plan.tokens, plan.teams
+
+    assert [chosen(n) for n in (1, 4, 5, 16, 17, 64, 65, 128)] == [(n, 1) for n in (1, 1, 2, 2, 4, 4, 8, 8)]
+    assert chosen(129) == chosen(8192) == (8, 2)
+    assert chosen(8192, d=7168) == chosen(8192, norm=False) == (8, 1)  # fn does not fit; not a model's function
+
+
+def test_the_other_functions(arch: str) -> None:
+    """Each with its results alone; the norm's weight in bf16, rows of fn that are a head's."""
+    from dsv4_kernels.hyper_connection import gpu
+
+    def run(name: str, *arguments: object) -> object:
+        return emulate(arch, lambda: getattr(gpu, name)(lambda _: arch, *arguments))
+
+    i = inputs(3, 1024, seed=7, weight=torch.bfloat16)
+    streams = run("hc_post", i.y, i.streams, i.post, i.comb)
+    check_streams(streams, i)
+    finished, x = run("hc_finish", i.y, i.streams, i.post, i.comb, *i.head(), i.weight, NORM_EPS, HC_EPS)
+    assert torch.equal(finished, streams)
+    check_mixture(x, streams, i.head(), i.weight)
+    check_mixture(run("hc_head", streams, *i.head(), NORM_EPS, HC_EPS), streams, i.head(), None)
+    parameters = (i.fn, i.base, i.scale)
+    row, post, comb = run("hc_pre", streams, *parameters, NORM_EPS, HC_EPS, ITERATIONS)
+    check_mixture(row, streams, parameters, None)
+    x, *coefficients = run("hc_enter", streams, *parameters, i.weight, NORM_EPS, HC_EPS, ITERATIONS)
+    check_mixture(x, streams, parameters, i.weight)
+    _, bounded_x, *others = boundary(arch, i)
+    for found, same in zip(coefficients, others, strict=True):
+        assert torch.equal(found, same)
+    assert torch.equal(x, bounded_x) and torch.equal(post, others[0]) and torch.equal(comb, others[1])
+
+
+def test_rows_may_lie_apart(arch: str) -> None:
+    """Of every input that has tokens; what lies between is NaN."""
+    i = inputs(3, 1024, seed=8)
+
+    def apart(x: Tensor, *padded: int) -> Tensor:
+        around = torch.full(padded, math.nan, dtype=x.dtype)
+        view = around[tuple(slice(0, n) for n in x.shape)]
+        view.copy_(x)
+        return view
+
+    views = i._replace(
+        y=apart(i.y, 3, 1032),
+        streams=apart(i.streams, 3, 5, 1040),
+        post=apart(i.post, 3, 12),
+        comb=apart(i.comb, 3, 6, 4),
+    )
+    for found, expected in zip(boundary(arch, views), boundary(arch, i), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0], ids=["one", "zero"])
+def test_saturated_sigmoids_and_large_values(arch: str, sign: float) -> None:
+    """Sigmoids that are 0 or 1, weights of comb that are; streams of 2**40 beside a token of zeros."""
+    i = inputs(3, 1024, seed=9)
+    base = i.base.clone()
+    base[4:8] += 300 * sign
+    base[8:] *= 200
+    i.streams[0] *= 2.0**40
+    i.y[0] *= 2.0**40
+    i.comb[0] *= 100
+    i.streams[1], i.y[1] = 0, 0
+    i = i._replace(base=base)
+    streams, x, post, _ = out = boundary(arch, i)
+    assert all(result.isfinite().all() for result in out)
+    assert torch.equal(post, torch.full_like(post, 1.0 + sign))
+    assert not x[1].any() and not streams[1].any()
+    check_boundary(out, i)
+
+
+@pytest.mark.parametrize("d", [4096, 7168], ids=["flash", "pro"])
+def test_the_models_widths(arch: str, d: int) -> None:
+    """Right, and as planned by what the compiler says of what many tokens take, with one team and with several: no
+    stack, so no spills; registers and shared memory for as many CTAs of a multiprocessor."""
+    from cubin import resources
+    from host import emulated
+
+    from dsv4_kernels.hyper_connection import gpu
+    from dsv4_kernels.hyper_connection.plan import REGISTERS, SHARED_BYTES, Plan, shared_memory
+
+    i = inputs(2, d, seed=d)
+    check_boundary(boundary(arch, i, 8), i)
+    for plan in {Plan(8, d, 24, True, True), gpu.chosen(8192, d, 24, True, True, False)}:
+        with emulated(arch=arch):
+            numbers = resources(gpu.compile(plan, arch).__cubin__)
+        # Warps are dealt out to four parts of the multiprocessor, which have a quarter of the registers each.
+        warps = -(-plan.ctas * plan.cta_threads // 32 // 4)
+        assert numbers["stack_bytes"] == 0 and numbers["registers"] * warps * 32 <= REGISTERS // 4, (plan, numbers)
+        assert plan.ctas * (shared_memory(plan).size_in_bytes() + 1024) <= SHARED_BYTES + 1024, plan
+        assert plan.ctas * plan.teams == (2 if d == 4096 else 1)
+
+
+def test_no_tokens_are_no_launch(arch: str) -> None:
+    from host import emulated
+
+    from dsv4_kernels.hyper_connection import gpu
+
+    with emulated(arch=arch) as device:
+        shapes = [x.shape for x in gpu.hc_boundary(lambda _: arch, *inputs(0, 1024).boundary())]
+    assert shapes == [(0, 4, 1024), (0, 1024), (0, 4), (0, 4, 4)] and not device.reports
+
+
+def test_what_the_kernel_refuses(compiled_here: None) -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from dsv4_kernels.hyper_connection import gpu
+
+    def refused(message: str, i: Inputs) -> None:
+        with pytest.raises(ValueError, match=message):
+            gpu.sm90_hc_boundary(*i.boundary())
+
+    i = inputs(2, 1024)
+    refused("multiples of 1024 up to 8192; got 512", inputs(2, 512))
+    refused("take streams in torch.bfloat16", i._replace(streams=i.streams.float()))
+    refused("take fn in torch.float32, contiguous", i._replace(fn=i.fn.T.contiguous().T))
+    refused("take y in torch.bfloat16, with contiguous rows", i._replace(y=torch.zeros(2, 1028).bfloat16()[:, :1024]))
+    refused("matrices of comb must be contiguous", i._replace(comb=torch.zeros(2, 4, 8)[..., :4]))
+    three = torch.zeros(2, 3, 1024).bfloat16()
+    with pytest.raises(ValueError, match="made for 4 streams; got 3"):
+        gpu.sm90_hc_post(i.y, three, torch.zeros(2, 3), torch.zeros(2, 3, 3))
+
+
+# ---- on a GPU
+
+
+@pytest.fixture
+def kernel_here(kernel_on_gpu: Callable[[str], str]) -> Iterator[str]:
+    yield kernel_on_gpu("hc_boundary")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [4096, 7168])
+@pytest.mark.parametrize("num_tokens", [1, 5, 64, 200, 8192])
+def test_the_gpu_makes_a_boundary(kernel_here: str, num_tokens: int, d: int) -> None:
+    i = inputs(num_tokens, d, seed=num_tokens).to("cuda")
+    out = hc_boundary(*i.boundary(), impl=kernel_here)
+    few = torch.arange(0, num_tokens, max(1, num_tokens // 64), device="cuda")
+    check_boundary(tuple(x[few] for x in out), i.of(few))
+    alone = hc_boundary(*i.of(few[-1:]).boundary(), impl=kernel_here)
+    for found, expected in zip(alone, out, strict=True):
+        assert torch.equal(found, expected[few[-1:]])
+
+
+@pytest.mark.gpu
+def test_the_gpu_runs_all_functions_out_of_a_graph(kernel_here: str) -> None:
+    """Eagerly and replayed on other numbers: the same bits."""
+    i = inputs(7, 4096, seed=1).to("cuda")
+    other = inputs(7, 4096, seed=2).to("cuda")
+
+    def run(i: Inputs) -> list[Tensor]:
+        parameters = (i.fn, i.base, i.scale)
+        return [
+            *hc_boundary(*i.boundary(), impl=kernel_here),
+            *hc_enter(i.streams, *parameters, i.weight, NORM_EPS, HC_EPS, ITERATIONS, impl=kernel_here),
+            *hc_finish(i.y, i.streams, i.post, i.comb, *i.head(), i.weight, NORM_EPS, HC_EPS, impl=kernel_here),
+            *hc_pre(i.streams, *parameters, NORM_EPS, HC_EPS, ITERATIONS, impl=kernel_here),
+            hc_post(i.y, i.streams, i.post, i.comb, impl=kernel_here),
+            hc_head(i.streams, *i.head(), NORM_EPS, HC_EPS, impl=kernel_here),
+        ]
+
+    expected = [run(i), run(other)]
+    live = Inputs(*(x.clone() for x in i))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(live)
+    for numbers, wanted in zip((i, other), expected, strict=True):
+        for target, source in zip(live, numbers, strict=True):
+            target.copy_(source)
+        for x in out:
+            x.fill_(math.nan)
+        graph.replay()
+        assert all(map(torch.equal, out, wanted))

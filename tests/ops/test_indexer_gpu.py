@@ -1,0 +1,314 @@
+"""The indexer's kernels: scores against float64, the choice against the definition's on the same scores.
+
+Regimes: no, few, exactly top_k, one more and many visible entries; requests of different length in one batch, a padding
+token; pages in any order, tables and tokens that lie apart; ties, all scores zero, infinities, subnormals; tokens in
+slices of the buffer; rows that nobody may read are NaN, and so is the buffer before it is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from ops.row_kernels import ARCH, KERNELS, SCHEDULES, assert_no_spills, emulated_row_kernel
+from torch import Tensor
+
+from dsv4_kernels.indexer import index_query, index_topk
+from dsv4_kernels.kv_layout import KVRows, RowFormat
+from dsv4_kernels.quant import fp4_qdq
+from dsv4_kernels.rope import rope_frequencies
+
+ALL_KERNELS = (*KERNELS, "sm90, prefill")
+PAGE = 64
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    keys: KVRows
+    page_table: Tensor
+    request: Tensor
+    visible: Tensor
+    q: Tensor
+    head_weights: Tensor
+
+    @staticmethod
+    def of(lengths: tuple[int, ...], tokens: list[tuple[int, int]], heads: int = 64) -> Case:
+        """Requests with shuffled pages; every row outside [0, lengths[b]) of a request is NaN.
+
+        `tokens` are pairs of a request and what the token sees.
+        """
+        generator = torch.Generator().manual_seed(sum(lengths) + heads)
+        pages = -(-max(lengths) // PAGE) + 1
+        rows = PAGE * (len(lengths) * pages + 3)
+        keys = KVRows.allocate(rows, RowFormat.INDEX_FP4, 128, 0, BF16, "cpu", float("nan"))
+        order = torch.randperm(len(lengths) * pages, generator=generator).view(len(lengths), pages) + 2
+        for request, length in enumerate(lengths):
+            places = (order[request, :, None] * PAGE + torch.arange(PAGE)).flatten()[:length]
+            keys.scatter(places, torch.randn(length, 128, generator=generator) * 2.0 ** (request - 1))
+        table = torch.full((len(lengths), pages + 5), -1, dtype=torch.int32)
+        table[:, :pages] = order
+        request, visible = torch.tensor(tokens, dtype=torch.int32).T.contiguous().unbind(0)
+        q = fp4_qdq(torch.randn(len(tokens), heads, 128, generator=generator).to(BF16), 32)
+        apart = torch.cat([q, q], 1)[:, :heads]
+        weights = torch.randn(len(tokens), heads + 3, generator=generator)[:, :heads]
+        return Case(keys, table[:, :pages], request, visible, apart, weights)
+
+    def run(self, kernel: str, top_k: int, row_pages: Tensor | None = None, schedule: str = "late") -> tuple:
+        """Rows, and the buffers of scores; of an implementation, or of the same in a prefill ("sm90, prefill")."""
+        from dsv4_kernels.indexer import gpu
+
+        buffers, (name, _, prefill) = [], kernel.partition(", ")
+        with emulated_row_kernel(name, schedule):
+            empty = torch.empty
+
+            def remembered(*shape: int, **how: object) -> Tensor:
+                made = empty(*shape, **how)
+                buffers.extend([made] if how["dtype"] == torch.float32 else [])
+                return made
+
+            torch.empty = remembered
+            rows = getattr(gpu, name)(
+                self.q,
+                self.head_weights,
+                self.keys,
+                self.page_table,
+                PAGE,
+                self.request,
+                self.visible,
+                top_k,
+                self.page_table if row_pages is None else row_pages,
+                bool(prefill),
+            )
+        return rows, buffers
+
+    def exact_scores(self, token: int) -> tuple[Tensor, Tensor]:
+        """In float64, and the sum of the summands' magnitudes."""
+        entry = torch.arange(int(self.visible[token]))
+        rows = self.page_table[int(self.request[token])][entry // PAGE].long() * PAGE + entry % PAGE
+        key, q = self.keys.gather(rows).double(), self.q[token].double()
+        weights = self.head_weights[token].double()
+        return ((key @ q.T).relu() * weights).sum(1), ((key.abs() @ q.abs().T) * weights.abs()).sum(1)
+
+
+MIXED = Case.of((300, 40, 129), [(0, 300), (0, 64), (1, 17), (2, 129), (0, 65), (1, 0), (2, 128), (0, 299)])
+
+
+def chosen(scores: Tensor, visible: int, top_k: int, pages: Tensor) -> Tensor:
+    """The definition's choice of given scores: of equals the lower entry, in rising order."""
+    entry = torch.arange(visible)
+    if visible > top_k:
+        entry = torch.sort(scores[:visible], descending=True, stable=True).indices[:top_k].sort().values
+    rows = torch.full((top_k,), -1, dtype=torch.int32)
+    rows[: len(entry)] = pages[entry // PAGE] * PAGE + (entry % PAGE).int()
+    return rows
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ALL_KERNELS)
+def test_scores_and_choice(name: str, schedule: str) -> None:
+    rows, (scores,) = MIXED.run(name, 64, schedule=schedule)
+    for token, count in enumerate(MIXED.visible.tolist()):
+        if count > 64:
+            exact, magnitude = MIXED.exact_scores(token)
+            # Partial sums are rounded at most 8 times over channels and 64 over heads, and each sum over a quad twice.
+            assert ((scores[token, :count].double() - exact).abs() <= 80 * 2.0**-24 * magnitude).all()
+        pages = MIXED.page_table[int(MIXED.request[token])]
+        assert torch.equal(rows[token], chosen(scores[token], count, 64, pages)), f"token {token}"
+
+
+@pytest.mark.parametrize("name", ["sm90", "sm90, prefill"])
+@pytest.mark.parametrize("heads", [8, 24])
+def test_fewer_heads(heads: int, name: str) -> None:
+    case = Case.of((130,), [(0, 130)], heads=heads)
+    rows, (scores,) = case.run(name, 50)
+    exact, magnitude = case.exact_scores(0)
+    assert ((scores[0, :130].double() - exact).abs() <= 80 * 2.0**-24 * magnitude).all()
+    assert torch.equal(rows[0], chosen(scores[0], 130, 50, case.page_table[0]))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_other_pages_for_the_rows(name: str) -> None:
+    other = torch.arange(MIXED.page_table.numel(), dtype=torch.int32).view(MIXED.page_table.shape) + 3
+    rows, (scores,) = MIXED.run(name, 20, row_pages=other)
+    for token, count in enumerate(MIXED.visible.tolist()):
+        assert torch.equal(rows[token], chosen(scores[token], count, 20, other[int(MIXED.request[token])]))
+
+
+@pytest.mark.parametrize("name", ALL_KERNELS)
+def test_a_token_alone_has_the_bits_it_has_among_others(name: str) -> None:
+    together, (scores,) = MIXED.run(name, 64)
+    for token in (0, 3, 7):
+        at = slice(token, token + 1)
+        alone = replace(
+            MIXED,
+            q=MIXED.q[at].contiguous(),
+            head_weights=MIXED.head_weights[at].contiguous(),
+            request=MIXED.request[at].clone(),
+            visible=MIXED.visible[at].clone(),
+        )
+        rows, (its_scores,) = alone.run(name, 64)
+        count = int(MIXED.visible[token])
+        assert torch.equal(rows[0], together[token]) and torch.equal(its_scores[0, :count], scores[token, :count])
+
+
+def test_a_prefill_in_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokens than a CTA has, of requests that change within it; runs of pages of which some have nothing to do."""
+    from dsv4_kernels.indexer import prefill_scores
+
+    case = Case.of(
+        (700, 90, 400), [(0, 690 + i) for i in range(5)] + [(1, 80), (2, 399), (0, 3), (0, 0), (2, 65), (0, 700)]
+    )
+    rows, (scores,) = case.run("sm90", 64)
+    for ctas in (1, 10**6):
+        monkeypatch.setattr(prefill_scores, "CTAS", ctas)
+        again, (its_scores,) = case.run("sm90, prefill", 64)
+        assert torch.equal(again, rows)
+        for token, count in enumerate(case.visible.tolist()):
+            if count > 64:  # FP4 keys of like magnitude: every partial sum is exact, so both kernels' are the same
+                assert torch.equal(its_scores[token, :count], scores[token, :count])
+
+
+def test_slices_of_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsv4_kernels.indexer import gpu
+
+    together, _ = MIXED.run("sm90", 64)
+    entries = MIXED.page_table.shape[1] * PAGE
+    monkeypatch.setattr(gpu, "SCRATCH_BYTES", 3 * 4 * entries + 5)
+    assert gpu.tokens_at_a_time(8, entries) == 3 and gpu.scratch_bytes(8, entries) == 12 * entries
+    rows, (scores,) = MIXED.run("sm90", 64)
+    assert torch.equal(rows, together) and scores.shape == (3, entries)
+    assert gpu.tokens_at_a_time(8, 10**9) == 1
+
+
+def test_nothing_is_scored_where_all_entries_fit() -> None:
+    rows, buffers = MIXED.run("sm90", 512)
+    assert not buffers
+    for token, count in enumerate(MIXED.visible.tolist()):
+        pages = MIXED.page_table[int(MIXED.request[token])]
+        assert torch.equal(rows[token], chosen(torch.zeros(count), count, 512, pages))
+
+
+PLANTED = {
+    "all_equal": torch.zeros(700),
+    "two_values": torch.arange(700).remainder(3).eq(0).float(),
+    "ties_at_the_edge": torch.arange(700).remainder(7).float() - 3,
+    "negative": -torch.arange(700).float() - 1,
+    "infinities": torch.where(torch.arange(700).remainder(5).eq(0), torch.inf, -torch.inf),
+    "subnormal": torch.arange(700) * 2.0**-149,
+    "low_bits": (torch.arange(700).flip(0) + 0x3F800000).int().view(torch.float32),
+}
+
+
+@pytest.mark.parametrize("top_k", [1, 100, 512, 699])
+@pytest.mark.parametrize("name", PLANTED)
+def test_choice_of_given_scores(name: str, top_k: int) -> None:
+    import cuda.bindings.driver as cuda
+    from cutlass import Int32, Int64
+
+    from dsv4_kernels.indexer import topk
+
+    given, pages = PLANTED[name].contiguous(), torch.randperm(20).int()
+    rows = torch.full((1, top_k), -77, dtype=torch.int32)
+    request, visible = torch.zeros(1, dtype=torch.int32), torch.full((1,), 700, dtype=torch.int32)
+    with emulated_row_kernel("sm90"):
+        addresses = (given.data_ptr(), 0, pages.data_ptr(), 0, request.data_ptr(), visible.data_ptr(), rows.data_ptr())
+        arguments = topk.Arguments(*map(Int64, addresses), Int32(top_k))
+        topk.compile("sm_90a")(arguments, Int32(1), cuda.CUstream(0))
+    assert torch.equal(rows[0], chosen(given, 700, top_k, pages))
+
+
+@pytest.mark.parametrize("quantise", [True, False])
+@pytest.mark.parametrize("name", KERNELS)
+def test_queries(name: str, quantise: bool) -> None:
+    """But for what an ulp of the rotation's fp32 decides: another bf16, and with it another code."""
+    from dsv4_kernels.indexer import query
+
+    wide = torch.randn(5, 9, 128, generator=torch.Generator().manual_seed(3)).to(BF16)
+    q, positions = wide[:, 2:], torch.tensor([0, 1, 127, 70000, 2**20 - 1])
+    frequencies = rope_frequencies(64, 160000.0, None)
+    with emulated_row_kernel(name):
+        found = getattr(query, name)(q, positions, frequencies, quantise)
+    expected = index_query(q, positions, frequencies, quantise)
+    assert found.shape == expected.shape and (found == expected).float().mean() > 0.995
+    assert ((found.double() - expected.double()).norm() / expected.double().norm()) < 2e-2
+    with emulated_row_kernel(name):
+        alone = getattr(query, name)(q[3:4], positions[3:4], frequencies, quantise)
+    assert torch.equal(alone[0], found[3])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiled_without_spills(name: str) -> None:
+    from dsv4_kernels.indexer import prefill_scores, scores, topk
+
+    kernels = {"scores": lambda: scores.compile(ARCH[name], 64), "topk": lambda: topk.compile(ARCH[name])}
+    if name == "sm90":
+        kernels["prefill"] = lambda: prefill_scores.compile(ARCH[name], 64)
+    assert_no_spills(kernels, {"scores": 232, "topk": 64, "prefill": 128})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda case: replace(case, q=case.q[:, :3], head_weights=case.head_weights[:, :3]), "multiple of 8 heads"),
+        (lambda case: replace(case, visible=case.visible.long()), "contiguous rows of torch.int32"),
+        (lambda case: replace(case, keys=KVRows.allocate(64, RowFormat.PLAIN, 128, 0, BF16, "cpu")), "reads FP4 keys"),
+    ],
+    ids=["heads", "int64", "plain"],
+)
+def test_what_the_kernels_have_no_code_for_is_refused(change: object, message: str) -> None:
+    from dsv4_kernels.indexer import gpu
+
+    case = change(MIXED)
+    with pytest.raises(ValueError, match=message):
+        gpu.sm90(
+            case.q,
+            case.head_weights,
+            case.keys,
+            case.page_table,
+            PAGE,
+            case.request,
+            case.visible,
+            4,
+            case.page_table,
+            False,
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("prefill", [False, True])
+@pytest.mark.parametrize("top_k", [64, 512])
+def test_on_a_gpu(top_k: int, prefill: bool) -> None:
+    """What the definition would choose by exact scores, but for those that rounding may bring over the edge."""
+    lengths = (9000, 40, 700, 4100)
+    tokens = [(b, n) for b in range(4) for n in (lengths[b], lengths[b] // 2, lengths[b] // 3)]
+    case = Case.of(lengths, tokens)
+    on_gpu = replace(
+        case,
+        keys=replace(case.keys, storage=case.keys.storage.cuda()),
+        **{name: getattr(case, name).cuda() for name in ("page_table", "request", "visible", "q", "head_weights")},
+    )
+    rows = index_topk(
+        on_gpu.q,
+        on_gpu.head_weights,
+        on_gpu.keys,
+        on_gpu.page_table,
+        PAGE,
+        on_gpu.request,
+        on_gpu.visible,
+        top_k,
+        prefill=prefill,
+    ).cpu()
+    for token, (request, count) in enumerate(tokens):
+        exact, magnitude = case.exact_scores(token)
+        table = case.page_table[request]
+        place = {int(table[e // PAGE]) * PAGE + e % PAGE: e for e in range(count)}
+        entries = [place[row] for row in rows[token].tolist() if row >= 0]
+        assert entries == sorted(entries) and len(entries) == min(count, top_k)
+        if count > top_k:
+            error = 80 * 2.0**-24 * magnitude
+            left = torch.ones(count, dtype=torch.bool)
+            left[entries] = False
+            assert (exact + error)[entries].min() >= (exact - error)[left].max()
