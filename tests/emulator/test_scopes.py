@@ -7,27 +7,9 @@ import numpy as np
 import pytest
 from emulator import EmulationError, UnknownInstruction
 from handwritten import run
+from scope_kernels import ARRIVE, LOAD, PLACES, REACH, ROLES, SCOPES, STORE, WAIT, arrival, message
 
-SCOPES = ["cta", "cluster", "gpu", "sys"]
-PLACES = {
-    "one CTA": {"threads": 64},
-    "one cluster": {"threads": 32, "grid": 2, "cluster": 2},
-    "two clusters": {"threads": 32, "grid": 2},
-}
 SCHEDULES = [("eager", 0), ("late", 0), ("random", 1), ("random_warps", 2)]
-REACH = {"cta": 1, "cluster": 2, "gpu": 3, "sys": 3, "gl": 3}  # how many of the places have both threads in it
-
-# The thread that writes, and the one that reads, each in lane 0 of its warp: %p0 in the second.
-ROLES = """and.b32 %r1, %r100, 31; setp.ne.u32 %p1, %r1, 0; @%p1 bra E; mov.u32 %r2, %ctaid.x; add.u32 %r2, %r2, %r102;
-setp.ne.u32 %p0, %r2, 0; mov.u32 %r5, 1;"""
-# The second waits for the first's flag, and reads what it wrote.
-MESSAGE = (
-    ROLES
-    + """@%p0 bra C; mov.u32 %r6, 7; st.global.u32 [%rd100], %r6; PUBLISH bra E;
-C: OBSERVE setp.eq.u32 %p3, %r7, 0; @%p3 bra C; ACQUIRE ld.global.u32 %r8, [%rd100]; st.global.u32 [%rd102], %r8; E:"""
-)
-
-STORE, LOAD = "st.release.gpu.global.u32 [%rd101], %r5;", "ld.acquire.gpu.global.u32 %r7, [%rd101];"
 
 
 def _rows() -> list[tuple[str, str, str, int]]:
@@ -82,11 +64,6 @@ def _rows() -> list[tuple[str, str, str, int]]:
 ROWS = _rows()
 
 
-def _message(row: tuple[str, str, str, int]) -> str:
-    publish, observe, acquire, _ = row
-    return MESSAGE.replace("PUBLISH", publish).replace("OBSERVE", observe).replace("ACQUIRE", acquire)
-
-
 def _run(body: str, place: str, schedule: str = "eager", seed: int = 0) -> np.ndarray:
     data, flag, out = np.zeros(4, np.uint32), np.zeros(4, np.uint32), np.zeros(4, np.uint32)
     report = run(body, data, flag, out, schedule=schedule, seed=seed, **PLACES[place])
@@ -100,7 +77,7 @@ def _ids(rows: list) -> list[str]:
 
 @pytest.mark.parametrize("row", ROWS, ids=_ids(ROWS))
 def test_a_message(row: tuple[str, str, str, int]) -> None:
-    body = _message(row)
+    body = message(*row[:3])
     for n, place in enumerate(PLACES):
         if n < row[3]:
             assert _run(body, place)[0] == 7
@@ -116,7 +93,7 @@ def test_a_message(row: tuple[str, str, str, int]) -> None:
 @pytest.mark.parametrize("scope", SCOPES)
 def test_under_every_schedule(scope: str, schedule: str, seed: int) -> None:
     store = f"st.release.{scope}.global.u32 [%rd101], %r5;"
-    body = _message((store, LOAD.replace("gpu", scope), "", 0))
+    body = message(store, LOAD.replace("gpu", scope))
     for n, place in enumerate(PLACES):
         if n < REACH[scope]:
             assert _run(body, place, schedule, seed)[0] == 7
@@ -128,9 +105,7 @@ def test_under_every_schedule(scope: str, schedule: str, seed: int) -> None:
 
 def test_what_lies_behind_the_wider_fence_is_not_handed_on() -> None:
     """Each of two fences publishes to its own scope what lies before it."""
-    body = _message(
-        ("fence.acq_rel.gpu; WRITE fence.acq_rel.cta; st.relaxed.gpu.global.u32 [%rd101], %r5;", LOAD, "", 0)
-    )
+    body = message("fence.acq_rel.gpu; WRITE fence.acq_rel.cta; st.relaxed.gpu.global.u32 [%rd101], %r5;", LOAD)
     assert _run(body.replace("WRITE", ""), "two clusters")[0] == 7
     late = body.replace("WRITE", "st.global.u32 [%rd100], 8;").replace("mov.u32 %r6, 7;", "mov.u32 %r6, 6;")
     late = late.replace("st.global.u32 [%rd100], 8;", "mov.u32 %r6, 8; st.global.u32 [%rd100], %r6;")
@@ -223,19 +198,6 @@ ld.shared.u32 %r8, [%r103+16]; st.global.u32 [%rd100], %r8; E: barrier.cluster.a
 
 # ---- mbarriers and the cluster barrier
 
-# CTA 0 writes into TARGET's shared memory and arrives there; a thread of TARGET waits. TARGET 0: warp 1 of the same CTA.
-ARRIVAL = """mov.u32 %r1, %cluster_ctarank; setp.ne.u32 %p0, %r1, 0; and.b32 %r2, %r100, 31; setp.ne.u32 %p1, %r2, 0;
-setp.ne.u32 %p2, %r100, 0; @%p2 bra I; mbarrier.init.shared::cta.b64 [%r103], 1; fence.mbarrier_init.release.cluster;
-I: barrier.cluster.arrive; barrier.cluster.wait; @%p1 bra E; setp.ne.u32 %p3, %r102, 0; mov.u32 %r3, TARGET;
-mapa.shared::cluster.u32 %r4, %r103, %r3; @%p0 bra R; @%p3 bra R; mov.u32 %r6, 7; st.shared::cluster.u32 [%r4+16], %r6;
-ARRIVE bra E;
-R: setp.ne.u32 %p4, %r1, %r3; @%p4 bra E; @!%p3 bra E; W: WAIT @!%p5 bra W; ACQUIRE
-ld.shared.u32 %r8, [%r103+16]; st.global.u32 [%rd100], %r8; E: barrier.cluster.arrive; barrier.cluster.wait;"""
-ARRIVE, WAIT = (
-    "mbarrier.arrive.shared::cluster.b64 _, [%r4];",
-    "mbarrier.try_wait.parity.shared::cta.b64 %p5, [%r103], 0;",
-)
-
 
 def _with(text: str, after: str, qualifiers: str) -> str:
     return text.replace(after, after + qualifiers)
@@ -261,15 +223,14 @@ ARRIVALS = _arrivals()
 @pytest.mark.parametrize("row", ARRIVALS, ids=_ids(ARRIVALS))
 def test_an_arrival(row: tuple[str, str, str, int]) -> None:
     arrive, wait, acquire, reach = row
-    body = ARRIVAL.replace("ARRIVE", arrive).replace("WAIT", wait).replace("ACQUIRE", acquire)
     for target in (0, 1):
-        out = np.zeros(1, np.uint32)
+        body, out = arrival(target, arrive, wait, acquire), np.zeros(1, np.uint32)
         if target < reach:
-            run(body.replace("TARGET", str(target)), out, threads=64, grid=2, cluster=2)
+            run(body, out, threads=64, grid=2, cluster=2)
             assert out[0] == 7
             continue
         with pytest.raises(EmulationError) as e:
-            run(body.replace("TARGET", str(target)), out, threads=64, grid=2, cluster=2)
+            run(body, out, threads=64, grid=2, cluster=2)
         assert e.value.kind.name == "race", str(e.value)
 
 

@@ -1,4 +1,4 @@
-"""Each deliberately wrong emulator is noticed by a test of a right kernel."""
+"""Each deliberately wrong emulator is noticed: by a right kernel, or by one whose memory scope is too narrow."""
 
 from pathlib import Path
 
@@ -6,17 +6,18 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from wrong_semantics import CONTROLS, Control, run, save_right_kernels
+from wrong_semantics import CONTROLS, Control, run, save_right_kernels, save_scopes
 
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recordings")
     save_right_kernels(folder)
+    save_scopes(folder)
     return folder
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=[control.name for control in CONTROLS])
 def test_control_is_killed(control: Control, recordings: Path) -> None:
     found = run(control, recordings)
-    assert any(found.values()), f"no right kernel notices: {control.name}"
+    assert any(found.values()), f"no kernel notices: {control.name}"

@@ -25,9 +25,9 @@ def _is_cuda(value: object) -> bool:
 class _CudaIsCpu(TorchFunctionMode):
     """Replaces CUDA devices among the arguments of every torch function."""
 
-    def __init__(self, pad_vectors: bool) -> None:
+    def __init__(self, padded: Callable[[torch.Tensor], object] | None) -> None:
         super().__init__()
-        self.pad_vectors = pad_vectors
+        self.padded = padded
 
     def __torch_function__(self, function: Callable[..., Any], kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -46,8 +46,10 @@ class _CudaIsCpu(TorchFunctionMode):
         # A copy to the device is a copy: a program may compare the original after the kernel ran.
         if to_cuda and args and result is args[0]:
             result = result.clone()
-        if self.pad_vectors and to_cuda and function is torch.Tensor.to and result.dim() == 1:
-            return torch.cat((result, result.new_zeros(1)))[:-1]
+        if self.padded and to_cuda and function is torch.Tensor.to and result.dim() == 1:
+            longer = torch.cat((result, torch.zeros_like(result)))
+            self.padded(longer)
+            return longer[: len(result)]
         return result
 
 
@@ -108,8 +110,9 @@ class _Graph:
 
 
 @contextlib.contextmanager
-def torch_as_cuda(arch: str = "sm_100a", pad_vectors: bool = False) -> Iterator[None]:
-    """pad_vectors: 1-D tensors that `to` brings to the device have a zero behind them, for programs that read it."""
+def torch_as_cuda(arch: str = "sm_100a", padded: Callable[[torch.Tensor], object] | None = None) -> Iterator[None]:
+    """With `padded`, 1-D tensors that `to` brings to the device have as many zeros behind them. It is called with all
+    that a program may read of such a one."""
     capability, multiprocessors, l2_cache_bytes = _DEVICES[arch]
     properties = types.SimpleNamespace(
         name="emulated",
@@ -149,5 +152,5 @@ def torch_as_cuda(arch: str = "sm_100a", pad_vectors: bool = False) -> Iterator[
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        stack.enter_context(_CudaIsCpu(pad_vectors))
+        stack.enter_context(_CudaIsCpu(padded))
         yield

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from ops.memory_layout import use_in_place
 from torch import Tensor
 
 NAN = float("nan")
@@ -24,14 +25,20 @@ def poisoned(*args: object, **kwargs: object) -> Tensor:
 
 
 @contextlib.contextmanager
-def emulated_row_kernel(name: str, schedule: str = "late", seed: int = 0) -> Iterator[None]:
-    """Inside, the GPU implementation `name` runs in the emulator. Results are NaN before; it may warn of nothing."""
+def emulated_row_kernel(
+    name: str, schedule: str = "late", seed: int = 0, in_place: Sequence[Tensor] = ()
+) -> Iterator[None]:
+    """Inside, the GPU implementation `name` runs in the emulator. Results are NaN before; it may warn of nothing.
+
+    in_place: tensors that are too large to be copied for it (`memory_layout.sparse`).
+    """
     from emulator import Checks
     from host import emulated
 
     torch.empty = poisoned
     try:
         with emulated(checks=Checks.strict(), arch=ARCH[name], schedule=schedule, seed=seed) as device:
+            use_in_place(device, *in_place)
             yield
     finally:
         torch.empty = _empty

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from ops.memory_layout import far_apart, use_in_place
 from torch import Tensor
 
 from dsv4_kernels.hyper_connection import hc_boundary, hc_enter, hc_finish, hc_head, hc_post, hc_pre, ref
@@ -304,6 +305,21 @@ def test_rows_may_lie_apart(arch: str) -> None:
     )
     for found, expected in zip(boundary(arch, views), boundary(arch, i), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_rows_beyond_32_bits(arch: str) -> None:
+    """Of every input that has tokens: neither their bytes nor their elements can be counted in 32 bits."""
+    from host import emulated
+
+    from dsv4_kernels.hyper_connection import gpu
+
+    i = inputs(4, 1024, seed=8)
+    far = i._replace(y=far_apart(i.y), streams=far_apart(i.streams), post=far_apart(i.post), comb=far_apart(i.comb, 0))
+    with emulated(arch=arch) as device:
+        use_in_place(device, *far)
+        found = gpu.hc_boundary(lambda _: arch, far.y, far.streams, far.post, far.comb, *far[4:], *i.boundary()[8:])
+    for a, b in zip(found, boundary(arch, i), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0], ids=["one", "zero"])

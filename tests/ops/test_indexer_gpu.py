@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from ops.memory_layout import BEYOND_BYTES, sparse, strided
 from ops.row_kernels import ARCH, KERNELS, SCHEDULES, assert_no_spills, emulated_row_kernel
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from dsv4_kernels.rope import rope_frequencies
 
 ALL_KERNELS = (*KERNELS, "sm90, prefill")
 PAGE = 64
+PAGE_GAP_BYTES = 48
 BF16 = torch.bfloat16
 
 
@@ -43,6 +45,7 @@ class Case:
         pages = -(-max(lengths) // PAGE) + 1
         rows = PAGE * (len(lengths) * pages + 3)
         keys = KVRows.allocate(rows, RowFormat.INDEX_FP4, 128, 0, BF16, "cpu", float("nan"))
+        keys = replace(keys, storage=strided(keys.storage, 0, PAGE_GAP_BYTES))
         order = torch.randperm(len(lengths) * pages, generator=generator).view(len(lengths), pages) + 2
         for request, length in enumerate(lengths):
             places = (order[request, :, None] * PAGE + torch.arange(PAGE)).flatten()[:length]
@@ -60,7 +63,7 @@ class Case:
         from dsv4_kernels.indexer import gpu
 
         buffers, (name, _, prefill) = [], kernel.partition(", ")
-        with emulated_row_kernel(name, schedule):
+        with emulated_row_kernel(name, schedule, in_place=[self.keys.storage]):
             empty = torch.empty
 
             def remembered(*shape: int, **how: object) -> Tensor:
@@ -82,6 +85,18 @@ class Case:
                 bool(prefill),
             )
         return rows, buffers
+
+    def spread(self) -> Case:
+        """The same over a table whose bytes 32 bits do not count: all pages but the first one lie far apart."""
+        storage = self.keys.storage
+        step = -(-BEYOND_BYTES // ((len(storage) - 1) * storage.stride(0)))
+        pages = (len(storage) - 1) * step + 1
+        large = sparse((pages, storage.shape[1]), storage.stride(), storage.dtype)
+        large[::step] = storage
+        keys = replace(self.keys, storage=large, num_rows=pages * PAGE)
+        table = torch.full((self.page_table.shape[0], self.page_table.shape[1] + 5), -1, dtype=torch.int32)
+        table[:, :-5] = self.page_table * step
+        return replace(self, keys=keys, page_table=table[:, :-5])
 
     def exact_scores(self, token: int) -> tuple[Tensor, Tensor]:
         """In float64, and the sum of the summands' magnitudes."""
@@ -151,6 +166,17 @@ def test_a_token_alone_has_the_bits_it_has_among_others(name: str) -> None:
         rows, (its_scores,) = alone.run(name, 64)
         count = int(MIXED.visible[token])
         assert torch.equal(rows[0], together[token]) and torch.equal(its_scores[0, :count], scores[token, :count])
+
+
+@pytest.mark.parametrize("name", ALL_KERNELS)
+def test_keys_beyond_32_bits(name: str) -> None:
+    near, (scores,) = MIXED.run(name, 64)
+    far, (its_scores,) = MIXED.spread().run(name, 64)
+    step = MIXED.spread().page_table[0, 0] // MIXED.page_table[0, 0]
+    for token, count in enumerate(MIXED.visible.tolist()):
+        if count > 64:
+            assert torch.equal(its_scores[token, :count], scores[token, :count])
+    assert torch.equal(far, torch.where(near < 0, near, near // PAGE * step * PAGE + near % PAGE))
 
 
 def test_a_prefill_in_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:

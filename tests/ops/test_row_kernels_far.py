@@ -1,4 +1,4 @@
-"""Rows that lie two gigabytes apart: every kernel of rows addresses them with 64 bits. Emulated; 4 GB a test."""
+"""Rows that lie so far apart that neither bytes nor elements between them can be counted in 32 bits. Emulated."""
 
 from __future__ import annotations
 
@@ -6,27 +6,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from ops.memory_layout import far_apart
 from ops.number_formats import same_bits
 from ops.row_kernels import emulated_row_kernel
 from torch import Tensor
 
 from dsv4_kernels.rope import rope_frequencies
 
-APART = 2**30
-"""Channels of bf16 from row to row."""
-POSITIONS, FREQUENCIES = torch.tensor([3, 2**20 - 1]), rope_frequencies(64, 10000.0, None)
-
-
-def far(rows: Tensor) -> Tensor:
-    """The same two rows, APART."""
-    storage = torch.empty(APART + rows[0].numel(), dtype=torch.bfloat16)
-    made = storage.as_strided(rows.shape, (APART, *rows.stride()[1:]))
-    return made.copy_(rows)
+POSITIONS, FREQUENCIES = torch.tensor([3, 2**20 - 1, 0, 70000]), rope_frequencies(64, 10000.0, None)
 
 
 def in_fp32(rows: Tensor) -> Tensor:
-    """Two rows of bf16 as rows of fp32 in the same memory."""
-    return rows.as_strided((2, rows.shape[1]), rows.stride()).view(torch.float32)
+    """Rows of bf16 as rows of fp32 in the same memory."""
+    return rows.view(torch.float32)
 
 
 def norm_rope_store(x: Tensor) -> list[Tensor]:
@@ -57,7 +49,7 @@ def routers(x: Tensor) -> list[Tensor]:
 
     logits, table = in_fp32(x)[:, :256], torch.arange(30).view(5, 6)
     by_score = gpu.sm90_topk(logits, torch.zeros(256), 6, 1.0)
-    return [*by_score, *gpu.sm90_hash(logits, table, torch.tensor([1, 4]), 1.0)]
+    return [*by_score, *gpu.sm90_hash(logits, table, torch.tensor([1, 4, 0, 2]), 1.0)]
 
 
 def swiglu(x: Tensor) -> list[Tensor]:
@@ -72,15 +64,21 @@ def quantiser(x: Tensor) -> list[Tensor]:
     return [*gpu.sm90(x, 128, False)]
 
 
-@pytest.mark.slow
+def index_queries(x: Tensor) -> list[Tensor]:
+    from dsv4_kernels.indexer import query
+
+    return [query.sm90(x.unflatten(1, (12, 128)), POSITIONS, FREQUENCIES, True)]
+
+
 @pytest.mark.usefixtures("compiled_here")
-@pytest.mark.parametrize("function", [norm_rope_store, rotation, norm, routers, swiglu, quantiser])
-def test_rows_two_gigabytes_apart(function: Callable[[Tensor], list[Tensor]]) -> None:
+@pytest.mark.parametrize("function", [norm_rope_store, rotation, norm, routers, swiglu, quantiser, index_queries])
+def test_rows_beyond_32_bits(function: Callable[[Tensor], list[Tensor]]) -> None:
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    rows = torch.randn(2, 1536, generator=torch.Generator().manual_seed(1)).bfloat16()
-    apart = far(rows)
+    rows = torch.randn(4, 1536, generator=torch.Generator().manual_seed(1)).bfloat16()
+    apart = far_apart(rows)
     with emulated_row_kernel("sm90"):
         expected = [x.contiguous().clone() for x in function(rows)]
+    with emulated_row_kernel("sm90", in_place=[apart]):
         found = [x.contiguous() for x in function(apart)]
     for a, b in zip(found, expected, strict=True):
         assert same_bits(a.view(torch.uint8), b.view(torch.uint8))

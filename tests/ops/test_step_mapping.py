@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from ops.memory_layout import far_apart, use_in_place
 from torch import Tensor
 
 from dsv4_kernels.step_mapping import GroupLayout, StepLayout, StepMapping, ref, step_mapping
@@ -109,6 +110,23 @@ def test_the_kernel_says_the_same(name: str, arch: str, monkeypatch: pytest.Monk
     assert len(device.reports) == 1 and not device.reports[0].warnings
     for (what, a), (_, b) in zip(tensors(expected), tensors(found), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b), what
+
+
+def test_the_kernel_finds_slots_beyond_32_bits() -> None:
+    """SGLang's table has a row of the longest context for every request that may run, in rows that may be longer."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from host import emulated
+
+    from dsv4_kernels.step_mapping import gpu
+
+    first, slots, req_to_token, *rest = inputs("verify")
+    large = far_apart(req_to_token)
+    expected = ref.step_mapping(first, slots, req_to_token, *rest)
+    with emulated(arch="sm_90a") as device:
+        use_in_place(device, large)
+        found = gpu.sm90(first, slots, large, *rest)
+    for (what, a), (_, b) in zip(tensors(expected), tensors(found), strict=True):
+        assert torch.equal(a, b), what
 
 
 @pytest.mark.gpu

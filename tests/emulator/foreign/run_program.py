@@ -90,7 +90,7 @@ def run_program(
         stack.enter_context(mock.patch.object(sys, "argv", argv))
         stack.enter_context(mock.patch.object(sys, "path", path))
         device = stack.enter_context(emulated(arch=arch, **options))
-        stack.enter_context(torch_as_cuda(arch, pad_vectors))
+        stack.enter_context(torch_as_cuda(arch, device.memory.address_of if pad_vectors else None))
         stack.enter_context(driver_answers())
         try:
             runpy.run_path(str(program), run_name="__main__")
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument(
         "--recording", type=Path, help="save the last launch here, for mutation.py and form_coverage.py"
     )
-    parser.add_argument("--pad-vectors", action="store_true", help="one more element behind 1-D tensors on the device")
+    parser.add_argument("--pad-vectors", action="store_true", help="1-D tensors have zeros behind them")
     parser.add_argument("program", type=Path)
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()

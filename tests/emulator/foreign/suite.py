@@ -71,6 +71,8 @@ def _run_once(case: Case, schedule: str, seed: int, warn: tuple[str, ...]) -> di
         script, *arguments = case.command(report, schedule, seed)
         if warn:
             arguments = ["--warn", ",".join(warn), *arguments]
+            if case.pad_vectors:
+                arguments = ["--pad-vectors", *arguments]
         environment = os.environ | {"PYTHONWARNINGS": "ignore"}
         start, before = time.monotonic(), _children_cpu_seconds()
         try:
