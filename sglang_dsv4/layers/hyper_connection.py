@@ -24,6 +24,10 @@ class Pending(NamedTuple):
     post: Tensor | None = None  # [T, n] fp32
     comb: Tensor | None = None  # [T, n, n] fp32
 
+    def with_output(self, output: Tensor) -> Pending:
+        """The same streams, once the sublayer has run."""
+        return Pending(self.streams, output, self.post, self.comb)
+
 
 def _fp32(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=torch.float32), requires_grad=False)

@@ -69,9 +69,9 @@ class Block(nn.Module):
     def forward(self, pending: Pending, positions: Tensor, input_ids: Tensor) -> Pending:
         """Both sublayers: `positions [T]` int64, `input_ids [T]`; what is pending before and behind them."""
         x, pending = self.hc_attn(pending, self.attn_norm)
-        pending = pending._replace(output=self.attn(x, positions))
+        pending = pending.with_output(self.attn(x, positions))
         x, pending = self.hc_ffn(pending, self.ffn_norm)
-        return pending._replace(output=self.ffn(x, input_ids))
+        return pending.with_output(self.ffn(x, input_ids))
 
 
 class DeepseekV4Model(nn.Module):
