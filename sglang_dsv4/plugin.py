@@ -17,6 +17,7 @@ KV pool            AROUND ``KVCacheConfigurator._build_dsv4_kv_pool``: it has no
 pool sizing        AROUND ``create_memory_pool_configurator``: it has no registry                      scheduler
 MTP draft          AROUND the two ``DraftBackendFactory._create_dsv4_*``: no registry                  scheduler
 longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admission_pages``            scheduler
+reasoning effort   AROUND ``DeepSeekRecipe.encode``, see ``effort``                                    launcher
 token ids          AFTER ``scheduler.validate_input_length``, see ``request_checks``                   scheduler
 sampling seeds     four hooks of the sampler, see ``sampling``                                         scheduler
 CPU platform       AROUND ``reject_out_of_tree_path``, for our own KV pool only                        scheduler
@@ -85,8 +86,9 @@ def setup() -> None:
 def _install_default_arguments() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-    from sglang_dsv4 import cuda_graphs
+    from sglang_dsv4 import cuda_graphs, effort
 
+    _hook("render a prompt", effort.render, "AROUND")
     register_resolution_hook("handle_model_specific_adjustments")(_resolve_default_arguments)
     register_resolution_hook("handle_cuda_graph_config")(cuda_graphs.resolve_cuda_graphs)
 
@@ -98,6 +100,7 @@ def _resolve_default_arguments(server_args: ServerArgs, previous: Callable[[Serv
         compat.require_ready(hf_config.architectures)
         arguments = compat.resolving_view(server_args)
         refuse_unsupported_arguments(arguments, hf_config)
+        choose_effort_tiers(arguments, hf_config)
         compat.declare_resolution(server_args, "sglang_dsv4", **default_arguments(arguments, hf_config))
         if arguments.device == "cpu":
             ranks = arguments.tp_size * arguments.pp_size * arguments.dp_size
@@ -128,6 +131,24 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
         raise ValueError(
             f"sglang-dsv4 does not support --disaggregation-mode {arguments.disaggregation_mode}: "
             "rings and compressor states are not transferred between servers"
+        )
+
+
+def choose_effort_tiers(arguments: Any, hf_config: Any) -> None:  # arguments: ServerArgs, or SGLang's view of it
+    """Find out which reasoning efforts the checkpoint was trained with.
+
+    Raises:
+        ValueError: processes that load no plugin would render its prompts in another way.
+    """
+    from sglang_dsv4 import effort
+
+    has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
+    tiers = effort.use_tiers_of(arguments.model_path, arguments.revision, has_dspark)
+    if tiers is effort.Tiers.APRIL and arguments.tokenizer_worker_num > 1:
+        raise ValueError(
+            f"sglang-dsv4 does not support --tokenizer-worker-num {arguments.tokenizer_worker_num} with an April "
+            "checkpoint: SGLang loads no plugin in those workers, and they would render the later releases' reasoning "
+            "efforts. Leave the flag out."
         )
 
 
