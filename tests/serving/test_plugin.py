@@ -20,7 +20,7 @@ OURS = ["DeepseekV4ForCausalLM"]
 @pytest.fixture(scope="module", autouse=True)
 def our_models_are_registered() -> None:
     """SGLang fills its registry once a process, by the environment: before a test here changes that."""
-    plugin.setup()
+    os.environ.setdefault(compat.MODEL_PACKAGE_VARIABLE, compat.OUR_MODELS)
     compat.require_our_model_classes()
 
 
