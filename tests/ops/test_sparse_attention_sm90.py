@@ -223,6 +223,28 @@ def test_clusters_have_the_bits_of_the_other_kernel(monkeypatch: pytest.MonkeyPa
     check(case, result)
 
 
+@pytest.mark.parametrize(("name", "waits"), [("split_512-fp8", True), ("csa_512-fp8", False)])
+def test_ctas_that_wait_for_each_other_are_launched_together(
+    monkeypatch: pytest.MonkeyPatch, name: str, waits: bool
+) -> None:
+    """A cooperative launch: else some could wait, on all of what another kernel left, for others that find no place."""
+    from cutlass.cutlass_dsl import cutlass as dsl
+
+    from dsv4_kernels import compile_cache
+
+    cooperative: list[bool] = []
+    configure = dsl.cuda_dialect.launch_cfg_cooperative
+
+    def remembered(config: object, value: object, **options: object) -> object:
+        cooperative.append("1 : i32" in str(value.owner))
+        return configure(config, value, **options)
+
+    monkeypatch.setattr(dsl.cuda_dialect, "launch_cfg_cooperative", remembered)
+    monkeypatch.setattr(compile_cache, "_in_memory", {})
+    launch(build(CASES[name]))
+    assert cooperative == [waits]
+
+
 def test_few_tokens_with_few_keys_are_computed_by_clusters() -> None:
     """As many channel splits as have room at once; with less room, fewer of them or the other kernel."""
     case = build(Spec(tokens=2, heads=65, entry_lengths=(300, 5)))  # 4 steps

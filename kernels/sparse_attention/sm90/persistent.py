@@ -51,9 +51,9 @@ Partial results are fp32, in scratch slots of their CTA. Every CTA of a token th
 iteration later than it wrote its own: nobody waits while there is work. Where only the first sub-split of a token has a
 step more than the others, these combine, and prefetch all partial results but the first one while they wait for it. A
 CTA waits for sub-splits of the same token, whose numbers are below that of the work tile it has just written, and
-before it writes to a slot again for the combine that reads it, which is older still. So the waiting ends, if all CTAs
-are resident at once (at most one a multiprocessor) and a token's KV splits are no more than the CTAs, which
-`launch.sparse_attention` checks.
+before it writes to a slot again for the combine that reads it, which is older still. So the waiting ends, because all
+CTAs are resident at once (one a multiprocessor, and a cooperative launch), and a token's KV splits are no more than the
+CTAs, which `launch.sparse_attention` checks.
 """
 
 import functools
@@ -99,7 +99,12 @@ def launch(config: cutlass.Constexpr, arguments: Arguments, num_ctas: Int32, str
     if const_expr(not config.split):
         tma_q = tma.tma_of_q(arguments)
     kernel(config, arguments, tma_q, tma.tma_of_out(arguments)).launch(
-        grid=[num_ctas, 1, 1], block=[config.threads, 1, 1], stream=stream, min_blocks_per_mp=1
+        grid=[num_ctas, 1, 1],
+        block=[config.threads, 1, 1],
+        stream=stream,
+        min_blocks_per_mp=1,
+        # CTAs that wait for others' partial results begin together or not yet, whatever else runs on the GPU.
+        cooperative=config.split is not Split.NONE,
     )
 
 
