@@ -64,6 +64,7 @@ SGLANG_HOOKS: dict[str, str] = {
     "make a draft's decode backend": f"{_DRAFTS}._create_dsv4_decode_backend",
     "make a draft's prefill backend": f"{_DRAFTS}._create_dsv4_prefill_backend",
     "render a prompt": "sglang.srt.parser.deepseek_recipe_renderer.DeepSeekRecipe.encode",
+    "check sampling parameters": "sglang.srt.sampling.sampling_params.SamplingParams.verify",
     "check a request": "sglang.srt.managers.scheduler.validate_input_length",
     "make sampling info": f"{_SAMPLING}.adjusted_from_schedule_batch",
     "merge sampling info": f"{_SAMPLING}.merge_batch",

@@ -18,6 +18,7 @@ pool sizing        AROUND ``create_memory_pool_configurator``: it has no registr
 MTP draft          AROUND the two ``DraftBackendFactory._create_dsv4_*``: no registry                  scheduler
 longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admission_pages``            scheduler
 reasoning effort   AROUND ``DeepSeekRecipe.encode``, see ``effort``                                    launcher
+sampling params    BEFORE ``SamplingParams.verify``, see ``request_checks``                            launcher
 token ids          AFTER ``scheduler.validate_input_length``, see ``request_checks``                   scheduler
 sampling seeds     four hooks of the sampler, see ``sampling``                                         scheduler
 CPU platform       AROUND ``reject_out_of_tree_path``, for our own KV pool only                        scheduler
@@ -86,9 +87,10 @@ def setup() -> None:
 def _install_default_arguments() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-    from sglang_dsv4 import cuda_graphs, effort
+    from sglang_dsv4 import cuda_graphs, effort, request_checks
 
     _hook("render a prompt", effort.render, "AROUND")
+    _hook("check sampling parameters", request_checks.check_sampling_parameters, "BEFORE")
     register_resolution_hook("handle_model_specific_adjustments")(_resolve_default_arguments)
     register_resolution_hook("handle_cuda_graph_config")(cuda_graphs.resolve_cuda_graphs)
 

@@ -1,16 +1,74 @@
 """Requests that SGLang would take and this model can't serve: they get a 400 with the reason.
 
-SGLang leaves some token ids unchecked, and an index outside the vocabulary would end the server.
+SGLang leaves some token ids unchecked, and an index outside the vocabulary would end the server. So would numbers that
+a batch's tensors can't hold: `RANGES` has these, and where SGLang 0.5.23 makes the tensor; a row can go when SGLang
+checks it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_dsv4 import compat, sampling
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+INT32_MAX = 2**31 - 1
+FP32_MAX, FP32_MIN = 3.4028234663852886e38, 2.0**-126
+NUMBERS = (
+    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("min_new_tokens", "max_new_tokens", "n"),
+)
+"""Fields of SamplingParams that SGLang compares with numbers: anything else is a TypeError there, and so a 500."""
+
+
+class Range(NamedTuple):
+    """What a sampling parameter may be, beyond what SGLang checks."""
+
+    highest: int
+    upstream: str  # what would fail otherwise
+
+
+RANGES = {
+    "top_k": Range(INT32_MAX, "SamplingBatchInfo.from_schedule_batch: torch.int32"),
+    "min_new_tokens": Range(INT32_MAX, "penaltylib.min_new_tokens: torch.int32"),
+    "max_new_tokens": Range(INT32_MAX, "as min_new_tokens, which it bounds"),
+    "n": Range(INT32_MAX, "TokenizerManager: a request is copied n times before any is served"),
+}
+
+
+def check_sampling_parameters(params: SamplingParams, *args: object, **kwargs: object) -> None:
+    """Before SGLang's ``SamplingParams.verify``, in the process that answers clients.
+
+    Args:
+        params: the request's.
+        args, kwargs: what else SGLang's method takes.
+
+    Raises:
+        ValueError: a number that would end the server; SGLang makes a 400 of it.
+    """
+    for name in NUMBERS:
+        value = getattr(params, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise ValueError(f"{name} must be a number, got {value!r}.")
+    for name, allowed in RANGES.items():
+        value = getattr(params, name)
+        if value is not None and value > allowed.highest:
+            raise ValueError(f"{name} must be at most {allowed.highest}, got {value}.")
+    for name in ("temperature", "repetition_penalty"):  # both divide logits, in fp32
+        value = getattr(params, name)
+        if not is_fp32(value) or (value != 0 and abs(value) < FP32_MIN):
+            raise ValueError(f"{name} must be a number that fp32 can hold, got {value}.")
+    for token_id, bias in (params.logit_bias or {}).items():
+        if not is_fp32(bias):
+            raise ValueError(f"logit_bias of token {token_id} must be a number that fp32 can hold, got {bias!r}.")
+
+
+def is_fp32(value: object) -> bool:
+    """Whether it is a number that is finite in fp32."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= FP32_MAX
 
 
 def refuse_unknown_token_ids(error: str | None, req: Req, *args: object, **kwargs: object) -> str | None:
