@@ -227,22 +227,38 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("top_k", [1, 100, 512, 699])
-@pytest.mark.parametrize("name", PLANTED)
-def test_choice_of_given_scores(name: str, top_k: int) -> None:
+def choose(given: Tensor, visible: int, top_k: int, pages: Tensor, schedule: str = "late") -> Tensor:
+    """The kernel's choice of given scores."""
     import cuda.bindings.driver as cuda
     from cutlass import Int32, Int64
 
     from dsv4_kernels.indexer import topk
 
-    given, pages = PLANTED[name].contiguous(), torch.randperm(20).int()
-    rows = torch.full((1, top_k), -77, dtype=torch.int32)
-    request, visible = torch.zeros(1, dtype=torch.int32), torch.full((1,), 700, dtype=torch.int32)
-    with emulated_row_kernel("sm90"):
-        addresses = (given.data_ptr(), 0, pages.data_ptr(), 0, request.data_ptr(), visible.data_ptr(), rows.data_ptr())
+    rows = torch.full((top_k,), -77, dtype=torch.int32)
+    request, seen = torch.zeros(1, dtype=torch.int32), torch.full((1,), visible, dtype=torch.int32)
+    with emulated_row_kernel("sm90", schedule):
+        addresses = (given.data_ptr(), 0, pages.data_ptr(), 0, request.data_ptr(), seen.data_ptr(), rows.data_ptr())
         arguments = topk.Arguments(*map(Int64, addresses), Int32(top_k))
         topk.compile("sm_90a")(arguments, Int32(1), cuda.CUstream(0))
-    assert torch.equal(rows[0], chosen(given, 700, top_k, pages))
+    return rows
+
+
+@pytest.mark.parametrize("top_k", [1, 100, 512, 699])
+@pytest.mark.parametrize("name", PLANTED)
+def test_choice_of_given_scores(name: str, top_k: int) -> None:
+    given, pages = PLANTED[name].contiguous(), torch.randperm(20).int()
+    assert torch.equal(choose(given, 700, top_k, pages), chosen(given, 700, top_k, pages))
+
+
+@pytest.mark.parametrize("schedule", (*SCHEDULES, "random_warps"))
+@pytest.mark.parametrize("visible", [2047, 2048, 2049, 5003])
+def test_choice_of_more_entries_than_a_cta_has_at_once(visible: int, schedule: str) -> None:
+    """2,048 a round: what earlier rounds chose is counted, among equals too."""
+    pages = torch.randperm(80, generator=torch.Generator().manual_seed(1)).int()
+    given = torch.full((5056,), torch.nan)
+    given[:visible] = torch.arange(visible).remainder(3)
+    for top_k in (512, 3 * visible // 5):  # the latter has the last of its equals in the last round
+        assert torch.equal(choose(given, visible, top_k, pages, schedule), chosen(given, visible, top_k, pages))
 
 
 @pytest.mark.parametrize("quantise", [True, False])

@@ -203,9 +203,11 @@ def test_the_kernel_makes_both_parts(kernel: str, empty: int | None) -> None:
     assert same_bits(out, expected)
 
 
-def test_the_kernel_finds_rows_beyond_32_bits(kernel: str) -> None:
-    """Of the tables and of the output, where the second part begins behind them, and several CTAs of the first one."""
-    first, second = (spread(part) for part in two_parts(("pages_of_64", "holes")))
+@pytest.mark.parametrize("names", [("pages_of_64", "holes"), ("rows", "pages_of_2")], ids="-".join)
+def test_the_kernel_finds_rows_beyond_32_bits(kernel: str, names: tuple[str, str]) -> None:
+    """Of the tables and of the output, where the second part begins behind them, and several CTAs of the first one, or
+    the rows of a thread."""
+    first, second = (spread(part) for part in two_parts(names))
     expected = sentinels(first.num_rows + second.num_rows)
     unpack_pages([first, second], expected)
     out = far_apart(sentinels(len(expected)))
