@@ -76,8 +76,8 @@ def unpack_emulated(name: str, parts: list[Pages], out: Tensor) -> None:
     assert len(device.reports) == 1 and not device.reports[0].warnings
 
 
-def delete_synchronisation(name: str, device: Device) -> dict[str, float]:
-    """Class -> share of the deletions that are noticed, of a mutation test of the first launch that `device` recorded.
+def delete_synchronisation(name: str, device: Device, launched: int = 0) -> dict[str, float]:
+    """Class -> share of the deletions that are noticed, of a mutation test of one launch that `device` recorded.
 
     Every deletion must be noticed or explained in emulator/results/mutation_reasons.json. DSV4_WRITE_RESULTS=1 writes
     emulator/results/mutation_*.
@@ -85,7 +85,7 @@ def delete_synchronisation(name: str, device: Device) -> dict[str, float]:
     import mutation
     from emulator import Checks
 
-    result = mutation.run(name, device.recordings[0], checks=Checks.strict())
+    result = mutation.run(name, device.recordings[launched], checks=Checks.strict())
     reasons = mutation.reasons_for(name)
     document = mutation.as_json(result, reasons)
     assert not [missed for missed in document["not caught"] if missed["reason"] == mutation.NOT_ANALYSED]

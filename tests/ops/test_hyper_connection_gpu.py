@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from ops.attention_launch import delete_synchronisation
 from ops.memory_layout import far_apart, use_in_place
 from torch import Tensor
 
@@ -247,6 +248,34 @@ def test_teams_take_one_group_after_the_other(arch: str, schedule: str) -> None:
     some = [0, 17, 34, 51, 66]
     for found, expected in zip(out, boundary(arch, i.of(some), 1), strict=True):
         assert torch.equal(found[some], expected)
+
+
+# (tokens, d), and tokens a group and teams a CTA: all rows of fn at once, through stages, and two teams that stay.
+MUTATED = {
+    "hyper_connection": ((3, 1024), (2, 1)),
+    "hyper_connection_stages": ((3, 3072), (2, 1)),
+    "hyper_connection_teams": ((35, 1024), (8, 2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_here")
+@pytest.mark.parametrize("name", MUTATED)
+def test_deleted_synchronisation_is_noticed(name: str) -> None:
+    """Every deletion but those explained in emulator/results/mutation_reasons.json."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from emulator import Checks
+    from host import emulated
+
+    from dsv4_kernels.hyper_connection import gpu
+
+    size, plan = MUTATED[name]
+    y, streams, post, comb, fn, base, scale, weight = inputs(*size)
+    arguments = (streams, (y, post, comb), (fn, base, scale), weight, NORM_EPS, HC_EPS, ITERATIONS)
+    with emulated(checks=Checks.strict(), arch="sm_90a", multiprocessors=16, record=True) as device:
+        gpu.run("sm_90a", "hc_boundary", 24, *arguments, *plan)
+    rates = delete_synchronisation(name, device)
+    assert rates and set(rates.values()) == {1}
 
 
 def test_which_plan() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from ops.attention_launch import delete_synchronisation
 from ops.memory_layout import BEYOND_BYTES, sparse, strided
 from ops.row_kernels import ARCH, KERNELS, SCHEDULES, assert_no_spills, emulated_row_kernel
 from torch import Tensor
@@ -259,6 +260,24 @@ def test_choice_of_more_entries_than_a_cta_has_at_once(visible: int, schedule: s
     given[:visible] = torch.arange(visible).remainder(3)
     for top_k in (512, 3 * visible // 5):  # the latter has the last of its equals in the last round
         assert torch.equal(choose(given, visible, top_k, pages, schedule), chosen(given, visible, top_k, pages))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "launched"), [("index_prefill_scores", 0), ("index_topk", 1)])
+def test_deleted_synchronisation_is_noticed(name: str, launched: int) -> None:
+    """Of more entries than a CTA chooses among at once."""
+    from emulator import Checks
+    from host import emulated
+
+    from dsv4_kernels.indexer import gpu
+
+    case = Case.of((2300, 90), [(0, 2300), (1, 80), (0, 700)], heads=8)
+    pages = case.page_table
+    with emulated(checks=Checks.strict(), arch="sm_90a", record=True) as device:
+        arguments = (case.q, case.head_weights, case.keys, pages, PAGE, case.request, case.visible, 64, pages, True)
+        gpu.sm90(*arguments)
+    rates = delete_synchronisation(name, device, launched)
+    assert rates and set(rates.values()) == {1}
 
 
 @pytest.mark.parametrize("quantise", [True, False])

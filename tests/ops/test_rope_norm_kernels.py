@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from ops.memory_layout import strided
 from ops.number_formats import same_bits
 from ops.row_kernels import ARCH, KERNELS, NAN, SCHEDULES, assert_no_spills, emulated_row_kernel
 from torch import Tensor
@@ -134,6 +135,16 @@ def test_the_kernel_rotates(kernel: str, shape: str, inverse: bool) -> None:
         assert same_bits(around[:, :16].contiguous(), before[:, :16].contiguous())
         assert same_bits(around[:, -8:].contiguous(), before[:, -8:].contiguous())
         around.copy_(before)
+
+
+def test_the_kernel_finds_heads_that_lie_apart(kernel: str) -> None:
+    """What is between them is NaN, and stays so."""
+    x, frequencies = strided(normal(TOKENS, 6, 512, seed=4), 0, 1, 24), next(iter(FREQUENCIES.values()))
+    between = x.as_strided((TOKENS, 6, 24), x.stride(), 512)
+    got = rotate(kernel, x, frequencies, False)
+    assert_rotated(got, x, frequencies, False)
+    rotate(kernel, x, frequencies, False, in_place=True)
+    assert same_bits(x.contiguous(), got) and between.isnan().all()
 
 
 @pytest.mark.parametrize("rotated", [8, 16, 56])
