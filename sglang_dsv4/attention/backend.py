@@ -29,7 +29,7 @@ from dsv4_kernels.norm_rope_store import Destination
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.unpack import Pages, choice, unpack_pages
 from sglang_dsv4.attention.implementation import chosen_implementation, required_implementation
-from sglang_dsv4.attention.metadata import ForwardMetadata, extend_metadata, uniform_metadata
+from sglang_dsv4.attention.metadata import ForwardMetadata, block_metadata, extend_metadata, uniform_metadata
 from sglang_dsv4.cache.geometry import entries_per_page
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.cache.tail_storage import ChunkWrites, TailRows
@@ -95,6 +95,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
         self.device = torch.device(runner.device)
         self.draft_step = draft_step
+        self.drafts_blocks = pool.is_draft and runner.spec_algorithm.is_dspark()
         self.attention_impl = required_implementation(self.device, pool.geometry.row_dim)
         chosen = chosen_implementation(self.device, pool.geometry.dtype, pool.geometry.row_dim)
         self._unpacking_helps = choice.helps(chosen.name)
@@ -219,10 +220,13 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             return self.tails.before_forward(HostBatch(slots, list(prefix_lens), list(extend_lens), is_prefill=True))
         if self.tails.keeps_nothing or mode.is_draft_extend_v2():
             return None
-        assert batch.seq_lens_cpu is not None, "SGLang knows the lengths of decoding requests on the host"
-        k = batch.spec_info.draft_token_num if mode.is_target_verify() else 1
-        new = 0 if mode.is_target_verify() else 1  # tokens of this forward that seq_lens counts
-        begins = [length - new for length in batch.seq_lens_cpu[: len(slots)].tolist()]
+        lengths, k, new = batch.seq_lens_cpu, 1, 1  # new: tokens of this forward that the lengths count
+        if mode.is_target_verify():
+            k, new = batch.spec_info.draft_token_num, 0
+            # With DSpark SGLang counts the block in `seq_lens_cpu`, and keeps the committed lengths here.
+            lengths = getattr(batch.spec_info, "live_seq_lens_cpu", lengths)
+        assert lengths is not None, "SGLang knows the lengths of decoding requests on the host"
+        begins = [length - new for length in lengths[: len(slots)].tolist()]
         return self.tails.before_forward(HostBatch(slots, begins, [k] * len(slots), is_prefill=False))
 
     def _num_pages(self, batch: ForwardBatch) -> int:
@@ -239,6 +243,11 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
 
     def _uniform(self, inputs: UniformInputs, num_pages: int) -> ForwardMetadata:
         pool = self.token_to_kv_pool
+        if self.drafts_blocks:
+            valid_from = pool.valid_from.index_select(0, inputs.req_slots)
+            return block_metadata(
+                inputs.first_positions, inputs.req_slots, inputs.tokens_per_request, valid_from, pool.geometry
+            )
         return uniform_metadata(
             inputs.first_positions,
             inputs.req_slots,

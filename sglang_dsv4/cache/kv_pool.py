@@ -51,6 +51,9 @@ class Dsv4KVPool(RingWindowKVPool):
             are in a slot's rings, 0 if none. A request that continues a prefix must find its own number there.
         tail_storage: bytes of the tail checkpoints; None without prefix reuse.
         tail_requests: which request takes and gets which checkpoint; None without prefix reuse.
+        draft: the pool of a DSpark draft, whose rings the target's worker fills.
+        valid_from: [request_slots] int64: of a draft, the first position whose window row is the request's own. A
+            reused prefix comes without them.
     """
 
     def __init__(
@@ -93,6 +96,8 @@ class Dsv4KVPool(RingWindowKVPool):
         self.plan = PoolPlan.of(geometry, full_tokens, request_slots, tails.device_slots if tails else 0)
         self.is_draft = is_draft
         self.ring_generation = torch.zeros(request_slots, dtype=torch.int64)
+        self.draft: Dsv4KVPool | None = None
+        self.valid_from = torch.zeros(request_slots, dtype=torch.int64, device=device)
         self._tensors: dict[str, dict[int, KVRows | torch.Tensor]] = {}
         rings: dict[str, torch.Tensor] = {}  # [layers, ...] of all request slots: what a tail checkpoint copies at once
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
@@ -139,6 +144,14 @@ class Dsv4KVPool(RingWindowKVPool):
     def indexer_state(self, layer_id: int) -> torch.Tensor:
         """Raw rows of a CSA layer's indexer compressor: [request_slots * state_rows, 2, 2 * index_dim] fp32."""
         return self._of("indexer compressor state", layer_id)
+
+    def fill_by_injection(self, draft: Dsv4KVPool) -> None:
+        """Let SGLang's DSpark worker store the target's rows in the rings of this pool's draft.
+
+        A ring is all that SGLang then knows of it: row = request_slot * ring_rows + position % ring_rows.
+        """
+        self.draft = draft
+        draft.swa_req_ring_size = draft.geometry.ring_rows
 
     def clear_window(self, request_slot: int) -> None:
         """Zero the window rings of a request slot, in every layer."""
@@ -261,6 +274,8 @@ def build_kv_pool(
         device=kvc.device,
         enable_memory_saver=get_exec().features.enable_memory_saver,
     )
+    if kvc.is_draft_worker and kvc.spec_algorithm.is_dspark():
+        kvc.token_to_kv_pool_allocator.get_kvcache().fill_by_injection(pool)
     logger.info("%s\n%s", "Draft worker" if kvc.is_draft_worker else "Target worker", pool.plan.table())
     return pool
 

@@ -116,6 +116,8 @@ class Tails:
         pool = self._pool
         for slot, prefix in zip(batch.slots, batch.begins, strict=True):
             owner, generation = int(pool.ring_generation[slot]), int(self._generation[slot])
+            if owner != generation and pool.draft is not None:
+                pool.draft.valid_from[slot] = prefix
             if prefix and owner != generation and pool.is_draft:
                 pool.clear_window(slot)
             elif prefix and owner != generation:
