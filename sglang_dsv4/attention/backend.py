@@ -130,7 +130,11 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         self._workspace = self._unpacked_rows = None
         tail_writes = self._before_forward(forward_batch)
         self._tail_rows = None if tail_writes is None else tail_writes.by_token(forward_batch.positions.shape[0])
-        mode = forward_batch.forward_mode
+        mode, pool = forward_batch.forward_mode, self.token_to_kv_pool
+        if pool.draft is not None:
+            pool.draft.tail_rows = self._tail_rows
+        elif pool.tail_rows is not None and mode.is_extend_without_speculative():
+            self._tail_rows = pool.tail_rows  # a draft's prefill, of the same tokens as the target's before it
         if mode.is_idle():
             self.forward_metadata = self._extend([], [], forward_batch)
         elif self._is_uniform(forward_batch):
@@ -159,7 +163,9 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             forward_batch: in a replay, SGLang's view of the batch, padded to the graph's size.
             in_capture: the graph is being recorded, of requests that do not exist.
         """
-        self._tail_writes = None  # of a prefill before it; these steps save rings
+        self._tail_rows = None  # of a prefill before it; these steps save rings
+        if self.token_to_kv_pool.draft is not None:
+            self.token_to_kv_pool.draft.tail_rows = None
         buffers, bs = self._graph_buffers, forward_batch.batch_size
         assert buffers is not None, "init_cuda_graph_state has not run"
         inputs = UniformInputs(buffers.first_positions[:bs], buffers.req_slots[:bs], 1)
@@ -244,10 +250,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
     def _uniform(self, inputs: UniformInputs, num_pages: int) -> ForwardMetadata:
         pool = self.token_to_kv_pool
         if self.drafts_blocks:
-            valid_from = pool.valid_from.index_select(0, inputs.req_slots)
-            return block_metadata(
-                inputs.first_positions, inputs.req_slots, inputs.tokens_per_request, valid_from, pool.geometry
-            )
+            return block_metadata(inputs.first_positions, inputs.req_slots, inputs.tokens_per_request, pool.geometry)
         return uniform_metadata(
             inputs.first_positions,
             inputs.req_slots,
@@ -293,7 +296,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             rows.copy_rows(self._workspace_rows[:gathered], ring, meta.window_gather)
             destinations.append(Destination(rows, self._workspace_rows[gathered:]))
         if self._tail_rows is not None:
-            destinations.append(Destination(pool.tail_storage.window_rows(layer_id), self._tail_rows.window))
+            destinations.append(Destination(pool.tail_windows(layer_id), self._tail_rows.window))
         return Window(rows, meta.window_rows, tuple(destinations))
 
     def groups(self, layer_id: int) -> Groups:

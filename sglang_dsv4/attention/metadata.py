@@ -316,7 +316,7 @@ def uniform_metadata(
 
 
 def block_metadata(
-    first_positions: Tensor, req_slots: Tensor, block_tokens: int, valid_from: Tensor, geometry: PoolGeometry
+    first_positions: Tensor, req_slots: Tensor, block_tokens: int, geometry: PoolGeometry
 ) -> ForwardMetadata:
     """Metadata of a DSpark draft's blocks: all rows of a block read the window before it, and the whole block.
 
@@ -327,18 +327,15 @@ def block_metadata(
         first_positions: [B] int64, of each block's first row.
         req_slots: [B] int64; 0 for padding requests.
         block_tokens: rows of a block.
-        valid_from: [B] int64, the first position whose row is the request's own.
     """
     k, W, R = block_tokens, geometry.window_tokens, geometry.ring_rows
     limit = max(1, geometry.draft_tokens)
     if not 1 <= k <= limit:
         raise ValueError(f"blocks of {k} rows, but the rings are laid out for at most {limit}")
     device, requests = req_slots.device, req_slots.shape[0]
-    steps = torch.arange(-W, k, device=device)
-    seen = first_positions[:, None] + steps  # [B, W + k] positions
+    seen = first_positions[:, None] + torch.arange(-W, k, device=device)  # [B, W + k] positions
     rows = ring_row(req_slots[:, None], seen, R)
-    own = (seen >= valid_from.clamp(min=0)[:, None]) | (steps >= 0)
-    window_rows = rows.masked_fill(~own, -1).int().repeat_interleave(k, 0)
+    window_rows = rows.masked_fill(seen < 0, -1).int().repeat_interleave(k, 0)
     tokens = torch.arange(requests * k, device=device)
     return ForwardMetadata(
         positions=seen[:, W:].flatten(),

@@ -101,8 +101,11 @@ class DSparkModel(nn.Module):
         x = self.main_norm(self.main_proj(Fp8Input.of(taps) if self._quantises else taps)[0])
         x = Fp8Input.of(x) if self._quantises else x
         for stage in self.stages:
-            attention = stage.attn
-            attention.store_context(x, positions, (Destination(pool.window(attention.layer_id), rows),))
+            layer_id = stage.attn.layer_id
+            destinations = [Destination(pool.window(layer_id), rows)]
+            if pool.tail_rows is not None:  # these are a prefill's tokens
+                destinations.append(Destination(pool.tail_windows(layer_id), pool.tail_rows.window[: len(rows)]))
+            stage.attn.store_context(x, positions, destinations)
 
 
 class DeepseekV4ForCausalLMDSpark(nn.Module):

@@ -56,8 +56,8 @@ class DSparkReference:
         return rows
 
     @torch.no_grad()
-    def block(self, context: list[Tensor], anchor: int, valid_from: int = 0) -> Block:
-        """The block behind the P tokens of `context`; rows of positions before `valid_from` are not there."""
+    def block(self, context: list[Tensor], anchor: int) -> Block:
+        """The block behind the P tokens of `context`."""
         r, w, k = self.reference, self.weights, self.config["dspark_block_size"]
         ids = [anchor] + [self.config["dspark_noise_token_id"]] * (k - 1)
         x = w["embed.weight"][ids].to(r.dtype)[:, None].repeat(1, self.config["hc_mult"], 1)
@@ -65,7 +65,7 @@ class DSparkReference:
         for stage, rows in enumerate(context):
             prefix = f"mtp.{stage}."
             y, post, comb = r.hc_pre(x, prefix + "hc_attn")
-            seen = rows[max(valid_from, first - self.config["sliding_window"]) :]
+            seen = rows[max(0, first - self.config["sliding_window"]) :]
             y = self._attention(r.rms_norm(y, w[prefix + "attn_norm.weight"]), prefix + "attn.", seen, first)
             x = r.hc_post(y, x, post, comb)
             y, post, comb = r.hc_pre(x, prefix + "hc_ffn")
