@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
 TESTED_SGLANG = "0.5.23"
-ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepseekV4ForCausalLMNextN")
+ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepseekV4ForCausalLMNextN", "DeepseekV4ForCausalLMDSpark")
 OUR_PACKAGE = "sglang_dsv4"
 OUR_MODELS = f"{OUR_PACKAGE}.models"
 MODEL_PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
@@ -72,6 +72,15 @@ SGLANG_HOOKS: dict[str, str] = {
     "draw": "sglang.srt.layers.sampler.multinomial_with_seed",
     "pad the config for a CPU": f"{_RUNNER}.model_runner.adjust_config_with_unaligned_cpu_tp",
     "choose a quantisation": "sglang.srt.model_loader.loader._get_quantization_config",
+    "place the last token": "sglang.srt.mem_cache.allocation.get_last_loc",
+    "place new tokens": "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+    "place drafts": "sglang.kernels.ops.speculative.cache_locs.assign_draft_cache_locs_contiguous_func",
+    "link drafts": "sglang.kernels.ops.speculative.spec_tree.build_tree_kernel_efficient_func",
+    "verify drafts": "sglang.srt.speculative.eagle_utils.eagle_sample",
+    "accept a sampled block": "sglang.kernels.ops.speculative.reject_sampling.chain_speculative_sampling_triton",
+    "resolve DSpark": "sglang.srt.arg_groups.speculative_hook._handle_dspark",
+    "keep for a stream": "torch.Tensor.record_stream",
+    "take the last token": "sglang.kernels.ops.speculative.eagle.fill_bonus_tokens_func",
     "load the model": f"{_RUNNER}.model_runner.ModelRunner.load_model",
     "start the scheduler": "sglang.srt.managers.scheduler.Scheduler.__init__",
 }
@@ -159,7 +168,7 @@ def require_our_model_classes() -> None:
     """
     from sglang.srt.models.registry import ModelRegistry
 
-    for module in ("deepseek_v4", "deepseek_v4_nextn"):
+    for module in ("deepseek_v4", "deepseek_v4_nextn", "deepseek_v4_dspark"):
         name = f"{OUR_PACKAGE}.models.{module}"
         try:
             importlib.import_module(name)

@@ -24,6 +24,7 @@ sampling seeds     four hooks of the sampler, see ``sampling``                  
 CPU platform       AROUND ``reject_out_of_tree_path``, for our own KV pool only                        scheduler
 CPU config         AROUND ``model_runner.adjust_config_with_unaligned_cpu_tp``: kept as it is          scheduler
 CPU quantisation   AROUND ``loader._get_quantization_config``: weights are dequantised at load         scheduler
+CPU speculation    REPLACE for functions that launch Triton kernels, and two more: ``cpu.speculation`` all
 self-check         BEFORE ``ModelRunner.load_model``, AFTER ``Scheduler.__init__``                     scheduler
 =================  ==================================================================================  =========
 
@@ -91,6 +92,10 @@ def _install_default_arguments() -> None:
 
     _hook("render a prompt", effort.render, "AROUND")
     _hook("check sampling parameters", request_checks.check_sampling_parameters, "BEFORE")
+    if _on_our_cpu():
+        from sglang_dsv4.cpu import speculation
+
+        _hook("resolve DSpark", speculation.resolve_dspark, "AROUND")
     register_resolution_hook("handle_model_specific_adjustments")(_resolve_default_arguments)
     register_resolution_hook("handle_cuda_graph_config")(cuda_graphs.resolve_cuda_graphs)
 
@@ -117,15 +122,26 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
         ValueError: names the flag and why.
     """
     algorithm = arguments.speculative_algorithm
-    if algorithm == "DSPARK":
+    has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
+    if algorithm == "DSPARK" and arguments.device != "cpu":
         raise ValueError(
-            "sglang-dsv4 does not support --speculative-algorithm DSPARK: it serves the target of such a checkpoint, "
-            "without its draft. Leave the flag out."
+            "sglang-dsv4 does not support --speculative-algorithm DSPARK on a GPU yet: it serves the target of such a "
+            "checkpoint, without its draft. Leave the flag out."
         )
-    if algorithm is not None and getattr(hf_config, "dspark_target_layer_ids", None):
+    if algorithm == "DSPARK" and not has_dspark:
+        raise ValueError(
+            "sglang-dsv4 does not support --speculative-algorithm DSPARK with this checkpoint: it has no DSpark draft. "
+            "Leave the flag out, or draft with its MTP module: EAGLE."
+        )
+    if algorithm not in (None, "DSPARK") and has_dspark:
         raise ValueError(
             f"sglang-dsv4 does not support --speculative-algorithm {algorithm} with this checkpoint: its draft is "
             "DSpark's, and it has no MTP module. Leave the flag out."
+        )
+    if arguments.device == "cpu" and arguments.speculative_use_rejection_sampling:
+        raise ValueError(
+            "sglang-dsv4 does not support --speculative-use-rejection-sampling on a CPU: leave the flag out, drafts "
+            "are accepted by the target's probabilities"
         )
     if arguments.enable_streaming_session:
         raise ValueError("sglang-dsv4 does not support --enable-streaming-session: a session's rows are not kept")
@@ -183,6 +199,8 @@ def default_arguments(
             defaults["max_total_tokens"] = CPU_MAX_TOTAL_TOKENS
         if arguments.max_running_requests is None:
             defaults["max_running_requests"] = CPU_MAX_RUNNING_REQUESTS
+        if arguments.speculative_algorithm == "DSPARK":
+            defaults["disable_overlap_schedule"] = True  # as SGLang does for EAGLE on a CPU
     return defaults
 
 
@@ -213,6 +231,28 @@ def _install_scheduler_hooks() -> None:
     _hook("draw", sampling.draw, "AROUND")
     _hook("pad the config for a CPU", _keep_config, "AROUND")
     _hook("choose a quantisation", _skip_gpu_quantisation, "AROUND")
+    _install_cpu_speculation()
+
+
+def _on_our_cpu() -> bool:
+    from sglang.srt.platforms import current_platform
+
+    return type(current_platform).__module__ == "sglang_dsv4.cpu.platform"
+
+
+def _install_cpu_speculation() -> None:
+    if not _on_our_cpu():
+        return
+    from sglang_dsv4.cpu import speculation
+
+    _hook("place the last token", speculation.last_locations, "REPLACE")
+    _hook("place new tokens", speculation.assign_slots, "REPLACE")
+    _hook("place drafts", speculation.assign_draft_slots, "REPLACE")
+    _hook("link drafts", speculation.build_chain, "REPLACE")
+    _hook("verify drafts", speculation.verify, "REPLACE")
+    _hook("accept a sampled block", speculation.accept_block, "REPLACE")
+    _hook("keep for a stream", speculation.keep_for_stream, "AROUND")
+    _hook("take the last token", speculation.fill_bonus_tokens, "REPLACE")
 
 
 def _install_self_check() -> None:

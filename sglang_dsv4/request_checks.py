@@ -103,7 +103,10 @@ def refuse_unknown_token_ids(error: str | None, req: Req, *args: object, **kwarg
 
 
 def sampling_setup() -> tuple[str, str | None]:
-    """The server's sampling backend and its speculative algorithm."""
-    from sglang.srt.runtime_context import get_exec, get_server_args
+    """The server's sampling backend, and its speculative algorithm if that draws in a way of its own."""
+    from sglang.srt.runtime_context import get_device, get_exec, get_server_args
 
-    return get_exec().kernel.sampling_backend, get_server_args().speculative_algorithm
+    algorithm = get_server_args().speculative_algorithm
+    if get_device().device == "cpu" and algorithm != "DSPARK":  # see `cpu.speculation`
+        algorithm = None
+    return get_exec().kernel.sampling_backend, algorithm

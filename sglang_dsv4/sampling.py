@@ -15,7 +15,8 @@ last one (``cumulate_penalty_output_tokens``).
 
 On CUDA only SGLang's pytorch sampler takes seeds; flashinfer's asserts and would end the server. It is the faster one
 and every request would pay for another choice, so a seed gets a 400 there that names ``--sampling-backend pytorch``.
-The rejection sampling of speculative decoding draws elsewhere, so seeds get a 400 there as well.
+The rejection sampling of speculative decoding draws elsewhere on a GPU, so seeds get a 400 there as well; on a CPU its
+EAGLE's tokens are drawn as here (``cpu.speculation``).
 """
 
 from __future__ import annotations

@@ -104,32 +104,33 @@ def main_model_tensors(config: Config) -> TensorTable:
 
 def _draft_names(config: Config) -> frozenset[str]:
     """Names of all tensors of the checkpoint's draft, scales too: the MTP module's or DSpark's."""
-    specs = mtp_tensors(config).specs.values() if config.dspark is None else _dspark_tensors(config)
+    specs = (mtp_tensors if config.dspark is None else dspark_tensors)(config).specs.values()
     names = {spec.name for spec in specs} | {spec.scale_name for spec in specs if _may_have_scale(spec)}
     return frozenset(names)
 
 
-def _dspark_tensors(config: Config) -> list[TensorSpec]:
-    """The tensors of a DSpark draft: a window-only block for each stage, and what the first and the last one have."""
-    d, v, rank, last = config.hidden_size, config.vocab_size, config.dspark.markov_rank, config.dspark.num_stages - 1
+def dspark_tensors(config: Config) -> TensorTable:
+    """The tensors of a DSpark draft: a window-only block for each stage, and what the first and the last one have.
 
-    def row(name: str, *shape: int, format: Format = Format.FLOAT) -> TensorSpec:
-        return TensorSpec(name, shape, format, name)
-
-    return [
+    Embedding and head are the main model's.
+    """
+    d, v, rank, stages = config.hidden_size, config.vocab_size, config.dspark.markov_rank, config.dspark.num_stages
+    first, last = "mtp.0.", f"mtp.{stages - 1}."
+    rows = [
         *(
-            replace(spec, name=f"mtp.{stage}.{spec.name}")
-            for stage in range(config.dspark.num_stages)
+            _moved(spec, f"mtp.{stage}.", f"model.stages.{stage}.")
+            for stage in range(stages)
             for spec in _block(config, LayerKind.SWA, hashed=False)
         ),
-        row("mtp.0.main_proj.weight", d, d * config.dspark.num_stages, format=Format.LINEAR),
-        row("mtp.0.main_norm.weight", d),
-        row(f"mtp.{last}.norm.weight", d),
-        row(f"mtp.{last}.markov_head.markov_w1.weight", v, rank),
-        row(f"mtp.{last}.markov_head.markov_w2.weight", v, rank),
-        row(f"mtp.{last}.confidence_head.proj.weight", 1, d + rank),
-        *(replace(spec, name=f"mtp.{last}.{spec.name}") for spec in _hyper_connection_head(config)),
+        TensorSpec(f"{first}main_proj.weight", (d, d * stages), Format.LINEAR, "model.main_proj.weight"),
+        TensorSpec(f"{first}main_norm.weight", (d,), Format.FLOAT, "model.main_norm.weight"),
+        TensorSpec(f"{last}norm.weight", (d,), Format.FLOAT, "model.norm.weight"),
+        TensorSpec(f"{last}markov_head.markov_w1.weight", (v, rank), Format.FLOAT, "markov_head.markov_w1"),
+        TensorSpec(f"{last}markov_head.markov_w2.weight", (v, rank), Format.FLOAT, "markov_head.markov_w2"),
+        TensorSpec(f"{last}confidence_head.proj.weight", (1, d + rank), Format.FLOAT, "confidence"),
+        *(_moved(spec, last, "model.") for spec in _hyper_connection_head(config)),
     ]
+    return TensorTable({spec.name: spec for spec in rows}, lambda name: name.startswith("mtp."))
 
 
 def mtp_tensors(config: Config) -> TensorTable:

@@ -29,7 +29,7 @@ from dsv4_kernels.norm_rope_store import Destination
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.unpack import Pages, choice, unpack_pages
 from sglang_dsv4.attention.implementation import chosen_implementation, required_implementation
-from sglang_dsv4.attention.metadata import ForwardMetadata, extend_metadata, uniform_metadata
+from sglang_dsv4.attention.metadata import ForwardMetadata, block_metadata, extend_metadata, uniform_metadata
 from sglang_dsv4.cache.geometry import entries_per_page
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.cache.tail_storage import ChunkWrites, TailRows
@@ -95,6 +95,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
         self.device = torch.device(runner.device)
         self.draft_step = draft_step
+        self.drafts_blocks = pool.is_draft and runner.spec_algorithm.is_dspark()
         self.attention_impl = required_implementation(self.device, pool.geometry.row_dim)
         chosen = chosen_implementation(self.device, pool.geometry.dtype, pool.geometry.row_dim)
         self._unpacking_helps = choice.helps(chosen.name)
@@ -129,7 +130,11 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         self._workspace = self._unpacked_rows = None
         tail_writes = self._before_forward(forward_batch)
         self._tail_rows = None if tail_writes is None else tail_writes.by_token(forward_batch.positions.shape[0])
-        mode = forward_batch.forward_mode
+        mode, pool = forward_batch.forward_mode, self.token_to_kv_pool
+        if pool.draft is not None:
+            pool.draft.tail_rows = self._tail_rows
+        elif pool.tail_rows is not None and mode.is_extend_without_speculative():
+            self._tail_rows = pool.tail_rows  # a draft's prefill, of the same tokens as the target's before it
         if mode.is_idle():
             self.forward_metadata = self._extend([], [], forward_batch)
         elif self._is_uniform(forward_batch):
@@ -159,6 +164,8 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             in_capture: the graph is being recorded, of requests that do not exist.
         """
         self._tail_rows = None  # of a prefill before it; these steps save rings
+        if self.token_to_kv_pool.draft is not None:
+            self.token_to_kv_pool.draft.tail_rows = None
         buffers, bs = self._graph_buffers, forward_batch.batch_size
         assert buffers is not None, "init_cuda_graph_state has not run"
         inputs = UniformInputs(buffers.first_positions[:bs], buffers.req_slots[:bs], 1)
@@ -219,10 +226,13 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             return self.tails.before_forward(HostBatch(slots, list(prefix_lens), list(extend_lens), is_prefill=True))
         if self.tails.keeps_nothing or mode.is_draft_extend_v2():
             return None
-        assert batch.seq_lens_cpu is not None, "SGLang knows the lengths of decoding requests on the host"
-        k = batch.spec_info.draft_token_num if mode.is_target_verify() else 1
-        new = 0 if mode.is_target_verify() else 1  # tokens of this forward that seq_lens counts
-        begins = [length - new for length in batch.seq_lens_cpu[: len(slots)].tolist()]
+        lengths, k, new = batch.seq_lens_cpu, 1, 1  # new: tokens of this forward that the lengths count
+        if mode.is_target_verify():
+            k, new = batch.spec_info.draft_token_num, 0
+            # With DSpark SGLang counts the block in `seq_lens_cpu`, and keeps the committed lengths here.
+            lengths = getattr(batch.spec_info, "live_seq_lens_cpu", lengths)
+        assert lengths is not None, "SGLang knows the lengths of decoding requests on the host"
+        begins = [length - new for length in lengths[: len(slots)].tolist()]
         return self.tails.before_forward(HostBatch(slots, begins, [k] * len(slots), is_prefill=False))
 
     def _num_pages(self, batch: ForwardBatch) -> int:
@@ -239,6 +249,8 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
 
     def _uniform(self, inputs: UniformInputs, num_pages: int) -> ForwardMetadata:
         pool = self.token_to_kv_pool
+        if self.drafts_blocks:
+            return block_metadata(inputs.first_positions, inputs.req_slots, inputs.tokens_per_request, pool.geometry)
         return uniform_metadata(
             inputs.first_positions,
             inputs.req_slots,
@@ -284,7 +296,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             rows.copy_rows(self._workspace_rows[:gathered], ring, meta.window_gather)
             destinations.append(Destination(rows, self._workspace_rows[gathered:]))
         if self._tail_rows is not None:
-            destinations.append(Destination(pool.tail_storage.window_rows(layer_id), self._tail_rows.window))
+            destinations.append(Destination(pool.tail_windows(layer_id), self._tail_rows.window))
         return Window(rows, meta.window_rows, tuple(destinations))
 
     def groups(self, layer_id: int) -> Groups:

@@ -318,3 +318,40 @@ def uniform_metadata(
         visible={ratio: group.visible for ratio, group in of_ratio.items()},
         unpack=None,
     )
+
+
+def block_metadata(
+    first_positions: Tensor, req_slots: Tensor, block_tokens: int, geometry: PoolGeometry
+) -> ForwardMetadata:
+    """Metadata of a DSpark draft's blocks: all rows of a block read the window before it, and the whole block.
+
+    The window does not move with the row. A block's own rows lie in the ring behind it, where the next block's, or
+    those of the tokens that were kept, take their places before anybody reads them.
+
+    Args:
+        first_positions: [B] int64, of each block's first row.
+        req_slots: [B] int64; 0 for padding requests.
+        block_tokens: rows of a block.
+    """
+    k, W, R = block_tokens, geometry.window_tokens, geometry.ring_rows
+    limit = max(1, geometry.draft_tokens)
+    if not 1 <= k <= limit:
+        raise ValueError(f"blocks of {k} rows, but the rings are laid out for at most {limit}")
+    device, requests = req_slots.device, req_slots.shape[0]
+    seen = first_positions[:, None] + torch.arange(-W, k, device=device)  # [B, W + k] positions
+    rows = ring_row(req_slots[:, None], seen, R)
+    window_rows = rows.masked_fill(seen < 0, -1).int().repeat_interleave(k, 0)
+    tokens = torch.arange(requests * k, device=device)
+    return ForwardMetadata(
+        positions=seen[:, W:].flatten(),
+        token_to_request=(tokens // k).int(),
+        req_slots=req_slots,
+        page_table=torch.zeros((requests, 1), dtype=torch.int32, device=device),
+        window_in_ring=True,
+        window_gather=tokens[:0],
+        window_rows=window_rows,
+        ring_rows=rows[:, W:].flatten(),
+        compress={},
+        visible={},
+        unpack=None,
+    )

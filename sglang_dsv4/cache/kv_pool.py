@@ -30,7 +30,7 @@ from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.pool_configurator import geometry_of, tail_slots
 from sglang_dsv4.cache.pool_plan import PoolPlan
 from sglang_dsv4.cache.tail_options import TailOptions, TailSizes, least_of_ranks
-from sglang_dsv4.cache.tail_storage import TailStorage
+from sglang_dsv4.cache.tail_storage import TailRows, TailStorage
 from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, LayerKind
 from sglang_dsv4.sglang_bases import RingWindowKVPool
 
@@ -49,8 +49,10 @@ class Dsv4KVPool(RingWindowKVPool):
         plan: what was allocated, to the byte. A draft worker's tensors are also in its target's plan.
         ring_generation: [request_slots] int64 on the host: `ReqToTokenPool.req_generation` of the request whose rows
             are in a slot's rings, 0 if none. A request that continues a prefix must find its own number there.
-        tail_storage: bytes of the tail checkpoints; None without prefix reuse.
+        tail_storage: bytes of the tail checkpoints, a draft's in its target's; None without prefix reuse.
         tail_requests: which request takes and gets which checkpoint; None without prefix reuse.
+        draft: of a target, the draft worker's pool. Tail checkpoints hold its window rows as well.
+        tail_rows: of a draft, where the tokens of the prefill in progress go in the target's checkpoints.
     """
 
     def __init__(
@@ -93,21 +95,24 @@ class Dsv4KVPool(RingWindowKVPool):
         self.plan = PoolPlan.of(geometry, full_tokens, request_slots, tails.device_slots if tails else 0)
         self.is_draft = is_draft
         self.ring_generation = torch.zeros(request_slots, dtype=torch.int64)
+        self.draft: Dsv4KVPool | None = None
+        self.tail_rows: TailRows | None = None
         self._tensors: dict[str, dict[int, KVRows | torch.Tensor]] = {}
-        rings: dict[str, torch.Tensor] = {}  # [layers, ...] of all request slots: what a tail checkpoint copies at once
+        # [layers, ...] of all request slots: what a tail checkpoint copies at once
+        self.rings: dict[str, torch.Tensor] = {}
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             for spec in self.plan.pools:
                 # The draft worker allocates its own rings; checkpoints are laid out slot by slot (tail_storage).
                 if spec.name != "draft window rings" and spec.per != "checkpoint":
                     if spec.per == "request":
-                        rings[spec.name], rows = spec.allocate_stack(device)
+                        self.rings[spec.name], rows = spec.allocate_stack(device)
                         self._tensors[spec.name] = dict(zip(spec.layers, rows, strict=True))
                     else:
                         self._tensors[spec.name] = {layer: spec.allocate(device) for layer in spec.layers}
             self.tail_storage = self.tail_requests = None
             if tails is not None:
                 slots = (tails.device_slots, tails.host_slots)
-                self.tail_storage = TailStorage(geometry, rings, device, *slots)
+                self.tail_storage = TailStorage(geometry, self.rings, device, *slots)
                 self.tail_requests = TailRequests(
                     CheckpointStore(*slots),
                     Placement(tails.interval_tokens),
@@ -140,13 +145,24 @@ class Dsv4KVPool(RingWindowKVPool):
         """Raw rows of a CSA layer's indexer compressor: [request_slots * state_rows, 2, 2 * index_dim] fp32."""
         return self._of("indexer compressor state", layer_id)
 
-    def clear_window(self, request_slot: int) -> None:
-        """Zero the window rings of a request slot, in every layer."""
-        for layer_id in self.geometry.layers():
-            rows = self.window(layer_id)
-            per_row = rows.num_rows // rows.storage.shape[0]  # rows in one of the storage's: 1, or 64 in a byte format
-            first, end = (slot * self.geometry.ring_rows // per_row for slot in (request_slot, request_slot + 1))
-            rows.storage[first:end] = 0
+    def tail_windows(self, layer_id: int) -> KVRows:
+        """A layer's windows in the tail checkpoints; a draft's are in its target's. Slot s has rows [128 s, ...)."""
+        return self.tail_storage.window_rows(layer_id, draft=self.is_draft)
+
+    def attach_draft(self, draft: Dsv4KVPool, *, injected: bool) -> None:
+        """Let the tail checkpoints hold the rows of a draft.
+
+        Args:
+            draft: the draft worker's pool.
+            injected: SGLang's DSpark worker stores the rows of what the target has computed. A ring is all that it
+                knows of the pool: row = request_slot * ring_rows + position % ring_rows.
+        """
+        self.draft = draft
+        if injected:
+            draft.swa_req_ring_size = draft.geometry.ring_rows
+        if self.tail_storage is not None:
+            draft.tail_storage = self.tail_storage
+            self.tail_storage.attach_draft(draft.rings["window rings"])
 
     def _kind(self, layer_id: int) -> str:
         return LayerKind(self.geometry.layer_ratio(layer_id)).name
@@ -163,7 +179,7 @@ class Dsv4KVPool(RingWindowKVPool):
         for name, layers in self._tensors.items():
             for layer_id, rows in layers.items():
                 yield name, layer_id, rows.storage if isinstance(rows, KVRows) else rows
-        if self.tail_storage is not None:
+        if self.tail_requests is not None:
             for name, storage in self.tail_storage.tensors():
                 yield name, self.geometry.first_layer, storage  # all layers in one
 
@@ -261,6 +277,9 @@ def build_kv_pool(
         device=kvc.device,
         enable_memory_saver=get_exec().features.enable_memory_saver,
     )
+    if kvc.is_draft_worker:
+        target = kvc.token_to_kv_pool_allocator.get_kvcache()
+        target.attach_draft(pool, injected=kvc.spec_algorithm.is_dspark())
     logger.info("%s\n%s", "Draft worker" if kvc.is_draft_worker else "Target worker", pool.plan.table())
     return pool
 

@@ -177,11 +177,11 @@ class PoolPlan:
         return "\n".join([title, *(line.rstrip() for line in text)])
 
 
-def tail_specs(geometry: PoolGeometry, slots: int) -> tuple[PoolSpec, PoolSpec, PoolSpec]:
-    """The three tensors of so many slots of tail checkpoints (specification, section 3.6; `tail_storage`).
+def tail_specs(geometry: PoolGeometry, slots: int) -> tuple[PoolSpec, PoolSpec, PoolSpec, PoolSpec]:
+    """The four tensors of so many slots of tail checkpoints (specification, section 3.6; `tail_storage`).
 
     Of every layer the window rows; of a CSA layer's main and indexer compressor the raw rows of one group, of which the
-    overlap needs the first channel half.
+    overlap needs the first channel half. Of a draft's layers the window rows.
     """
     g, csa = geometry, geometry.layers(CSA_RATIO)
     raw = {"row_format": None, "rope_dim": 0, "dtype": torch.float32}
@@ -189,18 +189,12 @@ def tail_specs(geometry: PoolGeometry, slots: int) -> tuple[PoolSpec, PoolSpec, 
     def part(name: str, layers: tuple[int, ...], count: int, **how: Any) -> PoolSpec:  # noqa: ANN401
         return PoolSpec(f"tail checkpoint {name}", layers, slots * count, "checkpoint", count, **how)
 
+    rows = {"row_format": g.row_format, "row_dim": g.row_dim, "rope_dim": g.rope_dim, "dtype": g.dtype}
     return (
-        part(
-            "windows",
-            g.layers(),
-            WINDOW_TOKENS,
-            row_format=g.row_format,
-            row_dim=g.row_dim,
-            rope_dim=g.rope_dim,
-            dtype=g.dtype,
-        ),
+        part("windows", g.layers(), WINDOW_TOKENS, **rows),
         part("overlaps", csa, CSA_RATIO, row_dim=g.row_dim, **raw),
         part("indexer overlaps", csa, CSA_RATIO, row_dim=g.index_dim, **raw),
+        part("draft windows", tuple(range(g.draft_layers)), WINDOW_TOKENS, **rows),
     )
 
 

@@ -4,6 +4,7 @@ A slot holds, for one position p of one sequence (DeepSeek-V4 specification, sec
 
     every layer   the 128 window rows of [p-128, p), in the row format of the rings
     CSA layers    of the main and of the indexer compressor: the raw (kv, score) rows of [p-4, p), first channel half
+    the draft     with speculation, the 128 window rows of each of its layers
 
 HCA layers owe nothing at a page boundary. Everything is copied byte for byte, except rows that a prefill chunk writes
 while it has them at hand; those are quantised exactly as the ring's are. All work is issued in the stream that runs the
@@ -12,7 +13,7 @@ forwards, in the order of the scheduler's decisions, so no copy needs a fence of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,10 +78,10 @@ class TailRows(NamedTuple):
 
 
 class TailSlots:
-    """The slots of one tier as three tensors [layers, slots, ...].
+    """The slots of one tier as four tensors [layers, slots, ...].
 
     On the device a layer's slots are contiguous, which is what kernels write; on the host a slot's layers are, so that
-    a copy between the tiers is three transfers from or to pinned memory that never wait.
+    a copy between the tiers is four transfers from or to pinned memory that never wait.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class TailSlots:
             return torch.zeros(shape, dtype=one.dtype, device=device, pin_memory=pin).transpose(0, 1)
 
         specs = tail_specs(geometry, slots)
-        self.window, self.overlap, self.index_overlap = map(zeros, specs)  # [layers, slots, rows, ...]
+        # [layers, slots, rows, ...]
+        self.window, self.overlap, self.index_overlap, self.draft_window = map(zeros, specs)
         self.names = tuple(spec.name for spec in specs)
         self.slots = slots
         self._geometry = geometry
@@ -108,14 +110,14 @@ class TailSlots:
         """Bytes of all slots."""
         return sum(part.nbytes for part in self.parts())
 
-    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The three tensors."""
-        return self.window, self.overlap, self.index_overlap
+    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The four tensors."""
+        return self.window, self.overlap, self.index_overlap, self.draft_window
 
-    def window_rows(self, layer_id: int) -> KVRows:
+    def window_rows(self, layer_id: int, *, draft: bool = False) -> KVRows:
         """A layer's checkpoint windows as a table: slot s has rows [128 s, 128 s + 128)."""
         g = self._geometry
-        storage = self.window[self._layer[layer_id]].flatten(0, 1)
+        storage = (self.draft_window[layer_id] if draft else self.window[self._layer[layer_id]]).flatten(0, 1)
         return KVRows(storage, g.row_format, self.slots * WINDOW_TOKENS, g.row_dim, g.rope_dim)
 
     def overlap_rows(self, layer_id: int, *, indexer: bool) -> Tensor:
@@ -160,6 +162,7 @@ class TailStorage:
                 f"{geometry.window_tokens}: start with --disable-radix-cache"
             )
         self._geometry, self._rings_by_name = geometry, rings
+        self._draft_rings: Tensor | None = None
         self.device = TailSlots(geometry, device_slots + 1, device, slot_first=False)
         self.host = TailSlots(geometry, host_slots, "cpu", slot_first=True, pin=torch.device(device).type == "cuda")
         self.device_slots = self.landing_slot = device_slots
@@ -179,17 +182,21 @@ class TailStorage:
         if restore.tier is Tier.HOST:
             self.device.copy_slot(self.landing_slot, self.host, slot)
             slot = self.landing_slot
-        for ring, saved in zip(self._rings(request_slot, restore.position), self.device.parts(), strict=True):
+        for ring, saved in self._rings(request_slot, restore.position):
             ring.copy_(saved[:, slot])
 
     def snapshot(self, request_slot: int, write: Write) -> None:
         """Save the rings of a request that has reached `write.position` (or a little more, if they are wide)."""
-        for ring, saved in zip(self._rings(request_slot, write.position), self.device.parts(), strict=True):
+        for ring, saved in self._rings(request_slot, write.position):
             saved[:, write.device_slot].copy_(ring)
 
-    def window_rows(self, layer_id: int) -> KVRows:
+    def attach_draft(self, rings: Tensor) -> None:
+        """Save and restore the window rings of a draft, [layers, ...] over request slots, with the target's."""
+        self._draft_rings = rings
+
+    def window_rows(self, layer_id: int, *, draft: bool = False) -> KVRows:
         """A layer's checkpoint windows as a table; the layers write a chunk's rows there."""
-        return self.device.window_rows(layer_id)
+        return self.device.window_rows(layer_id, draft=draft)
 
     def overlap_rows(self, layer_id: int, *, indexer: bool) -> Tensor:
         """A CSA layer's checkpoint overlaps: slot s has rows [4 s, 4 s + 4) of [rows, 2, D] fp32."""
@@ -199,17 +206,19 @@ class TailStorage:
         """Device tensors by name."""
         return list(zip(self.device.names, self.device.parts(), strict=True))
 
-    def _rings(self, request_slot: int, position: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The same rows in the rings of a request: views [layers, ...] of the shapes of `part[:, slot]`."""
-        g, rings = self._geometry, self._rings_by_name
+    def _rings(self, request_slot: int, position: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """A checkpoint's rows in the rings of a request, [layers, ...], each with its part of the device slots."""
+        g, rings, device = self._geometry, self._rings_by_name, self.device
         span = window_span(position, g.ring_rows)
-        unit = WINDOW_TOKENS // self.device.window.shape[2]  # rows in one row of the storage: 1, or 64 in a byte format
+        unit = WINDOW_TOKENS // device.window.shape[2]  # rows in one row of the storage: 1, or 64 in a byte format
         first = (request_slot * g.ring_rows + span.begin) // unit
-        window = rings["window rings"][:, first : first + span.rows // unit]
-        if not g.layers(CSA_RATIO):
-            return window, self.device.overlap[:, 0], self.device.index_overlap[:, 0]
-        span = overlap_span(position, g.state_rows(CSA_RATIO))
-        first = request_slot * g.state_rows(CSA_RATIO) + span.begin
-        rows = slice(first, first + span.rows)
-        main = rings["CSA compressor state"][:, rows, :, : g.row_dim]
-        return window, main, rings["indexer compressor state"][:, rows, :, : g.index_dim]
+        rows = slice(first, first + span.rows // unit)
+        yield rings["window rings"][:, rows], device.window
+        if self._draft_rings is not None:
+            yield self._draft_rings[:, rows], device.draft_window
+        if g.layers(CSA_RATIO):
+            span = overlap_span(position, g.state_rows(CSA_RATIO))
+            first = request_slot * g.state_rows(CSA_RATIO) + span.begin
+            rows = slice(first, first + span.rows)
+            yield rings["CSA compressor state"][:, rows, :, : g.row_dim], device.overlap
+            yield rings["indexer compressor state"][:, rows, :, : g.index_dim], device.index_overlap

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -56,10 +57,11 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "eager"
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        """None; the log says why, and SGLang then refuses the algorithm by name."""
-        logger.error(
-            "--speculative-algorithm %s needs a GPU: SGLang's decode step of it launches Triton kernels "
-            "(mem_cache/allocation.py, get_last_loc)",
-            algorithm,
-        )
-        return False
+        """Those whose Triton kernels `speculation` has a plain form of; SGLang refuses the others by name."""
+        return algorithm in ("EAGLE", "NEXTN", "DSPARK")
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
+        """Slots of the tokens of a verify step."""
+        from sglang_dsv4.cpu.speculation import slots_of_steps
+
+        return slots_of_steps

@@ -118,6 +118,7 @@ def install_triton_stand_in() -> None:
     ):
         stand_in = type(name, (stubs._StubBase,), {"__init__": _accept_anything})
         setattr(importlib.import_module(module), name, stand_in)
+    triton.language.constexpr.__init__ = _keep_value  # PyTorch forms of some kernels read their constants
     for module in ("triton.runtime.cache", "triton.compiler.compiler"):
         importlib.import_module(module).triton_key = stubs._triton_key
 
@@ -149,6 +150,11 @@ class StandInFinder:
 
 def _accept_anything(self: object, *args: object, **kwargs: object) -> None:
     """Initialiser of the stand-in classes."""
+
+
+def _keep_value(self: object, value: object = None) -> None:
+    """Initialiser of the stand-in for ``triton.language.constexpr``."""
+    vars(self)["value"] = value
 
 
 def declare_torchvision_operators() -> None:

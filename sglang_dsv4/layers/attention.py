@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from dsv4_kernels.compressor import compress_store
 from dsv4_kernels.linear import grouped_linear
-from dsv4_kernels.norm_rope_store import norm_rope_store
+from dsv4_kernels.norm_rope_store import Destination, norm_rope_store
 from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.compressor import Compressor
@@ -126,6 +127,26 @@ class Attention(nn.Module):
                 selected = self.indexer(head_weights, q_latent, positions, x.dtype, self.num_local_heads)
         o = backend.attend(self.layer_id, q, window, selected, self.attn_sink, self.config.softmax_scale)
         return self.project(o, positions)
+
+    def store_context(self, x: Tensor | Fp8Input, positions: Tensor, destinations: Sequence[Destination]) -> None:
+        """Store the window rows of tokens that this layer does not see itself: of a DSpark draft's context.
+
+        Args:
+            x: [T, d], what stands for the sublayer's input; quantised already where `quantises` says so.
+            positions: [T] int64.
+            destinations: where the rows go.
+        """
+        kv = self.wqkv_a(x)[0].split((self.config.q_lora_rank, self.config.head_dim), -1)[1]
+        norm_rope_store(
+            kv.unsqueeze(1),  # the query of nobody: one head, not read again
+            kv,
+            self.kv_norm.weight,
+            positions,
+            self.rope.frequencies,
+            self.config.rms_norm_eps,
+            destinations,
+            qat=self.config.qat.kv_fp8,
+        )
 
     def project(self, o: Tensor, positions: Tensor) -> Tensor:
         """What was attended, `[T, local heads, head_dim]`, to the sublayer's output `[T, d]`."""

@@ -45,6 +45,14 @@ def check_server_options() -> None:
             raise ConfigError(option, size, "1 (use tensor and expert parallelism: --tp-size, --ep-size)")
 
 
+def mean_of_streams(streams: Tensor) -> Tensor:
+    """`[T, n, d] -> [T, d]` in its dtype, summed in fp32 in a fixed order: no row depends on the others."""
+    total = streams[:, 0].float()
+    for stream in range(1, streams.shape[1]):
+        total = total + streams[:, stream]
+    return (total / streams.shape[1]).to(streams.dtype)
+
+
 class Block(nn.Module):
     """One decoder layer: an attention and a mixture-of-experts sublayer, each inside its hyper-connection."""
 
@@ -66,9 +74,16 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.ffn = MoE(config, layer_id, hashed, linear_config, quant_config, f"{prefix}.ffn")
 
-    def forward(self, pending: Pending, positions: Tensor, input_ids: Tensor) -> Pending:
-        """Both sublayers: `positions [T]` int64, `input_ids [T]`; what is pending before and behind them."""
+    def forward(
+        self, pending: Pending, positions: Tensor, input_ids: Tensor, taps: list[Tensor] | None = None
+    ) -> Pending:
+        """Both sublayers: `positions [T]` int64, `input_ids [T]`; what is pending before and behind them.
+
+        `taps` gets the mean [T, d] of the streams that the layer before has left.
+        """
         x, pending = self.hc_attn(pending, self.attn_norm)
+        if taps is not None:
+            taps.append(mean_of_streams(pending.streams))
         pending = pending.with_output(self.attn(x, positions))
         x, pending = self.hc_ffn(pending, self.ffn_norm)
         return pending.with_output(self.ffn(x, input_ids))
@@ -80,6 +95,8 @@ class DeepseekV4Model(nn.Module):
     def __init__(self, config: Config, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
         self.hc_mult = config.hc_mult
+        self.tapped_layers: tuple[int, ...] = ()
+        """Layers whose complete streams a DSpark draft reads, rising."""
         self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed")
         self.layers = nn.ModuleList(
             Block(
@@ -95,19 +112,24 @@ class DeepseekV4Model(nn.Module):
         self.hc_head = HyperConnectionHead(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, input_embeds: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, input_embeds: Tensor | None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Run all layers.
 
         Returns:
-            the normed row [T, d] that the logits are made of, and the streams [T, n * d] it was mixed from, which a
-            speculative draft reads.
+            the normed row [T, d] that the logits are made of, the streams [T, n * d] it was mixed from, which an MTP
+            draft reads, and the means [T, d] of the tapped layers' streams, which a DSpark draft reads.
         """
         embedded = self.embed(input_ids) if input_embeds is None else input_embeds
-        pending = Pending(embedded.unsqueeze(1).repeat(1, self.hc_mult, 1))
-        for layer in self.layers:
-            pending = layer(pending, positions, input_ids)
+        pending, taps = Pending(embedded.unsqueeze(1).repeat(1, self.hc_mult, 1)), []
+        for layer_id, layer in enumerate(self.layers):
+            # A layer's last write-back is the next one's first step.
+            pending = layer(pending, positions, input_ids, taps if layer_id - 1 in self.tapped_layers else None)
         streams, row = self.hc_head(pending, self.norm)
-        return row, streams.flatten(1)
+        if len(self.layers) - 1 in self.tapped_layers:
+            taps.append(mean_of_streams(streams))
+        return row, streams.flatten(1), taps
 
 
 class DeepseekV4ForCausalLM(nn.Module):
@@ -149,10 +171,21 @@ class DeepseekV4ForCausalLM(nn.Module):
             forward_batch: SGLang's; read by its logits processor only.
             input_embeds: [T, d], in place of the embedding's rows; hash-routed layers still read `input_ids`.
         """
-        hidden_states, streams = self.model(input_ids, positions, input_embeds)
-        return self.logits_processor(
-            input_ids, hidden_states, self.lm_head, forward_batch, hidden_states_before_norm=streams
-        )
+        hidden_states, streams, taps = self.model(input_ids, positions, input_embeds)
+        for_draft = {"aux_hidden_states": taps} if taps else {"hidden_states_before_norm": streams}
+        return self.logits_processor(input_ids, hidden_states, self.lm_head, forward_batch, **for_draft)
+
+    def set_dspark_layers_to_capture(self, layer_ids: list[int]) -> None:
+        """Called by SGLang for `--speculative-algorithm DSPARK`: hand these layers' means to the draft, [T, 3 * d].
+
+        Raises:
+            ConfigError: not the layers that the checkpoint's draft was trained with.
+        """
+        trained = self.dsv4_config.dspark
+        if trained is None or tuple(layer_ids) != trained.target_layer_ids:
+            accepted = "a checkpoint with dspark fields" if trained is None else f"{list(trained.target_layer_ids)}"
+            raise ConfigError("dspark_target_layer_ids", list(layer_ids), accepted)
+        self.model.tapped_layers = trained.target_layer_ids
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load an official checkpoint, all of it, one tensor at a time.

@@ -86,7 +86,8 @@ class Tails:
         self._storage.issue(self._requests.copies())
         for slot, generation, checkpoint_id in resumed:
             self._storage.restore(slot, self._requests.restore(checkpoint_id))
-            self._pool.ring_generation[slot] = generation
+            for pool in filter(None, (self._pool, self._pool.draft)):
+                pool.ring_generation[slot] = generation
         self._claim_rings(batch)
         return self._take(batch, generations)
 
@@ -107,18 +108,15 @@ class Tails:
     def _claim_rings(self, batch: HostBatch) -> None:
         """Note whose rows a slot's rings hold, and refuse a prefix that came without them.
 
-        A prefix from the radix tree has entries, and its window rows come from a tail checkpoint; without one,
-        computing on would read another request's. A draft's rows are in no checkpoint: they are cleared. What it
-        proposes for the next 127 tokens is accepted less often then; what is answered is the target's business.
+        A prefix from the radix tree has entries, and its window rows come from a tail checkpoint, a draft's too;
+        without one, computing on would read another request's.
         """
         if not batch.is_prefill:  # a request's first forward is a prefill
             return
         pool = self._pool
         for slot, prefix in zip(batch.slots, batch.begins, strict=True):
             owner, generation = int(pool.ring_generation[slot]), int(self._generation[slot])
-            if prefix and owner != generation and pool.is_draft:
-                pool.clear_window(slot)
-            elif prefix and owner != generation:
+            if prefix and owner != generation:
                 raise RuntimeError(
                     f"request slot {slot} continues a prefix of {prefix} tokens, but its window rows are not there "
                     f"(they are generation {owner}'s, this is {generation}): a prefix must come with its tail"

@@ -32,6 +32,7 @@ class Drafted:
         # The positions past the prompt are served too, so that their slots exist.
         ((_, streams),) = self.harness.step_with_streams([(self.request, self.tokens[:-1].tolist())])
         self.streams = streams
+        self.draft.runner.token_to_kv_pool.tail_rows = None  # here it prefills fewer tokens than the target
 
     def part(self, start: int, end: int, streams: Tensor | None = None) -> tuple[Request, int, list[int], Tensor]:
         """The draft's input for positions [start, end)."""

@@ -41,6 +41,7 @@ def arguments(**fields: Any) -> SimpleNamespace:
         "enable_streaming_session": False,
         "disaggregation_mode": "null",
         "speculative_algorithm": None,
+        "speculative_use_rejection_sampling": False,
     }
     return SimpleNamespace(**{**unset, **fields})
 
@@ -101,7 +102,7 @@ def test_what_the_user_set_is_left_alone(field: str, value: object) -> None:
         ("enable_streaming_session", True, "--enable-streaming-session"),
         ("disaggregation_mode", "prefill", "--disaggregation-mode prefill"),
         ("disaggregation_mode", "decode", "--disaggregation-mode decode"),
-        ("speculative_algorithm", "DSPARK", "--speculative-algorithm DSPARK"),
+        ("speculative_use_rejection_sampling", True, "--speculative-use-rejection-sampling on a CPU"),
     ],
 )
 def test_unsupported_flags_are_refused_by_name(field: str, value: object, flag: str) -> None:
@@ -115,8 +116,13 @@ def test_no_draft_is_loaded_that_the_checkpoint_does_not_hold() -> None:
     dspark = SimpleNamespace(dspark_target_layer_ids=[2, 3, 4])
     plugin.refuse_unsupported_arguments(arguments(), dspark)
     plugin.refuse_unsupported_arguments(arguments(speculative_algorithm="EAGLE"), CONFIG)
+    plugin.refuse_unsupported_arguments(arguments(speculative_algorithm="DSPARK"), dspark)
     with pytest.raises(ValueError, match="EAGLE with this checkpoint: its draft is DSpark's"):
         plugin.refuse_unsupported_arguments(arguments(speculative_algorithm="EAGLE"), dspark)
+    with pytest.raises(ValueError, match="DSPARK with this checkpoint: it has no DSpark draft"):
+        plugin.refuse_unsupported_arguments(arguments(speculative_algorithm="DSPARK"), CONFIG)
+    with pytest.raises(ValueError, match="DSPARK on a GPU yet"):
+        plugin.refuse_unsupported_arguments(arguments(speculative_algorithm="DSPARK", device="cuda"), dspark)
 
 
 @pytest.mark.usefixtures("own_registry")
@@ -139,15 +145,13 @@ def test_cuda_graphs_do_not_wait_for_an_attention_kernel(monkeypatch: pytest.Mon
     assert cuda_graphs.uncapturable_ops("cuda", 64) == ["sparse_attention"]
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN", "DFLASH"])
-def test_speculation_on_a_cpu_is_refused_before_anything_is_loaded(
-    algorithm: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE", "NGRAM"])
+def test_other_speculation_on_a_cpu_is_refused_before_anything_is_loaded(algorithm: str) -> None:
     from sglang.srt.arg_groups.speculative_hook import _check_oot_speculative_algorithm
 
+    _check_oot_speculative_algorithm("EAGLE", "cpu")
     with pytest.raises(ValueError, match=f"{algorithm} speculative decoding is not supported by CpuPlatform"):
         _check_oot_speculative_algorithm(algorithm, "cpu")
-    assert f"--speculative-algorithm {algorithm} needs a GPU" in caplog.text
 
 
 def test_a_failure_stops_our_model_and_no_other() -> None:

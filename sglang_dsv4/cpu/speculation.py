@@ -1,0 +1,292 @@
+"""Speculation on a machine with no GPU: in place of SGLang's Triton kernels around a draft, the same in plain PyTorch.
+
+Chains only: one draft after another, as EAGLE with topk 1 and DSPARK have them. `plugin` puts these functions in the
+place of SGLang's where the device is a CPU; SGLang's workers, scheduler and allocator stay as they are.
+
+EAGLE's verification draws the target's token of every row as a decode step would, and accepts the drafts that equal
+them. That is SGLang's target-only sampling, by another route: a draft is accepted with the target's probability of it,
+and the token behind the last accepted draft follows the target's distribution without the refused draft. With a seed
+the drawn tokens are those of a server without speculation. DSPARK's drafts are drawn too, and its verification weighs
+both distributions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar_backend import GrammarMask
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative.eagle_info import EagleVerifyInput
+
+
+def last_locations(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor) -> Tensor:
+    """`get_last_loc`: the slot of each request's last token, [B] of `prefix_lens`' dtype; -1 for none."""
+    rows = req_to_token[req_pool_indices.long(), (prefix_lens - 1).clamp(min=0).long()]
+    return torch.where(prefix_lens > 0, rows.to(prefix_lens.dtype), -1)
+
+
+def assign_slots(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_cache_loc: Tensor,
+    batch_size: int,
+) -> None:
+    """`assign_req_to_token_pool_func`: request b's new slots to positions [start[b], end[b]) of its row, in order."""
+    begin = 0
+    spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
+    for slot, start, end in spans:
+        if end > start:  # else nothing was allocated, and there is no `out_cache_loc`
+            req_to_token[slot, start:end] = out_cache_loc[begin : begin + end - start].to(req_to_token.dtype)
+            begin += end - start
+
+
+def slots_of_steps(
+    *,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    draft_token_num: int,
+    **sizes: object,
+) -> Tensor:
+    """SGLang's platform function of the name: slots of each request's next tokens, [B * draft_token_num] int64."""
+    positions = start_offset.long()[:, None] + torch.arange(draft_token_num)
+    return req_to_token[req_pool_indices.long()[:, None], positions].long().flatten()
+
+
+def assign_draft_slots(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    seq_lens: Tensor,
+    out_cache_loc: Tensor,
+    topk: int,
+    num_cols: int,
+    positions: Tensor | None = None,
+    mrope: Tensor | None = None,
+) -> None:
+    """`assign_draft_cache_locs_contiguous_func`: slots of a chain's steps into `out_cache_loc [B * num_cols]`."""
+    assert topk == 1 and positions is None and mrope is None, "a CPU drafts chains, and computes positions elsewhere"
+    out_cache_loc.copy_(
+        slots_of_steps(
+            req_pool_indices=req_pool_indices,
+            req_to_token=req_to_token,
+            start_offset=seq_lens,
+            draft_token_num=num_cols,
+        )
+    )
+
+
+def build_chain(
+    parent_list: Tensor,
+    top_scores_index: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    topk: int,
+    spec_steps: int,
+    num_verify_tokens: int,
+    tree_mask_mode: int,
+) -> None:
+    """`build_tree_kernel_efficient_func` of chains: fills `positions [B * k]` and the links [B, k].
+
+    `tree_mask` stays as it is: our attention is causal and reads none.
+    """
+    assert topk == 1, "a CPU drafts chains"
+    k = num_verify_tokens
+    steps = torch.arange(k)
+    positions.copy_((seq_lens.long()[:, None] + steps).flatten())
+    retrieve_index.copy_(torch.arange(seq_lens.shape[0] * k).view(-1, k))
+    retrieve_next_token.copy_(torch.where(steps < k - 1, steps + 1, -1))
+    retrieve_next_sibling.fill_(-1)
+
+
+def fill_bonus_tokens(
+    accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int, batch_size: int
+) -> None:
+    """`fill_bonus_tokens_func`: each request's last token, of `accept_tokens [B * stride]`."""
+    last = torch.arange(batch_size) * accept_stride + accept_lens.long() - 1
+    bonus_tokens.copy_(accept_tokens.flatten()[last])
+
+
+def verify(
+    verify_input: EagleVerifyInput,
+    batch: ScheduleBatch,
+    logits_output: LogitsProcessorOutput,
+    grammar_mask: GrammarMask | None = None,
+    uno_target_max_top_k: int | None = None,
+    *,
+    watermark_state: object = None,
+    watermark_full_mask: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`eagle_sample`: which drafts stay, and what comes behind them.
+
+    Returns:
+        the target's token behind every row, [B * k] int32; how many of them each request keeps, [B] int32; their rows,
+        [B, k] int32, -1 behind the last one.
+
+    Raises:
+        NotImplementedError: a request is to be watermarked.
+    """
+    k = verify_input.draft_token_num
+    if batch.forward_mode.is_idle():
+        return (torch.empty(0, dtype=torch.int32),) * 3
+    if watermark_state is not None and batch.sampling_info.has_watermark_candidates:
+        raise NotImplementedError("sglang-dsv4 does not support watermarks with speculation on a CPU")
+    logits, info = logits_output.next_token_logits, batch.sampling_info
+    _apply_penalties(logits, info, k)
+    if grammar_mask is not None:
+        grammar_mask.apply(logits)
+    positions = (batch.seq_lens.long()[:, None] + torch.arange(k)).flatten()
+    predicted = draw_rows(logits, info, positions).view(-1, k)
+    return chain_of(predicted, verify_input.draft_token.view(-1, k))
+
+
+def chain_of(predicted: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `verify` returns, of the target's tokens and the drafts (both [B, k]; column 0 of the drafts is kept)."""
+    bs, k = candidates.shape
+    matches = (candidates[:, 1:] == predicted[:, :-1]).int().cumprod(1)
+    accept_lens = (1 + matches.sum(1)).int()
+    rows = torch.arange(bs * k, dtype=torch.int32).view(bs, k)
+    accept_index = rows.masked_fill(torch.arange(k) >= accept_lens[:, None], -1)
+    return predicted.flatten().int(), accept_lens, accept_index
+
+
+def _apply_penalties(logits: Tensor, info: SamplingBatchInfo, k: int) -> None:
+    """As SGLang's: a block's rows all have the penalties of the tokens before the block."""
+    from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
+
+    if info.acc_additive_penalties is not None:
+        logits.add_(info.acc_additive_penalties.repeat_interleave(k, 0))
+    if info.acc_scaling_penalties is not None:
+        apply_scaling_penalties(logits, info.acc_scaling_penalties.repeat_interleave(k, 0))
+    if info.logit_bias is not None:
+        logits.add_(info.logit_bias.repeat_interleave(k, 0))
+
+
+def draw_rows(logits: Tensor, info: SamplingBatchInfo, positions: Tensor) -> Tensor:
+    """The target's token of each row, as SGLang's sampler draws them: [B * k] integers.
+
+    Args:
+        logits: [B * k, V], a request's rows side by side.
+        info: of the requests.
+        positions: [B * k] int64, of the tokens whose rows they are; what a seed is mixed with.
+    """
+    from sglang.kernels.ops.sampling import softmax
+    from sglang.srt.layers import sampler
+
+    if info.is_all_greedy:
+        return logits.argmax(-1)
+    k = logits.shape[0] // info.temperatures.shape[0]
+
+    def by_row(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.repeat_interleave(k, 0)
+
+    probs, seed = softmax(logits / by_row(info.temperatures)), by_row(info.sampling_seed)
+    if not (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling):
+        return sampler.sampling_from_probs_torch(probs, sampling_seed=seed, positions=positions)
+    return sampler.top_k_top_p_min_p_sampling_from_probs_torch(
+        probs,
+        by_row(info.top_ks),
+        by_row(info.top_ps),
+        by_row(info.min_ps),
+        info.need_min_p_sampling,
+        seed,
+        positions,
+    )
+
+
+class _OnAGpu:
+    """Arguments as they are, but for the device."""
+
+    device = "cuda"
+
+    def __init__(self, arguments: object) -> None:
+        self._arguments = arguments
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._arguments, name)
+
+
+def resolve_dspark(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> None:
+    """AROUND SGLang's step that resolves DSPARK's arguments: it refuses a CPU, and asks no platform about it."""
+    from sglang.srt.arg_groups import speculative_hook
+
+    view = speculative_hook.resolving_view
+    if view(server_args).device != "cpu":
+        return original(server_args)
+    speculative_hook.resolving_view = lambda record: _OnAGpu(view(record))
+    try:
+        return original(server_args)
+    finally:
+        speculative_hook.resolving_view = view
+
+
+def keep_for_stream(original: Callable[..., None], tensor: Tensor, stream: object) -> None:
+    """AROUND `Tensor.record_stream`, which refuses what is not on a GPU: on a CPU nothing runs later."""
+    if tensor.device.type != "cpu":
+        original(tensor, stream)
+
+
+def accept_block(
+    *,
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    uniform_samples: Tensor,
+    uniform_samples_for_final_sampling: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    block_verification: bool = False,
+    **links_and_thresholds: object,
+) -> None:
+    """`chain_speculative_sampling_triton`: which drafts that were drawn from `draft_probs` stay, and what follows them.
+
+    A draft x is kept with probability min(1, p(x) / q(x)). Behind the first that is not, a token is drawn from
+    max(0, p - q), normalised; behind a block that is kept whole, from p.
+
+    Args:
+        predicts: [B * k] int32, written: the tokens that are kept and the one behind them, at the row before each.
+        accept_index: [B, k] int32, written: their rows.
+        accept_token_num: [B] int32, written: drafts that are kept.
+        candidates: [B, k], the last token that is certain and the drafts.
+        uniform_samples: [B, k - 1] or wider, in [0, 1): draft i's.
+        uniform_samples_for_final_sampling: [B].
+        target_probs: [B, k, V], p.
+        draft_probs: [B, k - 1, V], q.
+
+    Raises:
+        NotImplementedError: blocks are to be verified jointly.
+    """
+    if block_verification:
+        raise NotImplementedError("sglang-dsv4 does not support --speculative-use-block-verification on a CPU")
+    bs, k = candidates.shape
+    for request in range(bs):
+        kept, rest = 0, target_probs[request, k - 1]
+        for step in range(k - 1):
+            p, q = target_probs[request, step], draft_probs[request, step]
+            token = int(candidates[request, step + 1])
+            if not float(uniform_samples[request, step] * q[token]) < float(p[token]):
+                rest = (p - q).clamp(min=0)
+                rest = rest if float(rest.sum()) > 0 else p
+                break
+            predicts[request * k + step] = token
+            kept += 1
+        drawn = uniform_samples_for_final_sampling[request].double() * rest.double().sum()
+        token = int((rest.double().cumsum(0) <= drawn).sum())
+        # Rounding may leave the number behind the last token that can be drawn.
+        predicts[request * k + kept] = min(token, int(rest.nonzero().max()))
+        accept_token_num[request] = kept
+        accept_index[request, : kept + 1] = torch.arange(request * k, request * k + kept + 1, dtype=torch.int32)

@@ -1,0 +1,225 @@
+"""DeepSeek-V4's DSpark draft as an SGLang draft model: a block of tokens at once, from what the target has computed.
+
+The draft has no prefill of its own. Of every token that the target has computed and kept it stores one window row a
+stage (`write_target_hidden_kv`), made of the means of three target layers' streams. A step runs a block
+`[anchor, noise, noise, ...]` through the stages, where every row sees the last window of those rows and all of the
+block, and then picks one token after another, each row's logits corrected by the token before it (the Markov head).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
+from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.models.dspark import BaseDSparkMarkovHead, gather_and_crop_vocab
+from sglang.srt.speculative.ragged_verify import RaggedVerifyMode, read_ragged_verify_mode
+from torch import Tensor, nn
+
+from dsv4_kernels.hyper_connection import hc_head
+from dsv4_kernels.linear import linear_fp32
+from dsv4_kernels.norm_rope_store import Destination
+from sglang_dsv4.config import Config, ConfigError
+from sglang_dsv4.layer_kinds import LayerKind
+from sglang_dsv4.layers.hyper_connection import HyperConnectionHead, Pending
+from sglang_dsv4.layers.linear import Fp8Input, fp32_product_dtype, quantised_linear_config, quantises_once
+from sglang_dsv4.layers.norm import RMSNorm
+from sglang_dsv4.models.deepseek_v4 import Block, check_server_options
+from sglang_dsv4.weights import dspark_tensors, load_checkpoint
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.quantization.base_config import QuantizationConfig
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from sglang_dsv4.cache.kv_pool import Dsv4KVPool
+
+
+class MarkovHead(BaseDSparkMarkovHead):
+    """What the token before adds to a row's logits: `W2 @ W1[token]`, fp32."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        shape = (config.vocab_size, config.dspark.markov_rank)
+        self.vocab_size = config.vocab_size
+        self.markov_w1 = nn.Parameter(torch.empty(*shape), requires_grad=False)
+        self.markov_w2 = nn.Parameter(torch.empty(*shape, dtype=fp32_product_dtype()), requires_grad=False)
+
+    def get_prev_embeddings(self, token_ids: Tensor) -> Tensor:
+        """`W1[token_ids]`: [..., r] in the model's dtype."""
+        return self.markov_w1[token_ids.long()]
+
+    def step_bias(
+        self, prev_tokens: Tensor, *, hidden_states: Tensor | None, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The correction [B, V] fp32 of a step whose rows follow `prev_tokens [B]`; there is no state."""
+        return linear_fp32(self.get_prev_embeddings(prev_tokens), self.markov_w2), state
+
+    def step_logits_dtype(self, base_dtype: torch.dtype) -> torch.dtype:
+        """Of a row's logits and the correction together."""
+        return torch.float32
+
+
+class DSparkModel(nn.Module):
+    """Stages, the projection of the target's taps in front of the first, head mixture and norm behind the last."""
+
+    def __init__(self, config: Config, quant_config: QuantizationConfig | None, prefix: str) -> None:
+        super().__init__()
+        d, eps, stages = config.hidden_size, config.rms_norm_eps, config.dspark.num_stages
+        linear_config = quantised_linear_config(config, quant_config)
+        self.main_proj = ReplicatedLinear(
+            d * stages, d, bias=False, quant_config=linear_config, prefix=f"{prefix}.main_proj"
+        )
+        self.main_norm = RMSNorm(d, eps)
+        # SGLang's quantisation methods tell a draft's experts from the target's by the name "decoder".
+        self.stages = nn.ModuleList(
+            Block(config, stage, LayerKind.SWA, False, quant_config, f"{prefix}.stages.{stage}.decoder")
+            for stage in range(stages)
+        )
+        self.hc_head = HyperConnectionHead(config)
+        self.norm = RMSNorm(d, eps)
+        self._quantises = quantises_once(config)
+
+    def forward(self, streams: Tensor, positions: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """A block's `streams [T, n, d]` through the stages: its streams [T, n, d] and normed rows [T, d]."""
+        pending = Pending(streams)
+        for stage in self.stages:
+            pending = stage(pending, positions, input_ids)
+        return self.hc_head(pending, self.norm)
+
+    def store_context(self, taps: Tensor, rows: Tensor, positions: Tensor, pool: Dsv4KVPool) -> None:
+        """Window rows of committed tokens, in every stage.
+
+        Args:
+            taps: [T, stages * d], of the target.
+            rows: [T] int64, ring rows; -1 for a token that is not kept.
+            positions: [T] int64.
+            pool: the draft's.
+        """
+        x = self.main_norm(self.main_proj(Fp8Input.of(taps) if self._quantises else taps)[0])
+        x = Fp8Input.of(x) if self._quantises else x
+        for stage in self.stages:
+            layer_id = stage.attn.layer_id
+            destinations = [Destination(pool.window(layer_id), rows)]
+            if pool.tail_rows is not None:  # these are a prefill's tokens
+                destinations.append(Destination(pool.tail_windows(layer_id), pool.tail_rows.window[: len(rows)]))
+            stage.attn.store_context(x, positions, destinations)
+
+
+class DeepseekV4ForCausalLMDSpark(nn.Module):
+    """The draft model that SGLang builds for `--speculative-algorithm DSPARK`; embedding and head are the target's.
+
+    Args:
+        config: the HF config as SGLang parsed it.
+        quant_config: SGLang's, of the checkpoint.
+        prefix: ours in a larger model.
+
+    Raises:
+        ConfigError: the checkpoint has no DSpark draft, or something that can't be served was asked for.
+
+    Attributes:
+        gamma, block_size: rows of a block, each of which proposes a token.
+        num_stages: layers of the draft's pool.
+        confidence_head: None; all proposals are verified, so that nobody asks how likely they are.
+    """
+
+    draft_parallel_spec = DraftParallelSpec(tp_execution=DraftTPExecution.TARGET_LAYOUT)
+    uses_own_vocab_modules = False
+    sample_from_anchor = True
+    confidence_head = None
+
+    def __init__(self, config: object, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
+        super().__init__()
+        check_server_options()
+        self.config = config
+        self.quant_config = quant_config
+        self.dsv4_config = Config.from_hf(config)
+        dspark = self.dsv4_config.dspark
+        if dspark is None:
+            raise ConfigError("dspark_block_size", None, "a checkpoint with a DSpark draft; this one has none")
+        if (mode := read_ragged_verify_mode()) is not RaggedVerifyMode.STATIC:
+            raise ConfigError("SGLANG_RAGGED_VERIFY_MODE", mode.value, "static: all proposals of a block are verified")
+        self.gamma = self.block_size = dspark.block_size
+        self.num_stages = dspark.num_stages
+        self.start_layer, self.end_layer = 0, dspark.num_stages
+        self.model = DSparkModel(self.dsv4_config, quant_config, f"{prefix}.model".lstrip("."))
+        self.markov_head = MarkovHead(self.dsv4_config)
+        width = self.dsv4_config.hidden_size + dspark.markov_rank
+        self.confidence = nn.Parameter(torch.empty(1, width, dtype=torch.float32), requires_grad=False)
+        self.embed_tokens: nn.Module | None = None
+        self.lm_head: nn.Module | None = None
+
+    def attach_shared_modules(self, *, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
+        """Take the target's embedding and output matrix."""
+        self.embed_tokens, self.lm_head = embed_tokens, lm_head
+
+    def forward_embed(self, input_ids: Tensor) -> Tensor:
+        """`[T] -> [T, n, d]`: each token's embedding in all streams."""
+        assert self.embed_tokens is not None, "attach_shared_modules has not run"
+        return self.embed_tokens(input_ids).unsqueeze(1).repeat(1, self.dsv4_config.hc_mult, 1)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        forward_batch: ForwardBatch,
+        input_embeds: Tensor | None = None,
+        **options: Any,  # noqa: ANN401 - of pipelines and embeddings, which there are none of
+    ) -> LogitsProcessorOutput:
+        """Run the blocks of a batch.
+
+        Args:
+            input_ids: [T], of each request the anchor and noise tokens.
+            positions: [T] int64.
+            forward_batch: SGLang's.
+            input_embeds: [T, n, d], in place of `forward_embed`.
+
+        Returns:
+            in `hidden_states` the rows [T, d] that `compute_base_logits` takes; no logits.
+        """
+        streams = self.forward_embed(input_ids) if input_embeds is None else input_embeds
+        _, rows = self.model(streams, positions, input_ids)
+        return LogitsProcessorOutput(next_token_logits=None, hidden_states=rows)
+
+    def compute_base_logits(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [T, V] fp32 of a block's rows [T, d], before the Markov head; and the rows."""
+        assert self.lm_head is not None, "attach_shared_modules has not run"
+        logits = linear_fp32(hidden_states, self.lm_head.weight)
+        return gather_and_crop_vocab(logits, self.lm_head), hidden_states
+
+    def confidences(self, streams: Tensor, previous_tokens: Tensor) -> Tensor:
+        """How likely each proposal is to be kept if those before it are: `sigmoid(w @ [x ; W1[previous]])`, fp32 [T].
+
+        Args:
+            streams: [T, n, d], of the block behind the last stage; x is their mixture before the norm.
+            previous_tokens: [T], the anchor for a block's first row.
+        """
+        head, norm_eps = self.model.hc_head, self.model.norm.eps
+        x = hc_head(streams, head.fn, head.base, head.scale, norm_eps, head.hc_eps)
+        features = torch.cat((x.float(), self.markov_head.get_prev_embeddings(previous_tokens).float()), -1)
+        return linear_fp32(features, self.confidence).squeeze(-1).sigmoid()
+
+    def write_target_hidden_kv(self, *, main_hidden: Tensor, swa_loc: Tensor, positions: Tensor, pool: Any) -> None:  # noqa: ANN401
+        """Store the context rows of tokens that the target keeps.
+
+        Args:
+            main_hidden: [T, stages * d], the target's taps.
+            swa_loc: [T] integer ring rows, -1 for what is older than a window or was refused.
+            positions: [T].
+            pool: the draft's `Dsv4KVPool`.
+        """
+        self.model.store_context(main_hidden, swa_loc.long(), positions.long(), pool)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load the `mtp` tensors of an official checkpoint; the target model loads, and checks, the others.
+
+        Raises:
+            CheckpointError: names the tensor that is missing, unknown, cut short or of the wrong shape or dtype.
+        """
+        load_checkpoint(self, self.dsv4_config, dspark_tensors(self.dsv4_config), weights)
+
+
+EntryClass = DeepseekV4ForCausalLMDSpark

@@ -1,0 +1,86 @@
+"""A drafter that knows the answers, as a plugin of SGLang in a server's processes: random weights draft nothing right.
+
+After the real draft has run, its proposals are replaced. What a request will answer stands in the file that
+`ORACLE_FILE` names, JSON {prompt as text: tokens}; a request that is not in it keeps what was drafted. Step n of a
+request gets n % (k + 1) right drafts of k, and a wrong one behind them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+ENTRY_POINT = "[sglang.srt.plugins]\noracle_drafts = oracle_drafts:setup\n"
+DSPARK = "sglang.srt.speculative.dspark_components.dspark_draft.DraftBlockProposer.propose"
+EAGLE = "sglang.srt.speculative.eagle_worker_common.build_eagle_verify_input"
+
+
+def install(folder: Path) -> dict[str, str]:
+    """A distribution with this plugin; the environment of a server that is to load it."""
+    info = folder / "oracle_drafts-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: oracle-drafts\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINT)
+    (folder / "oracle_drafts.py").write_text(Path(__file__).read_text())
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path, "ORACLE_FILE": str(folder / "answers.json")}
+
+
+def setup() -> None:
+    """The plugin's entry point."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(EAGLE, around_verify_input, HookType.AROUND)
+    HookRegistry.register(DSPARK, around_propose, HookType.AROUND)
+
+
+_read: tuple[float, dict[str, list[int]]] = (0.0, {})
+_steps: dict[str, int] = {}
+
+
+def answers() -> dict[str, list[int]]:
+    global _read
+    file = Path(os.environ["ORACLE_FILE"])
+    changed = file.stat().st_mtime if file.exists() else 0.0
+    if changed != _read[0]:
+        _read = changed, json.loads(file.read_text())
+    return _read[1]
+
+
+def improved(reqs: list[Any], drafts: Tensor) -> Tensor:
+    """`drafts [B, k]` with the right ones in the place of some."""
+    drafts, k = drafts.clone(), drafts.shape[1]
+    for row, req in enumerate(reqs):
+        answer = answers().get(" ".join(map(str, req.origin_input_ids)))
+        if answer is None:
+            continue
+        step = _steps[req.rid] = _steps.get(req.rid, len(req.origin_input_ids)) + 1
+        right = answer[len(req.output_ids) :][:k]
+        wrong_at = step % (k + 1)
+        for column, token in enumerate(right):
+            drafts[row, column] = token if column < wrong_at else (token + 1) % 1024
+    return drafts
+
+
+def around_verify_input(
+    original: Any, batch: Any, draft_input: Any, parents: Any, scores: Any, drafts: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Around EAGLE's: proposals [B, k] on their way to the target."""
+    if not batch.forward_mode.is_idle():
+        drafts = improved(batch.reqs, drafts)
+    return original(batch, draft_input, parents, scores, drafts, *args, **kwargs)
+
+
+def around_propose(original: Any, proposer: Any, *, batch: Any, **kwargs: Any) -> Any:
+    """Around DSPARK's, of greedy requests: of a drawn draft the distribution would have to be replaced as well."""
+    from msgspec.structs import replace
+
+    proposal = original(proposer, batch=batch, **kwargs)
+    if not batch.sampling_info.is_all_greedy:
+        return proposal
+    drafts = improved(batch.reqs, proposal.draft_block.draft_tokens)
+    return replace(proposal, draft_block=replace(proposal.draft_block, draft_tokens=drafts))

@@ -1,0 +1,207 @@
+"""Drafts through SGLang's server on a CPU: an answer has the tokens and log-probabilities that it has without them.
+
+Proposals come from an oracle (`oracle_drafts`), so that blocks are accepted up to every place. The server without
+speculation is the one that the session shares.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from serving import oracle_drafts
+from serving.server import MAX_RUNNING, POOL_TOKENS, SLEEP_ON_IDLE, TAILS, Server, output_logprobs, running_server
+
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+
+# Requests are let in as if they answered with a token or two, so that the pool runs out while they decode.
+OPTIMISTIC = ("--schedule-conservativeness", "0.01")
+FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING), SLEEP_ON_IDLE)
+FLAGS += ("--chunked-prefill-size", "512", "--constrained-json-disable-any-whitespace", *OPTIMISTIC)
+# The same target: a checkpoint's draft is drawn behind it, from the same seed.
+ALGORITHMS = {
+    "EAGLE": (PRESETS["tiny"], 3, ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1")),
+    "DSPARK": (replace(PRESETS["tiny"], dspark_markov_rank=32, dspark_target_layer_ids=(1, 2, 3)), 5, ()),
+}
+
+
+class Speculating:
+    """A server that drafts, and the answers that its oracle knows."""
+
+    def __init__(self, server: Server, algorithm: str, answers: Path) -> None:
+        self.server, self.algorithm = server, algorithm
+        self._file = answers
+        self._answers: dict[str, list[int]] = {}
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that are drafted in a step."""
+        return ALGORITHMS[self.algorithm][1]
+
+    def will_answer(self, prompts: list[list[int]], results: list[dict[str, Any]]) -> None:
+        """Let the oracle draft them."""
+        for prompt, result in zip(prompts, results, strict=True):
+            self._answers[" ".join(map(str, prompt))] = result["output_ids"]
+        written = self._file.with_suffix(".new")
+        written.write_text(json.dumps(self._answers))
+        written.rename(self._file)
+
+
+@pytest.fixture(scope="module", params=list(ALGORITHMS))
+def speculating(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speculating]:
+    shape, drafts, flags = ALGORITHMS[request.param]
+    folder = tmp_path_factory.mktemp("speculation")
+    write_checkpoint(folder / "checkpoint", shape)
+    env = {**TAILS, **oracle_drafts.install(folder)}
+    flags += ("--speculative-algorithm", request.param, "--speculative-num-draft-tokens", str(drafts + 1))
+    with running_server(folder / "checkpoint", folder / "log", *FLAGS, *flags, env=env) as running:
+        yield Speculating(running, request.param, Path(env["ORACLE_FILE"]))
+
+
+def random_prompts(seed: int, lengths: list[int]) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(10, 1000) for _ in range(n)] for n in lengths]
+
+
+def ask(server: Server, prompts: list[list[int]], at_once: int, **sampling_params: Any) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(lambda prompt: server.generate(prompt, **sampling_params), prompts))
+
+
+def assert_same(plain: list[dict[str, Any]], drafted: list[dict[str, Any]]) -> None:
+    for number, (one, other) in enumerate(zip(plain, drafted, strict=True)):
+        assert other["output_ids"] == one["output_ids"], f"request {number}"
+        assert output_logprobs(other) == output_logprobs(one), f"request {number}"
+        assert other["meta_info"]["finish_reason"] == one["meta_info"]["finish_reason"], f"request {number}"
+
+
+def tokens_a_step(results: list[dict[str, Any]]) -> float:
+    steps = sum(result["meta_info"]["spec_verify_ct"] for result in results)
+    return sum(len(result["output_ids"]) - 1 for result in results) / steps
+
+
+# Every residue of a CSA group, and beside the boundaries of HCA's groups and of pages.
+LENGTHS = {1: [1, 126, 251], 14: [2, 3, 4, 121, 123, 124, 125, 127, 249, 250, 252, 253, 254, 255]}
+
+
+@pytest.mark.parametrize("at_once", LENGTHS)
+def test_greedy_answers_are_the_same_bits(server: Server, speculating: Speculating, at_once: int) -> None:
+    """Blocks cross groups and pages, and are accepted up to every place; then again, nearly all refused."""
+    prompts = random_prompts(at_once, LENGTHS[at_once])
+    plain = ask(server, prompts, 14, max_new_tokens=20)
+    speculating.will_answer(prompts, plain)
+    drafted = ask(speculating.server, prompts, at_once, max_new_tokens=20)
+    assert_same(plain, drafted)
+    assert tokens_a_step(drafted) > 1 + 0.3 * speculating.drafts  # half of them, but for the ends
+    prompts = random_prompts(at_once + 1, LENGTHS[at_once])
+    plain = ask(server, prompts, 14, max_new_tokens=10)
+    drafted = ask(speculating.server, prompts, at_once, max_new_tokens=10)  # as drafted
+    assert_same(plain, drafted)
+    assert tokens_a_step(drafted) < 1.2
+
+
+def test_hits_answer_the_same_bits(server: Server, speculating: Speculating) -> None:
+    first = random_prompts(3, [600, 300])
+    ask(speculating.server, first, 2, max_new_tokens=4)
+    prompts = [
+        [*prompt[:n], *tail]
+        for prompt, n in zip((first[0], *first), (600, 530, 290), strict=True)
+        for tail in ([5], [6, 7])
+    ]
+    plain = ask(server, prompts, 6, max_new_tokens=20)
+    speculating.will_answer(prompts, plain)
+    drafted = ask(speculating.server, prompts, 6, max_new_tokens=20)
+    assert_same(plain, drafted)
+    # EAGLE's keys are pairs of tokens: what was stored ends a token earlier.
+    assert [result["meta_info"]["cached_tokens"] for result in drafted] == [512] * 4 + [256] * 2
+
+
+def test_answers_end_inside_a_block(server: Server, speculating: Speculating) -> None:
+    """By a stop token, a stop string or the limit, at each place of a block."""
+    prompts = random_prompts(4, [40] * 4)
+    whole = ask(server, prompts, 4, max_new_tokens=14)
+    speculating.will_answer(prompts, whole)
+    for last in range(6, 7 + speculating.drafts):
+        stops = [result["output_ids"][last] for result in whole]
+        for options in ({"stop_token_ids": stops}, {"max_new_tokens": last}):
+            options = {"max_new_tokens": 14, **options}
+            assert_same(ask(server, prompts, 4, **options), ask(speculating.server, prompts, 4, **options))
+    word = server.generate(prompts[0], max_new_tokens=12)["text"][-4:]
+    options = {"max_new_tokens": 14, "stop": [word]}
+    assert_same(ask(server, prompts[:1], 1, **options), ask(speculating.server, prompts[:1], 1, **options))
+
+
+def test_grammars_are_kept(server: Server, speculating: Speculating) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "pattern": "^[a-z]{1,6}$"},
+            "age": {"type": "integer", "maximum": 99},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    prompts = random_prompts(5, [30, 31, 32])
+    options = {"json_schema": json.dumps(schema), "ignore_eos": False, "max_new_tokens": 60}
+    plain = ask(server, prompts, 3, **options)
+    speculating.will_answer(prompts, plain)
+    drafted = ask(speculating.server, prompts, 3, **options)
+    assert_same(plain, drafted)
+    assert tokens_a_step(drafted) > 1.5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 40}, {"temperature": 1.3, "top_p": 0.8, "min_p": 0.01}],
+)
+def test_seeded_answers_are_the_same_tokens(server: Server, speculating: Speculating, options: dict[str, Any]) -> None:
+    if speculating.algorithm == "DSPARK":
+        body = {"input_ids": [5], "sampling_params": {**options, "sampling_seed": 77}}
+        response = requests.post(f"{speculating.server.url}/generate", json=body, timeout=60)
+        assert response.status_code == 400 and "sampling_seed" in response.text
+        return
+    prompts = random_prompts(6, [20, 130, 254])
+    options = {**options, "sampling_seed": 77, "max_new_tokens": 20}
+    plain = ask(server, prompts, 3, **options)
+    speculating.will_answer(prompts, plain)
+    drafted = ask(speculating.server, prompts, 3, **options)
+    assert [result["output_ids"] for result in drafted] == [result["output_ids"] for result in plain]
+    assert tokens_a_step(drafted) > 1.5
+
+
+def test_retracted_and_aborted_requests_leave_no_trace(server: Server, speculating: Speculating) -> None:
+    """The pool runs out at page boundaries; others are aborted, and their slots go to who waits."""
+    prompts = random_prompts(7, [480, 490, 495, 500, 500, 3, 485, 499, 488, 501, 491, 492])
+    plain = ask(server, prompts, 12, max_new_tokens=36)
+    speculating.will_answer(prompts, plain)
+    doomed = random_prompts(8, [300, 200, 100, 90])
+
+    def abort(index: int) -> None:
+        sampling = {"max_new_tokens": 500, "temperature": 0}
+        body = {"rid": f"doomed-{index}", "input_ids": doomed[index], "sampling_params": sampling}
+        request = pool.submit(requests.post, f"{speculating.server.url}/generate", json=body, timeout=300)
+        time.sleep(0.5)
+        requests.post(f"{speculating.server.url}/abort_request", json={"rid": f"doomed-{index}"}, timeout=60)
+        request.result()
+
+    with ThreadPoolExecutor(20) as pool:
+        running = [pool.submit(speculating.server.generate, prompt, max_new_tokens=36) for prompt in prompts]
+        for index in range(len(doomed)):
+            abort(index)
+        drafted = [future.result() for future in running]
+    assert_same(plain, drafted)
+    assert sum(result["meta_info"]["num_retractions"] for result in drafted) > 0
+
+
+def test_the_server_lives(speculating: Speculating) -> None:
+    """Last: no check of SGLang's or ours on pages, slots and checkpoints has ended it."""
+    assert speculating.server.is_alive()
+    assert "Traceback" not in speculating.server.log
