@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from model.test_config import FLASH, RELEASED, as_sglang_parses, as_transformers_parses
 
+from sglang_dsv4 import checkpoint_files
 from sglang_dsv4.checkpoint_files import (
     INDEX_FILE,
     CheckpointFileError,
@@ -92,16 +93,32 @@ def test_a_field_of_yarn_that_the_file_leaves_out_is_named(field: str, folder: P
         check_checkpoint(arguments(folder))
 
 
-def test_sglang_asks_us_before_it_fills_anything_in(folder: Path) -> None:
-    """Through SGLang's own resolution of arguments, with the plugin as it is installed."""
+def resolve(folder: Path) -> None:
+    """SGLang's own resolution of a server's arguments, with the plugin as it is installed."""
     import sglang.srt.managers.scheduler  # noqa: F401 - plugins are loaded once a process; other tests need it before
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
     load_plugins()
-    write_config(folder, {name: value for name, value in FLASH.items() if name != "num_hidden_layers"})
+    ServerArgs(model_path=str(folder)).resolve_once()
+
+
+def test_sglang_asks_us_before_it_fills_anything_in(folder: Path) -> None:
+    """It would put 43 layers beside the ratios of four, and transformers complain of `layer_types`."""
+    small = FLASH | {"compress_ratios": [0, 4, 128, 4, 0]}
+    write_config(folder, {name: value for name, value in small.items() if name != "num_hidden_layers"})
     with pytest.raises(ConfigError, match="'num_hidden_layers' is None"):
-        ServerArgs(model_path=str(folder)).resolve_once()
+        resolve(folder)
+
+
+def test_a_config_that_was_not_found_at_first_is_checked_with_sglangs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repository's name that only SGLang resolves, or a network that failed for a moment."""
+    monkeypatch.setattr(checkpoint_files, "check_checkpoint", lambda arguments: None)
+    write_config(folder, {name: value for name, value in FLASH.items() if name != "routed_scaling_factor"})
+    with pytest.raises(ConfigError, match="'routed_scaling_factor' is None"):
+        resolve(folder)
 
 
 def test_the_draft_s_own_checkpoint_is_read_too(folder: Path, tmp_path: Path) -> None:
