@@ -97,7 +97,7 @@ class OffNotice:
         """
         if fullname == "triton" and "sglang" in sys.modules:
             raise ModuleNotFoundError(
-                f"No module named 'triton'. SGLANG_DSV4={os.environ['SGLANG_DSV4']} leaves DeepSeek-V4 to SGLang's own "
+                f"No module named 'triton'. SGLANG_DSV4={_switch()} leaves DeepSeek-V4 to SGLang's own "
                 "code, which needs a GPU and the package triton. Unset SGLANG_DSV4 to serve on a CPU.",
                 name="triton",
             )
