@@ -109,8 +109,11 @@ def __getattr__(name: str) -> Any:
 
 
 def our_version() -> str:
-    """This package's version."""
-    return importlib.metadata.version("sglang-dsv4")
+    """This package's version; "not installed" where it is only on the path."""
+    try:
+        return importlib.metadata.version("sglang-dsv4")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def sglang_version() -> str:

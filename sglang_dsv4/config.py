@@ -2,8 +2,8 @@
 
 SGLang parses `config.json` with an alias of `DeepseekV3Config`, whose defaults leak into every field that the file
 leaves out (`n_group`, `topk_group`, `v_head_dim`, ...). Nothing outside this file reads the HF config, so nothing can
-pick such a default up. Fields keep the names of `config.json`; section numbers are those of the DeepSeek-V4
-specification.
+pick such a default up; a field that is read here and that the file leaves out is found by `checkpoint_files`, in the
+launcher. Fields keep the names of `config.json`; section numbers are those of the DeepSeek-V4 specification.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ FP4_WEIGHT_BLOCK = 32
 """Columns of an FP4 expert weight that share one scale (section 4.2)."""
 
 QAT_VARIABLE = "SGLANG_DSV4_QAT"
+_FP32 = torch.finfo(torch.float32)  # kernels take constants as fp32
+_A_NUMBER = "a number > 0, finite in fp32"
+_MISSING = "the field is missing from config.json"
 _TRANSFORMERS_RATIOS = {
     "sliding_attention": LayerKind.SWA.ratio,
     "compressed_sparse_attention": LayerKind.CSA.ratio,
@@ -218,6 +221,7 @@ class Config:
         quantised = _quantised_checkpoint(fields)
         theta, compress_theta, yarn = _rope_fields(fields)
         fields.require("num_key_value_heads", (1,))
+        fields.positive_int("max_position_embeddings")  # SGLang's: the longest request
         fields.require("n_shared_experts", (1,))
         fields.require("hidden_act", ("silu",))
         fields.require("scoring_func", ("sqrtsoftplus",))
@@ -310,13 +314,16 @@ class _Fields:
     def __init__(self, hf_config: object) -> None:
         self._hf_config = hf_config
 
+    def has(self, field: str) -> bool:
+        return hasattr(self._hf_config, field)
+
     def get(self, field: str) -> Any:  # noqa: ANN401 - a config field may be anything until it is checked
         return getattr(self._hf_config, field, None)
 
     def _present(self, field: str, accepted: str) -> Any:  # noqa: ANN401
         value = self.get(field)
         if value is None:
-            raise ConfigError(field, None, f"{accepted}; the field is missing")
+            raise ConfigError(field, None, f"{accepted}; {_MISSING}")
         return value
 
     def integer(self, field: str, minimum: int) -> int:
@@ -330,11 +337,7 @@ class _Fields:
         return self.integer(field, minimum=1)
 
     def positive(self, field: str) -> float:
-        accepted = "a number > 0"
-        value = self._present(field, accepted)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ConfigError(field, value, accepted)
-        return float(value)
+        return _positive(field, self._present(field, _A_NUMBER))
 
     def require(self, field: str, accepted: Iterable[object], default: object = ...) -> None:
         """Refuse any value that is not in `accepted`; `default` stands for a field that may be left out."""
@@ -342,7 +345,7 @@ class _Fields:
         value = self.get(field)
         if value is None:
             if default is ...:
-                raise ConfigError(field, None, f"{words}; the field is missing")
+                raise ConfigError(field, None, f"{words}; {_MISSING}")
             value = default
         if value not in accepted:
             raise ConfigError(field, value, words)
@@ -354,7 +357,7 @@ def _schedule(fields: _Fields, num_layers: int, num_draft: int) -> LayerSchedule
     if ratios is None:
         kinds = fields.get("layer_types")
         if kinds is None:
-            raise ConfigError("compress_ratios", None, f"{num_layers + num_draft} ratios; the field is missing")
+            raise ConfigError("compress_ratios", None, f"{num_layers + num_draft} ratios; {_MISSING}")
         unknown = [kind for kind in kinds if kind not in _TRANSFORMERS_RATIOS]
         if unknown:
             raise ConfigError("layer_types", unknown[0], " or ".join(_TRANSFORMERS_RATIOS))
@@ -401,7 +404,11 @@ def _rope_fields(fields: _Fields) -> tuple[float, float, YarnScaling | None]:
     Three spellings: official (`rope_theta`, `rope_scaling`), what transformers 5 makes of it (`rope_parameters` holds
     both), and transformers' own DeepseekV4Config (`rope_parameters` keyed "main" and "compress").
     """
+    if not fields.has("rope_parameters") and not fields.has("rope_scaling"):
+        raise ConfigError("rope_scaling", None, f"YaRN's table, or null for a model without; {_MISSING}")
     parameters = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise ConfigError("rope_scaling", parameters, "YaRN's table, or null for a model without")
     main: Mapping[str, Any] = parameters
     scaled: Mapping[str, Any] = parameters
     if "main" in parameters and "compress" in parameters:
@@ -409,35 +416,31 @@ def _rope_fields(fields: _Fields) -> tuple[float, float, YarnScaling | None]:
         if main.get("rope_type", "default") != "default":
             raise ConfigError("rope_parameters['main']['rope_type']", main["rope_type"], "'default'")
     theta = main.get("rope_theta")
-    if theta is None:
-        theta = fields.positive("rope_theta")
-    elif isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
-        raise ConfigError("rope_theta", theta, "a number > 0")
-    return float(theta), fields.positive("compress_rope_theta"), _yarn(scaled)
+    theta = fields.positive("rope_theta") if theta is None else _positive("rope_theta", theta)
+    return theta, fields.positive("compress_rope_theta"), _yarn(scaled)
+
+
+def _positive(field: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _FP32.tiny <= value <= _FP32.max:
+        raise ConfigError(field, value, _A_NUMBER)
+    return float(value)
 
 
 def _yarn(scaling: Mapping[str, Any]) -> YarnScaling | None:
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
+    kind = scaling.get("rope_type") or scaling.get("type")
+    if kind == "default" or (kind is None and "factor" not in scaling):
         return None
     if kind != "yarn":
-        raise ConfigError("rope_scaling['type']", kind, "'yarn' (or no rope_scaling)")
+        raise ConfigError("rope_scaling['type']", kind, "'yarn' (or rope_scaling: null)")
     for field, neutral in (("mscale", ()), ("mscale_all_dim", ()), ("attention_factor", (1, 1.0))):
         value = scaling.get(field)
         if value is not None and value not in neutral:
             raise ConfigError(f"rope_scaling[{field!r}]", value, "no amplitude scaling: leave the field out")
-    values = {}
-    for field in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
-        value = scaling.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ConfigError(f"rope_scaling[{field!r}]", value, "a number > 0")
-        values[field] = value
-    return YarnScaling(
-        factor=float(values["factor"]),
-        original_max_positions=int(values["original_max_position_embeddings"]),
-        beta_fast=float(values["beta_fast"]),
-        beta_slow=float(values["beta_slow"]),
-    )
+    names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+    factor, positions, fast, slow = (_positive(f"rope_scaling[{name!r}]", scaling.get(name)) for name in names)
+    if not positions.is_integer():
+        raise ConfigError(f"rope_scaling[{names[1]!r}]", positions, "an integer >= 1")
+    return YarnScaling(factor=factor, original_max_positions=int(positions), beta_fast=fast, beta_slow=slow)
 
 
 def _quantised_checkpoint(fields: _Fields) -> bool:

@@ -14,7 +14,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -25,6 +24,7 @@ from dsv4_kernels.unpack import choice
 from sglang_dsv4 import compat
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.tail_options import TailOptions
+from sglang_dsv4.checkpoint_files import stated
 from sglang_dsv4.config import Config
 from sglang_dsv4.cpu import shims
 from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
@@ -40,6 +40,7 @@ def installation() -> list[str]:
     lines = [
         f"sglang-dsv4 {compat.our_version()}, {'OFF (SGLANG_DSV4)' if shims.is_off() else 'on'}",
         f"SGLang {found}: {verdict}",
+        f"entry points: {shims.why_sglang_does_not_load_us() or 'installed, SGLang finds this package'}",
         f"torch {torch.__version__} on {torch.cuda.get_device_name() if device.type == 'cuda' else 'a CPU'}",
         f"compiled kernels: {_kernel_folder()}",
         "ops in bf16, taken of those that there are:",
@@ -64,7 +65,7 @@ def geometry_of_checkpoint(model: Path, *, fp8: bool) -> PoolGeometry:
     Raises:
         OSError, ValueError: there is no config.json, or it can't be served.
     """
-    config = Config.from_hf(SimpleNamespace(**json.loads((model / "config.json").read_text())))
+    config = Config.from_hf(stated(json.loads((model / "config.json").read_text())))
     return PoolGeometry(
         ratios=tuple(config.schedule.ratios[: config.num_hidden_layers]),
         row_dim=config.head_dim,

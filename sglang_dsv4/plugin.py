@@ -8,6 +8,8 @@ machines with no GPU: :mod:`sglang_dsv4.cpu.platform` (entry point) and :mod:`sg
 what               through                                                                             process
 =================  ==================================================================================  =========
 model              ``SGLANG_EXTERNAL_MODEL_PACKAGE`` (inherited by the spawned processes)              all
+checkpoint files   resolution hook ``handle_model_source_paths``, see ``checkpoint_files``             launcher
+CPU memory         resolution hook ``handle_gpu_memory_settings``                                      launcher
 default arguments  resolution hook ``handle_model_specific_adjustments``                               launcher
 CUDA graphs        resolution hook ``handle_cuda_graph_config``, see ``cuda_graphs``                   launcher
 attention backend  ``register_attention_backend("dsv4")``, replaces the in-tree factory                scheduler
@@ -42,6 +44,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4 import compat
 from sglang_dsv4.cpu.shims import is_off, require_known_switch
+from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -63,6 +66,9 @@ NAME = "dsv4"  # of the attention backend and of the prefix cache
 # On a CPU the pool would otherwise take most of the machine's memory, and 256 request slots would.
 CPU_MAX_TOTAL_TOKENS = 65536
 CPU_MAX_RUNNING_REQUESTS = 32
+# SGLang takes 1.5 MB a token of a prefill chunk off the memory, as GPU kernels need: beyond 16K tokens (with
+# --chunked-prefill-size -1, too) a machine of 24 GB would have less than nothing left.
+CPU_MEM_FRACTION_STATIC = 0.7
 
 
 def setup() -> None:
@@ -96,16 +102,38 @@ def _install_default_arguments() -> None:
         from sglang_dsv4.cpu import speculation
 
         _hook("resolve DSpark", speculation.resolve_dspark, "AROUND")
+    register_resolution_hook("handle_model_source_paths")(_check_checkpoint)
+    register_resolution_hook("handle_gpu_memory_settings")(_resolve_cpu_memory)
     register_resolution_hook("handle_model_specific_adjustments")(_resolve_default_arguments)
     register_resolution_hook("handle_cuda_graph_config")(cuda_graphs.resolve_cuda_graphs)
 
 
+def _check_checkpoint(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
+    """Before SGLang parses the config: what it fills in, or computes from it, would hide what the file says."""
+    from sglang_dsv4 import checkpoint_files
+
+    previous(server_args)
+    checkpoint_files.check_checkpoint(compat.resolving_view(server_args))
+
+
+def _resolve_cpu_memory(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
+    arguments = compat.resolving_view(server_args)
+    if arguments.device == "cpu" and arguments.mem_fraction_static is None:
+        if compat.is_ours(compat.model_config_of(server_args).hf_config.architectures):
+            compat.declare_resolution(server_args, "sglang_dsv4", mem_fraction_static=CPU_MEM_FRACTION_STATIC)
+    previous(server_args)
+
+
 def _resolve_default_arguments(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
     """Chooses what the user left open; SGLang's own step for this architecture (`previous`) runs after it."""
-    hf_config = compat.model_config_of(server_args).hf_config
+    from sglang_dsv4 import checkpoint_files
+
+    model_config = compat.model_config_of(server_args)
+    hf_config = model_config.hf_config
     if compat.is_ours(hf_config.architectures):
         compat.require_ready(hf_config.architectures)
         arguments = compat.resolving_view(server_args)
+        checkpoint_files.require_same_config(model_config, arguments.decrypted_config_file)
         refuse_unsupported_arguments(arguments, hf_config)
         choose_effort_tiers(arguments, hf_config)
         compat.declare_resolution(server_args, "sglang_dsv4", **default_arguments(arguments, hf_config))
@@ -142,6 +170,11 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
         raise ValueError(
             "sglang-dsv4 does not support --speculative-use-rejection-sampling on a CPU: leave the flag out, drafts "
             "are accepted by the target's probabilities"
+        )
+    if arguments.page_size not in (None, FULL_PAGE_TOKENS):
+        raise ValueError(
+            f"sglang-dsv4 does not support --page-size {arguments.page_size}: pages of DeepSeek-V4 have "
+            f"{FULL_PAGE_TOKENS} tokens. Leave the flag out."
         )
     if arguments.enable_streaming_session:
         raise ValueError("sglang-dsv4 does not support --enable-streaming-session: a session's rows are not kept")

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from dsv4_kernels.quant import dequantise_fp4_weight, dequantise_fp8_weight
 from sglang_dsv4.config import FP4_WEIGHT_BLOCK, WEIGHT_BLOCK, Config
 from sglang_dsv4.layer_kinds import LayerKind
+from sglang_dsv4.weight_values import WeightValues
 
 _FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 _SCALES = (torch.float8_e8m0fnu, torch.float32)
@@ -268,8 +269,8 @@ def load_checkpoint(
         weights: (official name, tensor) in any order.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, repeated, cut short, or of the wrong shape or dtype. Unknown and
-            missing tensors are reported together, after all others have been read.
+        CheckpointError: a tensor is missing, unknown, repeated, cut short, or of the wrong shape or dtype, or holds NaN
+            or infinity. Unknown and missing tensors and values are reported together, after all have been read.
     """
     loader = _Loader(model, config, table)
     for name, tensor in _read(weights, getattr(model.config, "_name_or_path", "")):
@@ -283,6 +284,8 @@ class _Loader:
 
     def __init__(self, model: nn.Module, config: Config, table: TensorTable) -> None:
         self.num_experts = config.n_routed_experts
+        self.quantised = config.quantised_checkpoint
+        self.values = WeightValues()
         self.parameters = dict(model.named_parameters())
         self.specs = table.specs
         self.specs_by_scale = {spec.scale_name: spec for spec in table.specs.values() if _may_have_scale(spec)}
@@ -332,7 +335,14 @@ class _Loader:
 
     def _load(self, spec: TensorSpec, weight: Tensor, scale: Tensor | None) -> None:
         if scale is not None:
+            if not self.quantised:  # and so SGLANG_DSV4_QAT would be off by default
+                raise CheckpointError(
+                    f"tensor {spec.name!r} is {_word(weight.dtype)} with scales, but config.json has no "
+                    "quantization_config: the release has one, copy it from there"
+                )
             _check(spec.scale_name, scale, [(dtype, spec.scale_shape(weight.dtype)) for dtype in _SCALES])
+            self.values.take_scale(spec.scale_name, scale, weight)
+        self.values.take_weight(spec.name, weight)
         parameter = self.parameters[spec.parameter]
         scale_parameter = self.parameters.get(f"{spec.parameter}_scale_inv")
         if scale_parameter is None:
@@ -359,7 +369,7 @@ class _Loader:
             load(parameter, tensor)
 
     def finish(self) -> None:
-        """Report what is unknown and what is missing."""
+        """Report what is unknown, what is missing and what holds no numbers."""
         problems = []
         if self.unknown:
             listed = []
@@ -378,9 +388,15 @@ class _Loader:
         if missing:
             problems.append(f"{len(missing)} missing tensors: {_first(missing, len(missing))}")
         if problems:
-            raise CheckpointError(
-                "the checkpoint does not hold the tensors of this config in official names; " + "; ".join(problems)
+            problems.insert(0, "the checkpoint does not hold the tensors of this config in official names")
+        wrong = self.values.problems()
+        if wrong:
+            problems.append(
+                f"{len(wrong)} tensors hold values that are no finite numbers, as a damaged file does; fetch their "
+                f"files again: {_first(wrong, len(wrong))}"
             )
+        if problems:
+            raise CheckpointError("; ".join(problems))
 
 
 def _may_have_scale(spec: TensorSpec) -> bool:

@@ -13,14 +13,17 @@ place when Python starts. That file is not part of the wheel: it exists only whe
     python -m sglang_dsv4.cpu.shims install        # also: remove, status
 
 ``make serve`` and ``make test`` run it in their own virtual environment. A GPU host never needs it; if it is there
-nevertheless, both hooks see that the real packages work and do nothing. ``SGLANG_DSV4=off`` turns it off as well.
-The third obstacle, ``sgl_kernel``, is met by :mod:`sglang_dsv4.cpu.platform`.
+nevertheless, both hooks see that the real packages work and do nothing. ``SGLANG_DSV4=off`` turns it off as well, and
+then only says why SGLang's import fails here. The third obstacle, ``sgl_kernel``, is met by
+:mod:`sglang_dsv4.cpu.platform`, which SGLang finds by an entry point; where that is missing it complains of a missing
+accelerator, so the hook says what is missing.
 
 This module runs at the start of every Python process of that environment: standard library only.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
@@ -38,6 +41,8 @@ PTH_LINE = (
     "import importlib.util as u; "
     'u.find_spec("sglang_dsv4") and __import__("sglang_dsv4.cpu.shims", fromlist=["activate"]).activate()\n'
 )
+
+ENTRY_POINTS = {"sglang.srt.plugins": "sglang_dsv4", "sglang.srt.platforms": "sglang_dsv4_cpu"}  # group -> name
 
 ON_WORDS = ("on", "1", "true")
 OFF_WORDS = ("off", "0", "false")
@@ -75,15 +80,71 @@ class CpuImportHook:
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         """Called by the import system for every module that is not loaded yet."""
         if fullname == "sglang":
+            warn_unless_sglang_loads_us()
             install_triton_stand_in()
         elif fullname == "torchvision":
             declare_torchvision_operators()
 
 
+class OffNotice:
+    """The last ``sys.meta_path`` finder: where SGLang's import fails for want of triton, the error says why."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
+        """Called by the import system for every module that is not found elsewhere.
+
+        Raises:
+            ModuleNotFoundError: SGLang asks for triton, as it would without this finder.
+        """
+        if fullname == "triton" and "sglang" in sys.modules:
+            raise ModuleNotFoundError(
+                f"No module named 'triton'. SGLANG_DSV4={_switch()} leaves DeepSeek-V4 to SGLang's own "
+                "code, which needs a GPU and the package triton. Unset SGLANG_DSV4 to serve on a CPU.",
+                name="triton",
+            )
+
+
 def activate() -> None:
-    """Puts the import hook in place, once; a no-op under ``SGLANG_DSV4=off``."""
-    if not is_off() and not any(isinstance(finder, CpuImportHook) for finder in sys.meta_path):
+    """Puts the import hook in place, once; under ``SGLANG_DSV4=off`` nothing but a better error."""
+    if any(isinstance(finder, CpuImportHook | OffNotice) for finder in sys.meta_path):
+        return
+    if is_off():
+        sys.meta_path.append(OffNotice())
+    else:
         sys.meta_path.insert(0, CpuImportHook())
+
+
+@functools.cache  # once a process, however often somebody looks for sglang
+def warn_unless_sglang_loads_us() -> None:
+    """One line on stderr if SGLang would run without this package: none of our code will be there to say it later."""
+    obstacle = why_sglang_does_not_load_us()
+    if obstacle is not None:
+        print(f"sglang-dsv4: {obstacle}", file=sys.stderr)
+
+
+def why_sglang_does_not_load_us() -> str | None:
+    """What keeps SGLang from finding this package in this environment, and what to do; None if nothing does."""
+    import importlib.metadata  # takes longer than the rest of this module, and most programs never get here
+
+    missing = [
+        f"{name!r} in the group {group!r}"
+        for group, name in ENTRY_POINTS.items()
+        if name not in importlib.metadata.entry_points(group=group).names
+    ]
+    if missing:
+        return (
+            f"SGLang will not find this package: its entry points are not installed ({' and '.join(missing)}). Without "
+            "them SGLang serves its own DeepSeek-V4 on a GPU, and reports a missing accelerator on a CPU. "
+            f"What to do: `{sys.executable} -m pip install -e .` in the checkout of sglang-dsv4."
+        )
+    plugins = os.environ.get("SGLANG_PLUGINS", "")
+    if plugins and ENTRY_POINTS["sglang.srt.plugins"] not in [name.strip() for name in plugins.split(",")]:
+        return (
+            f"SGLang will not load this package: SGLANG_PLUGINS is {plugins!r}. Add 'sglang_dsv4' to it, or unset it."
+        )
+    selected = os.environ.get("SGLANG_PLATFORM", "")
+    if selected and selected != ENTRY_POINTS["sglang.srt.platforms"]:
+        return f"SGLang will not load this package: SGLANG_PLATFORM is {selected!r}. Unset it."
+    return None
 
 
 def install_triton_stand_in() -> None:

@@ -3,7 +3,9 @@
 Expected values are those of the DeepSeek-V4 specification, sections 1 and 3.2, typed in here.
 """
 
+import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,7 @@ def as_sglang_parses(config: dict[str, Any], folder: Path) -> object:
 def as_transformers_parses(config: dict[str, Any]) -> object:
     from transformers import DeepseekV4Config
 
+    config = copy.deepcopy(config)  # transformers writes into its tables
     layers = config["num_hidden_layers"]
     return DeepseekV4Config.from_dict(config | {"compress_ratios": config["compress_ratios"][:layers]})
 
@@ -213,7 +216,7 @@ def test_expert_dtype_is_left_to_the_tensors(expert_dtype: str | None) -> None:
 
 
 def test_rope_scaling_may_be_absent() -> None:
-    config = Config.from_hf(Fields(**FLASH | {"rope_scaling": None}))
+    config = Config.from_hf(Fields(**FLASH | {"rope_scaling": None}))  # the file says null
     assert config.yarn is None
     assert config.rope(LayerKind.CSA).theta == 160000
 
@@ -294,6 +297,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "hash-layers": ({"num_hash_layers": 44}, r"'num_hash_layers' is 44.*at most num_hidden_layers"),
     "kv-block": ({"head_dim": 480}, r"'head_dim' is 480.*multiple of 64"),
     "activation-block": ({"moe_intermediate_size": 2000}, r"'moe_intermediate_size' is 2000.*multiple of 128"),
+    "no-longest-request": ({"max_position_embeddings": 0}, r"'max_position_embeddings' is 0.*integer >= 1"),
+    "no-rope-scaling": ({"rope_scaling": None}, r"'rope_scaling' is None.*or null.*missing"),
+    "rope-scaling-no-table": ({"rope_scaling": "yarn"}, r"'rope_scaling' is 'yarn'.*YaRN's table"),
+    "yarn-without-its-type": ({"rope_scaling": {"factor": 16}}, r"rope_scaling\['type'\]\" is None.*'yarn'"),
+    "yarn-positions": (
+        {"rope_scaling": COMMON["rope_scaling"] | {"original_max_position_embeddings": 0.5}},
+        r"original_max_position_embeddings'\]\" is 0.5.*integer >= 1",
+    ),
     "rope-type": ({"rope_scaling": {"type": "linear", "factor": 4}}, r"rope_scaling\['type'\]\" is 'linear'.*'yarn'"),
     "yarn-field": ({"rope_scaling": {"type": "yarn", "factor": 16}}, r"original_max_position_embeddings.*None"),
     "mscale": ({"rope_scaling": COMMON["rope_scaling"] | {"mscale": 1.0}}, r"'mscale'.* is 1.0.*no amplitude"),
@@ -314,6 +325,20 @@ def test_refused(change: dict[str, Any], message: str) -> None:
     fields = {field: value for field, value in (FLASH | change).items() if value is not None}
     with pytest.raises(ConfigError, match=message):
         Config.from_hf(Fields(**fields))
+
+
+NUMBERS = ["rms_norm_eps", "hc_eps", "rope_theta", "compress_rope_theta", "routed_scaling_factor", "swiglu_limit"]
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), -float("inf"), -1.0, 0, 1e-46, 1e39, 10**400, True], ids=lambda v: f"{v!r:.5}"
+)
+@pytest.mark.parametrize("field", [*NUMBERS, "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"])
+def test_numbers_that_are_none_in_fp32_are_refused(field: str, value: float) -> None:
+    """Python's JSON reads NaN and Infinity; they were served, and every log-probability was null."""
+    change = {field: value} if field in NUMBERS else {"rope_scaling": COMMON["rope_scaling"] | {field: value}}
+    with pytest.raises(ConfigError, match=rf"{field}.* is {re.escape(str(value))}; .*number > 0, finite in fp32"):
+        Config.from_hf(Fields(**FLASH | change))
 
 
 def test_small_dimensions_are_legal_without_quantisers() -> None:

@@ -4,10 +4,12 @@ The model has the `tiny` preset's layers: every kind, both routers and an MTP mo
 here; only the cut-short files go through SGLang's reader.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 
 from dsv4_kernels.quant import dequantise_fp4_weight, dequantise_fp8_weight, quantise_fp8_weight
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
-from sglang_dsv4.weights import CheckpointError, cut_tensors, main_model_tensors, mtp_tensors
+from sglang_dsv4.weights import CheckpointError, cut_tensors, load_checkpoint, main_model_tensors, mtp_tensors
 
 Checkpoint = dict[str, Tensor]
 SHAPE = replace(  # the messages below name shapes
@@ -205,6 +207,21 @@ def renamed(checkpoint: Checkpoint) -> None:
     checkpoint["layers.1.attn.q_norm.weigth"] = checkpoint.pop("layers.1.attn.q_norm.weight")
 
 
+def with_last(tensor: Tensor, value: float) -> Tensor:
+    tensor = tensor.clone()
+    tensor.view(-1)[-1] = value
+    return tensor
+
+
+def e8m0(byte: int) -> Callable[[Tensor], Tensor]:
+    return lambda scale: with_last(scale.view(torch.uint8), byte).view(torch.float8_e8m0fnu)
+
+
+def two_mistakes(checkpoint: Checkpoint) -> None:
+    checkpoint.pop("norm.weight")
+    checkpoint["head.weight"] = with_last(checkpoint["head.weight"], math.inf)
+
+
 MISTAKES: dict[str, tuple[Callable[[Checkpoint], None], str]] = {
     "missing": (without("layers.1.attn.attn_sink"), r"1 missing tensors: 'layers\.1\.attn\.attn_sink' \(8,\)"),
     "missing-weight": (without(f"{QUANTISED}.weight"), r"missing.*'layers\.1\.attn\.wq_b\.weight' \(4096, 128\)"),
@@ -254,6 +271,40 @@ MISTAKES: dict[str, tuple[Callable[[Checkpoint], None], str]] = {
         r"'layers\.1\.attn\.wq_b\.scale' is bfloat16",
     ),
     "scale-without-use": (unquantised_beside_its_scale, r"'layers\.1\.attn\.wq_b\.scale' has no use"),
+    "nan-scale": (
+        with_tensor(f"{QUANTISED}.scale", e8m0(255)),
+        r"1 tensors hold.*'layers\.1\.attn\.wq_b\.scale' \(NaN\)",
+    ),
+    "nan-scale-of-fp4": (
+        with_tensor(f"{EXPERT}.scale", e8m0(255)),
+        r"'layers\.2\.ffn\.experts\.3\.w2\.scale' \(NaN\)",
+    ),
+    "nan-fp32-scale": (
+        with_tensor(f"{QUANTISED}.scale", lambda t: with_last(t.float(), math.nan)),
+        r"'layers\.1\.attn\.wq_b\.scale' \(NaN\)",
+    ),
+    "scale-that-overflows": (
+        with_tensor(f"{QUANTISED}.scale", e8m0(247)),
+        r"'layers\.1\.attn\.wq_b\.scale' \(a scale of 1\.33e\+36, with which weights can be infinite\)",
+    ),
+    "nan-code": (
+        with_tensor(f"{QUANTISED}.weight", lambda t: with_last(t.view(torch.uint8), 0x7F).view(t.dtype)),
+        r"'layers\.1\.attn\.wq_b\.weight' \(NaN\)",
+    ),
+    "minus-nan-code": (
+        with_tensor(f"{QUANTISED}.weight", lambda t: with_last(t.view(torch.uint8), 0xFF).view(t.dtype)),
+        r"'layers\.1\.attn\.wq_b\.weight' \(NaN\)",
+    ),
+    "nan": (with_tensor("norm.weight", lambda t: with_last(t, math.nan)), r"'norm\.weight' \(NaN\)"),
+    "infinity": (with_tensor("embed.weight", lambda t: with_last(t, math.inf)), r"'embed\.weight' \(infinite\)"),
+    "minus-infinity": (
+        with_tensor("layers.0.hc_attn_base", lambda t: with_last(t, -math.inf)),
+        r"'layers\.0\.hc_attn_base' \(infinite\)",
+    ),
+    "values-beside-a-missing-tensor": (
+        two_mistakes,
+        r"1 missing tensors: 'norm\.weight'.*1 tensors hold.*'head\.weight' \(infinite\)",
+    ),
     "expert-ids": (
         with_tensor("layers.0.ffn.gate.tid2eid", lambda t: t + 1),
         r"'layers\.0\.ffn\.gate\.tid2eid' holds ids from \d+ to 8; expected expert ids in \[0, 8\)",
@@ -271,6 +322,61 @@ def test_mistakes_are_named(
     names = sorted(checkpoint, reverse=order == "reversed")
     with pytest.raises(CheckpointError, match=message):
         main.load_weights((name, checkpoint[name]) for name in names)
+
+
+def test_the_largest_numbers_of_every_format_are_no_mistake(main: nn.Module, quantised: Checkpoint) -> None:
+    """448 and -448 times 2**119, 6 times 2**125, and the ends of bf16 and fp32."""
+    checkpoint = dict(quantised)
+    codes = with_last(checkpoint[f"{QUANTISED}.weight"].view(torch.uint8), 0x7E)
+    codes.view(-1)[0] = 0xFE
+    checkpoint[f"{QUANTISED}.weight"] = codes.view(torch.float8_e4m3fn)
+    checkpoint[f"{QUANTISED}.scale"] = e8m0(127 + 119)(checkpoint[f"{QUANTISED}.scale"])
+    checkpoint[f"{EXPERT}.weight"] = with_last(checkpoint[f"{EXPERT}.weight"], 0x7F)
+    checkpoint[f"{EXPERT}.scale"] = e8m0(127 + 125)(checkpoint[f"{EXPERT}.scale"])
+    for name in ("norm.weight", "layers.0.hc_attn_base"):
+        checkpoint[name] = with_last(checkpoint[name], -torch.finfo(checkpoint[name].dtype).max)
+    parameters = loaded(main, checkpoint)
+    assert unfilled(main) == []
+    assert parameters["model.layers.1.attn.wq_b.weight"].view(-1)[-1] == 448 * 2.0**119
+    assert parameters["model.layers.2.ffn.experts.w2_weight"][3].view(-1)[-1] == 6 * 2.0**125
+
+
+def test_values_are_judged_without_a_wait_at_each_tensor(
+    main: nn.Module, quantised: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number of a tensor on a GPU is read by waiting for the GPU. The ids of hash layers are, three tensors."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from sglang_dsv4 import weight_values
+
+    waits: list[str] = []
+
+    class Waits(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten._local_scalar_dense.default:
+                waits.append("a scalar")
+            return function(*args, **(kwargs or {}))
+
+    fetched: list[int] = []
+    fetch = weight_values._fetch
+    monkeypatch.setattr(weight_values, "_fetch", lambda scalars: fetched.append(len(scalars)) or fetch(scalars))
+    monkeypatch.setattr(weight_values, "_FETCH_AT_ONCE", 200)
+    bad = {**quantised, "head.weight": with_last(quantised["head.weight"], math.nan)}
+    plain = {name: tensor for name, tensor in bad.items() if "tid2eid" not in name}
+    with Waits(), pytest.raises(CheckpointError, match=r"'head\.weight' \(NaN\)"):
+        main.load_weights(iter(plain.items()))
+    judged = sum(tensor.is_floating_point() for name, tensor in plain.items() if not name.startswith("mtp."))
+    assert waits == []
+    assert sum(fetched) == 2 * judged and len(fetched) == judged // 200 + 1
+
+
+def test_quantised_weights_without_a_quantization_config_are_refused(main: nn.Module, quantised: Checkpoint) -> None:
+    """The quantisers that the release was trained with would be off, without a word."""
+    config = replace(main.dsv4_config, quantised_checkpoint=False)
+    with pytest.raises(
+        CheckpointError, match=r"'.*weight' is \w+ with scales, but config.json has no quantization_config"
+    ):
+        load_checkpoint(main, config, main_model_tensors(config), iter(quantised.items()))
 
 
 def test_a_repeated_tensor_is_named(main: nn.Module, quantised: Checkpoint) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -32,6 +33,23 @@ def test_installation_names_versions_and_implementations(tmp_path: Path, monkeyp
     assert found["rms_norm"] == "ref of sm90, sm100, ref"
     monkeypatch.setenv("DSV4_KERNEL_CACHE", "off")
     assert "compiled kernels: not kept on disk (DSV4_KERNEL_CACHE=off)" in doctor.installation()
+
+
+def test_installation_says_whether_sglang_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "entry points: installed, SGLang finds this package" in doctor.installation()
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: importlib.metadata.EntryPoints(()))
+    (line,) = [line for line in doctor.installation() if line.startswith("entry points:")]
+    assert "not installed" in line and "pip install -e ." in line
+
+
+def test_a_package_that_is_only_on_the_path_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report ended in a PackageNotFoundError there."""
+
+    def not_found(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", not_found)
+    assert doctor.installation()[0].startswith("sglang-dsv4 not installed, on")
 
 
 @pytest.mark.parametrize("rows", ["fp8", "plain"])

@@ -6,6 +6,9 @@ import importlib
 import os
 import subprocess
 import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 from sglang_dsv4 import compat, cuda_graphs, plugin, request_checks
 from sglang_dsv4.cpu import shims
 
+ROOT = Path(__file__).resolve().parents[2]
 OURS = ["DeepseekV4ForCausalLM"]
 
 
@@ -42,6 +46,7 @@ def arguments(**fields: Any) -> SimpleNamespace:
         "disaggregation_mode": "null",
         "speculative_algorithm": None,
         "speculative_use_rejection_sampling": False,
+        "page_size": None,
     }
     return SimpleNamespace(**{**unset, **fields})
 
@@ -103,12 +108,44 @@ def test_what_the_user_set_is_left_alone(field: str, value: object) -> None:
         ("disaggregation_mode", "prefill", "--disaggregation-mode prefill"),
         ("disaggregation_mode", "decode", "--disaggregation-mode decode"),
         ("speculative_use_rejection_sampling", True, "--speculative-use-rejection-sampling on a CPU"),
+        ("page_size", 64, "--page-size 64"),
     ],
 )
 def test_unsupported_flags_are_refused_by_name(field: str, value: object, flag: str) -> None:
-    plugin.refuse_unsupported_arguments(arguments(), CONFIG)
+    plugin.refuse_unsupported_arguments(arguments(page_size=256), CONFIG)
     with pytest.raises(ValueError, match=flag):
         plugin.refuse_unsupported_arguments(arguments(**{field: value}), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def resolved(checkpoint: Path) -> Callable[..., Any]:
+    """SGLang's own resolution of a server's arguments, with the plugin as it is installed."""
+    import sglang.srt.managers.scheduler  # noqa: F401 - plugins are loaded once a process; other tests need it before
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+
+    def resolve(**fields: Any) -> Any:
+        server_args = ServerArgs(model_path=str(checkpoint), device="cpu", **fields)
+        server_args.resolve_once()
+        return resolving_view(server_args)
+
+    return resolve
+
+
+@pytest.mark.parametrize("chunk", [-1, 256, 1 << 20])
+def test_a_cpu_has_memory_whatever_the_chunk(chunk: int, resolved: Callable[..., Any]) -> None:
+    """SGLang took 1.5 MB for each of 16,384 tokens off it: with -1 the fraction was below 0 on 24 GB."""
+    assert resolved(chunked_prefill_size=chunk).mem_fraction_static == plugin.CPU_MEM_FRACTION_STATIC
+    assert resolved(chunked_prefill_size=chunk, mem_fraction_static=0.3).mem_fraction_static == 0.3
+
+
+def test_sglang_does_not_replace_a_page_size_without_a_word(resolved: Callable[..., Any]) -> None:
+    assert resolved().page_size == resolved(page_size=256).page_size == 256
+    with pytest.raises(ValueError, match="--page-size 64: pages of DeepSeek-V4 have 256 tokens"):
+        resolved(page_size=64)
 
 
 def test_no_draft_is_loaded_that_the_checkpoint_does_not_hold() -> None:
@@ -321,7 +358,7 @@ def test_off_turns_everything_off(value: str, monkeypatch: pytest.MonkeyPatch) -
     assert cpu_platform.activate() is None
     monkeypatch.setattr(sys, "meta_path", [])
     shims.activate()
-    assert sys.meta_path == []
+    assert [type(finder) for finder in sys.meta_path] == [shims.OffNotice]
 
 
 @pytest.mark.parametrize("value", ["no", "disabled", "flase"])
@@ -365,6 +402,57 @@ def test_importing_sglang_brings_the_stand_in_and_torchvision_works() -> None:
 def test_off_leaves_python_as_it_was() -> None:
     done = run_python("import sys; print([f for f in sys.meta_path if 'CpuImportHook' in repr(f)])", SGLANG_DSV4="off")
     assert done.stdout.strip() == "[]"
+
+
+def test_off_says_that_the_built_in_needs_a_gpu() -> None:
+    """It said "No module named 'triton'" and no more."""
+    done = run_python("import sglang.srt.server_args", SGLANG_DSV4="off")
+    if done.returncode == 0:
+        pytest.skip("Triton is installed here: SGLang can be imported without us")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        "ModuleNotFoundError: No module named 'triton'. SGLANG_DSV4=off leaves DeepSeek-V4 to SGLang"
+    )
+    assert "needs a GPU" in last
+    other = "import importlib.util as u; print(u.find_spec('triton'), u.find_spec('a_module_that_is_not_there'))"
+    assert run_python(other, SGLANG_DSV4="off").stdout.strip() == "None None"
+
+
+def test_a_missing_entry_point_is_named_where_sglang_is_started() -> None:
+    """SGLang said "No accelerator ... or platform plugin", and nobody named this package."""
+    look = "import importlib.util as u; u.find_spec('sglang'); u.find_spec('sglang')"  # as an import does, in less time
+    hide = "import importlib.metadata as m; m.entry_points = lambda **_: m.EntryPoints(())\n"
+    lines = run_python(hide + look).stderr.splitlines()
+    named = [line for line in lines if line.startswith("sglang-dsv4: SGLang will not find this package")]
+    assert len(named) == 1 and "pip install -e ." in named[0] and "'sglang_dsv4_cpu'" in named[0]
+    assert "sglang-dsv4:" not in run_python(look).stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("SGLANG_PLUGINS", "one, two", "SGLANG_PLUGINS is 'one, two'. Add 'sglang_dsv4'"),
+        ("SGLANG_PLUGINS", "one, sglang_dsv4", None),
+        ("SGLANG_PLATFORM", "other", "SGLANG_PLATFORM is 'other'. Unset it"),
+        ("SGLANG_PLATFORM", "sglang_dsv4_cpu", None),
+    ],
+    ids=["plugins-without-us", "plugins-with-us", "another-platform", "our-platform"],
+)
+def test_variables_that_keep_sglang_from_loading_us(
+    variable: str, value: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert shims.why_sglang_does_not_load_us() is None
+    monkeypatch.setenv(variable, value)
+    obstacle = shims.why_sglang_does_not_load_us()
+    assert obstacle is None if said is None else said in (obstacle or "")
+
+
+def test_the_entry_points_are_those_of_the_package() -> None:
+    """`pyproject.toml` declares them; the names in `shims` are what is looked for."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert {group: set(names) for group, names in declared.items()} == {
+        group: {name} for group, name in shims.ENTRY_POINTS.items()
+    }
 
 
 def test_shims_install_and_remove(
