@@ -41,6 +41,12 @@ def arguments(**fields: Any) -> SimpleNamespace:
         "enable_streaming_session": False,
         "disaggregation_mode": "null",
         "speculative_algorithm": None,
+        "pp_size": 1,
+        "attn_dp_size": 1,
+        "moe_a2a_backend": "none",
+        "page_size": None,
+        "enable_hierarchical_cache": False,
+        "enable_lora": False,
     }
     return SimpleNamespace(**{**unset, **fields})
 
