@@ -22,7 +22,8 @@ longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admiss
 reasoning effort   AROUND ``DeepSeekRecipe.encode``, see ``effort``                                    launcher
 sampling params    BEFORE ``SamplingParams.verify``, see ``request_checks``                            launcher
 token ids          AFTER ``scheduler.validate_input_length``, see ``request_checks``                   scheduler
-sampling seeds     four hooks of the sampler, see ``sampling``                                         scheduler
+sampling           seven hooks of the sampler and its batches, see ``sampling``                        scheduler
+penalties          four hooks where tokens are counted, see ``penalties``                              scheduler
 CPU platform       AROUND ``reject_out_of_tree_path``, for our own KV pool only                        scheduler
 CPU config         AROUND ``model_runner.adjust_config_with_unaligned_cpu_tp``: kept as it is          scheduler
 CPU quantisation   AROUND ``loader._get_quantization_config``: weights are dequantised at load         scheduler
@@ -42,9 +43,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4 import compat
+from sglang_dsv4 import compat, server_flags
 from sglang_dsv4.cpu.shims import is_off, require_known_switch
-from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -149,6 +149,7 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
     Raises:
         ValueError: names the flag and why.
     """
+    server_flags.refuse(arguments)
     algorithm = arguments.speculative_algorithm
     has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
     if algorithm == "DSPARK" and arguments.device != "cpu":
@@ -170,18 +171,6 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
         raise ValueError(
             "sglang-dsv4 does not support --speculative-use-rejection-sampling on a CPU: leave the flag out, drafts "
             "are accepted by the target's probabilities"
-        )
-    if arguments.page_size not in (None, FULL_PAGE_TOKENS):
-        raise ValueError(
-            f"sglang-dsv4 does not support --page-size {arguments.page_size}: pages of DeepSeek-V4 have "
-            f"{FULL_PAGE_TOKENS} tokens. Leave the flag out."
-        )
-    if arguments.enable_streaming_session:
-        raise ValueError("sglang-dsv4 does not support --enable-streaming-session: a session's rows are not kept")
-    if arguments.disaggregation_mode != "null":
-        raise ValueError(
-            f"sglang-dsv4 does not support --disaggregation-mode {arguments.disaggregation_mode}: "
-            "rings and compressor states are not transferred between servers"
         )
 
 
@@ -244,7 +233,7 @@ def _install_scheduler_hooks() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_dsv4 import request_checks, sampling
+    from sglang_dsv4 import penalties, request_checks, sampling
     from sglang_dsv4.prefix import tails
 
     register_attention_backend(NAME)(_create_attention_backend)
@@ -259,7 +248,14 @@ def _install_scheduler_hooks() -> None:
     _hook("make a draft's prefill backend", _create_draft_extend_backend, "AROUND")
     _hook("check a request", request_checks.refuse_unknown_token_ids, "AFTER")
     _hook("make sampling info", sampling.fill_seeds, "AFTER")
+    _hook("make sampling info", sampling.ignore_greedy_temperatures, "AFTER")
+    _hook("make sampling info", penalties.count_earlier, "AFTER")
+    _hook("copy sampling info", penalties.remember_source, "AFTER")
+    _hook("sample a batch", penalties.count_sampled, "AFTER")
+    _hook("count for penalties", penalties.leave_out_processed, "AROUND")
     _hook("merge sampling info", sampling.align_seeds, "BEFORE")
+    _hook("prepare logits", sampling.note_greedy_tokens, "AFTER")
+    _hook("sample from probabilities", sampling.take_greedy_tokens, "AFTER")
     _hook("sample", sampling.apply_min_p_first, "AROUND")
     _hook("draw", sampling.draw, "AROUND")
     _hook("pad the config for a CPU", _keep_config, "AROUND")

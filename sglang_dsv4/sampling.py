@@ -1,17 +1,23 @@
-"""A request's ``sampling_seed`` (``seed`` in the chat API) decides its tokens, whatever else is in the batch.
+"""A request's answer does not depend on how the others in its batch are sampled, and a seed decides what it draws.
 
-SGLang 0.5.23 reads seeds only under ``--enable-deterministic-inference``, which refuses our attention backend, and
-otherwise drops them without a word. Its sampler does take seeds, one a row: so as soon as one request of a batch has
-one, every row gets one, random where none was asked for. What keeps a seeded row independent of the others:
+Greedy requests: SGLang's sampler takes ``argmax`` and ``log_softmax`` of the logits if all requests of a batch are
+greedy, and else the likeliest of ``softmax(logits / temperature)`` and its logarithm. What makes the two the same:
+
+* log-probabilities are ``log_softmax`` always, as in SGLang's deterministic mode;
+* a greedy row gets the ``argmax`` of its logits also beside others: ``softmax`` may round two logits to one number;
+* ``top_k = 1`` with a temperature is greedy, and its temperature is 1: SGLang divides by it only beside others.
+
+Seeds, ``sampling_seed`` (``seed`` in the chat API): SGLang 0.5.23 reads them only under
+``--enable-deterministic-inference``, which refuses our attention backend, and otherwise drops them without a word. Its
+sampler does take seeds, one a row: so as soon as one request of a batch has one, every row gets one, random where none
+was asked for. What keeps a seeded row independent of the others:
 
 * the draw is keyed by (seed, position) of the row alone;
 * SGLang draws over the sorted vocabulary if some row limits top_k or top_p and over the unsorted one if none does, and
   the draw depends on which: a batch with seeds is always sorted;
 * min_p of any row is applied before SGLang's function, which refuses it beside seeds.
 
-Not covered: a request with a penalty repeats its tokens when it runs alone; beside others it was seen not to. Probable
-reason: SGLang feeds a penaliser the last token that it has processed, which under overlapped scheduling need not be the
-last one (``cumulate_penalty_output_tokens``).
+Penalties are a subject of their own: :mod:`sglang_dsv4.penalties`.
 
 On CUDA only SGLang's pytorch sampler takes seeds; flashinfer's asserts and would end the server. It is the faster one
 and every request would pay for another choice, so a seed gets a 400 there that names ``--sampling-backend pytorch``.
@@ -32,6 +38,7 @@ from torch import Tensor
 from sglang_dsv4 import compat
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.sampler import Sampler
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -41,13 +48,48 @@ _unseeded = random.Random()
 
 
 def start(scheduler: Scheduler) -> None:
-    """Puts the ranks in step; they share ``random_seed``."""
+    """Puts the ranks in step (they share ``random_seed``) and chooses ``log_softmax``."""
     _unseeded.seed(scheduler.random_seed)
+    # Of SGLang's sampler this switches nothing else on: its softmax is PyTorch's then, as on most devices anyway.
+    scheduler.tp_worker.model_runner.sampler.enable_deterministic = True
+
+
+def ignore_greedy_temperatures(result: None, info: SamplingBatchInfo, batch: ScheduleBatch, vocab_size: int) -> None:
+    """A greedy request of a new batch has the temperature 1, whatever it says."""
+    temperatures = [1.0 if is_greedy(req) else req.sampling_params.temperature for req in batch.reqs]
+    if compat.live_parts() is not None and temperatures != [req.sampling_params.temperature for req in batch.reqs]:
+        info.temperatures = torch.tensor(temperatures).view(-1, 1).to(info.temperatures, non_blocking=True)
+
+
+def note_greedy_tokens(logits: Tensor, sampler: Sampler, _: Tensor, info: SamplingBatchInfo) -> None:
+    """After ``Sampler._preprocess_logits``, whose `logits [batch, vocab]` SGLang overwrites with probabilities."""
+    mixed = compat.live_parts() is not None and info.is_any_greedy and not info.is_all_greedy
+    if mixed and getattr(info, "greedy_tokens", None) is None:  # with watermarks it is called twice
+        info.greedy_tokens = logits.argmax(-1)
+
+
+def take_greedy_tokens(
+    sampled: tuple[Tensor, Any], sampler: Sampler, probs: Tensor, info: SamplingBatchInfo, *args: Any
+) -> tuple[Tensor, Any] | None:
+    """After ``Sampler._sample_from_probs``: the tokens [batch], greedy ones as :func:`note_greedy_tokens` found them.
+
+    Where a request wants its sampling mask, SGLang's tokens stay: the mask must hold them.
+    """
+    (tokens, mask), greedy = sampled, getattr(info, "greedy_tokens", None)
+    if greedy is None or mask is not None:
+        return None
+    info.greedy_tokens = None
+    return torch.where(info.top_ks <= 1, greedy.to(tokens.dtype), tokens), mask
+
+
+def is_greedy(req: Req) -> bool:
+    """Whether it draws nothing; SGLang makes ``top_k = 1`` of a temperature of 0."""
+    return req.sampling_params.top_k <= 1
 
 
 def seed_of(req: Req) -> int | None:
     """The seed that a request asks for; None also if it is greedy and draws nothing."""
-    return req.sampling_params.sampling_seed if req.sampling_params.top_k > 1 else None
+    return None if is_greedy(req) else req.sampling_params.sampling_seed
 
 
 def reason_against_seeds(sampling_backend: str, speculative_algorithm: str | None) -> str | None:

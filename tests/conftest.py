@@ -58,10 +58,13 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """One server for the session: the tiny checkpoint behind a small pool, short prefill chunks and few checkpoints."""
     from serving.server import MAX_RUNNING, POOL_TOKENS, SLEEP_ON_IDLE, TAILS, running_server
 
+    from sglang_dsv4.cpu.quickstart import parser_flags
+
     log_path = tmp_path_factory.mktemp("server") / "log"
     flags = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING))
     # A random model would fill the white space that a JSON grammar allows without end.
     flags += ("--chunked-prefill-size", "512", "--constrained-json-disable-any-whitespace", "--enable-metrics")
+    flags += tuple(parser_flags([]))  # as `make serve` has them
     with running_server(checkpoint, log_path, *flags, SLEEP_ON_IDLE, env=TAILS) as running:
         yield running
 

@@ -24,6 +24,8 @@ from pathlib import Path
 HOST = "127.0.0.1"
 DEFAULT_CHECKPOINT = Path("checkpoints/tiny")  # as in the Makefile; written by sglang_dsv4.cpu.random_checkpoint
 START_TIMEOUT_S = 600  # a machine under load; a quiet one needs less than a minute
+# SGLang's names for DeepSeek-V4's formats. Without them thoughts and calls stay in the text of an answer.
+PARSERS = {"--reasoning-parser": "deepseek-v4", "--tool-call-parser": "deepseekv4"}
 
 
 def why_port_is_unusable(port: int) -> str | None:
@@ -69,6 +71,12 @@ def what_to_type(port: int, model: Path) -> str:
     return f"{command}\n\nThe answer is noise: {model} has random weights. MODEL=<checkpoint folder> serves your own."
 
 
+def parser_flags(server_flags: list[str]) -> list[str]:
+    """Flags that have reasoning and tool calls parsed; none for a parser that `server_flags` name."""
+    given = {flag.split("=")[0] for flag in server_flags}
+    return [word for flag, name in PARSERS.items() if flag not in given for word in (flag, name)]
+
+
 def main() -> int:
     """Runs the server until it ends or Ctrl-C; returns its exit status, 1 for what kept it from starting."""
     parser = argparse.ArgumentParser(description="Serve a DeepSeek-V4 checkpoint on loopback.")
@@ -92,6 +100,7 @@ def main() -> int:
         *("--model-path", str(arguments.model_path), "--host", HOST, "--port", str(arguments.port)),
         *("--uvicorn-access-log-exclude-prefixes", "/health"),  # polled below
         "--sleep-on-idle",  # else a server that nobody asks anything keeps a core busy
+        *parser_flags(server_flags),
         *server_flags,
     ]
     print("+", shlex.join(command), flush=True)

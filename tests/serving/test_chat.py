@@ -6,6 +6,7 @@ import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -63,12 +64,81 @@ def test_conversation_of_several_turns_is_reproducible(server: Server) -> None:
     assert len(set(first)) == 3  # each turn saw another history
 
 
+THINKING = {"chat_template_kwargs": {"thinking": True}}
+
+
 def test_thinking_mode_ends_the_prompt_with_a_think_token(server: Server) -> None:
-    """SGLang splits reasoning off the answer only under --reasoning-parser; the prompt differs in any case."""
+    """A random model does not end its thought, so all that it says is one."""
     plain = server.chat("ponder", max_tokens=8)
-    thinking = server.chat("ponder", max_tokens=8, extra_body={"chat_template_kwargs": {"thinking": True}})
-    assert text_of(plain) != text_of(thinking)
+    thinking = server.chat("ponder", max_tokens=8, extra_body=THINKING)
+    assert text_of(plain) and not text_of(thinking)
+    assert thinking.choices[0].message.reasoning_content not in ("", text_of(plain))
     assert thinking.usage.prompt_tokens >= plain.usage.prompt_tokens
+
+
+def test_reasoning_is_parsed(server: Server, checkpoint: Path) -> None:
+    """The model is made to say one word, to end its thought, and then what a regular expression leaves it.
+
+    The word's bias is the highest by 4; once it is said its penalties of 4 and the logits themselves, or a second time,
+    make `</think>` the likeliest. The expression begins after it: SGLang knows that by its reasoning parser alone.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    (word,), (end,) = (tokenizer.encode(text, add_special_tokens=False) for text in (" because", "</think>"))
+    forced: dict[str, Any] = {
+        "max_tokens": 24,
+        "logit_bias": {str(word): 100, str(end): 96},
+        "presence_penalty": 2,
+        "frequency_penalty": 2,
+        "extra_body": {**THINKING, "regex": "It is 42[.]"},
+    }
+    message = server.chat("ponder", **forced).choices[0].message
+    assert (message.reasoning_content, message.content) == (" because", "It is 42.")
+    streamed = [chunk.choices[0].delta for chunk in server.chat("ponder", stream=True, **forced) if chunk.choices]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in streamed) == " because"
+    assert "".join(delta.content or "" for delta in streamed) == "It is 42."
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+def test_a_tool_call_is_parsed(server: Server, checkpoint: Path) -> None:
+    """The model is made to spell one as the release writes it."""
+    call = (
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Rome'
+        "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
+    )
+    marker = AutoTokenizer.from_pretrained(checkpoint).convert_tokens_to_ids(
+        "｜DSML｜"
+    )  # else it may spell it in bytes
+    response = server.chat(
+        "Rain?", max_tokens=200, tools=[WEATHER], logit_bias={str(marker): 100}, extra_body={"regex": call}
+    )
+    (parsed,) = response.choices[0].message.tool_calls
+    assert (parsed.function.name, json.loads(parsed.function.arguments)) == ("weather", {"city": "Rome"})
+    assert not text_of(response)
+    assert response.choices[0].finish_reason == "tool_calls"
+
+
+def test_the_responses_api_answers_as_chat_does(server: Server) -> None:
+    """It is off, with one warning in the log, where a package of SGLang's is missing.
+
+    SGLang ends such an answer a few tokens before chat's.
+    """
+    client = server.client()
+    model = client.models.list().data[0].id
+    response = client.responses.create(model=model, input="Hello!", max_output_tokens=12, temperature=0)
+    assert len(response.output_text) > 20
+    assert text_of(server.chat("Hello!", max_tokens=12)).startswith(response.output_text)
 
 
 def test_greedy_answers_are_the_same_alone_and_in_a_batch_of_16(server: Server) -> None:

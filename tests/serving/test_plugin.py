@@ -46,7 +46,12 @@ def arguments(**fields: Any) -> SimpleNamespace:
         "disaggregation_mode": "null",
         "speculative_algorithm": None,
         "speculative_use_rejection_sampling": False,
+        "pp_size": 1,
+        "attn_dp_size": 1,
+        "moe_a2a_backend": "none",
         "page_size": None,
+        "enable_hierarchical_cache": False,
+        "enable_lora": False,
     }
     return SimpleNamespace(**{**unset, **fields})
 
@@ -144,7 +149,7 @@ def test_a_cpu_has_memory_whatever_the_chunk(chunk: int, resolved: Callable[...,
 
 def test_sglang_does_not_replace_a_page_size_without_a_word(resolved: Callable[..., Any]) -> None:
     assert resolved().page_size == resolved(page_size=256).page_size == 256
-    with pytest.raises(ValueError, match="--page-size 64: pages of DeepSeek-V4 have 256 tokens"):
+    with pytest.raises(ValueError, match="--page-size 64: pages hold 256 tokens"):
         resolved(page_size=64)
 
 

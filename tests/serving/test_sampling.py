@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from serving.server import Server, output_logprobs
 
-from sglang_dsv4 import sampling
+from sglang_dsv4 import compat, penalties, sampling
 
 PROMPT = [0, *range(40, 90)]
 LIMITS = [{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}, {"frequency_penalty": 1.0}]
@@ -82,20 +83,108 @@ def test_a_seed_decides_the_answer(server: Server, options: dict[str, float]) ->
 
 
 def test_a_seed_decides_beside_every_other_kind_of_request(server: Server) -> None:
-    """Seeded requests come into a running batch of unseeded ones and outlive others: batches merge and are filtered.
-
-    Penalties are left out, they break it: SGLang feeds a penaliser the last token that it has processed, which under
-    overlapped scheduling may be an older one than the last (`cumulate_penalty_output_tokens`).
-    """
-    limits = LIMITS[:-1]
-    alone = [tokens(server, temperature=1.5, sampling_seed=1, **options) for options in limits]
+    """Seeded requests come into a running batch of unseeded ones and outlive others: batches merge and are filtered."""
+    alone = [tokens(server, temperature=1.5, sampling_seed=1, **options) for options in LIMITS]
     others = [{"temperature": 0.0}, *({"temperature": 1.5, **options} for options in LIMITS)]
     with ThreadPoolExecutor(16) as pool:
         beside = [pool.submit(tokens, server, max_new_tokens=8 * n, **o) for n, o in enumerate(others, 1)]
-        seeded = [pool.submit(tokens, server, temperature=1.5, sampling_seed=1, **options) for options in limits]
+        seeded = [pool.submit(tokens, server, temperature=1.5, sampling_seed=1, **options) for options in LIMITS]
         assert [future.result() for future in seeded] == alone
         assert beside[0].result() == tokens(server, max_new_tokens=8)  # the greedy one
     assert server.is_alive()
+
+
+GREEDY = [
+    {},
+    {"top_k": 1, "temperature": 1.5},
+    {"frequency_penalty": 1.0},
+    {"presence_penalty": 0.7, "frequency_penalty": 0.3},
+    {"repetition_penalty": 1.5},
+    {"min_new_tokens": 12, "frequency_penalty": 0.5, "ignore_eos": False},
+]
+
+
+def test_greedy_requests_have_the_same_bits_beside_requests_that_sample(server: Server) -> None:
+    """SGLang took log(softmax) for log_softmax, divided by a temperature, and counted tokens late, twice or never.
+
+    The others are of many lengths and come while the judged ones decode, so that batches merge and shrink.
+    """
+
+    def answer(options: dict[str, Any]) -> tuple[list[int], list[float]]:
+        result = server.generate(PROMPT, **{"max_new_tokens": 40, **options})
+        return result["output_ids"], output_logprobs(result)
+
+    alone = [answer(options) for options in GREEDY]
+    with ThreadPoolExecutor(12) as pool:
+        judged = [pool.submit(answer, options) for options in GREEDY]
+        others = [
+            pool.submit(tokens, server, max_new_tokens=3 + 5 * n, temperature=1.5, **LIMITS[n % len(LIMITS)])
+            for n in range(10)
+        ]
+        beside = [future.result() for future in judged]
+        for other in others:
+            other.result()
+    for options, one, two in zip(GREEDY, alone, beside, strict=True):
+        assert one == two, options
+
+
+def test_a_penalty_counts_each_token_of_the_answer_once(server: Server) -> None:
+    """The same greedy choices, step by step, with the penalty as a bias of the next token's logits.
+
+    It was one token behind, and began with the last token of the prompt.
+    """
+    answer = server.generate(PROMPT, max_new_tokens=12, frequency_penalty=2.0)
+    said, logprobs = answer["output_ids"], output_logprobs(answer)
+    assert len(set(said)) > 2
+    for step, (token, logprob) in enumerate(zip(said, logprobs, strict=True)):
+        bias = {str(earlier): -2.0 * said[:step].count(earlier) for earlier in said[:step]}
+        one = server.generate([*PROMPT, *said[:step]], max_new_tokens=1, **({"logit_bias": bias} if bias else {}))
+        assert (one["output_ids"], output_logprobs(one)) == ([token], [logprob]), step
+
+
+def test_penalties_of_a_retracted_request_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes back in a new batch, whose penalisers SGLang makes with nothing counted."""
+    from sglang.srt.sampling import penaltylib
+
+    kinds = {
+        penaltylib.BatchedFrequencyPenalizer,
+        penaltylib.BatchedPresencePenalizer,
+        penaltylib.BatchedRepetitionPenalizer,
+    }
+    none = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+    answers = [([], {}), ([3, 5, 3, 3], {"frequency_penalty": 0.3}), ([7], {}), ([2, 2], {"presence_penalty": 0.7})]
+    answers += [([9, 4, 4], {"repetition_penalty": 1.3, "frequency_penalty": 0.1})]
+    reqs = [SimpleNamespace(output_ids=ids, sampling_params=SimpleNamespace(**none | p)) for ids, p in answers]
+    batch = penalties.Rows(reqs, "cpu")  # type: ignore[arg-type]
+    info = SimpleNamespace(
+        device="cpu", penalizer_orchestrator=penaltylib.BatchedPenalizerOrchestrator(16, batch, kinds)
+    )
+    monkeypatch.setattr(penalties, "are_counted_here", lambda device: True)
+    penalties.count_earlier(None, info, batch, 16)  # type: ignore[arg-type]
+    assert info.penalizer_orchestrator.batch is batch
+
+    logits = torch.full((len(reqs), 16), 2.0)
+    info.penalizer_orchestrator.accumulate_additive_penalties(logits)
+    logits /= info.penalizer_orchestrator.accumulate_scaling_penalties()
+    for row, (ids, p) in enumerate(answers):
+        expected = torch.full((16,), 2.0)
+        for token in set(ids):
+            expected[token] -= p.get("frequency_penalty", 0.0) * ids.count(token) + p.get("presence_penalty", 0.0)
+            expected[token] /= p.get("repetition_penalty", 1.0)
+        torch.testing.assert_close(logits[row], expected, rtol=0, atol=1e-6)
+
+
+def test_a_greedy_row_takes_its_largest_logit_where_probabilities_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """exp rounds both of its largest logits to 1; a list of equal probabilities is sorted in any order."""
+    monkeypatch.setattr(compat, "live_parts", lambda: object())
+    logits = torch.tensor([[0.0, 1e-9, 2e-9, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    info = SimpleNamespace(is_any_greedy=True, is_all_greedy=False, top_ks=torch.tensor([1, 4]))
+    sampling.note_greedy_tokens(logits, None, logits, info)  # type: ignore[arg-type]
+    probs = logits.softmax(-1)
+    assert probs[0].unique().numel() == 1
+    drawn = (torch.tensor([0, 3], dtype=torch.int32), None)
+    tokens, mask = sampling.take_greedy_tokens(drawn, None, probs, info)  # type: ignore[arg-type, misc]
+    assert (tokens.tolist(), tokens.dtype, mask) == ([2, 3], torch.int32, None)
 
 
 def test_unseeded_requests_beside_a_seeded_one_differ(server: Server) -> None:

@@ -135,6 +135,13 @@ def test_quickstart_says_that_random_weights_answer_noise() -> None:
     assert "noise" not in quickstart_module.what_to_type(30000, Path("checkpoints/mine"))
 
 
+def test_quickstart_passes_the_parsers_that_the_user_did_not_name() -> None:
+    both = ["--reasoning-parser", "deepseek-v4", "--tool-call-parser", "deepseekv4"]
+    assert quickstart_module.parser_flags(["--tp", "2"]) == both
+    assert quickstart_module.parser_flags(["--reasoning-parser=deepseek-r1"]) == both[2:]
+    assert quickstart_module.parser_flags(["--tool-call-parser", "deepseekv3"]) == both[:2]
+
+
 def test_clean_leaves_the_users_checkpoints(tmp_path: Path) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("tiny", "mine"):
