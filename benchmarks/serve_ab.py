@@ -46,6 +46,7 @@ CONTEXT = 4608
 CHURN = {"long": (16_384, 256, 32), "short": (1_536, 64, 32)}  # prefix, user and new tokens of a session
 CHURN_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the sessions that ours holds
 CHURN_AT_ONCE = 16
+HCA_GROUP = 128  # tokens of an entry there, and rows of a request's state in the built-in
 LESS_IS_BETTER = ("ttft", "itl", "bytes", "launches", "busy", "recomputed", "distance")
 READY_TIMEOUT_S = 900
 PRINTED_KERNELS = 30
@@ -73,8 +74,8 @@ class Row:
 class Server:
     """A running `sglang.launch_server`."""
 
-    def __init__(self, contender: str, url: str, log: Path, ready_s: float) -> None:
-        self.contender, self.url, self.log, self.ready_s = contender, url, log, ready_s
+    def __init__(self, contender: str, model: Path, url: str, log: Path, ready_s: float) -> None:
+        self.contender, self.model, self.url, self.log, self.ready_s = contender, model, url, log, ready_s
 
     def get(self, path: str) -> dict:
         """A JSON answer."""
@@ -92,15 +93,53 @@ class Server:
     def kv_memory(self) -> tuple[float, int]:
         """Bytes of the KV pools with all that belongs to them (rings, states, tail checkpoints), and tokens they hold.
 
-        By the log, which both servers write alike: free GPU memory before and after the pools are allocated. (Neither
-        `/server_info` nor `/metrics` counts the built-in's pools.)
+        By what each server logs of its own sizing. (Free GPU memory before and after has two decimals of a GB, and
+        what the allocator had already: of a pool of 0.5 GB it says nothing. Neither `/server_info` nor `/metrics`
+        counts the built-in's pools.)
         """
         text = self.log.read_text(errors="replace")
-        before, after = (
-            float(re.findall(rf"{event}\..*avail mem=([\d.]+) GB", text)[-1])
-            for event in ("Load weight end", "Memory pool end")
+        if self.contender == "ours":
+            return our_pools(text)
+        return builtin_pools(text, self.model)
+
+
+def our_pools(log: str) -> tuple[float, int]:
+    """Bytes and tokens of the memory plans in our server's log, a draft worker's beside the target's.
+
+    Raises:
+        ValueError: there is no plan in it.
+    """
+    plans = {}  # a rank logs its own: the last one of each worker
+    table = r"(Target|Draft) worker\nDeepSeek-V4 pools: ([\d,]+) tokens(?:.*\n)+?total +([\d,]+)"
+    for worker, tokens, size in re.findall(table, log):
+        plans[worker] = int(size.replace(",", "")), int(tokens.replace(",", ""))
+    if "Target" not in plans:
+        raise ValueError("the log has no memory plan of ours (\"Target worker\", \"DeepSeek-V4 pools: …\")")
+    return float(sum(size for size, _ in plans.values())), plans["Target"][1]
+
+
+def builtin_pools(log: str, model: Path) -> tuple[float, int]:
+    """Bytes and tokens of SGLang 0.5.23's own pools by its log: so much a token, and the HCA layers' states.
+
+    `DSV4PoolConfigurator` logs the bytes of a token (entries, indexer keys, paged windows and CSA states), and the rows
+    of the states that requests have: [rows, 2, head_dim] fp32 a HCA layer, up to whole groups of 128 with one more.
+
+    Raises:
+        ValueError: a line is missing, or has memory of a kind that is not counted here.
+    """
+    cost = re.findall(r"DSV4 memory calculation: unified=(\w+),.*bytes_per_full_token=([\d.]+)", log)
+    sizes = re.findall(r"Initialize DeepSeekV4TokenToKVPool with .*c128_state_pool_size=(\d+)", log)
+    tokens = re.findall(r"max_total_num_tokens=(\d+)", log)
+    if not (cost and sizes and tokens) or cost[-1][0] != "False":
+        raise ValueError(
+            "the built-in's log should have 'DSV4 memory calculation: unified=False, … bytes_per_full_token=', "
+            "'Initialize DeepSeekV4TokenToKVPool with … c128_state_pool_size=' and 'max_total_num_tokens='"
         )
-        return (before - after) * 2**30, int(re.findall(r"max_total_num_tokens=(\d+)", text)[-1])
+    config = json.loads((model / "config.json").read_text())
+    layers = config["compress_ratios"][: config["num_hidden_layers"]].count(HCA_GROUP)
+    rows = -(-(int(sizes[-1]) + HCA_GROUP + 1) // HCA_GROUP) * HCA_GROUP
+    states = layers * rows * 2 * config["head_dim"] * 4
+    return int(tokens[-1]) * float(cost[-1][1]) + states, int(tokens[-1])
 
 
 @contextlib.contextmanager
@@ -125,7 +164,7 @@ def running(contender: str, model: Path, flags: Sequence[str], port: int, log: P
         live = "sglang_dsv4" in log.read_text(errors="replace") and "is live on" in log.read_text(errors="replace")
         if live != (contender == "ours"):
             raise RuntimeError(f"{contender} was asked for, but sglang_dsv4 is {'' if live else 'not '}live: see {log}")
-        yield Server(contender, url, log, time.monotonic() - begin)
+        yield Server(contender, model, url, log, time.monotonic() - begin)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)

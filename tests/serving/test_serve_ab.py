@@ -9,20 +9,41 @@ import pytest
 import serve_ab
 from serve_ab import Row
 
+from sglang_dsv4.cache.pool_plan import PoolPlan
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
+from sglang_dsv4.doctor import geometry_of_checkpoint
 
-LOG = """\
-[2026-11-23 15:45:32] Load weight end. elapsed=0.63 s, type=DeepseekV4ForCausalLM, quant=fp8, avail mem=115.69 GB, mem
-[2026-11-23 15:45:33] Memory pool end. avail mem=34.12 GB
-[2026-11-23 15:45:38] max_total_num_tokens=110144000, chunked_prefill_size=8192, available_gpu_mem=28.82 GB
+# As `DSV4PoolConfigurator` and `DeepSeekV4TokenToKVPool` of SGLang 0.5.23 write them.
+BUILTIN_LOG = """\
+[2026-11-23 15:45:33] DSV4 memory calculation: unified=False, unified_fp8=False, dspark_draft_bf16=False, \
+bytes_per_full_token=763.50, available_bytes=81.57 GB, c128_state_fixed=0.02 GB, c2_state_fixed=0.00 GB, \
+swa_fixed=0.00 GB, swa_ring_fixed=0.00 GB, c4_state_fixed=0.00 GB, full_token=110144000
+[2026-11-23 15:45:33] DSV4 pool sizes: full=65536, swa=6400, c4=16384, c128=512, c4_state=200, c128_state=0
+[2026-11-23 15:45:33] Initialize DeepSeekV4TokenToKVPool with max_num_reqs=8 swa_size=6400 c4_size=16384 \
+c4_logical_size=16384 c128_size=512 c4_state_pool_size=200 c128_state_pool_size=1152 unified=False unified_fp8=False
+[2026-11-23 15:45:38] max_total_num_tokens=65536, chunked_prefill_size=8192, available_gpu_mem=28.82 GB
 """
 
 
-def test_kv_memory_is_what_the_pools_took(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text(LOG)
-    size, tokens = serve_ab.Server("builtin", "http://nowhere", log, 0.0).kv_memory()
-    assert (size / 2**30, tokens) == (pytest.approx(81.57), 110_144_000)
+def test_the_builtins_memory_is_that_of_its_own_sizing(tmp_path: Path) -> None:
+    """Nine request slots of 128 rows and a group more; the flash preset has two HCA layers of head_dim 512."""
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(PRESETS["flash"])))
+    size, tokens = serve_ab.builtin_pools(BUILTIN_LOG, tmp_path)
+    assert tokens == 65_536
+    assert size == 65_536 * 763.5 + 2 * (1152 + 2 * 128) * 2 * 512 * 4
+    with pytest.raises(ValueError, match="unified=False"):
+        serve_ab.builtin_pools(BUILTIN_LOG.replace("unified=False", "unified=True"), tmp_path)
+
+
+def test_our_memory_is_that_of_the_plan_of_either_worker(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(PRESETS["flash"])))
+    geometry = geometry_of_checkpoint(tmp_path, fp8=True)
+    target, draft = PoolPlan.of(geometry, 65_536, 9, 12), PoolPlan.of(geometry, 65_536, 9)
+    tables = [f"[2026-11-24 10:00:00] {w} worker\n{p.table()}\n" for w, p in (("Target", target), ("Draft", draft))]
+    assert serve_ab.our_pools(tables[0]) == (target.total_bytes, 65_536)
+    assert serve_ab.our_pools("".join(tables)) == (target.total_bytes + draft.total_bytes, 65_536)
+    with pytest.raises(ValueError, match="no memory plan"):
+        serve_ab.our_pools(tables[1])
 
 
 def test_above_one_is_better_for_ours() -> None:
