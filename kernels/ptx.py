@@ -35,6 +35,11 @@ def as_f32(bits: Uint32) -> Float32:
     return asm("mov.b32 {$w0}, {$r0};", [Float32], Uint32(bits))
 
 
+def as_u32(x: Float32) -> Uint32:
+    """The bits of an fp32."""
+    return asm("mov.b32 {$w0}, {$r0};", [Uint32], x)
+
+
 def load_i32(address: Int64) -> Int32:
     """An int32 from global memory."""
     return asm("ld.global.b32 {$w0}, [{$r0}];", [Int32], address)

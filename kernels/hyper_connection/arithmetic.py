@@ -1,35 +1,57 @@
 """Arithmetic of the hyper-connection kernel, and its accesses to memory that no other kernel has."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4_kernels import ptx
-from dsv4_kernels.hyper_connection.plan import STREAMS, WARP
+from dsv4_kernels.hyper_connection.plan import QUAD, STREAMS, WARP
 
 LOG2_E = 1.4426950408889634
 
 
-def sum_over_lanes(values: list, lane: Int32) -> Float32:
-    """The sums of a power of two of values over a warp; lane l gets that of values[l * len(values) // 32].
+def sum_of_squares(values: list) -> Float32:
+    """One after the other."""
+    total = values[0] * values[0]
+    for value in values[1:]:
+        total = ptx.fma(value, value, total)
+    return total
 
-    Each step adds what lanes have that differ in one bit of their number, the highest first. Of several values a lane
-    goes on with half of them, and the bits are those of a single one.
+
+def sum_over_units(values: list, tokens: int) -> Float32:
+    """The sum over all units of a warp, of what a thread has of each of its own; every thread of the token gets it.
+
+    Neighbouring units are added first, then neighbouring pairs of them, wherever they are, and the four threads of a
+    unit last: so the bits do not depend on how many units a thread has.
     """
-    offset = WARP // 2
+    offset = QUAD * tokens
     while len(values) > 1:
-        half = len(values) // 2
-        upper = (lane & offset) != 0
-        halves = list(zip(values[:half], values[half:], strict=True))
-        kept = [cutlass.select_(upper, b, a) for a, b in halves]
-        given = [cutlass.select_(upper, a, b) for a, b in halves]
-        values = [k + cute.arch.shuffle_sync_bfly(g, offset) for k, g in zip(kept, given, strict=True)]
-        offset //= 2
+        values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
     value = values[0]
-    while offset:
+    while offset < WARP:
         value = value + cute.arch.shuffle_sync_bfly(value, offset)
-        offset //= 2
+        offset *= 2
+    for offset in (1, 2):
+        value = value + cute.arch.shuffle_sync_bfly(value, offset)
     return value
+
+
+def split_tf32(x: Float32) -> tuple:
+    """An fp32 as two tf32: the upper 11 bits of its significand, and what is left, of which the tensor core takes 11
+    bits: at most the last two of 24 are lost."""
+    high = ptx.as_u32(x) & Uint32(0xFFFFE000)
+    return high, ptx.as_u32(x - ptx.as_f32(high))
+
+
+def multiply_tf32(a: tuple, b: tuple, c: list) -> list:
+    """mma.m16n8k8 of tf32, accumulated in fp32."""
+    return ptx.asm(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        [Float32] * 4,
+        *a,
+        *b,
+        *c,
+    )
 
 
 def in_turn(values: list) -> Float32:
@@ -97,21 +119,31 @@ def address_of(part: cute.Pointer, team: Int32 | int, team_bytes: int) -> Int32:
     return Int32(part.data_ptr().toint()) + team * team_bytes
 
 
-def load_8_bytes_if(exists: Int32, address: Int64) -> tuple:
-    """Two words that are read once, or zeros unless `exists` is positive."""
-    return ptx.load_or_zeros(Uint32, 2, address, exists, "gt.s32")
+def load_words_if(exists: Int32, address: Int64, count: int) -> tuple:
+    """Two or four words that are read once, or zeros unless `exists` is positive."""
+    return ptx.load_or_zeros(Uint32, count, address, exists, "gt.s32")
 
 
-def store_8_bytes_if(exists: Int32, address: Int64, low: Uint32, high: Uint32) -> None:
-    """Two words to global memory, if `exists` is positive."""
+def store_words_if(exists: Int32, address: Int64, words: list) -> None:
+    """Two or four words to global memory, if `exists` is positive."""
+    listed = ", ".join(f"{{$r{2 + i}}}" for i in range(len(words)))
     ptx.asm(
-        "{\n.reg .pred p;\nsetp.gt.s32 p, {$r0}, 0;\n@p st.global.v2.b32 [{$r1}], {{$r2}, {$r3}};\n}",
+        f"{{\n.reg .pred p;\nsetp.gt.s32 p, {{$r0}}, 0;\n"
+        f"@p st.global.v{len(words)}.b32 [{{$r1}}], {{{listed}}};\n}}",
         [],
         exists,
         address,
-        low,
-        high,
+        *words,
     )
+
+
+def load_words_or_floats(address: Int64, count: int, floats: bool) -> list:
+    """Two, four or eight values of 32 bits that stay in L1, as fp32 or as words."""
+    kind, at_once = Float32 if floats else Uint32, min(count, 4)
+    loaded = []
+    for first in range(0, count, at_once):
+        loaded += ptx.load_or_zeros(kind, at_once, address + first * 4, Int32(1), cache="")
+    return loaded
 
 
 def copy_bulk(shared: Int32, address: Int64, num_bytes: int, barrier: Int32) -> None:

@@ -1,23 +1,23 @@
 """The hyper-connections between two sublayers in one launch, on Hopper and Blackwell (sm_90a, sm_100a).
 
 A cluster of eight CTAs takes a group of tokens, and each of its CTAs an eighth of the channels of all four streams. A
-thread has four neighbouring channels and keeps its part of the new streams in registers from when they are made to
-when they are mixed, so that streams are read once and written once.
+thread has some channels of one token (`streams`), and keeps its part of the new streams in registers from when they are
+made to when they are mixed, so that streams are read once and written once.
 
     who             does                                                            waits for
-    one warp        asks for fn's rows, by TMA (bulk copies), row by row              empty[stage], if it has had a row
+    one warp        asks for fn, by TMA (bulk copies), stream by stream             empty[stage], if it has had one
                     balances comb of the token that has this CTA's number           sums_there
     the others      new streams = post y + comb^T streams; writes them
-                    24 products with fn, added up over lanes                        full[stage]
+                    products with the 24 rows of fn (`products`)                    full[stage]
                     sums over warps, sent to all CTAs of the cluster                the warps of the CTA
                     sigmoids: pre, and post of one token                            sums_there, from all CTAs
                     mixture; its sum of squares, sent to all CTAs                   the warps of the CTA
                     x = norm of the mixture; writes it                              squares_there, from all CTAs
 
-How a token's sums are added up depends on nothing but d: over a thread's channels stream by stream, over the lanes of a
-warp by halves, over warps and then over CTAs one after the other. Tokens of a group share what is read of fn and
-nothing else, so a token has the same bits in any batch and in groups of any size. Behind the last token a group has
-zeros, and nothing of them is written.
+How a token's sums are added up depends on nothing but d: over the channels of a warp unit by unit in each stream, then
+over the streams, over warps and then over CTAs one after the other; squares as `arithmetic.sum_over_units` says. Tokens
+of a group share what is read of fn and nothing else, so a token has the same bits in any batch and in groups of any
+size. Behind the last token a group has zeros, and nothing of them is written.
 
 With many tokens a CTA has two teams of threads, and clusters stay for several groups: a team takes one after the other,
 while fn lies in shared memory for both. What teams share they only read. A team's buffers are used again without a
@@ -43,27 +43,28 @@ from dsv4_kernels.hyper_connection.arithmetic import (
     rsqrt,
     sigmoid,
     softmax_rows,
-    store_8_bytes_if,
-    sum_over_lanes,
+    store_words_if,
+    sum_of_squares,
+    sum_over_units,
     unpack,
 )
 from dsv4_kernels.hyper_connection.plan import (
-    CHANNELS,
     CLUSTER,
     PRE_ROWS,
+    QUAD,
     STREAMS,
     WARP,
     Arguments,
     Plan,
     shared_memory,
 )
-from dsv4_kernels.hyper_connection.streams import VALUES, Streams
+from dsv4_kernels.hyper_connection.products import Products
 
 GATES = 2 * STREAMS
 """The rows of fn whose products become sigmoids, pre and post; those of comb follow."""
 
 
-class HyperConnection(Streams):
+class HyperConnection(Products):
     """The kernel of one plan. `launch` is what is compiled."""
 
     def __init__(self, plan: Plan) -> None:
@@ -92,7 +93,8 @@ class HyperConnection(Streams):
         """`hc_post` alone: CTAs have nothing to tell each other."""
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        self.new_streams(args, cta // CLUSTER * self.plan.tokens, self.first_channel(cta % CLUSTER, thread))
+        token = cta // CLUSTER * self.plan.tokens + self.token_of(thread)
+        self.new_streams(args, token, self.first_channel(cta % CLUSTER, thread))
 
     @cute.kernel
     def kernel(self, args: Arguments) -> None:
@@ -125,8 +127,8 @@ class HyperConnection(Streams):
                 self.fetch(args, shared, lane, rank, Int32(0), plan.stages)
             cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)
             cute.arch.cluster_wait()
-            if const_expr(plan.stages < plan.rows):
-                self.fetch(args, shared, lane, rank, Int32(plan.stages), plan.rows)
+            if const_expr(plan.stages < STREAMS):
+                self.fetch(args, shared, lane, rank, Int32(plan.stages), STREAMS)
             if const_expr(plan.rows == PRE_ROWS):
                 if const_expr(plan.teams == 1):
                     self.balance(args, shared, lane, 0, rank, cluster * plan.tokens, Int32(0))
@@ -167,23 +169,22 @@ class HyperConnection(Streams):
         begin: Int32,
         end: cutlass.Constexpr,
     ) -> None:
-        """Asks for this CTA's columns of rows of fn, one after the other; a lane has a stream."""
+        """Asks for this CTA's columns of fn, one stream after the other; a lane has a row."""
         plan = self.plan
-        piece = plan.row_bytes // STREAMS
-        source = args.fn + Int64(lane * plan.dim + rank * plan.slice) * 4
-        target = Int32(shared.fn.data_ptr().toint()) + lane * piece
-        for row in cutlass.range(begin, end, 1, unroll=1):
-            stage = row % plan.stages
+        source = args.fn + (Int64(lane) * (STREAMS * plan.dim) + rank * plan.slice) * 4
+        target = Int32(shared.fn.data_ptr().toint()) + lane * plan.row_bytes
+        for stream in cutlass.range(begin, end, 1, unroll=1):
+            stage = stream % plan.stages
             full = shared.full.data_ptr() + stage
             if const_expr(end > plan.stages):
-                cute.arch.mbarrier_wait(shared.empty.data_ptr() + stage, (row // plan.stages - 1) & 1)
+                cute.arch.mbarrier_wait(shared.empty.data_ptr() + stage, (stream // plan.stages - 1) & 1)
                 cute.arch.fence_view_async_shared()  # what was read by loads is written by TMA (bulk copies)
             if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(full, plan.row_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, plan.rows * plan.slice * 4)
             cute.arch.sync_warp()
-            if lane < STREAMS:
-                row_source = source + Int64(row) * (STREAMS * plan.dim * 4)
-                copy_bulk(target + stage * plan.row_bytes, row_source, piece, Int32(full.toint()))
+            if lane < plan.rows:
+                place = target + stage * plan.stage_bytes
+                copy_bulk(place, source + Int64(stream) * plan.dim * 4, plan.slice * 4, Int32(full.toint()))
 
     @cute.jit
     def balance(
@@ -258,8 +259,9 @@ class HyperConnection(Streams):
         """All that a thread does with its channels of a group of tokens."""
         plan = self.plan
         lane, warp = thread % WARP, thread // WARP
-        channel = self.first_channel(rank, thread)
-        x = self.new_streams(args, first, channel)
+        channel, in_group = self.first_channel(rank, thread), self.token_of(thread)
+        token = first + in_group
+        x = self.new_streams(args, token, channel)
         if const_expr(plan.teams == 1):
             cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)  # barriers are set up
         self.add_up(shared, team, x, lane, warp)
@@ -281,11 +283,12 @@ class HyperConnection(Streams):
                 self.expect_sums(shared, team)
         self.gates(args, shared, team, thread, rank, first, gate_base, gate_scale)
         self.sync(team)
-        words = self.mix(self.pre(shared, team), x)
-        out = args.out + (Int64(first) * plan.dim + channel) * 2
+        words = self.mix(ptx.load_shared_f32x4(self.pre(shared, team) + in_group * (STREAMS * 4)), x)
+        out = args.out + (Int64(token) * plan.dim + channel) * 2
+        exists = args.num_tokens - token
         if const_expr(not plan.norm):
-            for t in cutlass.range_constexpr(plan.tokens):
-                store_8_bytes_if(args.num_tokens - first - t, out + t * plan.dim * 2, words[2 * t], words[2 * t + 1])
+            for run in cutlass.range_constexpr(plan.runs):
+                store_words_if(exists, out + run * plan.run_step * 2, words[run])
         else:
             self.add_up_squares(shared, team, words, lane, warp)
             self.sync(team)
@@ -300,62 +303,11 @@ class HyperConnection(Streams):
             if const_expr(plan.teams > 1):
                 if thread == 0:
                     self.expect_squares(shared, team)
-            self.write_normalised(args, shared, team, words, weight, out, first)
+            self.write_normalised(args, shared, team, in_group, words, weight, out, exists)
 
     def sync(self, team: Int32 | int) -> None:
         """Of a team's warps that have channels."""
         cute.arch.barrier(barrier_id=2 + team, number_of_threads=self.plan.threads)
-
-    @cute.jit
-    def add_up(
-        self,
-        shared: cutlass.Constexpr,
-        team: Int32 | cutlass.Constexpr,
-        x: cute.Tensor,
-        lane: Int32,
-        warp: Int32,
-    ) -> None:
-        """This warp's part of the sum of squares and of the products with fn."""
-        plan = self.plan
-        token_sums = plan.tokens * plan.quads * 16
-        sums = address_of(shared.sums, team, plan.warps * token_sums) + warp * token_sums
-        squares = []
-        for t in cutlass.range_constexpr(plan.tokens):
-            square = x[t * VALUES] * x[t * VALUES]
-            for i in cutlass.range_constexpr(1, VALUES):
-                square = ptx.fma(x[t * VALUES + i], x[t * VALUES + i], square)
-            squares.append(square)
-        square = sum_over_lanes(squares, lane)
-        share = WARP // plan.tokens
-        if lane % share == 0:
-            place = sums + (lane // share * plan.quads + plan.quads - 1) * 16
-            ptx.store_shared(place, (square, Float32(0.0), Float32(0.0), Float32(0.0)))
-        fn = Int32(shared.fn.data_ptr().toint()) + (warp * WARP + lane) * (CHANNELS * 4)
-        share = WARP // (plan.tokens * plan.batch)
-        for batch in cutlass.range(0, plan.rows // plan.batch, 1, unroll=1):
-            products = []
-            for b in cutlass.range_constexpr(plan.batch):
-                row = batch * plan.batch + b
-                stage = row % plan.stages
-                cute.arch.mbarrier_wait(shared.full.data_ptr() + stage, (row // plan.stages) & 1)
-                factors = []
-                for s in cutlass.range_constexpr(STREAMS):
-                    place = fn + stage * plan.row_bytes + s * (plan.row_bytes // STREAMS)
-                    factors.extend(ptx.load_shared_f32x4(place))
-                for t in cutlass.range_constexpr(plan.tokens):
-                    product = x[t * VALUES] * factors[0]
-                    for i in cutlass.range_constexpr(1, VALUES):
-                        product = ptx.fma(x[t * VALUES + i], factors[i], product)
-                    products.append(product)
-                if const_expr(plan.stages < plan.rows):
-                    cute.arch.sync_warp()
-                    if lane == 0:
-                        cute.arch.mbarrier_arrive(shared.empty.data_ptr() + stage)
-            product = sum_over_lanes(products, lane)
-            if lane % share == 0:
-                held = lane // share
-                row, t = batch * plan.batch + held // plan.tokens, held % plan.tokens
-                ptx.store_shared_f32(sums + t * (plan.quads * 16) + row * 4, product)
 
     @cute.jit
     def send(
@@ -454,41 +406,32 @@ class HyperConnection(Streams):
         lane: Int32,
         warp: Int32,
     ) -> None:
-        """This warp's part of the sums of squares of the mixtures."""
-        squares = []
-        for t in cutlass.range_constexpr(self.plan.tokens):
-            values = unpack(words[2 * t : 2 * t + 2])
-            square = values[0] * values[0]
-            for value in values[1:]:
-                square = ptx.fma(value, value, square)
-            squares.append(square)
-        square = sum_over_lanes(squares, lane)
-        share = WARP // self.plan.square_slots
-        if lane % share == 0:
-            slot = warp * self.plan.square_slots + lane // share
-            place = address_of(shared.squares, team, self.plan.warps * self.plan.square_slots * 4) + slot * 4
-            ptx.store_shared_f32(place, square)
+        """This warp's part of the sums of squares of the mixtures; lane groups behind the tokens repeat them."""
+        plan = self.plan
+        squares = [sum_of_squares(values) for values in self.by_units([unpack(run) for run in words])]
+        square = sum_over_units(squares, plan.tokens)
+        if (lane % QUAD == 0) & (lane // QUAD < plan.square_slots):
+            place = address_of(shared.squares, team, plan.warps * plan.square_slots * 4)
+            ptx.store_shared_f32(place + (warp * plan.square_slots + lane // QUAD) * 4, square)
 
     def write_normalised(
         self,
         args: Arguments,
         shared: cutlass.Constexpr,
         team: Int32 | int,
+        in_group: Int32,
         words: list,
         weight: list,
         out: Int64,
-        first: Int32,
+        exists: Int32,
     ) -> None:
-        """x: the mixtures over their RMS, times the norm's weight."""
+        """x: the mixture over its RMS, times the norm's weight."""
         plan = self.plan
-        squares = []
-        for quad in range(plan.square_slots // 4):
-            place = address_of(shared.received_squares, team, CLUSTER * plan.square_slots * 4) + quad * 16
-            parts = [ptx.load_shared_f32x4(place + cta * plan.square_slots * 4) for cta in range(CLUSTER)]
-            squares += [in_turn([part[k] for part in parts]) for k in range(4)]
-        for t in range(plan.tokens):
-            square = squares[t * plan.square_slots // plan.tokens]
-            inverse = rsqrt(square * (1.0 / plan.dim) + args.norm_eps)
-            x = [value * inverse * w for value, w in zip(unpack(words[2 * t : 2 * t + 2]), weight, strict=True)]
-            low, high = (ptx.pack_bf16(x[c], x[c + 1]) for c in range(0, CHANNELS, 2))
-            store_8_bytes_if(args.num_tokens - first - t, out + t * plan.dim * 2, low, high)
+        place = address_of(shared.received_squares, team, CLUSTER * plan.square_slots * 4) + in_group * 4
+        square = in_turn([ptx.load_shared_f32(place + cta * plan.square_slots * 4) for cta in range(CLUSTER)])
+        inverse = rsqrt(square * (1.0 / plan.dim) + args.norm_eps)
+        for run in range(plan.runs):
+            weights = unpack(weight[run]) if plan.bf16_weight else weight[run]
+            x = [value * inverse * w for value, w in zip(unpack(words[run]), weights, strict=True)]
+            packed = [ptx.pack_bf16(x[c], x[c + 1]) for c in range(0, len(x), 2)]
+            store_words_if(exists, out + run * plan.run_step * 2, packed)

@@ -10,15 +10,19 @@ STREAMS = 4
 CLUSTER = 8
 """CTAs that share a group of tokens, an eighth of the channels each: as many as any GPU takes."""
 CHANNELS = 4
-"""Neighbouring channels of a thread, of all streams: 8 bytes in bf16, 16 in fn."""
+"""Neighbouring channels of a unit in a thread, of each stream: 8 bytes in bf16, 16 in fn."""
 WARP = 32
+QUAD = 4
+"""Threads that have a unit of a token together: sixteen channels, two steps (k = 8) of `mma.sync` in each stream."""
+UNITS = WARP // QUAD
+"""Of a warp: 128 channels."""
 DIM_UNIT = CLUSTER * CHANNELS * WARP
 """d is a multiple of this: 1,024."""
 MAX_DIM = 8 * DIM_UNIT
 PRE_ROWS = (2 + STREAMS) * STREAMS
 HEAD_ROWS = STREAMS
 TOKENS = (1, 2, 4, 8)
-"""How many tokens may be a group."""
+"""How many tokens may be a group: up to N of the products."""
 TEAMS = 2
 """Of a plan with several: as many as registers allow with groups of eight tokens."""
 SHARED_BYTES = 227 * 1024
@@ -60,7 +64,7 @@ class Plan:
     def fits(self) -> bool:
         """Whether the teams, if several, have the registers and fn the shared memory."""
         registers = self.cta_threads * 168 <= REGISTERS
-        return registers and self.tokens == CLUSTER and self.norm and 0 < self.rows == self.stages
+        return registers and self.tokens == CLUSTER and self.norm and self.rows > 0 and self.stages == STREAMS
 
     @property
     def slice(self) -> int:
@@ -88,21 +92,36 @@ class Plan:
         return 2 if self.teams == 1 and 2 * self.cta_threads * 192 <= REGISTERS else 1
 
     @property
+    def runs(self) -> int:
+        """Runs of neighbouring channels of a thread, in each stream; see `streams`."""
+        return max(1, self.tokens // 2)
+
+    @property
+    def run_words(self) -> int:
+        """Of two bf16, of a run: two units side by side, or the only one."""
+        return min(2, self.tokens) * CHANNELS // 2
+
+    @property
+    def run_step(self) -> int:
+        """Channels from a run to the next."""
+        return 2 * QUAD * CHANNELS
+
+    @property
     def row_bytes(self) -> int:
-        """Of fn, in a CTA."""
-        return STREAMS * self.slice * 4
+        """From a row of fn to the next, of one stream in a CTA. The 16 bytes between them put rows of even and of odd
+        number into different banks, which eight threads read at a time, with 16 bytes of every 32 of each."""
+        return self.slice * 4 + 16
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of all rows of fn in one stream."""
+        return self.rows * self.row_bytes
 
     @property
     def stages(self) -> int:
-        """Rows of fn that are in shared memory at once."""
+        """Streams whose part of fn is in shared memory at once."""
         other = self.teams * self.tokens * self.quads * 16 * (self.warps + CLUSTER) + 2048
-        return min(self.rows, (SHARED_BYTES // self.ctas - 1024 - other) // self.row_bytes)
-
-    @property
-    def batch(self) -> int:
-        """Rows whose sums are added up over the lanes together: with more of them, registers would not hold the sums
-        of eight tokens beside their streams."""
-        return min(self.rows, 8, 16 // self.tokens)
+        return min(STREAMS, (SHARED_BYTES // self.ctas - 1024 - other) // self.stage_bytes)
 
     @property
     def quads(self) -> int:
@@ -111,7 +130,7 @@ class Plan:
 
     @property
     def square_slots(self) -> int:
-        """Places for the sums of squares of the mixtures; of fewer tokens each has several."""
+        """Places for the sums of squares of the mixtures; fewer tokens than these are repeated."""
         return max(self.tokens, 4)
 
 
@@ -121,8 +140,8 @@ def shared_memory(plan: Plan) -> type:
 
     @cute.struct
     class Shared:
-        fn: cute.struct.Align[cute.struct.MemRange[Uint8, plan.stages * plan.row_bytes], 128]
-        # fn: [stage][stream][channel], fp32
+        fn: cute.struct.Align[cute.struct.MemRange[Uint8, plan.stages * plan.stage_bytes], 128]
+        # fn: [stage][row][channel], fp32
         sums: cute.struct.Align[cute.struct.MemRange[Float32, teams * plan.warps * num_sums], 16]
         # sums: [team][warp][token][quads * 4]; behind those of the rows the sum of squares and three zeros
         received: cute.struct.Align[cute.struct.MemRange[Float32, teams * CLUSTER * num_sums], 16]
@@ -133,7 +152,7 @@ def shared_memory(plan: Plan) -> type:
         # received_squares: [team], the same of the CTAs of the cluster
         pre: cute.struct.Align[cute.struct.MemRange[Float32, teams * plan.tokens * STREAMS], 16]
         full: cute.struct.MemRange[Int64, plan.stages]
-        # full: [stage], by the bytes of a row
+        # full: [stage], by the bytes of a stream's rows
         empty: cute.struct.MemRange[Int64, plan.stages]
         # empty: [stage], by all warps that have read it; of one team only
         sums_there: cute.struct.MemRange[Int64, teams]

@@ -1,14 +1,17 @@
-"""What a thread does with its own channels: writing a sublayer's output back to the streams, and mixing them."""
+"""What a thread does with its own channels of its own token: writing a sublayer's output back, and mixing the streams.
+
+A warp has 128 channels of all tokens of the group, in eight units of sixteen: four threads, four channels each. Lane
+4 g + t has token g % tokens, and as many neighbouring units as there are tokens, with the t-th channels of each; so of
+eight tokens a thread has all units of one, and of a single token one unit. Two units side by side are 32 channels, of
+which a thread has eight neighbours: that is what it loads and stores at a time (four, if it has one unit).
+"""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4_kernels import ptx
-from dsv4_kernels.hyper_connection.arithmetic import load_8_bytes_if, store_8_bytes_if, unpack
-from dsv4_kernels.hyper_connection.plan import CHANNELS, STREAMS, Arguments, Plan
-
-VALUES = STREAMS * CHANNELS
-"""Of a token, in a thread."""
+from dsv4_kernels.hyper_connection.arithmetic import load_words_if, load_words_or_floats, store_words_if, unpack
+from dsv4_kernels.hyper_connection.plan import CHANNELS, QUAD, STREAMS, UNITS, WARP, Arguments, Plan
 
 
 class Streams:
@@ -16,80 +19,98 @@ class Streams:
 
     plan: Plan
 
+    def token_of(self, thread: Int32) -> Int32:
+        """Of the group, that a thread has."""
+        return thread % WARP // QUAD % self.plan.tokens
+
     def first_channel(self, rank: Int32, thread: Int32) -> Int32:
         """Of a thread."""
-        return rank * self.plan.slice + thread * CHANNELS
+        lane, warp = thread % WARP, thread // WARP
+        unit = lane // QUAD // self.plan.tokens * self.plan.tokens
+        in_warp = unit // 2 * (2 * QUAD * CHANNELS) + unit % 2 * CHANNELS + lane % QUAD * (2 * CHANNELS)
+        return rank * self.plan.slice + warp * (UNITS * QUAD * CHANNELS) + in_warp
 
-    def new_streams(self, args: Arguments, first: Int32, channel: Int32) -> cute.Tensor:
-        """Makes this thread's channels of the new streams, or loads them: [token][stream][channel], in fp32.
+    def new_streams(self, args: Arguments, token: Int32, channel: Int32) -> cute.Tensor:
+        """Makes this thread's channels of the new streams, or loads them: [run][stream][word], two bf16 a word.
 
-        All loads of streams are on their way before the first sum is made; coefficients, which all threads of the CTA
-        load, a token ahead.
+        All loads are on their way before the first sum is made.
         """
         plan = self.plan
-        x = cute.make_rmem_tensor((plan.tokens * VALUES,), Float32)
-        loaded, outputs, following = [], [], None
-        for t in range(plan.tokens):
-            exists = args.num_tokens - first - t
-            source = args.streams + Int64(first + t) * args.streams_stride + channel * 2
-            loaded.append([load_8_bytes_if(exists, source + args.stream_stride * s) for s in range(STREAMS)])
-            if plan.post:
-                outputs.append(load_8_bytes_if(exists, args.y + Int64(first + t) * args.y_stride + channel * 2))
+        x = cute.make_rmem_tensor((plan.runs * STREAMS * plan.run_words,), Uint32)
+        exists = args.num_tokens - token
+        source = args.streams + Int64(token) * args.streams_stride + channel * 2
+        output = args.y + Int64(token) * args.y_stride + channel * 2
+        target = args.out_streams + (Int64(token) * (STREAMS * plan.dim) + channel) * 2
+        loaded = []
+        for run in range(plan.runs):
+            step = run * plan.run_step * 2
+            places = [source + args.stream_stride * s + step for s in range(STREAMS)]
+            words = [load_words_if(exists, place, plan.run_words) for place in places]
+            loaded.append((load_words_if(exists, output + step, plan.run_words) if plan.post else (), words))
         if plan.post:
-            following = self.coefficients(args, first, 0)
-        for t in range(plan.tokens):
-            old = [unpack(words) for words in loaded[t]]
-            words = [word for pair in loaded[t] for word in pair]
+            post = args.post + Int64(token) * args.post_stride
+            comb = args.comb + Int64(token) * args.comb_stride
+            weights = ptx.load_or_zeros(Float32, 4, post, exists, "gt.s32", cache="")
+            rows = [ptx.load_or_zeros(Float32, 4, comb + 16 * j, exists, "gt.s32", cache="") for j in range(STREAMS)]
+        for run in range(plan.runs):
+            outputs, words = loaded[run]
             if plan.post:
-                coefficients = following
-                if t + 1 < plan.tokens:
-                    following = self.coefficients(args, first, t + 1)
-                words = self.written_back(unpack(outputs[t]), old, *coefficients)
-                target = args.out_streams + (Int64(first + t) * (STREAMS * plan.dim) + channel) * 2
+                words = self.written_back(outputs, words, weights, rows)
                 for s in range(STREAMS):
-                    place = target + s * plan.dim * 2
-                    store_8_bytes_if(args.num_tokens - first - t, place, words[2 * s], words[2 * s + 1])
-            for i, value in enumerate(unpack(words)):
-                x[t * VALUES + i] = value
+                    place = target + (s * plan.dim + run * plan.run_step) * 2
+                    store_words_if(exists, place, words[s])
+            for s in range(STREAMS):
+                for w in range(plan.run_words):
+                    x[(run * STREAMS + s) * plan.run_words + w] = words[s][w]
         return x
 
-    def coefficients(self, args: Arguments, first: Int32, t: int) -> tuple:
-        """post and comb of a token, of the sublayer that ends."""
-        exists = args.num_tokens - first - t
-        post = args.post + Int64(first + t) * args.post_stride
-        comb = args.comb + Int64(first + t) * args.comb_stride
-        rows = [ptx.load_or_zeros(Float32, 4, comb + 16 * j, exists, "gt.s32", cache="") for j in range(STREAMS)]
-        return ptx.load_or_zeros(Float32, 4, post, exists, "gt.s32", cache=""), rows
+    def written_back(self, y: tuple, old: list, post: tuple, comb: list) -> list:
+        """The new streams as words of bf16, a list for each: post[k] y + sum of comb[j][k] x[j].
 
-    def written_back(self, y: list, old: list, post: tuple, comb: list) -> list:
-        """The new streams as words of bf16: post[k] y + sum of comb[j][k] x[j], of stream after stream."""
-        words = []
-        for k in range(STREAMS):
-            values = []
-            for c in range(CHANNELS):
-                value = post[k] * y[c]
-                for j in range(STREAMS):
-                    value = ptx.fma(comb[j][k], old[j][c], value)
-                values.append(value)
-            words += [ptx.pack_bf16(values[c], values[c + 1]) for c in range(0, CHANNELS, 2)]
-        return words
+        Two channels at a time, so that few of the numbers are there as fp32.
+        """
+        streams = [[] for _ in range(STREAMS)]
+        for w in range(len(y)):
+            outputs, channels = unpack(y[w : w + 1]), [unpack(words[w : w + 1]) for words in old]
+            for k in range(STREAMS):
+                values = []
+                for c in range(2):
+                    value = post[k] * outputs[c]
+                    for j in range(STREAMS):
+                        value = ptx.fma(comb[j][k], channels[j][c], value)
+                    values.append(value)
+                streams[k].append(ptx.pack_bf16(*values))
+        return streams
 
-    def mix(self, pre_of_tokens: Int32, x: cute.Tensor) -> list:
-        """The mixtures, as two words of bf16 for each token; pre of all tokens is in shared memory."""
-        words = []
-        for t in range(self.plan.tokens):
-            pre = ptx.load_shared_f32x4(pre_of_tokens + t * (STREAMS * 4))
+    def words_of(self, x: cute.Tensor, run: int, stream: int) -> list:
+        """Of a thread, of one stream."""
+        first = (run * STREAMS + stream) * self.plan.run_words
+        return [x[first + w] for w in range(self.plan.run_words)]
+
+    def by_units(self, runs: list) -> list:
+        """What a thread has of a stream, run by run, as lists of four channels."""
+        values = [value for run in runs for value in run]
+        return [values[first : first + CHANNELS] for first in range(0, len(values), CHANNELS)]
+
+    def mix(self, pre: tuple, x: cute.Tensor) -> list:
+        """The token's mixture, as words of bf16 for each run."""
+        mixed = []
+        for run in range(self.plan.runs):
+            streams = [unpack(self.words_of(x, run, s)) for s in range(STREAMS)]
             values = []
-            for c in range(CHANNELS):
-                value = pre[0] * x[t * VALUES + c]
+            for c in range(2 * self.plan.run_words):
+                value = pre[0] * streams[0][c]
                 for s in range(1, STREAMS):
-                    value = ptx.fma(pre[s], x[t * VALUES + s * CHANNELS + c], value)
+                    value = ptx.fma(pre[s], streams[s][c], value)
                 values.append(value)
-            words += [ptx.pack_bf16(values[c], values[c + 1]) for c in range(0, CHANNELS, 2)]
-        return words
+            mixed.append([ptx.pack_bf16(values[c], values[c + 1]) for c in range(0, len(values), 2)])
+        return mixed
 
     def weight(self, args: Arguments, channel: Int32) -> list:
-        """Of this thread's channels in the norm."""
-        if self.plan.bf16_weight:
-            return unpack(load_8_bytes_if(Int32(1), args.norm_weight + channel * 2))
-        return list(ptx.load_or_zeros(Float32, 4, args.norm_weight + channel * 4, Int32(1), cache=""))
+        """Of this thread's channels in the norm, a list for each run; bf16 in pairs, as they are loaded."""
+        size = 2 if self.plan.bf16_weight else 4
+        words = self.plan.run_words * size // 2
+        return [
+            load_words_or_floats(args.norm_weight + (channel + run * self.plan.run_step) * size, words, size == 4)
+            for run in range(self.plan.runs)
+        ]

@@ -2,7 +2,7 @@
 
 Outputs are held against float64, each from what the kernel itself made before it: streams from the inputs, post, comb
 and the mixture from the streams. Sizes: d = 1,024 is the smallest, where a CTA keeps all of fn; 3,072 and 4,096 are
-those where stages are filled twice, 7,168 is Pro's, with one CTA a multiprocessor.
+those where stages are filled again, 7,168 is Pro's, with one CTA a multiprocessor.
 """
 
 from __future__ import annotations
@@ -80,16 +80,19 @@ def exact_streams(i: Inputs) -> tuple[Tensor, Tensor]:
 def exact_logits(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """What goes into sigmoids and softmax, and by how much fp32 may be off.
 
-    A sum has 16 products in a thread, 5 steps over lanes, at most 7 over warps and 7 over CTAs: each rounds what is at
-    most the sum of the magnitudes. So does the sum of squares, half of whose relative error counts. Eight roundings
-    more for the norm (2**-22.9 for the reciprocal root), scale and base.
+    Of fn, at most three units of its 24 bits are lost (6 halves of one). In a warp and stream 32 products of tensor
+    cores follow one another, of eight terms each; one may align them and the sum to the largest, and cut off what is
+    below 24 bits: 9 units of at most the sum of the magnitudes. Then a sum goes over 4 streams, at most 7 warps and 7
+    CTAs. The sum of squares has 16 terms in a unit, 5 steps over units and threads, and the same warps and CTAs; half
+    of its relative error counts. Eight roundings more for the norm (2**-22.9 for the reciprocal root), scale and base.
     """
     x = streams.double().flatten(1)
     inverse = torch.rsqrt(x.square().mean(1, keepdim=True) + NORM_EPS)
     factor = scale.double()[(torch.arange(len(base)) // 4).clamp(max=len(scale) - 1).to(fn.device)] * inverse
     logits = x @ fn.double().T * factor + base.double()
     magnitude = x.abs() @ fn.double().abs().T * factor.abs()
-    return logits, 35 * U32 * magnitude + (18 + 8) * U32 * magnitude + 2 * U32 * logits.abs()
+    products = 6 + 32 * 9 * 2 + 18
+    return logits, (products + 18 + 8) * U32 * magnitude + 2 * U32 * logits.abs()
 
 
 def exact_comb(logits: Tensor) -> Tensor:
@@ -108,11 +111,12 @@ def check_streams(found: Tensor, i: Inputs) -> None:
 
 
 def check_coefficients(found: list[Tensor], reference: list[Tensor], exact: list[Tensor]) -> None:
-    """In the Frobenius norm at most twice as far from float64 as the reference, beside what eight roundings of
-    fp32 make of numbers of this size."""
+    """In the Frobenius norm at most twice as far from float64 as the reference, beside what eight roundings of fp32
+    make of numbers of this size, and 32 sums that are cut off (one unit each), of which sigmoids and softmax hand on
+    a quarter."""
     for f, r, e in zip(found, reference, exact, strict=True):
         error, others = (f.double() - e).norm(), (r.double() - e).norm()
-        assert f.isfinite().all() and error <= 2 * others + 8 * U32 * e.norm(), (
+        assert f.isfinite().all() and error <= 2 * others + (8 + 32 * 2 / 4) * U32 * e.norm(), (
             f"{error:.3e} from float64, the reference {others:.3e}, of {e.norm():.3e}"
         )
 
@@ -229,12 +233,33 @@ def test_bits_do_not_depend_on_the_batch(arch: str) -> None:
             assert torch.equal(part, all_of_them[order])
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+def test_products_have_all_bits_of_fn(arch: str, tokens: int) -> None:
+    """Where every sum of fp32 is exact: streams of -1, 0 and 1, and fn of 18 bits, of which tf32 would have 11.
+
+    A missing half of fn, or a channel that meets another one's column, is off by 1e-4 and more. What is left are the
+    norm, scale and base, and the sigmoid.
+    """
+    g, i = torch.Generator().manual_seed(tokens), inputs(5, 1024, seed=tokens)
+    signs = (torch.randint(-1, 2, (5, 4, 1024), generator=g) * (torch.rand(5, 4, 1024, generator=g) < 0.03)).bfloat16()
+    fn = torch.randint(-(2**17), 2**17, (24, 4096), generator=g) / 2.0**16
+    i = i._replace(streams=signs, post=torch.zeros(5, 4), comb=torch.eye(4).repeat(5, 1, 1), fn=fn, scale=i.scale / 8)
+    streams, _, post, comb = boundary(arch, i, tokens)
+    assert torch.equal(streams, signs)
+    logits, _ = exact_logits(streams, fn, i.base, i.scale)
+    off = 8 * U32 * logits.abs().max()
+    assert ((post - 2 * logits[:, 4:8].sigmoid()).abs() <= off / 2 + 8 * U32).all()
+    _, *reference = ref.hc_pre(streams, fn, i.base, i.scale, NORM_EPS, HC_EPS, ITERATIONS)
+    error, others = ((c.double() - exact_comb(logits[:, 8:])).norm() for c in (comb, reference[1]))
+    assert error <= 2 * others + 8 * U32 * comb.norm()
+
+
 @pytest.mark.parametrize("schedule", ["late", "random"])
 def test_stages_are_filled_again(arch: str, schedule: str) -> None:
-    """24 rows of fn through fewer stages; asynchronous copies as late as they may be, and at random times."""
-    from dsv4_kernels.hyper_connection.plan import Plan
+    """fn of four streams through fewer stages; asynchronous copies as late as they may be, and at random times."""
+    from dsv4_kernels.hyper_connection.plan import STREAMS, Plan
 
-    assert Plan(2, 3072, 24, True, True).stages < 24
+    assert Plan(2, 3072, 24, True, True).stages < STREAMS
     i = inputs(3, 3072, seed=2)
     check_boundary(boundary(arch, i, 2, schedule=schedule, seed=3), i)
 
@@ -372,8 +397,9 @@ def test_saturated_sigmoids_and_large_values(arch: str, sign: float) -> None:
 
 @pytest.mark.parametrize("d", [4096, 7168], ids=["flash", "pro"])
 def test_the_models_widths(arch: str, d: int) -> None:
-    """Right, and as planned by what the compiler says of what many tokens take, with one team and with several: no
-    stack, so no spills; registers and shared memory for as many CTAs of a multiprocessor."""
+    """Right, and as planned by what the compiler says of what many tokens take, with one team and with several:
+    registers and shared memory for as many CTAs of a multiprocessor. 28 words of a thread may lie on the stack, of
+    some 4,300 instructions: where streams are loaded, 80 words of them and 20 coefficients are held at once."""
     from cubin import resources
     from host import emulated
 
@@ -387,7 +413,7 @@ def test_the_models_widths(arch: str, d: int) -> None:
             numbers = resources(gpu.compile(plan, arch).__cubin__)
         # Warps are dealt out to four parts of the multiprocessor, which have a quarter of the registers each.
         warps = -(-plan.ctas * plan.cta_threads // 32 // 4)
-        assert numbers["stack_bytes"] == 0 and numbers["registers"] * warps * 32 <= REGISTERS // 4, (plan, numbers)
+        assert numbers["stack_bytes"] <= 112 and numbers["registers"] * warps * 32 <= REGISTERS // 4, (plan, numbers)
         assert plan.ctas * (shared_memory(plan).size_in_bytes() + 1024) <= SHARED_BYTES + 1024, plan
         assert plan.ctas * plan.teams == (2 if d == 4096 else 1)
 

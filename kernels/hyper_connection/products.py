@@ -1,0 +1,100 @@
+"""The products of the new streams with fn, by tensor cores, and what a warp has of their sums.
+
+Products are those of tensor cores in tf32: streams are bf16, so exact, and fn is two numbers whose sum it is but for
+the last two bits (`arithmetic.split_tf32`). Rows of fn are the left operand, as they lie in shared memory; the right
+one are eight columns of channels, a token each, which are in the registers of the threads that have them. If a group
+has fewer tokens, threads that have another unit of the same token give theirs away, unit after unit, and the columns
+behind the tokens repeat them.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr
+
+from dsv4_kernels import ptx
+from dsv4_kernels.hyper_connection.arithmetic import (
+    address_of,
+    multiply_tf32,
+    split_tf32,
+    sum_of_squares,
+    sum_over_units,
+    unpack,
+)
+from dsv4_kernels.hyper_connection.plan import CHANNELS, QUAD, STREAMS, UNITS
+from dsv4_kernels.hyper_connection.streams import Streams
+
+
+class Products(Streams):
+    """Of a warp, with its own channels of all streams and all rows of fn."""
+
+    @cute.jit
+    def add_up(
+        self,
+        shared: cutlass.Constexpr,
+        team: Int32 | cutlass.Constexpr,
+        x: cute.Tensor,
+        lane: Int32,
+        warp: Int32,
+    ) -> None:
+        """This warp's part of the sum of squares and of the products with fn, [token][row]."""
+        plan = self.plan
+        row_group, in_quad = lane // QUAD, lane % QUAD
+        token_bytes = plan.quads * 16
+        sums = address_of(shared.sums, team, plan.warps * plan.tokens * token_bytes) + warp * plan.tokens * token_bytes
+        streams = [[unpack(self.words_of(x, run, s)) for run in range(plan.runs)] for s in range(STREAMS)]
+        units = zip(*[self.by_units(runs) for runs in streams], strict=True)
+        squares = [sum_of_squares([v for values in unit for v in values]) for unit in units]
+        square = sum_over_units(squares, plan.tokens)
+        if (in_quad == 0) & (row_group < plan.tokens):
+            place = sums + (row_group * plan.quads + plan.quads - 1) * 16
+            ptx.store_shared(place, (square, Float32(0.0), Float32(0.0), Float32(0.0)))
+        # Of fn: rows 0 to 15 once for either half of the numbers, the last eight with both halves side by side.
+        upper_row = row_group % STREAMS if plan.rows < 8 else row_group
+        fn = Int32(shared.fn.data_ptr().toint()) + (warp * (UNITS * QUAD * CHANNELS) + in_quad * (2 * CHANNELS)) * 4
+        rows = [fn + (upper_row + 8 * i) * plan.row_bytes for i in range(max(1, plan.rows // 8))]
+        totals = [[Float32(0.0)] * 4 for _ in range(-(-plan.rows // 16))]
+        for stream in cutlass.range_constexpr(STREAMS):
+            stage = stream % plan.stages
+            cute.arch.mbarrier_wait(shared.full.data_ptr() + stage, stream // plan.stages & 1)
+            products = [[Float32(0.0)] * 4 for _ in totals]
+            for unit in cutlass.range_constexpr(UNITS):
+                offset = stage * plan.stage_bytes + (unit // 2 * (2 * QUAD) + unit % 2) * CHANNELS * 4
+                factors = [[split_tf32(f) for f in ptx.load_shared_f32x4(row + offset)] for row in rows]
+                columns = self.columns(x, stream, unit, lane)
+                for step in cutlass.range_constexpr(CHANNELS // 2):
+                    pair = columns[2 * step : 2 * step + 2]
+                    # [row][channel of the pair][upper or lower half]
+                    halves = [row[2 * step : 2 * step + 2] for row in factors]
+                    if const_expr(plan.rows > 8):
+                        for half in cutlass.range_constexpr(2):
+                            left = (halves[0][0][half], halves[1][0][half], halves[0][1][half], halves[1][1][half])
+                            products[0] = multiply_tf32(left, pair, products[0])
+                    products[-1] = multiply_tf32((*halves[-1][0], *halves[-1][1]), pair, products[-1])
+            if const_expr(stream + plan.stages < STREAMS):  # its stage is filled again
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(shared.empty.data_ptr() + stage)
+            totals = [[t + p for t, p in zip(*pair, strict=True)] for pair in zip(totals, products, strict=True)]
+        if const_expr(plan.rows > 8):
+            columns = [totals[0][:2], totals[0][2:]]
+        else:
+            columns = []
+        columns.append([totals[-1][i] + totals[-1][2 + i] for i in range(2)])
+        for i in cutlass.range_constexpr(len(columns)):
+            row = row_group + 8 * i
+            for k in cutlass.range_constexpr(2):
+                token = 2 * in_quad + k
+                if (token < plan.tokens) & (row < plan.rows):
+                    ptx.store_shared_f32(sums + token * token_bytes + row * 4, columns[i][k])
+
+    def columns(self, x: cute.Tensor, stream: int, unit: int, lane: Int32) -> list:
+        """A thread's four channels of a unit for the right operand, as fp32, of the token that is its column's."""
+        plan = self.plan
+        first = unit % plan.tokens * (CHANNELS // 2)
+        run, first = first // plan.run_words, first % plan.run_words
+        words = self.words_of(x, run, stream)[first : first + CHANNELS // 2]
+        if plan.tokens < UNITS:
+            # From where the unit is: the lane of the same token whose units begin with or before it.
+            owner = (unit // plan.tokens * plan.tokens + lane // QUAD % plan.tokens) * QUAD + lane % QUAD
+            words = [Uint32(cute.arch.shuffle_sync(word, owner)) for word in words]
+        return [ptx.as_u32(value) for value in unpack(words)]
