@@ -64,6 +64,15 @@ SGLANG_HOOKS: dict[str, str] = {
     "make a draft's decode backend": f"{_DRAFTS}._create_dsv4_decode_backend",
     "make a draft's prefill backend": f"{_DRAFTS}._create_dsv4_prefill_backend",
     "render a prompt": "sglang.srt.parser.deepseek_recipe_renderer.DeepSeekRecipe.encode",
+    "normalise a request": "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
+    "normalise sampling parameters": "sglang.srt.sampling.sampling_params.SamplingParams.normalize",
+    "await a control request": "sglang.srt.managers.communicator.FanOutCommunicator.__call__",
+    "make a tokenizer manager": "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__",
+    "decode tokens": (
+        "sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request"
+    ),
+    "update weights": f"{_RUNNER}.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk",
+    "make a grammar": "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend._from_context",
     "check sampling parameters": "sglang.srt.sampling.sampling_params.SamplingParams.verify",
     "check a request": "sglang.srt.managers.scheduler.validate_input_length",
     "make sampling info": f"{_SAMPLING}.adjusted_from_schedule_batch",

@@ -21,6 +21,7 @@ MTP draft          AROUND the two ``DraftBackendFactory._create_dsv4_*``: no reg
 longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admission_pages``            scheduler
 reasoning effort   AROUND ``DeepSeekRecipe.encode``, see ``effort``                                    launcher
 sampling params    BEFORE ``SamplingParams.verify``, see ``request_checks``                            launcher
+other requests     seven hooks and the scheduler's dispatcher, see ``request_guards``                 both
 token ids          AFTER ``scheduler.validate_input_length``, see ``request_checks``                   scheduler
 sampling           seven hooks of the sampler and its batches, see ``sampling``                        scheduler
 penalties          four hooks where tokens are counted, see ``penalties``                              scheduler
@@ -37,6 +38,7 @@ self-check         BEFORE ``ModelRunner.load_model``, AFTER ``Scheduler.__init__
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import pkgutil
 import sys
@@ -80,6 +82,8 @@ def setup() -> None:
     os.environ.setdefault(compat.MODEL_PACKAGE_VARIABLE, compat.OUR_MODELS)
     with compat.remembering_failures("setting default arguments"):
         _install_default_arguments()
+        if multiprocessing.parent_process() is None:
+            _install_route_hooks()
     # The scheduler process is the one that has imported SGLang's scheduler before it loads plugins. Elsewhere the
     # hooks would only cost the import of their targets.
     if "sglang.srt.managers.scheduler" in sys.modules:
@@ -94,10 +98,13 @@ def setup() -> None:
 def _install_default_arguments() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-    from sglang_dsv4 import cuda_graphs, effort, request_checks
+    from sglang_dsv4 import cuda_graphs, effort, request_checks, request_guards
 
     _hook("render a prompt", effort.render, "AROUND")
     _hook("check sampling parameters", request_checks.check_sampling_parameters, "BEFORE")
+    _hook("normalise a request", request_guards.check_generate_request, "BEFORE")
+    _hook("normalise sampling parameters", request_guards.check_text_parameters, "BEFORE")
+    _hook("await a control request", request_guards.raise_failures, "AROUND")
     if _on_our_cpu():
         from sglang_dsv4.cpu import speculation
 
@@ -106,6 +113,14 @@ def _install_default_arguments() -> None:
     register_resolution_hook("handle_gpu_memory_settings")(_resolve_cpu_memory)
     register_resolution_hook("handle_model_specific_adjustments")(_resolve_default_arguments)
     register_resolution_hook("handle_cuda_graph_config")(cuda_graphs.resolve_cuda_graphs)
+
+
+def _install_route_hooks() -> None:
+    """Where clients are answered. Not in the spawned processes, which would only pay for the imports."""
+    from sglang_dsv4 import request_guards
+
+    _hook("make a tokenizer manager", request_guards.answer_value_errors, "AFTER")
+    _hook("decode tokens", request_guards.check_tokens_to_decode, "AROUND")
 
 
 def _check_checkpoint(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
@@ -233,7 +248,7 @@ def _install_scheduler_hooks() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_dsv4 import penalties, request_checks, sampling
+    from sglang_dsv4 import penalties, request_checks, request_guards, sampling
     from sglang_dsv4.prefix import tails
 
     register_attention_backend(NAME)(_create_attention_backend)
@@ -247,6 +262,8 @@ def _install_scheduler_hooks() -> None:
     _hook("make a draft's decode backend", _create_draft_decode_backend, "AROUND")
     _hook("make a draft's prefill backend", _create_draft_extend_backend, "AROUND")
     _hook("check a request", request_checks.refuse_unknown_token_ids, "AFTER")
+    _hook("make a grammar", request_guards.refuse_empty_grammar, "AFTER")
+    _hook("update weights", request_guards.keep_weights, "AROUND")
     _hook("make sampling info", sampling.fill_seeds, "AFTER")
     _hook("make sampling info", sampling.ignore_greedy_temperatures, "AFTER")
     _hook("make sampling info", penalties.count_earlier, "AFTER")
@@ -403,10 +420,11 @@ def _check_before_load(runner: ModelRunner) -> None:
 def _check_scheduler(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     if not compat.is_ours(scheduler.model_config.hf_config.architectures):
         return
-    from sglang_dsv4 import sampling
+    from sglang_dsv4 import request_guards, sampling
 
     compat.require_ready(scheduler.model_config.hf_config.architectures)
     live = compat.require_live(scheduler)
     sampling.start(scheduler)
+    request_guards.start(scheduler)
     parts = ", ".join(f"{part.replace('_', ' ')} {value.__qualname__}" for part, value in vars(live).items())
     logger.info("sglang_dsv4 %s is live on SGLang %s: %s", compat.our_version(), compat.sglang_version(), parts)

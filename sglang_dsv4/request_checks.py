@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_dsv4 import compat, sampling
+from sglang_dsv4 import compat, request_guards, sampling
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -90,6 +90,7 @@ def refuse_unknown_token_ids(error: str | None, req: Req, *args: object, **kwarg
             error = error or f"{what} id {unknown[0]} is not in the vocabulary; valid ids are 0 to {last}."
             if what == "Stop token":
                 req.sampling_params.stop_token_ids = None  # read by the penaliser of min_new_tokens
+    error = error or request_guards.check_input_embeds(req)
     if not len(req.origin_input_ids):  # `"text": ""`; of no input ids SGLang itself says so
         error = error or "The prompt is empty: it has no token."
     if req.sampling_params.sampling_seed is not None:

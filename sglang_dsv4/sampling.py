@@ -61,8 +61,12 @@ def ignore_greedy_temperatures(result: None, info: SamplingBatchInfo, batch: Sch
         info.temperatures = torch.tensor(temperatures).view(-1, 1).to(info.temperatures, non_blocking=True)
 
 
-def note_greedy_tokens(logits: Tensor, sampler: Sampler, _: Tensor, info: SamplingBatchInfo) -> None:
-    """After ``Sampler._preprocess_logits``, whose `logits [batch, vocab]` SGLang overwrites with probabilities."""
+def note_greedy_tokens(logits: Tensor, sampler: Sampler, _: Tensor, sampling_info: SamplingBatchInfo) -> None:
+    """After ``Sampler._preprocess_logits``, whose `logits [batch, vocab]` SGLang overwrites with probabilities.
+
+    Arguments are named as SGLang's: it gives `sampling_info` by name where only log-probabilities are wanted.
+    """
+    info = sampling_info
     mixed = compat.live_parts() is not None and info.is_any_greedy and not info.is_all_greedy
     if mixed and getattr(info, "greedy_tokens", None) is None:  # with watermarks it is called twice
         info.greedy_tokens = logits.argmax(-1)

@@ -56,6 +56,14 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Nothing is compiled: start-up stays short and results stay those of the eager operators."""
         return "eager"
 
+    def get_torch_profiler_activity_str(self) -> str:
+        """What `/start_profile` records beside what it was asked for."""
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        """The same, for torch."""
+        return torch.profiler.ProfilerActivity.CPU
+
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         """Those whose Triton kernels `speculation` has a plain form of; SGLang refuses the others by name."""
         return algorithm in ("EAGLE", "NEXTN", "DSPARK")
