@@ -35,7 +35,6 @@ RANGES = {
     "top_k": Range(INT32_MAX, "SamplingBatchInfo.from_schedule_batch: torch.int32"),
     "min_new_tokens": Range(INT32_MAX, "penaltylib.min_new_tokens: torch.int32"),
     "max_new_tokens": Range(INT32_MAX, "as min_new_tokens, which it bounds"),
-    "n": Range(INT32_MAX, "TokenizerManager: a request is copied n times before any is served"),
 }
 
 

@@ -8,6 +8,10 @@ what                             what SGLang does                              w
 ===============================  ============================================  =========================================
 a control request that fails     the scheduler ends: profiler, recorder of     Scheduler.process_input_requests
                                  experts, weights of another model
+a request for tokens that fails  the scheduler ends                            Scheduler.handle_generate_request
+before it is queued
+`positional_embed_overrides`     the scheduler ends: they are objects of a     Scheduler.process_input_requests
+in JSON                          process that has the model
 weights that do not fit          half of them are loaded, and the rest again    ModelRunner's WeightUpdater
                                  from the same files
 `stop_profile` without a start   500                                           TokenizerControlMixin._execute_profile
@@ -18,6 +22,7 @@ token ids for `/detokenize`      500: the tokenizer has no such number         O
 that are none
 `sampling_params` of another     500: the list is indexed                      GenerateReqInput._normalize_*
 length than the prompts
+`n` of millions                  copies of the prompt until memory is full     GenerateReqInput._handle_parallel_*
 empty `input_embeds`             500: its first row is asked for               GenerateReqInput._determine_batch_size
 `input_embeds` that are ragged,  the scheduler ends: no tensor is made of      ScheduleBatch.prepare_for_extend,
 of another width, or overflow    them, or no product, or no probabilities      ForwardBatch
@@ -52,6 +57,8 @@ FAILED = "sglang_dsv4: failed: "
 """How the `rid` of an answer to a control request begins whose handler raised; the reason follows."""
 INT32_MAX = 2**31 - 1
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+MOST_ANSWERS = 1024
+"""To one prompt: far more than are decoded at once, few enough to be held."""
 MEDIA = {"image_data": "images", "audio_data": "audio", "video_data": "video"}
 LARGEST_EMBEDDING = 1e16
 """In absolute value: the sum of squares of four streams of 7,168 channels is finite in fp32 then."""
@@ -71,7 +78,14 @@ def check_generate_request(request: GenerateReqInput, *args: object, **kwargs: o
             raise ValueError(f"{field} was given: DeepSeek-V4 takes text only, no {name}. Leave it out.")
     if request.input_embeds is not None and not len(request.input_embeds):
         raise ValueError("input_embeds is empty: expected [tokens][hidden size], at least one token.")
+    overrides = request.positional_embed_overrides
+    if overrides is not None and any(type(item).__name__ != "PositionalEmbeds" for item in _flat([overrides]) if item):
+        raise ValueError("positional_embed_overrides cannot be given in JSON. Leave it out.")
     params = request.sampling_params
+    for one in params if isinstance(params, list) else [params or {}]:
+        count = one.get("n")
+        if count is not None and (type(count) is not int or not 1 <= count <= MOST_ANSWERS):
+            raise ValueError(f"n must be a whole number from 1 to {MOST_ANSWERS}, got {count!r}.")
     if isinstance(params, list):
         prompts = next(p for p in (request.text, request.input_ids, request.input_embeds, [""]) if p is not None)
         if isinstance(prompts, str) or not len(prompts) or _is_single(prompts):
@@ -166,21 +180,33 @@ def _flat(ids: object) -> Iterator[object]:
 # ------------------------------------------------------------------------------ the scheduler
 
 
-class ControlRequests:
-    """In the place of a scheduler's dispatcher: a control request whose handler raises is answered with the reason."""
+class GuardedRequests:
+    """In the place of a scheduler's dispatcher: a request whose handler raises is answered with the reason."""
 
-    def __init__(self, dispatcher: Callable[[Any], Any]) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, dispatcher: Callable[[Any], Any], answer: Callable[[Any, Any], None]) -> None:
+        """Guard a dispatcher.
+
+        Args:
+            dispatcher: SGLang's; request -> its answer, or None.
+            answer: sends an answer to whom a request came from.
+        """
+        self._dispatcher, self._answer = dispatcher, answer
 
     def __call__(self, request: Any) -> Any:
         """What SGLang's dispatcher returns, or an answer that says what failed."""
+        if type(request).__name__.startswith("BatchTokenized"):  # its handler does nothing else
+            for one in request:
+                self._send(self(one), one)
+            return None
         try:
             return self._dispatcher(request)
         except Exception as error:
-            if "Tokenized" in type(request).__name__:  # a request for tokens: as SGLang has it
-                raise
             logger.exception("%s failed; the server goes on", type(request).__name__)
             return failure_of(request, error)
+
+    def _send(self, answer: Any, request: Any) -> None:
+        if answer is not None:
+            self._answer(answer, request)
 
     def __getattr__(self, name: str) -> Any:
         """The dispatcher's own: SGLang adds handlers to it."""
@@ -191,15 +217,19 @@ def start(scheduler: Scheduler) -> None:
     """Once, when the scheduler is made."""
     global _hidden_size
     _hidden_size = scheduler.model_config.hidden_size
-    scheduler._request_dispatcher = ControlRequests(scheduler._request_dispatcher)
+    dispatcher = scheduler._request_dispatcher
+    scheduler._request_dispatcher = GuardedRequests(dispatcher, scheduler.send_control_output)
 
 
 def failure_of(request: object, error: Exception) -> object | None:
-    """An answer of the type that a control request gets, with nothing in it but why; None if nobody waits for one."""
+    """An answer of the type that a request gets, with nothing in it but why; None if nobody waits for one."""
     import msgspec
     from sglang.srt.managers import io_struct
 
     name = type(request).__name__
+    if name.startswith("Tokenized"):
+        reason = {"type": "abort", "status_code": 400, "message": f"{type(error).__name__}: {error}"}
+        return io_struct.AbortReq(rid=request.rid, finished_reason=reason)
     answer_type = getattr(io_struct, re.sub(r"(Req)(Input)?$", r"\1Output", name), None)
     if answer_type is None or answer_type is type(request):
         return None
