@@ -1,8 +1,8 @@
 """The batch-invariant products on Hopper and Blackwell: which tile, and launching it. The kernel is in `kernel`.
 
-bf16 operands, whose products are exact in fp32. `linear_fp32` takes them into fp32 (gate, compressors, indexer, logits),
-`grouped_linear` into bf16 (the first half of the output projection). cuBLAS is faster where it may split K and choose
-its instruction by the number of rows, so these serve where batch invariance is required.
+bf16 operands, whose products are exact in fp32. `linear_fp32` takes them into fp32 (gate, compressors, indexer,
+logits), `grouped_linear` into bf16 (the first half of the output projection). cuBLAS is faster where it may split K and
+choose its instruction by the number of rows, so these serve where batch invariance is required.
 """
 
 import functools

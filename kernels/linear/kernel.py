@@ -260,9 +260,7 @@ def side_by_side(
         following = stage + (tile.stages - 1)
         if following >= tile.stages:
             following -= tile.stages
-        load_segments(
-            args, tile, place, i + (tile.stages - 1), chunks, thread, stages + following * tile.stage_bytes
-        )
+        load_segments(args, tile, place, i + (tile.stages - 1), chunks, thread, stages + following * tile.stage_bytes)
         cute.arch.cp_async_commit_group()
         if begin + i < end:  # zeros would make +0 of a sum that is -0
             at = stages + stage * tile.stage_bytes + segment * tile.segment_bytes
@@ -328,7 +326,7 @@ def copy_rows(
     unit: Int32,
     shared: Int32,
 ) -> None:
-    """Starts the copies of one chunk of `rows` rows from `first` on, zeros from row `count` and channel `channels` on."""
+    """Starts the copies of a chunk of `rows` rows from `first` on; zeros from row `count` and channel `channels` on."""
     a_pass = threads // UNITS
     for i in cutlass.range_constexpr(-(-rows // a_pass)):
         local = row + i * a_pass
@@ -343,9 +341,7 @@ def copy_rows(
 
 
 @cute.jit
-def sum_chunk(
-    tile: cutlass.Constexpr[Tile], shared: Int32, first: tuple, lane: Int32, sums: cute.Tensor
-) -> None:
+def sum_chunk(tile: cutlass.Constexpr[Tile], shared: Int32, first: tuple, lane: Int32, sums: cute.Tensor) -> None:
     """Adds the products of a chunk: four instructions to every accumulator, in the order of the channels."""
     row, quad = lane // 4, lane % 4
     weights = shared + (first[0] + row) * ROW_BYTES

@@ -140,9 +140,7 @@ def test_what_is_refused(x: Tensor, weight: Tensor, message: str) -> None:
         gpu.sm90_linear_fp32(x, weight)
 
 
-@pytest.mark.parametrize(
-    ("rows", "groups"), [(256, 1), (1024, 1), (2624, 1), (1024, 8), (129_280, 1)], ids=str
-)
+@pytest.mark.parametrize(("rows", "groups"), [(256, 1), (1024, 1), (2624, 1), (1024, 8), (129_280, 1)], ids=str)
 def test_the_choice_of_a_tile(rows: int, groups: int) -> None:
     """Few rows: many small tiles. A large weight is not read for every 16 tokens again. Many tokens: the large one."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -159,8 +157,9 @@ def test_the_choice_of_a_tile(rows: int, groups: int) -> None:
 
 
 def test_registers(kernel: str) -> None:
-    from dsv4_kernels.linear import gpu
     from host import emulated
+
+    from dsv4_kernels.linear import gpu
 
     functions, most = {}, {}
     for name, number in TILES.items():
