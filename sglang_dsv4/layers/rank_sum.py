@@ -12,6 +12,7 @@ from sglang.srt.distributed import tensor_model_parallel_all_gather, tensor_mode
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
+from dsv4_kernels.invariant import sum_in_order
 from sglang_dsv4 import exact
 
 
@@ -22,12 +23,4 @@ def sum_over_ranks(part: Tensor) -> Tensor:
         return part
     if not exact.is_on():
         return tensor_model_parallel_all_reduce(part)
-    return in_rank_order(tensor_model_parallel_all_gather(part.contiguous(), 0).unflatten(0, (ranks, -1)))
-
-
-def in_rank_order(parts: Tensor) -> Tensor:
-    """`((parts[0] + parts[1]) + parts[2]) + ...` in fp32, rounded once: [ranks, T, d] -> [T, d] in their dtype."""
-    total = parts[0].float()
-    for rank in range(1, parts.shape[0]):
-        total = total + parts[rank]
-    return total.to(parts.dtype)
+    return sum_in_order(tensor_model_parallel_all_gather(part.contiguous(), 0).unflatten(0, (ranks, -1)))
