@@ -18,8 +18,8 @@ import torch
 FILE_VARIABLE = "DSV4_TEST_PLANTED"
 REAL = {  # op -> the implementation of a CPU
     **dict.fromkeys(("linear", "linear_fp32", "grouped_linear"), "tiled"),
-    **dict.fromkeys(("experts_forward", "fused_swiglu", "hc_boundary", "index_query", "rms_norm"), "ref"),
-    **dict.fromkeys(("route_topk_logits", "sparse_attention"), "ref"),
+    **dict.fromkeys(("experts_forward", "fused_swiglu", "hc_boundary", "rms_norm"), "ref"),
+    **dict.fromkeys(("index_topk", "sparse_attention"), "ref"),
 }
 FEW_ROWS = 3
 
@@ -49,8 +49,8 @@ def run(op: str, *arguments: Any, **options: Any) -> Any:
 
 
 def spoilt(x: torch.Tensor, by_chance: bool = False) -> torch.Tensor:
-    """One ulp more, everywhere or in half of the places."""
+    """One ulp more, everywhere or in half of the places; of a list of rows the first is left out."""
     if not x.is_floating_point():
-        return x
+        return torch.cat([torch.full_like(x[:, :1], -1), x[:, 1:]], 1)
     more = torch.nextafter(x, torch.full_like(x, torch.inf))
     return torch.where(torch.rand(x.shape) < 0.5, more, x) if by_chance else more
