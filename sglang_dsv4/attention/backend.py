@@ -28,7 +28,6 @@ from dsv4_kernels.kv_layout import KVRows
 from dsv4_kernels.norm_rope_store import Destination
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.unpack import Pages, choice, unpack_pages
-from sglang_dsv4 import exact
 from sglang_dsv4.attention.implementation import chosen_implementation, required_implementation
 from sglang_dsv4.attention.metadata import ForwardMetadata, block_metadata, extend_metadata, uniform_metadata
 from sglang_dsv4.cache.geometry import entries_per_page
@@ -336,8 +335,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             meta.visible[CSA_RATIO],
             top_k,
             row_pages=meta.unpack.page_table if self._unpacks(CSA_RATIO, top_k, num_heads) else None,
-            # A prefill's kernel has another instruction: whether that has the same bits is for a GPU to say.
-            prefill=not (meta.window_in_ring or exact.is_on()),
+            prefill=not meta.window_in_ring,
         )
 
     def attend(
