@@ -181,14 +181,14 @@ def refuse(problems: list[str]) -> None:
 
 
 def reason_against(req: Req, on_gpu: bool, speculative_algorithm: str | None) -> str | None:
-    """Why a request's bits can't be its own under the flag, for a 400; None if they can.
+    """Why a request's bits can't be its own, for a 400 where the flag is on; None if they can.
 
     Args:
         req: the request.
         on_gpu: where the model is. On a CPU there is nothing to refuse.
         speculative_algorithm: of the server.
     """
-    if not (is_on() and on_gpu):
+    if not on_gpu:
         return None
     params = req.sampling_params
     neutral = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}

@@ -96,7 +96,8 @@ def refuse_unknown_token_ids(error: str | None, req: Req, *args: object, **kwarg
         if sampling.seed_of(req) is not None and (reason := sampling.reason_against_seeds(*sampling_setup())):
             error = error or reason
             req.sampling_params.sampling_seed = None
-    error = error or exact.reason_against(req, *accelerator_setup())
+    if exact.is_on():
+        error = error or exact.reason_against(req, *accelerator_setup())
     if req.logprob.top_logprobs_num > req.vocab_size:
         error = error or f"top_logprobs_num is {req.logprob.top_logprobs_num}; the vocabulary has {req.vocab_size}."
         req.logprob.top_logprobs_num = 0

@@ -211,7 +211,6 @@ def request(**params: float) -> SimpleNamespace:
     return SimpleNamespace(sampling_params=SimpleNamespace(**neutral | {"top_k": 1} | params))
 
 
-@pytest.mark.usefixtures("required")
 @pytest.mark.parametrize(
     ("params", "algorithm", "named"),
     [
@@ -230,8 +229,22 @@ def test_what_a_gpu_cant_keep_gets_a_reason(params: dict[str, float], algorithm:
     reason = exact.reason_against(request(**params), True, algorithm)  # type: ignore[arg-type]
     assert (reason is None) if named is None else (named in str(reason))
     assert exact.reason_against(request(**params), False, algorithm) is None  # type: ignore[arg-type]
-    registry.require_batch_invariance(False)
-    assert exact.reason_against(request(**params), True, algorithm) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_reason_is_given_under_the_flag(on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_dsv4 import request_checks
+
+    monkeypatch.setattr(compat, "live_parts", lambda: object())
+    monkeypatch.setattr(request_checks, "accelerator_setup", lambda: (True, None))
+    req = request(presence_penalty=1.0, sampling_seed=None, stop_token_ids=None)  # type: ignore[arg-type]
+    req.origin_input_ids, req.vocab_size, req.logprob = [5], 10, SimpleNamespace(top_logprobs_num=0)
+    registry.require_batch_invariance(on)
+    try:
+        error = request_checks.refuse_unknown_token_ids(None, req)  # type: ignore[arg-type]
+    finally:
+        registry.require_batch_invariance(False)
+    assert ("presence_penalty" in error) if on else (error is None)
 
 
 # ---- ranks
