@@ -143,17 +143,21 @@ def problems_of_modules(model: nn.Module) -> list[str]:
 
 
 def sglang_operators(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """The operators of :data:`SGLANG_OPERATORS` that a module is, with the name of the implementation."""
+    """The operators of :data:`SGLANG_OPERATORS` that a module is, with the name of the implementation.
+
+    A layer of SGLang's whose quantisation method is of this package computes by the registry, as do layers of our own:
+    what they ask for is checked when they ask.
+    """
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.moe import get_moe_runner_backend
     from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
-    from sglang_dsv4.layers.linear import ReferenceLinearMethod
-
+    method = getattr(module, "quant_method", None)
+    if type(method).__module__.split(".")[0] == compat.OUR_PACKAGE:
+        return
     if isinstance(module, FusedMoE):
-        yield "routed experts", f"MoE runner {get_moe_runner_backend().value!r} ({type(module.quant_method).__name__})"
-    elif isinstance(module, LinearBase) and not isinstance(module.quant_method, ReferenceLinearMethod):
-        method = module.quant_method
+        yield "routed experts", f"MoE runner {get_moe_runner_backend().value!r} ({type(method).__name__})"
+    elif isinstance(module, LinearBase):
         product = getattr(method, "w8a8_block_fp8_linear", None)
         if product is None:
             yield "linear layer", type(method).__name__

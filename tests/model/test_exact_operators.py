@@ -176,6 +176,9 @@ def test_foreign_operators_are_taken_or_named(monkeypatch: pytest.MonkeyPatch) -
     deep_gemm = getattr(fp8_utils, exact.DEEP_GEMM)
     good = model(a=linear(deep_gemm), b=linear(partial(deep_gemm, act_scale_ue8m0=True)), c=nn.Linear(2, 2))
     good.d = linear(method="UnquantizedLinearMethod")
+    good.e, good.f = linear(), experts()
+    for layer in (good.e, good.f):  # of this package: what it computes by is in the registry
+        layer.quant_method = type("Ours", (), {"__module__": "sglang_dsv4.layers.some"})()
     assert not exact.problems_of_modules(good)
     bad = model(
         attn=linear(fp8_utils.triton_w8a8_block_fp8_linear),
