@@ -61,3 +61,11 @@ def tree_sum(x: Tensor, dim: int) -> Tensor:
         paired = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
         x = paired if n % 2 == 0 else torch.cat([paired, x.narrow(dim, n - 1, 1)], dim)
     return x.squeeze(dim)
+
+
+def sum_in_order(parts: Tensor) -> Tensor:
+    """`((parts[0] + parts[1]) + parts[2]) + ...` in fp32, rounded once: [n, ...] -> [...] in their dtype."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts.dtype)

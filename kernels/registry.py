@@ -6,6 +6,9 @@ definition of every op is called "ref"; a kernel is tested against it.
 
 Nothing falls back silently: an implementation that was asked for by name and does not support the device and dtype is
 an error, and the first use of each choice writes one log line.
+
+A process may ask for batch-invariant implementations only (`require_batch_invariance`): then no other one is chosen,
+by priority or by name, and an op that has none is an error that names it.
 """
 
 from __future__ import annotations
@@ -69,10 +72,29 @@ class Implementation:
     batch_invariant: bool
     """Whether a row of the result has the same bits in every batch, on every device that it supports: they depend on
     the row's own inputs, not on how many other rows a call has, nor on which."""
+    batch_invariant_on_cpu: bool = False
+    """Whether that holds on a CPU at least, where every implementation is given."""
+
+    def is_batch_invariant(self, device: torch.device) -> bool:
+        """Whether a row has the same bits in every batch on this device."""
+        return self.batch_invariant or (self.batch_invariant_on_cpu and device.type == "cpu")
 
 
 _table: dict[str, dict[str, Implementation]] = {}
 _resolved: dict[tuple[str, str, torch.dtype, str | None], Callable[..., Any]] = {}
+_requires_batch_invariance = False
+
+
+def require_batch_invariance(required: bool = True) -> None:
+    """From now on only batch-invariant implementations are chosen in this process; False takes that back."""
+    global _requires_batch_invariance
+    _requires_batch_invariance = required
+    _resolved.clear()
+
+
+def requires_batch_invariance() -> bool:
+    """Whether only batch-invariant implementations are chosen: an op with several ways of its own asks."""
+    return _requires_batch_invariance
 
 
 def register(
@@ -83,6 +105,7 @@ def register(
     priority: int,
     graph_safe: bool = False,
     batch_invariant: bool = False,
+    batch_invariant_on_cpu: bool = False,
 ) -> None:
     """Adds an implementation of `op` to the table; the arguments are the fields of `Implementation`.
 
@@ -95,7 +118,9 @@ def register(
     implementations = _table.setdefault(op, {})
     if name in implementations:
         raise ValueError(f"op {op!r} already has an implementation called {name!r} ({implementations[name].loader})")
-    implementations[name] = Implementation(op, name, loader, supports, priority, graph_safe, batch_invariant)
+    implementations[name] = Implementation(
+        op, name, loader, supports, priority, graph_safe, batch_invariant, batch_invariant_on_cpu
+    )
     _resolved.clear()
 
 
@@ -123,7 +148,8 @@ def select(op: str, device: torch.device, dtype: torch.dtype, impl: str | None =
 
     Raises:
         KeyError: no such op or implementation; the message lists those that exist.
-        NotImplementedError: the named implementation, or all of them, do not support this device and dtype.
+        NotImplementedError: the named implementation, or all of them, do not support this device and dtype, or are
+            not batch-invariant where that is required.
     """
     key = (op, device.type, dtype, impl)
     function = _resolved.get(key)
@@ -142,10 +168,16 @@ def chosen(op: str, device: torch.device, dtype: torch.dtype, impl: str | None =
     Raises: as `select`.
     """
     candidates = available(op) if impl is None else (_implementation(op, impl).name,)
-    for candidate in candidates:
-        implementation = _table[op][candidate]
-        if implementation.supports(device, dtype):
+    supported = [_table[op][name] for name in candidates if _table[op][name].supports(device, dtype)]
+    for implementation in supported:
+        if not _requires_batch_invariance or implementation.is_batch_invariant(device):
             return implementation
+    if supported:
+        names = ", ".join(repr(implementation.name) for implementation in supported)
+        raise NotImplementedError(
+            f"op {op!r} has no batch-invariant implementation for device {device.type!r} with dtype {dtype}, and this "
+            f"process asks for no other: a row's bits depend on the batch in {names}"
+        )
     subject = f"implementation {impl!r} of op {op!r} does not support" if impl else f"no op {op!r} for"
     raise NotImplementedError(
         f"{subject} device {device.type!r} with dtype {dtype}; implementations of {op!r}: {', '.join(available(op))}"
@@ -203,6 +235,7 @@ for _folder, _functions in _REFERENCES.items():
             0,
             graph_safe=_function not in _WAITING_REFERENCES,
             batch_invariant=_function not in _SHAPE_DEPENDENT_REFERENCES,
+            batch_invariant_on_cpu=_folder != "linear",
         )
 for _function in _REFERENCES["linear"]:
     register(_function, "tiled", f"dsv4_kernels.linear.tiled:{_function}", cpu_only, 10, batch_invariant=True)
@@ -228,7 +261,14 @@ _BF16_KERNELS = {
 # Of fp32 logits, whatever dtype the model computes in.
 _ROUTER_KERNELS = {"route_hash_logits": "router.gpu:{}_hash", "route_topk_logits": "router.gpu:{}_topk"}
 
+# Slower than cuBLAS where it splits and tiles by the number of rows: chosen where batch invariance is required.
+_INVARIANT_KERNELS = {function: f"linear.gpu:{{}}_{function}" for function in ("linear_fp32", "grouped_linear")}
+
 for _name, _generation in (("sm90", 9), ("sm100", 10)):
+    for _function, _attribute in _INVARIANT_KERNELS.items():
+        _loader = f"dsv4_kernels.{_attribute.format(_name)}"
+        _supports = gpu_of_generation(_generation)
+        register(_function, _name, _loader, _supports, 5, graph_safe=True, batch_invariant=True)
     for _kernels, _dtypes in ((_BF16_KERNELS, (torch.bfloat16,)), (_ROUTER_KERNELS, MODEL_DTYPES)):
         for _function, _attribute in _kernels.items():
             _loader = f"dsv4_kernels.{_attribute.format(_name)}"

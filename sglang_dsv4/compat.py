@@ -45,6 +45,7 @@ SGLANG_NAMES: dict[str, str] = {
     "UnifiedTreeCore": "sglang.srt.mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore",
     "create_unified_radix_cache": "sglang.srt.mem_cache.registry:create_unified_radix_cache",
     "model_config_of": "sglang.srt.arg_groups.model_override_base:model_config_of",
+    "deep_gemm_serves": "sglang.srt.layers.quantization.fp8_utils:_deepgemm_block_fp8_supported",
     "declare_resolution": "sglang.srt.arg_groups.overrides:declare_resolution",
     "resolving_view": "sglang.srt.arg_groups.model_override_base:resolving_view",
 }
@@ -95,6 +96,7 @@ SGLANG_HOOKS: dict[str, str] = {
     "resolve DSpark": "sglang.srt.arg_groups.speculative_hook._handle_dspark",
     "keep for a stream": "torch.Tensor.record_stream",
     "take the last token": "sglang.kernels.ops.speculative.eagle.fill_bonus_tokens_func",
+    "replace PyTorch's products": f"{_RUNNER}.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
     "load the model": f"{_RUNNER}.model_runner.ModelRunner.load_model",
     "start the scheduler": "sglang.srt.managers.scheduler.Scheduler.__init__",
 }

@@ -67,6 +67,12 @@ def kernels(config: Config, geometry: PoolGeometry, device: torch.device) -> lis
     return found
 
 
+def _products(fp32: bool, config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
+    from dsv4_kernels.linear import gpu
+
+    return [partial(gpu.compile, gpu.Configuration(tile, fp32), arch) for tile in gpu.TILES]
+
+
 def _compress_store(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
     from dsv4_kernels.compressor import gpu
 
@@ -151,9 +157,11 @@ _KERNELS: dict[str, Callable[[Config, PoolGeometry, str], list[Compile]]] = {
     "compress_store": _compress_store,
     "fp8_quantise": _quant,
     "fused_swiglu": partial(_swiglu, False),
+    "grouped_linear": partial(_products, False),
     "hc_boundary": _hyper_connection,
     "index_query": _index_query,
     "index_topk": _index_topk,
+    "linear_fp32": partial(_products, True),
     "norm_rope_store": _norm_rope_store,
     "rms_norm": _rms_norm,
     "route_hash_logits": _route_hash,

@@ -11,6 +11,7 @@ model              ``SGLANG_EXTERNAL_MODEL_PACKAGE`` (inherited by the spawned p
 checkpoint files   resolution hook ``handle_model_source_paths``, see ``checkpoint_files``             launcher
 CPU memory         resolution hook ``handle_gpu_memory_settings``                                      launcher
 default arguments  resolution hook ``handle_model_specific_adjustments``                               launcher
+determinism        SGLang's two lists of backends, AROUND ``maybe_enable_batch_invariant_mode``: ``exact``   both
 CUDA graphs        resolution hook ``handle_cuda_graph_config``, see ``cuda_graphs``                   launcher
 attention backend  ``register_attention_backend("dsv4")``, replaces the in-tree factory                scheduler
 prefix cache       ``register_radix_cache_backend("dsv4")``, chosen by a default argument              scheduler
@@ -98,8 +99,9 @@ def setup() -> None:
 def _install_default_arguments() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-    from sglang_dsv4 import cuda_graphs, effort, request_checks, request_guards
+    from sglang_dsv4 import cuda_graphs, effort, exact, request_checks, request_guards
 
+    exact.lift_refusal(NAME)
     _hook("render a prompt", effort.render, "AROUND")
     _hook("check sampling parameters", request_checks.check_sampling_parameters, "BEFORE")
     _hook("normalise a request", request_guards.check_generate_request, "BEFORE")
@@ -273,8 +275,9 @@ def _install_scheduler_hooks() -> None:
     _hook("merge sampling info", sampling.align_seeds, "BEFORE")
     _hook("prepare logits", sampling.note_greedy_tokens, "AFTER")
     _hook("sample from probabilities", sampling.take_greedy_tokens, "AFTER")
-    _hook("sample", sampling.apply_min_p_first, "AROUND")
+    _hook("sample", sampling.sample_with_seeds, "AROUND")
     _hook("draw", sampling.draw, "AROUND")
+    _hook("replace PyTorch's products", _keep_cpu_products, "AROUND")
     _hook("pad the config for a CPU", _keep_config, "AROUND")
     _hook("choose a quantisation", _skip_gpu_quantisation, "AROUND")
     _install_cpu_speculation()
@@ -410,11 +413,20 @@ def _allow_our_kv_pool(original: Callable[..., None], platform: Any, *, subsyste
         original(platform, subsystem=subsystem)
 
 
+def _keep_cpu_products(original: Callable[[ModelRunner], None], runner: ModelRunner) -> None:
+    """On a CPU ours are batch-invariant, and SGLang would put Triton kernels in the place of PyTorch's."""
+    if not (runner.device == "cpu" and compat.is_ours(runner.model_config.hf_config.architectures)):
+        original(runner)
+
+
 def _check_before_load(runner: ModelRunner) -> None:
     architectures = runner.model_config.hf_config.architectures
     compat.require_ready(architectures)
     if compat.is_ours(architectures):
+        from sglang_dsv4 import exact
+
         compat.require_our_model_classes()
+        exact.start(runner)
 
 
 def _check_scheduler(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_dsv4 import compat, request_guards, sampling
+from sglang_dsv4 import compat, exact, request_guards, sampling
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -96,6 +96,8 @@ def refuse_unknown_token_ids(error: str | None, req: Req, *args: object, **kwarg
         if sampling.seed_of(req) is not None and (reason := sampling.reason_against_seeds(*sampling_setup())):
             error = error or reason
             req.sampling_params.sampling_seed = None
+    if exact.is_on():
+        error = error or exact.reason_against(req, *accelerator_setup())
     if req.logprob.top_logprobs_num > req.vocab_size:
         error = error or f"top_logprobs_num is {req.logprob.top_logprobs_num}; the vocabulary has {req.vocab_size}."
         req.logprob.top_logprobs_num = 0
@@ -110,3 +112,10 @@ def sampling_setup() -> tuple[str, str | None]:
     if get_device().device == "cpu" and algorithm != "DSPARK":  # see `cpu.speculation`
         algorithm = None
     return get_exec().kernel.sampling_backend, algorithm
+
+
+def accelerator_setup() -> tuple[bool, str | None]:
+    """Whether the model is on a GPU, and the server's speculative algorithm."""
+    from sglang.srt.runtime_context import get_device, get_server_args
+
+    return get_device().device != "cpu", get_server_args().speculative_algorithm

@@ -8,14 +8,16 @@ greedy, and else the likeliest of ``softmax(logits / temperature)`` and its loga
 * ``top_k = 1`` with a temperature is greedy, and its temperature is 1: SGLang divides by it only beside others.
 
 Seeds, ``sampling_seed`` (``seed`` in the chat API): SGLang 0.5.23 reads them only under
-``--enable-deterministic-inference``, which refuses our attention backend, and otherwise drops them without a word. Its
+``--enable-deterministic-inference``, where a request without one has 42, and otherwise drops them without a word. Its
 sampler does take seeds, one a row: so as soon as one request of a batch has one, every row gets one, random where none
-was asked for. What keeps a seeded row independent of the others:
+was asked for (42 under that flag). What keeps a seeded row independent of the others:
 
 * the draw is keyed by (seed, position) of the row alone;
 * SGLang draws over the sorted vocabulary if some row limits top_k or top_p and over the unsorted one if none does, and
-  the draw depends on which: a batch with seeds is always sorted;
-* min_p of any row is applied before SGLang's function, which refuses it beside seeds.
+  the draw depends on which: a batch with seeds is always sorted, and equal probabilities by token id;
+* where top_p cuts is decided by sums, whose last bit on a GPU depends on the number of rows if they are summed in fp32:
+  here they are whole numbers, which add up alike in any order;
+* min_p of any row is applied too, which SGLang refuses beside seeds.
 
 Penalties are a subject of their own: :mod:`sglang_dsv4.penalties`.
 
@@ -111,7 +113,11 @@ def reason_against_seeds(sampling_backend: str, speculative_algorithm: str | Non
 def fill_seeds(result: None, info: SamplingBatchInfo, batch: ScheduleBatch, vocab_size: int) -> None:
     """Gives each request of a new batch a seed if one of them asks for one."""
     seeds = [seed_of(req) for req in batch.reqs]
-    if compat.live_parts() is not None and any(seed is not None for seed in seeds):
+    if compat.live_parts() is None:
+        return
+    if info.sampling_seed is not None:  # deterministic inference: SGLang has filled them in
+        info.need_top_k_sampling = True
+    elif any(seed is not None for seed in seeds):
         _set_seeds(info, seeds)
 
 
@@ -128,7 +134,11 @@ def _set_seeds(info: SamplingBatchInfo, seeds: list[int | None]) -> None:
     info.need_top_k_sampling = True  # always over the sorted vocabulary; "all" stays the limit of who set none
 
 
-def apply_min_p_first(
+WHOLE = 2**40
+"""Of a probability of 1, as a whole number. A vocabulary's roundings are off by 2**-23 of it together, at most."""
+
+
+def sample_with_seeds(
     original: Callable[..., Any],
     probs: Tensor,
     top_ks: Tensor,
@@ -137,17 +147,46 @@ def apply_min_p_first(
     need_min_p_sampling: bool,
     sampling_seed: Tensor | None,
     positions: Tensor,
+    *,
+    return_filtered_probs: bool = False,
     **options: Any,
 ) -> Any:
-    """Around SGLang's ``top_k_top_p_min_p_sampling_from_probs_torch`` [batch, vocab], for a batch with seeds.
+    """In place of SGLang's ``top_k_top_p_min_p_sampling_from_probs_torch`` [batch, vocab], for a batch with seeds.
 
-    The order makes no difference: min_p compares with the likeliest token, which no limit removes, and what it removes
-    is the tail, which the cumulative sums of top_p do not reach before everything that stays.
+    What is left of a row is decided by the row alone: its top_k first tokens of those sorted by probability and then
+    by id, of these the ones before which at most top_p lies, and of these the ones with min_p of the likeliest.
     """
-    if need_min_p_sampling and sampling_seed is not None:
-        probs = probs.masked_fill(probs < probs.amax(1, keepdim=True) * min_ps.view(-1, 1), 0.0)
-        need_min_p_sampling = False
-    return original(probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **options)
+    if sampling_seed is None:
+        return original(
+            probs,
+            top_ks,
+            top_ps,
+            min_ps,
+            need_min_p_sampling,
+            sampling_seed,
+            positions,
+            return_filtered_probs=return_filtered_probs,
+            **options,
+        )
+    left, ids = probs.sort(dim=-1, descending=True, stable=True)
+    whole = (left.double() * WHOLE).round_().long()
+    before = whole.cumsum(-1) - whole
+    kept = torch.arange(left.shape[1], device=left.device) < top_ks.view(-1, 1)
+    kept &= (before <= (top_ps.double() * WHOLE).view(-1, 1)) | (top_ps >= 1.0).view(-1, 1)
+    if need_min_p_sampling:
+        kept &= left >= left[:, :1] * min_ps.view(-1, 1)
+    left = left.masked_fill_(~kept, 0.0)
+    chosen = draw_by_seed(left.double().log_(), sampling_seed, positions)
+    ids = ids.to(torch.int32)
+    tokens = ids.gather(1, chosen).view(-1)
+    return (tokens, left, ids, left.gather(1, chosen).view(-1)) if return_filtered_probs else tokens
+
+
+def draw_by_seed(logprobs: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
+    """SGLang's ``multinomial_with_seed``, which :func:`draw` is around."""
+    from sglang.srt.layers import sampler
+
+    return sampler.multinomial_with_seed(logprobs, seed, positions)
 
 
 def draw(original: Callable[..., Tensor], logprobs: Tensor, seed: Tensor, positions: Tensor) -> Tensor:

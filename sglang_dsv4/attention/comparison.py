@@ -59,7 +59,7 @@ def install(backend: Dsv4AttentionBackend, model: nn.Module, file: Path) -> Call
         line = {
             "layer": module.layer_id,
             "kind": LayerKind(backend.token_to_kv_pool.geometry.layer_ratio(module.layer_id)).name,
-            "mode": "prefill" if backend.metadata.split_keys is None else "decode",
+            "mode": "decode" if backend.metadata.window_in_ring else "prefill",
             "attended": relative_distances(out, reference),
             "sublayer": relative_distances(output, module.project(reference, positions)),
         }

@@ -79,13 +79,19 @@ def compile_ahead(geometry: PoolGeometry, heads: int, device: torch.device) -> N
                 geometry.row_dim,
             )
         return
-    todo = [(ratio, split) for ratio in sorted(set(geometry.ratios)) for split in (DECODE_SPLIT_KEYS, None)]
+    splits = (DECODE_SPLIT_KEYS,) if registry.requires_batch_invariance() else (DECODE_SPLIT_KEYS, None)
+    prefill_split = splits[-1]
+    todo = [(ratio, split) for ratio in sorted(set(geometry.ratios)) for split in splits]
     begin, known = time.perf_counter(), len(compile_cache.origins())
     for done, (ratio, split_keys) in enumerate(todo, 1):
         what = f"{LayerKind(ratio).name}, {'prefill' if split_keys is None else 'decode'}"
         for entries, tokens in itertools.product(COMPILED_ENTRIES[ratio], COMPILED_TOKENS):
             _call_once(geometry, heads, device, ratio, split_keys, entries, tokens, False)
-            if split_keys is None and choice.helps(chosen.name) and may_unpack(geometry, heads, entries, tokens):
+            if (
+                split_keys == prefill_split
+                and choice.helps(chosen.name)
+                and may_unpack(geometry, heads, entries, tokens)
+            ):
                 _call_once(geometry, heads, device, ratio, split_keys, entries, tokens, True)
         logger.info(
             "attention kernel %s: %d of %d ready (%s), %.1f s", chosen.name, done, len(todo), what, _since(begin)

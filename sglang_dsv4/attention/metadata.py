@@ -31,6 +31,7 @@ from dsv4_kernels.compressor import Groups
 from dsv4_kernels.kv_layout import RowFormat, entry_rows
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
 from dsv4_kernels.step_mapping import GroupLayout, StepLayout, step_mapping
+from sglang_dsv4 import exact
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups, ring_row
 from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
 from sglang_dsv4.to_device import to_device
@@ -89,9 +90,10 @@ class ForwardMetadata:
     def split_keys(self) -> int | None:
         """How attention divides a token's keys: few tokens are computed in parts side by side, a chunk's many are not.
 
-        By the kind of forward and nothing else: a token's bits must not depend on its batch.
+        By the kind of forward and nothing else: a token's bits must not depend on its batch. Where they must not depend
+        on the kind either (`exact`), a chunk's tokens are divided as well; up to 128K of context that is no division.
         """
-        return DECODE_SPLIT_KEYS if self.window_in_ring else None
+        return DECODE_SPLIT_KEYS if self.window_in_ring or exact.is_on() else None
 
 
 def page_table_of(req_to_token: Tensor, req_slots: Tensor, num_pages: int) -> Tensor:

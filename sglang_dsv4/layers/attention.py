@@ -21,6 +21,7 @@ from sglang_dsv4.layers.compressor import Compressor
 from sglang_dsv4.layers.indexer import Indexer
 from sglang_dsv4.layers.linear import Fp8Input, StackedProjection, load_row_shard, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
+from sglang_dsv4.layers.rank_sum import sum_over_ranks
 from sglang_dsv4.layers.rope import Rotation
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class Attention(nn.Module):
             config.o_groups * config.o_lora_rank,
             config.hidden_size,
             bias=False,
+            reduce_results=False,  # `project` does
             quant_config=quant_config,
             prefix=f"{prefix}.wo_b",
         )
@@ -153,4 +155,4 @@ class Attention(nn.Module):
         # K and V are one row, so V carries the rotation of its own position: undo it relative to the query's.
         o = self.rope.undo(o, positions)
         o = grouped_linear(o.flatten(1).unflatten(-1, (self.num_local_groups, -1)), self.wo_a).flatten(1)
-        return self.wo_b(Fp8Input.of(o) if self.quantises else o)[0]
+        return sum_over_ranks(self.wo_b(Fp8Input.of(o) if self.quantises else o)[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.distributed import tensor_model_parallel_all_reduce
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.moe import get_moe_a2a_backend, get_moe_runner_backend
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
@@ -19,6 +18,7 @@ from dsv4_kernels.moe import experts_forward, fused_swiglu, swiglu_fp8
 from dsv4_kernels.router import route_hash_logits, route_topk_logits
 from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.layers.linear import Fp8Input, builds_on_cpu, fp32_product_dtype, quantises_once
+from sglang_dsv4.layers.rank_sum import sum_over_ranks
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -226,6 +226,6 @@ class MoE(nn.Module):
         weights, experts = self.gate(x, input_ids)
         routed, shared = self.experts(x, weights, experts), self.shared_experts(x)
         if self.tp_size > 1:
-            return tensor_model_parallel_all_reduce(routed.float() + shared.float()).to(x.dtype)
+            return sum_over_ranks(routed.float() + shared.float()).to(x.dtype)
         # Of two bf16 rows this is their fp32 sum, rounded once.
         return torch.add(routed, shared).to(x.dtype)

@@ -14,6 +14,7 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
+from sglang_dsv4 import exact
 from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.attention import Attention
@@ -154,6 +155,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.lm_head = build_lm_head(self.dsv4_config, f"{prefix}.lm_head".lstrip("."))
         self.logits_processor = Fp32LogitsProcessor(config)
         self.start_layer, self.end_layer = 0, self.dsv4_config.num_hidden_layers
+        exact.check_model(self)
 
     @torch.no_grad()
     def forward(

@@ -10,6 +10,7 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
+from sglang_dsv4 import exact
 from sglang_dsv4.config import Config
 from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.hyper_connection import HyperConnectionHead, Pending
@@ -89,6 +90,7 @@ class DeepseekV4ForCausalLMNextN(DeepseekV4ForCausalLM):
         self.model = DeepseekV4ModelNextN(self.dsv4_config, quant_config, f"{prefix}.model".lstrip("."))
         self.lm_head = build_lm_head(self.dsv4_config, f"{prefix}.lm_head".lstrip("."))
         self.logits_processor = Fp32LogitsProcessor(config)
+        exact.check_model(self)
 
     @torch.no_grad()
     def forward(

@@ -26,8 +26,8 @@ GEOMETRY = PoolGeometry(
     index_format=RowFormat.INDEX_FP4,
     dtype=torch.bfloat16,
 )
-BESIDE_THE_TABLE = {"grouped_linear", "linear_fp32", "hc_enter", "hc_finish", "sparse_attention"}
-"""Ops of a step that are cuBLAS's, the same kernels as another's, or compiled by `attention.implementation`."""
+BESIDE_THE_TABLE = {"hc_enter", "hc_finish", "sparse_attention"}
+"""Ops of a step that are the same kernels as another's, or compiled by `attention.implementation`."""
 
 
 def config() -> Config:
@@ -54,6 +54,7 @@ def modules() -> list[object]:
     from dsv4_kernels.compressor import gpu as compressor
     from dsv4_kernels.hyper_connection import gpu as hyper_connection
     from dsv4_kernels.indexer import prefill_scores, query, scores, topk
+    from dsv4_kernels.linear import gpu as linear
     from dsv4_kernels.moe import gpu as moe
     from dsv4_kernels.norm import gpu as norm
     from dsv4_kernels.norm_rope_store import gpu as norm_rope_store
@@ -64,7 +65,7 @@ def modules() -> list[object]:
 
     step_mapping.compile.cache_clear()
     first = [compressor, hyper_connection, prefill_scores, query, scores, topk]
-    return [*first, moe, norm, norm_rope_store, quant, rope, router, step_mapping]
+    return [*first, linear, moe, norm, norm_rope_store, quant, rope, router, step_mapping]
 
 
 def test_every_op_of_a_step_is_in_the_table() -> None:
@@ -92,6 +93,23 @@ def test_what_forwards_of_any_size_run_is_compiled(hopper: dict[tuple, bool]) ->
     kinds = {"compress_store_entries": 2, "compress_store_keep": 2, "index_scores": 1, "index_prefill_scores": 1}
     for name, count in kinds.items():
         assert sum(one == name for one, _ in found) == count, name
+
+
+def test_products_are_compiled_where_they_are_ours(hopper: dict[tuple, bool]) -> None:
+    """cuBLAS's are the default; where batch invariance is required ours are, in every tile."""
+    from dsv4_kernels.linear import gpu
+
+    def products() -> set[str]:
+        for _, compile in compile_ahead.kernels(config(), GEOMETRY, CUDA):
+            compile()
+        return {text for name, text, _ in hopper if name == "linear"}
+
+    assert not products()
+    registry.require_batch_invariance()
+    try:
+        assert products() == {repr(gpu.Configuration(tile, fp32)) for tile in gpu.TILES for fp32 in (True, False)}
+    finally:
+        registry.require_batch_invariance(False)
 
 
 def test_progress_is_said(

@@ -214,21 +214,58 @@ def test_seeded_draws_follow_the_distribution() -> None:
         assert ((counts - draws * probs).abs() <= 5 * (draws * probs * (1 - probs)).sqrt()).all()
 
 
-def test_min_p_before_the_other_limits_is_min_p_after_them() -> None:
-    """Compared with SGLang's own order, on the distribution that is left."""
+@pytest.fixture
+def first_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of a draw, which needs SGLang's Triton kernel outside a server: the likeliest that is left."""
+    monkeypatch.setattr(sampling, "draw_by_seed", lambda logprobs, seed, positions: logprobs.argmax(1, keepdim=True))
+
+
+def left_of(probs: torch.Tensor, *limits: Any) -> torch.Tensor:
+    """What `sample_with_seeds` leaves of a distribution [B, V]."""
+    seeds = torch.arange(len(probs))
+    results = sampling.sample_with_seeds(None, probs.clone(), *limits, seeds, seeds, return_filtered_probs=True)
+    _, left, ids, weight = results
+    assert torch.equal(weight, left[:, 0])
+    return torch.zeros_like(probs).scatter_(1, ids.long(), left)
+
+
+@pytest.mark.usefixtures("first_column")
+def test_the_limits_leave_what_they_leave_without_seeds() -> None:
+    """Compared with SGLang's function, which takes min_p last, and not beside seeds."""
     from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch as limited
 
     g = torch.Generator().manual_seed(0)
     probs = torch.softmax(3 * torch.randn(64, 40, generator=g), 1)
     top_ks = torch.randint(1, 40, (64,), generator=g)
     top_ps, min_ps = torch.rand(2, 64, generator=g) * torch.tensor([[1.0], [0.2]])
-    arguments = (top_ks, top_ps, min_ps, True)
-    _, expected, order, _ = limited(probs.clone(), *arguments, None, None, return_filtered_probs=True)
+    top_ps[::7] = 1.0
+    limits = (top_ks, top_ps, min_ps, True)
+    _, expected, order, _ = limited(probs.clone(), *limits, None, None, return_filtered_probs=True)
+    assert torch.equal(left_of(probs, *limits), torch.zeros_like(probs).scatter_(1, order.long(), expected))
 
-    def without_seeds(probs: torch.Tensor, *rest: Any) -> torch.Tensor:
-        assert rest[3] is False
-        _, left, indices, _ = limited(probs, *rest[:4], None, None, return_filtered_probs=True)
-        return torch.zeros_like(probs).scatter_(1, indices.long(), left)
 
-    got = sampling.apply_min_p_first(without_seeds, probs.clone(), *arguments, torch.arange(64), torch.arange(64))
-    assert torch.equal(got, torch.zeros_like(probs).scatter_(1, order.long(), expected))
+@pytest.mark.usefixtures("first_column")
+def test_equal_probabilities_are_taken_by_id_and_sums_are_exact() -> None:
+    """An eighth each: top_k takes the first ids; top_p those up to the sum, which is whole whatever its order."""
+    probs = torch.full((3, 8), 0.125)
+    everything = torch.full((3,), 8)
+    some = left_of(probs, torch.tensor([3, 8, 1]), torch.ones(3), torch.zeros(3), False)
+    assert [row.nonzero().flatten().tolist() for row in some] == [[0, 1, 2], list(range(8)), [0]]
+    some = left_of(probs, everything, torch.tensor([0.25, 0.2499, 0.0]), torch.zeros(3), False)
+    assert [row.nonzero().flatten().tolist() for row in some] == [[0, 1, 2], [0, 1], [0]]
+
+
+@pytest.mark.usefixtures("first_column")
+def test_where_top_p_cuts_does_not_depend_on_the_order_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's cumulative sum may add in another order in another batch: here it adds from the other end."""
+    probs = torch.softmax(torch.randn(200, 1000, generator=torch.Generator().manual_seed(1)), 1)
+    limits = (torch.full((200,), 1000), torch.linspace(0.5, 0.99, 200), torch.zeros(200), False)
+    expected = left_of(probs, *limits)
+    plain = torch.Tensor.cumsum
+
+    def from_the_end(x: torch.Tensor, dim: int) -> torch.Tensor:
+        return x.sum(dim, keepdim=True) - plain(x.flip(dim), dim).flip(dim) + x
+
+    assert not torch.equal(from_the_end(probs, -1), plain(probs, -1))
+    monkeypatch.setattr(torch.Tensor, "cumsum", from_the_end)
+    assert torch.equal(left_of(probs, *limits), expected)

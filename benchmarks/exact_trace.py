@@ -1,0 +1,329 @@
+"""Whether a running server answers a request alike, to the last bit, whatever it does beside it: asked over HTTP.
+
+What is compared is every output token with its log-probability and those of the five likeliest tokens (JSON keeps all
+bits of an fp32). The reference is the request alone, from an empty cache.
+
+    cold          alone and cold, again
+    hit           after itself; its tail checkpoint from the device, and from the host, where others have pushed it
+    split         after two others that left its prefix in the middle
+    evicted       after as many other tokens as the pool holds
+    continued     its own first output tokens as part of the prompt, cold and after itself: what a prefill computes is
+                  what decode computed
+    batch         beside other lengths, so many at once, in chunks that the batch decides
+    trace         random requests over a tree of prefixes, greedy and sampled by seed, so many at a time, some left by
+                  their clients in mid-stream, the cache flushed now and then
+
+`exact_gpu.py` starts the servers; a test asks a CPU's, and one with faults planted in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+TOP = 5
+TIMEOUT_S = 900
+SHOWN = 20
+"""Mismatches that a report describes."""
+PAGE = 256
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client asks."""
+
+    prompt: tuple[int, ...]
+    new_tokens: int
+    seed: int | None = None
+    """None: greedy."""
+    limits: tuple[tuple[str, float], ...] = ()
+    """temperature, top_p, top_k of a sampled one."""
+
+    def body(self) -> dict[str, Any]:
+        """Of a POST to /generate."""
+        sampling: dict[str, Any] = {"max_new_tokens": self.new_tokens, "ignore_eos": True, "temperature": 0.0}
+        if self.seed is not None:
+            sampling |= {**dict(self.limits), "sampling_seed": self.seed}
+        return {
+            "input_ids": list(self.prompt),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "top_logprobs_num": TOP,
+        }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back: all that must be alike, and how far the prompt was cached."""
+
+    tokens: tuple[tuple[int, float, tuple[tuple[float, int], ...]], ...]  # id, log-probability, the likeliest
+    hit_tokens: int = 0
+    tier: str | None = None
+
+    @classmethod
+    def of(cls, result: dict[str, Any]) -> Answer:
+        """From a /generate result."""
+        meta = result["meta_info"]
+        tops = meta["output_top_logprobs"]
+        tokens = tuple(
+            (token, logprob, tuple((value, other) for value, other, *_ in top))
+            for (logprob, token, *_), top in zip(meta["output_token_logprobs"], tops, strict=True)
+        )
+        report = (meta.get("prefix_cache") or [{}])[0]
+        return cls(tokens, int(meta.get("cached_tokens") or 0), report.get("tail_from"))
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The output tokens."""
+        return tuple(token for token, _, _ in self.tokens)
+
+
+@dataclass
+class Findings:
+    """What was compared, and what was not alike."""
+
+    compared: Counter[str] = field(default_factory=Counter)
+    mismatches: Counter[str] = field(default_factory=Counter)
+    first: list[dict[str, Any]] = field(default_factory=list)
+    seen: Counter[str] = field(default_factory=Counter)
+    """How often what should happen did: hits by tier, requests left, flushes."""
+
+    def compare(self, kind: str, request: Request, expected: Answer, got: Answer) -> None:
+        """Count a comparison; keep the first mismatches."""
+        self.compared[kind] += 1
+        if got.hit_tokens:
+            self.seen[f"hit {got.tier or 'unknown'}"] += 1
+        if expected.tokens == got.tokens:
+            return
+        self.mismatches[kind] += 1
+        if len(self.first) < SHOWN:
+            pairs = zip(expected.tokens, got.tokens, strict=False)
+            place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected.tokens), len(got.tokens)))
+            shown = {name: a.tokens[place : place + 1] for name, a in (("expected", expected), ("got", got))}
+            of = {"kind": kind, "prompt_tokens": len(request.prompt), "seed": request.seed, "hit": got.hit_tokens}
+            self.first.append({**of, "output_token": place, **shown})
+
+    def add(self, other: Findings) -> None:
+        """Count another server's in."""
+        for name in ("compared", "mismatches", "seen"):
+            getattr(self, name).update(getattr(other, name))
+        self.first = (self.first + other.first)[:SHOWN]
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file."""
+        return {
+            "compared": self.compared.total(),
+            "mismatches": self.mismatches.total(),
+            "by_kind": {kind: [count, self.mismatches[kind]] for kind, count in sorted(self.compared.items())},
+            "first_mismatches": self.first,
+            "seen": dict(sorted(self.seen.items())),
+        }
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is asked of a server."""
+
+    lengths: tuple[int, ...]
+    """Of the sweep's prompts."""
+    new_tokens: int
+    batches: tuple[int, ...]
+    """How many requests at once."""
+    pool_tokens: int
+    """That the server's pool holds."""
+    displaced: int
+    """Short prompts whose checkpoints take all device slots."""
+    requests: int
+    """Of the trace; each of a fifth as many different ones is asked five times in the mean."""
+    at_once: int
+    longest: int
+    """Prompt of the trace, at the most."""
+    first_id: int = 10
+    last_id: int = 1000
+    sampled: bool = True
+    """Whether some of the trace's requests are sampled, by seeds."""
+    seed: int = 0
+
+
+class Client:
+    """Asks one server."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.session, self.url = session, url
+
+    async def ask(self, request: Request) -> Answer:
+        """One request to its end.
+
+        Raises:
+            RuntimeError: the server answered with an error; its text.
+        """
+        async with self.session.post(f"{self.url}/generate", json=request.body()) as response:
+            if response.status != 200:
+                raise RuntimeError(f"/generate answered {response.status}: {(await response.text())[:500]}")
+            return Answer.of(await response.json())
+
+    async def leave(self, request: Request, events: int) -> None:
+        """One request that its client leaves after so many events of the stream."""
+        async with self.session.post(f"{self.url}/generate", json=request.body() | {"stream": True}) as response:
+            async for line in response.content:
+                events -= line.startswith(b"data:")
+                if events <= 0:
+                    response.close()
+                    return
+
+    async def flush(self) -> None:
+        """Empty the prefix cache; a server that has just answered refuses for a moment."""
+        for _ in range(600):
+            async with self.session.post(f"{self.url}/flush_cache") as response:
+                if response.status == 200:
+                    return
+            await asyncio.sleep(0.02)
+        raise RuntimeError("/flush_cache was refused for twelve seconds")
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[Client]:
+    """A client of the server at `url`."""
+    timeout, connector = aiohttp.ClientTimeout(total=TIMEOUT_S), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**22) as session:
+        yield Client(session, url)
+
+
+References = dict[Request, Answer]
+
+
+async def cold(client: Client, request: Request, known: References) -> Answer:
+    """The request's reference: as it is known, or alone and cold now."""
+    if request not in known:
+        await client.flush()
+        known[request] = await client.ask(request)
+    return known[request]
+
+
+async def sweep(client: Client, sizes: Sizes, known: References) -> Findings:
+    """All comparisons but the trace's, of one prompt of each length."""
+    found, rng = Findings(), random.Random(sizes.seed)
+
+    def some(count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(sizes.first_id, sizes.last_id) for _ in range(count))
+
+    sweep = [Request(some(length), sizes.new_tokens) for length in sizes.lengths]
+    references = {request: await cold(client, request, known) for request in sweep}
+
+    async def check(kind: str, request: Request) -> None:
+        found.compare(kind, request, references[request], await client.ask(request))
+
+    for request in sweep:
+        await client.flush()
+        await check("cold", request)
+        await check("hit", request)
+        if len(request.prompt) > 2 * PAGE:
+            await client.flush()
+            cut = len(request.prompt) * 2 // 3
+            for _ in range(2):
+                await client.ask(Request(request.prompt[:cut] + some(PAGE), 2))
+            await check("split", request)
+        ids, cut = references[request].ids, sizes.new_tokens // 2
+        rest = Request(request.prompt + ids[:cut], sizes.new_tokens - cut)
+        expected = Answer(references[request].tokens[cut:])
+        for again in (False, True):
+            await client.flush()
+            if again:
+                await client.ask(request)
+            found.compare("continued", rest, expected, await client.ask(rest))
+    await client.flush()
+    for request in sweep:
+        await client.ask(request)
+    for _ in range(sizes.displaced):
+        await client.ask(Request(some(PAGE + 8), 1))
+    for request in sweep:
+        await check("hit", request)
+    longest = max(sizes.lengths)
+    for _ in range(-(-sizes.pool_tokens // longest)):
+        await client.ask(Request(some(longest), 1))
+    for request in sweep:
+        await check("evicted", request)
+    for size in sizes.batches:
+        await client.flush()
+        asked = [rng.choice(sweep) for _ in range(size)]
+        beside = [Request(some(rng.randrange(1, longest)), rng.randrange(1, 2 * sizes.new_tokens)) for _ in asked[::2]]
+        answers = await asyncio.gather(*(client.ask(request) for request in (*asked, *beside)))
+        for request, answer in zip(asked, answers[: len(asked)], strict=True):
+            found.compare("batch", request, references[request], answer)
+    return found
+
+
+def requests_of_a_trace(sizes: Sizes) -> list[Request]:
+    """Different requests, whose prompts are paths in a tree: they share beginnings, and leave each other anywhere."""
+    rng, made = random.Random(sizes.seed + 1), []
+
+    def some(count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(sizes.first_id, sizes.last_id) for _ in range(count))
+
+    for _ in range(max(1, sizes.requests // 5)):
+        begin: tuple[int, ...] = ()
+        if made and rng.random() < 0.75:
+            other = rng.choice(made).prompt
+            begin = other[: rng.randrange(len(other) + 1)]
+        own = some(1 + int(rng.random() ** 2 * (sizes.longest - 1)))
+        prompt = (begin + own)[: sizes.longest]
+        limits: tuple[tuple[str, float], ...] = ()
+        if sizes.sampled and rng.random() < 0.4:
+            limits = (("temperature", rng.choice([0.7, 1.5])), ("top_p", rng.choice([0.9, 1.0])))
+            limits += (("top_k", rng.choice([5, 50, 1_000_000])),)
+        made.append(Request(prompt, rng.randrange(1, 33), rng.randrange(2**31) if limits else None, limits))
+    return made
+
+
+async def trace(client: Client, sizes: Sizes, known: References) -> Findings:
+    """The random trace, in ten waves; the cache is emptied before every other one."""
+    found, rng, different = Findings(), random.Random(sizes.seed + 2), requests_of_a_trace(sizes)
+    references = {request: await cold(client, request, known) for request in different}
+    free = asyncio.Semaphore(sizes.at_once)
+
+    async def one(request: Request, leaves_after: int | None) -> None:
+        async with free:
+            if leaves_after is not None:
+                found.seen["left"] += 1
+                await client.leave(request, leaves_after)
+            else:
+                found.compare("trace", request, references[request], await client.ask(request))
+
+    for wave in range(10):
+        if wave % 2 == 0:
+            await client.flush()
+            found.seen["flushed"] += 1
+        asked = [rng.choice(different) for _ in range(-(-sizes.requests // 10))]
+        leaves = [rng.randrange(1, 8) if rng.random() < 0.08 else None for _ in asked]
+        await asyncio.gather(*(one(request, leaving) for request, leaving in zip(asked, leaves, strict=True)))
+    return found
+
+
+def prove(url: str, sizes: Sizes, known: References | None = None) -> Findings:
+    """Sweep and trace of the server at `url`. References in `known` are taken from there, and put there."""
+
+    async def main() -> Findings:
+        async with connected(url) as client:
+            references = {} if known is None else known
+            found = await sweep(client, sizes, references)
+            found.add(await trace(client, sizes, references))
+            await client.flush()
+            return found
+
+    return asyncio.run(main())
+
+
+def describe(found: Findings) -> Sequence[str]:
+    """Lines for people."""
+    result = found.as_json()
+    lines = [f"{kind:12}{compared:7} compared{bad:6} not alike" for kind, (compared, bad) in result["by_kind"].items()]
+    lines += [json.dumps(mismatch) for mismatch in found.first[:3]]
+    return [*lines, "seen: " + ", ".join(f"{what} {count}" for what, count in result["seen"].items())]

@@ -1,0 +1,401 @@
+"""Products whose bits depend on a row and the weight alone, whatever the number of rows: the kernel (sm_90a, sm_100a).
+
+What fixes the bits is one order of summation, by K alone, in every tile:
+
+* an instruction (mma.m16n8k16, weights on the left, tokens on the right) sums 16 channels, each time the same ones: a
+  lane of a quad has 8 neighbouring channels of 32, and gives four of them to each of two instructions;
+* the instructions of a segment, a quarter of K in whole chunks of 64 channels, follow each other in one accumulator;
+* the four segments' sums are added in fp32, in order.
+
+A tile of few tokens has four groups of warps, one a segment, so that a short product keeps many of them busy; a tile
+of many tokens goes through the segments one after the other. Both add the same numbers in the same order. Which tile a
+call gets is `gpu.chosen`'s business.
+
+Tiles of weights and tokens come by cp.async into a ring of stages, zeros in place of rows, tokens and channels that do
+not exist. A row of a stage is 128 bytes; of odd rows the halves are exchanged, so that the quads of two neighbouring
+rows read different banks.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from dsv4_kernels import ptx
+from dsv4_kernels.bf16_rows import add
+from dsv4_kernels.indexer.scores import multiply
+
+SEGMENTS = 4
+"""Parts of K with sums of their own: part of what the bits are made of."""
+CHUNK = 64
+"""Channels of a stage, of each segment that it holds."""
+ROW_BYTES = 2 * CHUNK
+UNITS = ROW_BYTES // 16
+"""Of 16 bytes in a row of a stage."""
+WARP = 32
+MMA_ROWS, MMA_TOKENS = 16, 8
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a CTA computes, and how its warps share it."""
+
+    rows: int
+    """Of the weight."""
+    tokens: int
+    at_once: int
+    """Segments that are computed side by side, by a group of warps each: all, or one."""
+    row_warps: int
+    """Warps of a group along the rows."""
+    token_warps: int
+    stages: int
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return self.at_once * self.row_warps * self.token_warps * WARP
+
+    @property
+    def warp_rows(self) -> int:
+        """Of a warp."""
+        return self.rows // self.row_warps
+
+    @property
+    def warp_tokens(self) -> int:
+        """Of a warp."""
+        return self.tokens // self.token_warps
+
+    @property
+    def accumulators(self) -> int:
+        """Numbers that a lane sums."""
+        return self.warp_rows * self.warp_tokens // WARP
+
+    @property
+    def segment_bytes(self) -> int:
+        """Of a segment in a stage."""
+        return (self.rows + self.tokens) * ROW_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a stage."""
+        return self.at_once * self.segment_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a CTA: its stages, whose memory later holds the segments' sums."""
+        sums = (self.at_once - 1) * self.rows * self.tokens * 4
+        return max(self.stages * self.stage_bytes, sums)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What the kernel is compiled for besides the architecture."""
+
+    tile: Tile
+    fp32: bool
+    """Whether the result is fp32; bf16 otherwise."""
+
+
+class Arguments(NamedTuple):
+    """Dynamic arguments; addresses are Int64. Strides in bytes, channels side by side, all at multiples of 16 bytes."""
+
+    x: Int64  # [T, G, K] bf16
+    x_token_bytes: Int64
+    x_group_bytes: Int64
+    weight: Int64  # [G, N, K] bf16
+    weight_row_bytes: Int64
+    weight_group_bytes: Int64
+    out: Int64  # [T, G, N] fp32 or bf16, contiguous in N
+    out_token_bytes: Int64
+    out_group_bytes: Int64
+    num_tokens: Int32
+    num_rows: Int32  # N
+    channels: Int32  # K, a multiple of 8
+    num_row_tiles: Int32
+
+
+@cute.jit
+def launch(
+    args: Arguments,
+    configuration: cutlass.Constexpr[Configuration],
+    row_and_token_tiles: Int32,
+    groups: Int32,
+    stream: cuda.CUstream,
+) -> None:
+    """One CTA for a tile of a group."""
+    kernel(args, configuration).launch(
+        grid=[row_and_token_tiles, groups, 1], block=[configuration.tile.threads, 1, 1], stream=stream
+    )
+
+
+class Place(NamedTuple):
+    """Of a CTA: its first row and token, and where its group lies."""
+
+    first_row: Int32
+    first_token: Int32
+    x: Int64
+    weight: Int64
+    out: Int64
+
+
+@cute.kernel
+def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> None:
+    """Computes one tile."""
+    tile = configuration.tile
+    thread, _, _ = cute.arch.thread_idx()
+    number, group, _ = cute.arch.block_idx()
+    memory = cutlass.utils.SmemAllocator()
+    shared = memory.allocate_array(Uint32, num_elems=tile.shared_bytes // 4, byte_alignment=128)
+    stages = Int32(shared.toint())
+    # CTAs that run side by side share their tokens' tile, which is then read from L2.
+    token_tile = number // args.num_row_tiles
+    place = Place(
+        first_row=(number - token_tile * args.num_row_tiles) * tile.rows,
+        first_token=token_tile * tile.tokens,
+        x=args.x + Int64(group) * args.x_group_bytes,
+        weight=args.weight + Int64(group) * args.weight_group_bytes,
+        out=args.out + Int64(group) * args.out_group_bytes,
+    )
+    warp, lane = thread // WARP, thread % WARP
+    warps_a_group = tile.row_warps * tile.token_warps
+    segment, within = warp // warps_a_group, warp % warps_a_group
+    first = (within // tile.token_warps) * tile.warp_rows, (within % tile.token_warps) * tile.warp_tokens
+    total = cute.make_rmem_tensor((tile.accumulators,), Float32)
+    total.fill(0.0)
+    chunks = (args.channels + (CHUNK - 1)) // CHUNK
+    if cutlass.const_expr(tile.at_once == 1):
+        one_after_the_other(args, tile, place, chunks, thread, first, lane, stages, total)
+        store(args, configuration, place, first, lane, total)
+    else:
+        side_by_side(args, tile, place, chunks, thread, segment, first, lane, stages, total)
+        if segment > 0:
+            ours = sums_address(tile, stages, segment, within, lane)
+            for i in cutlass.range_constexpr(tile.accumulators):
+                ptx.store_shared_f32(ours + i * (4 * WARP), total[i])
+        cute.arch.sync_threads()
+        if segment == 0:
+            for i in cutlass.range_constexpr(tile.accumulators):
+                total[i] = add(Float32(0.0), total[i])
+            for other in cutlass.range_constexpr(1, SEGMENTS):
+                theirs = sums_address(tile, stages, Int32(other), within, lane)
+                for i in cutlass.range_constexpr(tile.accumulators):
+                    total[i] = add(total[i], ptx.load_shared_f32(theirs + i * (4 * WARP)))
+            store(args, configuration, place, first, lane, total)
+
+
+def sums_address(tile: Tile, shared: Int32, segment: Int32, warp: Int32, lane: Int32) -> Int32:
+    """Where a lane leaves the sums of a segment above 0; the next one lies 128 bytes behind."""
+    place = (segment - 1) * (tile.row_warps * tile.token_warps) + warp
+    return shared + place * (tile.accumulators * 4 * WARP) + lane * 4
+
+
+def begin_of(segment: Int32 | int, chunks: Int32) -> Int32:
+    """First chunk of a segment; of SEGMENTS the number of chunks."""
+    return Int32(segment) * chunks // SEGMENTS
+
+
+@cute.jit
+def one_after_the_other(
+    args: Arguments,
+    tile: cutlass.Constexpr[Tile],
+    place: Place,
+    chunks: Int32,
+    thread: Int32,
+    first: tuple,
+    lane: Int32,
+    stages: Int32,
+    total: cute.Tensor,
+) -> None:
+    """All segments' sums by every warp, into `total`."""
+    for i in cutlass.range_constexpr(tile.stages - 1):
+        load(args, tile, place, Int32(i), chunks, thread, stages + i * tile.stage_bytes)
+        cute.arch.cp_async_commit_group()
+    stage = Int32(0)
+    for segment in cutlass.range(SEGMENTS, unroll=1):
+        sums = cute.make_rmem_tensor((tile.accumulators,), Float32)
+        sums.fill(0.0)
+        for i in cutlass.range(begin_of(segment, chunks), begin_of(segment + 1, chunks), unroll=1):
+            cute.arch.cp_async_wait_group(tile.stages - 2)
+            cute.arch.sync_threads()  # what all have loaded is there, and the stage before is read
+            following = stage + (tile.stages - 1)
+            if following >= tile.stages:
+                following -= tile.stages
+            load(args, tile, place, i + (tile.stages - 1), chunks, thread, stages + following * tile.stage_bytes)
+            cute.arch.cp_async_commit_group()
+            sum_chunk(tile, stages + stage * tile.stage_bytes, first, lane, sums)
+            stage += 1
+            if stage == tile.stages:
+                stage = Int32(0)
+        for i in cutlass.range_constexpr(tile.accumulators):
+            total[i] = add(total[i], sums[i])
+    cute.arch.cp_async_wait_group(0)
+
+
+@cute.jit
+def side_by_side(
+    args: Arguments,
+    tile: cutlass.Constexpr[Tile],
+    place: Place,
+    chunks: Int32,
+    thread: Int32,
+    segment: Int32,
+    first: tuple,
+    lane: Int32,
+    stages: Int32,
+    sums: cute.Tensor,
+) -> None:
+    """The sum of the warp's own segment. A stage has one chunk of each segment; the last segment is the longest."""
+    longest = chunks - begin_of(SEGMENTS - 1, chunks)
+    begin, end = begin_of(segment, chunks), begin_of(segment + 1, chunks)
+    for i in cutlass.range_constexpr(tile.stages - 1):
+        load_segments(args, tile, place, Int32(i), chunks, thread, stages + i * tile.stage_bytes)
+        cute.arch.cp_async_commit_group()
+    stage = Int32(0)
+    for i in cutlass.range(longest, unroll=1):
+        cute.arch.cp_async_wait_group(tile.stages - 2)
+        cute.arch.sync_threads()
+        following = stage + (tile.stages - 1)
+        if following >= tile.stages:
+            following -= tile.stages
+        load_segments(args, tile, place, i + (tile.stages - 1), chunks, thread, stages + following * tile.stage_bytes)
+        cute.arch.cp_async_commit_group()
+        if begin + i < end:  # zeros would make +0 of a sum that is -0
+            at = stages + stage * tile.stage_bytes + segment * tile.segment_bytes
+            sum_chunk(tile, at, first, lane, sums)
+        stage += 1
+        if stage == tile.stages:
+            stage = Int32(0)
+    cute.arch.cp_async_wait_group(0)
+    cute.arch.sync_threads()  # nobody reads the stages any more: the segments' sums take their place
+
+
+@cute.jit
+def load_segments(
+    args: Arguments,
+    tile: cutlass.Constexpr[Tile],
+    place: Place,
+    number: Int32,
+    chunks: Int32,
+    thread: Int32,
+    stage: Int32,
+) -> None:
+    """Starts the copies of a stage: of each segment its chunk of this number, if it has one."""
+    for segment in cutlass.range_constexpr(SEGMENTS):
+        chunk, end = begin_of(segment, chunks) + number, begin_of(segment + 1, chunks)
+        load(args, tile, place, chunk, end, thread, stage + segment * tile.segment_bytes)
+
+
+@cute.jit
+def load(
+    args: Arguments,
+    tile: cutlass.Constexpr[Tile],
+    place: Place,
+    chunk: Int32,
+    end: Int32,
+    thread: Int32,
+    shared: Int32,
+) -> None:
+    """Starts the copies of a chunk of the tile's rows, then of its tokens; of none from `end` on."""
+    unit, row = thread % UNITS, thread // UNITS
+    channel = chunk * CHUNK + unit * 8
+    if chunk < end:
+        copy_rows(
+            tile.rows, tile.threads, place.weight, args.weight_row_bytes, place.first_row, args.num_rows,
+            channel, args.channels, row, unit, shared,
+        )  # fmt: skip
+        copy_rows(
+            tile.tokens, tile.threads, place.x, args.x_token_bytes, place.first_token, args.num_tokens,
+            channel, args.channels, row, unit, shared + tile.rows * ROW_BYTES,
+        )  # fmt: skip
+
+
+@cute.jit
+def copy_rows(
+    rows: cutlass.Constexpr[int],
+    threads: cutlass.Constexpr[int],
+    begin: Int64,
+    row_bytes: Int64,
+    first: Int32,
+    count: Int32,
+    channel: Int32,
+    channels: Int32,
+    row: Int32,
+    unit: Int32,
+    shared: Int32,
+) -> None:
+    """Starts the copies of a chunk of `rows` rows from `first` on; zeros from row `count` and channel `channels` on."""
+    a_pass = threads // UNITS
+    for i in cutlass.range_constexpr(-(-rows // a_pass)):
+        local = row + i * a_pass
+        if (rows % a_pass == 0) | (local < rows):
+            at = shared + local * ROW_BYTES + ((unit ^ ((local & 1) * (UNITS // 2))) * 16)
+            exists = (first + local < count) & (channel < channels)
+            address, num_bytes = begin, Int32(0)
+            if exists:
+                address = begin + Int64(first + local) * row_bytes + Int64(channel) * 2
+                num_bytes = Int32(16)
+            ptx.copy_async(at, address, num_bytes)
+
+
+@cute.jit
+def sum_chunk(tile: cutlass.Constexpr[Tile], shared: Int32, first: tuple, lane: Int32, sums: cute.Tensor) -> None:
+    """Adds the products of a chunk: four instructions to every accumulator, in the order of the channels."""
+    row, quad = lane // 4, lane % 4
+    weights = shared + (first[0] + row) * ROW_BYTES
+    tokens = shared + (tile.rows + first[1] + row) * ROW_BYTES
+    row_tiles, token_tiles = tile.warp_rows // MMA_ROWS, tile.warp_tokens // MMA_TOKENS
+    for half in cutlass.range_constexpr(2):
+        # All rows that a lane reads are odd, or all are even: tiles begin at multiples of 8.
+        at = ((half * 4 + quad) ^ ((row & 1) * (UNITS // 2))) * 16
+        right = [load_words(tokens + at + j * (MMA_TOKENS * ROW_BYTES)) for j in range(token_tiles)]
+        for i in cutlass.range_constexpr(row_tiles):
+            upper = load_words(weights + at + i * (MMA_ROWS * ROW_BYTES))
+            lower = load_words(weights + at + (i * MMA_ROWS + 8) * ROW_BYTES)
+            for step in cutlass.range_constexpr(2):
+                left = (upper[2 * step], lower[2 * step], upper[2 * step + 1], lower[2 * step + 1])
+                for j in cutlass.range_constexpr(token_tiles):
+                    place = (i * token_tiles + j) * 4
+                    before = tuple(sums[place + n] for n in range(4))
+                    after = multiply(left, (right[j][2 * step], right[j][2 * step + 1]), before)
+                    for n in cutlass.range_constexpr(4):
+                        sums[place + n] = after[n]
+
+
+def load_words(address: Int32) -> tuple:
+    """16 bytes from shared memory, as four words."""
+    return ptx.asm("ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Uint32] * 4, address)
+
+
+@cute.jit
+def store(
+    args: Arguments,
+    configuration: cutlass.Constexpr[Configuration],
+    place: Place,
+    first: tuple,
+    lane: Int32,
+    total: cute.Tensor,
+) -> None:
+    """Writes what a warp has of the result: of a lane's four numbers two are of a row, two of the one 8 behind."""
+    tile = configuration.tile
+    token_tiles = tile.warp_tokens // MMA_TOKENS
+    element = 4 if configuration.fp32 else 2
+    for i in cutlass.range_constexpr(tile.warp_rows // MMA_ROWS):
+        for j in cutlass.range_constexpr(token_tiles):
+            for n in cutlass.range_constexpr(4):
+                row = place.first_row + first[0] + i * MMA_ROWS + lane // 4 + (n // 2) * 8
+                token = place.first_token + first[1] + j * MMA_TOKENS + (lane % 4) * 2 + n % 2
+                if (row < args.num_rows) & (token < args.num_tokens):
+                    address = place.out + Int64(token) * args.out_token_bytes + Int64(row) * element
+                    value = total[(i * token_tiles + j) * 4 + n]
+                    if cutlass.const_expr(configuration.fp32):
+                        ptx.store_f32(address, value)
+                    else:
+                        store_bf16(address, value)
+
+
+def store_bf16(address: Int64, x: Float32) -> None:
+    """An fp32 to global memory, rounded to bf16."""
+    ptx.asm("{\n.reg .b16 x;\ncvt.rn.bf16.f32 x, {$r1};\nst.global.b16 [{$r0}], x;\n}", [], address, x)

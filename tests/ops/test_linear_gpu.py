@@ -1,0 +1,204 @@
+"""The batch-invariant products, emulated: against float64, and the same bits from every tile, in every batch.
+
+Regimes: K of one chunk and less, with segments of unequal length and of none, and ends inside a chunk; one row and
+token too many for a tile, and one too few; groups; operands and results with gaps, NaN in them; rows far apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ops.memory_layout import far_apart, strided
+from ops.number_formats import same_bits
+from ops.row_kernels import ARCH, KERNELS, SCHEDULES, assert_no_spills, emulated_row_kernel
+from torch import Tensor
+
+from dsv4_kernels import registry
+from dsv4_kernels.linear import grouped_linear, linear_fp32
+
+ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+TILES = {"16x16": 0, "64x16": 1, "64x64": 2, "128x128": 3}
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest, compiled_here: None) -> str:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    return request.param
+
+
+def product(
+    kernel: str, x: Tensor, weight: Tensor, tile: int | None, dtype: torch.dtype = torch.float32, **options: object
+) -> Tensor:
+    """`x [T, G, K]` times `weight [G, N, K]` by the kernel, into a tensor with gaps that must stay as they are."""
+    from dsv4_kernels.linear import gpu
+
+    shape = (x.shape[0], *weight.shape[:2])
+    out = strided(torch.zeros(shape, dtype=dtype), 1, 2, 3)
+    with emulated_row_kernel(kernel, **options):
+        gpu.run(kernel, "a test", x, weight, out, None if tile is None else gpu.TILES[tile])
+    whole = out._base
+    assert whole is not None and int(whole.isnan().sum() - out.isnan().sum()) == whole.numel() - out.numel()
+    return out.contiguous()
+
+
+def assert_products(got: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Within the bound of an fp32 dot product in any order, and one rounding to the result's dtype."""
+    exact = torch.einsum("tgk,gnk->tgn", x.double(), weight.double())
+    magnitude = torch.einsum("tgk,gnk->tgn", x.double().abs(), weight.double().abs())
+    bound = x.shape[2] * 2.0**-24 * magnitude + ULP[got.dtype] * exact.abs()
+    assert ((got.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("channels", [8, 64, 264, 520], ids="K{}".format)
+def test_it_multiplies(kernel: str, tile: int, channels: int) -> None:
+    """Two groups, 65 rows and 17 tokens: one beyond a tile. What lies between rows is NaN, as are missing channels."""
+    x, weight = strided(normal(17, 2, channels, seed=0), 1, 1, 8), strided(normal(2, 65, channels, seed=1), 1, 3, 16)
+    for dtype, schedule in zip(ULP, SCHEDULES, strict=True):
+        assert_products(product(kernel, x, weight, tile, dtype, schedule=schedule), x, weight)
+
+
+@pytest.mark.parametrize("channels", [24, 192, 584], ids="K{}".format)
+def test_every_tile_gives_the_same_bits(kernel: str, channels: int) -> None:
+    """Sums that cancel: any other order shows in the last bits of most of them."""
+    x, weight = normal(19, 1, channels, seed=2), normal(1, 70, channels, seed=3)
+    x, weight = torch.cat([x, -x], 2), torch.cat([weight, weight.roll(1, 2)], 2)
+    bits = [product(kernel, x, weight, tile) for tile in TILES.values()]
+    assert all(same_bits(bits[0], other) for other in bits[1:])
+    other_order = (x[..., ::8].float() @ weight[0, :, ::8].float().T) + 0  # a sum that is not the kernel's
+    assert not same_bits(bits[0][:, 0], other_order[:, 0])
+
+
+@pytest.mark.parametrize("tile", [None, *TILES.values()], ids=["chosen", *TILES])
+def test_a_token_has_its_bits_in_any_batch(kernel: str, tile: int | None) -> None:
+    """Alone, first or last, beside infinities and NaN, in a batch beyond a tile: its row of 18 is what it was."""
+    x, weight = normal(18, 2, 328, seed=4), normal(2, 33, 328, seed=5)
+    whole = product(kernel, x, weight, 0)
+    for order in ([7], [17, 3], [16, 0, 5, 2, 9]):
+        assert same_bits(product(kernel, x[order], weight, tile), whole[order])
+    spoilt = x.repeat(8, 1, 1)
+    spoilt[18:] = torch.tensor([float("nan"), float("inf")])[torch.arange(7 * 18) % 2][:, None, None]
+    assert same_bits(product(kernel, spoilt, weight, tile)[:18], whole)
+
+
+def test_rows_beyond_32_bits(kernel: str) -> None:
+    """Of tokens, of the weight, of the result: neither bytes nor elements can be counted in 32 bits."""
+    from dsv4_kernels.linear import gpu
+
+    x, weight, out = normal(4, 1, 72, seed=6), normal(1, 4, 72, seed=7), torch.zeros(4, 1, 4)
+    expected = product(kernel, x, weight, 0)
+    far_x, far_weight, far_out = far_apart(x), far_apart(weight[0]).unsqueeze(0), far_apart(out)
+    for tile in gpu.TILES:
+        far_out.zero_()
+        with emulated_row_kernel(kernel, in_place=[far_x, far_weight, far_out]):
+            gpu.run(kernel, "a test", far_x, far_weight, far_out, tile)
+        assert same_bits(far_out.contiguous(), expected)
+
+
+def test_groups_beyond_32_bits(kernel: str) -> None:
+    x, weight = normal(2, 4, 72, seed=8), normal(4, 3, 72, seed=9)
+    expected = product(kernel, x, weight, 0)
+    far_weight, far_x = far_apart(weight), far_apart(x.transpose(0, 1).contiguous()).transpose(0, 1)
+    assert same_bits(product(kernel, far_x, far_weight, 1, in_place=[far_x, far_weight]), expected)
+
+
+def test_the_op_is_the_kernel(kernel: str) -> None:
+    """Through the public functions, by name; the result is contiguous. Of no tokens there is nothing to launch."""
+    from dsv4_kernels.linear import gpu
+
+    x, weight = normal(5, 3, 40, seed=10), normal(3, 9, 40, seed=11)
+    with emulated_row_kernel(kernel):
+        many = getattr(gpu, f"{kernel}_grouped_linear")(x, weight)
+        one = getattr(gpu, f"{kernel}_linear_fp32")(x[:, 1], weight[1])
+        assert getattr(gpu, f"{kernel}_linear_fp32")(x[:0, 1], weight[1]).shape == (0, 9)
+    assert many.is_contiguous() and many.dtype == torch.bfloat16
+    assert same_bits(one.bfloat16(), many[:, 1].contiguous())
+    assert_products(one.unsqueeze(1), x[:, 1:2], weight[1:2])
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "message"),
+    [
+        (torch.zeros(3, 40), torch.zeros(2, 40).bfloat16(), "linear_fp32: x must be torch.bfloat16"),
+        (torch.zeros(3, 40).bfloat16(), torch.zeros(2, 40), "linear_fp32: weight must be torch.bfloat16"),
+        (torch.zeros(3, 12).bfloat16(), torch.zeros(2, 12).bfloat16(), "a multiple of 8"),
+        (torch.zeros(40, 8).bfloat16().T, torch.zeros(2, 40).bfloat16(), "contiguous channels"),
+    ],
+    ids=["fp32_x", "fp32_weight", "channels", "columns"],
+)
+def test_what_is_refused(x: Tensor, weight: Tensor, message: str) -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from dsv4_kernels.linear import gpu
+
+    with pytest.raises(ValueError, match=message):
+        gpu.sm90_linear_fp32(x, weight)
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(256, 1), (1024, 1), (2624, 1), (1024, 8), (129_280, 1)], ids=str)
+def test_the_choice_of_a_tile(rows: int, groups: int) -> None:
+    """Few rows: many small tiles. A large weight is not read for every 16 tokens again. Many tokens: the large one."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from dsv4_kernels.linear import gpu
+
+    chosen = {tokens: gpu.chosen(tokens, rows, groups, 132) for tokens in (1, 16, 64, 128, 8192)}
+    assert chosen[8192] is gpu.TILES[3]
+    assert (chosen[64] is gpu.TILES[0]) == (rows * groups <= 1024)
+    if rows * groups >= 8192:
+        assert chosen[64].tokens == chosen[128].tokens == 64
+        assert chosen[1].tokens == 16
+    ctas = -(-rows // chosen[1].rows) * groups
+    assert ctas >= min(132, rows * groups // 16) / 2
+
+
+def test_registers(kernel: str) -> None:
+    from host import emulated
+
+    from dsv4_kernels.linear import gpu
+
+    functions, most = {}, {}
+    for name, number in TILES.items():
+        tile = gpu.TILES[number]
+        functions[name] = lambda tile=tile: gpu.compile(gpu.Configuration(tile, fp32=True), ARCH[kernel])
+        most[name] = min(255, 65_536 // tile.threads)
+    with emulated(arch=ARCH[kernel]):
+        assert_no_spills(functions, most)
+
+
+def test_cublas_stays_the_choice_where_invariance_is_not_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cuda = torch.device("cuda", 0)
+    for op in ("linear_fp32", "grouped_linear"):
+        assert registry.chosen(op, cuda, torch.bfloat16).name == "cublas"
+        registry.require_batch_invariance()
+        try:
+            assert registry.chosen(op, cuda, torch.bfloat16).name == "sm90"
+        finally:
+            registry.require_batch_invariance(False)
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "groups"), [(256, 1), (2624, 1), (1024, 8)], ids=str)
+def test_the_gpu_keeps_a_rows_bits(kernel_on_gpu: Callable[[str], str], rows: int, groups: int) -> None:
+    name = kernel_on_gpu("rms_norm")  # the generation: of products cuBLAS's are the default
+    x, weight = normal(600, groups, 4096, seed=12).cuda(), normal(groups, rows, 4096, seed=13).cuda()
+
+    def multiply(tokens: Tensor) -> Tensor:
+        if groups > 1:
+            return grouped_linear(tokens, weight, impl=name)
+        return linear_fp32(tokens[:, 0], weight[0], impl=name).unsqueeze(1)
+
+    whole = multiply(x)
+    assert_products(whole[:40].cpu(), x[:40].cpu(), weight.cpu())
+    for tokens in (1, 2, 3, 8, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511):
+        assert torch.equal(multiply(x[:tokens]), whole[:tokens]), tokens
+        assert torch.equal(multiply(x[-tokens:]), whole[-tokens:]), tokens

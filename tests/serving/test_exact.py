@@ -1,0 +1,155 @@
+"""The same bits alone, in any batch and after any hit, through a server; and that the proof of it can fail.
+
+`benchmarks/exact_trace.py` asks; on a CPU answers are exact with the flag and without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import exact_trace
+import pytest
+from exact_trace import Answer, Findings, Request, Sizes
+from serving.planted.planted_ops import FILE_VARIABLE
+from serving.server import MAX_RUNNING, POOL_TOKENS, SLEEP_ON_IDLE, TAILS, Server, run_until_it_stops, running_server
+
+FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING), SLEEP_ON_IDLE)
+FLAGS += ("--chunked-prefill-size", "512", "--enable-deterministic-inference")
+SMALL = Sizes(
+    lengths=(520,), new_tokens=4, batches=(3,), pool_tokens=1024, displaced=0, requests=10, at_once=6, longest=300
+)
+WHOLE = Sizes(
+    lengths=(1, 3, 4, 5, 127, 129, 255, 256, 257, 512, 513, 515, 639, 641, 767, 900),
+    new_tokens=8,
+    batches=(2, 7, 16),
+    pool_tokens=POOL_TOKENS,
+    displaced=10,
+    requests=300,
+    at_once=14,
+    longest=900,
+)
+
+
+def test_the_servers_answers_are_exact(server: Server) -> None:
+    found = exact_trace.prove(server.url, SMALL)
+    assert not found.mismatches, "\n".join(exact_trace.describe(found))
+    assert set(found.compared) == {"cold", "hit", "split", "evicted", "continued", "batch", "trace"}
+    assert found.seen["hit device"] > 0
+    assert server.is_alive()
+
+
+REQUEST = Request((5, 6), 2)
+ANSWER = Answer(((7, -1.5, ((-1.5, 7), (-2.0, 3))), (8, -0.25, ((-0.25, 8), (-3.0, 1)))))
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        (ANSWER.tokens[0], (9, *ANSWER.tokens[1][1:])),
+        (ANSWER.tokens[0], (8, -0.25000000000000006, ANSWER.tokens[1][2])),
+        (ANSWER.tokens[0], (8, -0.25, ((-0.25, 8), (-3.0, 2)))),
+        ANSWER.tokens[:1],
+    ],
+    ids=["token", "logprob", "top", "length"],
+)
+def test_whatever_differs_is_a_mismatch(tokens: tuple) -> None:
+    found = Findings()
+    found.compare("batch", REQUEST, ANSWER, dataclasses.replace(ANSWER, hit_tokens=256, tier="host"))
+    assert not found.mismatches and found.seen == {"hit host": 1}
+    found.compare("batch", REQUEST, ANSWER, Answer(tokens))
+    result = found.as_json()
+    assert (result["compared"], result["mismatches"], result["by_kind"]) == (2, 1, {"batch": [2, 1]})
+    assert result["first_mismatches"][0]["output_token"] == 1
+
+
+def test_a_trace_has_what_it_should() -> None:
+    """Prompts that share beginnings, greedy ones and seeds; with speculation none is sampled."""
+    asked = exact_trace.requests_of_a_trace(WHOLE)
+    assert len(asked) == len(set(asked)) == 60
+    assert 10 < sum(request.seed is not None for request in asked) < 40
+    assert max(len(request.prompt) for request in asked) <= WHOLE.longest
+    beginnings = {request.prompt[:2] for request in asked if len(request.prompt) > 1}
+    assert len(beginnings) < 40
+    greedy = exact_trace.requests_of_a_trace(dataclasses.replace(WHOLE, sampled=False))
+    assert all(request.seed is None and request.body()["sampling_params"]["temperature"] == 0 for request in greedy)
+
+
+@pytest.mark.slow
+def test_under_the_flag_everything_is_exact(checkpoint: Path, tmp_path: Path) -> None:
+    """All comparisons, requests retracted now and then; then other chunks, and another start, give the same bits."""
+    known: exact_trace.References = {}
+    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "23"}
+    with running_server(checkpoint, tmp_path / "log", *FLAGS, env=TAILS | retract) as server:
+        found = exact_trace.prove(server.url, WHOLE, known)
+        assert not found.mismatches, "\n".join(exact_trace.describe(found))
+        assert all(found.seen[what] for what in ("hit device", "hit host", "left", "flushed"))
+        assert "etract" in server.log
+        unseeded, seed_42 = (
+            server.generate([0, 5, 9], temperature=1.5, **seed) for seed in ({}, {"sampling_seed": 42})
+        )
+        assert unseeded["output_ids"] == seed_42["output_ids"], "SGLang's seed where a request names none"
+    other_chunks = [flag if flag != "512" else "256" for flag in FLAGS]
+    smaller = dataclasses.replace(WHOLE, requests=100)
+    with running_server(checkpoint, tmp_path / "log2", *other_chunks, env=TAILS) as server:
+        found = exact_trace.prove(server.url, smaller, known)
+        assert not found.mismatches, "\n".join(exact_trace.describe(found))
+
+
+@pytest.fixture(scope="module")
+def planted_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    """A server whose operators are spoilt while the file names them."""
+    folder = tmp_path_factory.mktemp("planted")
+    file = folder / "fault"
+    file.write_text("")
+    env = {**TAILS, "PYTHONPATH": str(Path(__file__).parent / "planted"), FILE_VARIABLE: str(file)}
+    with running_server(checkpoint, folder / "log", *FLAGS, env=env) as server:
+        yield server, file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "",
+        "linear rows",
+        "linear_fp32 rows",
+        "grouped_linear rows",
+        "experts_forward rows",
+        "experts_forward order",
+        "linear order",
+        "fused_swiglu rows",
+        "hc_boundary rows",
+        "index_topk rows",
+        "rms_norm rows",
+        "sparse_attention rows",
+        "sparse_attention order",
+    ],
+    ids=lambda fault: fault.replace(" ", "-") or "none",
+)
+def test_a_planted_fault_is_found(planted_server: tuple[Server, Path], fault: str) -> None:
+    server, file = planted_server
+    file.write_text(fault)
+    try:
+        found = exact_trace.prove(server.url, SMALL)
+    finally:
+        file.write_text("")
+    assert bool(found.mismatches) == bool(fault), "\n".join(exact_trace.describe(found))
+
+
+@pytest.mark.slow
+def test_an_operator_that_is_not_batch_invariant_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
+    """As if nobody had marked the CPU's products."""
+    (tmp_path / "sitecustomize.py").write_text(
+        (Path(__file__).parent / "planted" / "sitecustomize.py").read_text().replace("planted_ops", "unmarked")
+    )
+    (tmp_path / "unmarked.py").write_text(
+        "import dataclasses\n"
+        "def plant(registry):\n"
+        "    row = registry._table['grouped_linear']['tiled']\n"
+        "    registry._table['grouped_linear']['tiled'] = dataclasses.replace(row, batch_invariant=False)\n"
+    )
+    log = run_until_it_stops(checkpoint, tmp_path / "log", *FLAGS, env={"PYTHONPATH": str(tmp_path)})
+    assert "op 'grouped_linear' has no batch-invariant implementation for device 'cpu'" in log
+    assert "Or leave --enable-deterministic-inference out" in log
