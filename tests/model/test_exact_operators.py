@@ -241,7 +241,8 @@ def test_the_reason_is_given_under_the_flag(on: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(compat, "live_parts", lambda: object())
     monkeypatch.setattr(request_checks, "accelerator_setup", lambda: (True, None))
     req = request(presence_penalty=1.0, sampling_seed=None, stop_token_ids=None)  # type: ignore[arg-type]
-    req.origin_input_ids, req.vocab_size, req.logprob = [5], 10, SimpleNamespace(top_logprobs_num=0)
+    req.origin_input_ids, req.input_embeds, req.vocab_size = [5], None, 10
+    req.logprob = SimpleNamespace(top_logprobs_num=0)
     registry.require_batch_invariance(on)
     try:
         error = request_checks.refuse_unknown_token_ids(None, req)  # type: ignore[arg-type]

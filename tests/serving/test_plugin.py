@@ -294,6 +294,7 @@ def test_model_module_that_fails_to_import_is_an_error(monkeypatch: pytest.Monke
 def request_of(ids: list[int], stop: set[int] | None = None, top_logprobs: int = 0) -> SimpleNamespace:
     return SimpleNamespace(
         origin_input_ids=ids,
+        input_embeds=None,
         vocab_size=1024,
         sampling_params=SimpleNamespace(stop_token_ids=stop, sampling_seed=None, top_k=50),
         logprob=SimpleNamespace(top_logprobs_num=top_logprobs),
