@@ -66,6 +66,18 @@ def test_whatever_differs_is_a_mismatch(tokens: tuple) -> None:
     assert result["first_mismatches"][0]["output_token"] == 1
 
 
+def test_references_and_findings_outlive_a_run(tmp_path: Path) -> None:
+    """To the bit: a later run compares with them."""
+    sampled = Request((1, 2, 3), 4, 17, (("temperature", 0.7), ("top_p", 0.9)))
+    known = {REQUEST: ANSWER, sampled: Answer(((3, -0.1234567835569381, ((-0.1, 3),)),))}
+    exact_trace.write_references(known, tmp_path / "references.json")
+    assert exact_trace.read_references(tmp_path / "references.json") == known
+    found = Findings()
+    found.compare("hit", REQUEST, ANSWER, dataclasses.replace(ANSWER, hit_tokens=256, tier="host"))
+    found.compare("batch", REQUEST, ANSWER, Answer(ANSWER.tokens[:1]))
+    assert Findings.from_json(found.as_json()).as_json() == found.as_json()
+
+
 def test_a_trace_has_what_it_should() -> None:
     """Prompts that share beginnings, greedy ones and seeds; with speculation none is sampled."""
     asked = exact_trace.requests_of_a_trace(WHOLE)
