@@ -1,7 +1,7 @@
 """`--enable-deterministic-inference` on a GPU: that a request has the same bits in every company, and what that costs.
 
     python benchmarks/exact_gpu.py --model MODEL --out benchmarks/results/exact_h200.json \\
-        [--works proof chunks speculation sglang price] [--tp 2] [--small] [-- further server flags]
+        [--works proof chunks speculation sglang price] [--resume] [--tp 2] [--small] [-- further server flags]
 
 Works, each with servers of its own that have the flag:
 
@@ -12,10 +12,11 @@ Works, each with servers of its own that have the flag:
     sglang        `python -m sglang.test.test_deterministic`: single, prefix, radix_cache, and p_vs_d beside them
     price         decode and prefill of a server with the flag beside one without it: loads of `serve_load.py`
 
-The result is one JSON object: `compared`, `mismatches` (both 0 only if nothing was asked), `by_kind`, the first
-mismatches, what was seen (hits by tier, retractions), and `rows` of `{work, requests, default, exact, ratio}` in
-tokens a second, where a ratio below 1 is the price. `--small` is for a CPU. The exit status is 1 if anything differed.
-Which experts serve, and so whether the flag is accepted, is the environment's choice (README, options).
+The result is one JSON object: `compared`, `mismatches`, `by_kind`, the first mismatches, what was seen (hits by tier,
+retractions), and `rows` of `{work, requests, default, exact, ratio}` in tokens a second, where a ratio below 1 is the
+price. The exit status is 1 if anything differed. `--resume` adds to what `--out` holds, with the references beside it:
+works can run one after the other where time is lent in pieces. `--small` is for a CPU. Which experts serve, and so
+whether the flag is accepted, is the environment's choice (README, options).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from unittest import mock
 
 import exact_trace
 import serve_load
-from exact_trace import Findings, References, Sizes
+from exact_trace import Findings, References, Sizes, read_references, write_references
 from serve_ab import Server, running, versions
 
 FLAG = "--enable-deterministic-inference"
@@ -95,8 +96,15 @@ class Proof:
         sizes = SMALL if self.small else LARGE
         self.sizes = replace(sizes, last_id=min(vocabulary, 129_000) - 1, requests=arguments.requests or sizes.requests)
         serve_load.LAST_ID = self.sizes.last_id
+        self.references = None if arguments.out is None else arguments.out.with_suffix(".references.json")
         self.known: References = {}
         self.found = Findings()
+        self.before: dict[str, Any] = {}
+        if arguments.resume:
+            if arguments.out is None or not arguments.out.exists():
+                raise SystemExit(f"--resume: there is nothing to go on from at --out {arguments.out}")
+            self.before = json.loads(arguments.out.read_text())
+            self.known, self.found = read_references(self.references), Findings.from_json(self.before)
 
     @contextlib.contextmanager
     def server(self, name: str, *flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
@@ -210,6 +218,7 @@ def main(arguments_given: Sequence[str] | None = None) -> int:
     parser.add_argument("--tp", type=int, default=1, help="GPUs")
     parser.add_argument("--requests", type=int, help="of the trace")
     parser.add_argument("--small", action="store_true", help="little of everything, for a CPU")
+    parser.add_argument("--resume", action="store_true", help="add to what --out holds")
     parser.add_argument("--port", type=int, default=30_200)
     parser.add_argument("--logs", type=Path, default=Path("."), help="folder of the servers' logs")
     parser.add_argument("--out", type=Path)
@@ -219,8 +228,8 @@ def main(arguments_given: Sequence[str] | None = None) -> int:
 
     arguments.logs.mkdir(parents=True, exist_ok=True)
     proof = Proof(arguments)
-    uniques: dict[str, list[int]] = {}
-    rows: list[dict[str, Any]] = []
+    uniques: dict[str, list[int]] = proof.before.get("sglang_test_deterministic", {})
+    rows: list[dict[str, Any]] = proof.before.get("rows", [])
     for work in WORKS:  # the proof first: the others compare with its references
         if work not in arguments.works:
             continue
@@ -245,6 +254,7 @@ def main(arguments_given: Sequence[str] | None = None) -> int:
     text = json.dumps(result)
     if arguments.out is not None:
         arguments.out.write_text(text + "\n")
+        write_references(proof.known, proof.references)
     print(text)
     return int(proof.found.mismatches.total() > 0)
 

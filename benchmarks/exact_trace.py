@@ -24,7 +24,8 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -117,6 +118,12 @@ class Findings:
             getattr(self, name).update(getattr(other, name))
         self.first = (self.first + other.first)[:SHOWN]
 
+    @classmethod
+    def from_json(cls, result: dict[str, Any]) -> Findings:
+        """The inverse of `as_json`."""
+        compared, mismatches = ({kind: n[i] for kind, n in result["by_kind"].items()} for i in range(2))
+        return cls(Counter(compared), Counter(mismatches), list(result["first_mismatches"]), Counter(result["seen"]))
+
     def as_json(self) -> dict[str, Any]:
         """For a file."""
         return {
@@ -198,6 +205,23 @@ async def connected(url: str) -> AsyncIterator[Client]:
 
 
 References = dict[Request, Answer]
+
+
+def write_references(known: References, file: Path) -> None:
+    """To a file, for `read_references`."""
+    file.write_text(json.dumps([[asdict(request), answer.tokens] for request, answer in known.items()]))
+
+
+def read_references(file: Path) -> References:
+    """What an earlier run has written, to the last bit."""
+
+    def tuples(x: object) -> Any:  # noqa: ANN401 - whatever is not a list stays what it is
+        return tuple(map(tuples, x)) if isinstance(x, list) else x
+
+    return {
+        Request(**{name: tuples(value) for name, value in request.items()}): Answer(tuples(tokens))
+        for request, tokens in json.loads(file.read_text())
+    }
 
 
 async def cold(client: Client, request: Request, known: References) -> Answer:

@@ -15,6 +15,8 @@ from exact_trace import Answer, Findings, Request, Sizes
 from serving.planted.planted_ops import FILE_VARIABLE
 from serving.server import MAX_RUNNING, POOL_TOKENS, SLEEP_ON_IDLE, TAILS, Server, run_until_it_stops, running_server
 
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+
 FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING), SLEEP_ON_IDLE)
 FLAGS += ("--chunked-prefill-size", "512", "--enable-deterministic-inference")
 SMALL = Sizes(
@@ -64,6 +66,18 @@ def test_whatever_differs_is_a_mismatch(tokens: tuple) -> None:
     assert result["first_mismatches"][0]["output_token"] == 1
 
 
+def test_references_and_findings_outlive_a_run(tmp_path: Path) -> None:
+    """To the bit: a later run compares with them."""
+    sampled = Request((1, 2, 3), 4, 17, (("temperature", 0.7), ("top_p", 0.9)))
+    known = {REQUEST: ANSWER, sampled: Answer(((3, -0.1234567835569381, ((-0.1, 3),)),))}
+    exact_trace.write_references(known, tmp_path / "references.json")
+    assert exact_trace.read_references(tmp_path / "references.json") == known
+    found = Findings()
+    found.compare("hit", REQUEST, ANSWER, dataclasses.replace(ANSWER, hit_tokens=256, tier="host"))
+    found.compare("batch", REQUEST, ANSWER, Answer(ANSWER.tokens[:1]))
+    assert Findings.from_json(found.as_json()).as_json() == found.as_json()
+
+
 def test_a_trace_has_what_it_should() -> None:
     """Prompts that share beginnings, greedy ones and seeds; with speculation none is sampled."""
     asked = exact_trace.requests_of_a_trace(WHOLE)
@@ -95,6 +109,19 @@ def test_under_the_flag_everything_is_exact(checkpoint: Path, tmp_path: Path) ->
     with running_server(checkpoint, tmp_path / "log2", *other_chunks, env=TAILS) as server:
         found = exact_trace.prove(server.url, smaller, known)
         assert not found.mismatches, "\n".join(exact_trace.describe(found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_are_exact_under_the_flag(checkpoint: Path, tmp_path: Path, ranks: int) -> None:
+    """Two add alike in any order; four do not, and gloo's order depends on a row's place in the batch."""
+    if ranks == 4:
+        checkpoint = tmp_path / "model"
+        write_checkpoint(checkpoint, dataclasses.replace(PRESETS["tiny"], o_groups=4, moe_intermediate_size=512))
+    with running_server(checkpoint, tmp_path / "log", *FLAGS, "--tp-size", str(ranks), env=TAILS) as server:
+        found = exact_trace.prove(server.url, SMALL)
+        assert not found.mismatches, "\n".join(exact_trace.describe(found))
+        assert server.log.count("is live on SGLang") == ranks
 
 
 @pytest.fixture(scope="module")
