@@ -88,11 +88,17 @@ def start(runner: ModelRunner) -> None:
     """
     from sglang.srt.runtime_context import get_exec
 
+    from sglang_dsv4.attention import comparison
+
     asked = bool(get_exec().deterministic.enable_deterministic_inference)
     registry.require_batch_invariance(asked)
     if asked:
         head_dim = getattr(runner.model_config.hf_config, "head_dim", None)
-        refuse(problems_of_ops(torch.device(runner.device), runner.model_config.dtype, head_dim))
+        problems = problems_of_ops(torch.device(runner.device), runner.model_config.dtype, head_dim)
+        if comparison.file_of_rank(0) is not None:
+            variable = comparison.FILE_VARIABLE
+            problems.append(f"{variable} has the reference compute every attention a second time: unset it")
+        refuse(problems)
 
 
 def problems_of_ops(device: torch.device, dtype: torch.dtype, head_dim: int | None) -> list[str]:

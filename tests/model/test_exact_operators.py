@@ -117,6 +117,20 @@ def test_the_flag_decides(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
         registry.require_batch_invariance(False)
 
 
+def test_a_comparison_with_the_reference_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt import runtime_context
+
+    flag = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=True))
+    monkeypatch.setattr(runtime_context, "get_exec", lambda: flag)
+    monkeypatch.setenv("SGLANG_DSV4_COMPARE_ATTENTION", "distances.jsonl")
+    config = SimpleNamespace(dtype=torch.bfloat16, hf_config=SimpleNamespace(head_dim=64))
+    try:
+        with pytest.raises(compat.StartupError, match="SGLANG_DSV4_COMPARE_ATTENTION has the reference"):
+            exact.start(SimpleNamespace(device="cpu", model_config=config))  # type: ignore[arg-type]
+    finally:
+        registry.require_batch_invariance(False)
+
+
 def test_a_prefill_is_divided_as_decode_is() -> None:
     """A token that was decoded may be computed again in a prefill: beyond 128K of context in as many parts."""
     split_keys = ForwardMetadata.split_keys.fget
