@@ -244,7 +244,7 @@ def test_nvfp4_weight_of_zeros() -> None:
             r"\(4, 4\); expected \(4, 2\)",
         ),
     ],
-    ids=["hadamard", "nvfp4_columns", "nvfp4_scale", "nvfp4_global", "fp8_block", "fp4_block", "fp4_columns", "fp8_scale", "fp4_scale"],
+    ids="hadamard nvfp4_columns nvfp4_scale nvfp4_global fp8_block fp4_block fp4_columns fp8_scale fp4_scale".split(),
 )
 def test_errors_say_what_is_expected(call, message: str) -> None:  # noqa: ANN001
     with pytest.raises(ValueError, match=message):
