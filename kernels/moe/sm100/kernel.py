@@ -255,7 +255,7 @@ def multiply(
     end: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
-    """One thread. The tensor pipe keeps the order of copies of scales and products, so one place for scales is enough."""
+    """One thread. The tensor pipe keeps the order of copies and products, so one place for scales is enough."""
     steps = a.k // STEP
     count, tiles = Int32(0), Int32(0)
     zero = Int32(0)
@@ -371,7 +371,8 @@ def finish_tiles(
             slot, left = first_slot + column, num_slots - column
             if cutlass.const_expr(plan.product is Product.GATE_UP):
                 ups = [as_float(word) for word in up_words]
-                place = largest + column // CHUNK % 2 * (WARPS_OF_GROUP * CHUNK * 4)
+                chunk = tiles * (plan.tokens // CHUNK) + column // CHUNK  # alternate places, across work tiles too
+                place = largest + chunk % 2 * (WARPS_OF_GROUP * CHUNK * 4)
                 store_hidden(a, sums, ups, slot, left, row_tile, thread, warp, place)
             else:
                 store_rows(a, sums, slot, left, row_tile, thread)

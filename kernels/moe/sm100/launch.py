@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -21,7 +20,7 @@ from dsv4_kernels.sparse_attention.sm100.launch import device_facts
 
 
 class WorkList(NamedTuple):
-    """Slots in the order of their experts, cut into tiles. All sizes follow from shapes: nothing waits for the device."""
+    """Slots in the order of their experts, cut into tiles. Sizes follow from shapes: nothing waits for the device."""
 
     source: Tensor  # int32 [T * k]: the token of each slot
     routing: Tensor  # fp32 [T * k]: its weight
@@ -75,45 +74,55 @@ def compile(plan: Plan, arch: str) -> Callable[..., None]:
     return load_or_compile("experts_sm100", plan, arch, from_compiler)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What both launches of a call share."""
+def run(
+    plan: Plan,
+    listed: WorkList,
+    limit: float,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x: Tensor,
+    x_scales: Tensor,
+    out: Tensor,
+    out_scales: Tensor,
+) -> None:
+    """Launches one product, which writes a row of `out`, and of GATE_UP also of `out_scales`, for each slot.
 
-    device: torch.device
-    listed: WorkList
-    tokens: int
-    limit: float
-
-    def run(
-        self, product: Product, weight: Tensor, scale: Tensor, x: Tensor, x_scales: Tensor, out: Tensor, scales: Tensor
-    ) -> None:
-        """Launches one product; `out` and `scales` are written, one row a slot."""
-        experts, rows, half = weight.shape
-        row_tiles = out.shape[1] // TILE_ROWS
-        num_sms, arch = device_facts(self.device)
-        listed = self.listed
-        arguments = Arguments(
-            weights=Int64(weight.data_ptr()),
-            weight_scales=Int64(scale.data_ptr()),
-            weight_rows=Int32(experts * rows),
-            rows=Int32(rows),
-            k=Int32(2 * half),
-            x=Int64(x.data_ptr()),
-            x_scales=Int64(x_scales.data_ptr()),
-            source=Int64(listed.source.data_ptr()),
-            routing=Int64(listed.routing.data_ptr()),
-            limit=Float32(self.limit),
-            tile_expert=Int64(listed.tile_expert.data_ptr()),
-            tile_first=Int64(listed.tile_first.data_ptr()),
-            tile_count=Int64(listed.tile_count.data_ptr()),
-            num_tiles=Int64(listed.num_tiles.data_ptr()),
-            row_tiles=Int32(row_tiles),
-            out=Int64(out.data_ptr()),
-            out_scales=Int64(scales.data_ptr()),
-        )
-        num_ctas = min(num_sms, len(listed.tile_expert) * row_tiles)
-        stream = cuda.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
-        compile(Plan(product, self.tokens), arch)(arguments, Int32(num_ctas), stream)
+    Args:
+        plan: which product, and the slots of a tile, for which `listed` was made.
+        listed: the slots.
+        limit: swiglu_limit.
+        weight: int8 [E, rows, k / 2].
+        weight_scale: uint8 [E, rows / 128, k / 128, 512].
+        x: e4m3 [rows of x, k]: tokens for GATE_UP, slots for DOWN.
+        x_scales: int32 [rows of x, k / 128], see `scale_words`.
+        out: e4m3 [slots, I] or bf16 [slots, d].
+        out_scales: int32 [slots, I / 128]; DOWN leaves it alone.
+    """
+    experts, rows, half = weight.shape
+    row_tiles = out.shape[1] // TILE_ROWS
+    num_sms, arch = device_facts(x.device)
+    arguments = Arguments(
+        weights=Int64(weight.data_ptr()),
+        weight_scales=Int64(weight_scale.data_ptr()),
+        weight_rows=Int32(experts * rows),
+        rows=Int32(rows),
+        k=Int32(2 * half),
+        x=Int64(x.data_ptr()),
+        x_scales=Int64(x_scales.data_ptr()),
+        source=Int64(listed.source.data_ptr()),
+        routing=Int64(listed.routing.data_ptr()),
+        limit=Float32(limit),
+        tile_expert=Int64(listed.tile_expert.data_ptr()),
+        tile_first=Int64(listed.tile_first.data_ptr()),
+        tile_count=Int64(listed.tile_count.data_ptr()),
+        num_tiles=Int64(listed.num_tiles.data_ptr()),
+        row_tiles=Int32(row_tiles),
+        out=Int64(out.data_ptr()),
+        out_scales=Int64(out_scales.data_ptr()),
+    )
+    num_ctas = min(num_sms, len(listed.tile_expert) * row_tiles)
+    stream = cuda.CUstream(torch.cuda.current_stream(x.device).cuda_stream)
+    compile(plan, arch)(arguments, Int32(num_ctas), stream)
 
 
 def tokens_of_a_tile(pairs: int, num_experts: int) -> int:
@@ -125,6 +134,26 @@ def tokens_of_a_tile(pairs: int, num_experts: int) -> int:
 def scale_words(scales: Tensor) -> Tensor:
     """fp32 powers of two -> int32, the ue8m0 of each four times: for an instruction 128 channels are four blocks."""
     return (scales.contiguous().view(torch.int32) >> 23) * 0x01010101
+
+
+def hidden_rows(x: Tensor, packed: Mxfp4Experts, listed: WorkList, limit: float, tokens: int) -> tuple[Tensor, Tensor]:
+    """h of every slot: e4m3 [slots, I], and its scales as `scale_words`; slots of other ranks are not written."""
+    pairs, channels = len(listed.source), packed.channels
+    codes, scales = fp8_quantise(x, STEP)
+    hidden = torch.empty(pairs, channels, dtype=torch.float8_e4m3fn, device=x.device)
+    hidden_scales = torch.empty(pairs, channels // STEP, dtype=torch.int32, device=x.device)
+    plan = Plan(Product.GATE_UP, tokens)
+    words = scale_words(scales)
+    run(plan, listed, limit, packed.w13, packed.w13_scale, codes, words, hidden, hidden_scales)
+    return hidden, hidden_scales
+
+
+def output_rows(hidden: Tensor, scales: Tensor, packed: Mxfp4Experts, listed: WorkList, tokens: int) -> Tensor:
+    """w2 h of every slot: bf16 [slots + 1, d]; the last row is zeros, slots of other ranks are not written."""
+    rows = torch.empty(len(hidden) + 1, packed.hidden_size, dtype=torch.bfloat16, device=hidden.device)
+    rows[len(hidden)].zero_()
+    run(Plan(Product.DOWN, tokens), listed, 0.0, packed.w2, packed.w2_scale, hidden, scales, rows, scales)
+    return rows
 
 
 def mxfp4_experts_forward(
@@ -145,14 +174,8 @@ def mxfp4_experts_forward(
         return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     tokens = tokens_of_a_tile(pairs, num_experts)
     listed = work_list(weights, experts, num_experts, expert_offset, tokens)
-    call = _Call(x.device, listed, tokens, swiglu_limit)
-    codes, scales = fp8_quantise(x, STEP)
-    hidden = torch.empty(pairs, channels, dtype=torch.float8_e4m3fn, device=x.device)
-    hidden_scales = torch.empty(pairs, channels // STEP, dtype=torch.int32, device=x.device)
-    call.run(Product.GATE_UP, packed.w13, packed.w13_scale, codes, scale_words(scales), hidden, hidden_scales)
-    rows = torch.empty(pairs + 1, d, dtype=torch.bfloat16, device=x.device)
-    rows[pairs].zero_()
-    call.run(Product.DOWN, packed.w2, packed.w2_scale, hidden, hidden_scales, rows, hidden_scales)
+    hidden, scales = hidden_rows(x, packed, listed, swiglu_limit, tokens)
+    rows = output_rows(hidden, scales, packed, listed, tokens)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for choice in range(listed.slots.shape[1]):  # by rising expert, whatever the batch
         out += rows[listed.slots[:, choice]]
