@@ -93,9 +93,7 @@ def experts_kernel(
             prims.fence_mbarrier_init()
         prims.tcgen05_alloc(tmem_address, plan.tmem_columns, group="cta_1")
         prims.tcgen05_relinquish_alloc_permit(group="cta_1")
-    prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
-    prims.barrier_cta_sync_aligned(0)
-    prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
+    prims.barrier_cta_sync_aligned(0)  # nobody has touched tensor memory yet
     tmem = prims.TmemAddr(tmem_address.load())
 
     first, _, _ = cute.arch.block_idx()
@@ -112,8 +110,7 @@ def experts_kernel(
         if prims.elect_sync():
             multiply(a, smem, barriers, tmem, first, stride, end, plan)
 
-    prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
-    prims.barrier_cta_sync_aligned(0)
+    prims.barrier_cta_sync_aligned(0)  # behind the last loads the epilogue has said that it is done with them
     if warp == Warp.MMA:
         prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
         prims.tcgen05_dealloc(tmem.as_ptr(Float32), plan.tmem_columns, group="cta_1")
@@ -269,7 +266,6 @@ def multiply(
             parity = count // plan.stages & 1
             wait(barriers, Barrier.WEIGHTS + stage, parity)
             wait(barriers, Barrier.TOKENS + stage, parity)
-            prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
             start = smem + stage * plan.stage_bytes
             for part in cutlass.range_constexpr(plan.matrices + 1):
                 prims.tcgen05_cp(
