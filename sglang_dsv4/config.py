@@ -34,6 +34,9 @@ WEIGHT_BLOCK = 128
 FP4_WEIGHT_BLOCK = 32
 """Columns of an FP4 expert weight that share one scale (section 4.2)."""
 
+NVFP4_WEIGHT_BLOCK = 16
+"""Columns of an NVFP4 expert weight that share one e4m3 scale; a matrix has an fp32 scale beside them."""
+
 QAT_VARIABLE = "SGLANG_DSV4_QAT"
 _FP32 = torch.finfo(torch.float32)  # kernels take constants as fp32
 _A_NUMBER = "a number > 0, finite in fp32"
@@ -168,6 +171,8 @@ class Config:
 
     quantised_checkpoint: bool
     """The HF config declares FP8 weights. Whether experts are FP4 or FP8 is told by their tensors' dtype."""
+    nvfp4_experts: bool
+    """It declares NVFP4 experts, too: modelopt's files, in which some may have stayed as they were released."""
     qat: QuantSwitches
 
     @property
@@ -218,7 +223,7 @@ class Config:
         num_mtp = fields.integer("num_nextn_predict_layers", minimum=0)
         vocab_size = fields.positive_int("vocab_size")
         dspark = dspark_of(fields.get, fields.positive_int, ConfigError, num_layers, vocab_size)
-        quantised = _quantised_checkpoint(fields)
+        quantised, nvfp4 = _quantised_checkpoint(fields)
         theta, compress_theta, yarn = _rope_fields(fields)
         fields.require("num_key_value_heads", (1,))
         fields.positive_int("max_position_embeddings")  # SGLang's: the longest request
@@ -261,6 +266,7 @@ class Config:
             hc_sinkhorn_iters=fields.positive_int("hc_sinkhorn_iters"),
             hc_eps=fields.positive("hc_eps"),
             quantised_checkpoint=quantised,
+            nvfp4_experts=nvfp4,
             qat=qat if qat is not None else QuantSwitches.resolve(quantised),
         )
         config.validate()
@@ -443,11 +449,11 @@ def _yarn(scaling: Mapping[str, Any]) -> YarnScaling | None:
     return YarnScaling(factor=factor, original_max_positions=int(positions), beta_fast=fast, beta_slow=slow)
 
 
-def _quantised_checkpoint(fields: _Fields) -> bool:
-    """Whether `quantization_config` declares the official FP8 format; another format is refused."""
+def _quantised_checkpoint(fields: _Fields) -> tuple[bool, bool]:
+    """Whether `quantization_config` declares the official FP8 format, and NVFP4 experts in it; others are refused."""
     declared = fields.get("quantization_config")
     if declared is None:
-        return False
+        return False, False
     if not isinstance(declared, Mapping):
         declared = declared.to_dict()
     accepted: dict[str, tuple[object, ...]] = {
@@ -455,14 +461,20 @@ def _quantised_checkpoint(fields: _Fields) -> bool:
         "fmt": (None, "e4m3"),
         "scale_fmt": (None, "ue8m0"),
         "activation_scheme": (None, "dynamic"),
-        "quant_algo": (None,),
-        "moe_quant_algo": (None,),
+        "moe_quant_algo": (None, "NVFP4"),
     }
+    nvfp4 = declared.get("moe_quant_algo") == "NVFP4"
+    if nvfp4:  # SGLang goes by all three; with one of them alone it would build experts of the release's format
+        accepted |= {"quant_algo": ("MIXED_PRECISION",), "group_size": (NVFP4_WEIGHT_BLOCK,)}
+    else:
+        accepted |= {"quant_algo": (None,)}
     for field, values in accepted.items():
         if declared.get(field) not in values:
             words = " or ".join("left out" if value is None else repr(value) for value in values)
+            if nvfp4 and None not in values:
+                words += ", beside moe_quant_algo 'NVFP4'"
             raise ConfigError(f"quantization_config[{field!r}]", declared.get(field), words)
     block = declared.get("weight_block_size")
     if block is None or list(block) != [WEIGHT_BLOCK, WEIGHT_BLOCK]:
         raise ConfigError("quantization_config['weight_block_size']", block, f"[{WEIGHT_BLOCK}, {WEIGHT_BLOCK}]")
-    return True
+    return True, nvfp4

@@ -1,9 +1,8 @@
-"""The official checkpoint as a table (DeepSeek-V4 specification, section 6), and its loading.
+"""Loading a checkpoint: every tensor of a `tensor_table`, one at a time.
 
-`main_model_tensors` and `mtp_tensors` list every tensor there must be: its shape, its format, and the parameter it
-goes to. `load_checkpoint` streams a checkpoint through that table. A quantised weight goes as it is into a parameter
-that has a scale beside it (SGLang's quantised layers, on a GPU); for any other parameter it is dequantised on the way.
-Nothing is held back but one half of a weight and scale pair, and in files sorted by name that is the small half.
+A quantised weight goes as it is into a parameter that has a scale beside it (SGLang's quantised layers, on a GPU); for
+any other parameter it is dequantised on the way. Nothing is held back but the parts of a weight and its scales until
+the last of them comes, and in files sorted by name that is the next tensor or the one behind it.
 """
 
 from __future__ import annotations
@@ -11,250 +10,25 @@ from __future__ import annotations
 import difflib
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from enum import Enum
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from dsv4_kernels.quant import dequantise_fp4_weight, dequantise_fp8_weight
-from sglang_dsv4.config import FP4_WEIGHT_BLOCK, WEIGHT_BLOCK, Config
-from sglang_dsv4.layer_kinds import LayerKind
+from dsv4_kernels.quant import dequantise_fp4_weight, dequantise_fp8_weight, dequantise_nvfp4_weight
+from sglang_dsv4 import nvfp4
+from sglang_dsv4.config import Config
+from sglang_dsv4.tensor_table import FLOATS, Format, TensorSpec, TensorTable
 from sglang_dsv4.weight_values import WeightValues
 
-_FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 _SCALES = (torch.float8_e8m0fnu, torch.float32)
 _LISTED_AT_MOST = 8
-_NEXTN_DECODER = "model.decoder."
 
 
 class CheckpointError(ValueError):
     """A checkpoint that is not this model's: names the tensors and what was expected."""
-
-
-class Format(Enum):
-    """How a tensor may be stored; each value lists the accepted dtypes."""
-
-    FLOAT = _FLOATS
-    """Never quantised."""
-    LINEAR = (torch.float8_e4m3fn, *_FLOATS)
-    """FP8 with a `.scale` for 128x128 blocks, or not quantised."""
-    EXPERT = (torch.int8, torch.float8_e4m3fn, *_FLOATS)
-    """FP4, two to a byte, with a `.scale` for 32 columns; or as LINEAR."""
-    INDEX = (torch.int64, torch.int32)
-    """Expert ids."""
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor of the checkpoint."""
-
-    name: str
-    """Official name."""
-    shape: tuple[int, ...]
-    """Of its values; an FP4 tensor has half as many columns in the file."""
-    format: Format
-    parameter: str
-    """Where it goes: a parameter of the model."""
-    shard: str | int | None = None
-    """Which part of a fused parameter, as its weight loader calls it."""
-    expert: int | None = None
-
-    @property
-    def scale_name(self) -> str:
-        """Official name of its scales."""
-        return self.name.removesuffix("weight") + "scale"
-
-    def stored_shape(self, dtype: torch.dtype) -> tuple[int, ...]:
-        """Shape in the file if stored as `dtype`."""
-        return (self.shape[0], self.shape[1] // 2) if dtype == torch.int8 else self.shape
-
-    def scale_shape(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Shape of the scales of a weight stored as `dtype`, FP8 or FP4."""
-        rows, columns = self.shape
-        if dtype == torch.int8:
-            return rows, columns // FP4_WEIGHT_BLOCK
-        return -(-rows // WEIGHT_BLOCK), -(-columns // WEIGHT_BLOCK)
-
-
-@dataclass(frozen=True)
-class TensorTable:
-    """What one model loads from a checkpoint."""
-
-    specs: dict[str, TensorSpec]
-    """By official name."""
-    is_ours: Callable[[str], bool]
-    """False for the names of another model in the same checkpoint: they are skipped, not checked."""
-
-
-def main_model_tensors(config: Config) -> TensorTable:
-    """All tensors but those of the draft, which are left out by name: another name of a draft's kind is unknown."""
-    rows = [
-        *_top_level(config),
-        *(
-            _moved(spec, f"layers.{i}.", f"model.layers.{i}.")
-            for i in range(config.num_hidden_layers)
-            for spec in _block(config, config.schedule.kind(i), config.uses_hash_routing(i))
-        ),
-    ]
-    of_draft = _draft_names(config)
-    return TensorTable({spec.name: spec for spec in rows}, lambda name: name not in of_draft)
-
-
-def _draft_names(config: Config) -> frozenset[str]:
-    """Names of all tensors of the checkpoint's draft, scales too: the MTP module's or DSpark's."""
-    specs = (mtp_tensors if config.dspark is None else dspark_tensors)(config).specs.values()
-    names = {spec.name for spec in specs} | {spec.scale_name for spec in specs if _may_have_scale(spec)}
-    return frozenset(names)
-
-
-def dspark_tensors(config: Config) -> TensorTable:
-    """The tensors of a DSpark draft: a window-only block for each stage, and what the first and the last one have.
-
-    Embedding and head are the main model's.
-    """
-    d, v, rank, stages = config.hidden_size, config.vocab_size, config.dspark.markov_rank, config.dspark.num_stages
-    first, last = "mtp.0.", f"mtp.{stages - 1}."
-    rows = [
-        *(
-            _moved(spec, f"mtp.{stage}.", f"model.stages.{stage}.")
-            for stage in range(stages)
-            for spec in _block(config, LayerKind.SWA, hashed=False)
-        ),
-        TensorSpec(f"{first}main_proj.weight", (d, d * stages), Format.LINEAR, "model.main_proj.weight"),
-        TensorSpec(f"{first}main_norm.weight", (d,), Format.FLOAT, "model.main_norm.weight"),
-        TensorSpec(f"{last}norm.weight", (d,), Format.FLOAT, "model.norm.weight"),
-        TensorSpec(f"{last}markov_head.markov_w1.weight", (v, rank), Format.FLOAT, "markov_head.markov_w1"),
-        TensorSpec(f"{last}markov_head.markov_w2.weight", (v, rank), Format.FLOAT, "markov_head.markov_w2"),
-        TensorSpec(f"{last}confidence_head.proj.weight", (1, d + rank), Format.FLOAT, "confidence"),
-        *(_moved(spec, last, "model.") for spec in _hyper_connection_head(config)),
-    ]
-    return TensorTable({spec.name: spec for spec in rows}, lambda name: name.startswith("mtp."))
-
-
-def mtp_tensors(config: Config) -> TensorTable:
-    """The tensors of the MTP module. Embedding and head are the main model's."""
-    d = config.hidden_size
-    rows = [
-        *(_moved(spec, "mtp.0.", _NEXTN_DECODER) for spec in _block(config, LayerKind.SWA, hashed=False)),
-        TensorSpec("mtp.0.e_proj.weight", (d, d), Format.LINEAR, "model.e_proj.weight"),
-        TensorSpec("mtp.0.h_proj.weight", (d, d), Format.LINEAR, "model.h_proj.weight"),
-        TensorSpec("mtp.0.enorm.weight", (d,), Format.FLOAT, "model.enorm.weight"),
-        TensorSpec("mtp.0.hnorm.weight", (d,), Format.FLOAT, "model.hnorm.weight"),
-        TensorSpec("mtp.0.norm.weight", (d,), Format.FLOAT, "model.norm.weight"),
-        *(_moved(spec, "mtp.0.", "model.") for spec in _hyper_connection_head(config)),
-    ]
-    return TensorTable({spec.name: spec for spec in rows}, lambda name: name.startswith("mtp."))
-
-
-def _moved(spec: TensorSpec, name_prefix: str, parameter_prefix: str) -> TensorSpec:
-    return replace(spec, name=name_prefix + spec.name, parameter=parameter_prefix + spec.parameter)
-
-
-def _top_level(c: Config) -> list[TensorSpec]:
-    v, d = c.vocab_size, c.hidden_size
-    return [
-        TensorSpec("embed.weight", (v, d), Format.FLOAT, "model.embed.weight"),
-        TensorSpec("head.weight", (v, d), Format.FLOAT, "lm_head.weight"),
-        TensorSpec("norm.weight", (d,), Format.FLOAT, "model.norm.weight"),
-        *(_moved(spec, "", "model.") for spec in _hyper_connection_head(c)),
-    ]
-
-
-def _hyper_connection_head(c: Config) -> list[TensorSpec]:
-    n, d = c.hc_mult, c.hidden_size
-    return [
-        TensorSpec("hc_head_fn", (n, n * d), Format.FLOAT, "hc_head.fn"),
-        TensorSpec("hc_head_base", (n,), Format.FLOAT, "hc_head.base"),
-        TensorSpec("hc_head_scale", (1,), Format.FLOAT, "hc_head.scale"),
-    ]
-
-
-def _block(c: Config, kind: LayerKind, hashed: bool) -> list[TensorSpec]:
-    """One decoder layer; names and parameters without its prefix."""
-    d, n, heads, dim = c.hidden_size, c.hc_mult, c.num_attention_heads, c.head_dim
-    rq, group_outputs = c.q_lora_rank, c.o_groups * c.o_lora_rank
-    mixes = (2 + n) * n
-
-    def row(
-        name: str, *shape: int, format: Format = Format.FLOAT, parameter: str | None = None, shard: int | None = None
-    ) -> TensorSpec:
-        return TensorSpec(name, shape, format, parameter or name, shard)
-
-    rows = [row("attn_norm.weight", d), row("ffn_norm.weight", d)]
-    for sublayer in ("attn", "ffn"):
-        rows += [
-            row(f"hc_{sublayer}_fn", mixes, n * d, parameter=f"hc_{sublayer}.fn"),
-            row(f"hc_{sublayer}_base", mixes, parameter=f"hc_{sublayer}.base"),
-            row(f"hc_{sublayer}_scale", 3, parameter=f"hc_{sublayer}.scale"),
-        ]
-    rows += [
-        row("attn.attn_sink", heads),
-        row("attn.wq_a.weight", rq, d, format=Format.LINEAR, parameter="attn.wqkv_a.weight", shard=0),
-        row("attn.q_norm.weight", rq),
-        row("attn.wq_b.weight", heads * dim, rq, format=Format.LINEAR),
-        row("attn.wkv.weight", dim, d, format=Format.LINEAR, parameter="attn.wqkv_a.weight", shard=1),
-        row("attn.kv_norm.weight", dim),
-        row("attn.wo_a.weight", group_outputs, heads * dim // c.o_groups, format=Format.LINEAR, parameter="attn.wo_a"),
-        row("attn.wo_b.weight", d, group_outputs, format=Format.LINEAR),
-    ]
-    if kind is not LayerKind.SWA:
-        rows += _compressor("attn.compressor.", c, kind, dim)
-    if kind is LayerKind.CSA:
-        rows += [
-            row("attn.indexer.wq_b.weight", c.index_n_heads * c.index_head_dim, rq, format=Format.LINEAR),
-            row("attn.indexer.weights_proj.weight", c.index_n_heads, d, parameter="attn.indexer.weights_proj"),
-            *_compressor("attn.indexer.compressor.", c, kind, c.index_head_dim),
-        ]
-    return rows + _moe(c, hashed)
-
-
-def _compressor(prefix: str, c: Config, kind: LayerKind, dim: int) -> list[TensorSpec]:
-    width = dim * kind.groups
-    return [
-        TensorSpec(f"{prefix}ape", (kind.ratio, width), Format.FLOAT, f"{prefix}ape"),
-        TensorSpec(f"{prefix}wkv.weight", (width, c.hidden_size), Format.FLOAT, f"{prefix}wkv"),
-        TensorSpec(f"{prefix}wgate.weight", (width, c.hidden_size), Format.FLOAT, f"{prefix}wgate"),
-        TensorSpec(f"{prefix}norm.weight", (dim,), Format.FLOAT, f"{prefix}norm.weight"),
-    ]
-
-
-def _moe(c: Config, hashed: bool) -> list[TensorSpec]:
-    d, channels, experts = c.hidden_size, c.moe_intermediate_size, c.n_routed_experts
-    rows = [TensorSpec("ffn.gate.weight", (experts, d), Format.FLOAT, "ffn.gate.weight")]
-    if hashed:
-        shape = (c.vocab_size, c.num_experts_per_tok)
-        rows.append(TensorSpec("ffn.gate.tid2eid", shape, Format.INDEX, "ffn.gate.tid2eid"))
-    else:
-        rows.append(TensorSpec("ffn.gate.bias", (experts,), Format.FLOAT, "ffn.gate.bias"))
-    for matrix, shape, fused, half in (
-        ("w1", (channels, d), "w13", 0),
-        ("w3", (channels, d), "w13", 1),
-        ("w2", (d, channels), "w2", None),
-    ):
-        rows.append(
-            TensorSpec(
-                f"ffn.shared_experts.{matrix}.weight",
-                shape,
-                Format.LINEAR,
-                f"ffn.shared_experts.{fused}.weight",
-                shard=half,
-            )
-        )
-        rows += [
-            TensorSpec(
-                f"ffn.experts.{expert}.{matrix}.weight",
-                shape,
-                Format.EXPERT,
-                f"ffn.experts.{fused}_weight",
-                shard=matrix,
-                expert=expert,
-            )
-            for expert in range(experts)
-        ]
-    return rows
 
 
 def load_checkpoint(
@@ -285,12 +59,13 @@ class _Loader:
     def __init__(self, model: nn.Module, config: Config, table: TensorTable) -> None:
         self.num_experts = config.n_routed_experts
         self.quantised = config.quantised_checkpoint
+        self.nvfp4_experts = config.nvfp4_experts
         self.values = WeightValues()
         self.parameters = dict(model.named_parameters())
         self.specs = table.specs
-        self.specs_by_scale = {spec.scale_name: spec for spec in table.specs.values() if _may_have_scale(spec)}
+        self.specs_by_scale = {spec.scale_name: spec for spec in table.specs.values() if spec.may_have_scale}
         self.held: dict[str, Tensor] = {}
-        """Halves of weight and scale pairs whose other half has not come yet, by their own names."""
+        """Quantised weights and scales of which a part has not come yet, by their own names."""
         self.loaded: set[str] = set()
         self.unknown: list[str] = []
 
@@ -302,6 +77,8 @@ class _Loader:
             self._take_scale(self.specs_by_scale[name], tensor)
         elif name in self.specs:
             self._take_weight(self.specs[name], tensor)
+        elif (spec := self.specs.get(nvfp4.weight_name(name))) is not None and spec.format is Format.EXPERT:
+            self._take_nvfp4_scale(spec, name, tensor)
         else:
             self.unknown.append(name)
 
@@ -312,26 +89,85 @@ class _Loader:
                 f"tensor {spec.name!r} holds ids from {int(weight.min())} to {int(weight.max())}; "
                 f"expected expert ids in [0, {self.num_experts})"
             )
-        if not _may_have_scale(spec) or weight.dtype in _FLOATS:
+        if not spec.may_have_scale or weight.dtype in FLOATS:
             if spec.scale_name in self.held:
-                raise CheckpointError(
-                    f"tensor {spec.scale_name!r} has no use: {spec.name!r} is {_word(weight.dtype)}, not quantised"
-                )
+                self._no_use(spec.scale_name, spec, weight)
             self._load(spec, weight, None)
+        elif weight.dtype == nvfp4.WEIGHT_DTYPE:
+            if spec.scale_name in self.held:
+                self._no_use(spec.scale_name, spec, weight)
+            self.held[spec.name] = weight
+            self._load_nvfp4_if_complete(spec)
         elif spec.scale_name in self.held:
             self._load(spec, weight, self.held.pop(spec.scale_name))
         else:
             self.held[spec.name] = weight
 
     def _take_scale(self, spec: TensorSpec, scale: Tensor) -> None:
-        quantised = [dtype for dtype in spec.format.value if dtype not in _FLOATS]
+        quantised = [dtype for dtype in spec.format.value if dtype not in (*FLOATS, nvfp4.WEIGHT_DTYPE)]
         _check(spec.scale_name, scale, [(dtype, spec.scale_shape(stored)) for stored in quantised for dtype in _SCALES])
-        if spec.name in self.loaded:
-            raise CheckpointError(f"tensor {spec.scale_name!r} has no use: {spec.name!r} is not quantised")
+        weight = self.held.get(spec.name)
+        if spec.name in self.loaded or (weight is not None and weight.dtype == nvfp4.WEIGHT_DTYPE):
+            self._no_use(spec.scale_name, spec, weight)
         if spec.name in self.held:
             self._load(spec, self.held.pop(spec.name), scale)
         else:
             self.held[spec.scale_name] = scale
+
+    def _take_nvfp4_scale(self, spec: TensorSpec, name: str, scale: Tensor) -> None:
+        _check(name, scale, nvfp4.accepted(name, *spec.shape))
+        weight = self.held.get(spec.name)
+        if spec.name in self.loaded or (weight is not None and weight.dtype != nvfp4.WEIGHT_DTYPE):
+            self._no_use(name, spec, weight)
+        self.held[name] = scale
+        self._load_nvfp4_if_complete(spec)
+
+    def _no_use(self, name: str, spec: TensorSpec, weight: Tensor | None) -> NoReturn:
+        stored = "is loaded without it" if weight is None else f"is {_word(weight.dtype)}"
+        raise CheckpointError(
+            f"tensor {name!r} has no use: {spec.name!r} {stored}; FP8 and MXFP4 (int8) have a scale, NVFP4 (uint8) has "
+            f"{' and '.join(nvfp4.SCALES)}, floats have none"
+        )
+
+    def _load_nvfp4_if_complete(self, spec: TensorSpec) -> None:
+        names = (spec.name, *nvfp4.scale_names(spec.name))
+        if not all(name in self.held for name in names):
+            return
+        weight, scale, global_scale, input_scale = (self.held.pop(name) for name in names)
+        if not self.nvfp4_experts:
+            raise CheckpointError(
+                f"tensor {spec.name!r} is NVFP4, but the quantization_config of config.json does not say so: "
+                "moe_quant_algo 'NVFP4', quant_algo 'MIXED_PRECISION' and group_size 16, as in hf_quant_config.json"
+            )
+        for take, name, tensor in (
+            (self.values.take_nvfp4_scale, names[1], scale),
+            (self.values.take_nvfp4_global_scale, names[2], global_scale),
+            (self.values.take_input_scale, names[3], input_scale),
+        ):
+            take(name, tensor)
+        parameter = self.parameters[spec.parameter]
+        if f"{spec.parameter}_scale_inv" in self.parameters:
+            self._other_layer(spec, weight, parameter)
+        if self._is_nvfp4(spec):
+            stem = spec.parameter.removesuffix("weight")
+            self._copy(spec, parameter, weight)
+            for name, last, tensor in zip(names[1:], nvfp4.SCALES, (scale, global_scale, input_scale), strict=True):
+                tensor = tensor if tensor.dim() == 2 else tensor.reshape(())
+                self._copy(spec, self.parameters[stem + last], tensor, name)
+        else:
+            on_device = (tensor.to(parameter.device) for tensor in (weight, scale, global_scale))
+            self._copy(spec, parameter, dequantise_nvfp4_weight(*on_device, parameter.dtype))
+        self.loaded.update(names)
+
+    def _is_nvfp4(self, spec: TensorSpec) -> bool:
+        """Whether its layer was built for NVFP4: SGLang's, on a GPU."""
+        return f"{spec.parameter}_scale_2" in self.parameters
+
+    def _other_layer(self, spec: TensorSpec, weight: Tensor, parameter: nn.Parameter) -> NoReturn:
+        raise CheckpointError(
+            f"tensor {spec.name!r} is {_word(weight.dtype)}; its layer was built for quantised weights in "
+            f"{_word(parameter.dtype)}, as the config's quantization_config and expert_dtype say"
+        )
 
     def _load(self, spec: TensorSpec, weight: Tensor, scale: Tensor | None) -> None:
         if scale is not None:
@@ -345,24 +181,24 @@ class _Loader:
         self.values.take_weight(spec.name, weight)
         parameter = self.parameters[spec.parameter]
         scale_parameter = self.parameters.get(f"{spec.parameter}_scale_inv")
+        if self._is_nvfp4(spec):
+            self._other_layer(spec, weight, parameter)
         if scale_parameter is None:
             self._copy(spec, parameter, weight if scale is None else _dequantise(weight, scale, parameter))
         elif scale is None or weight.dtype.itemsize != parameter.dtype.itemsize:
-            raise CheckpointError(
-                f"tensor {spec.name!r} is {_word(weight.dtype)}; its layer was built for quantised weights in "
-                f"{_word(parameter.dtype)}, as the config's quantization_config and expert_dtype say"
-            )
+            self._other_layer(spec, weight, parameter)
         else:
             self._copy(spec, parameter, weight)
             self._copy(spec, scale_parameter, scale)
         self.loaded.update((spec.name,) if scale is None else (spec.name, spec.scale_name))
 
-    def _copy(self, spec: TensorSpec, parameter: nn.Parameter, tensor: Tensor) -> None:
+    def _copy(self, spec: TensorSpec, parameter: nn.Parameter, tensor: Tensor, name: str | None = None) -> None:
+        """SGLang's experts tell by `name` what kind of scale comes; None: the weight's."""
         load = getattr(parameter, "weight_loader", None)
         if load is None:
             parameter.data.copy_(tensor)
         elif spec.expert is not None:
-            load(parameter, tensor, spec.name, shard_id=spec.shard, expert_id=spec.expert)
+            load(parameter, tensor, name or spec.name, shard_id=spec.shard, expert_id=spec.expert)
         elif spec.shard is not None:
             load(parameter, tensor, spec.shard)
         else:
@@ -381,12 +217,20 @@ class _Loader:
         for spec in self.specs.values():
             if spec.name in self.held:
                 weight = self.held[spec.name]
-                shape = spec.scale_shape(weight.dtype)
-                missing.append(f"{spec.scale_name!r} {shape} of {_word(weight.dtype)} {spec.name!r}")
+                of_weight = f"of {_word(weight.dtype)} {spec.name!r}"
+                if weight.dtype == nvfp4.WEIGHT_DTYPE:
+                    absent = [name for name in nvfp4.scale_names(spec.name) if name not in self.held]
+                    shapes = [nvfp4.accepted(name, *spec.shape)[0][1] for name in absent]
+                    missing += [f"{name!r} {shape} {of_weight}" for name, shape in zip(absent, shapes, strict=True)]
+                else:
+                    missing.append(f"{spec.scale_name!r} {spec.scale_shape(weight.dtype)} {of_weight}")
             elif spec.name not in self.loaded:
                 missing.append(f"{spec.name!r} {spec.shape}")
         if missing:
             problems.append(f"{len(missing)} missing tensors: {_first(missing, len(missing))}")
+        unused = [repr(name) for name in self.held if nvfp4.weight_name(name) in self.loaded]
+        if unused:
+            problems.append(f"{len(unused)} scales of NVFP4 whose weight is not: {_first(unused, len(unused))}")
         if problems:
             problems.insert(0, "the checkpoint does not hold the tensors of this config in official names")
         wrong = self.values.problems()
@@ -397,10 +241,6 @@ class _Loader:
             )
         if problems:
             raise CheckpointError("; ".join(problems))
-
-
-def _may_have_scale(spec: TensorSpec) -> bool:
-    return spec.format in (Format.LINEAR, Format.EXPERT)
 
 
 def _dequantise(weight: Tensor, scale: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from dsv4_kernels.moe.weights import Mxfp4Experts
 from dsv4_kernels.registry import select
 
 
@@ -119,6 +120,50 @@ def experts_forward(
     _check_limit("experts_forward", swiglu_limit)
     function = select("experts_forward", x.device, x.dtype, impl)
     return function(x, weights, experts, w13, w2, swiglu_limit, act_qdq_block, expert_offset)
+
+
+def mxfp4_experts_forward(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    packed: Mxfp4Experts,
+    swiglu_limit: float,
+    expert_offset: int = 0,
+    impl: str | None = None,
+) -> Tensor:
+    """`experts_forward` over the checkpoint's own MXFP4 weights, with FP8 inputs as in the release.
+
+    ::
+
+        h = weight * swiglu(linear(fp8_qdq(x, 128), w13[e]).chunk(2))
+        y = Σ_e linear(fp8_qdq(h.to(x.dtype), 128), w2[e]).float()      # by rising expert id
+
+    Args:
+        x: [T, d] fp32 or bf16.
+        weights: [T, k] fp32.
+        experts: [T, k] integer, ids among all experts.
+        packed: of this rank; "sm100" wants `packed.tiled()`.
+        swiglu_limit: clamp of gate and up.
+        expert_offset: expert 0 of `packed` is expert `expert_offset`; ids outside [offset, offset + E) add nothing.
+        impl: implementation by name; None lets the registry choose. "sm100" is Blackwell's block-scaled kernel, which
+            has run in the emulator only, and is taken by name only.
+
+    Returns:
+        [T, d] fp32.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or swiglu_limit is not positive.
+    """
+    if x.dim() != 2 or x.shape[1] != packed.hidden_size:
+        raise ValueError(f"mxfp4_experts_forward: x is {tuple(x.shape)}; expected [T, {packed.hidden_size}]")
+    if weights.shape != experts.shape or weights.dim() != 2 or weights.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"mxfp4_experts_forward: x {tuple(x.shape)} needs weights and experts [{x.shape[0]}, k]; got "
+            f"{tuple(weights.shape)} and {tuple(experts.shape)}"
+        )
+    _check_limit("mxfp4_experts_forward", swiglu_limit)
+    function = select("mxfp4_experts_forward", x.device, x.dtype, impl)
+    return function(x, weights, experts, packed, swiglu_limit, expert_offset)
 
 
 def _check_halves(name: str, gate_up: Tensor) -> None:

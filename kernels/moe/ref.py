@@ -7,7 +7,8 @@ from torch import Tensor
 
 from dsv4_kernels.invariant import silu
 from dsv4_kernels.linear import linear
-from dsv4_kernels.quant.ref import fp8_quantise
+from dsv4_kernels.moe.weights import Mxfp4Experts
+from dsv4_kernels.quant.ref import dequantise_fp4_weight, fp8_quantise
 
 ACTIVATION_BLOCK = 128
 """Channels of a product's input that share a scale (section 4.2)."""
@@ -49,3 +50,15 @@ def experts_forward(
         h = weights[tokens, choice].unsqueeze(1) * swiglu(gate, up, swiglu_limit)
         out.index_add_(0, tokens, linear(h.to(x.dtype), w2[expert], act_qdq_block).float())
     return out
+
+
+def mxfp4_experts_forward(
+    x: Tensor, weights: Tensor, experts: Tensor, packed: Mxfp4Experts, swiglu_limit: float, expert_offset: int
+) -> Tensor:
+    """See `dsv4_kernels.moe.mxfp4_experts_forward`."""
+    plain = packed.in_rows()
+    w13, w2 = (
+        torch.stack([dequantise_fp4_weight(codes, scale, x.dtype) for codes, scale in zip(*matrix, strict=True)])
+        for matrix in ((plain.w13, plain.w13_scale), (plain.w2, plain.w2_scale))
+    )
+    return experts_forward(x, weights, experts, w13, w2, swiglu_limit, ACTIVATION_BLOCK, expert_offset)

@@ -17,10 +17,12 @@ from dsv4_kernels.quant.ref import (
     decode_fp8,
     dequantise_fp4_weight,
     dequantise_fp8_weight,
+    dequantise_nvfp4_weight,
     encode_fp4,
     encode_fp8,
     quantise_fp4_weight,
     quantise_fp8_weight,
+    quantise_nvfp4_weight,
     ue8m0_ceil,
 )
 from dsv4_kernels.registry import select
@@ -32,6 +34,7 @@ __all__ = [
     "decode_fp8",
     "dequantise_fp4_weight",
     "dequantise_fp8_weight",
+    "dequantise_nvfp4_weight",
     "encode_fp4",
     "encode_fp8",
     "fp4_qdq",
@@ -40,6 +43,7 @@ __all__ = [
     "hadamard",
     "quantise_fp4_weight",
     "quantise_fp8_weight",
+    "quantise_nvfp4_weight",
     "ue8m0_ceil",
 ]
 

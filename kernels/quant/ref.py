@@ -14,6 +14,8 @@ _FP8_AMAX_FLOOR = 1e-4
 _FP4_AMAX_FLOOR = E2M1_MAX * 2.0**-126
 _FP8_WEIGHT_BLOCK = 128
 _FP4_WEIGHT_BLOCK = 32
+_NVFP4_WEIGHT_BLOCK = 16
+_E4M3_TINY = 2.0**-9
 
 
 def ue8m0_ceil(x: Tensor) -> Tensor:
@@ -88,12 +90,16 @@ def encode_fp4(x: Tensor, block: int = _FP4_WEIGHT_BLOCK) -> tuple[Tensor, Tenso
         powers of two.
     """
     values, scales = _rounded_to_e2m1(x, block)
+    return _e2m1_codes(values).flatten(-2)[..., : x.shape[-1]], scales
+
+
+def _e2m1_codes(values: Tensor) -> Tensor:
+    """uint8 codes of e2m1 values in fp32: the inverse of `_e2m1`."""
     magnitude = values.abs()
     index = torch.where(
         magnitude < 2.0, magnitude * 2.0, torch.where(magnitude < 4.0, magnitude + 2.0, magnitude * 0.5 + 4.0)
     )
-    codes = index.to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 3)
-    return codes.flatten(-2)[..., : x.shape[-1]], scales
+    return index.to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 3)
 
 
 def _rounded_to_e2m1(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -101,12 +107,17 @@ def _rounded_to_e2m1(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     blocks = _blocks(x, block)
     amax = blocks.abs().amax(-1).clamp(min=_FP4_AMAX_FLOOR)
     scales = ue8m0_ceil(amax * (1.0 / E2M1_MAX))
-    scaled = (blocks / scales.unsqueeze(-1)).clamp(-E2M1_MAX, E2M1_MAX)
+    return _nearest_e2m1(blocks / scales.unsqueeze(-1)), scales
+
+
+def _nearest_e2m1(scaled: Tensor) -> Tensor:
+    """e2m1 values in fp32; beyond 6 it is 6."""
+    scaled = scaled.clamp(-E2M1_MAX, E2M1_MAX)
     magnitude = scaled.abs()
     # The spacing of e2m1 is 0.5 below 2, 1 below 4, then 2. torch.round takes a tie to the even multiple of the
     # spacing, which is the even code because each range begins at an even code (0, 4, 6).
     spacing = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
-    return torch.copysign(torch.round(magnitude / spacing) * spacing, scaled), scales
+    return torch.copysign(torch.round(magnitude / spacing) * spacing, scaled)
 
 
 def decode_fp4(codes: Tensor, scales: Tensor, block: int = _FP4_WEIGHT_BLOCK) -> Tensor:
@@ -229,6 +240,63 @@ def quantise_fp4_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"an FP4 weight needs a multiple of 32 columns; got shape {tuple(weight.shape)}")
     codes, scale = encode_fp4(weight)
     return pack_nibbles(codes).view(torch.int8), scale.to(torch.float8_e8m0fnu)
+
+
+def dequantise_nvfp4_weight(weight: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A plain matrix from a checkpoint's NVFP4 tensors: e2m1 codes, an e4m3 scale for 16 columns, one fp32 scale.
+
+    ::
+
+        value = (code * scale) * global_scale       # in fp32: the first product is exact, the second rounds once
+
+    Args:
+        weight: [n, k / 2] uint8; the low nibble is the even column.
+        scale: [n, k / 16] float8_e4m3fn, none negative.
+        global_scale: one fp32 number, of any shape.
+        dtype: of the result; bf16 rounds once more.
+
+    Returns:
+        [n, k] in `dtype`.
+
+    Raises:
+        ValueError: scale's shape does not match weight's, or global_scale is not one number.
+    """
+    n, half = weight.shape
+    if half * 2 % _NVFP4_WEIGHT_BLOCK or tuple(scale.shape) != (n, half * 2 // _NVFP4_WEIGHT_BLOCK):
+        raise ValueError(
+            f"scale of an NVFP4 weight of {n}x{half} bytes has shape {tuple(scale.shape)}; expected "
+            f"({n}, {half * 2 / _NVFP4_WEIGHT_BLOCK:g})"
+        )
+    if global_scale.numel() != 1:
+        raise ValueError(f"global_scale of an NVFP4 weight has shape {tuple(global_scale.shape)}; expected one number")
+    values = decode_fp4(unpack_nibbles(weight.view(torch.uint8)), _e4m3(scale), _NVFP4_WEIGHT_BLOCK)
+    return (values * global_scale.float().reshape(())).to(dtype)
+
+
+def quantise_nvfp4_weight(weight: Tensor, amax: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of `dequantise_nvfp4_weight`: rounds a matrix to e2m1 over e4m3 scales for 16 columns.
+
+    Args:
+        weight: [n, k], any floating dtype, k a multiple of 16.
+        amax: magnitude that 6 * 448 * global_scale stands for; None takes the matrix's largest. Matrices that must
+            share a global scale, as w1 and w3 of an expert do, get the largest of both.
+
+    Returns:
+        weight [n, k / 2] uint8, scale [n, k / 16] float8_e4m3fn, global_scale [] fp32.
+
+    Raises:
+        ValueError: k is not a multiple of 16.
+    """
+    if weight.shape[1] % _NVFP4_WEIGHT_BLOCK:
+        raise ValueError(f"an NVFP4 weight needs a multiple of 16 columns; got shape {tuple(weight.shape)}")
+    blocks = _blocks(weight, _NVFP4_WEIGHT_BLOCK)
+    largest = blocks.abs().amax() if amax is None else torch.tensor(amax, dtype=torch.float32, device=weight.device)
+    global_scale = largest / (E2M1_MAX * E4M3_MAX)
+    unit = torch.where(global_scale > 0, global_scale, 1.0)  # of a matrix of zeros
+    # A scale of 0 would lose its block: the smallest number of e4m3 takes its place.
+    scale = (blocks.abs().amax(-1) / (E2M1_MAX * unit)).clamp(_E4M3_TINY, E4M3_MAX).to(torch.float8_e4m3fn)
+    values = _nearest_e2m1(blocks / (_e4m3(scale) * unit).unsqueeze(-1))
+    return pack_nibbles(_e2m1_codes(values).flatten(-2)), scale, global_scale
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

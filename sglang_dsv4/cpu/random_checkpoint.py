@@ -4,7 +4,8 @@
 
 `tiny` is what ``make serve`` serves: every kind of layer, both routers, the MTP module, 20 MB. `flash-april`,
 `flash-0731` and `pro-0813` are as small, in the layouts of these releases: the first with an MTP module, the others
-with a DSpark draft of three stages. `flash` and `pro` have the released models' attention, indexer and hyper-connection
+with a DSpark draft of three stages. `nvfp4` is `tiny` as NVIDIA's modelopt exports it: the main model's experts in
+NVFP4, the MTP module's as released. `flash` and `pro` have the released models' attention, indexer and hyper-connection
 dimensions and 6 and 5 of their layers, with a hidden size, experts and a vocabulary small enough for a CPU (0.6 and 1.1
 GB). ``--unquantised`` writes every weight in fp32 and no quantization_config: what a tight comparison with another
 implementation needs.
@@ -29,7 +30,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsv4_kernels.quant import quantise_fp4_weight, quantise_fp8_weight
+from dsv4_kernels.quant import E2M1_MAX, E4M3_MAX, quantise_fp4_weight, quantise_fp8_weight, quantise_nvfp4_weight
+from sglang_dsv4 import nvfp4
 from sglang_dsv4.cpu.random_tokenizer import write_tokenizer
 
 SHARD_BYTES = 256 << 20  # small enough that flash and pro have several shards, as the release has
@@ -43,6 +45,14 @@ class Storage(Enum):
     BF16 = "bf16"
     FP32 = "fp32"
     INT64 = "int64"
+
+
+@dataclasses.dataclass(frozen=True)
+class Nvfp4:
+    """Packed e2m1 uint8 [n, k/2], and the scales of `sglang_dsv4.nvfp4`."""
+
+    amax: float  # of the matrices that share a global scale
+    input_amax: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +84,7 @@ class Shape:
     dspark_target_layer_ids: tuple[int, ...] = ()
     dspark_block_size: int = 5
     dspark_noise_token_id: int = 999
+    nvfp4_experts: bool = False  # of the main model; no field of config.json
 
     @property
     def draft_layers(self) -> int:
@@ -107,6 +118,7 @@ _LAST_THREE = (2, 3, 4)
 
 PRESETS: dict[str, Shape] = {
     "tiny": _TINY,
+    "nvfp4": dataclasses.replace(_TINY, nvfp4_experts=True),
     "flash-april": _TINY_FLASH,
     "flash-0731": dataclasses.replace(_TINY_FLASH, dspark_markov_rank=32, dspark_target_layer_ids=_LAST_THREE),
     "pro-0813": dataclasses.replace(_TINY_PRO, dspark_markov_rank=64, dspark_target_layer_ids=_LAST_THREE),
@@ -147,6 +159,10 @@ PRESETS: dict[str, Shape] = {
 }
 
 
+_NOT_NVFP4 = ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"]
+_PRODUCER = {"name": "modelopt", "version": "dsv4-nvfp4-experts"}
+
+
 def hf_config(shape: Shape, quantised: bool = True) -> dict[str, Any]:
     """``config.json`` of a checkpoint of this shape, with the released file's fields."""
     config: dict[str, Any] = {
@@ -182,6 +198,7 @@ def hf_config(shape: Shape, quantised: bool = True) -> dict[str, Any]:
         "use_cache": True,
         **dataclasses.asdict(shape),
     }
+    del config["nvfp4_experts"]
     config["compress_ratios"] = [*shape.compress_ratios, *[0] * shape.draft_layers]
     if shape.dspark_markov_rank is None:
         config = {field: value for field, value in config.items() if not field.startswith("dspark_")}
@@ -194,7 +211,30 @@ def hf_config(shape: Shape, quantised: bool = True) -> dict[str, Any]:
             "scale_fmt": "ue8m0",
             "weight_block_size": [128, 128],
         }
+        if shape.nvfp4_experts:
+            config["quantization_config"] |= {
+                "quant_algo": "MIXED_PRECISION",
+                "moe_quant_algo": "NVFP4",
+                "group_size": 16,
+                "ignore": _NOT_NVFP4,
+                "producer": _PRODUCER,
+            }
     return config
+
+
+def hf_quant_config(shape: Shape) -> dict[str, Any]:
+    """``hf_quant_config.json``, which modelopt writes beside the config."""
+    layers = [f"layers.{layer}.ffn.experts" for layer in range(len(shape.compress_ratios))]
+    return {
+        "producer": _PRODUCER,
+        "quantization": {
+            "quant_algo": "MIXED_PRECISION",
+            "kv_cache_quant_algo": None,
+            "group_size": 16,
+            "quantized_layers": {layer: {"quant_algo": "NVFP4", "group_size": 16} for layer in layers},
+            "exclude_modules": _NOT_NVFP4,
+        },
+    }
 
 
 class _Weights:
@@ -214,7 +254,7 @@ class _Weights:
     def norm(self, dim: int) -> Tensor:
         return 1 + 0.2 * self.normal(dim)
 
-    def model(self) -> Iterator[tuple[str, Tensor, Storage]]:
+    def model(self) -> Iterator[tuple[str, Tensor, Storage | Nvfp4]]:
         shape = self.shape
         yield "embed.weight", self.normal(shape.vocab_size, shape.hidden_size), Storage.BF16
         yield "head.weight", self.linear(shape.vocab_size, shape.hidden_size), Storage.BF16
@@ -256,7 +296,7 @@ class _Weights:
         yield prefix + "base", 0.7 * self.normal(outputs), Storage.FP32
         yield prefix + "scale", 1 + 0.3 * self.normal(scales), Storage.FP32
 
-    def block(self, prefix: str, ratio: int, hashed: bool) -> Iterator[tuple[str, Tensor, Storage]]:
+    def block(self, prefix: str, ratio: int, hashed: bool) -> Iterator[tuple[str, Tensor, Storage | Nvfp4]]:
         shape = self.shape
         for name in ("attn_norm", "ffn_norm"):
             yield f"{prefix}{name}.weight", self.norm(shape.hidden_size), Storage.BF16
@@ -297,7 +337,7 @@ class _Weights:
         yield prefix + "wgate.weight", self.linear(channels, self.shape.hidden_size), Storage.BF16
         yield prefix + "norm.weight", self.norm(dim), Storage.BF16
 
-    def experts(self, prefix: str, hashed: bool) -> Iterator[tuple[str, Tensor, Storage]]:
+    def experts(self, prefix: str, hashed: bool) -> Iterator[tuple[str, Tensor, Storage | Nvfp4]]:
         shape = self.shape
         yield prefix + "gate.weight", self.linear(shape.n_routed_experts, shape.hidden_size), Storage.BF16
         if hashed:
@@ -305,12 +345,20 @@ class _Weights:
             yield prefix + "gate.tid2eid", scores.topk(shape.num_experts_per_tok).indices, Storage.INT64
         else:
             yield prefix + "gate.bias", 0.3 * self.normal(shape.n_routed_experts), Storage.FP32
+        nvfp4_experts = shape.nvfp4_experts and not prefix.startswith("mtp.")
         names = [(f"experts.{expert}.", Storage.FP4) for expert in range(shape.n_routed_experts)]
         for name, storage in [*names, ("shared_experts.", Storage.FP8)]:
             # A gain of 3 makes some gate and up values pass the clamp at 10.
-            yield f"{prefix}{name}w1.weight", self.linear(shape.moe_intermediate_size, shape.hidden_size, 3), storage
-            yield f"{prefix}{name}w3.weight", self.linear(shape.moe_intermediate_size, shape.hidden_size, 3), storage
-            yield f"{prefix}{name}w2.weight", self.linear(shape.hidden_size, shape.moe_intermediate_size), storage
+            w1 = self.linear(shape.moe_intermediate_size, shape.hidden_size, 3)
+            w3 = self.linear(shape.moe_intermediate_size, shape.hidden_size, 3)
+            w2 = self.linear(shape.hidden_size, shape.moe_intermediate_size)
+            of_w13 = of_w2 = storage
+            if nvfp4_experts and storage is Storage.FP4:
+                of_w13 = Nvfp4(float(torch.maximum(w1.abs().max(), w3.abs().max())), input_amax=4.0)
+                of_w2 = Nvfp4(float(w2.abs().max()), input_amax=100.0)  # of a clamped SwiGLU
+            yield f"{prefix}{name}w1.weight", w1, of_w13
+            yield f"{prefix}{name}w3.weight", w3, of_w13
+            yield f"{prefix}{name}w2.weight", w2, of_w2
 
 
 def tensors(shape: Shape, seed: int = 0) -> dict[str, Tensor]:
@@ -318,8 +366,12 @@ def tensors(shape: Shape, seed: int = 0) -> dict[str, Tensor]:
     return {name: value.contiguous() for name, value, _ in _Weights(shape, seed).model()}
 
 
-def stored(name: str, value: Tensor, storage: Storage) -> dict[str, Tensor]:
-    """One fp32 tensor as the released files hold it: itself, or the quantised weight and its ``.scale``."""
+def stored(name: str, value: Tensor, storage: Storage | Nvfp4) -> dict[str, Tensor]:
+    """One fp32 tensor as the released files hold it: itself, or the quantised weight and its scales."""
+    if isinstance(storage, Nvfp4):
+        weight, scale, global_scale = quantise_nvfp4_weight(value, storage.amax)
+        input_scale = torch.tensor(storage.input_amax / (E2M1_MAX * E4M3_MAX))
+        return dict(zip((name, *nvfp4.scale_names(name)), (weight, scale, global_scale, input_scale), strict=True))
     if storage is Storage.FP8 or storage is Storage.FP4:
         quantise = quantise_fp8_weight if storage is Storage.FP8 else quantise_fp4_weight
         weight, scale = quantise(value)
@@ -361,6 +413,8 @@ def write_checkpoint(directory: Path | str, shape: Shape, seed: int = 0, quantis
         weight_map.update(dict.fromkeys(shard, file_name))
     index_json = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2) + "\n")
+    if quantised and shape.nvfp4_experts:
+        (directory / "hf_quant_config.json").write_text(json.dumps(hf_quant_config(shape), indent=2) + "\n")
     # Last: a folder with a config.json is a complete checkpoint.
     (directory / "config.json").write_text(json.dumps(hf_config(shape, quantised), indent=2) + "\n")
     return total_bytes

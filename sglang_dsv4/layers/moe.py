@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 RUNNERS_WITH_CLAMP = ("auto", "triton", "deep_gemm", "marlin", "flashinfer_mxfp4", "flashinfer_cutlass", "humming")
 """SGLang's MoE runners that apply `swiglu_limit`; the others take it and ignore it."""
 
+NVFP4_RUNNERS_WITH_CLAMP = ("flashinfer_trtllm_routed", "flashinfer_cutlass", "marlin")
+"""Those for NVFP4 experts: two that multiply in NVFP4 on Blackwell, of which SGLang chooses the first unless one is
+named (on Hopper, too, where its error asks for Marlin), and Marlin, which multiplies in bf16."""
+
 
 class Gate(nn.Module):
     """Chooses a token's experts and weighs them, in fp32: by a learned score, or in the first layers by token id."""
@@ -140,8 +144,9 @@ class FusedExperts(FusedMoE):
 
     def __init__(self, config: Config, layer_id: int, quant_config: QuantizationConfig | None, prefix: str) -> None:
         runner = get_moe_runner_backend().value
-        if runner not in RUNNERS_WITH_CLAMP:
-            raise ConfigError("moe_runner_backend", runner, " or ".join(map(repr, RUNNERS_WITH_CLAMP)))
+        accepted = NVFP4_RUNNERS_WITH_CLAMP if config.nvfp4_experts else RUNNERS_WITH_CLAMP
+        if runner not in accepted:
+            raise ConfigError("moe_runner_backend", runner, " or ".join(map(repr, accepted)))
         super().__init__(
             num_experts=config.n_routed_experts,
             hidden_size=config.hidden_size,

@@ -28,7 +28,8 @@ from sglang_dsv4.layers.hyper_connection import HyperConnectionHead, Pending
 from sglang_dsv4.layers.linear import Fp8Input, fp32_product_dtype, quantised_linear_config, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.models.deepseek_v4 import Block, check_server_options
-from sglang_dsv4.weights import dspark_tensors, load_checkpoint
+from sglang_dsv4.tensor_table import dspark_tensors
+from sglang_dsv4.weights import load_checkpoint
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -73,9 +74,10 @@ class DSparkModel(nn.Module):
             d * stages, d, bias=False, quant_config=linear_config, prefix=f"{prefix}.main_proj"
         )
         self.main_norm = RMSNorm(d, eps)
-        # SGLang's quantisation methods tell a draft's experts from the target's by the name "decoder".
+        # SGLang's quantisation methods tell a draft's experts from the target's by the name "decoder", and by "stages."
+        # at its begin where the target's are NVFP4: a draft's stay MXFP4.
         self.stages = nn.ModuleList(
-            Block(config, stage, LayerKind.SWA, False, quant_config, f"{prefix}.stages.{stage}.decoder")
+            Block(config, stage, LayerKind.SWA, False, quant_config, f"stages.{stage}.decoder")
             for stage in range(stages)
         )
         self.hc_head = HyperConnectionHead(config)

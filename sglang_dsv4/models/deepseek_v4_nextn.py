@@ -18,7 +18,8 @@ from sglang_dsv4.layers.linear import quantised_linear_config
 from sglang_dsv4.layers.logits import Fp32LogitsProcessor, build_lm_head
 from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.models.deepseek_v4 import Block, DeepseekV4ForCausalLM, check_server_options
-from sglang_dsv4.weights import load_checkpoint, mtp_tensors
+from sglang_dsv4.tensor_table import mtp_tensors
+from sglang_dsv4.weights import load_checkpoint
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput

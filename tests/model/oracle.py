@@ -232,9 +232,12 @@ def read_dequantised(folder: Path) -> dict[str, Tensor]:
         stored.update(load_file(shard))
     weights: dict[str, Tensor] = {}
     for name, tensor in stored.items():
-        if name.endswith(".scale"):
+        if name.endswith((".scale", ".weight_scale", ".weight_scale_2", ".input_scale")):
             continue
         scale = stored.get(name.removesuffix("weight") + "scale")
+        if tensor.dtype == torch.uint8:
+            weights[name] = _nvfp4(tensor, stored[f"{name}_scale"], stored[f"{name}_scale_2"])
+            continue
         if tensor.dtype == torch.int8:  # two e2m1 codes a byte, the even column in the low nibble; a scale for 32
             low, high = tensor.view(torch.uint8).long() & 15, tensor.view(torch.uint8).long() >> 4
             codes = torch.stack((low, high), -1).flatten(1)
@@ -247,6 +250,23 @@ def read_dequantised(folder: Path) -> dict[str, Tensor]:
         else:
             weights[name] = tensor if tensor.dtype in (torch.int32, torch.int64) else tensor.float()
     return weights
+
+
+def _nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    """modelopt's NVFP4 as fp32: its values exactly, in fp64, rounded once.
+
+    Two e2m1 codes a byte, the even column in the low nibble, and an e4m3 scale for 16 columns, read from its bits.
+    """
+    rows, half = packed.shape
+    codes = torch.empty(rows, 2 * half, dtype=torch.long)
+    codes[:, 0::2], codes[:, 1::2] = packed.long() % 16, packed.long() // 16
+    value = _E2M1.double()[codes % 8] * (1 - 2 * (codes // 8))
+    bits = scale.view(torch.uint8).long()
+    exponent, mantissa = bits // 8 % 16, (bits % 8).double()
+    normal = (8 + mantissa) * torch.exp2(exponent.double() - 10)
+    of_block = torch.where(exponent > 0, normal, mantissa * 2.0**-9) * (1 - 2 * (bits // 128))
+    spread = of_block[:, torch.arange(2 * half) // 16]
+    return (value * spread * float(global_scale)).float()
 
 
 def transformers_state(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:

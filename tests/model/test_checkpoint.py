@@ -119,6 +119,12 @@ def test_experts_stored_as_fp8(tiny: Checkpoint, tmp_path: Path) -> None:
     assert_main_model_equals_transformers(base, random_tokens(base, 140))
 
 
+def test_nvfp4_experts(tmp_path: Path) -> None:
+    """modelopt's NVFP4 experts, and an MTP module whose experts stayed MXFP4."""
+    checkpoint = write(tmp_path, "nvfp4", index_n_heads=32, moe_intermediate_size=128)
+    assert_main_model_equals_transformers(checkpoint, random_tokens(checkpoint, 140))
+
+
 def test_real_attention_dimensions(tmp_path: Path) -> None:
     """Rows of 512 with 64 rotated, 64 x 128 indexer heads, long enough for HCA entries; few heads and a small rest."""
     checkpoint = write(

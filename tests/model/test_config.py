@@ -251,6 +251,7 @@ def test_unknown_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # What is changed (None leaves the field out), and what the message must say: the field, the value, what is accepted.
+NVFP4 = {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "model-type": ({"model_type": "deepseek_v41"}, r"'model_type' is 'deepseek_v41'.*'deepseek_v4'"),
     "missing-field": ({"o_groups": None}, r"'o_groups' is None.*missing"),
@@ -313,9 +314,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"quantization_config": COMMON["quantization_config"] | {"weight_block_size": [32, 32]}},
         r"'weight_block_size'.* is \[32, 32\]; accepted: \[128, 128\]",
     ),
-    "nvfp4": (
-        {"quantization_config": COMMON["quantization_config"] | {"moe_quant_algo": "NVFP4"}},
-        r"'moe_quant_algo'.* is 'NVFP4'; accepted: left out",
+    "other-experts": (
+        {"quantization_config": COMMON["quantization_config"] | {"moe_quant_algo": "MXFP8"}},
+        r"'moe_quant_algo'.* is 'MXFP8'; accepted: left out or 'NVFP4'",
+    ),
+    "nvfp4-that-sglang-would-miss": (
+        {"quantization_config": COMMON["quantization_config"] | {"moe_quant_algo": "NVFP4", "group_size": 16}},
+        r"'quant_algo'.* is None; accepted: 'MIXED_PRECISION', beside moe_quant_algo 'NVFP4'",
+    ),
+    "nvfp4-group": (
+        {"quantization_config": COMMON["quantization_config"] | NVFP4 | {"group_size": 32}},
+        r"'group_size'.* is 32; accepted: 16, beside moe_quant_algo 'NVFP4'",
+    ),
+    "mixed-precision-of-what": (
+        {"quantization_config": COMMON["quantization_config"] | {"quant_algo": "MIXED_PRECISION"}},
+        r"'quant_algo'.* is 'MIXED_PRECISION'; accepted: left out",
     ),
 }
 

@@ -167,10 +167,69 @@ def test_fp4_weight_rounding() -> None:
     assert same_bits(quant.dequantise_fp4_weight(weight, scale, torch.float32), expected)
 
 
+@pytest.mark.parametrize("global_scale", [1.0, 3.7e-5, 0.0])
+def test_nvfp4_weight_bytes(global_scale: float) -> None:
+    """Every byte under every scale of e4m3: the exact product, rounded once to fp32."""
+    weight = torch.arange(256, dtype=torch.uint8).repeat(127).view(-1, 8)  # 127 scales, 256 bytes each
+    scale = torch.arange(127, dtype=torch.uint8).repeat_interleave(32).view(-1, 1).view(torch.float8_e4m3fn)
+    signed = np.array([*E2M1, *(-E2M1)])
+    codes = np.stack((weight.numpy() & 15, weight.numpy() >> 4), -1).reshape(-1, 16)
+    exact = signed[codes] * np.repeat(E4M3, 32)[:, None] * float(np.float32(global_scale))
+    expected = torch.from_numpy(exact.astype(np.float32))
+    for shape in ((), (1,)):
+        got = quant.dequantise_nvfp4_weight(weight, scale, torch.full(shape, global_scale), torch.float32)
+        assert same_bits(got, expected)
+    got = quant.dequantise_nvfp4_weight(weight, scale, torch.tensor(global_scale), torch.bfloat16)
+    assert same_bits(got, expected.bfloat16())
+
+
+@pytest.mark.parametrize("amax", [None, 2000.0], ids=["own-amax", "shared-amax"])
+def test_nvfp4_weight_rounding(amax: float | None) -> None:
+    """Codes and scales are the nearest there are; a row of zeros, and rows whose scale e4m3 rounds to nothing."""
+    w = torch.randn(9, 96, generator=torch.Generator().manual_seed(9)) * torch.logspace(-8, 2.5, 9).unsqueeze(1)
+    w[4] = 0
+    weight, scale, global_scale = quant.quantise_nvfp4_weight(w, amax)
+    assert global_scale == np.float32(amax or w.abs().max()) / np.float32(6 * 448)
+    blocks = w.numpy().reshape(9, 6, 16)
+    wanted = np.abs(blocks).max(-1) / (np.float32(6) * global_scale.numpy())
+    of_block = np.maximum(nearest_codes(wanted.astype(np.float64), E4M3, 0x80), 1)
+    assert np.array_equal(scale.view(torch.uint8).numpy(), of_block)
+    unit = E4M3[of_block].astype(np.float32) * global_scale.numpy()
+    codes = nearest_codes((blocks / unit[..., None]).astype(np.float64), E2M1, 0x8).reshape(9, 96)
+    assert np.array_equal(weight.numpy(), codes[:, 0::2] | codes[:, 1::2] << 4)
+    back = quant.dequantise_nvfp4_weight(weight, scale, global_scale, torch.float32)
+    step = torch.from_numpy(np.repeat(unit.reshape(9, 6), 16, 1))
+    assert ((back - w).abs() <= step * (1 + 2.0**-3)).all()  # half of 6 - 4, and what e4m3 rounds off the scale
+
+
+def test_nvfp4_weight_of_zeros() -> None:
+    weight, scale, global_scale = quant.quantise_nvfp4_weight(torch.zeros(2, 32))
+    assert global_scale == 0 and not quant.dequantise_nvfp4_weight(weight, scale, global_scale, torch.float32).any()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: quant.hadamard(torch.zeros(2, 96)), "power of two"),
+        (lambda: quant.quantise_nvfp4_weight(torch.zeros(2, 40)), "multiple of 16"),
+        (
+            lambda: quant.dequantise_nvfp4_weight(
+                torch.zeros(2, 16, dtype=torch.uint8),
+                torch.ones(2, 1).to(torch.float8_e4m3fn),
+                torch.ones(()),
+                torch.float32,
+            ),
+            r"NVFP4 weight of 2x16 bytes has shape \(2, 1\); expected \(2, 2\)",
+        ),
+        (
+            lambda: quant.dequantise_nvfp4_weight(
+                torch.zeros(2, 16, dtype=torch.uint8),
+                torch.ones(2, 2).to(torch.float8_e4m3fn),
+                torch.ones(2),
+                torch.float32,
+            ),
+            "expected one number",
+        ),
         (lambda: quant.fp8_qdq(torch.zeros(2, 96), 0), "at least 1"),
         (lambda: quant.fp4_qdq(torch.zeros(2, 96), -32), "at least 1"),
         (lambda: quant.quantise_fp4_weight(torch.zeros(2, 40)), "multiple of 32"),
@@ -185,7 +244,7 @@ def test_fp4_weight_rounding() -> None:
             r"\(4, 4\); expected \(4, 2\)",
         ),
     ],
-    ids=["hadamard", "fp8_block", "fp4_block", "fp4_columns", "fp8_scale", "fp4_scale"],
+    ids="hadamard nvfp4_columns nvfp4_scale nvfp4_global fp8_block fp4_block fp4_columns fp8_scale fp4_scale".split(),
 )
 def test_errors_say_what_is_expected(call, message: str) -> None:  # noqa: ANN001
     with pytest.raises(ValueError, match=message):

@@ -1,0 +1,182 @@
+"""The launches of the experts on Blackwell (sm_100a): weights, work list, both products, and the sum (kernel.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64
+from torch import Tensor
+
+from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.moe.sm100.kernel import launch
+from dsv4_kernels.moe.sm100.plan import STEP, TILE_ROWS, Arguments, Plan, Product
+from dsv4_kernels.moe.weights import Mxfp4Experts
+from dsv4_kernels.quant import fp8_quantise
+from dsv4_kernels.sparse_attention.sm100.launch import device_facts
+
+
+class WorkList(NamedTuple):
+    """Slots in the order of their experts, cut into tiles. Sizes follow from shapes: nothing waits for the device."""
+
+    source: Tensor  # int32 [T * k]: the token of each slot
+    routing: Tensor  # fp32 [T * k]: its weight
+    slots: Tensor  # int64 [T, k]: the slots of a token, by rising expert; T * k where the expert is of another rank
+    tile_expert: Tensor  # int32 [tiles]
+    tile_first: Tensor  # int32 [tiles]
+    tile_count: Tensor  # int32 [tiles]
+    num_tiles: Tensor  # int32 [1]: how many of them there are
+
+
+def work_list(weights: Tensor, experts: Tensor, num_experts: int, offset: int, tokens: int) -> WorkList:
+    """Groups the pairs of token and expert.
+
+    Args:
+        weights: [T, k] fp32.
+        experts: [T, k] integer, among all experts.
+        num_experts: of this rank; the first is expert `offset`.
+        offset: see above.
+        tokens: slots of a tile.
+    """
+    pairs, chosen = experts.numel(), experts.shape[1]
+    local = experts.long() - offset
+    key = torch.where((local >= 0) & (local < num_experts), local, num_experts).flatten()
+    ordered, order = key.sort(stable=True)
+    bounds = torch.searchsorted(ordered, torch.arange(num_experts + 1, device=key.device))
+    counts = bounds.diff()
+    ends = ((counts + tokens - 1) // tokens).cumsum(0)
+    tile = torch.arange(min(pairs, num_experts + pairs // tokens), device=key.device)
+    expert = torch.searchsorted(ends, tile, right=True).clamp(max=num_experts - 1)
+    within = (tile - (ends[expert] - (counts[expert] + tokens - 1) // tokens)) * tokens
+    slot_of_pair = torch.empty_like(order).scatter_(0, order, torch.arange(pairs, device=key.device))
+    slot_of_pair = torch.where(key < num_experts, slot_of_pair, pairs)
+    return WorkList(
+        source=(order // chosen).int(),
+        routing=weights.flatten()[order],
+        slots=slot_of_pair.view(-1, chosen).sort(1).values,
+        tile_expert=expert.int(),
+        tile_first=(bounds[expert] + within).int(),
+        tile_count=(counts[expert] - within).clamp(min=0, max=tokens).int(),
+        num_tiles=ends[-1:].int(),
+    )
+
+
+def compile(plan: Plan, arch: str) -> Callable[..., None]:
+    """The launcher of a plan, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
+
+    def from_compiler() -> Callable[..., None]:
+        example = Arguments(*(kind(0) for kind in Arguments.__annotations__.values()))
+        return cute.compile(launch, example, Int32(1), plan, cuda.CUstream(0))
+
+    return load_or_compile("experts_sm100", plan, arch, from_compiler)
+
+
+def run(
+    plan: Plan,
+    listed: WorkList,
+    limit: float,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x: Tensor,
+    x_scales: Tensor,
+    out: Tensor,
+    out_scales: Tensor,
+) -> None:
+    """Launches one product, which writes a row of `out`, and of GATE_UP also of `out_scales`, for each slot.
+
+    Args:
+        plan: which product, and the slots of a tile, for which `listed` was made.
+        listed: the slots.
+        limit: swiglu_limit.
+        weight: int8 [E, rows, k / 2].
+        weight_scale: uint8 [E, rows / 128, k / 128, 512].
+        x: e4m3 [rows of x, k]: tokens for GATE_UP, slots for DOWN.
+        x_scales: int32 [rows of x, k / 128], see `scale_words`.
+        out: e4m3 [slots, I] or bf16 [slots, d].
+        out_scales: int32 [slots, I / 128]; DOWN leaves it alone.
+    """
+    experts, rows, half = weight.shape
+    row_tiles = out.shape[1] // TILE_ROWS
+    num_sms, arch = device_facts(x.device)
+    arguments = Arguments(
+        weights=Int64(weight.data_ptr()),
+        weight_scales=Int64(weight_scale.data_ptr()),
+        weight_rows=Int32(experts * rows),
+        rows=Int32(rows),
+        k=Int32(2 * half),
+        x=Int64(x.data_ptr()),
+        x_scales=Int64(x_scales.data_ptr()),
+        source=Int64(listed.source.data_ptr()),
+        routing=Int64(listed.routing.data_ptr()),
+        limit=Float32(limit),
+        tile_expert=Int64(listed.tile_expert.data_ptr()),
+        tile_first=Int64(listed.tile_first.data_ptr()),
+        tile_count=Int64(listed.tile_count.data_ptr()),
+        num_tiles=Int64(listed.num_tiles.data_ptr()),
+        row_tiles=Int32(row_tiles),
+        out=Int64(out.data_ptr()),
+        out_scales=Int64(out_scales.data_ptr()),
+    )
+    num_ctas = min(num_sms, len(listed.tile_expert) * row_tiles)
+    stream = cuda.CUstream(torch.cuda.current_stream(x.device).cuda_stream)
+    compile(plan, arch)(arguments, Int32(num_ctas), stream)
+
+
+def tokens_of_a_tile(pairs: int, num_experts: int) -> int:
+    """N of the products: as wide as the slots that an expert has on average, up to 96."""
+    mean = -(-pairs // num_experts)
+    return next((tokens for tokens in (16, 32, 64) if mean <= tokens), 96)
+
+
+def scale_words(scales: Tensor) -> Tensor:
+    """fp32 powers of two -> int32, the ue8m0 of each four times: for an instruction 128 channels are four blocks."""
+    return (scales.contiguous().view(torch.int32) >> 23) * 0x01010101
+
+
+def hidden_rows(x: Tensor, packed: Mxfp4Experts, listed: WorkList, limit: float, tokens: int) -> tuple[Tensor, Tensor]:
+    """h of every slot: e4m3 [slots, I], and its scales as `scale_words`; slots of other ranks are not written."""
+    pairs, channels = len(listed.source), packed.channels
+    codes, scales = fp8_quantise(x, STEP)
+    hidden = torch.empty(pairs, channels, dtype=torch.float8_e4m3fn, device=x.device)
+    hidden_scales = torch.empty(pairs, channels // STEP, dtype=torch.int32, device=x.device)
+    plan = Plan(Product.GATE_UP, tokens)
+    words = scale_words(scales)
+    run(plan, listed, limit, packed.w13, packed.w13_scale, codes, words, hidden, hidden_scales)
+    return hidden, hidden_scales
+
+
+def output_rows(hidden: Tensor, scales: Tensor, packed: Mxfp4Experts, listed: WorkList, tokens: int) -> Tensor:
+    """w2 h of every slot: bf16 [slots + 1, d]; the last row is zeros, slots of other ranks are not written."""
+    rows = torch.empty(len(hidden) + 1, packed.hidden_size, dtype=torch.bfloat16, device=hidden.device)
+    rows[len(hidden)].zero_()
+    run(Plan(Product.DOWN, tokens), listed, 0.0, packed.w2, packed.w2_scale, hidden, scales, rows, scales)
+    return rows
+
+
+def mxfp4_experts_forward(
+    x: Tensor, weights: Tensor, experts: Tensor, packed: Mxfp4Experts, swiglu_limit: float, expert_offset: int
+) -> Tensor:
+    """`dsv4_kernels.moe.mxfp4_experts_forward` on Blackwell: x bf16, d and I multiples of 128, scales in tiles.
+
+    Raises:
+        ValueError: the scales have not been arranged by `Mxfp4Experts.tiled`, or d or I is no multiple of 128.
+    """
+    num_experts, d, channels = packed.num_experts, packed.hidden_size, packed.channels
+    if not packed.in_tiles:
+        raise ValueError("mxfp4_experts_forward on sm100 needs scales in tiles; call Mxfp4Experts.tiled() once at load")
+    if d % STEP or channels % STEP:
+        raise ValueError(f"mxfp4_experts_forward on sm100: d is {d}, I {channels}; expected multiples of {STEP}")
+    pairs = experts.numel()
+    if not pairs:
+        return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    tokens = tokens_of_a_tile(pairs, num_experts)
+    listed = work_list(weights, experts, num_experts, expert_offset, tokens)
+    hidden, scales = hidden_rows(x, packed, listed, swiglu_limit, tokens)
+    rows = output_rows(hidden, scales, packed, listed, tokens)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for choice in range(listed.slots.shape[1]):  # by rising expert, whatever the batch
+        out += rows[listed.slots[:, choice]]
+    return out

@@ -1,0 +1,174 @@
+"""Static plan of the experts on Blackwell: tiles, shared and tensor memory, barriers, warps (see kernel.py)."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from cutlass import Float32, Int32, Int64
+
+TILE_ROWS = 128
+"""Weight rows of a product, the M of an instruction and the lanes of tensor memory."""
+STEP = 128
+"""Channels of K in a pipeline stage: one block of the activations' quantiser, four of the weights' scales."""
+MMA_K = 32
+SCALES_PER_STEP = STEP // MMA_K
+SCALE_TILE_BYTES = TILE_ROWS * SCALES_PER_STEP
+"""Scales of 128 rows and a step, in the order in which `tcgen05.cp.32x128b.warpx4` wants them."""
+WEIGHT_TILE_BYTES = TILE_ROWS * STEP
+"""In shared memory, where 16 codes of 4 bits take 16 bytes."""
+WEIGHT_TILE_GLOBAL_BYTES = TILE_ROWS * STEP // 2
+SWIZZLE_ROW_BYTES = 128
+CHUNK = 16
+"""Bytes of a copy, and columns of tensor memory that the epilogue loads at once."""
+MAX_SMEM = 227 * 1024
+TMEM_COLUMNS = 512
+SCALE_COLUMNS = 4
+
+
+class Product(IntEnum):
+    """Which of the two launches."""
+
+    GATE_UP = 0
+    """h = e4m3(routing weight * SwiGLU(w1 x, w3 x)), a row for each pair of token and expert."""
+    DOWN = 1
+    """w2 h of each pair, rounded to bf16."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a compiled kernel is specialised for."""
+
+    product: Product
+    tokens: int
+    """Columns of a work tile, the N of an instruction."""
+
+    def __post_init__(self) -> None:
+        if self.tokens % 16 or not 16 <= self.tokens <= 96:
+            raise ValueError(f"tokens of a tile is {self.tokens}; expected a multiple of 16 from 16 to 96")
+
+    @property
+    def matrices(self) -> int:
+        """Weight tiles of a work tile: gate and up, or one."""
+        return 2 if self.product is Product.GATE_UP else 1
+
+    @property
+    def token_tile_bytes(self) -> int:
+        """Of a stage."""
+        return self.tokens * STEP
+
+    @property
+    def scales_offset(self) -> int:
+        """Of a stage: behind the weight tiles and the tokens; the weights' scales first, then the tokens'."""
+        return self.matrices * WEIGHT_TILE_BYTES + self.token_tile_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        """A multiple of 1,024, where the swizzle begins anew."""
+        return -(-(self.scales_offset + (self.matrices + 1) * SCALE_TILE_BYTES) // 1024) * 1024
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return min(MAX_STAGES, (MAX_SMEM - 4096) // self.stage_bytes)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """That a stage's barrier of the weights waits for: bytes of global memory."""
+        return self.matrices * (WEIGHT_TILE_GLOBAL_BYTES + SCALE_TILE_BYTES)
+
+    # Shared memory, behind the stages.
+
+    @property
+    def largest_offset(self) -> int:
+        """[2][4 warps][16 columns] fp32: largest magnitudes of h on their way between warps."""
+        return self.stages * self.stage_bytes
+
+    @property
+    def barriers_offset(self) -> int:
+        """[Barrier.COUNT] mbarriers."""
+        return self.largest_offset + 2 * 4 * CHUNK * 4
+
+    @property
+    def tmem_address_offset(self) -> int:
+        """Where the allocation of tensor memory leaves its address."""
+        return self.barriers_offset + 8 * Barrier.COUNT
+
+    @property
+    def smem_bytes(self) -> int:
+        """Of a CTA."""
+        return self.tmem_address_offset + 16
+
+    # Tensor memory: two buffers of accumulators, and the scales of one step.
+
+    @property
+    def accumulator_columns(self) -> int:
+        """Of one buffer."""
+        return self.matrices * self.tokens
+
+    @property
+    def scales_column(self) -> int:
+        """The weights' scales, SCALE_COLUMNS a matrix, then the tokens'."""
+        return 2 * self.accumulator_columns
+
+    @property
+    def tmem_columns(self) -> int:
+        """A power of two."""
+        used = self.scales_column + (self.matrices + 1) * SCALE_COLUMNS
+        return 1 << max(used - 1, 31).bit_length()
+
+
+MAX_STAGES = 8
+
+
+class Barrier(IntEnum):
+    """First index of each group of mbarriers."""
+
+    WEIGHTS = 0  # [stages] weight tiles and their scales are there
+    TOKENS = MAX_STAGES  # [stages] rows of the activations and their scales are there
+    EMPTY = 2 * MAX_STAGES  # [stages] the products of the stage are through
+    DONE = 3 * MAX_STAGES  # [2] a work tile's products are in the buffer
+    FREE = DONE + 2  # [2] the epilogue has read the buffer
+    COUNT = FREE + 2
+
+
+class NamedBarrier(IntEnum):
+    """Hardware barriers; 0 is the whole CTA's."""
+
+    EPILOGUE = 1
+
+
+class Warp(IntEnum):
+    """First warp of each role."""
+
+    EPILOGUE = 0  # 4: warp w reaches lanes 32 w to 32 w + 31
+    TOKENS = 4  # 4
+    WEIGHTS = 8
+    MMA = 9
+    COUNT = 10
+
+
+THREADS = Warp.COUNT * 32
+GROUP_THREADS = 128
+WARPS_OF_GROUP = 4
+
+
+class Arguments(NamedTuple):
+    """A launch's arguments as the kernel sees them: device addresses, sizes and counts."""
+
+    weights: Int64  # e2m1 [E * rows, k / 2]: rows is 2 I (w1's, then w3's) or d
+    weight_scales: Int64  # uint8 [E * rows / 128, k / 128, 512]
+    weight_rows: Int32  # E * rows
+    rows: Int32  # of an expert
+    k: Int32
+    x: Int64  # e4m3 [rows of x, k]
+    x_scales: Int64  # int32 [rows of x, k / 128]: a ue8m0 four times
+    source: Int64  # int32 [slots]: the row of x; unused by DOWN, whose rows are the slots
+    routing: Int64  # fp32 [slots]: routing weight; unused by DOWN
+    limit: Float32
+    tile_expert: Int64  # int32 [tiles]
+    tile_first: Int64  # int32 [tiles]: first slot
+    tile_count: Int64  # int32 [tiles]: slots
+    num_tiles: Int64  # int32 [1]
+    row_tiles: Int32  # of 128 output rows: I / 128 or d / 128
+    out: Int64  # GATE_UP: e4m3 [slots, I]; DOWN: bf16 [slots, d]
+    out_scales: Int64  # GATE_UP: int32 [slots, I / 128], as x_scales

@@ -1,0 +1,75 @@
+"""MXFP4 experts as a checkpoint has them, and their scales in the order in which Blackwell's tensor core reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+_TILE_ROWS = 128
+_STEP_SCALES = 4
+
+
+@dataclass(frozen=True)
+class Mxfp4Experts:
+    """Weights of this rank's routed experts."""
+
+    w13: Tensor  # int8 [E, 2 I, d / 2]: two e2m1 codes a byte, the even column in the low nibble; w1's rows, then w3's
+    w13_scale: Tensor  # ue8m0 [E, 2 I, d / 32], or in tiles uint8 [E, 2 I / 128, d / 128, 512]
+    w2: Tensor  # int8 [E, d, I / 2]
+    w2_scale: Tensor  # ue8m0 [E, d, I / 32], or in tiles uint8 [E, d / 128, I / 128, 512]
+    in_tiles: bool = False
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.w13.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        """d."""
+        return self.w2.shape[1]
+
+    @property
+    def channels(self) -> int:
+        """I."""
+        return 2 * self.w2.shape[2]
+
+    def tiled(self) -> Mxfp4Experts:
+        """The same with scales in tiles: the codes are shared, the scales copied, one matrix at a time.
+
+        Raises:
+            ValueError: d or I is no multiple of 128.
+        """
+        if self.in_tiles:
+            return self
+        return replace(self, w13_scale=_in_tiles(self.w13_scale), w2_scale=_in_tiles(self.w2_scale), in_tiles=True)
+
+    def in_rows(self) -> Mxfp4Experts:
+        """The inverse of `tiled`."""
+        if not self.in_tiles:
+            return self
+        return replace(self, w13_scale=_in_rows(self.w13_scale), w2_scale=_in_rows(self.w2_scale), in_tiles=False)
+
+
+def _in_tiles(scale: Tensor) -> Tensor:
+    """ue8m0 [E, rows, k / 32] -> uint8 [E, rows / 128, k / 128, 512].
+
+    Of 128 rows and four scales byte `16 (row % 32) + 4 (row // 32) + j` is scale j of a row: what
+    `tcgen05.cp.32x128b.warpx4` copies to four columns of tensor memory.
+    """
+    experts, rows, blocks = scale.shape
+    if rows % _TILE_ROWS or blocks % _STEP_SCALES:
+        raise ValueError(
+            f"scales [{experts}, {rows}, {blocks}] do not fill tiles of {_TILE_ROWS} rows and {_STEP_SCALES} scales: "
+            "hidden and intermediate size must be multiples of 128"
+        )
+    tiles = scale.view(torch.uint8).view(experts, rows // _TILE_ROWS, 4, 32, blocks // _STEP_SCALES, _STEP_SCALES)
+    return tiles.permute(0, 1, 4, 3, 2, 5).reshape(experts, rows // _TILE_ROWS, blocks // _STEP_SCALES, 512)
+
+
+def _in_rows(tiles: Tensor) -> Tensor:
+    experts, row_tiles, steps, _ = tiles.shape
+    rows = tiles.view(experts, row_tiles, steps, 32, 4, _STEP_SCALES).permute(0, 1, 4, 3, 2, 5)
+    return rows.reshape(experts, row_tiles * _TILE_ROWS, steps * _STEP_SCALES).view(torch.float8_e8m0fnu)
