@@ -24,7 +24,7 @@ import importlib.metadata
 import logging
 import os
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -122,6 +122,11 @@ def __getattr__(name: str) -> Any:
         return pkgutil.resolve_name(SGLANG_NAMES[name])
     except (ImportError, AttributeError) as error:
         raise StartupError(_explain([f"{SGLANG_NAMES[name]} could not be imported: {error!r}"])) from error
+
+
+def wrap_dispatcher(scheduler: Any, wrap: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
+    """Puts something around what a scheduler hands its requests to; it is made with what was there."""
+    scheduler._request_dispatcher = wrap(scheduler._request_dispatcher)
 
 
 def our_version() -> str:

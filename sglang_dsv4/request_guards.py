@@ -42,6 +42,8 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from sglang_dsv4 import compat
+
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -217,8 +219,7 @@ def start(scheduler: Scheduler) -> None:
     """Once, when the scheduler is made."""
     global _hidden_size
     _hidden_size = scheduler.model_config.hidden_size
-    dispatcher = scheduler._request_dispatcher
-    scheduler._request_dispatcher = GuardedRequests(dispatcher, scheduler.send_control_output)
+    compat.wrap_dispatcher(scheduler, lambda dispatcher: GuardedRequests(dispatcher, scheduler.send_control_output))
 
 
 def failure_of(request: object, error: Exception) -> object | None:
