@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from serving.planted.planted_ops import FILE_VARIABLE
 from serving.server import MAX_RUNNING, POOL_TOKENS, SLEEP_ON_IDLE, TAILS, Server, run_until_it_stops, running_server
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.plugin import cores_of_ranks
 
 FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING), SLEEP_ON_IDLE)
 FLAGS += ("--chunked-prefill-size", "512", "--enable-deterministic-inference")
@@ -118,7 +120,9 @@ def test_ranks_are_exact_under_the_flag(checkpoint: Path, tmp_path: Path, ranks:
     if ranks == 4:
         checkpoint = tmp_path / "model"
         write_checkpoint(checkpoint, dataclasses.replace(PRESETS["tiny"], o_groups=4, moe_intermediate_size=512))
-    with running_server(checkpoint, tmp_path / "log", *FLAGS, "--tp-size", str(ranks), env=TAILS) as server:
+    # Other tests of this process may have left the cores of one rank.
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": cores_of_ranks(ranks, sorted(os.sched_getaffinity(0)))}
+    with running_server(checkpoint, tmp_path / "log", *FLAGS, "--tp-size", str(ranks), env=TAILS | cores) as server:
         found = exact_trace.prove(server.url, SMALL)
         assert not found.mismatches, "\n".join(exact_trace.describe(found))
         assert server.log.count("is live on SGLang") == ranks
