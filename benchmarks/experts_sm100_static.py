@@ -31,10 +31,12 @@ from cubin import resources
 
 from dsv4_kernels import compile_cache
 from dsv4_kernels.moe.sm100 import launch
-from dsv4_kernels.moe.sm100.plan import STEP, TILE_ROWS, Plan, Product
+from dsv4_kernels.moe.sm100.plan import TILE_ROWS, Numbers, Plan, Product
 
 RESULTS = Path(__file__).resolve().parent / "results" / "experts_sm100_static.json"
-PLANS = tuple(Plan(product, tokens) for product in Product for tokens in (16, 32, 64, 96))
+PLANS = tuple(
+    Plan(product, tokens, numbers) for numbers in Numbers for product in Product for tokens in (16, 32, 64, 96)
+)
 K = {Product.GATE_UP: 4096, Product.DOWN: 2048}
 UNITS = ("floor", "tensor", "issue", "alu", "fma", "sfu", "tmem", "shared", "operands", "port", "l2")
 
@@ -57,19 +59,25 @@ def cycles_of(plan: Plan) -> dict[str, float | str]:
     k, slots = K[plan.product], plan.tokens
     rows = plan.matrices * TILE_ROWS
     listed = launch.work_list(torch.ones(slots, 1), torch.zeros(slots, 1, dtype=torch.int32), 1, 0, plan.tokens)
-    out = torch.empty(slots, TILE_ROWS, dtype=torch.float8_e4m3fn if plan.matrices == 2 else torch.bfloat16)
+    scale_tiles = k // plan.step * plan.scale_tiles
+
+    def buffer(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.uint8)
+
     arguments = (
-        torch.zeros(1, rows, k // 2, dtype=torch.int8),
-        torch.full((1, rows // TILE_ROWS, k // STEP, 512), 127, dtype=torch.uint8),
-        torch.zeros(slots, k).to(torch.float8_e4m3fn),
-        torch.full((slots, k // STEP), 0x7F7F7F7F, dtype=torch.int32),
-        out,
-        torch.zeros(slots, 1, dtype=torch.int32),
+        buffer(1, rows, k // 2),
+        buffer(1, rows // TILE_ROWS, scale_tiles, 512),
+        buffer(slots, k // plan.codes_per_byte),
+        buffer(slots, 4 * scale_tiles),
+        buffer(slots, 2 * TILE_ROWS),  # enough for either product
+        buffer(slots, 4 * scale_tiles),
+        torch.ones(1, 2),
+        torch.ones(1),
     )
     with emulated(checks=Checks(order=False)) as device:
         launch.run(plan, listed, 10.0, *arguments)
     cycles = device.reports[0].cycles
-    weight_bytes = rows * k // 2 + rows * k // 32
+    weight_bytes = rows * k // 2 + rows // TILE_ROWS * scale_tiles * 512
     columns = {name: cycles[name] for name in UNITS if name in cycles}
     columns["floor"] = weight_bytes / (B200.hbm_bytes_per_clock / B200.sms)
     columns["port"] = cycles["shared"] + cycles["operands"]
@@ -91,12 +99,12 @@ def main() -> None:
         for plan in PLANS:
             document["resources"][str(plan)] = resources_of(plan)
             print(plan, document["resources"][str(plan)])
-    print(f"\n{'one work tile':20}" + "".join(f"{unit:>9}" for unit in (*UNITS, "bound")))
+    print(f"\n{'one work tile':34}" + "".join(f"{unit:>9}" for unit in (*UNITS, "bound")))
     for plan in PLANS:
-        name = f"{plan.product.name}, {plan.tokens} slots"
+        name = f"{plan.numbers.name}, {plan.product.name}, {plan.tokens} slots"
         columns = document["cycles"][name] = cycles_of(plan)
         cells = "".join(f"{columns[unit]:9,.0f}" for unit in UNITS)
-        print(f"{name:20}{cells}{columns['bound']:9.2f} {columns['bound by']}")
+        print(f"{name:34}{cells}{columns['bound']:9.2f} {columns['bound by']}")
     if options.write:
         RESULTS.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document))

@@ -196,7 +196,10 @@ _REFERENCES = {
     "hyper_connection": ("hc_pre", "hc_post", "hc_head", "hc_boundary", "hc_enter", "hc_finish"),
     "indexer": ("index_query", "index_scores", "index_topk"),
     "linear": ("linear", "linear_fp32", "grouped_linear"),
-    "moe": ("swiglu", "fused_swiglu", "swiglu_fp8", "experts_forward", "mxfp4_experts_forward"),
+    "moe": (
+        *("swiglu", "fused_swiglu", "swiglu_fp8"),
+        *("experts_forward", "mxfp4_experts_forward", "nvfp4_experts_forward"),
+    ),
     "norm": ("rms_norm",),
     "norm_rope_store": ("norm_rope_store",),
     "quant": ("fp8_qdq", "fp4_qdq", "fp8_quantise", "hadamard"),
@@ -211,6 +214,7 @@ _WAITING_REFERENCES = (
     "compress_store",
     "experts_forward",
     "mxfp4_experts_forward",
+    "nvfp4_experts_forward",
     "index_scores",
     "index_topk",
     "norm_rope_store",
@@ -220,7 +224,7 @@ _WAITING_REFERENCES = (
 
 _SHAPE_DEPENDENT_REFERENCES = (
     *("linear", "linear_fp32", "grouped_linear", "route_topk", "route_hash"),
-    *("experts_forward", "mxfp4_experts_forward"),
+    *("experts_forward", "mxfp4_experts_forward", "nvfp4_experts_forward"),
     *("hc_pre", "hc_head", "hc_boundary", "hc_enter", "hc_finish"),
     *("rms_norm", "norm_rope_store", "compress_store", "sparse_attention", "index_scores", "index_topk"),
 )
@@ -277,13 +281,7 @@ for _name, _generation in (("sm90", 9), ("sm100", 10)):
             _supports = gpu_of_generation(_generation, _dtypes)
             register(_function, _name, _loader, _supports, 20, graph_safe=True, batch_invariant=True)
 
-# By name only: it has run in the emulator, on no GPU.
-register(
-    "mxfp4_experts_forward",
-    "sm100",
-    "dsv4_kernels.moe.sm100.launch:mxfp4_experts_forward",
-    gpu_of_generation(10),
-    -1,
-    graph_safe=True,
-    batch_invariant=True,
-)
+# By name only: these have run in the emulator, on no GPU.
+for _function in ("mxfp4_experts_forward", "nvfp4_experts_forward"):
+    _loader = f"dsv4_kernels.moe.sm100.launch:{_function}"
+    register(_function, "sm100", _loader, gpu_of_generation(10), -1, graph_safe=True, batch_invariant=True)

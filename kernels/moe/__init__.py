@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dsv4_kernels.moe.weights import Mxfp4Experts
+from dsv4_kernels.moe.weights import Mxfp4Experts, Nvfp4Experts
 from dsv4_kernels.registry import select
 
 
@@ -154,16 +154,59 @@ def mxfp4_experts_forward(
     Raises:
         ValueError: shapes that do not fit each other, or swiglu_limit is not positive.
     """
-    if x.dim() != 2 or x.shape[1] != packed.hidden_size:
-        raise ValueError(f"mxfp4_experts_forward: x is {tuple(x.shape)}; expected [T, {packed.hidden_size}]")
-    if weights.shape != experts.shape or weights.dim() != 2 or weights.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"mxfp4_experts_forward: x {tuple(x.shape)} needs weights and experts [{x.shape[0]}, k]; got "
-            f"{tuple(weights.shape)} and {tuple(experts.shape)}"
-        )
+    _check_packed("mxfp4_experts_forward", x, weights, experts, packed)
     _check_limit("mxfp4_experts_forward", swiglu_limit)
     function = select("mxfp4_experts_forward", x.device, x.dtype, impl)
     return function(x, weights, experts, packed, swiglu_limit, expert_offset)
+
+
+def nvfp4_experts_forward(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    packed: Nvfp4Experts,
+    swiglu_limit: float,
+    expert_offset: int = 0,
+    impl: str | None = None,
+) -> Tensor:
+    """Routed experts of an NVFP4 checkpoint with NVFP4 inputs, as its `input_scale` is for.
+
+    ::
+
+        h = weight * swiglu(linear(nvfp4_qdq(x, w13_input), w13[e]).to(x.dtype).chunk(2))
+        y = Σ_e linear(nvfp4_qdq(h.to(x.dtype), w2_input), w2[e]).to(x.dtype).float()      # by rising expert id
+
+    with `nvfp4_qdq` as in `dsv4_kernels.quant.encode_nvfp4`, and back.
+
+    Args:
+        x: [T, d] fp32 or bf16.
+        weights: [T, k] fp32.
+        experts: [T, k] integer, ids among all experts.
+        packed: of this rank, as stored for "ref"; "sm100" wants `packed.tiled()`.
+        swiglu_limit: clamp of gate and up.
+        expert_offset: as in `mxfp4_experts_forward`.
+        impl: implementation by name. "sm100" has run in the emulator only, and is taken by name only.
+
+    Returns:
+        [T, d] fp32.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or swiglu_limit is not positive.
+    """
+    _check_packed("nvfp4_experts_forward", x, weights, experts, packed)
+    _check_limit("nvfp4_experts_forward", swiglu_limit)
+    function = select("nvfp4_experts_forward", x.device, x.dtype, impl)
+    return function(x, weights, experts, packed, swiglu_limit, expert_offset)
+
+
+def _check_packed(name: str, x: Tensor, weights: Tensor, experts: Tensor, packed: Mxfp4Experts | Nvfp4Experts) -> None:
+    if x.dim() != 2 or x.shape[1] != packed.hidden_size:
+        raise ValueError(f"{name}: x is {tuple(x.shape)}; expected [T, {packed.hidden_size}]")
+    if weights.shape != experts.shape or weights.dim() != 2 or weights.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"{name}: x {tuple(x.shape)} needs weights and experts [{x.shape[0]}, k]; got "
+            f"{tuple(weights.shape)} and {tuple(experts.shape)}"
+        )
 
 
 def _check_halves(name: str, gate_up: Tensor) -> None:

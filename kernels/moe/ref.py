@@ -7,8 +7,8 @@ from torch import Tensor
 
 from dsv4_kernels.invariant import silu
 from dsv4_kernels.linear import linear
-from dsv4_kernels.moe.weights import Mxfp4Experts
-from dsv4_kernels.quant.ref import dequantise_fp4_weight, fp8_quantise
+from dsv4_kernels.moe.weights import Mxfp4Experts, Nvfp4Experts
+from dsv4_kernels.quant.ref import dequantise_fp4_weight, dequantise_nvfp4_weight, encode_nvfp4, fp8_quantise
 
 ACTIVATION_BLOCK = 128
 """Channels of a product's input that share a scale (section 4.2)."""
@@ -62,3 +62,34 @@ def mxfp4_experts_forward(
         for matrix in ((plain.w13, plain.w13_scale), (plain.w2, plain.w2_scale))
     )
     return experts_forward(x, weights, experts, w13, w2, swiglu_limit, ACTIVATION_BLOCK, expert_offset)
+
+
+def nvfp4_experts_forward(
+    x: Tensor, weights: Tensor, experts: Tensor, packed: Nvfp4Experts, swiglu_limit: float, expert_offset: int
+) -> Tensor:
+    """See `dsv4_kernels.moe.nvfp4_experts_forward`.
+
+    Raises:
+        ValueError: the scales are in tiles.
+    """
+    if packed.in_tiles:
+        raise ValueError("nvfp4_experts_forward: the definition wants the scales as stored, not in tiles")
+
+    def product(y: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+        return linear(dequantise_nvfp4_weight(*encode_nvfp4(y, scale), scale, torch.float32), weight).to(x.dtype)
+
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    local = experts.long() - expert_offset
+    for expert in local.unique().tolist():
+        if not 0 <= expert < packed.num_experts:
+            continue
+        codes, scales = packed.w13[expert].chunk(2), packed.w13_scale[expert].chunk(2)
+        halves = zip(codes, scales, packed.w13_global[expert], strict=True)
+        w13 = torch.cat([dequantise_nvfp4_weight(*half, torch.float32) for half in halves])
+        of_w2 = (packed.w2[expert], packed.w2_scale[expert], packed.w2_global[expert])
+        w2 = dequantise_nvfp4_weight(*of_w2, torch.float32)
+        tokens, choice = (local == expert).nonzero(as_tuple=True)
+        gate, up = product(x[tokens], packed.w13_input, w13).chunk(2, -1)
+        h = weights[tokens, choice].unsqueeze(1) * swiglu(gate, up, swiglu_limit)
+        out.index_add_(0, tokens, product(h.to(x.dtype), packed.w2_input, w2).float())
+    return out

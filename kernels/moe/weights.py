@@ -53,8 +53,48 @@ class Mxfp4Experts:
         return replace(self, w13_scale=_in_rows(self.w13_scale), w2_scale=_in_rows(self.w2_scale), in_tiles=False)
 
 
+@dataclass(frozen=True)
+class Nvfp4Experts:
+    """The same of a checkpoint with NVFP4 experts. Both products' inputs are quantised with one fp32 scale each."""
+
+    w13: Tensor  # uint8 [E, 2 I, d / 2]
+    w13_scale: Tensor  # e4m3 [E, 2 I, d / 16], or in tiles uint8 [E, 2 I / 128, d / 64, 512]
+    w13_global: Tensor  # fp32 [E, 2]: weight_scale_2 of w1 and w3
+    w13_input: Tensor  # fp32 []: the largest input_scale of any expert
+    w2: Tensor  # uint8 [E, d, I / 2]
+    w2_scale: Tensor  # e4m3 [E, d, I / 16], or in tiles uint8 [E, d / 128, I / 64, 512]
+    w2_global: Tensor  # fp32 [E]
+    w2_input: Tensor  # fp32 []
+    in_tiles: bool = False
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.w13.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        """d."""
+        return self.w2.shape[1]
+
+    @property
+    def channels(self) -> int:
+        """I."""
+        return 2 * self.w2.shape[2]
+
+    def tiled(self) -> Nvfp4Experts:
+        """As `Mxfp4Experts.tiled`.
+
+        Raises:
+            ValueError: d or I is no multiple of 128.
+        """
+        if self.in_tiles:
+            return self
+        return replace(self, w13_scale=_in_tiles(self.w13_scale), w2_scale=_in_tiles(self.w2_scale), in_tiles=True)
+
+
 def _in_tiles(scale: Tensor) -> Tensor:
-    """ue8m0 [E, rows, k / 32] -> uint8 [E, rows / 128, k / 128, 512].
+    """ue8m0 [E, rows, k / 32], or e4m3 [E, rows, k / 16] -> uint8 [E, rows / 128, scales of a row / 4, 512].
 
     Of 128 rows and four scales byte `16 (row % 32) + 4 (row // 32) + j` is scale j of a row: what
     `tcgen05.cp.32x128b.warpx4` copies to four columns of tensor memory.

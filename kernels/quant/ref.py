@@ -289,14 +289,33 @@ def quantise_nvfp4_weight(weight: Tensor, amax: float | None = None) -> tuple[Te
     """
     if weight.shape[1] % _NVFP4_WEIGHT_BLOCK:
         raise ValueError(f"an NVFP4 weight needs a multiple of 16 columns; got shape {tuple(weight.shape)}")
-    blocks = _blocks(weight, _NVFP4_WEIGHT_BLOCK)
-    largest = blocks.abs().amax() if amax is None else torch.tensor(amax, dtype=torch.float32, device=weight.device)
+    largest = weight.abs().amax().float()
+    if amax is not None:
+        largest = torch.tensor(amax, dtype=torch.float32, device=weight.device)
     global_scale = largest / (E2M1_MAX * E4M3_MAX)
     unit = torch.where(global_scale > 0, global_scale, 1.0)  # of a matrix of zeros
-    # A scale of 0 would lose its block: the smallest number of e4m3 takes its place.
-    scale = (blocks.abs().amax(-1) / (E2M1_MAX * unit)).clamp(_E4M3_TINY, E4M3_MAX).to(torch.float8_e4m3fn)
-    values = _nearest_e2m1(blocks / (_e4m3(scale) * unit).unsqueeze(-1))
-    return pack_nibbles(_e2m1_codes(values).flatten(-2)), scale, global_scale
+    return *encode_nvfp4(weight, unit), global_scale
+
+
+def encode_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """NVFP4 codes and block scales over a global scale that is given, as an input's is.
+
+    ::
+
+        scale = e4m3(clamp(max|x| / (6 * global_scale), 2**-9, 448))      # of 16 neighbours; 0 would lose them
+        code = e2m1_rne(x / (scale * global_scale))
+
+    Args:
+        x: [..., d], any floating dtype, d a multiple of 16.
+        global_scale: one fp32 number above 0.
+
+    Returns:
+        codes [..., d / 2] uint8, the even channel in the low nibble, scale [..., d / 16] float8_e4m3fn.
+    """
+    blocks = _blocks(x, _NVFP4_WEIGHT_BLOCK)
+    scale = (blocks.abs().amax(-1) / (E2M1_MAX * global_scale)).clamp(_E4M3_TINY, E4M3_MAX).to(torch.float8_e4m3fn)
+    values = _nearest_e2m1(blocks / (_e4m3(scale) * global_scale).unsqueeze(-1))
+    return pack_nibbles(_e2m1_codes(values).flatten(-2)), scale
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Routed experts on Blackwell (sm_100a): e4m3 activations times MXFP4 weights, block-scaled, grouped by expert.
+"""Routed experts on Blackwell (sm_100a): block-scaled products grouped by expert, of the two kinds of `Numbers`.
 
 A work tile is (expert, up to N of its slots, 128 output rows); a slot is a pair of token and expert. Weights are the
 left operand, 128 rows of it, and slots the narrow right one. Persistent CTAs take work tiles in order; how many there
@@ -14,28 +14,29 @@ are stands in global memory. Warps of a CTA, and what they wait for:
         waits done[buffer], arrives at free[buffer]
 
 Gate and up are two accumulators with the same lanes, so SwiGLU needs no exchange, and the 128 channels of a work tile
-are one block of h's quantiser: only its largest magnitude goes through shared memory.
+are whole blocks of h's quantiser.
 
-The activations' scale of 128 channels stands four times in a word, as the four of 32 that an instruction's K is. All of
-K is summed up in tensor memory in one order, so a slot's bits depend neither on its neighbours nor on their number.
+With MXFP4 weights the activations' scale of 128 channels stands four times in a word, as the four of 32 that an
+instruction's K is. All of K is summed up in tensor memory in one order, so a slot's bits depend neither on its
+neighbours nor on their number.
 """
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.cuda as experimental_cuda
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64
 from cutlass.experimental import primitives as prims
 
-from dsv4_kernels import bf16_rows, ptx
+from dsv4_kernels import ptx
+from dsv4_kernels.moe.sm100.epilogue import finish_tiles
 from dsv4_kernels.moe.sm100.plan import (
     CHUNK,
     GROUP_THREADS,
-    MMA_K,
+    PRODUCTS_PER_STEP,
     SCALE_COLUMNS,
     SCALE_TILE_BYTES,
-    SCALES_PER_STEP,
-    STEP,
+    SCALES_PER_TILE,
     SWIZZLE_ROW_BYTES,
     THREADS,
     TILE_ROWS,
@@ -43,14 +44,14 @@ from dsv4_kernels.moe.sm100.plan import (
     WEIGHT_TILE_BYTES,
     Arguments,
     Barrier,
-    NamedBarrier,
+    Numbers,
     Product,
     Warp,
 )
-from dsv4_kernels.quant import e4m3
 from dsv4_kernels.sparse_attention.sm100.barriers import arrive, wait
-from dsv4_kernels.sparse_attention.sm100.memory import as_float, gmem, load_tmem, tmem_columns, typed
+from dsv4_kernels.sparse_attention.sm100.memory import gmem, tmem_columns, typed
 
+PRODUCT_BYTES = SWIZZLE_ROW_BYTES // PRODUCTS_PER_STEP
 AHEAD = 3
 """Stages whose activations are on their way while a thread waits for an empty one."""
 
@@ -61,15 +62,21 @@ def launch(a: Arguments, num_ctas: Int32, plan: cutlass.Constexpr, stream: cuda.
     weights = experimental_cuda.create_tensor_map_tiled(
         global_address=a.weights,
         dtype=cutlass.Float4E2M1FNx2,
-        tma_format=experimental_cuda.TensorMapDataFormat.B4X16_P64,
+        tma_format=weight_format(plan),
         global_dims=[a.k, a.weight_rows],
         global_strides=[Int64(a.k) * 4 // 128],
-        box_dims=[STEP, TILE_ROWS],
+        box_dims=[plan.step, TILE_ROWS],
         swizzle=experimental_cuda.TensorMapSwizzle.s128b,
     )
     experts_kernel(a, weights, plan).launch(
         grid=(num_ctas, 1, 1), block=(THREADS, 1, 1), smem=plan.smem_bytes, stream=stream, min_blocks_per_mp=1
     )
+
+
+def weight_format(plan: cutlass.Constexpr) -> experimental_cuda.TensorMapDataFormat:
+    """Codes stay packed where both operands are e2m1; beside e4m3 they take a byte each."""
+    formats = experimental_cuda.TensorMapDataFormat
+    return formats.B4X16 if plan.numbers is Numbers.NVFP4 else formats.B4X16_P64
 
 
 @cute.kernel
@@ -138,7 +145,7 @@ def load_weights(
     plan: cutlass.Constexpr,
 ) -> None:
     """One thread: the tile of each matrix and its scales, a stage after the other."""
-    steps = a.k // STEP
+    steps = a.k // plan.step
     count = Int32(0)
     for index in cutlass.range(first, end, stride):
         expert = ptx.load_i32(a.tile_expert + Int64(index // a.row_tiles) * 4)
@@ -152,14 +159,14 @@ def load_weights(
             for matrix in cutlass.range_constexpr(plan.matrices):
                 row_of_matrix = row + matrix * (a.row_tiles * TILE_ROWS)  # w3's rows stand behind w1's
                 prims.cp_async_bulk_tensor_shared_cta_global(
-                    target + matrix * WEIGHT_TILE_BYTES, weights.get_ptr(), (step * STEP, row_of_matrix), full
+                    target + matrix * WEIGHT_TILE_BYTES, weights.get_ptr(), (step * plan.step, row_of_matrix), full
                 )
                 tile = Int64(row_of_matrix // TILE_ROWS) * steps + step
                 prims.cp_async_bulk_shared_cluster_global(
-                    target + (plan.scales_offset + matrix * SCALE_TILE_BYTES),
-                    gmem(a.weight_scales + tile * SCALE_TILE_BYTES, cutlass.Uint8),
+                    target + (plan.scales_offset + matrix * plan.scale_bytes),
+                    gmem(a.weight_scales + tile * plan.scale_bytes, cutlass.Uint8),
                     full,
-                    SCALE_TILE_BYTES,
+                    plan.scale_bytes,
                 )
             count = count + 1
 
@@ -178,15 +185,17 @@ def load_tokens(
     plan: cutlass.Constexpr,
 ) -> None:
     """Eight threads share a row of 128 bytes; thread i also brings the scale of column i. Columns without a slot get
-    zeros, and zeros for a scale, which is 2**-127."""
+    zeros, and zeros for a scale, which is 2**-127 or 0."""
     thread = cute.arch.thread_idx()[0] % GROUP_THREADS
     base = Int32(smem.toint())
-    steps = a.k // STEP
+    steps = a.k // plan.step
     tokens_offset = plan.matrices * WEIGHT_TILE_BYTES
-    scales_offset = plan.scales_offset + plan.matrices * SCALE_TILE_BYTES
-    scale_place = thread % 32 * CHUNK + thread // 32 * SCALES_PER_STEP
+    scales_offset = plan.scales_offset + plan.matrices * plan.scale_bytes
+    scale_place = thread % 32 * CHUNK + thread // 32 * SCALES_PER_TILE
     for stage in cutlass.range_constexpr(plan.stages):  # columns beyond N are copied along with the others
-        ptx.asm("st.shared.b32 [{$r0}], 0;", [], base + (stage * plan.stage_bytes + scales_offset) + scale_place)
+        for part in cutlass.range_constexpr(plan.scale_tiles):
+            offset = stage * plan.stage_bytes + scales_offset + part * SCALE_TILE_BYTES
+            ptx.asm("st.shared.b32 [{$r0}], 0;", [], base + offset + scale_place)
     count = Int32(0)
     for index in cutlass.range(first, end, stride):
         tile = Int64(index // a.row_tiles) * 4
@@ -196,17 +205,20 @@ def load_tokens(
             column = thread // 8 + i * CHUNK
             row = source_row(a, first_slot + column, column < num_slots, plan)
             place = column * SWIZZLE_ROW_BYTES + ((thread % 8) ^ (column % 8)) * CHUNK
-            rows.append((a.x + row * a.k + thread % 8 * CHUNK, place, cutlass.select_(column < num_slots, 16, 0)))
+            address = a.x + row * (a.k // plan.codes_per_byte) + thread % 8 * CHUNK
+            rows.append((address, place, cutlass.select_(column < num_slots, 16, 0)))
         scale_row = source_row(a, first_slot + thread, thread < num_slots, plan)
-        scales = a.x_scales + scale_row * steps * 4
+        scales = a.x_scales + scale_row * steps * (4 * plan.scale_tiles)
         scale_bytes = cutlass.select_(thread < num_slots, Int32(4), Int32(0))
         for step in cutlass.range(steps):
             wait_until_empty(barriers, count, plan)
             target = base + count % plan.stages * plan.stage_bytes
             for address, place, num_bytes in rows:
-                ptx.copy_async(target + (tokens_offset + place), address + step * STEP, Int32(num_bytes))
+                ptx.copy_async(target + (tokens_offset + place), address + step * SWIZZLE_ROW_BYTES, Int32(num_bytes))
             if thread < plan.tokens:
-                copy_scale(target + (scales_offset + scale_place), scales + step * 4, scale_bytes)
+                for part in cutlass.range_constexpr(plan.scale_tiles):
+                    target_of_part = target + (scales_offset + part * SCALE_TILE_BYTES) + scale_place
+                    copy_scale(target_of_part, scales + (step * plan.scale_tiles + part) * 4, scale_bytes)
             cute.arch.cp_async_commit_group()
             if count >= AHEAD:
                 cute.arch.cp_async_wait_group(AHEAD)
@@ -253,7 +265,7 @@ def multiply(
     plan: cutlass.Constexpr,
 ) -> None:
     """One thread. The tensor pipe keeps the order of copies and products, so one place for scales is enough."""
-    steps = a.k // STEP
+    steps = a.k // plan.step
     count, tiles = Int32(0), Int32(0)
     zero = Int32(0)
     for _ in cutlass.range(first, end, stride):
@@ -267,7 +279,7 @@ def multiply(
             wait(barriers, Barrier.WEIGHTS + stage, parity)
             wait(barriers, Barrier.TOKENS + stage, parity)
             start = smem + stage * plan.stage_bytes
-            for part in cutlass.range_constexpr(plan.matrices + 1):
+            for part in cutlass.range_constexpr((plan.matrices + 1) * plan.scale_tiles):
                 prims.tcgen05_cp(
                     prims.Tcgen05CpShape.SHAPE_32X128B,
                     tmem_columns(tmem, zero, plan.scales_column + part * SCALE_COLUMNS, Float32),
@@ -276,22 +288,19 @@ def multiply(
                     multicast=prims.Tcgen05CpMulticast.WARPX4,
                 )
             tokens = swizzled(start + plan.matrices * WEIGHT_TILE_BYTES)
-            of_tokens = tmem_columns(tmem, zero, plan.scales_column + plan.matrices * SCALE_COLUMNS, Float32)
             for matrix in cutlass.range_constexpr(plan.matrices):
                 weights = swizzled(start + matrix * WEIGHT_TILE_BYTES)
                 out = tmem_columns(tmem, zero, buffer * plan.accumulator_columns + matrix * plan.tokens, Float32)
-                of_weights = tmem_columns(tmem, zero, plan.scales_column + matrix * SCALE_COLUMNS, Float32)
-                for part in cutlass.range_constexpr(SCALES_PER_STEP):
-                    prims.tcgen05_mma_block_scale(
-                        prims.Tcgen05MMAKind.MXF8F6F4,
-                        prims.CTAGroup.CTA_1,
+                for part in cutlass.range_constexpr(PRODUCTS_PER_STEP):
+                    multiply_part(
                         out,
-                        weights.advance_start_address(part * MMA_K),
-                        tokens.advance_start_address(part * MMA_K),
-                        instruction(part, plan),
+                        weights.advance_start_address(part * PRODUCT_BYTES),
+                        tokens.advance_start_address(part * PRODUCT_BYTES),
                         (step > 0) if part == 0 else True,
-                        of_weights,
-                        of_tokens,
+                        scales_of(tmem, matrix, part, plan),
+                        scales_of(tmem, plan.matrices, part, plan),
+                        part,
+                        plan,
                     )
             prims.tcgen05_commit(barriers + (Barrier.EMPTY + stage), group=prims.CTAGroup.CTA_1)
             count = count + 1
@@ -299,15 +308,50 @@ def multiply(
         tiles = tiles + 1
 
 
-def instruction(part: int, plan: cutlass.Constexpr) -> prims.Tcgen05MxInstrDesc:
-    """Descriptor of the product with the scales of quarter `part` of a step."""
-    return prims.Tcgen05MxInstrDesc.build(
-        a_dtype=cutlass.Float4E2M1FN,
-        b_dtype=cutlass.Float8E4M3FN,
-        n_dim=plan.tokens,
-        m_dim=TILE_ROWS,
-        a_sf_id=part,
-        b_sf_id=part,
+def scales_of(tmem: prims.TmemAddr, operand: int, part: int, plan: cutlass.Constexpr) -> cutlass.Array:
+    """Columns of the scales of quarter `part` of a step: one tile for all quarters, or one for each."""
+    tile = operand * plan.scale_tiles + part % plan.scale_tiles
+    return tmem_columns(tmem, Int32(0), plan.scales_column + tile * SCALE_COLUMNS, Float32)
+
+
+def multiply_part(
+    out: cutlass.Array,
+    weights: prims.Tcgen05SmemDesc,
+    tokens: prims.Tcgen05SmemDesc,
+    accumulate: cutlass.Boolean,
+    weight_scales: cutlass.Array,
+    token_scales: cutlass.Array,
+    part: int,
+    plan: cutlass.Constexpr,
+) -> None:
+    """One instruction: a quarter of a step."""
+    e2m1 = cutlass.Float4E2M1FN
+    if plan.numbers is Numbers.NVFP4:
+        kind, per_row = prims.Tcgen05MMAKind.MXF4NVF4, prims.Tcgen05MMAScaleVecSize.BLOCK16
+        descriptor = prims.Tcgen05MxOmmaInstrDesc.build(
+            a_dtype=e2m1, b_dtype=e2m1, scale_format=0, n_dim=plan.tokens, m_dim=TILE_ROWS
+        )
+    else:
+        kind, per_row = prims.Tcgen05MMAKind.MXF8F6F4, None
+        descriptor = prims.Tcgen05MxInstrDesc.build(
+            a_dtype=e2m1,
+            b_dtype=cutlass.Float8E4M3FN,
+            n_dim=plan.tokens,
+            m_dim=TILE_ROWS,
+            a_sf_id=part,
+            b_sf_id=part,
+        )
+    prims.tcgen05_mma_block_scale(
+        kind,
+        prims.CTAGroup.CTA_1,
+        out,
+        weights,
+        tokens,
+        descriptor,
+        accumulate,
+        weight_scales,
+        token_scales,
+        scale_vec_size=per_row,
     )
 
 
@@ -329,118 +373,3 @@ def unswizzled(start: cutlass.Pointer) -> prims.Tcgen05SmemDesc:
         stride_byte_offset=8 * CHUNK,
         layout=prims.Tcgen05SmemSwizzle.NONE,
     )
-
-
-# Epilogue
-
-
-@cute.jit
-def finish_tiles(
-    a: Arguments,
-    smem: cutlass.Pointer,
-    barriers: cutlass.Pointer,
-    tmem: prims.TmemAddr,
-    warp: Int32,
-    first: Int32,
-    stride: Int32,
-    end: Int32,
-    plan: cutlass.Constexpr,
-) -> None:
-    """Thread r has output row r of the work tile, for all its slots, 16 of them at a time."""
-    thread = cute.arch.thread_idx()[0]
-    largest = Int32((smem + plan.largest_offset).toint())
-    tiles = Int32(0)
-    for index in cutlass.range(first, end, stride):
-        tile = Int64(index // a.row_tiles) * 4
-        first_slot, num_slots = ptx.load_i32(a.tile_first + tile), ptx.load_i32(a.tile_count + tile)
-        row_tile = index % a.row_tiles
-        buffer = tiles % 2
-        wait(barriers, Barrier.DONE + buffer, tiles // 2 & 1)
-        prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-        start = buffer * plan.accumulator_columns
-        for column in cutlass.range(0, plan.tokens, CHUNK):
-            words = load_tmem(tmem_columns(tmem, warp, start + column, Int32), CHUNK)
-            if cutlass.const_expr(plan.product is Product.GATE_UP):
-                up_words = load_tmem(tmem_columns(tmem, warp, start + plan.tokens + column, Int32), CHUNK)
-            prims.tcgen05_wait(prims.Tcgen05Wait.LOAD)
-            sums = [as_float(word) for word in words]
-            slot, left = first_slot + column, num_slots - column
-            if cutlass.const_expr(plan.product is Product.GATE_UP):
-                ups = [as_float(word) for word in up_words]
-                chunk = tiles * (plan.tokens // CHUNK) + column // CHUNK  # alternate places, across work tiles too
-                place = largest + chunk % 2 * (WARPS_OF_GROUP * CHUNK * 4)
-                store_hidden(a, sums, ups, slot, left, row_tile, thread, warp, place)
-            else:
-                store_rows(a, sums, slot, left, row_tile, thread)
-        prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
-        arrive(barriers + (Barrier.FREE + buffer))
-        tiles = tiles + 1
-
-
-@cute.jit
-def store_hidden(
-    a: Arguments,
-    gates: list,
-    ups: list,
-    slot: Int32,
-    count: Int32,
-    row_tile: Int32,
-    thread: Int32,
-    warp: Int32,
-    largest: Int32,
-) -> None:
-    """h of 16 slots, of which `count` exist: rounded to bf16 where the release does, then to e4m3 over 128 channels."""
-    gates, ups = rounded(gates), rounded(ups)
-    hidden = []
-    for i in cutlass.range_constexpr(CHUNK):
-        weight = ptx.load_or_zeros(Float32, 1, a.routing + Int64(slot + i) * 4, Int32(i < count), cache="")
-        hidden.append(bf16_rows.mul(weight, swiglu(gates[i], ups[i], a.limit)))
-    hidden = rounded(hidden)
-    own = [ptx.warp_max(Int32(bf16_rows.bits_of(bf16_rows.magnitude(value)))) for value in hidden]
-    if thread % 32 == 0:
-        for i in cutlass.range_constexpr(0, CHUNK, 4):
-            ptx.store_shared(largest + (warp * (CHUNK * 4) + i * 4), tuple(own[i : i + 4]))
-    prims.barrier_cta_sync_aligned(NamedBarrier.EPILOGUE, thread_count=GROUP_THREADS)
-    of_warps = [
-        [
-            value
-            for i in range(0, CHUNK, 4)
-            for value in ptx.load_shared_f32x4(largest + (of_warp * (CHUNK * 4) + i * 4))
-        ]
-        for of_warp in range(WARPS_OF_GROUP)
-    ]
-    width = a.row_tiles * TILE_ROWS
-    for i in cutlass.range_constexpr(CHUNK):
-        exponent = e4m3.scale_exponent(
-            ptx.fmax(ptx.fmax(of_warps[0][i], of_warps[1][i]), ptx.fmax(of_warps[2][i], of_warps[3][i]))
-        )
-        code = e4m3.codes([hidden[i]] * 4, exponent)[0]
-        if i < count:
-            place = Int64(slot + i)
-            ptx.asm("st.global.b8 [{$r0}], {$r1};", [], a.out + place * width + row_tile * TILE_ROWS + thread, code)
-            if thread == 0:
-                ptx.store_u32(a.out_scales + (place * a.row_tiles + row_tile) * 4, exponent * 0x01010101)
-
-
-def swiglu(gate: Float32, up: Float32, limit: Float32) -> Float32:
-    """`silu(min(gate, limit)) * clamp(up, -limit, limit)` in fp32."""
-    gate = bf16_rows.at_most(gate, limit)
-    silu = bf16_rows.mul(gate, bf16_rows.reciprocal(bf16_rows.add(Float32(1.0), bf16_rows.exp(-gate))))
-    return bf16_rows.mul(silu, bf16_rows.at_most(bf16_rows.at_least(up, -limit), limit))
-
-
-def rounded(values: list) -> list:
-    """Values as bf16 has them."""
-    return bf16_rows.channels(bf16_rows.packed(values))
-
-
-@cute.jit
-def store_rows(a: Arguments, sums: list, slot: Int32, count: Int32, row_tile: Int32, thread: Int32) -> None:
-    """One output row of 16 slots, in bf16."""
-    width = a.row_tiles * TILE_ROWS
-    words = bf16_rows.packed(sums)
-    for i in cutlass.range_constexpr(CHUNK):
-        if i < count:
-            address = a.out + (Int64(slot + i) * width + row_tile * TILE_ROWS + thread) * 2
-            half = words[i // 2] if i % 2 == 0 else words[i // 2] >> 16
-            ptx.asm("st.global.b16 [{$r0}], {$r1};", [], address, Uint32(half))

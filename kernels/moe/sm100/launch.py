@@ -13,10 +13,13 @@ from torch import Tensor
 
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.moe.sm100.kernel import launch
-from dsv4_kernels.moe.sm100.plan import STEP, TILE_ROWS, Arguments, Plan, Product
-from dsv4_kernels.moe.weights import Mxfp4Experts
-from dsv4_kernels.quant import fp8_quantise
+from dsv4_kernels.moe.sm100.plan import TILE_ROWS, Arguments, Numbers, Plan, Product
+from dsv4_kernels.moe.weights import Mxfp4Experts, Nvfp4Experts
+from dsv4_kernels.quant import encode_nvfp4, fp8_quantise
 from dsv4_kernels.sparse_attention.sm100.launch import device_facts
+
+STEP = 128
+"""Channels that share a scale of the activations."""
 
 
 class WorkList(NamedTuple):
@@ -84,6 +87,8 @@ def run(
     x_scales: Tensor,
     out: Tensor,
     out_scales: Tensor,
+    factors: Tensor | None = None,
+    hidden_factor: Tensor | None = None,
 ) -> None:
     """Launches one product, which writes a row of `out`, and of GATE_UP also of `out_scales`, for each slot.
 
@@ -91,15 +96,17 @@ def run(
         plan: which product, and the slots of a tile, for which `listed` was made.
         listed: the slots.
         limit: swiglu_limit.
-        weight: int8 [E, rows, k / 2].
-        weight_scale: uint8 [E, rows / 128, k / 128, 512].
-        x: e4m3 [rows of x, k]: tokens for GATE_UP, slots for DOWN.
-        x_scales: int32 [rows of x, k / 128], see `scale_words`.
-        out: e4m3 [slots, I] or bf16 [slots, d].
-        out_scales: int32 [slots, I / 128]; DOWN leaves it alone.
+        weight: int8 or uint8 [E, rows, k / 2].
+        weight_scale: uint8 [E, rows / 128, k / 128 (NVFP4: k / 64), 512].
+        x: e4m3 [rows of x, k], or e2m1 uint8 [rows of x, k / 2]: tokens for GATE_UP, slots for DOWN.
+        x_scales: int32 [rows of x, k / 128], see `scale_words`; NVFP4: e4m3 [rows of x, k / 16].
+        out: as x but [slots, I], or bf16 [slots, d].
+        out_scales: as x_scales; DOWN leaves it alone.
+        factors: NVFP4: fp32 [E, 2], see `Arguments`.
+        hidden_factor: NVFP4, GATE_UP: fp32 [], the scale of h.
     """
     experts, rows, half = weight.shape
-    row_tiles = out.shape[1] // TILE_ROWS
+    row_tiles = rows // plan.matrices // TILE_ROWS
     num_sms, arch = device_facts(x.device)
     arguments = Arguments(
         weights=Int64(weight.data_ptr()),
@@ -119,6 +126,8 @@ def run(
         row_tiles=Int32(row_tiles),
         out=Int64(out.data_ptr()),
         out_scales=Int64(out_scales.data_ptr()),
+        factors=Int64(0 if factors is None else factors.data_ptr()),
+        hidden_factor=Int64(0 if hidden_factor is None else hidden_factor.data_ptr()),
     )
     num_ctas = min(num_sms, len(listed.tile_expert) * row_tiles)
     stream = cuda.CUstream(torch.cuda.current_stream(x.device).cuda_stream)
@@ -175,8 +184,59 @@ def mxfp4_experts_forward(
     tokens = tokens_of_a_tile(pairs, num_experts)
     listed = work_list(weights, experts, num_experts, expert_offset, tokens)
     hidden, scales = hidden_rows(x, packed, listed, swiglu_limit, tokens)
-    rows = output_rows(hidden, scales, packed, listed, tokens)
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for choice in range(listed.slots.shape[1]):  # by rising expert, whatever the batch
+    return summed(output_rows(hidden, scales, packed, listed, tokens), listed)
+
+
+def nvfp4_experts_forward(
+    x: Tensor, weights: Tensor, experts: Tensor, packed: Nvfp4Experts, swiglu_limit: float, expert_offset: int
+) -> Tensor:
+    """`dsv4_kernels.moe.nvfp4_experts_forward` on Blackwell: x bf16, d and I multiples of 256, scales in tiles.
+
+    Raises:
+        ValueError: the scales have not been arranged by `Nvfp4Experts.tiled`, or d or I is no multiple of 256.
+    """
+    num_experts, d, channels = packed.num_experts, packed.hidden_size, packed.channels
+    if not packed.in_tiles:
+        raise ValueError("nvfp4_experts_forward on sm100 needs scales in tiles; call Nvfp4Experts.tiled() once at load")
+    if d % 256 or channels % 256:
+        raise ValueError(f"nvfp4_experts_forward on sm100: d is {d}, I {channels}; expected multiples of 256")
+    pairs = experts.numel()
+    if not pairs:
+        return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    tokens = tokens_of_a_tile(pairs, num_experts)
+    listed = work_list(weights, experts, num_experts, expert_offset, tokens)
+    hidden, scales = nvfp4_hidden_rows(x, packed, listed, swiglu_limit, tokens)
+    return summed(nvfp4_output_rows(hidden, scales, packed, listed, tokens), listed)
+
+
+def nvfp4_hidden_rows(
+    x: Tensor, packed: Nvfp4Experts, listed: WorkList, limit: float, tokens: int
+) -> tuple[Tensor, Tensor]:
+    """h of every slot: e2m1 uint8 [slots, I / 2] and e4m3 [slots, I / 16]."""
+    pairs, channels = len(listed.source), packed.channels
+    codes, scales = encode_nvfp4(x, packed.w13_input)
+    hidden = torch.empty(pairs, channels // 2, dtype=torch.uint8, device=x.device)
+    hidden_scales = torch.empty(pairs, channels // 16, dtype=torch.float8_e4m3fn, device=x.device)
+    plan = Plan(Product.GATE_UP, tokens, Numbers.NVFP4)
+    factors = (packed.w13_global * packed.w13_input).contiguous()
+    scaled = (packed.w13_scale, codes, scales, hidden, hidden_scales, factors, packed.w2_input)
+    run(plan, listed, limit, packed.w13, *scaled)
+    return hidden, hidden_scales
+
+
+def nvfp4_output_rows(hidden: Tensor, scales: Tensor, packed: Nvfp4Experts, listed: WorkList, tokens: int) -> Tensor:
+    """As `output_rows`."""
+    rows = torch.empty(len(hidden) + 1, packed.hidden_size, dtype=torch.bfloat16, device=hidden.device)
+    rows[len(hidden)].zero_()
+    plan = Plan(Product.DOWN, tokens, Numbers.NVFP4)
+    factors = (packed.w2_global * packed.w2_input)[:, None].repeat(1, 2)
+    run(plan, listed, 0.0, packed.w2, packed.w2_scale, hidden, scales, rows, scales, factors)
+    return rows
+
+
+def summed(rows: Tensor, listed: WorkList) -> Tensor:
+    """A token's rows, by rising expert, whatever the batch: fp32 [T, d]."""
+    out = torch.zeros(len(listed.slots), rows.shape[1], dtype=torch.float32, device=rows.device)
+    for choice in range(listed.slots.shape[1]):
         out += rows[listed.slots[:, choice]]
     return out

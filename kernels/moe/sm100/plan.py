@@ -8,16 +8,15 @@ from cutlass import Float32, Int32, Int64
 
 TILE_ROWS = 128
 """Weight rows of a product, the M of an instruction and the lanes of tensor memory."""
-STEP = 128
-"""Channels of K in a pipeline stage: one block of the activations' quantiser, four of the weights' scales."""
-MMA_K = 32
-SCALES_PER_STEP = STEP // MMA_K
-SCALE_TILE_BYTES = TILE_ROWS * SCALES_PER_STEP
-"""Scales of 128 rows and a step, in the order in which `tcgen05.cp.32x128b.warpx4` wants them."""
-WEIGHT_TILE_BYTES = TILE_ROWS * STEP
-"""In shared memory, where 16 codes of 4 bits take 16 bytes."""
-WEIGHT_TILE_GLOBAL_BYTES = TILE_ROWS * STEP // 2
 SWIZZLE_ROW_BYTES = 128
+"""Of a row of either operand in a pipeline stage."""
+PRODUCTS_PER_STEP = 4
+"""Instructions of a stage and matrix, of 32 bytes of a row each."""
+SCALES_PER_TILE = 4
+SCALE_TILE_BYTES = TILE_ROWS * SCALES_PER_TILE
+"""Four scales of each of 128 rows, in the order in which `tcgen05.cp.32x128b.warpx4` wants them."""
+WEIGHT_TILE_BYTES = TILE_ROWS * SWIZZLE_ROW_BYTES
+"""In shared memory."""
 CHUNK = 16
 """Bytes of a copy, and columns of tensor memory that the epilogue loads at once."""
 MAX_SMEM = 227 * 1024
@@ -25,11 +24,20 @@ TMEM_COLUMNS = 512
 SCALE_COLUMNS = 4
 
 
+class Numbers(IntEnum):
+    """What is multiplied with what."""
+
+    MXFP8_MXFP4 = 0
+    """e4m3 with a ue8m0 for 128 channels times e2m1 with a ue8m0 for 32 (padded to a byte each in shared memory)."""
+    NVFP4 = 1
+    """e2m1 with an e4m3 for 16 channels on either side, and an fp32 factor of the matrix."""
+
+
 class Product(IntEnum):
     """Which of the two launches."""
 
     GATE_UP = 0
-    """h = e4m3(routing weight * SwiGLU(w1 x, w3 x)), a row for each pair of token and expert."""
+    """h = quantised(routing weight * SwiGLU(w1 x, w3 x)), a row for each pair of token and expert."""
     DOWN = 1
     """w2 h of each pair, rounded to bf16."""
 
@@ -41,6 +49,7 @@ class Plan:
     product: Product
     tokens: int
     """Columns of a work tile, the N of an instruction."""
+    numbers: Numbers = Numbers.MXFP8_MXFP4
 
     def __post_init__(self) -> None:
         if self.tokens % 16 or not 16 <= self.tokens <= 96:
@@ -52,9 +61,25 @@ class Plan:
         return 2 if self.product is Product.GATE_UP else 1
 
     @property
+    def step(self) -> int:
+        """Channels of K in a stage."""
+        return 256 if self.numbers is Numbers.NVFP4 else 128
+
+    @property
+    def scale_tiles(self) -> int:
+        """Tiles of scales of either operand in a stage. MX: four scales a row serve the four products of the stage, one
+        each. NVFP4: each product takes four."""
+        return 4 if self.numbers is Numbers.NVFP4 else 1
+
+    @property
+    def codes_per_byte(self) -> int:
+        """Of the activations."""
+        return 2 if self.numbers is Numbers.NVFP4 else 1
+
+    @property
     def token_tile_bytes(self) -> int:
         """Of a stage."""
-        return self.tokens * STEP
+        return self.tokens * SWIZZLE_ROW_BYTES
 
     @property
     def scales_offset(self) -> int:
@@ -64,7 +89,12 @@ class Plan:
     @property
     def stage_bytes(self) -> int:
         """A multiple of 1,024, where the swizzle begins anew."""
-        return -(-(self.scales_offset + (self.matrices + 1) * SCALE_TILE_BYTES) // 1024) * 1024
+        return -(-(self.scales_offset + (self.matrices + 1) * self.scale_bytes) // 1024) * 1024
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a matrix, or of the tokens, in a stage."""
+        return self.scale_tiles * SCALE_TILE_BYTES
 
     @property
     def stages(self) -> int:
@@ -74,7 +104,7 @@ class Plan:
     @property
     def loaded_bytes(self) -> int:
         """That a stage's barrier of the weights waits for: bytes of global memory."""
-        return self.matrices * (WEIGHT_TILE_GLOBAL_BYTES + SCALE_TILE_BYTES)
+        return self.matrices * (TILE_ROWS * self.step // 2 + self.scale_bytes)
 
     # Shared memory, behind the stages.
 
@@ -107,13 +137,13 @@ class Plan:
 
     @property
     def scales_column(self) -> int:
-        """The weights' scales, SCALE_COLUMNS a matrix, then the tokens'."""
+        """The weights' scales, SCALE_COLUMNS for a tile of them, then the tokens'."""
         return 2 * self.accumulator_columns
 
     @property
     def tmem_columns(self) -> int:
         """A power of two."""
-        used = self.scales_column + (self.matrices + 1) * SCALE_COLUMNS
+        used = self.scales_column + (self.matrices + 1) * self.scale_tiles * SCALE_COLUMNS
         return 1 << max(used - 1, 31).bit_length()
 
 
@@ -156,12 +186,12 @@ class Arguments(NamedTuple):
     """A launch's arguments as the kernel sees them: device addresses, sizes and counts."""
 
     weights: Int64  # e2m1 [E * rows, k / 2]: rows is 2 I (w1's, then w3's) or d
-    weight_scales: Int64  # uint8 [E * rows / 128, k / 128, 512]
+    weight_scales: Int64  # uint8 [E * rows / 128, k / 128 (NVFP4: k / 64), 512]
     weight_rows: Int32  # E * rows
     rows: Int32  # of an expert
     k: Int32
-    x: Int64  # e4m3 [rows of x, k]
-    x_scales: Int64  # int32 [rows of x, k / 128]: a ue8m0 four times
+    x: Int64  # e4m3 [rows of x, k], or e2m1 [rows of x, k / 2]
+    x_scales: Int64  # int32 [rows of x, k / 128]: a ue8m0 four times; NVFP4: e4m3 [rows of x, k / 16]
     source: Int64  # int32 [slots]: the row of x; unused by DOWN, whose rows are the slots
     routing: Int64  # fp32 [slots]: routing weight; unused by DOWN
     limit: Float32
@@ -170,5 +200,7 @@ class Arguments(NamedTuple):
     tile_count: Int64  # int32 [tiles]: slots
     num_tiles: Int64  # int32 [1]
     row_tiles: Int32  # of 128 output rows: I / 128 or d / 128
-    out: Int64  # GATE_UP: e4m3 [slots, I]; DOWN: bf16 [slots, d]
-    out_scales: Int64  # GATE_UP: int32 [slots, I / 128], as x_scales
+    out: Int64  # GATE_UP: h, as x; DOWN: bf16 [slots, d]
+    out_scales: Int64  # GATE_UP: of h, as x_scales
+    factors: Int64  # NVFP4: fp32 [E, 2]: of an expert's matrix times the input's, gate and up; DOWN has the first
+    hidden_factor: Int64  # NVFP4, GATE_UP: fp32 [1] of h
