@@ -15,8 +15,8 @@ Works, each with servers of its own that have the flag:
 The result is one JSON object: `compared`, `mismatches`, `by_kind`, the first mismatches, what was seen (hits by tier,
 retractions), and `rows` of `{work, requests, default, exact, ratio}` in tokens a second, where a ratio below 1 is the
 price. The exit status is 1 if anything differed. `--resume` adds to what `--out` holds, with the references beside it:
-works can run one after the other where time is lent in pieces. `--small` is for a CPU. Which experts serve, and so
-whether the flag is accepted, is the environment's choice (README, options).
+works can run one after the other, each by itself. `--small` is for a CPU. On a GPU the flag stops the server as long as
+its routed experts are SGLang's (`sglang_dsv4.exact`).
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ SGLANG_OPERATORS: dict[str, dict[str, str]] = {
 WHAT_TO_DO = {
     "FP8 linear layer": "leave --fp8-gemm-backend out, or choose deep_gemm, with DeepGEMM installed",
     "linear layer": "serve the release's FP8 checkpoint",
-    "routed experts": "have this package's own experts serve them (SGLANG_DSV4_EXPERTS)",
+    "routed experts": "none of its runners keeps a row's bits, and this package has no experts for this GPU yet",
 }
 
 
