@@ -53,7 +53,7 @@ def some(seed: int, count: int) -> list[int]:
 
 def flush(server: Server) -> None:
     for _ in range(100):
-        if requests.post(f"{server.url}/flush_cache", timeout=60).status_code == 200:
+        if requests.post(f"{server.url}/flush_cache", timeout=300).status_code == 200:
             return
         time.sleep(0.1)
     raise AssertionError("the server does not become idle")
@@ -114,7 +114,7 @@ def test_a_conversation(server: Server) -> None:
 
 
 def running_requests(server: Server) -> int:
-    return requests.get(f"{server.url}/v1/loads", timeout=60).json()["loads"][0]["num_running_reqs"]
+    return requests.get(f"{server.url}/v1/loads", timeout=300).json()["loads"][0]["num_running_reqs"]
 
 
 def test_abort_gives_everything_back(server: Server) -> None:
@@ -137,7 +137,7 @@ def test_abort_gives_everything_back(server: Server) -> None:
         while not running_requests(server):
             time.sleep(0.05)
         while not all(call.done() for call in calls):
-            requests.post(f"{server.url}/abort_request", json={"rid": "", "abort_all": True}, timeout=60)
+            requests.post(f"{server.url}/abort_request", json={"rid": "", "abort_all": True}, timeout=300)
             time.sleep(0.2)
         statuses = [call.result().status_code for call in calls]
     assert len(statuses) == 8
@@ -186,7 +186,7 @@ def test_metrics(server: Server) -> None:
     flush(server)
 
     def read() -> dict[str, float]:
-        lines = requests.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+        lines = requests.get(f"{server.url}/metrics", timeout=300).text.splitlines()
         return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
 
     def total(values: dict[str, float], name: str, label: str = "") -> float:

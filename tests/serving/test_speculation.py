@@ -165,7 +165,7 @@ def test_grammars_are_kept(server: Server, speculating: Speculating) -> None:
 def test_seeded_answers_are_the_same_tokens(server: Server, speculating: Speculating, options: dict[str, Any]) -> None:
     if speculating.algorithm == "DSPARK":
         body = {"input_ids": [5], "sampling_params": {**options, "sampling_seed": 77}}
-        response = requests.post(f"{speculating.server.url}/generate", json=body, timeout=60)
+        response = requests.post(f"{speculating.server.url}/generate", json=body, timeout=300)
         assert response.status_code == 400 and "sampling_seed" in response.text
         return
     prompts = random_prompts(6, [20, 130, 254])
@@ -188,8 +188,9 @@ def test_retracted_and_aborted_requests_leave_no_trace(server: Server, speculati
         sampling = {"max_new_tokens": 500, "temperature": 0}
         body = {"rid": f"doomed-{index}", "input_ids": doomed[index], "sampling_params": sampling}
         request = pool.submit(requests.post, f"{speculating.server.url}/generate", json=body, timeout=300)
-        time.sleep(0.5)
-        requests.post(f"{speculating.server.url}/abort_request", json={"rid": f"doomed-{index}"}, timeout=60)
+        while not request.done():  # again, if it was not there yet
+            time.sleep(0.5)
+            requests.post(f"{speculating.server.url}/abort_request", json={"rid": f"doomed-{index}"}, timeout=300)
         request.result()
 
     with ThreadPoolExecutor(20) as pool:

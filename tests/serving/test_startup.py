@@ -47,7 +47,7 @@ def test_pool_plan_is_printed_with_its_total(server: Server) -> None:
 
 
 def test_server_reports_our_backends(server: Server) -> None:
-    info = requests.get(f"{server.url}/server_info", timeout=30).json()
+    info = requests.get(f"{server.url}/server_info", timeout=300).json()
     assert info["attention_backend"] == "dsv4"
     assert info["radix_cache_backend"] == "dsv4"
     assert info["page_size"] == 256
@@ -86,7 +86,7 @@ def test_plain_command_without_flags_is_ready_in_a_minute(checkpoint: Path, tmp_
     with running_server(checkpoint, tmp_path / "log") as server:
         print(f"ready after {server.ready_s:.1f} s")
         assert server.chat("Hello!").choices[0].message.content
-        info = requests.get(f"{server.url}/server_info", timeout=30).json()
+        info = requests.get(f"{server.url}/server_info", timeout=300).json()
         assert (info["max_total_num_tokens"], info["max_running_requests"]) == (65536, 32)
         # The promise is for a quiet machine: not judged while others compute.
         if os.getloadavg()[0] < os.cpu_count() + 1:
@@ -95,7 +95,7 @@ def test_plain_command_without_flags_is_ready_in_a_minute(checkpoint: Path, tmp_
 
 def quickstart(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "sglang_dsv4.cpu.quickstart", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_quickstart_says_that_the_port_is_taken(checkpoint: Path) -> None:
