@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -11,15 +12,14 @@ _TILE_ROWS = 128
 _STEP_SCALES = 4
 
 
-@dataclass(frozen=True)
-class Mxfp4Experts:
-    """Weights of this rank's routed experts."""
+class _Experts:
+    """What weights of either format have in common: codes of both products, and scales in rows or in tiles."""
 
-    w13: Tensor  # int8 [E, 2 I, d / 2]: two e2m1 codes a byte, the even column in the low nibble; w1's rows, then w3's
-    w13_scale: Tensor  # ue8m0 [E, 2 I, d / 32], or in tiles uint8 [E, 2 I / 128, d / 128, 512]
-    w2: Tensor  # int8 [E, d, I / 2]
-    w2_scale: Tensor  # ue8m0 [E, d, I / 32], or in tiles uint8 [E, d / 128, I / 128, 512]
-    in_tiles: bool = False
+    w13: Tensor
+    w13_scale: Tensor
+    w2: Tensor
+    w2_scale: Tensor
+    in_tiles: bool
 
     @property
     def num_experts(self) -> int:
@@ -36,7 +36,7 @@ class Mxfp4Experts:
         """I."""
         return 2 * self.w2.shape[2]
 
-    def tiled(self) -> Mxfp4Experts:
+    def tiled(self) -> Self:
         """The same with scales in tiles: the codes are shared, the scales copied, one matrix at a time.
 
         Raises:
@@ -46,6 +46,17 @@ class Mxfp4Experts:
             return self
         return replace(self, w13_scale=_in_tiles(self.w13_scale), w2_scale=_in_tiles(self.w2_scale), in_tiles=True)
 
+
+@dataclass(frozen=True)
+class Mxfp4Experts(_Experts):
+    """Weights of this rank's routed experts."""
+
+    w13: Tensor  # int8 [E, 2 I, d / 2]: two e2m1 codes a byte, the even column in the low nibble; w1's rows, then w3's
+    w13_scale: Tensor  # ue8m0 [E, 2 I, d / 32], or in tiles uint8 [E, 2 I / 128, d / 128, 512]
+    w2: Tensor  # int8 [E, d, I / 2]
+    w2_scale: Tensor  # ue8m0 [E, d, I / 32], or in tiles uint8 [E, d / 128, I / 128, 512]
+    in_tiles: bool = False
+
     def in_rows(self) -> Mxfp4Experts:
         """The inverse of `tiled`."""
         if not self.in_tiles:
@@ -54,7 +65,7 @@ class Mxfp4Experts:
 
 
 @dataclass(frozen=True)
-class Nvfp4Experts:
+class Nvfp4Experts(_Experts):
     """The same of a checkpoint with NVFP4 experts. Both products' inputs are quantised with one fp32 scale each."""
 
     w13: Tensor  # uint8 [E, 2 I, d / 2]
@@ -66,31 +77,6 @@ class Nvfp4Experts:
     w2_global: Tensor  # fp32 [E]
     w2_input: Tensor  # fp32 []
     in_tiles: bool = False
-
-    @property
-    def num_experts(self) -> int:
-        """E."""
-        return self.w13.shape[0]
-
-    @property
-    def hidden_size(self) -> int:
-        """d."""
-        return self.w2.shape[1]
-
-    @property
-    def channels(self) -> int:
-        """I."""
-        return 2 * self.w2.shape[2]
-
-    def tiled(self) -> Nvfp4Experts:
-        """As `Mxfp4Experts.tiled`.
-
-        Raises:
-            ValueError: d or I is no multiple of 128.
-        """
-        if self.in_tiles:
-            return self
-        return replace(self, w13_scale=_in_tiles(self.w13_scale), w2_scale=_in_tiles(self.w2_scale), in_tiles=True)
 
 
 def _in_tiles(scale: Tensor) -> Tensor:
