@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_dsv4 import compat, exact, request_guards, sampling
+from sglang_dsv4.request_guards import INT32_MAX
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-INT32_MAX = 2**31 - 1
 FP32_MAX, FP32_MIN = 3.4028234663852886e38, 2.0**-126
 NUMBERS = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
