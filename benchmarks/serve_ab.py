@@ -195,10 +195,13 @@ Figures = dict[tuple[str, int, str], float]  # (work, requests, metric) -> value
 def with_ample_memory(server: Server, works: Sequence[str]) -> Figures:
     """The works that do not need equal KV memory."""
     figures: Figures = {("start", 1, "ready_s"): server.ready_s}
-    # What still compiles. DeepGEMM compiles for numbers of tokens, which a warm-up may not meet: so medians below.
+    # What still compiles: DeepGEMM for numbers of tokens, which depend on how a load is cut into batches. So every kind
+    # of load runs unmeasured first, conversations as often as they are measured, and medians count below.
     serve_load.run(server.url, serve_load.decode(24, 4096, 8, seed=1))
     serve_load.run(server.url, serve_load.prefill(1, 65_536, seed=2))
-    serve_load.run(server.url, _conversations(seed=3))
+    serve_load.run(server.url, serve_load.prefill(8, 8192, seed=3))
+    for seed in REPEATS:
+        serve_load.run(server.url, _conversations(seed + 1000))
     if "decode" in works:
         for requests in DECODE_REQUESTS:
             load = serve_load.decode(requests, CONTEXT, 192 if requests > 32 else 256, seed=requests)
