@@ -114,7 +114,7 @@ def our_pools(log: str) -> tuple[float, int]:
     for worker, tokens, size in re.findall(table, log):
         plans[worker] = int(size.replace(",", "")), int(tokens.replace(",", ""))
     if "Target" not in plans:
-        raise ValueError("the log has no memory plan of ours (\"Target worker\", \"DeepSeek-V4 pools: …\")")
+        raise ValueError('the log has no memory plan of ours ("Target worker", "DeepSeek-V4 pools: …")')
     return float(sum(size for size, _ in plans.values())), plans["Target"][1]
 
 

@@ -2,8 +2,10 @@
 
     python benchmarks/serve_profile.py [URL] --requests 16 [--context 4608] [--out FILE.json]     a decode step
     python benchmarks/serve_profile.py [URL] --prefill [--context 65536]                          a chunk of a prompt
+    python benchmarks/serve_profile.py [URL] --turn [--requests 16] [--context 4608]     a turn behind reused prefixes
 
-A step's busy time is the sum over its kernels, so it does not see the gaps between them.
+With --trace FOLDER the profiler's trace stays there, with what the host did. A step's busy time is the sum over its
+kernels, so it does not see the gaps between them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +28,9 @@ from serve_load import FIRST_ID, LAST_ID, Client
 
 STEPS = 8
 CHUNKS = 6
+TURN = 256
+"""Tokens of a turn."""
+TURN_STEPS = 3
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 TRACE_TIMEOUT_S = 120
 
@@ -61,6 +67,37 @@ def profile_prefill(url: str, length: int) -> Profile:
         return _read(_trace(Path(folder)), CHUNKS)
 
 
+def profile_turn(url: str, requests: int, context: int, folder: Path | None = None) -> Profile:
+    """Profile the forward of `requests` requests that bring TURN tokens each behind `context` tokens in the cache.
+
+    Args:
+        url: of the server.
+        requests: at once.
+        context: tokens of each one's prefix.
+        folder: where a trace stays that has the host's side, too.
+
+    Raises:
+        RuntimeError: the server wrote no trace with GPU work.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        where = temporary if folder is None else str(folder)
+        asyncio.run(_turn_under_profile(url, requests, context, where, ["GPU"] if folder is None else ["CPU", "GPU"]))
+        return _read(_trace(Path(where)), 1)
+
+
+async def _turn_under_profile(url: str, requests: int, context: int, folder: str, activities: list[str]) -> None:
+    rng = random.Random(requests)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), read_bufsize=2**22) as session:
+        client = Client(session, url)
+        prompts = [[rng.randrange(FIRST_ID, LAST_ID) for _ in range(context)] for _ in range(requests)]
+        for turn in range(2):  # the first one, unmeasured, compiles
+            await asyncio.gather(*(client.generate(prompt, 1) for prompt in prompts))
+            prompts = [prompt + [rng.randrange(FIRST_ID, LAST_ID) for _ in range(TURN)] for prompt in prompts]
+            if turn == 1:
+                await _start(session, url, folder, TURN_STEPS, activities)
+        await asyncio.gather(*(client.generate(prompt, 4) for prompt in prompts))
+
+
 async def _decode_under_profile(url: str, requests: int, context: int, folder: str) -> None:
     rng = random.Random(requests)
     timeout = aiohttp.ClientTimeout(total=600)
@@ -84,8 +121,10 @@ async def _prefill_under_profile(url: str, length: int, folder: str) -> None:
         await client.generate([rng.randrange(FIRST_ID, LAST_ID) for _ in range(length)], 1)
 
 
-async def _start(session: aiohttp.ClientSession, url: str, folder: str, steps: int) -> None:
-    body = {"output_dir": folder, "num_steps": steps, "activities": ["GPU"]}
+async def _start(
+    session: aiohttp.ClientSession, url: str, folder: str, steps: int, activities: Sequence[str] = ("GPU",)
+) -> None:
+    body = {"output_dir": folder, "num_steps": steps, "activities": list(activities)}
     async with session.post(f"{url}/start_profile", json=body) as response:
         if response.status != 200:
             raise RuntimeError(f"/start_profile answered {response.status}: {(await response.text())[:300]}")
@@ -123,12 +162,16 @@ def main() -> int:
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:30000")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--prefill", action="store_true", help="chunks of one prompt instead of decode steps")
+    parser.add_argument("--turn", action="store_true", help="a turn of all requests instead of decode steps")
+    parser.add_argument("--trace", type=Path, help="folder for the trace of --turn")
     parser.add_argument("--context", type=int, help="tokens of a prompt: 4,608, or 65,536 with --prefill")
     parser.add_argument("--rows", type=int, default=45, help="of the table")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.prefill:
         found = profile_prefill(arguments.url, arguments.context or 65_536)
+    elif arguments.turn:
+        found = profile_turn(arguments.url, arguments.requests, arguments.context or 4608, arguments.trace)
     else:
         found = profile_decode(arguments.url, arguments.requests, arguments.context or 4608)
     print(f"a step: {found.launches:.1f} launches, {found.busy_us:.0f} us busy of {found.span_us:.0f}")

@@ -285,3 +285,9 @@ for _name, _generation in (("sm90", 9), ("sm100", 10)):
 for _function in ("mxfp4_experts_forward", "nvfp4_experts_forward"):
     _loader = f"dsv4_kernels.moe.sm100.launch:{_function}"
     register(_function, "sm100", _loader, gpu_of_generation(10), -1, graph_safe=True, batch_invariant=True)
+register(
+    *("mxfp4_experts_forward", "sm90", "dsv4_kernels.moe.sm90.launch:mxfp4_experts_forward"),
+    *(gpu_of_generation(9), -1),
+    graph_safe=True,
+    batch_invariant=True,
+)

@@ -8,6 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from dsv4_kernels.moe.sm90.weights import HopperExperts, arrange
+
 _TILE_ROWS = 128
 _STEP_SCALES = 4
 
@@ -62,6 +64,15 @@ class Mxfp4Experts(_Experts):
         if not self.in_tiles:
             return self
         return replace(self, w13_scale=_in_rows(self.w13_scale), w2_scale=_in_rows(self.w2_scale), in_tiles=False)
+
+    def for_hopper(self) -> HopperExperts:
+        """The same weights as Hopper's kernel reads them, a copy (sm90/weights.py).
+
+        Raises:
+            ValueError: d or I is no multiple of 128, or a scale is NaN.
+        """
+        plain = self.in_rows()
+        return arrange(plain.w13, plain.w13_scale, plain.w2, plain.w2_scale)
 
 
 @dataclass(frozen=True)

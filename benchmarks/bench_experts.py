@@ -1,0 +1,326 @@
+"""Routed experts with MXFP4 weights: ours against SGLang's Marlin and against the card's bandwidth.
+
+    python benchmarks/bench_experts.py [--models flash,pro] [--slices 1,2] [--routing uniform,zipf,six]
+        [--tokens 1,4,16,...] [--out FILE.json]
+
+Contenders, both from x and the router's output to [T, d] in bf16, in CUDA graphs, weights arranged beforehand:
+
+    ours      `dsv4_kernels.moe.sm90`: e4m3 activations as in the release
+    marlin    `fused_marlin_moe` as SGLang 0.5.23's runner calls it: bf16 activations
+    ours_by_* (--sweep) ours with the other shape of work tiles
+
+First a few tokens of every case are held against float64 of the dequantised weights. `rel_err` and `marlin_rel_err` are
+distances from the sum without any rounding of activations, `release_rel_err` is ours from the release's definition,
+which rounds both products' inputs to e4m3; if that, or Marlin's, is above WRONG nothing is timed.
+
+A call's tokens are routed anew in each of several sets, so that what one call leaves in L2 does not serve the next.
+
+    floor = (codes and scales of the touched experts, 17/32 byte a weight; x and the result once) / copy bandwidth
+
+The last line is the result as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from bench_sparse_attention import gpu_state, interleaved, measure_ceilings, versions
+from torch import Tensor, nn
+
+from dsv4_kernels.moe import Mxfp4Experts
+from dsv4_kernels.moe.ref import ACTIVATION_BLOCK
+from dsv4_kernels.quant import dequantise_fp4_weight
+from dsv4_kernels.quant.ref import fp8_quantise
+
+TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
+ROUTING = ("uniform", "zipf", "six")
+CHOSEN = 6
+LIMIT = 10.0
+WRONG = 0.01
+CHECKED_TOKENS = 3
+SECONDS = 0.12
+SETS = {1: 12, 4: 8, 16: 6, 64: 4, 128: 4, 256: 3}
+MOST_SETS_OF_PREFILL = 2
+BYTES_A_WEIGHT = 17 / 32
+
+
+@dataclass(frozen=True)
+class Model:
+    """Dimensions of a model's experts on a rank."""
+
+    experts: int
+    d: int
+    channels: int
+
+
+MODELS = {"flash": Model(256, 4096, 2048), "pro": Model(384, 7168, 3072)}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Of one call."""
+
+    x: Tensor  # [T, d] bf16
+    weights: Tensor  # [T, k] fp32
+    experts: Tensor  # [T, k] int32
+
+
+def random_experts(model: Model, device: torch.device) -> Mxfp4Experts:
+    """Codes of every kind; scales of a row within 2^6, so that outputs are around 1."""
+    generator = torch.Generator(device).manual_seed(1)
+
+    def matrix(rows: int, k: int) -> tuple[Tensor, Tensor]:
+        codes = torch.randint(
+            0, 256, (model.experts, rows, k // 2), generator=generator, dtype=torch.uint8, device=device
+        )
+        centre = 127 - round(math.log2(3 * math.sqrt(k)))
+        shape = model.experts, rows, k // 32
+        scale = torch.randint(centre - 5, centre + 2, shape, generator=generator, dtype=torch.uint8, device=device)
+        return codes, scale.view(torch.float8_e8m0fnu)
+
+    return Mxfp4Experts(*matrix(2 * model.channels, model.d), *matrix(model.d, model.channels))
+
+
+def inputs(model: Model, tokens: int, routing: str, seed: int, device: torch.device) -> Inputs:
+    """Random rows, routed uniformly, by Zipf's law, or all to the same six experts."""
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(tokens, model.d, generator=generator, device=device).bfloat16()
+    order = torch.randperm(model.experts, generator=generator, device=device)
+    if routing == "six":
+        ids = order[:CHOSEN].expand(tokens, CHOSEN)
+    else:
+        # The largest of a logarithm of probability and Gumbel noise: draws without replacement.
+        noise = torch.rand(tokens, model.experts, generator=generator, device=device)
+        scores = -torch.log(-torch.log(noise.clamp(1e-9, 1 - 1e-7)))
+        if routing == "zipf":
+            scores -= torch.log(torch.arange(1, model.experts + 1, device=device).float())
+        ids = order[scores.topk(CHOSEN).indices]
+    weights = torch.rand(tokens, CHOSEN, generator=generator, device=device) + 0.1
+    weights = 1.5 * weights / weights.sum(1, keepdim=True)
+    return Inputs(x, weights, ids.int().contiguous())
+
+
+def exact(packed: Mxfp4Experts, i: Inputs, tokens: Tensor, rounds: bool) -> Tensor:
+    """[tokens, d] in float64; with `rounds` both products' inputs are rounded as in the release."""
+
+    def rounded(row: Tensor) -> Tensor:
+        if not rounds:
+            return row
+        codes, scales = fp8_quantise(row.bfloat16()[None], ACTIVATION_BLOCK, False)
+        return (codes.double() * scales.double().repeat_interleave(ACTIVATION_BLOCK, 1))[0]
+
+    out = torch.zeros(len(tokens), packed.hidden_size, dtype=torch.float64, device=i.x.device)
+    for at, token in enumerate(tokens.tolist()):
+        for expert, weight in zip(i.experts[token].tolist(), i.weights[token].double(), strict=True):
+            w13, w2 = (
+                dequantise_fp4_weight(codes[expert], scale[expert], torch.float64)
+                for codes, scale in ((packed.w13, packed.w13_scale), (packed.w2, packed.w2_scale))
+            )
+            sums = w13 @ rounded(i.x[token].double())
+            gate, up = (sums.bfloat16().double() if rounds else sums).chunk(2)
+            gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+            out[at] += w2 @ rounded(weight * gate * gate.sigmoid() * up)
+    return out
+
+
+# ---- contenders: weights, once; then a call for inputs
+
+Contender = Callable[[Inputs], Tensor]
+
+
+def ours(packed: Mxfp4Experts, sweep: bool) -> dict[str, Contender]:
+    """Our kernels, by the shape that they choose, and by either."""
+    from dsv4_kernels.moe.sm90 import launch
+    from dsv4_kernels.moe.sm90.plan import NARROW, WIDE
+
+    arranged = packed.for_hopper()
+
+    def by(shape: object) -> Contender:
+        return lambda i: launch.experts_forward(
+            i.x, i.weights, i.experts, arranged, LIMIT, dtype=torch.bfloat16, shape=shape
+        )
+
+    shapes = {"ours_by_narrow": NARROW, "ours_by_wide": WIDE} if sweep else {}
+    return {"ours": by(None)} | {name: by(shape) for name, shape in shapes.items()}
+
+
+def marlin(packed: Mxfp4Experts) -> Contender:
+    """SGLang's Marlin.
+
+    Raises:
+        ImportError: SGLang, or what its kernels need, is not here.
+    """
+    from sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe import fused_marlin_moe
+    from sglang.srt.layers.quantization.marlin_utils import marlin_make_workspace
+    from sglang.srt.layers.quantization.marlin_utils_fp4 import prepare_moe_mxfp4_layer_for_marlin
+
+    layer = nn.Module()
+    for name in ("w13", "w2"):
+        codes, scale = getattr(packed, name), getattr(packed, f"{name}_scale")
+        setattr(layer, f"{name}_weight", nn.Parameter(codes.view(torch.int8), requires_grad=False))
+        setattr(layer, f"{name}_weight_scale", nn.Parameter(scale, requires_grad=False))
+    layer.orig_dtype = torch.bfloat16
+    prepare_moe_mxfp4_layer_for_marlin(layer)
+
+    def call(i: Inputs) -> Tensor:
+        return fused_marlin_moe(
+            hidden_states=i.x,
+            w1=layer.w13_weight,
+            w2=layer.w2_weight,
+            w1_scale=layer.w13_weight_scale,
+            w2_scale=layer.w2_weight_scale,
+            gating_output=i.x.new_empty(len(i.x), 0),
+            topk_weights=i.weights,
+            topk_ids=i.experts,
+            workspace=marlin_make_workspace(i.x.device, max_blocks_per_sm=4),
+            num_bits=4,
+            clamp_limit=LIMIT,
+        )
+
+    return call
+
+
+# ---- a row
+
+
+def distance(found: Tensor, expected: Tensor, tokens: Tensor) -> float:
+    """|found - expected| / |expected|."""
+    return float(f"{float((found[tokens].double() - expected).norm() / expected.norm()):.3e}")
+
+
+def run_case(
+    name: str,
+    model: Model,
+    packed: Mxfp4Experts,
+    contenders: dict[str, Contender],
+    tokens: int,
+    routing: str,
+    device: torch.device,
+    bandwidth: float,
+) -> dict:
+    """One row of the result.
+
+    Raises:
+        AssertionError: a result is wrong.
+    """
+    count = SETS.get(tokens, MOST_SETS_OF_PREFILL)
+    sets = [inputs(model, tokens, routing, seed, device) for seed in range(count)]
+    checked = torch.linspace(0, tokens - 1, min(CHECKED_TOKENS, tokens), device=device).long()
+    plain, released = (exact(packed, sets[0], checked, rounds) for rounds in (False, True))
+    touched = sum(len(i.experts.unique()) for i in sets) / count
+    weight_bytes = touched * 3 * model.d * model.channels * BYTES_A_WEIGHT
+    row: dict[str, object] = {"name": name, "touched_experts": round(touched, 1)}
+    for contender, call in contenders.items():
+        found = call(sets[0])
+        error = distance(found, plain, checked)
+        row["rel_err" if contender == "ours" else f"{contender}_rel_err"] = error
+        if contender != "marlin":
+            error = distance(found, released, checked)
+            row["release_rel_err" if contender == "ours" else f"{contender}_release_rel_err"] = error
+        assert error <= WRONG, f"{name}: {contender} is off by {error}; nothing is timed"
+    calls = {contender: [lambda i=i, call=call: call(i) for i in sets] for contender, call in contenders.items()}
+    for contender, timing in interleaved(calls, device, SECONDS * len(calls)).items():
+        row[f"{contender}_us"] = round(timing.median_us, 2)
+        row[f"{contender}_spread"] = round(timing.spread, 4)
+    row["floor_us"] = round(1e6 * (weight_bytes + 4 * tokens * model.d) / bandwidth, 2)
+    return row
+
+
+def line(row: dict) -> str:
+    """A row of the table: microseconds."""
+    ours_us, theirs = row["ours_us"], row.get("marlin_us", math.nan)
+    others = ", ".join(
+        f"{key[8:-3]} {value:.1f}" for key, value in row.items() if key[:8] == "ours_by_" and key[-3:] == "_us"
+    )
+    return (
+        f"{row['name']:24} {ours_us:9.1f} {theirs:9.1f} {ours_us / theirs:6.2f} {row['floor_us']:9.1f} "
+        f"{row['floor_us'] / ours_us:6.0%} {row['release_rel_err']:9.1e} {row['rel_err']:9.1e} "
+        f"{row.get('marlin_rel_err', math.nan):9.1e}  {others}"
+    )
+
+
+def summary(rows: list[dict]) -> dict[str, float]:
+    """Geometric means of ours / Marlin, and the least share of the floor, by what the cases are."""
+    found: dict[str, float] = {}
+    ratios = {row["name"]: row["ours_us"] / row["marlin_us"] for row in rows if "marlin_us" in row}
+    classes = {"decode_1_4": (1, 4), "decode_16_256": (16, 64, 128, 256), "prefill": (1024, 4096, 8192)}
+    for what, of_class in classes.items():
+        chosen = [ratio for name, ratio in ratios.items() if int(name.rsplit("-t", 1)[1]) in of_class]
+        if chosen:
+            found[what] = round(math.exp(sum(map(math.log, chosen)) / len(chosen)), 3)
+    if ratios:
+        found["largest"] = round(max(ratios.values()), 3)
+    shares = [row["floor_us"] / row["ours_us"] for row in rows if row["name"].endswith(("-t64", "-t128"))]
+    if shares:
+        found["floor_share_64_128"] = round(math.exp(sum(map(math.log, shares)) / len(shares)), 3)
+    return found
+
+
+def main() -> None:
+    """Prints the table; the last line is JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--slices", default="1,2", help="ranks of tensor parallelism, by commas")
+    parser.add_argument("--routing", default=",".join(ROUTING))
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--sweep", action="store_true", help="also with either shape of work tiles")
+    parser.add_argument("--out", type=Path, help="write the result there, row by row")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("torch sees no GPU")
+    device = torch.device("cuda")
+    ceilings = measure_ceilings(device)
+    gpu = torch.cuda.get_device_name(device)
+    print(f"{gpu}: {ceilings.bytes_per_second / 1e12:.2f} TB/s, {ceilings.flops_per_second / 1e12:.0f} TFLOP/s in bf16")
+    heads = ("ours", "Marlin", "ratio", "floor", "of it", "release", "error", "its")
+    widths = (9, 9, 6, 9, 6, 9, 9, 9)
+    print(f"{'case':24} " + " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
+    result: dict[str, object] = {
+        "benchmark": "experts",
+        "gpu": gpu,
+        "copy_tb_s": round(ceilings.bytes_per_second / 1e12, 3),
+        "versions": versions(),
+        "state": gpu_state(),
+        "cases": [],
+    }
+    rows: list[dict] = result["cases"]
+    for model_name in options.models.split(","):
+        for ranks in map(int, options.slices.split(",")):
+            whole = MODELS[model_name]
+            model = Model(whole.experts, whole.d, whole.channels // ranks)
+            packed = random_experts(model, device)
+            contenders = ours(packed, options.sweep)
+            try:
+                contenders["marlin"] = marlin(packed)
+            except Exception as error:  # an opponent that is not here is a fact about it
+                result["marlin_error"] = f"{type(error).__name__}: {error}"[:300]
+                print(f"    marlin: {result['marlin_error']}", file=sys.stderr)
+            for routing in options.routing.split(","):
+                for tokens in map(int, options.tokens.split(",")):
+                    name = f"{model_name}{'' if ranks == 1 else f'-tp{ranks}'}-{routing}-t{tokens}"
+                    rows.append(
+                        run_case(name, model, packed, contenders, tokens, routing, device, ceilings.bytes_per_second)
+                    )
+                    print(line(rows[-1]), flush=True)
+                    torch.cuda.empty_cache()
+                    if options.out:
+                        with contextlib.suppress(KeyError, ValueError):
+                            result["summary"] = summary(rows)
+                        options.out.write_text(json.dumps(result, indent=1) + "\n")
+            del packed, contenders
+            torch.cuda.empty_cache()
+    result["summary"] = summary(rows)
+    print(json.dumps(result["summary"]))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

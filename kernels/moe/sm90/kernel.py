@@ -1,0 +1,249 @@
+"""Routed experts on Hopper (sm_90a): e4m3 activations times MXFP4 weights, grouped by expert.
+
+A slot is a pair of token and expert; eight slots of one expert are a group, and up to 4 or 16 groups share a work tile
+with 128 weight rows. Weights are the left operand of `wgmma`, unpacked in registers from four bits to e4m3 with their
+scales in them (weights.py); slots are the narrow right one. Everything that is read lies in global memory as it will in
+shared memory, so one thread copies all of it by bulk copies, some stages ahead of the products and across work tiles:
+
+    PRODUCER (1 thread)      waits empty[stage]; weights, slots and their scales arrive at full[stage]
+    CONSUMER (2 warpgroups)  64 rows each: waits full[stage], arrives at empty[stage]
+
+Persistent CTAs take work tiles in order: all tokens of an expert with its first 128 rows, then with the next, so
+weights that two work tiles need come from L2 the second time. How many there are stands in global memory.
+
+The order of summation depends on K alone: 128 channels in four instructions, times the slot's scale, added to the sum
+in fp32. N changes nothing for a column, so a slot's bits depend neither on its neighbours nor on their number.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from dsv4_kernels import ptx
+from dsv4_kernels.bf16_rows import add, at_least, at_most, exp, mul, reciprocal
+from dsv4_kernels.linear.kernel import store_bf16
+from dsv4_kernels.moe.sm90.plan import (
+    CHANNELS,
+    CONSUMER_WARPS,
+    GROUP,
+    GROUP_BYTES,
+    THREADS,
+    TILE_WORDS,
+    WARP,
+    Arguments,
+    Product,
+    TileField,
+)
+from dsv4_kernels.moe.sm90.products import fragments, multiply
+from dsv4_kernels.moe.sm90.weights import STEP_BYTES, TILE_ROWS, UNIT_ROWS, UNIT_WORDS
+
+
+@cute.jit
+def launch(args: Arguments, num_ctas: Int32, plan: cutlass.Constexpr, stream: cuda.CUstream) -> None:
+    """Persistent: num_ctas is at most the CTAs that are resident at once."""
+    kernel(args, plan).launch(
+        grid=[num_ctas, 1, 1],
+        block=[THREADS, 1, 1],
+        stream=stream,
+        min_blocks_per_mp=plan.shape.ctas_per_sm,
+        preferred_smem_carveout=100,  # percent: as many CTAs fit as were planned
+    )
+
+
+@cute.kernel
+def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
+    """Sets up barriers, and sends every warp to its role."""
+    thread, _, _ = cute.arch.thread_idx()
+    first, _, _ = cute.arch.block_idx()
+    stride, _, _ = cute.arch.grid_dim()
+    memory = cutlass.utils.SmemAllocator()
+    shared = memory.allocate_array(Uint32, num_elems=plan.smem_bytes // 4, byte_alignment=1024)
+    full = memory.allocate_array(Int64, num_elems=plan.shape.stages, byte_alignment=8)
+    empty = memory.allocate_array(Int64, num_elems=plan.shape.stages, byte_alignment=8)
+    base = Int32(shared.toint())
+    if thread == 0:
+        for stage in cutlass.range_constexpr(plan.shape.stages):
+            cute.arch.mbarrier_init(full + stage, 1)
+            cute.arch.mbarrier_init(empty + stage, CONSUMER_WARPS)
+        cute.arch.mbarrier_init_fence()
+    # Columns of an instruction behind a work tile's last slot multiply what lies there: it must be something.
+    for at in cutlass.range(thread * 16, plan.weights_offset, THREADS * 16, unroll=1):
+        ptx.store_shared(base + at, (Uint32(0),) * 4)
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_threads()
+    end = ptx.load_i32(args.num_tiles) * args.row_tiles
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    if warp == CONSUMER_WARPS:
+        with cute.arch.elect_one():
+            produce(args, plan, base, full, empty, first, stride, end)
+    else:
+        consume(args, plan, base, full, empty, thread, first, stride, end)
+
+
+@cute.jit
+def work_tile(args: Arguments, index: Int32) -> tuple:
+    """(row tile, expert, first group, groups) of a work tile by its number."""
+    tile = index // args.row_tiles  # another one of the same expert
+    address = args.tiles + Int64(tile) * (4 * TILE_WORDS)
+    run_first = ptx.load_i32(address + 4 * TileField.RUN_FIRST)
+    run_tiles = ptx.load_i32(address + 4 * TileField.RUN_TILES)
+    within = index - run_first * args.row_tiles
+    row_tile = within // run_tiles
+    address = args.tiles + Int64(run_first + within - row_tile * run_tiles) * (4 * TILE_WORDS)
+    expert, first_group = (ptx.load_i32(address + 4 * field) for field in (TileField.EXPERT, TileField.FIRST_GROUP))
+    return row_tile, expert, first_group, ptx.load_i32(address + 4 * TileField.GROUPS)
+
+
+@cute.jit
+def produce(
+    args: Arguments,
+    plan: cutlass.Constexpr,
+    base: Int32,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    first: Int32,
+    stride: Int32,
+    end: Int32,
+) -> None:
+    """One thread: all copies, a stage after the other."""
+    stage, phase = Int32(0), Int32(1)  # nobody has to give back a stage that was never filled
+    for index in cutlass.range(first, end, stride, unroll=1):
+        row_tile, expert, first_group, groups = work_tile(args, index)
+        weights = args.weights + (Int64(expert) * args.row_tiles + row_tile) * args.steps * STEP_BYTES
+        before = Int64(first_group) * args.steps
+        tokens, scales = args.tokens + before * GROUP_BYTES, args.token_scales + before * (4 * GROUP)
+        token_bytes, scale_bytes = groups * GROUP_BYTES, groups * (4 * GROUP)
+        for step in cutlass.range(args.steps, unroll=1):
+            cute.arch.mbarrier_wait(empty + stage, phase)
+            barrier = full + stage
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, STEP_BYTES + token_bytes + scale_bytes)
+            at = Int32(barrier.toint())
+            copy(base + plan.weights_offset + stage * STEP_BYTES, weights + Int64(step) * STEP_BYTES, STEP_BYTES, at)
+            copy(base + stage * plan.token_bytes, tokens + Int64(step) * token_bytes, token_bytes, at)
+            to_scales = base + plan.scales_offset + stage * (4 * plan.shape.slots)
+            copy(to_scales, scales + Int64(step) * scale_bytes, scale_bytes, at)
+            stage += 1
+            if stage == plan.shape.stages:
+                stage, phase = Int32(0), phase ^ 1
+
+
+def copy(shared: Int32, address: Int64, num_bytes: Int32 | int, barrier: Int32) -> None:
+    """Starts a bulk copy to shared memory, whose bytes arrive at a barrier."""
+    ptx.asm(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        [],
+        shared,
+        address,
+        Int32(num_bytes),
+        barrier,
+    )
+
+
+@cute.jit
+def consume(
+    args: Arguments,
+    plan: cutlass.Constexpr,
+    base: Int32,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    thread: Int32,
+    first: Int32,
+    stride: Int32,
+    end: Int32,
+) -> None:
+    """A consumer warpgroup: 64 rows of every work tile."""
+    stage, phase = Int32(0), Int32(0)
+    for index in cutlass.range(first, end, stride, unroll=1):
+        row_tile, expert, first_group, groups = work_tile(args, index)
+        least = 0
+        for width in cutlass.range_constexpr(len(plan.shape.widths)):
+            slots = plan.shape.widths[width]
+            if (groups * GROUP > least) & (groups * GROUP <= slots):
+                sums = cute.make_rmem_tensor((slots // 2,), Float32)
+                sums.fill(0.0)
+                sum_products(args, plan, slots, base, full, empty, thread, stage, phase, sums)
+                finish(args, plan, slots, thread, row_tile, expert, first_group, groups, sums)
+            least = slots
+        passed = stage + args.steps
+        phase = (phase + passed // plan.shape.stages) & 1
+        stage = passed % plan.shape.stages
+
+
+@cute.jit
+def sum_products(
+    args: Arguments,
+    plan: cutlass.Constexpr,
+    slots: cutlass.Constexpr[int],
+    base: Int32,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    thread: Int32,
+    stage: Int32,
+    phase: Int32,
+    sums: cute.Tensor,
+) -> None:
+    """Adds all of K. Element 4 j + 2 h + b of a lane is of its warp's unit row lane // 4 + 8 h, and of the work tile
+    slot 8 j + 2 (lane % 4) + b."""
+    lane = thread % WARP
+    unit = base + plan.weights_offset + thread // WARP * (4 * UNIT_WORDS)
+    scales = base + plan.scales_offset + lane % 4 * 8
+    for _ in cutlass.range(args.steps, unroll=1):
+        cute.arch.mbarrier_wait(full + stage, phase)
+        left = fragments(unit + stage * STEP_BYTES, lane)
+        products = multiply(left, slots, base + stage * plan.token_bytes)
+        of_slots = scales + stage * (4 * plan.shape.slots)
+        for j in cutlass.range_constexpr(slots // 8):
+            pair = ptx.load_shared_f32x2(of_slots + j * (4 * GROUP))
+            for i in cutlass.range_constexpr(4):
+                sums[4 * j + i] = ptx.fma(products[4 * j + i], pair[i % 2], sums[4 * j + i])
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(empty + stage)
+        stage += 1
+        if stage == plan.shape.stages:
+            stage, phase = Int32(0), phase ^ 1
+
+
+@cute.jit
+def finish(
+    args: Arguments,
+    plan: cutlass.Constexpr,
+    slots: cutlass.Constexpr[int],
+    thread: Int32,
+    row_tile: Int32,
+    expert: Int32,
+    first_group: Int32,
+    groups: Int32,
+    sums: cute.Tensor,
+) -> None:
+    """Multiplies by the rows' factors, and stores a work tile's part of h or of the output rows."""
+    lane, unit = thread % WARP, thread // WARP
+    row = row_tile * TILE_ROWS + unit * UNIT_ROWS + lane // 4
+    factor = args.factors + (Int64(expert) * args.row_tiles * TILE_ROWS + row) * 4
+    upper, lower = ptx.load_f32(factor), ptx.load_f32(factor + 4 * (UNIT_ROWS // 2))
+    for j in cutlass.range_constexpr(slots // 8):
+        if j < groups:
+            for b in cutlass.range_constexpr(2):
+                slot = Int64(first_group * GROUP + 8 * j + lane % 4 * 2 + b)
+                first, second = mul(sums[4 * j + b], upper), mul(sums[4 * j + 2 + b], lower)
+                if cutlass.const_expr(plan.product is Product.GATE_UP):
+                    h = mul(ptx.load_f32(args.routing + slot * 4), swiglu(rounded(first), rounded(second), args.limit))
+                    channel = row_tile * CHANNELS + unit * (UNIT_ROWS // 2) + lane // 4
+                    store_bf16(args.out + (slot * args.row_tiles * CHANNELS + channel) * 2, h)
+                else:
+                    channel = row_tile * TILE_ROWS + unit * UNIT_ROWS + lane // 4 * 2
+                    address = args.out + (slot * args.row_tiles * TILE_ROWS + channel) * 2
+                    ptx.store_u32(address, ptx.pack_bf16(first, second))
+
+
+def rounded(x: Float32) -> Float32:
+    """To bf16, as a product's output is."""
+    return ptx.as_f32(ptx.pack_bf16(Float32(0.0), x) & 0xFFFF0000)
+
+
+def swiglu(gate: Float32, up: Float32, limit: Float32) -> Float32:
+    """`silu(min(gate, limit)) * clamp(up, -limit, limit)`."""
+    gate = at_most(gate, limit)
+    silu = mul(gate, reciprocal(add(Float32(1.0), exp(-gate))))
+    return mul(silu, at_most(at_least(up, -limit), limit))

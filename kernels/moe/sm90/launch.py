@@ -1,0 +1,265 @@
+"""The launches of the experts on Hopper (sm_90a): work list, quantiser, both products with the quantiser between them,
+and the sum.
+
+Sizes of all buffers follow from shapes, and nothing waits for the device: a CUDA graph may record it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64
+from torch import Tensor
+
+from dsv4_kernels import bf16_rows
+from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.moe.sm90 import rows, work_list
+from dsv4_kernels.moe.sm90.kernel import launch
+from dsv4_kernels.moe.sm90.plan import GROUP, NARROW, TILE_WORDS, WIDE, Arguments, Plan, Product, Shape
+from dsv4_kernels.moe.sm90.weights import STEP, TILE_ROWS, HopperExperts
+
+ARCH = "sm_90a"
+NARROW_SLOTS = 32
+"""Slots that an expert may have in the mean for decode's kernel to take them."""
+
+
+class Listed(NamedTuple):
+    """What `list_work` makes; of buffers that are longer the rest has anything."""
+
+    slot_of_pair: Tensor  # int32 [T, k]; negative: another rank's
+    source: Tensor  # int32 [slots]
+    routing: Tensor  # fp32 [slots]
+    group_tile: Tensor  # int32 [groups]
+    tiles: Tensor  # int32 [tiles, TILE_WORDS]
+    totals: Tensor  # int32 [2]: work tiles, groups
+
+    @property
+    def groups(self) -> int:
+        """The most that there can be."""
+        return len(self.group_tile)
+
+
+def most_groups(pairs: int, num_experts: int) -> int:
+    """Groups of eight slots that `pairs` can take: all experts but a few have one that is not full."""
+    return (pairs + (GROUP - 1) * min(pairs, num_experts)) // GROUP
+
+
+def workspace_bytes(tokens: int, chosen: int, num_experts: int, hidden_size: int, channels: int) -> int:
+    """Of a call: what it allocates beside its result, returned afterwards."""
+    pairs = tokens * chosen
+    slots = GROUP * most_groups(pairs, num_experts)
+    quantised = slots * (max(hidden_size, channels) * (STEP + 4)) // STEP
+    return (
+        quantised + slots * 2 * (channels + hidden_size) + slots * 8 + slots // GROUP * (4 + 4 * TILE_WORDS) + 4 * pairs
+    )
+
+
+def shape_for(pairs: int, num_experts: int) -> Shape:
+    """By shapes alone. The bits are the same."""
+    return NARROW if pairs <= NARROW_SLOTS * num_experts else WIDE
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of the GPU, or of the emulator."""
+    return cutlass.utils.HardwareInfo(device.index or 0).get_device_multiprocessor_count()
+
+
+def compile(plan: Plan, arch: str = ARCH) -> Callable[..., None]:
+    """The launcher of a product, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
+
+    def from_compiler() -> Callable[..., None]:
+        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
+        return cute.compile(launch, example, Int32(1), plan, cuda.CUstream(0))
+
+    return load_or_compile("experts_sm90", plan, arch, from_compiler)
+
+
+def list_work(weights: Tensor, experts: Tensor, num_experts: int, offset: int, shape: Shape) -> Listed:
+    """Slots and work tiles.
+
+    Args:
+        weights: [T, k] fp32, contiguous.
+        experts: [T, k] int32, contiguous, among all experts.
+        num_experts: of this rank; the first is expert `offset`.
+        offset: see above.
+        shape: of the products.
+    """
+    device, pairs = experts.device, experts.numel()
+    groups = most_groups(pairs, num_experts)
+    integers = functools.partial(torch.empty, dtype=torch.int32, device=device)
+    listed = Listed(
+        slot_of_pair=integers(experts.shape),
+        source=integers(groups * GROUP),
+        routing=torch.empty(groups * GROUP, dtype=torch.float32, device=device),
+        group_tile=integers(groups),
+        tiles=integers(groups, TILE_WORDS),
+        totals=integers(2),
+    )
+    arguments = work_list.Arguments(
+        experts=Int64(experts.data_ptr()),
+        weights=Int64(weights.data_ptr()),
+        num_pairs=Int32(pairs),
+        chosen=Int32(experts.shape[1]),
+        num_experts=Int32(num_experts),
+        first_expert=Int32(offset),
+        tile_groups=Int32(shape.slots // GROUP),
+        slot_of_pair=Int64(listed.slot_of_pair.data_ptr()),
+        source=Int64(listed.source.data_ptr()),
+        routing=Int64(listed.routing.data_ptr()),
+        group_tile=Int64(listed.group_tile.data_ptr()),
+        tiles=Int64(listed.tiles.data_ptr()),
+        totals=Int64(listed.totals.data_ptr()),
+    )
+    work_list.compile(ARCH)(arguments, bf16_rows.current_stream(device))
+    return listed
+
+
+def quantise(x: Tensor, listed: Listed, *, chooses: bool) -> tuple[Tensor, Tensor]:
+    """Codes and scales of all slots in the order of the stages (rows.py).
+
+    Args:
+        x: bf16 [T, K], or of slots [slots, K].
+        listed: the slots.
+        chooses: whether x has rows of tokens.
+    """
+    slots, k = listed.groups * GROUP, x.shape[1]
+    codes = torch.empty(slots * k, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(slots * (k // STEP), dtype=torch.float32, device=x.device)
+    arguments = rows.QuantiseArguments(
+        x=Int64(x.data_ptr()),
+        x_row_bytes=Int64(bf16_rows.stride_bytes(x, 0)),
+        source=Int64(listed.source.data_ptr()),
+        group_tile=Int64(listed.group_tile.data_ptr()),
+        tiles=Int64(listed.tiles.data_ptr()),
+        totals=Int64(listed.totals.data_ptr()),
+        steps=Int32(k // STEP),
+        codes=Int64(codes.data_ptr()),
+        scales=Int64(scales.data_ptr()),
+    )
+    rows.compile_quantise(chooses, ARCH)(arguments, Int32(listed.groups), bf16_rows.current_stream(x.device))
+    return codes, scales
+
+
+def multiply(
+    plan: Plan, listed: Listed, codes: Tensor, scales: Tensor, weights: Tensor, factors: Tensor, limit: float
+) -> Tensor:
+    """One product of all slots: bf16 [slots, I] or [slots, d]; what is nobody's has zeros or anything.
+
+    Args:
+        plan: which one, and with what shape `listed` was made.
+        listed: the slots.
+        codes, scales: of `quantise`.
+        weights: uint8 [E, row tiles, steps, STEP_BYTES].
+        factors: fp32 [E, rows].
+        limit: swiglu_limit.
+    """
+    _, row_tiles, steps, _ = weights.shape
+    columns = row_tiles * TILE_ROWS // (2 if plan.product is Product.GATE_UP else 1)
+    out = torch.empty(listed.groups * GROUP, columns, dtype=torch.bfloat16, device=codes.device)
+    arguments = Arguments(
+        weights=Int64(weights.data_ptr()),
+        factors=Int64(factors.data_ptr()),
+        tokens=Int64(codes.data_ptr()),
+        token_scales=Int64(scales.data_ptr()),
+        tiles=Int64(listed.tiles.data_ptr()),
+        num_tiles=Int64(listed.totals.data_ptr()),
+        row_tiles=Int32(row_tiles),
+        steps=Int32(steps),
+        routing=Int64(listed.routing.data_ptr()),
+        limit=Float32(limit),
+        out=Int64(out.data_ptr()),
+    )
+    ctas = min(plan.shape.ctas_per_sm * multiprocessors(codes.device), listed.groups * row_tiles)
+    compile(plan)(arguments, Int32(ctas), bf16_rows.current_stream(codes.device))
+    return out
+
+
+def sum_rows(slot_rows: Tensor, experts: Tensor, listed: Listed, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
+    """A token's rows by rising expert: [T, d] in `dtype`, and `shared` [T, d] bf16 added to it."""
+    tokens, chosen = experts.shape
+    d = slot_rows.shape[1]
+    out = torch.empty(tokens, d, dtype=dtype, device=slot_rows.device)
+    chunks = d // bf16_rows.CHUNK
+    arguments = rows.SumArguments(
+        rows=Int64(slot_rows.data_ptr()),
+        experts=Int64(experts.data_ptr()),
+        slot_of_pair=Int64(listed.slot_of_pair.data_ptr()),
+        shared=Int64(0 if shared is None else shared.data_ptr()),
+        shared_row_bytes=Int64(0 if shared is None else bf16_rows.stride_bytes(shared, 0)),
+        chunks=Int32(chunks),
+        num_chunks=Int32(tokens * chunks),
+        out=Int64(out.data_ptr()),
+    )
+    launcher = rows.compile_sum(rows.Sum(chosen, dtype == torch.float32, shared is not None), ARCH)
+    launcher(arguments, Int32(-(-tokens * chunks // rows.THREADS)), bf16_rows.current_stream(out.device))
+    return out
+
+
+def experts_forward(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    packed: HopperExperts,
+    swiglu_limit: float,
+    expert_offset: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shared: Tensor | None = None,
+    shape: Shape | None = None,
+) -> Tensor:
+    """The sum over the routed experts of this rank.
+
+    Args:
+        x: [T, d] bf16.
+        weights: [T, k] fp32.
+        experts: [T, k] integer, among all experts.
+        packed: of this rank.
+        swiglu_limit: clamp of gate and up.
+        expert_offset: of the rank's first expert.
+        dtype: of the result, fp32 or bf16.
+        shared: [T, d] bf16 of the shared expert, added to the result: in bf16 to the rounded sum, as a layer would.
+        shape: of the products; None chooses by the numbers of tokens and experts. The bits are the same.
+
+    Returns:
+        [T, d] in `dtype`.
+
+    Raises:
+        ValueError: rows that cannot be read 16 bytes at a time, or more experts than the work list takes.
+    """
+    bf16_rows.check_rows("mxfp4_experts_forward: x", x, packed.hidden_size)
+    if packed.num_experts > work_list.MAX_EXPERTS:
+        raise ValueError(
+            f"mxfp4_experts_forward on sm90: {packed.num_experts} experts on a rank; at most {work_list.MAX_EXPERTS}"
+        )
+    if shared is not None:
+        bf16_rows.check_rows("mxfp4_experts_forward: shared", shared, packed.hidden_size)
+    if not x.shape[0]:
+        return x.new_empty(x.shape, dtype=dtype)
+    weights, experts = weights.float().contiguous(), experts.int().contiguous()
+    shape = shape or shape_for(experts.numel(), packed.num_experts)
+    listed = list_work(weights, experts, packed.num_experts, expert_offset, shape)
+    quantised = quantise(x, listed, chooses=True)
+    of_first = packed.w13, packed.w13_factor
+    hidden = multiply(Plan(Product.GATE_UP, shape), listed, *quantised, *of_first, swiglu_limit)
+    quantised = quantise(hidden, listed, chooses=False)
+    slot_rows = multiply(Plan(Product.DOWN, shape), listed, *quantised, packed.w2, packed.w2_factor, 0.0)
+    return sum_rows(slot_rows, experts, listed, dtype, shared)
+
+
+def mxfp4_experts_forward(
+    x: Tensor, weights: Tensor, experts: Tensor, packed: HopperExperts, swiglu_limit: float, expert_offset: int
+) -> Tensor:
+    """`dsv4_kernels.moe.mxfp4_experts_forward` on Hopper: x bf16, d and I multiples of 128.
+
+    Raises:
+        ValueError: the weights have not been arranged by `Mxfp4Experts.for_hopper`.
+    """
+    if not isinstance(packed, HopperExperts):
+        raise ValueError("mxfp4_experts_forward on sm90 needs arranged weights; call Mxfp4Experts.for_hopper() at load")
+    return experts_forward(x, weights, experts, packed, swiglu_limit, expert_offset)

@@ -1,0 +1,113 @@
+"""Static plan of the experts on Hopper: tiles, stages, shared memory, and what the kernels are told (see kernel.py)."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from cutlass import Float32, Int32, Int64
+
+from dsv4_kernels.moe.sm90.weights import STEP, STEP_BYTES, TILE_ROWS
+
+GROUP = 8
+"""Slots that lie together: the rows of a swizzle atom, and the least N of an instruction."""
+GROUP_BYTES = GROUP * STEP
+"""Of a group in a step."""
+WARP = 32
+WARPGROUP = 128
+CONSUMERS = TILE_ROWS // 64
+CONSUMER_WARPS = CONSUMERS * WARPGROUP // WARP
+THREADS = CONSUMERS * WARPGROUP + WARP
+"""Two consumer warpgroups and a producer warp."""
+CHANNELS = TILE_ROWS // 2
+"""Of h in a work tile of gate and up."""
+
+
+class Product(IntEnum):
+    """Which of the two launches."""
+
+    GATE_UP = 0
+    """h = routing weight * SwiGLU(w1 x, w3 x) of every slot, in bf16."""
+    DOWN = 1
+    """w2 h of every slot, rounded to bf16."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Widths of a work tile, and what the stages leave room for."""
+
+    widths: tuple[int, ...]
+    """The N that there is code for, ascending; a work tile takes the least that holds it."""
+    stages: int
+    ctas_per_sm: int
+
+    @property
+    def slots(self) -> int:
+        """Of the widest work tile."""
+        return self.widths[-1]
+
+
+NARROW = Shape((8, 16, 32), 8, 2)
+"""Decode, bound by memory: two CTAs convert codes in turns."""
+WIDE = Shape((16, 32, 64, 96, 128), 8, 1)
+"""Prefill, bound by the tensor core."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a compiled kernel is specialised for."""
+
+    product: Product
+    shape: Shape
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a stage."""
+        return self.shape.slots * STEP
+
+    # Shared memory: the stages' tokens, then their tokens' scales, then their weights.
+
+    @property
+    def scales_offset(self) -> int:
+        """Of the stages' fp32 scales of the tokens."""
+        return self.shape.stages * self.token_bytes
+
+    @property
+    def weights_offset(self) -> int:
+        """Of the stages' weights."""
+        return self.scales_offset + self.shape.stages * 4 * self.shape.slots
+
+    @property
+    def smem_bytes(self) -> int:
+        """Without the barriers."""
+        return self.weights_offset + self.shape.stages * STEP_BYTES
+
+
+class Arguments(NamedTuple):
+    """A product's arguments as the kernel sees them: device addresses, sizes and counts."""
+
+    weights: Int64  # uint8 [E, row_tiles, steps, STEP_BYTES]
+    factors: Int64  # fp32 [E, row_tiles * 128]
+    tokens: Int64  # e4m3, see `dispatch`: of a work tile [steps, groups, 8, 128], swizzled
+    token_scales: Int64  # fp32, of a work tile [steps, groups * 8]
+    tiles: Int64  # int32 [tiles, TILE_WORDS], see `TileField`
+    num_tiles: Int64  # int32 [1]
+    row_tiles: Int32
+    steps: Int32  # K / 128
+    routing: Int64  # fp32 [slots]: GATE_UP
+    limit: Float32  # GATE_UP
+    out: Int64  # bf16 [slots, I] or [slots, d]
+
+
+class TileField(IntEnum):
+    """int32 of a work tile."""
+
+    EXPERT = 0
+    FIRST_GROUP = 1
+    GROUPS = 2
+    RUN_FIRST = 3
+    """First tile of the same expert."""
+    RUN_TILES = 4
+    """Tiles of the same expert."""
+
+
+TILE_WORDS = 8

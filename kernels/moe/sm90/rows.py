@@ -1,0 +1,167 @@
+"""Rows before and behind the products: quantised into the order of the stages, and summed up over a token's slots.
+
+A work tile's slots lie in global memory as a stage has them in shared memory: for each 128 channels its groups of eight
+slots, in rows of 128 bytes whose units of 16 are exchanged as the swizzle wants it, and the scales in an array of
+their own. So a bulk copy brings them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from dsv4_kernels import bf16_rows, ptx
+from dsv4_kernels.bf16_rows import CHUNK, CHUNK_BYTES, add
+from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.moe.sm90.plan import GROUP, GROUP_BYTES, TILE_WORDS, TileField
+from dsv4_kernels.moe.sm90.weights import STEP
+from dsv4_kernels.quant import e4m3
+
+THREADS = 128
+STEP_LANES = STEP // CHUNK
+"""Threads of a row and step."""
+
+
+class QuantiseArguments(NamedTuple):
+    """Dynamic arguments; addresses are Int64."""
+
+    x: Int64  # bf16 [rows, K]
+    x_row_bytes: Int64
+    source: Int64  # int32 [slots]: row of x; negative: zeros. Read if rows are chosen; else a slot's row is its own
+    group_tile: Int64  # int32 [groups]
+    tiles: Int64  # int32 [tiles, TILE_WORDS]
+    totals: Int64  # int32 [2]: work tiles, groups
+    steps: Int32  # K / 128
+    codes: Int64  # e4m3
+    scales: Int64  # fp32
+
+
+@cute.jit
+def launch_quantise(
+    args: QuantiseArguments, chooses: cutlass.Constexpr[bool], groups: Int32, stream: cuda.CUstream
+) -> None:
+    """One CTA for a step of a group."""
+    quantise(args, chooses).launch(grid=[args.steps, groups, 1], block=[THREADS, 1, 1], stream=stream)
+
+
+@cute.kernel
+def quantise(args: QuantiseArguments, chooses: cutlass.Constexpr[bool]) -> None:
+    """A thread makes eight channels of one of eight slots."""
+    thread, _, _ = cute.arch.thread_idx()
+    step, group, _ = cute.arch.block_idx()
+    if group < ptx.load_i32(args.totals + 4):
+        slot, chunk = thread // STEP_LANES, thread % STEP_LANES
+        row = group * GROUP + slot
+        if cutlass.const_expr(chooses):
+            row = ptx.load_i32(args.source + Int64(row) * 4)
+        address = args.x + Int64(row) * args.x_row_bytes + (step * STEP_LANES + chunk) * CHUNK_BYTES
+        values = bf16_rows.channels(ptx.load_or_zeros(cutlass.Uint32, 4, address, row, "ge.s32", cache=""))
+        exponent = e4m3.scale_exponent(bf16_rows.max_over_lanes(e4m3.largest(values), STEP_LANES))
+        tile = args.tiles + Int64(ptx.load_i32(args.group_tile + Int64(group) * 4)) * (4 * TILE_WORDS)
+        first_group = ptx.load_i32(tile + 4 * TileField.FIRST_GROUP)
+        groups = ptx.load_i32(tile + 4 * TileField.GROUPS)
+        # Groups before this one as a stage counts them: of this step's tiles, then of its tile.
+        before = Int64(first_group) * args.steps + step * groups + (group - first_group)
+        place = slot * STEP + ((chunk // 2) ^ slot) * 16 + chunk % 2 * 8
+        bf16_rows.store_8_bytes(args.codes + before * GROUP_BYTES + place, e4m3.codes(values, exponent))
+        if chunk == 0:
+            ptx.store_f32(args.scales + (before * GROUP + slot) * 4, e4m3.scale_of(exponent))
+
+
+class SumArguments(NamedTuple):
+    """Dynamic arguments; addresses are Int64."""
+
+    rows: Int64  # bf16 [slots, d]
+    experts: Int64  # int32 [tokens, chosen]
+    slot_of_pair: Int64  # int32 [tokens, chosen]; negative: not on this rank
+    shared: Int64  # bf16 [tokens, d]: added to the sum, if there is one
+    shared_row_bytes: Int64
+    chunks: Int32  # d / 8
+    num_chunks: Int32  # of all tokens
+    out: Int64  # fp32 or bf16 [tokens, d]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What the kernel that sums is compiled for."""
+
+    chosen: int
+    """Experts of a token."""
+    fp32: bool
+    """Whether the result is fp32; bf16 otherwise, and then what is added is added to the rounded sum."""
+    adds_shared: bool
+
+
+@cute.jit
+def launch_sum(args: SumArguments, config: cutlass.Constexpr[Sum], ctas: Int32, stream: cuda.CUstream) -> None:
+    """One thread for eight channels of a token."""
+    sum_rows(args, config).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+
+@cute.kernel
+def sum_rows(args: SumArguments, config: cutlass.Constexpr[Sum]) -> None:
+    """A token's rows by rising expert, each added in fp32 to the sum so far."""
+    thread, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    unit = cta * THREADS + thread
+    if unit < args.num_chunks:
+        token = unit // args.chunks
+        chunk = unit - token * args.chunks
+        pairs = Int64(token) * config.chosen
+        experts = [ptx.load_i32(args.experts + (pairs + i) * 4) for i in range(config.chosen)]
+        slots = [ptx.load_i32(args.slot_of_pair + (pairs + i) * 4) for i in range(config.chosen)]
+        ranks = [rank_of(experts, i) for i in range(config.chosen)]
+        sums = [Float32(0.0)] * CHUNK
+        loaded = []
+        for rank in cutlass.range_constexpr(config.chosen):
+            slot = Int32(0)
+            for i in cutlass.range_constexpr(config.chosen):
+                slot = cutlass.select_(ranks[i] == rank, slots[i], slot)
+            address = args.rows + (Int64(slot) * args.chunks + chunk) * CHUNK_BYTES
+            loaded.append(ptx.load_or_zeros(cutlass.Uint32, 4, address, slot, "ge.s32"))
+        for words in loaded:
+            sums = [add(a, b) for a, b in zip(sums, bf16_rows.channels(words), strict=True)]
+        if cutlass.const_expr(config.adds_shared):
+            address = args.shared + Int64(token) * args.shared_row_bytes + chunk * CHUNK_BYTES
+            if cutlass.const_expr(not config.fp32):
+                sums = bf16_rows.channels(bf16_rows.packed(sums))
+            sums = [add(a, b) for a, b in zip(sums, bf16_rows.channels(bf16_rows.load_words(address)), strict=True)]
+        if cutlass.const_expr(config.fp32):
+            for half in cutlass.range_constexpr(2):
+                ptx.store_f32x4(args.out + Int64(unit) * (4 * CHUNK) + 16 * half, tuple(sums[4 * half : 4 * half + 4]))
+        else:
+            ptx.store_16_bytes(args.out + Int64(unit) * CHUNK_BYTES, bf16_rows.packed(sums))
+
+
+def rank_of(experts: list, i: int) -> Int32:
+    """How many of a token's experts come before the i-th one."""
+    rank = Int32(0)
+    for j, other in enumerate(experts):
+        if j != i:
+            before = other <= experts[i] if j < i else other < experts[i]
+            rank = rank + cutlass.select_(before, Int32(1), Int32(0))
+    return rank
+
+
+def compile_quantise(chooses: bool, arch: str) -> Callable[..., None]:
+    """The launcher, from memory, from disk or from the compiler: (arguments, groups, stream)."""
+
+    def from_compiler() -> Callable[..., None]:
+        example = QuantiseArguments(*(kind(1) for kind in QuantiseArguments.__annotations__.values()))
+        return cute.compile(launch_quantise, example, chooses, Int32(1), cuda.CUstream(0))
+
+    return load_or_compile("experts_quantise", "tokens" if chooses else "slots", arch, from_compiler)
+
+
+def compile_sum(config: Sum, arch: str) -> Callable[..., None]:
+    """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
+
+    def from_compiler() -> Callable[..., None]:
+        example = SumArguments(*(kind(1) for kind in SumArguments.__annotations__.values()))
+        return cute.compile(launch_sum, example, config, Int32(1), cuda.CUstream(0))
+
+    return load_or_compile("experts_sum", config, arch, from_compiler)

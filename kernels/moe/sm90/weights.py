@@ -1,0 +1,176 @@
+"""MXFP4 experts in the order in which Hopper's kernel reads them: codes as lanes take them, scales as shifts.
+
+e2m1 times a power of two is an e4m3 as long as the power stays within 2^0 to 2^11 of a smallest one: 0.5 becomes 2^-6,
+the smallest normal number, and 6 * 2^6 = 384, the largest that fits. So a row keeps one fp32 factor, and each group of
+32 channels a shift of four bits above the row's base. Groups that lie more than 2^11 below the largest of their row
+(none in the releases, whose scales of a row differ by less) get their codes rounded to the row's smallest scale, to
+the nearest, ties to even: at most 2^-12 of the row's largest group. `rounded` counts the codes that change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TILE_ROWS = 128
+"""Rows of a work tile: 64 for each of two warpgroups."""
+STEP = 128
+"""Channels of K in a pipeline stage, and of an activation scale."""
+UNIT_ROWS = 16
+"""Rows of a warp in a tile of 64."""
+UNIT_WORDS = UNIT_ROWS * STEP // 8 + 8
+"""Of a unit in a step: codes of eight channels a word, and a word of scales for a pair of rows."""
+STEP_BYTES = TILE_ROWS // UNIT_ROWS * UNIT_WORDS * 4
+"""Of a work tile in a step."""
+LARGEST_SHIFT = 11
+SMALLEST_SCALE = 5
+"""A shift of 0 is 2^-5: 0.5 becomes e4m3's 2^-6."""
+UE8M0_BIAS = 127
+UE8M0_NAN = 255
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_EXPERTS_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class HopperExperts:
+    """Weights of this rank's routed experts, 0.516 bytes each.
+
+    Of w13, 8 rows of w1 alternate with 8 of w3; of w2, even rows of 16 stand before odd ones: so a thread has the gate
+    and the up of a channel, and two neighbouring channels.
+    """
+
+    w13: Tensor  # uint8 [E, 2 I / 128, d / 128, STEP_BYTES]
+    w13_factor: Tensor  # fp32 [E, 2 I]: of a row, in the order of the rows here
+    w2: Tensor  # uint8 [E, d / 128, I / 128, STEP_BYTES]
+    w2_factor: Tensor  # fp32 [E, d]
+    rounded: int
+    """Codes that were rounded because their scale was too small for their row."""
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.w13.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        """d."""
+        return self.w2_factor.shape[1]
+
+    @property
+    def channels(self) -> int:
+        """I."""
+        return self.w13_factor.shape[1] // 2
+
+
+def arrange(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> HopperExperts:
+    """What the kernel reads, from the tensors of `Mxfp4Experts` in rows. Needs memory for a copy of either matrix.
+
+    Raises:
+        ValueError: d or I is no multiple of 128, or a scale is NaN.
+    """
+    first = arrange_matrix(w13, w13_scale, gate_up=True)
+    second = arrange_matrix(w2, w2_scale, gate_up=False)
+    return HopperExperts(first[0], first[1], second[0], second[1], first[2] + second[2])
+
+
+def arrange_matrix(codes: Tensor, scale: Tensor, *, gate_up: bool) -> tuple[Tensor, Tensor, int]:
+    """(words as bytes, factors, rounded codes) of one matrix of all experts.
+
+    Args:
+        codes: int8 or uint8 [E, rows, K / 2], the even column in the low nibble.
+        scale: ue8m0 [E, rows, K / 32].
+        gate_up: whether the rows are w1's and then w3's.
+
+    Raises:
+        ValueError: rows or K is no multiple of 128, or a scale is NaN.
+    """
+    experts, rows, half = codes.shape
+    if rows % TILE_ROWS or 2 * half % STEP or (gate_up and rows % (2 * TILE_ROWS)):
+        raise ValueError(
+            f"experts of {rows} rows and {2 * half} columns do not fill tiles of {TILE_ROWS} x {STEP}: hidden and "
+            f"intermediate size must be multiples of {TILE_ROWS}. Name another runner"
+        )
+    words = torch.empty(
+        experts, rows // TILE_ROWS, 2 * half // STEP, STEP_BYTES, dtype=torch.uint8, device=codes.device
+    )
+    factors = torch.empty(experts, rows, dtype=torch.float32, device=codes.device)
+    rounded = 0
+    for first in range(0, experts, _EXPERTS_AT_ONCE):
+        some = slice(first, first + _EXPERTS_AT_ONCE)
+        nibbles, bytes_of_scale = _nibbles(codes[some]), scale[some].view(torch.uint8).int()
+        order = _row_order(rows, gate_up, codes.device)
+        nibbles, shifts, base, changed = _shifted(nibbles[:, order], bytes_of_scale[:, order])
+        words[some] = _words(nibbles, shifts).view(torch.uint8).view(words[some].shape)
+        factors[some] = torch.ldexp(torch.ones_like(base, dtype=torch.float32), base - UE8M0_BIAS + SMALLEST_SCALE)
+        rounded += changed
+    return words, factors, rounded
+
+
+def _row_order(rows: int, gate_up: bool, device: torch.device) -> Tensor:
+    """Row of the matrix for each row of the arrangement."""
+    numbers = torch.arange(rows, device=device)
+    if gate_up:
+        return numbers.view(2, rows // UNIT_ROWS, UNIT_ROWS // 2).transpose(0, 1).flatten()
+    return numbers.view(rows // UNIT_ROWS, UNIT_ROWS // 2, 2).transpose(1, 2).flatten()
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """int32 [..., K]."""
+    bytes_ = codes.view(torch.uint8).int()
+    return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
+
+
+def _shifted(nibbles: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """(nibbles, shifts [E, rows, K / 32], a row's base as ue8m0 [E, rows], changed codes)."""
+    groups = nibbles.view(*scale.shape, 32)
+    used = (groups & 7).amax(-1) > 0  # zeros have any scale
+    if (scale[used] == UE8M0_NAN).any():
+        raise ValueError("an expert's scale is NaN (ue8m0 255): the checkpoint is damaged")
+    largest = torch.where(used, scale, 0).amax(-1)
+    base = (largest - LARGEST_SHIFT).clamp(min=0)
+    shifts = torch.where(used, scale - base[..., None], 0)
+    below = shifts < 0
+    if not below.any():
+        return nibbles, shifts, base, 0
+    small = groups[below]
+    magnitudes = torch.tensor(_MAGNITUDES, device=nibbles.device)
+    value = torch.ldexp(magnitudes[small & 7], shifts[below][:, None])
+    # To the nearest: of two that are equally far the one with the even code, which is e2m1's rounding.
+    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
+    index = torch.searchsorted(middles, value)
+    tie = (index < len(middles)) & (value == middles[index.clamp(max=len(middles) - 1)])
+    index = torch.where(tie & (index % 2 == 1), index + 1, index)
+    lost = int((magnitudes[index] != value).sum())
+    groups = groups.clone()
+    groups[below] = (small & 8) | index.int()
+    return groups.flatten(-2), shifts.clamp(min=0), base, lost
+
+
+def _words(nibbles: Tensor, shifts: Tensor) -> Tensor:
+    """int32 [E, rows / 128, K / 128, units, UNIT_WORDS].
+
+    Of the eight codes of a word, those of channels 4 t + i and of 16 + 4 t + i: magnitudes at bits 4 i and 16 + 4 i,
+    where `prmt` takes them as selectors, signs at bits 8 i + 7 and 8 i + 3, which are the signs of the bytes that it
+    makes, at once and shifted by four.
+    """
+    experts, rows, k = nibbles.shape
+    # [E, tiles, units, row half, g, steps, pair of groups, group of it, half of it, t, i]
+    shape = (experts, rows // TILE_ROWS, TILE_ROWS // UNIT_ROWS, 2, 8, k // STEP, 2, 2, 2, 4, 4)
+    parts = nibbles.view(shape)
+    word = torch.zeros((*shape[:8], 4), dtype=torch.int32, device=nibbles.device)
+    for half in range(2):
+        for i in range(4):
+            code = parts[..., half, :, i]
+            word |= (code & 7) << (16 * half + 4 * i)
+            word |= (code >> 3) << (8 * i + (3 if half else 7))
+    # E, tile, step, unit, pair, g, t, group, row half
+    words = word.permute(0, 1, 5, 2, 6, 4, 8, 7, 3).flatten(4)
+    # [E, tiles, units, row half, g, steps, group]
+    of_groups = shifts.view(*shape[:6], 4)
+    scales = torch.zeros_like(of_groups[:, :, :, 0, :, :, 0])
+    for half in range(2):
+        for group in range(4):
+            scales |= of_groups[:, :, :, half, :, :, group] << (4 * (2 * group + half))
+    return torch.cat((words, scales.permute(0, 1, 4, 2, 3)), -1).contiguous()

@@ -1,0 +1,185 @@
+"""Which slot a pair of token and expert gets, and the work tiles: one CTA, nothing waits for the host.
+
+Slots of an expert begin at a multiple of eight, their group; what fills up the last group is nobody's. Which of an
+expert's slots a pair gets is chance (a counter in shared memory): a slot's numbers do not depend on its place, and
+`rows.sum_rows` finds a token's slots by pair, so the result does not.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from dsv4_kernels import ptx
+from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.moe.sm90.plan import GROUP, TILE_WORDS, WARP, TileField
+
+THREADS = 1024
+MAX_EXPERTS = THREADS
+"""Of a rank: a thread has an expert."""
+AT_ONCE = 8
+"""Pairs that a thread loads at once."""
+NOBODY = -1
+
+
+class Arguments(NamedTuple):
+    """Dynamic arguments of the kernel; addresses are Int64."""
+
+    experts: Int64  # int32 [pairs], among all experts
+    weights: Int64  # fp32 [pairs]
+    num_pairs: Int32
+    chosen: Int32  # pairs of a token
+    num_experts: Int32  # of this rank
+    first_expert: Int32
+    tile_groups: Int32  # of the widest work tile
+    slot_of_pair: Int64  # int32 [pairs]; NOBODY: the expert is another rank's
+    source: Int64  # int32 [slots]: token; NOBODY: fills up
+    routing: Int64  # fp32 [slots]
+    group_tile: Int64  # int32 [groups]: its work tile
+    tiles: Int64  # int32 [tiles, TILE_WORDS]
+    totals: Int64  # int32 [2]: work tiles, groups
+
+
+@cute.jit
+def launch(args: Arguments, stream: cuda.CUstream) -> None:
+    """One CTA."""
+    kernel(args).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+
+@cute.kernel
+def kernel(args: Arguments) -> None:
+    """Counts pairs, adds up groups and tiles, and hands out slots."""
+    thread, _, _ = cute.arch.thread_idx()
+    memory = cutlass.utils.SmemAllocator()
+    # Of an expert: its pairs, then the next free slot.
+    counts = Int32(memory.allocate_array(Int32, num_elems=MAX_EXPERTS, byte_alignment=16).toint())
+    warp_sums = Int32(memory.allocate_array(Int32, num_elems=2 * WARP, byte_alignment=16).toint())
+    ours = counts + thread * 4
+    store_shared_i32(ours, Int32(0))
+    cute.arch.sync_threads()
+    for first in cutlass.range(0, args.num_pairs, THREADS * AT_ONCE, unroll=1):
+        pairs = [first + thread + i * THREADS for i in range(AT_ONCE)]
+        experts = [local_expert(args, pair) for pair in pairs]
+        for i in cutlass.range_constexpr(AT_ONCE):
+            if experts[i] >= 0:
+                count_one(counts + experts[i] * 4)
+    cute.arch.sync_threads()
+    count = load_shared_i32(ours)
+    groups = (count + (GROUP - 1)) // GROUP
+    tiles = (groups + (args.tile_groups - 1)) // args.tile_groups
+    groups_before, tiles_before, all_groups, all_tiles = sums_before(warp_sums, thread, groups, tiles)
+    if thread == 0:
+        ptx.store_i32(args.totals, all_tiles)
+        ptx.store_i32(args.totals + 4, all_groups)
+    store_shared_i32(ours, groups_before * GROUP)  # an expert's own thread has read its count
+    cute.arch.sync_threads()
+    if groups > 0:
+        list_tiles(args, thread, groups_before, groups, tiles_before, tiles)
+        for filler in cutlass.range(groups_before * GROUP + count, (groups_before + groups) * GROUP, unroll=1):
+            ptx.store_i32(args.source + Int64(filler) * 4, Int32(NOBODY))
+            ptx.store_i32(args.routing + Int64(filler) * 4, Int32(0))
+    for first in cutlass.range(0, args.num_pairs, THREADS * AT_ONCE, unroll=1):
+        pairs = [first + thread + i * THREADS for i in range(AT_ONCE)]
+        experts = [local_expert(args, pair) for pair in pairs]
+        weights = [
+            ptx.load_or_zeros(Int32, 1, args.weights + Int64(pair) * 4, args.num_pairs - pair, "gt.s32", cache="")
+            for pair in pairs
+        ]
+        for i in cutlass.range_constexpr(AT_ONCE):
+            if pairs[i] < args.num_pairs:
+                slot = Int32(NOBODY)
+                if experts[i] >= 0:
+                    slot = count_one(counts + experts[i] * 4)
+                    ptx.store_i32(args.source + Int64(slot) * 4, pairs[i] // args.chosen)
+                    ptx.store_i32(args.routing + Int64(slot) * 4, weights[i])
+                ptx.store_i32(args.slot_of_pair + Int64(pairs[i]) * 4, slot)
+
+
+def local_expert(args: Arguments, pair: Int32) -> Int32:
+    """The expert of a pair among this rank's; negative if it is not one of them, or there is no such pair."""
+    exists = args.num_pairs - pair
+    expert = ptx.load_or_zeros(Int32, 1, args.experts + Int64(pair) * 4, exists, "gt.s32", cache="")
+    local = expert - args.first_expert
+    return cutlass.select_((exists > 0) & (local >= 0) & (local < args.num_experts), local, Int32(-1))
+
+
+@cute.jit
+def list_tiles(args: Arguments, expert: Int32, first_group: Int32, groups: Int32, first: Int32, tiles: Int32) -> None:
+    """One thread: the work tiles of an expert, as wide as each other but for one group, and the tile of each group."""
+    least, wider = groups // tiles, groups % tiles
+    group = first_group
+    for i in cutlass.range(tiles, unroll=1):
+        width = least
+        if i < wider:
+            width += 1
+        address = args.tiles + Int64(first + i) * (4 * TILE_WORDS)
+        fields = {
+            TileField.EXPERT: expert,
+            TileField.FIRST_GROUP: group,
+            TileField.GROUPS: width,
+            TileField.RUN_FIRST: first,
+            TileField.RUN_TILES: tiles,
+        }
+        for field, value in fields.items():
+            ptx.store_i32(address + 4 * field, value)
+        for j in cutlass.range(width, unroll=1):
+            ptx.store_i32(args.group_tile + Int64(group + j) * 4, first + i)
+        group += width
+
+
+@cute.jit
+def sums_before(shared: Int32, thread: Int32, a: Int32, b: Int32) -> tuple:
+    """Of two numbers of each thread: the sums over all threads before, and over all."""
+    lane, warp = thread % WARP, thread // WARP
+    own = a, b
+    inclusive = tuple(sum_of_lanes_up_to(x, lane) for x in own)
+    if lane == WARP - 1:
+        for i in cutlass.range_constexpr(2):
+            store_shared_i32(shared + (i * WARP + warp) * 4, inclusive[i])
+    cute.arch.sync_threads()
+    of_warps = tuple(sum_of_lanes_up_to(load_shared_i32(shared + (i * WARP + lane) * 4), lane) for i in range(2))
+    before = tuple(
+        inclusive[i]
+        - own[i]
+        + cutlass.select_(warp > 0, cute.arch.shuffle_sync(of_warps[i], cutlass.max(warp - 1, 0)), Int32(0))
+        for i in range(2)
+    )
+    return (*before, *(cute.arch.shuffle_sync(x, WARP - 1) for x in of_warps))
+
+
+def sum_of_lanes_up_to(x: Int32, lane: Int32) -> Int32:
+    """Over this lane and those with lower numbers."""
+    step = 1
+    while step < WARP:
+        other = cute.arch.shuffle_sync_up(x, step, mask_and_clamp=0)
+        x = x + cutlass.select_(lane >= step, other, Int32(0))
+        step *= 2
+    return x
+
+
+def store_shared_i32(address: Int32, x: Int32) -> None:
+    """An int32 to shared memory."""
+    ptx.asm("st.shared.b32 [{$r0}], {$r1};", [], address, x)
+
+
+def load_shared_i32(address: Int32) -> Int32:
+    """An int32 from shared memory."""
+    return ptx.asm("ld.shared.b32 {$w0}, [{$r0}];", [Int32], address)
+
+
+def count_one(address: Int32) -> Int32:
+    """Counts one up in shared memory and returns what was there."""
+    return ptx.asm("atom.relaxed.cta.shared.add.s32 {$w0}, [{$r0}], 1;", [Int32], address)
+
+
+def compile(arch: str) -> Callable[..., None]:
+    """The launcher, from memory, from disk or from the compiler: (arguments, stream)."""
+
+    def from_compiler() -> Callable[..., None]:
+        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
+        return cute.compile(launch, example, cuda.CUstream(0))
+
+    return load_or_compile("experts_work_list", "the only one", arch, from_compiler)
