@@ -72,7 +72,8 @@ class Mxfp4Experts(_Experts):
             ValueError: d or I is no multiple of 128, or a scale is NaN.
         """
         plain = self.in_rows()
-        return arrange(plain.w13, plain.w13_scale, plain.w2, plain.w2_scale)
+        w13 = arrange(plain.w13, plain.w13_scale, gate_up=True)
+        return HopperExperts(w13, arrange(plain.w2, plain.w2_scale, gate_up=False))
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,14 @@ from dsv4_kernels.moe.sm90.plan import (
     TileField,
 )
 from dsv4_kernels.moe.sm90.products import fragments, multiply
-from dsv4_kernels.moe.sm90.weights import STEP_BYTES, TILE_ROWS, UNIT_ROWS, UNIT_WORDS
+from dsv4_kernels.moe.sm90.weights import (
+    CODE_BYTES,
+    SHIFT_BYTES,
+    TILE_ROWS,
+    UNIT_BYTES,
+    UNIT_ROWS,
+    UNIT_SHIFT_BYTES,
+)
 
 
 @cute.jit
@@ -68,7 +75,7 @@ def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
             cute.arch.mbarrier_init(empty + stage, CONSUMER_WARPS)
         cute.arch.mbarrier_init_fence()
     # Columns of an instruction behind a work tile's last slot multiply what lies there: it must be something.
-    for at in cutlass.range(thread * 16, plan.weights_offset, THREADS * 16, unroll=1):
+    for at in cutlass.range(thread * 16, plan.codes_offset, THREADS * 16, unroll=1):
         ptx.store_shared(base + at, (Uint32(0),) * 4)
     cute.arch.fence_view_async_shared()
     cute.arch.sync_threads()
@@ -110,16 +117,18 @@ def produce(
     stage, phase = Int32(0), Int32(1)  # nobody has to give back a stage that was never filled
     for index in cutlass.range(first, end, stride, unroll=1):
         row_tile, expert, first_group, groups = work_tile(args, index)
-        weights = args.weights + (Int64(expert) * args.row_tiles + row_tile) * args.steps * STEP_BYTES
+        codes = args.codes + (Int64(expert) * args.row_tiles + row_tile) * args.steps * CODE_BYTES
+        shifts = args.shifts + expert * args.shift_expert_bytes + Int64(row_tile) * args.steps * SHIFT_BYTES
         before = Int64(first_group) * args.steps
         tokens, scales = args.tokens + before * GROUP_BYTES, args.token_scales + before * (4 * GROUP)
         token_bytes, scale_bytes = groups * GROUP_BYTES, groups * (4 * GROUP)
         for step in cutlass.range(args.steps, unroll=1):
             cute.arch.mbarrier_wait(empty + stage, phase)
             barrier = full + stage
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, STEP_BYTES + token_bytes + scale_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, CODE_BYTES + SHIFT_BYTES + token_bytes + scale_bytes)
             at = Int32(barrier.toint())
-            copy(base + plan.weights_offset + stage * STEP_BYTES, weights + Int64(step) * STEP_BYTES, STEP_BYTES, at)
+            copy(base + plan.codes_offset + stage * CODE_BYTES, codes + Int64(step) * CODE_BYTES, CODE_BYTES, at)
+            copy(base + plan.shifts_offset + stage * SHIFT_BYTES, shifts + step * SHIFT_BYTES, SHIFT_BYTES, at)
             copy(base + stage * plan.token_bytes, tokens + Int64(step) * token_bytes, token_bytes, at)
             to_scales = base + plan.scales_offset + stage * (4 * plan.shape.slots)
             copy(to_scales, scales + Int64(step) * scale_bytes, scale_bytes, at)
@@ -186,11 +195,12 @@ def sum_products(
     """Adds all of K. Element 4 j + 2 h + b of a lane is of its warp's unit row lane // 4 + 8 h, and of the work tile
     slot 8 j + 2 (lane % 4) + b."""
     lane = thread % WARP
-    unit = base + plan.weights_offset + thread // WARP * (4 * UNIT_WORDS)
+    codes = base + plan.codes_offset + thread // WARP * UNIT_BYTES
+    shifts = base + plan.shifts_offset + thread // WARP * UNIT_SHIFT_BYTES
     scales = base + plan.scales_offset + lane % 4 * 8
     for _ in cutlass.range(args.steps, unroll=1):
         cute.arch.mbarrier_wait(full + stage, phase)
-        left = fragments(unit + stage * STEP_BYTES, lane)
+        left = fragments(codes + stage * CODE_BYTES, shifts + stage * SHIFT_BYTES, lane)
         products = multiply(left, slots, base + stage * plan.token_bytes)
         of_slots = scales + stage * (4 * plan.shape.slots)
         for j in cutlass.range_constexpr(slots // 8):
@@ -220,7 +230,7 @@ def finish(
     """Multiplies by the rows' factors, and stores a work tile's part of h or of the output rows."""
     lane, unit = thread % WARP, thread // WARP
     row = row_tile * TILE_ROWS + unit * UNIT_ROWS + lane // 4
-    factor = args.factors + (Int64(expert) * args.row_tiles * TILE_ROWS + row) * 4
+    factor = args.factors + expert * args.factor_expert_bytes + row * 4
     upper, lower = ptx.load_f32(factor), ptx.load_f32(factor + 4 * (UNIT_ROWS // 2))
     for j in cutlass.range_constexpr(slots // 8):
         if j < groups:

@@ -22,7 +22,7 @@ from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.moe.sm90 import rows, work_list
 from dsv4_kernels.moe.sm90.kernel import launch
 from dsv4_kernels.moe.sm90.plan import GROUP, NARROW, TILE_WORDS, WIDE, Arguments, Plan, Product, Shape
-from dsv4_kernels.moe.sm90.weights import STEP, TILE_ROWS, HopperExperts
+from dsv4_kernels.moe.sm90.weights import STEP, TILE_ROWS, HopperExperts, HopperMatrix
 
 ARCH = "sm_90a"
 NARROW_SLOTS = 32
@@ -148,7 +148,7 @@ def quantise(x: Tensor, listed: Listed, *, chooses: bool) -> tuple[Tensor, Tenso
 
 
 def multiply(
-    plan: Plan, listed: Listed, codes: Tensor, scales: Tensor, weights: Tensor, factors: Tensor, limit: float
+    plan: Plan, listed: Listed, codes: Tensor, scales: Tensor, weights: HopperMatrix, limit: float = 0.0
 ) -> Tensor:
     """One product of all slots: bf16 [slots, I] or [slots, d]; what is nobody's has zeros or anything.
 
@@ -156,16 +156,18 @@ def multiply(
         plan: which one, and with what shape `listed` was made.
         listed: the slots.
         codes, scales: of `quantise`.
-        weights: uint8 [E, row tiles, steps, STEP_BYTES].
-        factors: fp32 [E, rows].
-        limit: swiglu_limit.
+        weights: of all experts.
+        limit: swiglu_limit, of GATE_UP.
     """
-    _, row_tiles, steps, _ = weights.shape
+    _, row_tiles, steps, _ = weights.codes.shape
     columns = row_tiles * TILE_ROWS // (2 if plan.product is Product.GATE_UP else 1)
     out = torch.empty(listed.groups * GROUP, columns, dtype=torch.bfloat16, device=codes.device)
     arguments = Arguments(
-        weights=Int64(weights.data_ptr()),
-        factors=Int64(factors.data_ptr()),
+        codes=Int64(weights.codes.data_ptr()),
+        shifts=Int64(weights.shifts.data_ptr()),
+        shift_expert_bytes=Int64(bf16_rows.stride_bytes(weights.shifts, 0)),
+        factors=Int64(weights.factors.data_ptr()),
+        factor_expert_bytes=Int64(bf16_rows.stride_bytes(weights.factors, 0)),
         tokens=Int64(codes.data_ptr()),
         token_scales=Int64(scales.data_ptr()),
         tiles=Int64(listed.tiles.data_ptr()),
@@ -245,10 +247,9 @@ def experts_forward(
     shape = shape or shape_for(experts.numel(), packed.num_experts)
     listed = list_work(weights, experts, packed.num_experts, expert_offset, shape)
     quantised = quantise(x, listed, chooses=True)
-    of_first = packed.w13, packed.w13_factor
-    hidden = multiply(Plan(Product.GATE_UP, shape), listed, *quantised, *of_first, swiglu_limit)
+    hidden = multiply(Plan(Product.GATE_UP, shape), listed, *quantised, packed.w13, swiglu_limit)
     quantised = quantise(hidden, listed, chooses=False)
-    slot_rows = multiply(Plan(Product.DOWN, shape), listed, *quantised, packed.w2, packed.w2_factor, 0.0)
+    slot_rows = multiply(Plan(Product.DOWN, shape), listed, *quantised, packed.w2)
     return sum_rows(slot_rows, experts, listed, dtype, shared)
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from cutlass import Float32, Int32, Int64
 
-from dsv4_kernels.moe.sm90.weights import STEP, STEP_BYTES, TILE_ROWS
+from dsv4_kernels.moe.sm90.weights import CODE_BYTES, SHIFT_BYTES, STEP, TILE_ROWS
 
 GROUP = 8
 """Slots that lie together: the rows of a swizzle atom, and the least N of an instruction."""
@@ -64,7 +64,7 @@ class Plan:
         """Of a stage."""
         return self.shape.slots * STEP
 
-    # Shared memory: the stages' tokens, then their tokens' scales, then their weights.
+    # Shared memory: the stages' tokens, then their tokens' scales, then codes, then shifts of the weights.
 
     @property
     def scales_offset(self) -> int:
@@ -72,21 +72,29 @@ class Plan:
         return self.shape.stages * self.token_bytes
 
     @property
-    def weights_offset(self) -> int:
-        """Of the stages' weights."""
+    def codes_offset(self) -> int:
+        """Of the stages' codes."""
         return self.scales_offset + self.shape.stages * 4 * self.shape.slots
+
+    @property
+    def shifts_offset(self) -> int:
+        """Of the stages' shifts."""
+        return self.codes_offset + self.shape.stages * CODE_BYTES
 
     @property
     def smem_bytes(self) -> int:
         """Without the barriers."""
-        return self.weights_offset + self.shape.stages * STEP_BYTES
+        return self.shifts_offset + self.shape.stages * SHIFT_BYTES
 
 
 class Arguments(NamedTuple):
     """A product's arguments as the kernel sees them: device addresses, sizes and counts."""
 
-    weights: Int64  # uint8 [E, row_tiles, steps, STEP_BYTES]
+    codes: Int64  # uint8 [E, row_tiles, steps, CODE_BYTES]
+    shifts: Int64  # uint8 [E, row_tiles, steps, SHIFT_BYTES]
+    shift_expert_bytes: Int64
     factors: Int64  # fp32 [E, row_tiles * 128]
+    factor_expert_bytes: Int64
     tokens: Int64  # e4m3, see `dispatch`: of a work tile [steps, groups, 8, 128], swizzled
     token_scales: Int64  # fp32, of a work tile [steps, groups * 8]
     tiles: Int64  # int32 [tiles, TILE_WORDS], see `TileField`

@@ -6,30 +6,29 @@ from cutlass import Float32, Int32, Uint32
 
 from dsv4_kernels import ptx
 from dsv4_kernels.linear.kernel import load_words
-from dsv4_kernels.moe.sm90.weights import STEP, UNIT_ROWS
+from dsv4_kernels.moe.sm90.weights import STEP, UNIT_BYTES
 
 PRODUCTS = STEP // 32
 """Instructions of a stage."""
-_CODE_BYTES = UNIT_ROWS * STEP // 2
 # e4m3 of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^-5; one more in the exponent of each doubles them, but for 0.
 _SMALL, _LARGE = 0x14100800, 0x24201C18
 _SMALL_DOUBLED, _LARGE_DOUBLED = 0x08080800, 0x08080808
 
 
 @cute.jit
-def fragments(unit: Int32, lane: Int32) -> list:
+def fragments(codes: Int32, shifts: Int32, lane: Int32) -> list:
     """A lane's part of 16 rows and 128 channels as e4m3: the four words of each of the four instructions.
 
     Args:
-        unit: of the warp in this stage, in shared memory.
+        codes, shifts: of the warp's unit in this stage, in shared memory.
         lane: of the warp.
     """
-    halves = [load_words(unit + half * (_CODE_BYTES // 2) + lane * 16) for half in range(2)]
-    shifts = ptx.asm("ld.shared.b32 {$w0}, [{$r0}];", [Uint32], unit + _CODE_BYTES + lane // 4 * 4)
+    halves = [load_words(codes + half * (UNIT_BYTES // 2) + lane * 16) for half in range(2)]
+    words = ptx.asm("ld.shared.b32 {$w0}, [{$r0}];", [Uint32], shifts + lane // 4 * 4)
     left = []
     for group in cutlass.range_constexpr(PRODUCTS):
         of_rows = [
-            unpack(halves[group // 2][group % 2 * 2 + half], (shifts >> (4 * (2 * group + half))) & 15)
+            unpack(halves[group // 2][group % 2 * 2 + half], (words >> (4 * (2 * group + half))) & 15)
             for half in range(2)
         ]
         left += [of_rows[0][0], of_rows[1][0], of_rows[0][1], of_rows[1][1]]

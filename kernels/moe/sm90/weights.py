@@ -3,13 +3,14 @@
 e2m1 times a power of two is an e4m3 as long as the power stays within 2^0 to 2^11 of a smallest one: 0.5 becomes 2^-6,
 the smallest normal number, and 6 * 2^6 = 384, the largest that fits. So a row keeps one fp32 factor, and each group of
 32 channels a shift of four bits above the row's base. Groups that lie more than 2^11 below the largest of their row
-(none in the releases, whose scales of a row differ by less) get their codes rounded to the row's smallest scale, to
-the nearest, ties to even: at most 2^-12 of the row's largest group. `rounded` counts the codes that change.
+get their codes rounded to the row's smallest scale, to the nearest, ties to even: at most 2^-12 of the row's largest
+group. `rounded` counts the codes that change.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +21,12 @@ STEP = 128
 """Channels of K in a pipeline stage, and of an activation scale."""
 UNIT_ROWS = 16
 """Rows of a warp in a tile of 64."""
-UNIT_WORDS = UNIT_ROWS * STEP // 8 + 8
-"""Of a unit in a step: codes of eight channels a word, and a word of scales for a pair of rows."""
-STEP_BYTES = TILE_ROWS // UNIT_ROWS * UNIT_WORDS * 4
+UNIT_BYTES = UNIT_ROWS * STEP // 2
+"""Codes of a unit in a step."""
+UNIT_SHIFT_BYTES = UNIT_ROWS * STEP // 32 // 2
+"""Shifts of a unit in a step: four bits for a row and 32 channels, a word for two rows."""
+UNITS = TILE_ROWS // UNIT_ROWS
+CODE_BYTES, SHIFT_BYTES = UNITS * UNIT_BYTES, UNITS * UNIT_SHIFT_BYTES
 """Of a work tile in a step."""
 LARGEST_SHIFT = 11
 SMALLEST_SCALE = 5
@@ -30,82 +34,89 @@ SMALLEST_SCALE = 5
 UE8M0_BIAS = 127
 UE8M0_NAN = 255
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_EXPERTS_AT_ONCE = 8
+_EXPERTS_AT_ONCE = 2
+
+
+class HopperMatrix(NamedTuple):
+    """One matrix of all experts, rows x K; an expert's part of each tensor is contiguous."""
+
+    codes: Tensor  # uint8 [E, rows / 128, K / 128, CODE_BYTES]
+    shifts: Tensor  # uint8 [E, rows / 128, K / 128, SHIFT_BYTES]
+    factors: Tensor  # fp32 [E, rows]: of a row, in the order of the rows here
+    rounded: int
+    """Codes that were rounded because their scale was too small for their row."""
 
 
 @dataclass(frozen=True)
 class HopperExperts:
-    """Weights of this rank's routed experts, 0.516 bytes each.
+    """Weights of this rank's routed experts.
 
     Of w13, 8 rows of w1 alternate with 8 of w3; of w2, even rows of 16 stand before odd ones: so a thread has the gate
     and the up of a channel, and two neighbouring channels.
     """
 
-    w13: Tensor  # uint8 [E, 2 I / 128, d / 128, STEP_BYTES]
-    w13_factor: Tensor  # fp32 [E, 2 I]: of a row, in the order of the rows here
-    w2: Tensor  # uint8 [E, d / 128, I / 128, STEP_BYTES]
-    w2_factor: Tensor  # fp32 [E, d]
-    rounded: int
-    """Codes that were rounded because their scale was too small for their row."""
+    w13: HopperMatrix  # 2 I x d
+    w2: HopperMatrix  # d x I
 
     @property
     def num_experts(self) -> int:
         """E."""
-        return self.w13.shape[0]
+        return self.w13.codes.shape[0]
 
     @property
     def hidden_size(self) -> int:
         """d."""
-        return self.w2_factor.shape[1]
+        return self.w2.factors.shape[1]
 
     @property
     def channels(self) -> int:
         """I."""
-        return self.w13_factor.shape[1] // 2
+        return self.w13.factors.shape[1] // 2
 
 
-def arrange(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> HopperExperts:
-    """What the kernel reads, from the tensors of `Mxfp4Experts` in rows. Needs memory for a copy of either matrix.
+def arrange(codes: Tensor, scale: Tensor, *, gate_up: bool, in_place: bool = False) -> HopperMatrix:
+    """One matrix as the kernel reads it.
 
-    Raises:
-        ValueError: d or I is no multiple of 128, or a scale is NaN.
-    """
-    first = arrange_matrix(w13, w13_scale, gate_up=True)
-    second = arrange_matrix(w2, w2_scale, gate_up=False)
-    return HopperExperts(first[0], first[1], second[0], second[1], first[2] + second[2])
-
-
-def arrange_matrix(codes: Tensor, scale: Tensor, *, gate_up: bool) -> tuple[Tensor, Tensor, int]:
-    """(words as bytes, factors, rounded codes) of one matrix of all experts.
+    In place codes take the places of the codes, shifts and factors those of the scales, which they fill to the half
+    and to `128 / K` of it: no memory is needed but for two experts at a time.
 
     Args:
-        codes: int8 or uint8 [E, rows, K / 2], the even column in the low nibble.
-        scale: ue8m0 [E, rows, K / 32].
+        codes: int8 or uint8 [E, rows, K / 2], contiguous, the even column in the low nibble.
+        scale: ue8m0 [E, rows, K / 32], contiguous.
         gate_up: whether the rows are w1's and then w3's.
+        in_place: see above; K must be at least 256.
 
     Raises:
         ValueError: rows or K is no multiple of 128, or a scale is NaN.
     """
     experts, rows, half = codes.shape
-    if rows % TILE_ROWS or 2 * half % STEP or (gate_up and rows % (2 * TILE_ROWS)):
+    k = 2 * half
+    if rows % TILE_ROWS or k % STEP or (in_place and k < 2 * STEP):
         raise ValueError(
-            f"experts of {rows} rows and {2 * half} columns do not fill tiles of {TILE_ROWS} x {STEP}: hidden and "
-            f"intermediate size must be multiples of {TILE_ROWS}. Name another runner"
+            f"experts of {rows} rows and {k} columns: Hopper's kernel takes multiples of {TILE_ROWS} rows and of "
+            f"{STEP} columns{', at least 256' if in_place else ''}. Name another --moe-runner-backend"
         )
-    words = torch.empty(
-        experts, rows // TILE_ROWS, 2 * half // STEP, STEP_BYTES, dtype=torch.uint8, device=codes.device
-    )
-    factors = torch.empty(experts, rows, dtype=torch.float32, device=codes.device)
-    rounded = 0
+    tiles = rows // TILE_ROWS, k // STEP
+    if in_place:
+        new_codes = codes.view(torch.uint8).view(experts, *tiles, CODE_BYTES)
+        bytes_ = scale.view(torch.uint8).view(experts, -1)
+        end = bytes_.shape[1] // 2
+        new_shifts = bytes_[:, :end].unflatten(1, (*tiles, SHIFT_BYTES))
+        factors = bytes_[:, end : end + 4 * rows].view(torch.float32)
+    else:
+        new_codes = torch.empty(experts, *tiles, CODE_BYTES, dtype=torch.uint8, device=codes.device)
+        new_shifts = torch.empty(experts, *tiles, SHIFT_BYTES, dtype=torch.uint8, device=codes.device)
+        factors = torch.empty(experts, rows, dtype=torch.float32, device=codes.device)
+    order, rounded = _row_order(rows, gate_up, codes.device), 0
     for first in range(0, experts, _EXPERTS_AT_ONCE):
         some = slice(first, first + _EXPERTS_AT_ONCE)
         nibbles, bytes_of_scale = _nibbles(codes[some]), scale[some].view(torch.uint8).int()
-        order = _row_order(rows, gate_up, codes.device)
         nibbles, shifts, base, changed = _shifted(nibbles[:, order], bytes_of_scale[:, order])
-        words[some] = _words(nibbles, shifts).view(torch.uint8).view(words[some].shape)
+        new_codes[some] = _words(nibbles).view(torch.uint8).view(new_codes[some].shape)
+        new_shifts[some] = _shift_words(shifts).view(torch.uint8).view(new_shifts[some].shape)
         factors[some] = torch.ldexp(torch.ones_like(base, dtype=torch.float32), base - UE8M0_BIAS + SMALLEST_SCALE)
         rounded += changed
-    return words, factors, rounded
+    return HopperMatrix(new_codes, new_shifts, factors, rounded)
 
 
 def _row_order(rows: int, gate_up: bool, device: torch.device) -> Tensor:
@@ -148,8 +159,8 @@ def _shifted(nibbles: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, in
     return groups.flatten(-2), shifts.clamp(min=0), base, lost
 
 
-def _words(nibbles: Tensor, shifts: Tensor) -> Tensor:
-    """int32 [E, rows / 128, K / 128, units, UNIT_WORDS].
+def _words(nibbles: Tensor) -> Tensor:
+    """int32 [E, rows / 128, K / 128, CODE_BYTES / 4].
 
     Of the eight codes of a word, those of channels 4 t + i and of 16 + 4 t + i: magnitudes at bits 4 i and 16 + 4 i,
     where `prmt` takes them as selectors, signs at bits 8 i + 7 and 8 i + 3, which are the signs of the bytes that it
@@ -157,7 +168,7 @@ def _words(nibbles: Tensor, shifts: Tensor) -> Tensor:
     """
     experts, rows, k = nibbles.shape
     # [E, tiles, units, row half, g, steps, pair of groups, group of it, half of it, t, i]
-    shape = (experts, rows // TILE_ROWS, TILE_ROWS // UNIT_ROWS, 2, 8, k // STEP, 2, 2, 2, 4, 4)
+    shape = (experts, rows // TILE_ROWS, UNITS, 2, UNIT_ROWS // 2, k // STEP, 2, 2, 2, 4, 4)
     parts = nibbles.view(shape)
     word = torch.zeros((*shape[:8], 4), dtype=torch.int32, device=nibbles.device)
     for half in range(2):
@@ -166,11 +177,15 @@ def _words(nibbles: Tensor, shifts: Tensor) -> Tensor:
             word |= (code & 7) << (16 * half + 4 * i)
             word |= (code >> 3) << (8 * i + (3 if half else 7))
     # E, tile, step, unit, pair, g, t, group, row half
-    words = word.permute(0, 1, 5, 2, 6, 4, 8, 7, 3).flatten(4)
-    # [E, tiles, units, row half, g, steps, group]
-    of_groups = shifts.view(*shape[:6], 4)
-    scales = torch.zeros_like(of_groups[:, :, :, 0, :, :, 0])
+    return word.permute(0, 1, 5, 2, 6, 4, 8, 7, 3).flatten(3).contiguous()
+
+
+def _shift_words(shifts: Tensor) -> Tensor:
+    """int32 [E, rows / 128, K / 128, SHIFT_BYTES / 4]: four bits at 4 (2 group + row half) of word g of a unit."""
+    experts, rows, groups = shifts.shape
+    parts = shifts.view(experts, rows // TILE_ROWS, UNITS, 2, UNIT_ROWS // 2, groups // 4, 4)
+    word = torch.zeros_like(parts[:, :, :, 0, :, :, 0])
     for half in range(2):
         for group in range(4):
-            scales |= of_groups[:, :, :, half, :, :, group] << (4 * (2 * group + half))
-    return torch.cat((words, scales.permute(0, 1, 4, 2, 3)), -1).contiguous()
+            word |= parts[:, :, :, half, :, :, group] << (4 * (2 * group + half))
+    return word.permute(0, 1, 4, 2, 3).flatten(3).contiguous()
