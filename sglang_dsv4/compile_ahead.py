@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 
 from dsv4_kernels import compile_cache, registry
 from sglang_dsv4.attention import implementation
@@ -19,6 +20,7 @@ from sglang_dsv4.attention.metadata import step_layout
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.config import Config
 from sglang_dsv4.layer_kinds import CSA_RATIO
+from sglang_dsv4.layers import packed_experts
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ def kernels(config: Config, geometry: PoolGeometry, device: torch.device) -> lis
 
             arch = architecture(name, device)
             found += [(op, compile) for compile in of_arch(config, geometry, arch)]
+    if device.type == "cuda" and packed_experts.is_chosen():
+        found += [("experts", compile) for compile in packed_experts.kernels(config, get_parallel().tp_size)]
     return found
 
 

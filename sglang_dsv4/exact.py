@@ -9,7 +9,7 @@ What keeps the promise is one rule: every operator of a forward is batch-invaria
 * SGLang's are in :data:`SGLANG_OPERATORS` (:func:`check_model` looks at what a model was built of): FP8 products by
   DeepGEMM, whose order of summation its block of K decides; bf16 linear layers by SGLang's replacements of PyTorch's
   products, which it installs under this flag. No MoE runner of SGLang's is in it: they choose tiles by the number of
-  tokens, and order these by atomics.
+  tokens, and order these by atomics. Ours (`layers.packed_experts`) sums in an order that K alone decides.
 * Sums over ranks are made in the order of the ranks (`layers.rank_sum`).
 * A forward of a prefill divides keys as one of decode does (`ForwardMetadata.split_keys`), so that a token that was
   decoded and one that is computed again in a prefill are one token. Index scores have a kernel for either; on an H200
@@ -56,7 +56,7 @@ SGLANG_OPERATORS: dict[str, dict[str, str]] = {
 WHAT_TO_DO = {
     "FP8 linear layer": "leave --fp8-gemm-backend out, or choose deep_gemm, with DeepGEMM installed",
     "linear layer": "serve the release's FP8 checkpoint",
-    "routed experts": "none of its runners keeps a row's bits, and this package has no experts for this GPU yet",
+    "routed experts": "none of its runners keeps a row's bits; on Hopper --moe-runner-backend dsv4 does, the default",
 }
 
 

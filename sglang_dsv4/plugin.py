@@ -99,9 +99,10 @@ def setup() -> None:
 def _install_default_arguments() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-    from sglang_dsv4 import cuda_graphs, effort, exact, request_checks, request_guards
+    from sglang_dsv4 import cuda_graphs, effort, exact, experts_runner, request_checks, request_guards
 
     exact.lift_refusal(NAME)
+    experts_runner.add_choice()
     _hook("render a prompt", effort.render, "AROUND")
     _hook("check sampling parameters", request_checks.check_sampling_parameters, "BEFORE")
     _hook("normalise a request", request_guards.check_generate_request, "BEFORE")
@@ -143,7 +144,7 @@ def _resolve_cpu_memory(server_args: ServerArgs, previous: Callable[[ServerArgs]
 
 def _resolve_default_arguments(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
     """Chooses what the user left open; SGLang's own step for this architecture (`previous`) runs after it."""
-    from sglang_dsv4 import checkpoint_files
+    from sglang_dsv4 import checkpoint_files, experts_runner
 
     model_config = compat.model_config_of(server_args)
     hf_config = model_config.hf_config
@@ -154,6 +155,8 @@ def _resolve_default_arguments(server_args: ServerArgs, previous: Callable[[Serv
         refuse_unsupported_arguments(arguments, hf_config)
         choose_effort_tiers(arguments, hf_config)
         compat.declare_resolution(server_args, "sglang_dsv4", **default_arguments(arguments, hf_config))
+        if arguments.moe_runner_backend == "auto" and experts_runner.serves(arguments, model_config):
+            compat.declare_resolution(server_args, "sglang_dsv4", moe_runner_backend=experts_runner.RUNNER)
         if arguments.device == "cpu":
             ranks = arguments.tp_size * arguments.pp_size * arguments.dp_size
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(ranks, sorted(os.sched_getaffinity(0))))
@@ -250,8 +253,10 @@ def _install_scheduler_hooks() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_dsv4 import penalties, request_checks, request_guards, sampling
+    from sglang_dsv4 import experts_runner, penalties, request_checks, request_guards, sampling
     from sglang_dsv4.prefix import tails
+
+    experts_runner.register()
 
     register_attention_backend(NAME)(_create_attention_backend)
     register_radix_cache_backend(NAME, _create_prefix_cache)

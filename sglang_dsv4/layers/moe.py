@@ -17,7 +17,9 @@ from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.moe import experts_forward, fused_swiglu, swiglu_fp8
 from dsv4_kernels.router import route_hash_logits, route_topk_logits
 from sglang_dsv4.config import Config, ConfigError
+from sglang_dsv4.layers import packed_experts
 from sglang_dsv4.layers.linear import Fp8Input, builds_on_cpu, fp32_product_dtype, quantises_once
+from sglang_dsv4.layers.packed_experts import PackedExperts
 from sglang_dsv4.layers.rank_sum import sum_over_ranks
 
 if TYPE_CHECKING:
@@ -218,9 +220,11 @@ class MoE(nn.Module):
         if not get_moe_a2a_backend().is_none():
             raise ConfigError("moe_a2a_backend", get_moe_a2a_backend().value, "'none'")
         self.gate = Gate(config, hashed)
-        self.experts: ReferenceExperts | FusedExperts
+        self.experts: ReferenceExperts | PackedExperts | FusedExperts
         if builds_on_cpu():
             self.experts = ReferenceExperts(config)
+        elif packed_experts.is_chosen():
+            self.experts = PackedExperts(config, f"{prefix}.experts")
         else:
             self.experts = FusedExperts(config, layer_id, expert_quant_config, f"{prefix}.experts")
         self.shared_experts = SharedExpert(config, quant_config, f"{prefix}.shared_experts")
@@ -229,7 +233,12 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, input_ids: Tensor) -> Tensor:
         """`x [T, d]` (normed), `input_ids [T]` -> [T, d] in x's dtype; the sum over experts and ranks is fp32."""
         weights, experts = self.gate(x, input_ids)
-        routed, shared = self.experts(x, weights, experts), self.shared_experts(x)
+        shared = self.shared_experts(x)
+        if isinstance(self.experts, PackedExperts):
+            dtype = torch.float32 if self.tp_size > 1 else x.dtype
+            both = self.experts(x, weights, experts, shared, dtype)
+            return sum_over_ranks(both).to(x.dtype) if self.tp_size > 1 else both
+        routed = self.experts(x, weights, experts)
         if self.tp_size > 1:
             return sum_over_ranks(routed.float() + shared.float()).to(x.dtype)
         # Of two bf16 rows this is their fp32 sum, rounded once.

@@ -207,6 +207,7 @@ def sum_products(
             pair = ptx.load_shared_f32x2(of_slots + j * (4 * GROUP))
             for i in cutlass.range_constexpr(4):
                 sums[4 * j + i] = ptx.fma(products[4 * j + i], pair[i % 2], sums[4 * j + i])
+        cute.arch.fence_view_async_shared()  # generic loads, before a bulk copy writes there
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(empty + stage)

@@ -1,0 +1,167 @@
+"""Routed experts over the checkpoint's own MXFP4 weights, by this package's kernels: the MoE runner "dsv4".
+
+On Hopper (`dsv4_kernels.moe.sm90`). When it is taken says `sglang_dsv4.experts_runner`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from sglang.srt.layers.moe import get_moe_runner_backend
+from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils import set_weight_attrs
+from torch import Tensor, nn
+
+from sglang_dsv4.config import Config, ConfigError
+from sglang_dsv4.experts_runner import RUNNER, reason_against
+
+logger = logging.getLogger(__name__)
+
+GROUP = 32
+"""Channels that share a scale."""
+
+
+def is_chosen() -> bool:
+    """Whether this process's experts are ours."""
+    return get_moe_runner_backend().value == RUNNER
+
+
+class PackedExperts(nn.Module):
+    """This rank's routed experts. Parameters and loader are named as in SGLang's `FusedMoE`.
+
+    After loading the weights are arranged where they lie, so the parameters keep their shapes and hold something else;
+    loading again fills all of them anew.
+
+    Raises:
+        ConfigError: a GPU, a format or dimensions that the kernels do not serve.
+    """
+
+    def __init__(self, config: Config, prefix: str) -> None:
+        super().__init__()
+        parallel = get_parallel()
+        d = config.hidden_size
+        reason = reason_against(
+            torch.cuda.get_device_capability(),
+            not config.nvfp4_experts,
+            d,
+            config.moe_intermediate_size,
+            parallel.moe_tp_size,
+        )
+        if reason is not None:
+            raise ConfigError("moe_runner_backend", RUNNER, f"another one: {reason}")
+        self.prefix, self.swiglu_limit = prefix, config.swiglu_limit
+        self.num_local_experts = config.n_routed_experts // parallel.moe_ep_size
+        self.first_local_expert = parallel.moe_ep_rank * self.num_local_experts
+        self.channel_rank = parallel.moe_tp_rank
+        channels = config.moe_intermediate_size // parallel.moe_tp_size
+        for name, rows, k in (("w13_weight", 2 * channels, d), ("w2_weight", d, channels)):
+            codes = torch.empty(self.num_local_experts, rows, k // 2, dtype=torch.int8)
+            scale = torch.full((self.num_local_experts, rows, k // GROUP), 127, dtype=torch.uint8)
+            for suffix, tensor in (("", codes), ("_scale_inv", scale.view(torch.float8_e8m0fnu))):
+                parameter = nn.Parameter(tensor, requires_grad=False)
+                set_weight_attrs(parameter, {"weight_loader": self.weight_loader})
+                self.register_parameter(name + suffix, parameter)
+        self.quant_method = _Arrangement()
+        self.arranged = None
+
+    def weight_loader(self, param: nn.Parameter, loaded: Tensor, name: str, shard_id: str, expert_id: int) -> None:
+        """Keep this rank's part of one expert's codes or scales.
+
+        Args:
+            param: one of the four.
+            loaded: of w1, w3 [I, d] or w2 [d, I], packed as it is stored.
+            name: of the tensor in the checkpoint.
+            shard_id: "w1", "w2" or "w3".
+            expert_id: among all experts.
+        """
+        local_expert = expert_id - self.first_local_expert
+        if not 0 <= local_expert < self.num_local_experts:
+            return
+        of_expert = param.data[local_expert]
+        if shard_id == "w2":
+            width = of_expert.shape[1]
+            of_expert.copy_(loaded[:, self.channel_rank * width : (self.channel_rank + 1) * width])
+        else:
+            rows = of_expert.shape[0] // 2
+            first = 0 if shard_id == "w1" else rows
+            of_expert[first : first + rows].copy_(loaded[self.channel_rank * rows : (self.channel_rank + 1) * rows])
+
+    def arrange(self) -> None:
+        """The weights in the order of the kernels, once they are loaded."""
+        from dsv4_kernels.moe.sm90.weights import HopperExperts, arrange
+
+        begin = time.perf_counter()
+        w13 = arrange(self.w13_weight.data, self.w13_weight_scale_inv.data, gate_up=True, in_place=True)
+        w2 = arrange(self.w2_weight.data, self.w2_weight_scale_inv.data, gate_up=False, in_place=True)
+        self.arranged = HopperExperts(w13, w2)
+        rounded = w13.rounded + w2.rounded
+        if rounded:
+            logger.warning(
+                "%s: %d of %d codes were rounded: their scales are more than 2^11 below the largest of their row, and "
+                "e4m3 cannot hold both. --moe-runner-backend marlin keeps them",
+                *(self.prefix, rounded, 2 * (self.w13_weight.numel() + self.w2_weight.numel())),
+            )
+        logger.debug("%s: arranged in %.2f s", self.prefix, time.perf_counter() - begin)
+
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor, shared: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """This rank's part of the experts' sum, the shared one's included.
+
+        Args:
+            x: [T, d] bf16.
+            weights: [T, k] fp32.
+            experts: [T, k] int32, among all experts.
+            shared: [T, d] bf16, the shared expert's part; None for none.
+            dtype: of the result, fp32 or bf16.
+
+        Returns:
+            [T, d] in `dtype`.
+        """
+        from dsv4_kernels.moe.sm90.launch import experts_forward
+
+        assert self.arranged is not None, f"{self.prefix}: weights were never loaded"
+        return experts_forward(
+            x, weights, experts, self.arranged, self.swiglu_limit, self.first_local_expert, dtype, shared
+        )
+
+
+class _Arrangement(QuantizeMethodBase):
+    """What SGLang's loaders call once weights are there."""
+
+    def apply(self, layer: nn.Module, *args: object, **kwargs: object) -> Tensor:
+        raise NotImplementedError("PackedExperts.forward is what computes")
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        assert isinstance(layer, PackedExperts)
+        layer.arrange()
+
+
+def kernels(config: Config, tp_size: int) -> list[Callable[[], object]]:
+    """What compiles the kernels of a forward, ahead of it."""
+    from dsv4_kernels.moe.sm90 import launch, rows, work_list
+    from dsv4_kernels.moe.sm90.plan import NARROW, WIDE, Plan, Product
+
+    summed = rows.Sum(config.num_experts_per_tok, fp32=tp_size > 1, adds_shared=True)
+    return [
+        *(partial(launch.compile, Plan(product, shape)) for shape in (NARROW, WIDE) for product in Product),
+        *(partial(rows.compile_quantise, chooses, launch.ARCH) for chooses in (True, False)),
+        partial(rows.compile_sum, summed, launch.ARCH),
+        partial(work_list.compile, launch.ARCH),
+    ]
+
+
+def workspace_bytes(config: Config, tokens: int, ranks: int, experts_ranks: int) -> int:
+    """Of a forward over so many tokens, returned after each layer."""
+    from dsv4_kernels.moe.sm90 import launch
+
+    return launch.workspace_bytes(
+        tokens,
+        config.num_experts_per_tok,
+        config.n_routed_experts // experts_ranks,
+        config.hidden_size,
+        config.moe_intermediate_size // ranks,
+    )

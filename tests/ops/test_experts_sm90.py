@@ -1,0 +1,485 @@
+"""Hopper's experts (MXFP4 weights as e4m3 in registers, e4m3 activations, wgmma), emulated, against their definition.
+
+Regimes: one token and many; experts with none, with a few slots and with several work tiles; every width of a tile,
+full and not; K of one step and of more steps than there are stages; experts of other ranks; more work tiles than CTAs;
+scales of a row that differ by 2^11, and by more; clamped and zero gates. The arrangement of the weights is held against
+one that is written down number by number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ops.attention_launch import delete_synchronisation
+from ops.number_formats import same_bits
+from ops.test_experts_sm100 import LIMIT, Case, packed_experts
+from torch import Tensor
+
+from dsv4_kernels import moe
+from dsv4_kernels.moe import Mxfp4Experts, ref
+from dsv4_kernels.moe.sm90 import weights as arrangement
+from dsv4_kernels.quant import dequantise_fp4_weight
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+CASES = {
+    "few": Case(5),
+    "one-token": Case(1, chosen=3),
+    "several-tiles-of-one-expert": Case(70, chosen=1, one_expert=True, channels=256, multiprocessors=3),
+    "k-longer-than-the-stages": Case(3, d=1280, channels=256, experts=2, multiprocessors=2),
+    "uneven-tiles": Case(45, chosen=2, experts=2, multiprocessors=1),
+    "other-ranks": Case(12, chosen=3, experts=2, offset=3, all_experts=7),
+}
+SLOW = {
+    "wide-tiles": Case(300, chosen=2, experts=3, multiprocessors=5),
+    "six-of-many": Case(9, chosen=6, experts=12, d=512, channels=384, multiprocessors=132),
+    "only-other-ranks": Case(4, experts=2, offset=5, all_experts=5),
+    "wide-and-deep": Case(33, chosen=2, experts=2, d=2048, channels=1280, multiprocessors=5),
+}
+
+
+def shapes() -> dict[str, Any]:
+    from dsv4_kernels.moe.sm90.plan import NARROW, WIDE
+
+    return {"narrow": NARROW, "wide": WIDE}
+
+
+@pytest.fixture(autouse=True)
+def compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator needs the PTX that compiling gives; kernels compiled in one test serve the others."""
+    from dsv4_kernels import compile_cache
+
+    monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
+
+
+@functools.cache
+def arranged(experts: int, d: int, channels: int) -> arrangement.HopperExperts:
+    return packed_experts(experts, d, channels).for_hopper()
+
+
+def launched(case: Case, shape: str = "narrow", **options: object) -> tuple[Tensor, Any]:
+    """The kernels' result, and the emulated device."""
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+
+    x, weights, ids, _ = case.inputs()
+    packed = arranged(case.experts, case.d, case.channels)
+    launch.multiprocessors.cache_clear()
+    try:
+        with emulated(arch="sm_90a", multiprocessors=case.multiprocessors, **options) as device:
+            out = launch.experts_forward(x, weights, ids, packed, LIMIT, case.offset, shape=shapes()[shape])
+    finally:
+        launch.multiprocessors.cache_clear()
+    assert len(device.reports) == 6 and not any(report.warnings for report in device.reports)
+    return out, device
+
+
+def products_of(device: Any) -> list[Any]:
+    """The reports of both products."""
+    return [device.reports[2], device.reports[4]]
+
+
+@pytest.mark.parametrize("shape", ["narrow", "wide"])
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_the_sum_is_the_definition_s(name: str, shape: str) -> None:
+    """To one rounding of bf16 a row, and a flipped code now and then."""
+    from emulator import Checks
+
+    case = (CASES | SLOW)[name]
+    x, weights, ids, packed = case.inputs()
+    expected = ref.mxfp4_experts_forward(x, weights, ids, packed, LIMIT, case.offset)
+    out, device = launched(case, shape, schedule="late", checks=Checks.strict())
+    assert out.dtype == torch.float32 and out.shape == expected.shape
+    assert (out - expected).norm() <= 2.0**-9 * expected.norm()
+    most = case.multiprocessors * shapes()[shape].ctas_per_sm
+    assert all(report.grid[0] <= most for report in products_of(device))
+    if name == "only-other-ranks":
+        assert not out.any()
+
+
+SCHEDULES = [
+    (name, schedule, seed)
+    for name in ("few", "several-tiles-of-one-expert", "k-longer-than-the-stages")
+    for schedule in ("late", "random", "random_warps")
+    for seed in (1, 2)
+]
+QUICK = [("few", "random", 1), ("k-longer-than-the-stages", "random_warps", 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "seed"),
+    [pytest.param(*point, marks=() if point in QUICK else pytest.mark.slow) for point in SCHEDULES],
+)
+def test_bits_do_not_depend_on_the_schedule(name: str, schedule: str, seed: int) -> None:
+    """Nor on which slot a pair gets, which is the schedule's choice."""
+    from emulator import Checks
+
+    expected, _ = launched(CASES[name], schedule="eager")
+    out, _ = launched(CASES[name], schedule=schedule, seed=seed, checks=Checks.strict())
+    assert same_bits(out, expected)
+
+
+@pytest.mark.parametrize("shape", ["narrow", "wide"])
+def test_a_token_s_bits_do_not_depend_on_its_batch(shape: str) -> None:
+    """Alone, in tiles of every width, in the other shape, and on another number of multiprocessors."""
+    case = Case(70, experts=2, multiprocessors=3)
+    expected, _ = launched(case, "wide" if shape == "narrow" else "narrow")
+    x, weights, ids, _ = case.inputs()
+    packed = arranged(case.experts, case.d, case.channels)
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+
+    widths = Counter()
+    for rows in (slice(7, 8), slice(20, 34), slice(30, 60), slice(0, 70)):
+        launch.multiprocessors.cache_clear()
+        with emulated(arch="sm_90a", multiprocessors=1):
+            given = weights[rows], ids[rows]
+            listed = launch.list_work(*(t.contiguous() for t in given), 2, 0, shapes()[shape])
+            out = launch.experts_forward(x[rows], *given, packed, LIMIT, shape=shapes()[shape])
+        widths.update(8 * listed.tiles[: int(listed.totals[0]), 2])
+        assert same_bits(out, expected[rows])
+    launch.multiprocessors.cache_clear()
+    assert len(widths) >= 3
+
+
+def test_zeros_and_clamps() -> None:
+    """A token of zeros gives zeros; gates and ups of thousands are clamped, not infinite."""
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+
+    case = CASES["few"]
+    x, weights, ids, packed = case.inputs()
+    out, _ = launched(case)
+    assert not out[0].any()
+    large = (x.float() * 2.0**12).bfloat16()
+    with emulated(arch="sm_90a", multiprocessors=4):
+        out = launch.experts_forward(large, weights, ids, packed.for_hopper(), LIMIT)
+    expected = ref.mxfp4_experts_forward(large, weights, ids, packed, LIMIT, 0)
+    assert out.isfinite().all() and (out - expected).norm() <= 2.0**-9 * expected.norm()
+
+
+def test_the_shared_expert_is_added_as_a_layer_would() -> None:
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+
+    case = CASES["few"]
+    x, weights, ids, packed = case.inputs()
+    shared = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    plain, _ = launched(case)
+    with emulated(arch="sm_90a", multiprocessors=4):
+        arguments = (x, weights, ids, packed.for_hopper(), LIMIT, 0)
+        alone = launch.experts_forward(*arguments, torch.bfloat16)
+        both = launch.experts_forward(*arguments, torch.bfloat16, shared)
+        in_fp32 = launch.experts_forward(*arguments, torch.float32, shared)
+        none = launch.experts_forward(x[:0], weights[:0], ids[:0], packed.for_hopper(), LIMIT)
+    assert same_bits(alone, plain.bfloat16())
+    assert same_bits(both, alone + shared)
+    assert same_bits(in_fp32, plain + shared.float())
+    assert none.shape == (0, case.d) and none.dtype == torch.float32
+
+
+# ---- the work list
+
+
+LISTS = {
+    "uniform": (13, 2, 5, 0, 5),
+    "other-ranks": (30, 3, 4, 2, 9),
+    "none-here": (6, 2, 3, 8, 8),
+    "one-pair": (1, 1, 4, 0, 4),
+    "long-runs": (200, 2, 2, 0, 2),
+    "many-experts": (40, 6, 200, 30, 300),
+}
+
+
+@pytest.mark.parametrize("case", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize("shape", ["narrow", "wide"])
+def test_the_work_list_covers_every_slot_once(case: tuple[int, ...], shape: str) -> None:
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+    from dsv4_kernels.moe.sm90.plan import GROUP
+
+    tokens, chosen, held, offset, of_all = case
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.rand(tokens, of_all, generator=generator).topk(chosen).indices.int()
+    weights = torch.rand(tokens, chosen, generator=generator)
+    with emulated(arch="sm_90a", multiprocessors=4, schedule="random", seed=5):
+        listed = launch.list_work(weights, ids, held, offset, shapes()[shape])
+    num_tiles, num_groups = listed.totals.tolist()
+    groups = [-(-int((ids == offset + expert).sum()) // GROUP) for expert in range(held)]
+    assert num_groups == sum(groups) <= listed.groups
+    following, covered = 0, Counter()
+    for tile in range(num_tiles):
+        expert, first, width, run_first, run_tiles = listed.tiles[tile, :5].tolist()
+        assert first == following and 0 < width <= shapes()[shape].slots // GROUP
+        assert (listed.group_tile[first : first + width] == tile).all()
+        assert run_first <= tile < run_first + run_tiles
+        assert (listed.tiles[run_first : run_first + run_tiles, 0] == expert).all()
+        following += width
+        for slot in range(first * GROUP, (first + width) * GROUP):
+            token = int(listed.source[slot])
+            if token >= 0:
+                choice = (ids[token] == expert + offset).nonzero()[0, 0]
+                assert listed.routing[slot] == weights[token, choice]
+                assert int(listed.slot_of_pair[token, choice]) == slot
+                covered[slot] += 1
+            else:
+                assert listed.routing[slot] == 0
+    assert following == num_groups
+    here = (ids >= offset) & (ids < offset + held)
+    assert len(covered) == int(here.sum()) and set(covered.values()) <= {1}
+    assert (listed.slot_of_pair[~here] < 0).all()
+
+
+def test_sizes_follow_from_shapes() -> None:
+    from dsv4_kernels.moe.sm90 import launch
+
+    assert [launch.most_groups(pairs, 256) for pairs in (6, 24, 1536, 49152)] == [6, 24, 416, 6368]
+    shape = shapes()
+    assert launch.shape_for(6 * 64, 256) is shape["narrow"] and launch.shape_for(6 * 8192, 256) is shape["wide"]
+    # What a call allocates, and says beforehand.
+    allocated = 0
+
+    def empty(*size: object, **options: Any) -> Tensor:
+        nonlocal allocated
+        made = original(*size, **options)
+        allocated += made.nbytes
+        return made
+
+    original = torch.empty
+    case = CASES["few"]
+    from host import emulated
+
+    x, weights, ids, packed = case.inputs()
+    hopper = packed.for_hopper()
+    with emulated(arch="sm_90a", multiprocessors=4), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        out = launch.experts_forward(x, weights, ids, hopper, LIMIT)
+    said = launch.workspace_bytes(case.tokens, case.chosen, case.experts, case.d, case.channels)
+    # Codes of h take the place of x's, which nobody reads any more.
+    assert said <= allocated - out.nbytes <= said + 8 * launch.most_groups(10, 3) * case.channels * 33 // 32 + 8
+
+
+# ---- the arrangement of weights
+
+
+def decoded(matrix: arrangement.HopperMatrix, row: int, k: int) -> float:
+    """The weight in arranged row `row` and column `k` of expert 0, by the layout that weights.py describes."""
+    tile, unit, within = row // 128, row % 128 // 16, row % 16
+    half, g = within // 8, within % 8
+    step, group, channel = k // 128, k % 128 // 32, k % 32
+    words = matrix.codes[0, tile, step].view(torch.int32)
+    lane = g * 4 + channel % 16 // 4
+    word = int(words[unit * 256 + group // 2 * 128 + lane * 4 + group % 2 * 2 + half]) & 0xFFFFFFFF
+    i, second = channel % 4, channel // 16
+    magnitude = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)[word >> (16 * second + 4 * i) & 7]
+    sign = word >> (8 * i + (3 if second else 7)) & 1
+    shifts = int(matrix.shifts[0, tile, step].view(torch.int32)[unit * 8 + g]) & 0xFFFFFFFF
+    shift = shifts >> (4 * (2 * group + half)) & 15
+    return (-1) ** sign * magnitude * 2.0 ** (shift - 5) * float(matrix.factors[0, row])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_every_weight_lies_where_a_lane_looks(in_place: bool) -> None:
+    packed = packed_experts(2, 256, 256)
+    matrices = {
+        "w13": (packed.w13.clone(), packed.w13_scale.clone(), True),
+        "w2": (packed.w2.clone(), packed.w2_scale.clone(), False),
+    }
+    for name, (codes, scale, gate_up) in matrices.items():
+        plain = dequantise_fp4_weight(codes[0].clone(), scale[0].clone(), torch.float64)
+        found = arrangement.arrange(codes, scale, gate_up=gate_up, in_place=in_place)
+        assert found.rounded == 0
+        if in_place:
+            assert found.codes.data_ptr() == codes.data_ptr() and found.shifts.data_ptr() == scale.data_ptr()
+        for row in range(0, plain.shape[0], 5):
+            unit, within = divmod(row, 16)
+            if gate_up:  # 8 channels of the gate, and the same of up
+                origin = unit * 8 + within % 8 + (plain.shape[0] // 2 if within >= 8 else 0)
+            else:
+                origin = unit * 16 + within % 8 * 2 + within // 8
+            for k in (*range(0, 40, 3), 127, 128, 255):
+                assert decoded(found, row, k) == plain[origin, k], (name, row, k)
+
+
+def scales_apart(by: int) -> Mxfp4Experts:
+    """Two groups of row 3 of w2 lie `by` powers of two below the others of that row."""
+    packed = packed_experts(1, 256, 256)
+    scale = torch.full_like(packed.w2_scale.view(torch.uint8), 130)
+    scale[0, 3, 1:3] -= by
+    return replace(packed, w2_scale=scale.view(torch.float8_e8m0fnu))
+
+
+def test_scales_of_a_row_may_differ_by_2_to_the_11() -> None:
+    packed = scales_apart(11)
+    found = packed.for_hopper().w2
+    assert found.rounded == 0
+    plain = dequantise_fp4_weight(packed.w2[0], packed.w2_scale[0], torch.float64)
+    row = 8 + 1  # of the odd ones the second
+    assert [decoded(found, row, k) for k in range(256)] == plain[3].tolist()
+
+
+@pytest.mark.parametrize("by", [12, 13, 30])
+def test_what_lies_lower_is_rounded_and_counted(by: int) -> None:
+    """To the nearest multiple that e4m3 has beside the row's largest, ties to even."""
+    packed = scales_apart(by)
+    found = packed.for_hopper().w2
+    plain = dequantise_fp4_weight(packed.w2[0], packed.w2_scale[0], torch.float64)[3]
+    values = torch.tensor([decoded(found, 9, k) for k in range(256)], dtype=torch.float64)
+    small = torch.zeros(256, dtype=torch.bool)
+    small[32:96] = True
+    assert torch.equal(values[~small], plain[~small])
+    assert found.rounded == int((values != plain).sum()) > 0
+    unit = 2.0 ** (130 - 127 - 11)
+    wanted = dequantise_fp4_weight(
+        *moe_quantised((plain[small] / unit).float()), torch.float64
+    ).flatten() * unit  # fmt: skip
+    assert torch.equal(values[small].abs(), wanted.abs())
+    assert (values[small] - plain[small]).abs().max() <= 2.0**-12 * 2 * 2.0 ** (130 - 127)
+
+
+def moe_quantised(values: Tensor) -> tuple[Tensor, Tensor]:
+    """e2m1 of values that need no scale, rounded to the nearest even by arithmetic on its own grid."""
+    step = torch.where(values.abs() < 2, 0.5, torch.where(values.abs() < 4, 1.0, 2.0))
+    rounded = (values / step).round() * step  # torch rounds ties to even
+    grid = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    codes = torch.tensor([grid.index(abs(float(v))) | (8 if v < 0 else 0) for v in rounded])
+    packed = (codes[0::2] | (codes[1::2] << 4)).to(torch.uint8).view(torch.int8)
+    return packed[None], torch.full((1, len(values) // 32), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def test_a_group_of_zeros_has_no_say() -> None:
+    packed = packed_experts(1, 256, 256)
+    scale = torch.full_like(packed.w2_scale.view(torch.uint8), 110)
+    codes = packed.w2.clone().view(torch.uint8)
+    scale[0, 3, 2], codes[0, 3, 32:48] = 250, 0x80  # +0 and -0
+    found = replace(packed, w2=codes.view(packed.w2.dtype), w2_scale=scale.view(torch.float8_e8m0fnu)).for_hopper().w2
+    assert found.rounded == 0 and found.factors.unique().numel() == 1
+
+
+# ---- what is refused, and how it is chosen
+
+
+def test_errors_say_what_is_expected() -> None:
+    from dsv4_kernels.moe.sm90 import launch
+
+    x, weights, ids, packed = CASES["few"].inputs()
+    with pytest.raises(ValueError, match=r"needs arranged weights; call Mxfp4Experts\.for_hopper"):
+        launch.mxfp4_experts_forward(x, weights, ids, packed, LIMIT, 0)
+    hopper = packed.for_hopper()
+    with pytest.raises(ValueError, match=r"x is \(5, 128\); expected \[T, 256\]"):
+        moe.mxfp4_experts_forward(x[:, :128], weights, ids, hopper, LIMIT)
+    with pytest.raises(ValueError, match=r"x must be torch\.bfloat16"):
+        launch.experts_forward(x.float(), weights, ids, hopper, LIMIT)
+    with pytest.raises(ValueError, match="multiples of 128 rows"):
+        arrangement.arrange(packed.w2[:, :100], packed.w2_scale[:, :100], gate_up=False)
+    with pytest.raises(ValueError, match="at least 256"):
+        arrangement.arrange(packed.w2, packed.w2_scale, gate_up=False, in_place=True)
+    damaged = packed.w2_scale.clone()
+    damaged.view(torch.uint8)[0, 5, 1] = 255
+    with pytest.raises(ValueError, match="scale is NaN"):
+        replace(packed, w2_scale=damaged).for_hopper()
+
+
+def test_it_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights must have been arranged for it, which the registry does not see."""
+    from dsv4_kernels import registry
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    hopper = torch.device("cuda")
+    assert registry.chosen("mxfp4_experts_forward", hopper, torch.bfloat16).name == "ref"
+    assert registry.chosen("mxfp4_experts_forward", hopper, torch.bfloat16, "sm90").name == "sm90"
+
+
+@pytest.fixture
+def nothing_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No tensor is read back on the host."""
+
+    def refused(self: Tensor) -> None:
+        raise AssertionError("a tensor is read back")
+
+    for method in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
+        monkeypatch.setattr(Tensor, method, refused)
+    yield
+
+
+def test_nothing_waits_for_the_device(nothing_waits: None) -> None:
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+
+    x = torch.zeros(4, 256, dtype=torch.bfloat16)
+    packed = arranged(3, 256, 128)
+    with emulated(arch="sm_90a", multiprocessors=2):
+        launch.experts_forward(x, torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.int32), packed, LIMIT)
+
+
+# ---- the kernels themselves
+
+
+@pytest.mark.parametrize("shape", ["narrow", "wide"])
+def test_no_configuration_spills(shape: str) -> None:
+    from cubin import resources
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+    from dsv4_kernels.moe.sm90.plan import THREADS, Plan, Product
+
+    chosen = shapes()[shape]
+    with emulated(arch="sm_90a"):
+        for product in Product:
+            found = resources(launch.compile(Plan(product, chosen)).__cubin__)
+            assert found["stack_bytes"] == 0
+            of_warp = -(-found["registers"] // 8) * 8 * 32
+            assert of_warp * (THREADS // 32) * chosen.ctas_per_sm <= 65_536
+            assert chosen.ctas_per_sm * (Plan(product, chosen).smem_bytes + 2048) <= 228 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("product", [0, 1], ids=["gate-up", "down"])
+def test_deleted_synchronisation_is_noticed(product: int) -> None:
+    """Every deletion but those explained in emulator/results/mutation_reasons.json."""
+    from emulator import Checks
+
+    case = replace(CASES["k-longer-than-the-stages"], tokens=2, channels=384)
+    _, device = launched(case, checks=Checks.strict(), record=True)
+    rates = delete_synchronisation(f"experts_sm90_{('gate_up', 'down')[product]}", device, 2 + 2 * product)
+    assert rates and set(rates.values()) == {1}, rates
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 64, 300, 4096])
+def test_a_hopper_gpu_makes_the_sum(tokens: int) -> None:
+    """Flash's shapes with fewer experts; a token alone has the bits that it has in the batch; a graph repeats them."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU (sm_90a)")
+    case = Case(tokens, chosen=6, experts=16, d=4096, channels=2048)
+    x, weights, ids, packed = case.inputs()
+    x, weights, ids = x.cuda(), weights.cuda(), ids.cuda()
+    packed = Mxfp4Experts(*(matrix.cuda() for matrix in (packed.w13, packed.w13_scale, packed.w2, packed.w2_scale)))
+    hopper = packed.for_hopper()
+
+    def run(rows: slice) -> Tensor:
+        return moe.mxfp4_experts_forward(x[rows], weights[rows], ids[rows], hopper, LIMIT, impl="sm90")
+
+    out = run(slice(None))
+    few = slice(0, min(tokens, 64))
+    expected = moe.mxfp4_experts_forward(x[few], weights[few], ids[few], packed, LIMIT, impl="ref")
+    assert (out[few] - expected).norm() <= 2.0**-7 * expected.norm()
+    assert same_bits(run(slice(tokens - 1, tokens)), out[-1:])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = run(slice(None))
+    graph.replay()
+    assert same_bits(again, out)
