@@ -73,11 +73,10 @@ def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
         for stage in cutlass.range_constexpr(plan.shape.stages):
             cute.arch.mbarrier_init(full + stage, 1)
             cute.arch.mbarrier_init(empty + stage, CONSUMER_WARPS)
-        cute.arch.mbarrier_init_fence()
     # Columns of an instruction behind a work tile's last slot multiply what lies there: it must be something.
     for at in cutlass.range(thread * 16, plan.codes_offset, THREADS * 16, unroll=1):
         ptx.store_shared(base + at, (Uint32(0),) * 4)
-    cute.arch.fence_view_async_shared()
+    cute.arch.fence_view_async_shared()  # these zeros, and the barriers
     cute.arch.sync_threads()
     end = ptx.load_i32(args.num_tiles) * args.row_tiles
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
