@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,6 +140,20 @@ class RowFormat(Enum):
     """584 bytes; dimension 512, of which 64 are rotated."""
     INDEX_FP4 = "index_fp4"
     """68 bytes at dimension 128; any multiple of 32."""
+
+
+class RowPlaces(NamedTuple):
+    """Where rows lie in a byte format, computed once for many copies."""
+
+    rows: Tensor  # [N] int64
+    page: Tensor  # [N] int64
+    place: Tensor  # [N] int64, in the page
+
+    @classmethod
+    def of(cls, rows: Tensor) -> RowPlaces:
+        """Of [N] integer rows."""
+        rows = rows.long()
+        return cls(rows, rows // PAGE_ROWS, rows % PAGE_ROWS)
 
 
 @dataclass(frozen=True)
@@ -278,28 +293,28 @@ class KVRows:
         page, place = flat // PAGE_ROWS, flat % PAGE_ROWS
         data[page, place], scales[page, place] = pack(values)
 
-    def copy_rows(self, dst_rows: Tensor, src: KVRows, src_rows: Tensor) -> None:
+    def copy_rows(self, dst_rows: Tensor | RowPlaces, src: KVRows, src_rows: Tensor | RowPlaces) -> None:
         """Copies single rows byte for byte; nothing is quantised again. A destination named twice gets either row.
 
         Args:
-            dst_rows: [N] integer rows of this table.
+            dst_rows: [N] integer rows of this table, or their places, which serve many tables.
             src: a table of the same format and dimensions.
-            src_rows: [N] integer rows of src.
+            src_rows: [N] integer rows of src, or their places.
 
         Raises:
             ValueError: other format or dimensions, or row lists of different shape.
         """
         self._check_same_rows("copy_rows", src)
-        if dst_rows.dim() != 1 or dst_rows.shape != src_rows.shape:
+        to, origin = (rows if isinstance(rows, RowPlaces) else RowPlaces.of(rows) for rows in (dst_rows, src_rows))
+        if to.rows.dim() != 1 or to.rows.shape != origin.rows.shape:
             raise ValueError(
-                f"copy_rows needs two lists of N rows; got {tuple(dst_rows.shape)} and {tuple(src_rows.shape)}"
+                f"copy_rows needs two lists of N rows; got {tuple(to.rows.shape)} and {tuple(origin.rows.shape)}"
             )
-        to, origin = dst_rows.long(), src_rows.long()
         if self.format is RowFormat.PLAIN:
-            self.storage[to] = src.storage.index_select(0, origin)
+            self.storage[to.rows] = src.storage.index_select(0, origin.rows)
             return
         for dst_part, src_part in zip(self._split_pages(), src._split_pages(), strict=True):
-            dst_part[to // PAGE_ROWS, to % PAGE_ROWS] = src_part[origin // PAGE_ROWS, origin % PAGE_ROWS]
+            dst_part[to.page, to.place] = src_part[origin.page, origin.place]
 
     def _check_same_rows(self, name: str, src: KVRows) -> None:
         if (src.format, src.row_dim, src.storage.dtype) != (self.format, self.row_dim, self.storage.dtype):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dsv4_kernels.compressor import Groups
 from dsv4_kernels.indexer import index_topk
-from dsv4_kernels.kv_layout import KVRows
+from dsv4_kernels.kv_layout import KVRows, RowPlaces
 from dsv4_kernels.norm_rope_store import Destination
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.unpack import Pages, choice, unpack_pages
@@ -262,7 +262,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         )
 
     def _extend(self, prefix_lens: list[int], extend_lens: list[int], batch: ForwardBatch) -> ForwardMetadata:
-        pool = self.token_to_kv_pool
+        pool, slots = self.token_to_kv_pool, getattr(batch, "req_pool_indices_cpu", None)
         return extend_metadata(
             prefix_lens,
             extend_lens,
@@ -271,6 +271,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             pool.geometry,
             pool.plan.request_slots,
             num_tokens=batch.positions.shape[0],
+            host_slots=None if slots is None else slots[: len(extend_lens)].tolist(),
         )
 
     # -- once a layer ------------------------------------------------------------------------------------------------
@@ -292,8 +293,11 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
                     size, ring.format, ring.row_dim, ring.rope_dim, ring.storage.dtype, self.device
                 )
                 self._workspace_rows = torch.arange(size, device=self.device)
+                self._gathered = RowPlaces.of(self._workspace_rows[:gathered]), RowPlaces.of(meta.window_gather)
             rows = self._workspace
-            rows.copy_rows(self._workspace_rows[:gathered], ring, meta.window_gather)
+            if gathered:
+                to, origin = self._gathered
+                rows.copy_rows(to, ring, origin)
             destinations.append(Destination(rows, self._workspace_rows[gathered:]))
         if self._tail_rows is not None:
             destinations.append(Destination(pool.tail_windows(layer_id), self._tail_rows.window))

@@ -1,4 +1,4 @@
-"""Batch state -> kernel arguments: which rows each token reads and writes, as pure tensor functions.
+"""Batch state -> kernel arguments: which rows each token reads and writes, as pure functions.
 
 Two builders make a `ForwardMetadata`:
 
@@ -23,18 +23,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dsv4_kernels.compressor import Groups
-from dsv4_kernels.kv_layout import RowFormat, entry_rows
+from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
 from dsv4_kernels.step_mapping import GroupLayout, StepLayout, step_mapping
 from sglang_dsv4 import exact
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups, ring_row
 from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
-from sglang_dsv4.to_device import to_device
+from sglang_dsv4.to_device import arrays_to_device
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class ForwardMetadata:
         return DECODE_SPLIT_KEYS if self.window_in_ring or exact.is_on() else None
 
 
-def page_table_of(req_to_token: Tensor, req_slots: Tensor, num_pages: int) -> Tensor:
+def page_table_of(req_to_token: Tensor, req_slots: Tensor, num_pages: int, *, may_have_null: bool = True) -> Tensor:
     """FULL page numbers [B, num_pages] int32 of the requests' first `num_pages` pages.
 
     SGLang hands out whole pages of 256 slots, so the slot of a page's first token names the page. The null slot has the
@@ -105,29 +106,23 @@ def page_table_of(req_to_token: Tensor, req_slots: Tensor, num_pages: int) -> Te
     Args:
         req_to_token: [slots, max_context] int32, SGLang's table of full slots by position.
         req_slots: [B] int64.
+        may_have_null: whether a request may have the null slot.
     """
     pages = req_to_token[:, ::FULL_PAGE_TOKENS][:, :num_pages].index_select(0, req_slots) // FULL_PAGE_TOKENS
-    return pages.masked_fill_((req_slots == 0)[:, None], 0).int()
+    return (pages.masked_fill_((req_slots == 0)[:, None], 0) if may_have_null else pages).int()
 
 
-def rows_by_token(tokens: Tensor, rows: Tensor, num_tokens: int) -> Tensor:
+def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of a ragged batch in which b has counts[b] elements in a row: each element's b, and its offset in b's row."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
+
+
+def rows_by_token(tokens: np.ndarray, rows: np.ndarray, num_tokens: int) -> np.ndarray:
     """[num_tokens] int64: `rows [N]` at `tokens [N]`, -1 elsewhere."""
-    return torch.full((num_tokens,), -1, dtype=torch.int64, device=rows.device).index_copy_(0, tokens, rows)
-
-
-def ragged_offsets(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Of a ragged batch in which b has counts[b] elements in a row: each element's b, and its offset in b's row.
-
-    Args:
-        counts: [B] int64.
-        total: their sum, known on the host.
-
-    Returns:
-        Two [total] int64.
-    """
-    owner = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts, output_size=total)
-    begin = counts.cumsum(0) - counts
-    return owner, torch.arange(total, device=counts.device) - begin.index_select(0, owner)
+    found = np.full(num_tokens, -1)
+    found[tokens] = rows
+    return found
 
 
 def extend_metadata(
@@ -138,8 +133,12 @@ def extend_metadata(
     geometry: PoolGeometry,
     request_slots: int,
     num_tokens: int | None = None,
+    host_slots: Sequence[int] | None = None,
 ) -> ForwardMetadata:
     """Metadata of a batch in which request b appends `extend_lens[b]` tokens to the `prefix_lens[b]` it has.
+
+    All but the page numbers is known on the host, and computed there: on the device it would be some 240 launches,
+    which take the host longer than a short chunk takes the GPU. What has 128 columns a token is left to the device.
 
     Args:
         prefix_lens, extend_lens: [B] host integers.
@@ -147,111 +146,142 @@ def extend_metadata(
         req_to_token: [slots, max_context] int32; the new tokens' slots are already in it.
         request_slots: slots that the pools hold; state row S - 1 is the last one's.
         num_tokens: rows of the forward if it is padded beyond sum(extend_lens). Padding tokens see only themselves.
+        host_slots: `req_slots` on the host; None reads them from the device, which waits for it.
     """
     device, W, R = req_slots.device, geometry.window_tokens, geometry.ring_rows
-    real_tokens = sum(extend_lens)
+    requests, real_tokens = len(extend_lens), sum(extend_lens)
     num_tokens = real_tokens if num_tokens is None else num_tokens
     padding = num_tokens - real_tokens
     if padding < 0:
         raise ValueError(f"the forward has {num_tokens} tokens, but its requests extend by {real_tokens}")
-    ends = [p + n for p, n in zip(prefix_lens, extend_lens, strict=True)]
-    gathered = [min(p, W - 1) for p in prefix_lens]
-    G = sum(gathered)
+    prefix, extend = (np.array(lengths, dtype=np.int64) for lengths in (prefix_lens, extend_lens))
+    slots = np.array(req_slots.tolist() if host_slots is None else host_slots, dtype=np.int64)
+    end, begin = prefix + extend, extend.cumsum() - extend  # begin: first token of each request
+    gather = np.minimum(prefix, W - 1)
+    gather_begin, G = gather.cumsum() - gather, int(gather.sum())
+    num_pages = -(-int(end.max(initial=1)) // FULL_PAGE_TOKENS)
 
-    prefix, extend, gather = to_device([list(prefix_lens), list(extend_lens), gathered], device)
-    end = prefix + extend
-    begin = extend.cumsum(0) - extend  # [B] first token of each request
-    gather_begin = gather.cumsum(0) - gather
-    page_table = page_table_of(req_to_token, req_slots, -(-max(ends, default=1) // FULL_PAGE_TOKENS))
-
-    owner, offset = ragged_offsets(extend, real_tokens)
-    positions = prefix[owner] + offset
-    padded_positions = F.pad(positions, (0, padding))
-
-    gather_owner, gather_offset = ragged_offsets(gather, G)
-    gather_positions = (prefix - gather)[gather_owner] + gather_offset
-    window_gather = ring_row(req_slots[gather_owner], gather_positions, R)
-
-    seen = positions[:, None] + torch.arange(1 - W, 1, device=device)  # [T, W] positions
-    from_chunk = seen - prefix[owner, None] + (G + begin)[owner, None]
-    from_prefix = seen - (prefix - gather)[owner, None] + gather_begin[owner, None]
-    window_rows = torch.where(seen >= prefix[owner, None], from_chunk, from_prefix).masked_fill_(seen < 0, -1)
+    owner, offset = ragged(extend)
+    positions = np.pad(prefix[owner] + offset, (0, padding))
+    gather_owner, gather_offset = ragged(gather)
+    gathered = (prefix - gather)[gather_owner] + gather_offset
 
     # Only the last W rows can be read again, and position % R of these is what a snapshot at `end` copies.
-    kept = [min(n, W) for n in extend_lens]
-    kept_count = extend.clamp(max=W)
-    kept_owner, kept_offset = ragged_offsets(kept_count, sum(kept))
-    kept_positions = (end - kept_count)[kept_owner] + kept_offset
+    kept = np.minimum(extend, W)
+    kept_owner, kept_offset = ragged(kept)
+    kept_positions = (end - kept)[kept_owner] + kept_offset
 
-    compress: dict[int, Groups] = {}
+    # Of the windows: a position's row in the workspace is a number of its request's further, another one for those of
+    # the chunk than for those of the prefix. A padding token is at position 0 of a chunk of its own.
+    from_chunk = np.concatenate([(G + begin - prefix)[owner], G + np.arange(real_tokens, num_tokens)])
+    from_prefix = np.pad((gather_begin - (prefix - gather))[owner], (0, padding))
+    chunk_begin = np.pad(prefix[owner], (0, padding))
+    arrays = {
+        "positions": positions,
+        "token_to_request": np.pad(owner, (0, padding), constant_values=requests).astype(np.int32),
+        "window_gather": slots[gather_owner] * R + gathered % R,
+        "windows": np.stack([positions, chunk_begin, from_chunk, from_prefix]).astype(np.int32),
+        "ring_rows": rows_by_token(
+            (begin - prefix)[kept_owner] + kept_positions, slots[kept_owner] * R + kept_positions % R, num_tokens
+        ),
+    }
     for ratio in geometry.compressed:
-        first = prefix // ratio
-        closed = sum(e // ratio - p // ratio for p, e in zip(prefix_lens, ends, strict=True))
-        group_owner, group_offset = ragged_offsets(end // ratio - first, closed)
-        group_positions = (first[group_owner] + group_offset) * ratio
-        C, S = overlap_groups(ratio), geometry.state_rows(ratio)
-        raw = group_positions[:, None] + torch.arange((1 - C) * ratio, ratio, device=device)  # [M, C*r] positions
-        in_state = ring_row(req_slots[group_owner, None], raw, S)
-        in_chunk = request_slots * S + begin[group_owner, None] + raw - prefix[group_owner, None]
-        sources = torch.where(raw < prefix[group_owner, None], in_state, in_chunk).masked_fill_(raw < 0, -1)
-        # Raw rows that a later entry still needs: the open group and, with overlap, the group before it.
-        needed = [max(p, (e // ratio + 1 - C) * ratio) for p, e in zip(prefix_lens, ends, strict=True)]
-        needed_from = torch.maximum(prefix, (end // ratio + 1 - C) * ratio)
-        state_owner, state_offset = ragged_offsets(
-            end - needed_from, sum(e - q for e, q in zip(ends, needed, strict=True))
-        )
-        state_positions = needed_from[state_owner] + state_offset
-        compress[ratio] = Groups(
-            ratio=ratio,
-            positions=padded_positions,
-            sources=sources.int(),
-            entry_positions=group_positions,
-            slots=entry_rows(page_table, group_owner, group_positions // ratio, entries_per_page(ratio)),
-            state_rows=rows_by_token(
-                begin[state_owner] + state_positions - prefix[state_owner],
-                ring_row(req_slots[state_owner], state_positions, S),
-                num_tokens,
-            ),
-        )
+        of_ratio = _group_arrays(prefix, end, begin, slots, positions, ratio, geometry, request_slots, num_pages)
+        arrays |= {f"{name} {ratio}": array for name, array in of_ratio.items()}
+        arrays[f"visible {ratio}"][real_tokens:] = 0
+    held = -(-end // FULL_PAGE_TOKENS)
+    if geometry.row_format is RowFormat.FP8:
+        page_owner, page_place = ragged(held)
+        arrays["pages"] = page_owner * num_pages + page_place
+        unpacked = (held.cumsum() - held)[:, None] + np.arange(num_pages)
+        arrays["unpacked table"] = np.pad(unpacked, ((0, 1 if padding else 0), (0, 0))).astype(np.int32)
+    there = arrays_to_device(arrays, device)
 
-    visible = {ratio: ((positions + 1) // ratio).int() for ratio in geometry.compressed}
-    token_to_request, window_rows = owner.int(), window_rows.int()
+    page_table = page_table_of(req_to_token, req_slots, num_pages, may_have_null=bool((slots == 0).any()))
+    page_numbers = page_table.flatten()
+    compress = {
+        ratio: Groups(
+            ratio=ratio,
+            positions=there["positions"],
+            sources=there[f"sources {ratio}"],
+            entry_positions=there[f"entry_positions {ratio}"],
+            slots=torch.add(
+                there[f"within {ratio}"],
+                page_numbers.index_select(0, there[f"pages {ratio}"]),
+                alpha=entries_per_page(ratio),
+            ),
+            state_rows=there[f"state_rows {ratio}"],
+        )
+        for ratio in geometry.compressed
+    }
     unpack = None
     if geometry.row_format is RowFormat.FP8:
-        held = (end + FULL_PAGE_TOKENS - 1) // FULL_PAGE_TOKENS
-        page_owner, page_place = ragged_offsets(held, sum(-(-e // FULL_PAGE_TOKENS) for e in ends))
-        unpacked = (held.cumsum(0) - held)[:, None] + torch.arange(page_table.shape[1], device=device)
         unpack = UnpackPlan(
             window_rows=torch.arange(G + num_tokens, dtype=torch.int32, device=device),
-            pages=page_table[page_owner, page_place],
-            page_table=F.pad(unpacked.int(), (0, 0, 0, 1 if padding else 0)),
-            spans=tuple(zip(prefix_lens, ends, strict=True)),
+            pages=page_numbers.index_select(0, there["pages"]),
+            page_table=there["unpacked table"],
+            spans=tuple(zip(prefix_lens, end.tolist(), strict=True)),
         )
-    if padding:
-        # Padding tokens belong to an extra request in the null slot: they see their own row and no entry.
+    if padding:  # its tokens belong to an extra request in the null slot
         req_slots, page_table = F.pad(req_slots, (0, 1)), F.pad(page_table, (0, 0, 0, 1))
-        token_to_request = F.pad(token_to_request, (0, padding), value=len(ends))
-        own_row = torch.arange(G + real_tokens, G + num_tokens, dtype=torch.int32, device=device)
-        window_rows = torch.cat([window_rows, F.pad(own_row[:, None], (W - 1, 0), value=-1)])
-        visible = {ratio: F.pad(v, (0, padding)) for ratio, v in visible.items()}
-
     return ForwardMetadata(
-        positions=padded_positions,
-        token_to_request=token_to_request,
+        positions=there["positions"],
+        token_to_request=there["token_to_request"],
         req_slots=req_slots,
         page_table=page_table,
         window_in_ring=False,
-        window_gather=window_gather,
-        window_rows=window_rows,
-        ring_rows=rows_by_token(
-            begin[kept_owner] + kept_positions - prefix[kept_owner],
-            ring_row(req_slots[kept_owner], kept_positions, R),
-            num_tokens,
-        ),
+        window_gather=there["window_gather"],
+        window_rows=_window_rows(there["windows"], W),
+        ring_rows=there["ring_rows"],
         compress=compress,
-        visible=visible,
+        visible={ratio: there[f"visible {ratio}"] for ratio in geometry.compressed},
         unpack=unpack,
     )
+
+
+def _window_rows(windows: Tensor, width: int) -> Tensor:
+    """[T, width] int32 rows of the workspace, from [4, T] int32: a token's position, where its chunk begins, and what
+    is added to a position of the chunk and to one of the prefix."""
+    position, chunk_begin, from_chunk, from_prefix = windows.unsqueeze(2)
+    seen = position + torch.arange(1 - width, 1, dtype=torch.int32, device=windows.device)
+    return seen.add(torch.where(seen >= chunk_begin, from_chunk, from_prefix)).masked_fill_(seen < 0, -1)
+
+
+def _group_arrays(
+    prefix: np.ndarray,
+    end: np.ndarray,
+    begin: np.ndarray,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    ratio: int,
+    geometry: PoolGeometry,
+    request_slots: int,
+    num_pages: int,
+) -> dict[str, np.ndarray]:
+    """Of one ratio: the groups that a prefill closes, and the raw rows that later ones need (see `extend_metadata`)."""
+    C, S, per_page = overlap_groups(ratio), geometry.state_rows(ratio), entries_per_page(ratio)
+    first = prefix // ratio
+    owner, offset = ragged(end // ratio - first)
+    entries = first[owner] + offset
+    raw = entries[:, None] * ratio + np.arange((1 - C) * ratio, ratio)  # [M, C*r] positions
+    in_state = slots[owner, None] * S + raw % S
+    in_chunk = request_slots * S + (begin - prefix)[owner, None] + raw
+    sources = np.where(raw < prefix[owner, None], in_state, in_chunk)
+    sources[raw < 0] = -1
+    # Raw rows that a later entry still needs: the open group and, with overlap, the group before it.
+    needed_from = np.maximum(prefix, (end // ratio + 1 - C) * ratio)
+    state_owner, state_offset = ragged(end - needed_from)
+    kept = needed_from[state_owner] + state_offset
+    return {
+        "sources": sources.astype(np.int32),
+        "entry_positions": entries * ratio,
+        "pages": owner * num_pages + entries // per_page,
+        "within": entries % per_page,
+        "state_rows": rows_by_token(
+            (begin - prefix)[state_owner] + kept, slots[state_owner] * S + kept % S, len(positions)
+        ),
+        "visible": ((positions + 1) // ratio).astype(np.int32),
+    }
 
 
 def step_layout(geometry: PoolGeometry) -> StepLayout:
