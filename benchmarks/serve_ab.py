@@ -1,7 +1,8 @@
 """Ours beside SGLang's built-in DeepSeek-V4: the same weights, flags and machine, one server after the other.
 
     python benchmarks/serve_ab.py --model MODEL --out benchmarks/results/serve_ab_h200.json --picture FILE.png \\
-        [--works decode prefill multi_turn profile churn agreement] [--kv-gib 0.5] [-- further server flags]
+        [--works decode prefill multi_turn profile churn agreement] [--kv-gib 0.5] [--builtin-flags FLAGS] \\
+        [-- further server flags]
 
 Works (loads are `serve_load.py`'s):
 
@@ -25,6 +26,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import statistics
 import subprocess
@@ -32,7 +34,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -272,31 +274,38 @@ def _note(figures: Figures, work: str, requests: int, found: dict[str, float]) -
 # ------------------------------------------------------------------------------------------------ both servers
 
 
-def compare(model: Path, works: Sequence[str], flags: Sequence[str], kv_gib: float, port: int, logs: Path) -> list[Row]:
-    """Run the works on both servers."""
+def compare(
+    model: Path,
+    works: Sequence[str],
+    flags_of: Mapping[str, Sequence[str]],
+    kv_gib: float,
+    port: int,
+    logs: Path,
+) -> list[Row]:
+    """Run the works on both servers, each with its flags."""
     figures: dict[str, Figures] = {name: {} for name in CONTENDERS}
     if set(works) - {"churn", "agreement"}:
         for name in CONTENDERS:
             print(f"{name}, ample memory", flush=True)
-            with running(name, model, flags, port, logs / f"{name}.log") as server:
+            with running(name, model, flags_of[name], port, logs / f"{name}.log") as server:
                 figures[name].update(with_ample_memory(server, works))
     if "churn" in works:
         size, tokens, sessions = kv_gib * 2**30, None, {}
         for name in CONTENDERS:
             if name == "ours":
-                tokens = tokens_that_fit(model, size, flags)
+                tokens = tokens_that_fit(model, size, flags_of["ours"])
                 sessions = _sessions(tokens)
             print(f"{name}, {size / 2**30:.3f} GiB of KV memory", flush=True)
             # The built-in's bytes follow from its tokens by its own rules: two starts find those of the budget.
             if name == "builtin":
-                tokens = _builtin_tokens(model, flags, size, port, logs)
+                tokens = _builtin_tokens(model, flags_of[name], size, port, logs)
             limit = ("--max-total-tokens", str(tokens))
-            with running(name, model, (*flags, *limit), port, logs / f"{name}_churn.log") as server:
+            with running(name, model, (*flags_of[name], *limit), port, logs / f"{name}_churn.log") as server:
                 used, held = server.kv_memory()
                 _note(figures[name], "memory_churn", 1, {"kv_bytes": used, "kv_tokens": held})
                 if name == "builtin":
                     size = used
-                    sessions = _sessions(tokens_that_fit(model, size, flags))
+                    sessions = _sessions(tokens_that_fit(model, size, flags_of["ours"]))
                 figures[name].update(under_churn(server, sessions))
     rows = [
         Row(*key, ours=figures["ours"][key], builtin=value)
@@ -304,7 +313,7 @@ def compare(model: Path, works: Sequence[str], flags: Sequence[str], kv_gib: flo
         if key in figures["ours"]
     ]
     if "agreement" in works:
-        rows += agreement(model, flags, port, logs)
+        rows += agreement(model, flags_of, port, logs)
     return rows + best_third_of(rows)
 
 
@@ -340,12 +349,14 @@ def tokens_that_fit(model: Path, size: float, flags: Sequence[str]) -> int:
     return largest_plan(geometry, int(size), lambda tokens: slots, options.slots_on_device).full_tokens
 
 
-def agreement(model: Path, flags: Sequence[str], port: int, logs: Path) -> list[Row]:
+def agreement(model: Path, flags_of: Mapping[str, Sequence[str]], port: int, logs: Path) -> list[Row]:
     """Ours against the built-in, and the built-in against itself in another batch; the mean absolute difference."""
     found = {}
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     for name in CONTENDERS:
-        with running(name, model, (*flags, "--disable-radix-cache"), port, logs / f"{name}_agreement.log") as server:
+        with running(
+            name, model, (*flags_of[name], "--disable-radix-cache"), port, logs / f"{name}_agreement.log"
+        ) as server:
             found[name] = logprobs(server, vocab, prompts=8, length=700)
     ours, builtin = found["ours"][0], found["builtin"][0]
     apart = statistics.mean(abs(a - b) for a, b in zip(ours, builtin, strict=True))
@@ -428,12 +439,14 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path("."), help="folder of the servers' logs")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--picture", type=Path)
+    parser.add_argument("--builtin-flags", default="", help="of the built-in alone: a MoE runner that it finds there")
     parser.add_argument("flags", nargs="*", help="of both servers, behind --")
     arguments = parser.parse_args()
     import torch
 
     arguments.logs.mkdir(parents=True, exist_ok=True)
-    rows = compare(arguments.model, arguments.works, arguments.flags, arguments.kv_gib, arguments.port, arguments.logs)
+    flags_of = {"ours": arguments.flags, "builtin": [*arguments.flags, *shlex.split(arguments.builtin_flags)]}
+    rows = compare(arguments.model, arguments.works, flags_of, arguments.kv_gib, arguments.port, arguments.logs)
     print(table(rows))
     if arguments.picture is not None:
         draw(rows, arguments.picture)
@@ -441,7 +454,7 @@ def main() -> int:
         "gpu": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "versions": versions(),
         "model": json.loads((arguments.model / "config.json").read_text()),
-        "flags": arguments.flags,
+        "flags": flags_of,
         "rows": [{**vars(row), "ratio": row.ratio} for row in rows],
     }
     text = json.dumps(result)

@@ -34,6 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from dsv4_kernels.launch_arguments import Launcher
+
 logger = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "DSV4_KERNEL_CACHE"
@@ -81,7 +83,8 @@ def folder() -> Path | None:
 def load_or_compile(name: str, config: Hashable, arch: str, compile: Callable[[], Any]) -> Callable[..., Any]:
     """The compiled function of one configuration of a kernel.
 
-    Call it with positional arguments only: what is loaded from disk does not know the names.
+    Call it with positional arguments only: what is loaded from disk does not know the names. NamedTuples may have
+    Python's numbers in place of the DSL's.
 
     Args:
         name: of the kernel, a word for file names and log lines ("sparse_attention_sm90").
@@ -98,7 +101,7 @@ def load_or_compile(name: str, config: Hashable, arch: str, compile: Callable[[]
         text = repr(config)
         if " at 0x" in text:
             raise ValueError(f"the configuration of {name} prints an address: {text}. Use a frozen dataclass of values")
-        function = _in_memory[key] = _from_disk_or_compiler(name, text, arch, compile)
+        function = _in_memory[key] = Launcher(_from_disk_or_compiler(name, text, arch, compile))
     return function
 
 

@@ -20,6 +20,7 @@ from dsv4_kernels.compressor import Compression, Groups, csa, hca, rows
 from dsv4_kernels.compressor.entries import INDEX_DIM
 from dsv4_kernels.compressor.rows import CHUNK, Arguments, Batch, Problem
 from dsv4_kernels.kv_layout import ROPE_DIM, ROW_DIM, RowFormat
+from dsv4_kernels.launch_arguments import example
 from dsv4_kernels.sparse_attention.addresses import address, row_bytes
 
 KEPT_TOKENS = 4
@@ -76,14 +77,12 @@ def compile(kernel: str, dims: tuple[int, ...], ratio: int, arch: str) -> Callab
     """
 
     def from_compiler() -> Callable[..., None]:
-        batch = Batch(*(kind(1) for kind in Batch.__annotations__.values()))
-        problem = Problem(*(kind(1) for kind in Problem.__annotations__.values()))
-        example, stream = Arguments(batch, problem, problem), cuda.CUstream(0)
+        arguments, stream = example(Arguments), cuda.CUstream(0)
         if kernel == "keep":
-            return cute.compile(launch_keep, example, dims, ratio, stream)
+            return cute.compile(launch_keep, arguments, dims, ratio, stream)
         if ratio == csa.RATIO:
-            return cute.compile(csa.launch, example, dims, Int32(1), stream)
-        return cute.compile(hca.launch, example, Int32(1), stream)
+            return cute.compile(csa.launch, arguments, dims, Int32(1), stream)
+        return cute.compile(hca.launch, arguments, Int32(1), stream)
 
     return load_or_compile(f"compress_store_{kernel}", (dims, ratio), arch, from_compiler)
 
@@ -140,45 +139,41 @@ def _check_compression(c: Compression, packed: RowFormat) -> None:
 
 
 def _problem(c: Compression) -> Problem:
-    kinds = Problem.__annotations__
-    values = {
-        "kv": c.kv.data_ptr(),
-        "kv_row_bytes": stride_bytes(c.kv, 0),
-        "score": c.score.data_ptr(),
-        "score_row_bytes": stride_bytes(c.score, 0),
-        "ape": c.ape.data_ptr(),
-        "state": c.state.data_ptr(),
-        "state_row_bytes": stride_bytes(c.state, 0),
-        "overlap": address(c.overlap),
-        "overlap_row_bytes": row_bytes(c.overlap),
-        "weight": c.norm_weight.data_ptr(),
-        "frequencies": c.frequencies.data_ptr(),
-        "table": c.table.storage.data_ptr(),
-        "page_bytes": row_bytes(c.table.storage),
-        "eps": c.eps,
-        "is_packed": c.table.format is not RowFormat.PLAIN,
-        "is_rounded": c.values_of is not RowFormat.PLAIN,
-        "hadamard": c.hadamard,
-    }
-    return Problem(**{name: kinds[name](value) for name, value in values.items()})
+    return Problem(
+        kv=c.kv.data_ptr(),
+        kv_row_bytes=stride_bytes(c.kv, 0),
+        score=c.score.data_ptr(),
+        score_row_bytes=stride_bytes(c.score, 0),
+        ape=c.ape.data_ptr(),
+        state=c.state.data_ptr(),
+        state_row_bytes=stride_bytes(c.state, 0),
+        overlap=address(c.overlap),
+        overlap_row_bytes=row_bytes(c.overlap),
+        weight=c.norm_weight.data_ptr(),
+        frequencies=c.frequencies.data_ptr(),
+        table=c.table.storage.data_ptr(),
+        page_bytes=row_bytes(c.table.storage),
+        eps=c.eps,
+        is_packed=c.table.format is not RowFormat.PLAIN,
+        is_rounded=c.values_of is not RowFormat.PLAIN,
+        hadamard=c.hadamard,
+    )
 
 
 def _batch(groups: Groups, num_states: int) -> Batch:
     k = groups.tokens_per_request or 0
-    kinds = Batch.__annotations__
-    values = {
-        "sources": groups.sources.data_ptr(),
-        "entry_positions": groups.entry_positions.data_ptr(),
-        "slots": groups.slots.data_ptr(),
-        "positions": groups.positions.data_ptr(),
-        "state_rows": groups.state_rows.data_ptr(),
-        "overlap_rows": address(groups.overlap_rows),
-        "num_states": num_states,
-        "num_tokens": len(groups.positions),
-        "tokens_per_request": k,
-        "groups_per_request": max(1, -(-k // groups.ratio)),
-    }
-    return Batch(**{name: kinds[name](value) for name, value in values.items()})
+    return Batch(
+        sources=groups.sources.data_ptr(),
+        entry_positions=groups.entry_positions.data_ptr(),
+        slots=groups.slots.data_ptr(),
+        positions=groups.positions.data_ptr(),
+        state_rows=groups.state_rows.data_ptr(),
+        overlap_rows=address(groups.overlap_rows),
+        num_states=num_states,
+        num_tokens=len(groups.positions),
+        tokens_per_request=k,
+        groups_per_request=max(1, -(-k // groups.ratio)),
+    )
 
 
 def _run(name: str, groups: Groups, compressions: Sequence[Compression], dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 from torch import Tensor
 
 from dsv4_kernels.compile_cache import load_or_compile
@@ -125,7 +125,7 @@ def run(
     out_post, out_comb = made(rows == PRE_ROWS, STREAMS), made(rows == PRE_ROWS, STREAMS, STREAMS)
     if num_tokens:
         arguments = Arguments(
-            num_tokens=Int32(num_tokens),
+            num_tokens=num_tokens,
             y=_address(y),
             y_stride=_stride(y, 0),
             streams=_address(streams),
@@ -139,9 +139,9 @@ def run(
             base=_address(base),
             scale=_address(scale),
             norm_weight=_address(norm_weight),
-            norm_eps=Float32(norm_eps),
-            hc_eps=Float32(hc_eps),
-            iterations=Int32(iterations),
+            norm_eps=norm_eps,
+            hc_eps=hc_eps,
+            iterations=iterations,
             out_streams=_address(out_streams),
             out=_address(out),
             out_post=_address(out_post),

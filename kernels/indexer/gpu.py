@@ -72,23 +72,23 @@ def _run(
         }
         if buffer is not None:
             score_arguments = scores.Arguments(
-                q=Int64(q.data_ptr() + begin * bf16_rows.stride_bytes(q, 0)),
-                q_token_bytes=Int64(bf16_rows.stride_bytes(q, 0)),
-                head_weights=Int64(head_weights.data_ptr() + begin * bf16_rows.stride_bytes(head_weights, 0)),
-                head_weights_token_bytes=Int64(bf16_rows.stride_bytes(head_weights, 0)),
-                keys=Int64(keys.storage.data_ptr()),
-                page_bytes=Int64(bf16_rows.stride_bytes(keys.storage, 0)),
-                page_table=Int64(page_table.data_ptr()),
-                page_table_row_bytes=Int64(bf16_rows.stride_bytes(page_table, 0)),
-                pages_a_cta=Int32(pages_a_cta),
+                q=q.data_ptr() + begin * bf16_rows.stride_bytes(q, 0),
+                q_token_bytes=bf16_rows.stride_bytes(q, 0),
+                head_weights=head_weights.data_ptr() + begin * bf16_rows.stride_bytes(head_weights, 0),
+                head_weights_token_bytes=bf16_rows.stride_bytes(head_weights, 0),
+                keys=keys.storage.data_ptr(),
+                page_bytes=bf16_rows.stride_bytes(keys.storage, 0),
+                page_table=page_table.data_ptr(),
+                page_table_row_bytes=bf16_rows.stride_bytes(page_table, 0),
+                pages_a_cta=pages_a_cta,
                 **of_tokens,
             )
             runs = Int32(-(-num_pages // pages_a_cta))
             score_kernel.compile(arch, heads)(score_arguments, runs, Int32(count), stream)
         topk_arguments = topk.Arguments(
-            row_pages=Int64(row_pages.data_ptr()),
-            row_pages_row_bytes=Int64(bf16_rows.stride_bytes(row_pages, 0)),
-            rows=Int64(rows.data_ptr() + begin * top_k * 4),
+            row_pages=row_pages.data_ptr(),
+            row_pages_row_bytes=bf16_rows.stride_bytes(row_pages, 0),
+            rows=rows.data_ptr() + begin * top_k * 4,
             **of_tokens,
         )
         topk.compile(arch)(topk_arguments, Int32(count), stream)

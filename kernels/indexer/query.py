@@ -102,13 +102,13 @@ def _run(name: str, q: Tensor, positions: Tensor, frequencies: Tensor, quantise:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if out.numel():
         arguments = Arguments(
-            q=Int64(q.data_ptr()),
-            token_bytes=Int64(bf16_rows.stride_bytes(q, 0)),
-            out=Int64(out.data_ptr()),
-            positions=Int64(positions.data_ptr()),
-            frequencies=Int64(frequencies.data_ptr()),
-            num_heads=Int32(heads),
-            num_rows=Int32(tokens * heads),
+            q=q.data_ptr(),
+            token_bytes=bf16_rows.stride_bytes(q, 0),
+            out=out.data_ptr(),
+            positions=positions.data_ptr(),
+            frequencies=frequencies.data_ptr(),
+            num_heads=heads,
+            num_rows=tokens * heads,
         )
         launcher = compile(bf16_rows.architecture(name, q.device), quantise)
         launcher(arguments, Int32(-(-tokens * heads * 32 // THREADS)), bf16_rows.current_stream(q.device))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 import torch
-from cutlass import Int32, Int64
+from cutlass import Int32
 from torch import Tensor
 
 from dsv4_kernels import bf16_rows
@@ -88,19 +88,19 @@ def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile |
         tile = chosen(num_tokens, num_rows, groups, multiprocessors(x.device))
     row_tiles, token_tiles = -(-num_rows // tile.rows), -(-num_tokens // tile.tokens)
     arguments = Arguments(
-        x=Int64(x.data_ptr()),
-        x_token_bytes=Int64(stride_bytes(x, 0)),
-        x_group_bytes=Int64(stride_bytes(x, 1)),
-        weight=Int64(weight.data_ptr()),
-        weight_row_bytes=Int64(stride_bytes(weight, 1)),
-        weight_group_bytes=Int64(stride_bytes(weight, 0)),
-        out=Int64(out.data_ptr()),
-        out_token_bytes=Int64(stride_bytes(out, 0)),
-        out_group_bytes=Int64(stride_bytes(out, 1)),
-        num_tokens=Int32(num_tokens),
-        num_rows=Int32(num_rows),
-        channels=Int32(channels),
-        num_row_tiles=Int32(row_tiles),
+        x=x.data_ptr(),
+        x_token_bytes=stride_bytes(x, 0),
+        x_group_bytes=stride_bytes(x, 1),
+        weight=weight.data_ptr(),
+        weight_row_bytes=stride_bytes(weight, 1),
+        weight_group_bytes=stride_bytes(weight, 0),
+        out=out.data_ptr(),
+        out_token_bytes=stride_bytes(out, 0),
+        out_group_bytes=stride_bytes(out, 1),
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        channels=channels,
+        num_row_tiles=row_tiles,
     )
     launcher = compile(Configuration(tile, out.dtype == torch.float32), bf16_rows.architecture(name, x.device))
     launcher(arguments, Int32(row_tiles * token_tiles), Int32(groups), bf16_rows.current_stream(x.device))

@@ -17,6 +17,7 @@ from torch import Tensor
 from dsv4_kernels import bf16_rows, ptx
 from dsv4_kernels.bf16_rows import CHUNK, CHUNK_BYTES, add, at_least, at_most, load_words_if, mul
 from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.launch_arguments import example
 from dsv4_kernels.quant.gpu import BLOCK, THREADS, Codes, new_codes, num_ctas, place_of_thread, store_codes
 
 
@@ -67,9 +68,7 @@ def compile(is_fp8: bool, arch: str) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
     def from_compiler() -> Callable[..., None]:
-        codes = Codes(*(kind(1) for kind in Codes.__annotations__.values()))
-        example = Arguments(Int64(1), Int64(1), Int64(1), Float32(1), codes)
-        return cute.compile(launch, example, is_fp8, Int32(1), cuda.CUstream(0))
+        return cute.compile(launch, example(Arguments), is_fp8, Int32(1), cuda.CUstream(0))
 
     return load_or_compile("swiglu", "fp8" if is_fp8 else "bf16", arch, from_compiler)
 
@@ -77,10 +76,10 @@ def compile(is_fp8: bool, arch: str) -> Callable[..., None]:
 def _run(name: str, gate_up: Tensor, limit: float, to: Codes, is_fp8: bool) -> None:
     rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
     arguments = Arguments(
-        gate=Int64(gate_up.data_ptr()),
-        up=Int64(gate_up.data_ptr() + dim * gate_up.element_size()),
-        row_bytes=Int64(bf16_rows.stride_bytes(gate_up, 0)),
-        limit=Float32(limit),
+        gate=gate_up.data_ptr(),
+        up=gate_up.data_ptr() + dim * gate_up.element_size(),
+        row_bytes=bf16_rows.stride_bytes(gate_up, 0),
+        limit=limit,
         to=to,
     )
     launcher = compile(is_fp8, bf16_rows.architecture(name, gate_up.device))
@@ -99,13 +98,13 @@ def _bf16(name: str, gate_up: Tensor, limit: float) -> Tensor:
     out = torch.empty(rows, dim, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         to = Codes(
-            codes=Int64(out.data_ptr()),
-            scales=Int64(0),
-            scale_row_bytes=Int64(0),
-            scale_block_bytes=Int64(0),
-            chunks=Int32(dim // CHUNK),
-            blocks=Int32(-(-dim // BLOCK)),
-            num_rows=Int32(rows),
+            codes=out.data_ptr(),
+            scales=0,
+            scale_row_bytes=0,
+            scale_block_bytes=0,
+            chunks=dim // CHUNK,
+            blocks=-(-dim // BLOCK),
+            num_rows=rows,
         )
         _run(name, gate_up, limit, to, False)
     return out

@@ -195,12 +195,12 @@ def _run(name: str, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if not len(rows):
         return out
     arguments = Arguments(
-        x=Int64(rows.data_ptr()),
-        x_row_bytes=Int64(bf16_rows.stride_bytes(rows, 0)),
-        out=Int64(out.data_ptr()),
-        weight=Int64(0 if weight is None else weight.data_ptr()),
-        eps=Float32(eps),
-        num_rows=Int32(len(rows)),
+        x=rows.data_ptr(),
+        x_row_bytes=bf16_rows.stride_bytes(rows, 0),
+        out=out.data_ptr(),
+        weight=0 if weight is None else weight.data_ptr(),
+        eps=eps,
+        num_rows=len(rows),
     )
     num_ctas = -(-len(rows) * configuration.warps_a_row // configuration.warps)
     arch = bf16_rows.architecture(name, x.device)

@@ -252,10 +252,10 @@ def _table(destination: Destination) -> Table:
             f"{table.storage.stride(0)} bytes at {table.storage.data_ptr():#x}"
         )
     return Table(
-        storage=Int64(table.storage.data_ptr()),
-        page_bytes=Int64(row_bytes(table.storage)),
-        rows=Int64(rows.data_ptr()),
-        is_fp8=Int32(table.format is RowFormat.FP8),
+        storage=table.storage.data_ptr(),
+        page_bytes=row_bytes(table.storage),
+        rows=rows.data_ptr(),
+        is_fp8=table.format is RowFormat.FP8,
     )
 
 
@@ -286,29 +286,29 @@ def _run(
     if not all(values.is_contiguous() for values in lists):
         raise ValueError("norm_rope_store: the GPU kernel needs contiguous positions and rows of destinations")
     tables = [_table(destination) for destination in destinations]
-    nowhere = Table(Int64(0), Int64(0), Int64(0), Int32(0))
+    nowhere = Table(0, 0, 0, 0)
     tables += [nowhere] * (MAX_DESTINATIONS - len(tables))
     kv_ctas = -(-tokens // WARPS)
     arguments = Arguments(
-        q=Int64(q.data_ptr()),
-        q_token_bytes=Int64(rows_of.stride_bytes(q, 0)),
-        q_head_bytes=Int64(rows_of.stride_bytes(q, 1)),
-        out=Int64(out.data_ptr()),
-        out_token_bytes=Int64(rows_of.stride_bytes(out, 0)),
-        out_head_bytes=Int64(rows_of.stride_bytes(out, 1)),
-        kv=Int64(kv.data_ptr()),
-        kv_token_bytes=Int64(rows_of.stride_bytes(kv, 0)),
-        kv_weight=Int64(kv_weight.data_ptr()),
-        positions=Int64(positions.data_ptr()),
-        frequencies=Int64(frequencies.data_ptr()),
+        q=q.data_ptr(),
+        q_token_bytes=rows_of.stride_bytes(q, 0),
+        q_head_bytes=rows_of.stride_bytes(q, 1),
+        out=out.data_ptr(),
+        out_token_bytes=rows_of.stride_bytes(out, 0),
+        out_head_bytes=rows_of.stride_bytes(out, 1),
+        kv=kv.data_ptr(),
+        kv_token_bytes=rows_of.stride_bytes(kv, 0),
+        kv_weight=kv_weight.data_ptr(),
+        positions=positions.data_ptr(),
+        frequencies=frequencies.data_ptr(),
         first=tables[0],
         second=tables[1],
         third=tables[2],
-        eps=Float32(eps),
-        qat=Int32(qat),
-        num_tokens=Int32(tokens),
-        num_heads=Int32(heads),
-        kv_ctas=Int32(kv_ctas),
+        eps=eps,
+        qat=qat,
+        num_tokens=tokens,
+        num_heads=heads,
+        kv_ctas=kv_ctas,
     )
     num_ctas = kv_ctas + -(-tokens * -(-heads // heads_a_warp) // WARPS)
     arch = rows_of.architecture(name, q.device)

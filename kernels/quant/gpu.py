@@ -16,6 +16,7 @@ from torch import Tensor
 from dsv4_kernels import bf16_rows, ptx
 from dsv4_kernels.bf16_rows import CHUNK, CHUNK_BYTES
 from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.launch_arguments import example
 from dsv4_kernels.quant import e4m3
 
 THREADS = 256
@@ -91,13 +92,13 @@ def new_codes(rows: int, dim: int, column_major: bool, device: torch.device) -> 
     else:
         scales = torch.empty(rows, blocks, dtype=torch.float32, device=device)
     to = Codes(
-        codes=Int64(codes.data_ptr()),
-        scales=Int64(scales.data_ptr()),
-        scale_row_bytes=Int64(bf16_rows.stride_bytes(scales, 0)),
-        scale_block_bytes=Int64(bf16_rows.stride_bytes(scales, 1)),
-        chunks=Int32(dim // CHUNK),
-        blocks=Int32(blocks),
-        num_rows=Int32(rows),
+        codes=codes.data_ptr(),
+        scales=scales.data_ptr(),
+        scale_row_bytes=bf16_rows.stride_bytes(scales, 0),
+        scale_block_bytes=bf16_rows.stride_bytes(scales, 1),
+        chunks=dim // CHUNK,
+        blocks=blocks,
+        num_rows=rows,
     )
     return codes, scales, to
 
@@ -111,8 +112,7 @@ def compile(arch: str) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
     def from_compiler() -> Callable[..., None]:
-        codes = Codes(*(kind(1) for kind in Codes.__annotations__.values()))
-        return cute.compile(launch, Arguments(Int64(1), Int64(1), codes), Int32(1), cuda.CUstream(0))
+        return cute.compile(launch, example(Arguments), Int32(1), cuda.CUstream(0))
 
     return load_or_compile("fp8_quantise", "the only one", arch, from_compiler)
 
@@ -124,7 +124,7 @@ def _run(name: str, x: Tensor, block: int, column_major: bool) -> tuple[Tensor, 
     rows, dim = x.shape
     codes, scales, to = new_codes(rows, dim, column_major, x.device)
     if codes.numel():
-        arguments = Arguments(x=Int64(x.data_ptr()), x_row_bytes=Int64(bf16_rows.stride_bytes(x, 0)), to=to)
+        arguments = Arguments(x=x.data_ptr(), x_row_bytes=bf16_rows.stride_bytes(x, 0), to=to)
         launcher = compile(bf16_rows.architecture(name, x.device))
         launcher(arguments, Int32(num_ctas(rows, dim)), bf16_rows.current_stream(x.device))
     return codes, scales

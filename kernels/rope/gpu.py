@@ -125,19 +125,19 @@ def _run(name: str, x: Tensor, positions: Tensor, frequencies: Tensor, inverse: 
     if not (len(x) and heads and chunks):
         return
     arguments = Arguments(
-        x=Int64(x.data_ptr() + skipped_bytes),
-        x_token_bytes=Int64(bf16_rows.stride_bytes(x, 0)),
-        x_head_bytes=Int64(bf16_rows.stride_bytes(x, 1)),
-        out=Int64(to.data_ptr() + skipped_bytes),
-        out_token_bytes=Int64(bf16_rows.stride_bytes(to, 0)),
-        out_head_bytes=Int64(bf16_rows.stride_bytes(to, 1)),
-        positions=Int64(positions.data_ptr()),
-        frequencies=Int64(frequencies.data_ptr()),
-        inverse=Int32(inverse),
-        num_tokens=Int32(len(x)),
-        num_heads=Int32(heads),
-        chunks=Int32(chunks),
-        copied_chunks=Int32(copied // CHUNK),
+        x=x.data_ptr() + skipped_bytes,
+        x_token_bytes=bf16_rows.stride_bytes(x, 0),
+        x_head_bytes=bf16_rows.stride_bytes(x, 1),
+        out=to.data_ptr() + skipped_bytes,
+        out_token_bytes=bf16_rows.stride_bytes(to, 0),
+        out_head_bytes=bf16_rows.stride_bytes(to, 1),
+        positions=positions.data_ptr(),
+        frequencies=frequencies.data_ptr(),
+        inverse=inverse,
+        num_tokens=len(x),
+        num_heads=heads,
+        chunks=chunks,
+        copied_chunks=copied // CHUNK,
     )
     heads_a_thread = 1 if heads == 1 else HEADS_A_THREAD
     num_ctas = -(-len(x) * -(-heads // heads_a_thread) * chunks // THREADS)

@@ -250,16 +250,16 @@ def _run(
     if tokens:
         addresses = {what: Int64(0 if tensor is None else tensor.data_ptr()) for what, tensor in given.items()}
         arguments = Arguments(
-            logits=Int64(logits.data_ptr()),
-            logits_row_bytes=Int64(bf16_rows.stride_bytes(logits, 0)),
+            logits=logits.data_ptr(),
+            logits_row_bytes=bf16_rows.stride_bytes(logits, 0),
             bias=addresses["bias"],
             table=addresses["expert_table"],
             token_ids=addresses["token_ids"],
-            vocabulary=Int64(0 if table is None else len(table)),
-            weights=Int64(weights.data_ptr()),
-            experts=Int64(experts.data_ptr()),
-            scale=Float32(scale),
-            num_tokens=Int32(tokens),
+            vocabulary=0 if table is None else len(table),
+            weights=weights.data_ptr(),
+            experts=experts.data_ptr(),
+            scale=scale,
+            num_tokens=tokens,
         )
         arch = bf16_rows.architecture(name, logits.device)
         compile(configuration, arch)(arguments, Int32(-(-tokens // WARPS)), bf16_rows.current_stream(logits.device))

@@ -217,12 +217,12 @@ def _run(
     if requests:
         first_positions, req_slots = first_positions.contiguous(), req_slots.contiguous()
         arguments = Arguments(
-            first_positions=Int64(first_positions.data_ptr()),
-            req_slots=Int64(req_slots.data_ptr()),
-            req_to_token=Int64(req_to_token.data_ptr()),
-            req_to_token_row=Int64(req_to_token.stride(0) * 4),
-            num_pages=Int32(num_pages),
-            request_slots=Int32(request_slots),
+            first_positions=first_positions.data_ptr(),
+            req_slots=req_slots.data_ptr(),
+            req_to_token=req_to_token.data_ptr(),
+            req_to_token_row=req_to_token.stride(0) * 4,
+            num_pages=num_pages,
+            request_slots=request_slots,
             **{name: Int64(getattr(found, name).data_ptr()) for name in StepMapping._fields if name != "groups"},
         )
         addresses = tuple(GroupAddresses(*(Int64(tensor.data_ptr()) for tensor in group)) for group in groups)

@@ -25,6 +25,7 @@ from dsv4_kernels.kv_layout import (
     ROW_SCALE_BYTES,
     SCALE_GROUP,
 )
+from dsv4_kernels.launch_arguments import example
 from dsv4_kernels.sparse_attention.addresses import row_bytes
 from dsv4_kernels.unpack import Pages
 
@@ -135,9 +136,7 @@ def compile(arch: str) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
     def from_compiler() -> Callable[..., None]:
-        part = Part(*(kind(1) for kind in Part.__annotations__.values()))
-        example = Arguments(part, part, Int32(1), Int64(1), Int32(1))
-        return cute.compile(launch, example, Int32(1), cuda.CUstream(0))
+        return cute.compile(launch, example(Arguments), Int32(1), cuda.CUstream(0))
 
     return load_or_compile("unpack_pages", "the only one", arch, from_compiler)
 
@@ -146,22 +145,22 @@ def _run(arch: str, parts: Sequence[Pages], out: Tensor) -> None:
     numbers = [part.numbers.to(torch.int32).contiguous() for part in parts]
     values = [
         Part(
-            table=Int64(part.table.storage.data_ptr()),
-            table_page_bytes=Int32(row_bytes(part.table.storage)),
-            pages=Int64(pages.data_ptr()),
-            rows_per_page=Int32(part.rows_per_page),
-            num_rows=Int32(part.num_rows),
+            table=part.table.storage.data_ptr(),
+            table_page_bytes=row_bytes(part.table.storage),
+            pages=pages.data_ptr(),
+            rows_per_page=part.rows_per_page,
+            num_rows=part.num_rows,
         )
         for part, pages in zip(parts, numbers, strict=True)
     ]
-    nothing = Part(table=Int64(0), table_page_bytes=Int32(0), pages=Int64(0), rows_per_page=Int32(1), num_rows=Int32(0))
+    nothing = Part(table=0, table_page_bytes=0, pages=0, rows_per_page=1, num_rows=0)
     num_ctas = [-(-part.num_rows // ROWS_A_CTA) for part in parts]
     arguments = Arguments(
         first=values[0],
         second=values[1] if len(values) > 1 else nothing,
-        num_ctas=Int32(num_ctas[0]),
-        out=Int64(out.data_ptr()),
-        out_row_bytes=Int32(row_bytes(out)),
+        num_ctas=num_ctas[0],
+        out=out.data_ptr(),
+        out_row_bytes=row_bytes(out),
     )
     device = out.device
     stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)

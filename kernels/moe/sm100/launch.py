@@ -8,7 +8,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32
 from torch import Tensor
 
 from dsv4_kernels.compile_cache import load_or_compile
@@ -109,25 +109,25 @@ def run(
     row_tiles = rows // plan.matrices // TILE_ROWS
     num_sms, arch = device_facts(x.device)
     arguments = Arguments(
-        weights=Int64(weight.data_ptr()),
-        weight_scales=Int64(weight_scale.data_ptr()),
-        weight_rows=Int32(experts * rows),
-        rows=Int32(rows),
-        k=Int32(2 * half),
-        x=Int64(x.data_ptr()),
-        x_scales=Int64(x_scales.data_ptr()),
-        source=Int64(listed.source.data_ptr()),
-        routing=Int64(listed.routing.data_ptr()),
-        limit=Float32(limit),
-        tile_expert=Int64(listed.tile_expert.data_ptr()),
-        tile_first=Int64(listed.tile_first.data_ptr()),
-        tile_count=Int64(listed.tile_count.data_ptr()),
-        num_tiles=Int64(listed.num_tiles.data_ptr()),
-        row_tiles=Int32(row_tiles),
-        out=Int64(out.data_ptr()),
-        out_scales=Int64(out_scales.data_ptr()),
-        factors=Int64(0 if factors is None else factors.data_ptr()),
-        hidden_factor=Int64(0 if hidden_factor is None else hidden_factor.data_ptr()),
+        weights=weight.data_ptr(),
+        weight_scales=weight_scale.data_ptr(),
+        weight_rows=experts * rows,
+        rows=rows,
+        k=2 * half,
+        x=x.data_ptr(),
+        x_scales=x_scales.data_ptr(),
+        source=listed.source.data_ptr(),
+        routing=listed.routing.data_ptr(),
+        limit=limit,
+        tile_expert=listed.tile_expert.data_ptr(),
+        tile_first=listed.tile_first.data_ptr(),
+        tile_count=listed.tile_count.data_ptr(),
+        num_tiles=listed.num_tiles.data_ptr(),
+        row_tiles=row_tiles,
+        out=out.data_ptr(),
+        out_scales=out_scales.data_ptr(),
+        factors=0 if factors is None else factors.data_ptr(),
+        hidden_factor=0 if hidden_factor is None else hidden_factor.data_ptr(),
     )
     num_ctas = min(num_sms, len(listed.tile_expert) * row_tiles)
     stream = cuda.CUstream(torch.cuda.current_stream(x.device).cuda_stream)

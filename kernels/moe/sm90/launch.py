@@ -14,7 +14,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32
 from torch import Tensor
 
 from dsv4_kernels import bf16_rows
@@ -103,19 +103,19 @@ def list_work(weights: Tensor, experts: Tensor, num_experts: int, offset: int, s
         totals=integers(2),
     )
     arguments = work_list.Arguments(
-        experts=Int64(experts.data_ptr()),
-        weights=Int64(weights.data_ptr()),
-        num_pairs=Int32(pairs),
-        chosen=Int32(experts.shape[1]),
-        num_experts=Int32(num_experts),
-        first_expert=Int32(offset),
-        tile_groups=Int32(shape.slots // GROUP),
-        slot_of_pair=Int64(listed.slot_of_pair.data_ptr()),
-        source=Int64(listed.source.data_ptr()),
-        routing=Int64(listed.routing.data_ptr()),
-        group_tile=Int64(listed.group_tile.data_ptr()),
-        tiles=Int64(listed.tiles.data_ptr()),
-        totals=Int64(listed.totals.data_ptr()),
+        experts=experts.data_ptr(),
+        weights=weights.data_ptr(),
+        num_pairs=pairs,
+        chosen=experts.shape[1],
+        num_experts=num_experts,
+        first_expert=offset,
+        tile_groups=shape.slots // GROUP,
+        slot_of_pair=listed.slot_of_pair.data_ptr(),
+        source=listed.source.data_ptr(),
+        routing=listed.routing.data_ptr(),
+        group_tile=listed.group_tile.data_ptr(),
+        tiles=listed.tiles.data_ptr(),
+        totals=listed.totals.data_ptr(),
     )
     work_list.compile(ARCH)(arguments, bf16_rows.current_stream(device))
     return listed
@@ -133,15 +133,15 @@ def quantise(x: Tensor, listed: Listed, *, chooses: bool) -> tuple[Tensor, Tenso
     codes = torch.empty(slots * k, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(slots * (k // STEP), dtype=torch.float32, device=x.device)
     arguments = rows.QuantiseArguments(
-        x=Int64(x.data_ptr()),
-        x_row_bytes=Int64(bf16_rows.stride_bytes(x, 0)),
-        source=Int64(listed.source.data_ptr()),
-        group_tile=Int64(listed.group_tile.data_ptr()),
-        tiles=Int64(listed.tiles.data_ptr()),
-        totals=Int64(listed.totals.data_ptr()),
-        steps=Int32(k // STEP),
-        codes=Int64(codes.data_ptr()),
-        scales=Int64(scales.data_ptr()),
+        x=x.data_ptr(),
+        x_row_bytes=bf16_rows.stride_bytes(x, 0),
+        source=listed.source.data_ptr(),
+        group_tile=listed.group_tile.data_ptr(),
+        tiles=listed.tiles.data_ptr(),
+        totals=listed.totals.data_ptr(),
+        steps=k // STEP,
+        codes=codes.data_ptr(),
+        scales=scales.data_ptr(),
     )
     rows.compile_quantise(chooses, ARCH)(arguments, Int32(listed.groups), bf16_rows.current_stream(x.device))
     return codes, scales
@@ -163,20 +163,20 @@ def multiply(
     columns = row_tiles * TILE_ROWS // (2 if plan.product is Product.GATE_UP else 1)
     out = torch.empty(listed.groups * GROUP, columns, dtype=torch.bfloat16, device=codes.device)
     arguments = Arguments(
-        codes=Int64(weights.codes.data_ptr()),
-        shifts=Int64(weights.shifts.data_ptr()),
-        shift_expert_bytes=Int64(bf16_rows.stride_bytes(weights.shifts, 0)),
-        factors=Int64(weights.factors.data_ptr()),
-        factor_expert_bytes=Int64(bf16_rows.stride_bytes(weights.factors, 0)),
-        tokens=Int64(codes.data_ptr()),
-        token_scales=Int64(scales.data_ptr()),
-        tiles=Int64(listed.tiles.data_ptr()),
-        num_tiles=Int64(listed.totals.data_ptr()),
-        row_tiles=Int32(row_tiles),
-        steps=Int32(steps),
-        routing=Int64(listed.routing.data_ptr()),
-        limit=Float32(limit),
-        out=Int64(out.data_ptr()),
+        codes=weights.codes.data_ptr(),
+        shifts=weights.shifts.data_ptr(),
+        shift_expert_bytes=bf16_rows.stride_bytes(weights.shifts, 0),
+        factors=weights.factors.data_ptr(),
+        factor_expert_bytes=bf16_rows.stride_bytes(weights.factors, 0),
+        tokens=codes.data_ptr(),
+        token_scales=scales.data_ptr(),
+        tiles=listed.tiles.data_ptr(),
+        num_tiles=listed.totals.data_ptr(),
+        row_tiles=row_tiles,
+        steps=steps,
+        routing=listed.routing.data_ptr(),
+        limit=limit,
+        out=out.data_ptr(),
     )
     ctas = min(plan.shape.ctas_per_sm * multiprocessors(codes.device), listed.groups * row_tiles)
     compile(plan)(arguments, Int32(ctas), bf16_rows.current_stream(codes.device))
@@ -190,14 +190,14 @@ def sum_rows(slot_rows: Tensor, experts: Tensor, listed: Listed, dtype: torch.dt
     out = torch.empty(tokens, d, dtype=dtype, device=slot_rows.device)
     chunks = d // bf16_rows.CHUNK
     arguments = rows.SumArguments(
-        rows=Int64(slot_rows.data_ptr()),
-        experts=Int64(experts.data_ptr()),
-        slot_of_pair=Int64(listed.slot_of_pair.data_ptr()),
-        shared=Int64(0 if shared is None else shared.data_ptr()),
-        shared_row_bytes=Int64(0 if shared is None else bf16_rows.stride_bytes(shared, 0)),
-        chunks=Int32(chunks),
-        num_chunks=Int32(tokens * chunks),
-        out=Int64(out.data_ptr()),
+        rows=slot_rows.data_ptr(),
+        experts=experts.data_ptr(),
+        slot_of_pair=listed.slot_of_pair.data_ptr(),
+        shared=0 if shared is None else shared.data_ptr(),
+        shared_row_bytes=0 if shared is None else bf16_rows.stride_bytes(shared, 0),
+        chunks=chunks,
+        num_chunks=tokens * chunks,
+        out=out.data_ptr(),
     )
     launcher = rows.compile_sum(rows.Sum(chosen, dtype == torch.float32, shared is not None), ARCH)
     launcher(arguments, Int32(-(-tokens * chunks // rows.THREADS)), bf16_rows.current_stream(out.device))

@@ -9,7 +9,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32
 
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import ROW_DIM, RowFormat
@@ -90,37 +90,37 @@ def sparse_attention(problem: Problem) -> None:
             )
         scratch = Scratch.on(device, states.stop)
     arguments = Arguments(
-        q=Int64(address(problem.q)),
-        q_token_stride=Int64(problem.q.stride(0)),
-        q_head_stride=Int64(problem.q.stride(1)),
-        window=Int64(address(problem.window_storage)),
-        window_page_bytes=Int64(row_bytes(problem.window_storage)),
-        entries=Int64(address(problem.entry_storage)),
-        entry_page_bytes=Int64(row_bytes(problem.entry_storage)),
-        window_rows=Int64(address(problem.window_rows)),
-        window_rows_stride=Int64(problem.window_rows.stride(0)),
-        window_slots=Int32(problem.window_slots),
-        entry_indices=Int64(address(problem.entry_indices)),
-        entry_indices_stride=Int64(row_stride(problem.entry_indices)),
-        entry_slots=Int32(problem.max_entry_slots),
-        page_table=Int64(address(problem.page_table)),
-        page_table_stride=Int64(row_stride(problem.page_table)),
-        entries_per_page=Int32(problem.entries_per_page),
-        token_to_request=Int64(address(problem.token_to_request)),
-        visible=Int64(address(problem.visible)),
-        sink=Int64(address(problem.sink)),
-        scale_log2=Float32(problem.scale * LOG2_E),
-        out=Int64(address(problem.out)),
-        out_token_stride=Int64(problem.out.stride(0)),
-        out_head_stride=Int64(problem.out.stride(1)),
-        num_heads=Int32(problem.num_heads),
-        steps_per_kv_split=Int32(0 if problem.split_keys is None else problem.split_keys // STEP_KEYS),
-        max_kv_splits=Int32(max_kv_splits),
-        num_work_tiles=Int32(num_work_tiles),
-        partial_out=Int64(address(scratch and scratch.slots, slice(0, states.start))),
-        partial_state=Int64(address(scratch and scratch.slots, states)),
-        arrived=Int64(address(scratch and scratch.counters)),
-        zeros=Int64(address(zero_row(device))),
+        q=address(problem.q),
+        q_token_stride=problem.q.stride(0),
+        q_head_stride=problem.q.stride(1),
+        window=address(problem.window_storage),
+        window_page_bytes=row_bytes(problem.window_storage),
+        entries=address(problem.entry_storage),
+        entry_page_bytes=row_bytes(problem.entry_storage),
+        window_rows=address(problem.window_rows),
+        window_rows_stride=problem.window_rows.stride(0),
+        window_slots=problem.window_slots,
+        entry_indices=address(problem.entry_indices),
+        entry_indices_stride=row_stride(problem.entry_indices),
+        entry_slots=problem.max_entry_slots,
+        page_table=address(problem.page_table),
+        page_table_stride=row_stride(problem.page_table),
+        entries_per_page=problem.entries_per_page,
+        token_to_request=address(problem.token_to_request),
+        visible=address(problem.visible),
+        sink=address(problem.sink),
+        scale_log2=problem.scale * LOG2_E,
+        out=address(problem.out),
+        out_token_stride=problem.out.stride(0),
+        out_head_stride=problem.out.stride(1),
+        num_heads=problem.num_heads,
+        steps_per_kv_split=0 if problem.split_keys is None else problem.split_keys // STEP_KEYS,
+        max_kv_splits=max_kv_splits,
+        num_work_tiles=num_work_tiles,
+        partial_out=address(scratch and scratch.slots, slice(0, states.start)),
+        partial_state=address(scratch and scratch.slots, states),
+        arrived=address(scratch and scratch.counters),
+        zeros=address(zero_row(device)),
     )
     stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream)
     num_ctas = plan.ctas * min(num_work_tiles, num_sms // plan.ctas)

@@ -13,7 +13,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32
 
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import RowFormat
@@ -208,31 +208,31 @@ def _arguments(problem: Problem, tokens: slice, scratch: Scratch | None = None, 
     entry_list = problem.entry_indices[tokens] if problem.entry_indices is not None else problem.page_table
     q, out, window_rows = problem.q[tokens], problem.out[tokens], problem.window_rows[tokens]
     return Arguments(
-        q=Int64(address(q)),
-        q_token_stride=Int32(q.stride(0)),
-        q_head_stride=Int32(q.stride(1)),
-        num_tokens=Int32(tokens.stop - tokens.start),
-        num_heads=Int32(problem.num_heads),
-        window=Int64(address(problem.window_storage)),
-        window_page_bytes=Int32(row_bytes(problem.window_storage)),
-        window_rows=Int64(address(window_rows)),
-        window_rows_stride=Int32(window_rows.stride(0)),
-        window_width=Int32(problem.window_slots),
-        entries=Int64(address(problem.entry_storage)),
-        entries_page_bytes=Int32(row_bytes(problem.entry_storage)),
-        entry_list=Int64(address(entry_list)),
-        entry_list_stride=Int32(0 if entry_list is None else entry_list.stride(0)),
-        num_entries=Int32(problem.max_entry_slots),
-        entries_per_page=Int32(problem.entries_per_page),
-        token_to_request=Int64(address(problem.token_to_request, tokens)),
-        visible=Int64(address(problem.visible, tokens)),
-        sink=Int64(address(problem.sink)),
-        out=Int64(address(out)),
-        out_token_stride=Int32(out.stride(0)),
-        out_head_stride=Int32(out.stride(1)),
-        scale_log2=Float32(problem.scale * LOG2_E),
-        steps_per_kv_split=Int32(problem.split_keys // STEP_KEYS if scratch else 0),
-        ctas_per_token=Int32(ctas_per_token),
-        scratch=Int64(address(scratch and scratch.slots)),
-        counters=Int64(address(scratch and scratch.counters)),
+        q=address(q),
+        q_token_stride=q.stride(0),
+        q_head_stride=q.stride(1),
+        num_tokens=tokens.stop - tokens.start,
+        num_heads=problem.num_heads,
+        window=address(problem.window_storage),
+        window_page_bytes=row_bytes(problem.window_storage),
+        window_rows=address(window_rows),
+        window_rows_stride=window_rows.stride(0),
+        window_width=problem.window_slots,
+        entries=address(problem.entry_storage),
+        entries_page_bytes=row_bytes(problem.entry_storage),
+        entry_list=address(entry_list),
+        entry_list_stride=0 if entry_list is None else entry_list.stride(0),
+        num_entries=problem.max_entry_slots,
+        entries_per_page=problem.entries_per_page,
+        token_to_request=address(problem.token_to_request, tokens),
+        visible=address(problem.visible, tokens),
+        sink=address(problem.sink),
+        out=address(out),
+        out_token_stride=out.stride(0),
+        out_head_stride=out.stride(1),
+        scale_log2=problem.scale * LOG2_E,
+        steps_per_kv_split=problem.split_keys // STEP_KEYS if scratch else 0,
+        ctas_per_token=ctas_per_token,
+        scratch=address(scratch and scratch.slots),
+        counters=address(scratch and scratch.counters),
     )
