@@ -20,6 +20,7 @@ import torch
 from dsv4_kernels import compile_cache, registry
 from dsv4_kernels.indexer import SCRATCH_BYTES
 from dsv4_kernels.kv_layout import RowFormat
+from dsv4_kernels.moe.sm90.workspace import workspace_bytes
 from dsv4_kernels.unpack import choice
 from sglang_dsv4 import compat
 from sglang_dsv4.cache.geometry import PoolGeometry
@@ -77,6 +78,18 @@ def geometry_of_checkpoint(model: Path, *, fp8: bool) -> PoolGeometry:
     )
 
 
+def _of_experts(model: Path, tokens: int) -> int:
+    """Workspace of a layer's routed experts on Hopper, all of them on one rank."""
+    config = Config.from_hf(stated(json.loads((model / "config.json").read_text())))
+    return workspace_bytes(
+        tokens,
+        config.num_experts_per_tok,
+        config.n_routed_experts,
+        config.hidden_size,
+        config.moe_intermediate_size,
+    )
+
+
 def plan(model: Path, tokens: int, requests: int, rows: str) -> list[str]:
     """The memory plan of a checkpoint, and what would be kept under it.
 
@@ -96,7 +109,9 @@ def plan(model: Path, tokens: int, requests: int, rows: str) -> list[str]:
         *(
             [
                 f"beside the pools, during a prefill: up to {format_bytes(choice.MAX_BYTES)} of unpacked rows and "
-                f"{format_bytes(SCRATCH_BYTES)} of index scores"
+                f"{format_bytes(SCRATCH_BYTES)} of index scores",
+                f"with --moe-runner-backend dsv4 on one Hopper GPU: {format_bytes(_of_experts(model, 8192))} for a chunk of "
+                f"8,192 tokens, {format_bytes(_of_experts(model, 64))} for a step of 64 requests",
             ]
             if fp8
             else []

@@ -152,16 +152,3 @@ def kernels(config: Config, tp_size: int) -> list[Callable[[], object]]:
         partial(rows.compile_sum, summed, launch.ARCH),
         partial(work_list.compile, launch.ARCH),
     ]
-
-
-def workspace_bytes(config: Config, tokens: int, ranks: int, experts_ranks: int) -> int:
-    """Of a forward over so many tokens, returned after each layer."""
-    from dsv4_kernels.moe.sm90 import launch
-
-    return launch.workspace_bytes(
-        tokens,
-        config.num_experts_per_tok,
-        config.n_routed_experts // experts_ranks,
-        config.hidden_size,
-        config.moe_intermediate_size // ranks,
-    )

@@ -52,7 +52,7 @@ class Tails:
             req_generation: [request_slots] int64 on the host, SGLang's: grows with every request that gets a slot.
         """
         self._pool = pool
-        self._generation = req_generation
+        self._generation = req_generation.numpy()  # the same memory; a step's host time is longer than its GPU time
         self._requests, self._storage = pool.tail_requests, pool.tail_storage
 
     @property

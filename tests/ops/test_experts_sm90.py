@@ -24,6 +24,7 @@ from torch import Tensor
 from dsv4_kernels import moe
 from dsv4_kernels.moe import Mxfp4Experts, ref
 from dsv4_kernels.moe.sm90 import weights as arrangement
+from dsv4_kernels.moe.sm90 import workspace
 from dsv4_kernels.quant import dequantise_fp4_weight
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -244,7 +245,7 @@ def test_the_work_list_covers_every_slot_once(case: tuple[int, ...], shape: str)
 def test_sizes_follow_from_shapes() -> None:
     from dsv4_kernels.moe.sm90 import launch
 
-    assert [launch.most_groups(pairs, 256) for pairs in (6, 24, 1536, 49152)] == [6, 24, 416, 6368]
+    assert [workspace.most_groups(pairs, 256) for pairs in (6, 24, 1536, 49152)] == [6, 24, 416, 6368]
     shape = shapes()
     assert launch.shape_for(6 * 64, 256) is shape["narrow"] and launch.shape_for(6 * 8192, 256) is shape["wide"]
     # What a call allocates, and says beforehand.
@@ -265,9 +266,9 @@ def test_sizes_follow_from_shapes() -> None:
     with emulated(arch="sm_90a", multiprocessors=4), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", empty)
         out = launch.experts_forward(x, weights, ids, hopper, LIMIT)
-    said = launch.workspace_bytes(case.tokens, case.chosen, case.experts, case.d, case.channels)
+    said = workspace.workspace_bytes(case.tokens, case.chosen, case.experts, case.d, case.channels)
     # Codes of h take the place of x's, which nobody reads any more.
-    assert said <= allocated - out.nbytes <= said + 8 * launch.most_groups(10, 3) * case.channels * 33 // 32 + 8
+    assert said <= allocated - out.nbytes <= said + 8 * workspace.most_groups(10, 3) * case.channels * 33 // 32 + 8
 
 
 # ---- the arrangement of weights

@@ -61,6 +61,8 @@ def test_plan_says_what_is_kept(model: Path, rows: str, monkeypatch: pytest.Monk
     assert ["32,768", "2", "17"] in [line.split() for line in lines]
     beside = "beside the pools, during a prefill: up to 256 MiB of unpacked rows and 256 MiB of index scores"
     assert (beside in lines) == (rows == "fp8")
+    experts = [line for line in lines if line.startswith("with --moe-runner-backend dsv4 on one Hopper GPU: ")]
+    assert len(experts) == (1 if rows == "fp8" else 0)
 
 
 def test_a_missing_server_or_model_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

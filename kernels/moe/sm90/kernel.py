@@ -26,10 +26,8 @@ from dsv4_kernels.linear.kernel import store_bf16
 from dsv4_kernels.moe.sm90.plan import (
     CHANNELS,
     CONSUMER_WARPS,
-    GROUP,
     GROUP_BYTES,
     THREADS,
-    TILE_WORDS,
     WARP,
     Arguments,
     Product,
@@ -44,6 +42,7 @@ from dsv4_kernels.moe.sm90.weights import (
     UNIT_ROWS,
     UNIT_SHIFT_BYTES,
 )
+from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS
 
 
 @cute.jit

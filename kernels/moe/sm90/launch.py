@@ -21,8 +21,9 @@ from dsv4_kernels import bf16_rows
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.moe.sm90 import rows, work_list
 from dsv4_kernels.moe.sm90.kernel import launch
-from dsv4_kernels.moe.sm90.plan import GROUP, NARROW, TILE_WORDS, WIDE, Arguments, Plan, Product, Shape
+from dsv4_kernels.moe.sm90.plan import NARROW, WIDE, Arguments, Plan, Product, Shape
 from dsv4_kernels.moe.sm90.weights import STEP, TILE_ROWS, HopperExperts, HopperMatrix
+from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS, most_groups
 
 ARCH = "sm_90a"
 NARROW_SLOTS = 32
@@ -43,21 +44,6 @@ class Listed(NamedTuple):
     def groups(self) -> int:
         """The most that there can be."""
         return len(self.group_tile)
-
-
-def most_groups(pairs: int, num_experts: int) -> int:
-    """Groups of eight slots that `pairs` can take: all experts but a few have one that is not full."""
-    return (pairs + (GROUP - 1) * min(pairs, num_experts)) // GROUP
-
-
-def workspace_bytes(tokens: int, chosen: int, num_experts: int, hidden_size: int, channels: int) -> int:
-    """Of a call: what it allocates beside its result, returned afterwards."""
-    pairs = tokens * chosen
-    slots = GROUP * most_groups(pairs, num_experts)
-    quantised = slots * (max(hidden_size, channels) * (STEP + 4)) // STEP
-    return (
-        quantised + slots * 2 * (channels + hidden_size) + slots * 8 + slots // GROUP * (4 + 4 * TILE_WORDS) + 4 * pairs
-    )
 
 
 def shape_for(pairs: int, num_experts: int) -> Shape:

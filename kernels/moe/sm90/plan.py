@@ -7,9 +7,8 @@ from typing import NamedTuple
 from cutlass import Float32, Int32, Int64
 
 from dsv4_kernels.moe.sm90.weights import CODE_BYTES, SHIFT_BYTES, STEP, TILE_ROWS
+from dsv4_kernels.moe.sm90.workspace import GROUP
 
-GROUP = 8
-"""Slots that lie together: the rows of a swizzle atom, and the least N of an instruction."""
 GROUP_BYTES = GROUP * STEP
 """Of a group in a step."""
 WARP = 32
@@ -97,7 +96,7 @@ class Arguments(NamedTuple):
     factor_expert_bytes: Int64
     tokens: Int64  # e4m3, see `dispatch`: of a work tile [steps, groups, 8, 128], swizzled
     token_scales: Int64  # fp32, of a work tile [steps, groups * 8]
-    tiles: Int64  # int32 [tiles, TILE_WORDS], see `TileField`
+    tiles: Int64  # int32 [tiles, workspace.TILE_WORDS], see `TileField`
     num_tiles: Int64  # int32 [1]
     row_tiles: Int32
     steps: Int32  # K / 128
@@ -116,6 +115,3 @@ class TileField(IntEnum):
     """First tile of the same expert."""
     RUN_TILES = 4
     """Tiles of the same expert."""
-
-
-TILE_WORDS = 8

@@ -17,8 +17,9 @@ from cutlass import Float32, Int32, Int64
 from dsv4_kernels import bf16_rows, ptx
 from dsv4_kernels.bf16_rows import CHUNK, CHUNK_BYTES, add
 from dsv4_kernels.compile_cache import load_or_compile
-from dsv4_kernels.moe.sm90.plan import GROUP, GROUP_BYTES, TILE_WORDS, TileField
+from dsv4_kernels.moe.sm90.plan import GROUP_BYTES, TileField
 from dsv4_kernels.moe.sm90.weights import STEP
+from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS
 from dsv4_kernels.quant import e4m3
 
 THREADS = 128

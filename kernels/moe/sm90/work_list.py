@@ -15,7 +15,8 @@ from cutlass import Int32, Int64
 
 from dsv4_kernels import ptx
 from dsv4_kernels.compile_cache import load_or_compile
-from dsv4_kernels.moe.sm90.plan import GROUP, TILE_WORDS, WARP, TileField
+from dsv4_kernels.moe.sm90.plan import WARP, TileField
+from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS
 
 THREADS = 1024
 MAX_EXPERTS = THREADS
