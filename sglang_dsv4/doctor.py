@@ -110,8 +110,8 @@ def plan(model: Path, tokens: int, requests: int, rows: str) -> list[str]:
             [
                 f"beside the pools, during a prefill: up to {format_bytes(choice.MAX_BYTES)} of unpacked rows and "
                 f"{format_bytes(SCRATCH_BYTES)} of index scores",
-                f"with --moe-runner-backend dsv4 on one Hopper GPU: {format_bytes(_of_experts(model, 8192))} for a chunk of "
-                f"8,192 tokens, {format_bytes(_of_experts(model, 64))} for a step of 64 requests",
+                f"with --moe-runner-backend dsv4 on one Hopper GPU: {format_bytes(_of_experts(model, 8192))} for a "
+                f"chunk of 8,192 tokens, {format_bytes(_of_experts(model, 64))} for a step of 64 requests",
             ]
             if fp8
             else []
