@@ -6,6 +6,8 @@ Between two sublayers of DeepSeek-V4: `hc_post` of the one, `hc_pre` of the next
 
     ours           `hc_boundary` with the kernel forced by name
     ours_parts     `hc_post` and `hc_enter`: two launches of the same kernel, which read the new streams again
+    ours_fp8       as ours, with x as e4m3 beside it
+    ours_then_fp8  ours, and `fp8_quantise` of x: two launches
     ours_by_NxM    (--sweep) as ours, with groups of N tokens and M teams a CTA instead of what `gpu.chosen` chooses
     sglang         `mhc_fused_post_pre` as SGLang 0.5.23 calls it by default: TileLang, behind 32 tokens with DeepGEMM's
                    `tf32_hc_prenorm_gemm`. fn is rounded to TF32 there
@@ -38,6 +40,7 @@ from torch import Tensor
 
 from dsv4_kernels import registry
 from dsv4_kernels.hyper_connection import hc_boundary, hc_enter, hc_post
+from dsv4_kernels.quant import fp8_quantise
 
 TOKENS = (1, 4, 16, 64, 128, 1024, 8192)
 DIMS = {4096: "Flash", 7168: "Pro"}
@@ -47,9 +50,9 @@ WRONG = {"streams": 0.004, "x": 0.006, "post": 3e-4, "comb": 3e-4}
 rounded to the other bf16 than in float64, which moves a product by some 3e-5."""
 SECONDS = 0.15
 MOST_SETS = 64
-Results = tuple[Tensor, Tensor, Tensor, Tensor]
+Results = tuple[Tensor, ...]
 Call = Callable[[], Results]
-"""Enqueues one boundary; returns streams, x, post and comb."""
+"""Enqueues one boundary; returns streams, x, post and comb, and what may be beside them."""
 
 
 class Inputs(NamedTuple):
@@ -117,6 +120,21 @@ def exact(i: Inputs, tokens: Tensor) -> Results:
 def ours(sets: list[Inputs], impl: str) -> list[Call]:
     """The public function."""
     return [lambda i=i: hc_boundary(*i, EPS, EPS, ITERATIONS, impl=impl) for i in sets]
+
+
+def ours_fp8(sets: list[Inputs], impl: str) -> list[Call]:
+    """With codes and scales of x."""
+    return [lambda i=i: hc_boundary(*i, EPS, EPS, ITERATIONS, fp8=True, impl=impl) for i in sets]
+
+
+def ours_then_fp8(sets: list[Inputs], impl: str) -> list[Call]:
+    """The same in two launches."""
+
+    def call(i: Inputs) -> Results:
+        made = hc_boundary(*i, EPS, EPS, ITERATIONS, impl=impl)
+        return *made, *fp8_quantise(made[1], 128, column_major=True, impl=impl)
+
+    return [lambda i=i: call(i) for i in sets]
 
 
 def ours_parts(sets: list[Inputs], impl: str) -> list[Call]:
@@ -192,7 +210,7 @@ def sglang_parts(sets: list[Inputs]) -> list[Call]:
 
 def relative_errors(found: Results, expected: Results, tokens: Tensor) -> dict[str, float]:
     """|found - exact| / |exact|, of each result."""
-    pairs = zip(WRONG, found, expected, strict=True)
+    pairs = zip(WRONG, found[: len(WRONG)], expected, strict=True)
     return {name: float((x[tokens].double() - e).norm() / e.norm()) for name, x, e in pairs}
 
 
@@ -207,6 +225,8 @@ def run_case(num_tokens: int, d: int, impl: str, device: torch.device, sweep: bo
     sets = [first, *(Inputs.random(num_tokens, d, device, seed) for seed in range(1, count))]
     makers: dict[str, Callable[[], list[Call]]] = {
         "ours": lambda: ours(sets, impl),
+        "ours_fp8": lambda: ours_fp8(sets, impl),
+        "ours_then_fp8": lambda: ours_then_fp8(sets, impl),
         "ours_parts": lambda: ours_parts(sets, impl),
         "sglang": lambda: sglang(sets),
         "sglang_parts": lambda: sglang_parts(sets),

@@ -30,7 +30,7 @@ from torch import Tensor
 from dsv4_kernels import registry
 from dsv4_kernels.kv_layout import ROW_BYTES, KVRows, RowFormat
 from dsv4_kernels.moe import fused_swiglu, swiglu_fp8
-from dsv4_kernels.norm import rms_norm
+from dsv4_kernels.norm import rms_norm, rms_norm_fp8
 from dsv4_kernels.norm_rope_store import Destination, norm_rope_store
 from dsv4_kernels.quant import fp8_quantise
 from dsv4_kernels.rope import YarnScaling, apply_rope_in_place, rope_frequencies
@@ -111,6 +111,13 @@ def rms_norm_work(tokens: int, device: torch.device, dim: int = Q_LORA) -> Work:
     return Work("rms_norm", 4 * x.numel() + 4 * dim, lambda impl: [rms_norm(x, weight, EPS, impl)])
 
 
+def rms_norm_fp8_work(tokens: int, device: torch.device) -> Work:
+    """Of q's latent, quantised."""
+    x, weight = normal(tokens, Q_LORA, device=device), torch.ones(Q_LORA, device=device)
+    moved = 3 * x.numel() + 4 * x.numel() // 128 + 4 * Q_LORA
+    return Work("rms_norm_fp8", moved, lambda impl: values(*rms_norm_fp8(x, weight, EPS, True, impl)))
+
+
 def topk_work(tokens: int, device: torch.device) -> Work:
     """The learned router behind its product."""
     logits, bias = torch.randn(tokens, EXPERTS, device=device), torch.randn(EXPERTS, device=device) * 0.1
@@ -158,6 +165,7 @@ WORKS: dict[str, Callable[[int, torch.device], Work]] = {
     "inverse_rope": inverse_rope_work,
     "rms_norm_1024": rms_norm_work,
     "rms_norm_4096": lambda tokens, device: rms_norm_work(tokens, device, HIDDEN),
+    "rms_norm_fp8": rms_norm_fp8_work,
     "route_topk": topk_work,
     "route_hash": hash_work,
     "swiglu": swiglu_work,

@@ -200,7 +200,7 @@ _REFERENCES = {
         *("swiglu", "fused_swiglu", "swiglu_fp8"),
         *("experts_forward", "mxfp4_experts_forward", "nvfp4_experts_forward"),
     ),
-    "norm": ("rms_norm",),
+    "norm": ("rms_norm", "rms_norm_fp8"),
     "norm_rope_store": ("norm_rope_store",),
     "quant": ("fp8_qdq", "fp4_qdq", "fp8_quantise", "hadamard"),
     "rope": ("apply_rope", "apply_rope_in_place"),
@@ -226,7 +226,8 @@ _SHAPE_DEPENDENT_REFERENCES = (
     *("linear", "linear_fp32", "grouped_linear", "route_topk", "route_hash"),
     *("experts_forward", "mxfp4_experts_forward", "nvfp4_experts_forward"),
     *("hc_pre", "hc_head", "hc_boundary", "hc_enter", "hc_finish"),
-    *("rms_norm", "norm_rope_store", "compress_store", "sparse_attention", "index_scores", "index_topk"),
+    *("rms_norm", "rms_norm_fp8", "norm_rope_store", "compress_store"),
+    *("sparse_attention", "index_scores", "index_topk"),
 )
 """References with a product, or with a sum of PyTorch's: on a GPU both choose their order of summation by the shape.
 (On a CPU these have the same bits in every batch too, but for `linear`'s, in whose place "tiled" is taken.)"""
@@ -258,6 +259,7 @@ _BF16_KERNELS = {
     "index_topk": "indexer.gpu:{}",
     "norm_rope_store": "norm_rope_store.gpu:{}",
     "rms_norm": "norm.gpu:{}",
+    "rms_norm_fp8": "norm.gpu:{}_fp8",
     "sparse_attention": "sparse_attention.launch:{}",
     "step_mapping": "step_mapping.gpu:{}",
     "swiglu_fp8": "moe.gpu:{}_fp8",

@@ -21,6 +21,7 @@ from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.config import Config
 from sglang_dsv4.layer_kinds import CSA_RATIO
 from sglang_dsv4.layers import packed_experts
+from sglang_dsv4.layers.linear import quantises_once_on
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,10 @@ def _products(fp32: bool, config: Config, geometry: PoolGeometry, arch: str) -> 
     return [partial(gpu.compile, gpu.Configuration(tile, fp32), arch) for tile in gpu.TILES]
 
 
+def _quantises(config: Config, arch: str) -> bool:
+    return quantises_once_on(9 if arch == "sm_90a" else 10, config)
+
+
 def _compress_store(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
     from dsv4_kernels.compressor import gpu
 
@@ -88,7 +93,7 @@ def _compress_store(config: Config, geometry: PoolGeometry, arch: str) -> list[C
 def _hyper_connection(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
     from dsv4_kernels.hyper_connection import gpu
 
-    return [partial(gpu.compile, plan, arch) for plan in gpu.plans(config.hidden_size)]
+    return [partial(gpu.compile, plan, arch) for plan in gpu.plans(config.hidden_size, _quantises(config, arch))]
 
 
 def _index_query(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
@@ -112,10 +117,12 @@ def _norm_rope_store(config: Config, geometry: PoolGeometry, arch: str) -> list[
     return [partial(gpu.compile, heads_a_warp, arch) for heads_a_warp in (1, gpu.HEADS_A_WARP)]
 
 
-def _rms_norm(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
+def _rms_norm(is_fp8: bool, config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
     from dsv4_kernels.norm import gpu
 
-    return [partial(gpu.compile, gpu.Configuration(config.q_lora_rank, "fp32"), arch)]
+    if is_fp8 != _quantises(config, arch):
+        return []
+    return [partial(gpu.compile, gpu.Configuration(config.q_lora_rank, "fp32", is_fp8), arch)]
 
 
 def _rope(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
@@ -167,7 +174,8 @@ _KERNELS: dict[str, Callable[[Config, PoolGeometry, str], list[Compile]]] = {
     "index_topk": _index_topk,
     "linear_fp32": partial(_products, True),
     "norm_rope_store": _norm_rope_store,
-    "rms_norm": _rms_norm,
+    "rms_norm": partial(_rms_norm, False),
+    "rms_norm_fp8": partial(_rms_norm, True),
     "route_hash_logits": _route_hash,
     "route_topk_logits": _route_topk,
     "step_mapping": _step_mapping,

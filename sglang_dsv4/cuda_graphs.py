@@ -36,6 +36,7 @@ STEP_OPS = (
     "linear_fp32",
     "norm_rope_store",
     "rms_norm",
+    "rms_norm_fp8",
     "route_hash_logits",
     "route_topk_logits",
     "sparse_attention",

@@ -43,7 +43,7 @@ FORWARD_OPS = (
 )
 """Ops of ours in a forward on any device. What a device has beside them is checked when it is first called."""
 CPU_OPS = ("experts_forward", "fused_swiglu", "linear")
-GPU_OPS = ("fp8_quantise", "fused_swiglu", "swiglu_fp8")
+GPU_OPS = ("fp8_quantise", "fused_swiglu", "rms_norm_fp8", "swiglu_fp8")
 
 DEEP_GEMM = "deepgemm_w8a8_block_fp8_linear_with_fallback"
 SGLANG_OPERATORS: dict[str, dict[str, str]] = {

@@ -70,8 +70,9 @@ def hc_boundary(
     norm_eps: float,
     hc_eps: float,
     iterations: int,
+    fp8: bool = False,
     impl: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """From one sublayer's output to the next one's input.
 
     ::
@@ -79,6 +80,7 @@ def hc_boundary(
         streams = hc_post(y, streams, post, comb)
         row, post, comb = hc_pre(streams, fn, base, scale, norm_eps, hc_eps, iterations)
         x = rms_norm(row, norm_weight, norm_eps)
+        codes, scales = fp8_quantise(x, 128, column_major=True)             # with fp8
 
     Args:
         y: [T, d] fp32 or bf16, the output of the sublayer that ends.
@@ -92,10 +94,12 @@ def hc_boundary(
         norm_eps: of both norms.
         hc_eps: of the mixture and of Sinkhorn's iteration.
         iterations: of Sinkhorn's iteration (20).
+        fp8: whether x is wanted as FP8 products take it, too.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
-        streams [T, n, d] and x [T, d] in y's dtype, post [T, n] fp32, comb [T, n, n] fp32.
+        streams [T, n, d] and x [T, d] in y's dtype, post [T, n] fp32, comb [T, n, n] fp32; with `fp8` also codes [T, d]
+        float8_e4m3fn and scales [T, ceil(d / 128)] fp32 powers of two, those of neighbouring tokens side by side.
 
     Raises:
         ValueError: shapes that do not fit each other, or iterations < 1.
@@ -105,7 +109,7 @@ def hc_boundary(
     _check_parameters("hc_boundary", streams, fn, base, scale, (2 + n) * n, 3, norm_weight)
     _check_iterations("hc_boundary", iterations)
     boundary = select("hc_boundary", streams.device, streams.dtype, impl)
-    return boundary(y, streams, post, comb, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations)
+    return boundary(y, streams, post, comb, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8)
 
 
 def hc_enter(
@@ -117,20 +121,21 @@ def hc_enter(
     norm_eps: float,
     hc_eps: float,
     iterations: int,
+    fp8: bool = False,
     impl: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """`hc_boundary` where no sublayer ends: `hc_pre` of the streams as they are, and the norm.
 
     Args and Raises: those of `hc_boundary`.
 
     Returns:
-        x [T, d] in the streams' dtype, post [T, n] fp32, comb [T, n, n] fp32.
+        x [T, d] in the streams' dtype, post [T, n] fp32, comb [T, n, n] fp32; codes and scales as there.
     """
     n = _check_streams("hc_enter", streams)
     _check_parameters("hc_enter", streams, fn, base, scale, (2 + n) * n, 3, norm_weight)
     _check_iterations("hc_enter", iterations)
     enter = select("hc_enter", streams.device, streams.dtype, impl)
-    return enter(streams, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations)
+    return enter(streams, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8)
 
 
 def hc_finish(

@@ -35,6 +35,17 @@ def sum_over_units(values: list, tokens: int) -> Float32:
     return value
 
 
+def max_over_units(value: Float32, tokens: int) -> Float32:
+    """The largest of all units of a warp; every thread of the token gets it."""
+    offset = QUAD * tokens
+    while offset < WARP:
+        value = ptx.fmax(value, cute.arch.shuffle_sync_bfly(value, offset))
+        offset *= 2
+    for offset in (1, 2):
+        value = ptx.fmax(value, cute.arch.shuffle_sync_bfly(value, offset))
+    return value
+
+
 def split_tf32(x: Float32) -> tuple:
     """An fp32 as two tf32: the upper 11 bits of its significand, and what is left, of which the tensor core takes 11
     bits: at most the last two of 24 are lost."""
@@ -128,13 +139,18 @@ def store_words_if(exists: Int32, address: Int64, words: list) -> None:
     """Two or four words to global memory, if `exists` is positive."""
     listed = ", ".join(f"{{$r{2 + i}}}" for i in range(len(words)))
     ptx.asm(
-        f"{{\n.reg .pred p;\nsetp.gt.s32 p, {{$r0}}, 0;\n"
-        f"@p st.global.v{len(words)}.b32 [{{$r1}}], {{{listed}}};\n}}",
+        f"{{\n.reg .pred p;\nsetp.gt.s32 p, {{$r0}}, 0;\n@p st.global.v{len(words)}.b32 [{{$r1}}], {{{listed}}};\n}}",
         [],
         exists,
         address,
         *words,
     )
+
+
+def store_codes(address: Int64, words: tuple) -> None:
+    """One or two words of four codes to global memory."""
+    code = "st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};" if len(words) == 2 else "st.global.b32 [{$r0}], {$r1};"
+    ptx.asm(code, [], address, *words)
 
 
 def load_words_or_floats(address: Int64, count: int, floats: bool) -> list:

@@ -16,13 +16,14 @@ from torch import Tensor
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.hyper_connection.kernel import HyperConnection
 from dsv4_kernels.hyper_connection.plan import CLUSTER, HEAD_ROWS, PRE_ROWS, STREAMS, TEAMS, TOKENS, Arguments, Plan
+from dsv4_kernels.quant.gpu import new_codes
 
 MOST_TOKENS = {1: 4, 2: 16, 4: 64, 8: 128}
 """Tokens of a group -> up to how many tokens in all, one group a cluster: with few tokens more clusters share what each
 one has to wait for, with many fn is read less often from L2, 1.5 MB a cluster."""
 
 
-def chosen(num_tokens: int, dim: int, rows: int, post: bool, norm: bool, bf16_weight: bool) -> Plan:
+def chosen(num_tokens: int, dim: int, rows: int, post: bool, norm: bool, bf16_weight: bool, fp8: bool = False) -> Plan:
     """The plan for so many tokens. A token's bits do not depend on it.
 
     With more tokens than one group in each cluster that the GPU runs at once, clusters stay, and keep fn in shared
@@ -31,8 +32,8 @@ def chosen(num_tokens: int, dim: int, rows: int, post: bool, norm: bool, bf16_we
     tokens = next((tokens for tokens, most in MOST_TOKENS.items() if num_tokens <= most), None)
     form = (dim, rows, post, norm, bf16_weight)
     if tokens is None and norm and Plan(TOKENS[-1], *form, teams=TEAMS).fits:
-        return Plan(TOKENS[-1], *form, teams=TEAMS)
-    return Plan(tokens or TOKENS[-1], *form)
+        return Plan(TOKENS[-1], *form, teams=TEAMS, fp8=fp8)
+    return Plan(tokens or TOKENS[-1], *form, fp8=fp8)
 
 
 def clusters_at_once(device: torch.device) -> int:
@@ -55,15 +56,25 @@ def compile(plan: Plan, arch: str) -> Callable[..., None]:
     return load_or_compile("hyper_connection", plan, arch, from_compiler)
 
 
-def plans(dim: int, bf16_weight: bool = False) -> list[Plan]:
-    """All that a model of this width runs, to compile them ahead."""
-    forms = {  # of the functions that a model calls: rows of fn, post
-        "hc_boundary": (PRE_ROWS, True),
-        "hc_enter": (PRE_ROWS, False),
-        "hc_finish": (HEAD_ROWS, True),
+def plans(dim: int, fp8: bool, bf16_weight: bool = False) -> list[Plan]:
+    """All that a model of this width runs, to compile them ahead.
+
+    Args:
+        dim: d.
+        fp8: whether sublayers take their input as e4m3, too.
+        bf16_weight: of the norms; otherwise they are fp32.
+    """
+    forms = {  # of the functions that a model calls: rows of fn, post, and whether a sublayer follows
+        "hc_boundary": (PRE_ROWS, True, True),
+        "hc_enter": (PRE_ROWS, False, True),
+        "hc_finish": (HEAD_ROWS, True, False),
     }
     sizes = (*MOST_TOKENS.values(), max(MOST_TOKENS.values()) + 1)
-    made = (chosen(size, dim, *form, True, bf16_weight) for form in forms.values() for size in sizes)
+    made = (
+        chosen(size, dim, rows, post, True, bf16_weight, fp8 and follows)
+        for rows, post, follows in forms.values()
+        for size in sizes
+    )
     return list(dict.fromkeys(made))
 
 
@@ -80,7 +91,8 @@ def run(
     iterations: int = 1,
     tokens: int | None = None,
     teams: int = 1,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    fp8: bool = False,
+) -> tuple[Tensor | None, ...]:
     """One launch of one form of the kernel.
 
     Args:
@@ -94,9 +106,11 @@ def run(
         norm_eps, hc_eps, iterations: as in the functions.
         tokens: of a group; None chooses, and chooses `teams` too.
         teams: of a CTA.
+        fp8: whether the norm is also made as e4m3.
 
     Returns:
-        streams, the mixture or its norm, post, comb; None for what this form does not make.
+        streams, the mixture or its norm, post, comb; None for what this form does not make. With `fp8` also codes and
+        scales.
 
     Raises:
         ValueError: dtypes, widths or strides that the kernel is not made for.
@@ -106,7 +120,7 @@ def run(
         raise ValueError(f"{op}: the GPU kernels are made for {STREAMS} streams; got {n}. Choose impl='ref'")
     bf16_weight = norm_weight is not None and norm_weight.dtype == torch.bfloat16
     form = (dim, rows, written_back is not None, norm_weight is not None, bf16_weight)
-    plan = chosen(num_tokens, *form) if tokens is None else Plan(tokens, *form, teams)
+    plan = chosen(num_tokens, *form, fp8) if tokens is None else Plan(tokens, *form, teams, fp8)
     plan.check()
     y, post, comb = written_back or (None, None, None)
     fn, base, scale = parameters or (None, None, None)
@@ -123,6 +137,7 @@ def run(
     out_streams = made(plan.post, STREAMS, dim, dtype=torch.bfloat16)
     out = made(rows > 0, dim, dtype=torch.bfloat16)
     out_post, out_comb = made(rows == PRE_ROWS, STREAMS), made(rows == PRE_ROWS, STREAMS, STREAMS)
+    codes, scales, places = new_codes(num_tokens, dim, True, streams.device) if fp8 else (None, None, None)
     if num_tokens:
         arguments = Arguments(
             num_tokens=num_tokens,
@@ -146,13 +161,17 @@ def run(
             out=_address(out),
             out_post=_address(out_post),
             out_comb=_address(out_comb),
+            out_codes=_address(codes),
+            out_scales=_address(scales),
+            scale_block_stride=Int64(places.scale_block_bytes if fp8 else 0),
         )
         device, num_clusters = streams.device, -(-num_tokens // plan.tokens)
         if plan.teams > 1:
             num_clusters = min(-(-num_clusters // plan.teams), clusters_at_once(device))
         stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
         compile(plan, arch)(arguments, Int32(num_clusters), stream)
-    return out_streams, out, out_post, out_comb
+    made_ones = (out_streams, out, out_post, out_comb)
+    return (*made_ones, codes, scales) if fp8 else made_ones
 
 
 def _check(op: str, tensors: dict[str, Tensor | None], dtypes: tuple[torch.dtype, ...], dense: bool = False) -> None:
@@ -198,10 +217,12 @@ def hc_boundary(
     norm_eps: float,
     hc_eps: float,
     iterations: int,
+    fp8: bool = False,
 ) -> tuple[Tensor, ...]:
     """`dsv4_kernels.hyper_connection.hc_boundary`."""
     written_back, parameters, numbers = (y, post, comb), (fn, base, scale), (norm_eps, hc_eps, iterations)
-    return run(arch(streams), "hc_boundary", PRE_ROWS, streams, written_back, parameters, norm_weight, *numbers)
+    form = (PRE_ROWS, streams, written_back, parameters, norm_weight)
+    return run(arch(streams), "hc_boundary", *form, *numbers, fp8=fp8)
 
 
 def hc_enter(
@@ -214,10 +235,11 @@ def hc_enter(
     norm_eps: float,
     hc_eps: float,
     iterations: int,
+    fp8: bool = False,
 ) -> tuple[Tensor, ...]:
     """`dsv4_kernels.hyper_connection.hc_enter`."""
     parameters, numbers = (fn, base, scale), (norm_eps, hc_eps, iterations)
-    return run(arch(streams), "hc_enter", PRE_ROWS, streams, None, parameters, norm_weight, *numbers)[1:]
+    return run(arch(streams), "hc_enter", PRE_ROWS, streams, None, parameters, norm_weight, *numbers, fp8=fp8)[1:]
 
 
 def hc_finish(

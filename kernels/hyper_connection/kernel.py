@@ -12,7 +12,7 @@ made to when they are mixed, so that streams are read once and written once.
                     sums over warps, sent to all CTAs of the cluster                the warps of the CTA
                     sigmoids: pre, and post of one token                            sums_there, from all CTAs
                     mixture; its sum of squares, sent to all CTAs                   the warps of the CTA
-                    x = norm of the mixture; writes it                              squares_there, from all CTAs
+                    x = norm of the mixture; writes it, and as e4m3                 squares_there, from all CTAs
 
 How a token's sums are added up depends on nothing but d: over the channels of a warp unit by unit in each stream, then
 over the streams, over warps and then over CTAs one after the other; squares as `arithmetic.sum_over_units` says. Tokens
@@ -40,25 +40,30 @@ from dsv4_kernels.hyper_connection.arithmetic import (
     divide_columns,
     divide_rows,
     in_turn,
+    max_over_units,
     rsqrt,
     sigmoid,
     softmax_rows,
+    store_codes,
     store_words_if,
     sum_of_squares,
     sum_over_units,
     unpack,
 )
 from dsv4_kernels.hyper_connection.plan import (
+    CHANNELS,
     CLUSTER,
     PRE_ROWS,
     QUAD,
     STREAMS,
+    UNITS,
     WARP,
     Arguments,
     Plan,
     shared_memory,
 )
 from dsv4_kernels.hyper_connection.products import Products
+from dsv4_kernels.quant import e4m3
 
 GATES = 2 * STREAMS
 """The rows of fn whose products become sigmoids, pre and post; those of comb follow."""
@@ -303,7 +308,9 @@ class HyperConnection(Products):
             if const_expr(plan.teams > 1):
                 if thread == 0:
                     self.expect_squares(shared, team)
-            self.write_normalised(args, shared, team, in_group, words, weight, out, exists)
+            x = self.write_normalised(args, shared, team, in_group, words, weight, out, exists)
+            if const_expr(plan.fp8):
+                self.write_codes(args, x, token, channel, lane, exists)
 
     def sync(self, team: Int32 | int) -> None:
         """Of a team's warps that have channels."""
@@ -424,9 +431,9 @@ class HyperConnection(Products):
         weight: list,
         out: Int64,
         exists: Int32,
-    ) -> None:
-        """x: the mixture over its RMS, times the norm's weight."""
-        plan = self.plan
+    ) -> list:
+        """x: the mixture over its RMS, times the norm's weight. As words of bf16 for each run."""
+        plan, written = self.plan, []
         place = address_of(shared.received_squares, team, CLUSTER * plan.square_slots * 4) + in_group * 4
         square = in_turn([ptx.load_shared_f32(place + cta * plan.square_slots * 4) for cta in range(CLUSTER)])
         inverse = rsqrt(square * (1.0 / plan.dim) + args.norm_eps)
@@ -435,3 +442,20 @@ class HyperConnection(Products):
             x = [value * inverse * w for value, w in zip(unpack(words[run]), weights, strict=True)]
             packed = [ptx.pack_bf16(x[c], x[c + 1]) for c in range(0, len(x), 2)]
             store_words_if(exists, out + run * plan.run_step * 2, packed)
+            written.append(packed)
+        return written
+
+    @cute.jit
+    def write_codes(self, args: Arguments, x: list, token: Int32, channel: Int32, lane: Int32, exists: Int32) -> None:
+        """x as FP8 products read it, to the bits of `fp8_quantise`: a warp has a block of each of its tokens."""
+        plan = self.plan
+        values = [unpack(words) for words in x]
+        amax = max_over_units(e4m3.largest([value for run in values for value in run]), plan.tokens)
+        exponent = e4m3.scale_exponent(amax)
+        codes = args.out_codes + Int64(token) * plan.dim + channel
+        if exists > 0:
+            for run in cutlass.range_constexpr(plan.runs):
+                store_codes(codes + run * plan.run_step, e4m3.codes(values[run], exponent))
+            if (lane % QUAD == 0) & (lane // QUAD < plan.tokens):
+                block = channel // (UNITS * QUAD * CHANNELS)
+                ptx.store_f32(args.out_scales + block * args.scale_block_stride + token * 4, e4m3.scale_of(exponent))

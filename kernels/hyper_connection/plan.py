@@ -48,6 +48,8 @@ class Plan:
     teams: int = 1
     """Of threads in a CTA, which take groups of tokens by themselves, one after the other, and share fn, which stays in
     shared memory. One team takes one group."""
+    fp8: bool = False
+    """Whether the normed mixture is also written as e4m3, with a scale for the 128 channels of a warp."""
 
     def check(self) -> None:
         """Raises ValueError for what the kernel is not made for."""
@@ -58,6 +60,7 @@ class Plan:
             )
         assert self.tokens in TOKENS and self.rows in (0, HEAD_ROWS, PRE_ROWS), self
         assert self.post or self.rows, self
+        assert not self.fp8 or (self.norm and self.rows == PRE_ROWS), self
         assert self.teams == 1 or self.fits, self
 
     @property
@@ -189,3 +192,6 @@ class Arguments(NamedTuple):
     out: Int64  # [T, d] bf16
     out_post: Int64  # [T, 4] fp32
     out_comb: Int64  # [T, 4, 4] fp32
+    out_codes: Int64  # [T, d] e4m3
+    out_scales: Int64  # fp32, those of neighbouring tokens side by side
+    scale_block_stride: Int64

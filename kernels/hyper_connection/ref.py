@@ -8,6 +8,9 @@ from torch import Tensor
 from dsv4_kernels.invariant import sigmoid, tree_sum
 from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.norm import rms_norm
+from dsv4_kernels.quant import fp8_quantise
+
+FP8_BLOCK = 128
 
 
 def hc_pre(
@@ -48,10 +51,11 @@ def hc_boundary(
     norm_eps: float,
     hc_eps: float,
     iterations: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    fp8: bool = False,
+) -> tuple[Tensor, ...]:
     """See `dsv4_kernels.hyper_connection.hc_boundary`."""
     streams = hc_post(y, streams, post, comb)
-    return streams, *hc_enter(streams, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations)
+    return streams, *hc_enter(streams, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8)
 
 
 def hc_enter(
@@ -63,10 +67,12 @@ def hc_enter(
     norm_eps: float,
     hc_eps: float,
     iterations: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    fp8: bool = False,
+) -> tuple[Tensor, ...]:
     """See `dsv4_kernels.hyper_connection.hc_enter`."""
     row, post, comb = hc_pre(streams, fn, base, scale, norm_eps, hc_eps, iterations)
-    return rms_norm(row, norm_weight, norm_eps), post, comb
+    x = rms_norm(row, norm_weight, norm_eps)
+    return (x, post, comb, *fp8_quantise(x, FP8_BLOCK, column_major=True)) if fp8 else (x, post, comb)
 
 
 def hc_finish(

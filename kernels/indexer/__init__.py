@@ -13,31 +13,43 @@ SCRATCH_BYTES = 256 << 20
 
 
 def index_query(
-    q: Tensor, positions: Tensor, frequencies: Tensor, quantise: bool = True, impl: str | None = None
-) -> Tensor:
-    """The queries that `index_topk` takes, from those that the indexer's product gives.
+    q: Tensor,
+    head_weights: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    weight_scale: float,
+    quantise: bool = True,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The queries and head weights that `index_topk` takes, from those that the indexer's products give.
 
-    `apply_rope`, and with `quantise` `hadamard` and `fp4_qdq` in blocks of 32, each rounded to q's dtype.
+    Queries: `apply_rope`, and with `quantise` `hadamard` and `fp4_qdq` in blocks of 32, each rounded to q's dtype. Head
+    weights: rounded to q's dtype, as the layer of the release that makes them rounds, times `weight_scale` in fp32.
 
     Args:
         q: [T, Hi, Di] fp32 or bf16. It is not written to.
+        head_weights: [T, Hi] fp32.
         positions: [T] int64.
         frequencies: [R / 2] fp32 (`rope_frequencies`), R <= Di.
+        weight_scale: `Di**-0.5 * Hi**-0.5`.
         quantise: whether keys are rotated by the Hadamard matrix and quantised, too.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
-        [T, Hi, Di] in q's dtype.
+        q [T, Hi, Di] in its dtype, head_weights [T, Hi] fp32.
 
     Raises:
-        ValueError: shapes that do not fit each other.
+        ValueError: shapes that do not fit each other, or head_weights are not fp32.
     """
-    if q.dim() != 3 or positions.shape != q.shape[:1] or 2 * frequencies.shape[0] > q.shape[2]:
+    fits = q.dim() == 3 and positions.shape == q.shape[:1] and 2 * frequencies.shape[0] <= q.shape[2]
+    if not fits or head_weights.shape != q.shape[:2] or head_weights.dtype != torch.float32:
         raise ValueError(
-            f"index_query needs q [T, Hi, Di], positions [T] and frequencies [R / 2], R at most Di; got "
-            f"{tuple(q.shape)}, {tuple(positions.shape)} and {tuple(frequencies.shape)}"
+            f"index_query needs q [T, Hi, Di], head_weights [T, Hi] fp32, positions [T] and frequencies [R / 2], R at "
+            f"most Di; got {tuple(q.shape)}, {tuple(head_weights.shape)} {head_weights.dtype}, "
+            f"{tuple(positions.shape)} and {tuple(frequencies.shape)}"
         )
-    return select("index_query", q.device, q.dtype, impl)(q, positions, frequencies, quantise)
+    query = select("index_query", q.device, q.dtype, impl)
+    return query(q, head_weights, positions, frequencies, weight_scale, quantise)
 
 
 def index_topk(

@@ -1,7 +1,9 @@
-"""The indexer's queries on a GPU (sm_90a, sm_100a): rotated, transformed and rounded to FP4 in one launch.
+"""The indexer's queries on a GPU (sm_90a, sm_100a): rotated, transformed and rounded to FP4 in one launch, beside their
+heads' weights.
 
 A warp has one head of a token, a lane four neighbouring channels: two pairs of the rotation, what the transform's first
-two levels are made of, and an eighth of a block. Nothing passes through shared memory.
+two levels are made of, and an eighth of a block; the first lane also has the head's weight. Nothing passes through
+shared memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +13,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 from torch import Tensor
 
 from dsv4_kernels import bf16_rows, ptx
@@ -34,6 +36,10 @@ class Arguments(NamedTuple):
     q: Int64
     token_bytes: Int64
     out: Int64  # [T, Hi, 128] bf16
+    head_weights: Int64  # [T, Hi] fp32
+    weights_token_bytes: Int64
+    weight_scale: Float32
+    out_weights: Int64  # [T, Hi] fp32
     positions: Int64  # int64
     frequencies: Int64  # fp32
     num_heads: Int32
@@ -66,6 +72,10 @@ def kernel(args: Arguments, quantise: cutlass.Constexpr[bool]) -> None:
             first = turned(first, *pair)
             pair = cosine_and_sine(mul(position, ptx.load_f32(frequency + 4)))
             second = turned(second, *pair)
+        if lane == 0:
+            weight = ptx.load_f32(args.head_weights + Int64(token) * args.weights_token_bytes + Int64(head) * 4)
+            weight = channels((ptx.pack_bf16(weight, weight),))[0]
+            ptx.store_f32(args.out_weights + Int64(row) * 4, mul(weight, args.weight_scale))
         if cutlass.const_expr(quantise):
             first, second = rounded((first, second), lane)
         store_8_bytes(args.out + Int64(row) * (2 * DIM) + lane * (2 * CHANNELS), (first, second))
@@ -91,20 +101,35 @@ def compile(arch: str, quantise: bool) -> Callable[..., None]:
     return load_or_compile("index_query", quantise, arch, from_compiler)
 
 
-def _run(name: str, q: Tensor, positions: Tensor, frequencies: Tensor, quantise: bool) -> Tensor:
+def _run(
+    name: str,
+    q: Tensor,
+    head_weights: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    weight_scale: float,
+    quantise: bool,
+) -> tuple[Tensor, Tensor]:
     bf16_rows.check_rows("index_query: q", q, DIM)
-    if q.stride(1) != DIM or 2 * frequencies.shape[0] != ROTATED or positions.dtype != torch.int64:
+    side_by_side = q.stride(1) == DIM and head_weights.stride(1) == 1
+    if not side_by_side or 2 * frequencies.shape[0] != ROTATED or positions.dtype != torch.int64:
         raise ValueError(
-            f"index_query on a GPU takes heads side by side, {ROTATED} rotated channels and int64 positions; "
-            f"got strides {q.stride()}, {2 * frequencies.shape[0]}, {positions.dtype}. 'ref' takes any"
+            f"index_query on a GPU takes heads side by side, {ROTATED} rotated channels and int64 positions; got "
+            f"strides {q.stride()} and {head_weights.stride()}, {2 * frequencies.shape[0]}, {positions.dtype}. 'ref' "
+            "takes any"
         )
     tokens, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out_weights = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     if out.numel():
         arguments = Arguments(
             q=q.data_ptr(),
             token_bytes=bf16_rows.stride_bytes(q, 0),
             out=out.data_ptr(),
+            head_weights=head_weights.data_ptr(),
+            weights_token_bytes=bf16_rows.stride_bytes(head_weights, 0),
+            weight_scale=weight_scale,
+            out_weights=out_weights.data_ptr(),
             positions=positions.data_ptr(),
             frequencies=frequencies.data_ptr(),
             num_heads=heads,
@@ -112,14 +137,14 @@ def _run(name: str, q: Tensor, positions: Tensor, frequencies: Tensor, quantise:
         )
         launcher = compile(bf16_rows.architecture(name, q.device), quantise)
         launcher(arguments, Int32(-(-tokens * heads * 32 // THREADS)), bf16_rows.current_stream(q.device))
-    return out
+    return out, out_weights
 
 
-def sm90(*arguments: object) -> Tensor:
+def sm90(*arguments: object) -> tuple[Tensor, Tensor]:
     """`dsv4_kernels.indexer.index_query` on Hopper."""
     return _run("sm90", *arguments)
 
 
-def sm100(*arguments: object) -> Tensor:
+def sm100(*arguments: object) -> tuple[Tensor, Tensor]:
     """`dsv4_kernels.indexer.index_query` on Blackwell (B200, GB200, B300)."""
     return _run("sm100", *arguments)

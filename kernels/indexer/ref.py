@@ -16,10 +16,13 @@ TILE_PRODUCTS = 2**18
 """Bound on the products of heads, keys and tokens computed at a time (at least one token's): 1 MB."""
 
 
-def index_query(q: Tensor, positions: Tensor, frequencies: Tensor, quantise: bool) -> Tensor:
+def index_query(
+    q: Tensor, head_weights: Tensor, positions: Tensor, frequencies: Tensor, weight_scale: float, quantise: bool
+) -> tuple[Tensor, Tensor]:
     """See `dsv4_kernels.indexer.index_query`."""
+    head_weights = head_weights.to(q.dtype).float() * weight_scale
     q = apply_rope(q, positions, frequencies)
-    return fp4_qdq(hadamard(q), FP4_SCALE_GROUP) if quantise else q
+    return fp4_qdq(hadamard(q), FP4_SCALE_GROUP) if quantise else q, head_weights
 
 
 def index_topk(

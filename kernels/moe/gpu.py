@@ -15,10 +15,10 @@ from cutlass import Float32, Int32, Int64
 from torch import Tensor
 
 from dsv4_kernels import bf16_rows, ptx
-from dsv4_kernels.bf16_rows import CHUNK, CHUNK_BYTES, add, at_least, at_most, load_words_if, mul
+from dsv4_kernels.bf16_rows import CHUNK_BYTES, add, at_least, at_most, load_words_if, mul
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.launch_arguments import example
-from dsv4_kernels.quant.gpu import BLOCK, THREADS, Codes, new_codes, num_ctas, place_of_thread, store_codes
+from dsv4_kernels.quant.gpu import THREADS, Codes, new_codes, num_ctas, place_of_thread, plain_result, store_codes
 
 
 class Arguments(NamedTuple):
@@ -97,16 +97,7 @@ def _bf16(name: str, gate_up: Tensor, limit: float) -> Tensor:
     rows, dim = _check("fused_swiglu", gate_up)
     out = torch.empty(rows, dim, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        to = Codes(
-            codes=out.data_ptr(),
-            scales=0,
-            scale_row_bytes=0,
-            scale_block_bytes=0,
-            chunks=dim // CHUNK,
-            blocks=-(-dim // BLOCK),
-            num_rows=rows,
-        )
-        _run(name, gate_up, limit, to, False)
+        _run(name, gate_up, limit, plain_result(out, rows, dim), False)
     return out
 
 

@@ -1,8 +1,8 @@
-"""RMS norm on Hopper and Blackwell (sm_90a, sm_100a): one kernel, bound by memory.
+"""RMS norm on Hopper and Blackwell (sm_90a, sm_100a), in bf16 or as e4m3: one kernel, bound by memory.
 
 Rows of up to WARP_DIM channels take a warp, longer ones a CTA, whose warps meet once in shared memory. A lane has
 chunks of 8 channels, as far apart as there are lanes; it loads all of them before it uses the first. How many depends
-on the row's length only, and so do the order of its sum and its bits.
+on the row's length only, and so do the order of its sum and its bits. Sixteen neighbouring lanes have a block of e4m3.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,14 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from torch import Tensor
 
 from dsv4_kernels import bf16_rows, ptx
 from dsv4_kernels.bf16_rows import CHUNK, CHUNK_BYTES, WARP, add, mul, sum_over_lanes
 from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.launch_arguments import example
+from dsv4_kernels.quant.gpu import Codes, new_codes, plain_result, store_codes
 
 WARP_DIM = 2048
 """The longest row of a warp: 8 chunks, 64 channels a lane."""
@@ -34,6 +36,8 @@ class Configuration:
     dim: int
     weight: str
     """"fp32", "bf16" or "none"."""
+    is_fp8: bool = False
+    """Whether the result is e4m3 with a scale for 128 channels; otherwise it is bf16."""
 
     def __post_init__(self) -> None:
         if self.dim % CHUNK or not 0 < self.dim <= LARGEST_DIM:
@@ -68,10 +72,9 @@ class Arguments(NamedTuple):
 
     x: Int64
     x_row_bytes: Int64
-    out: Int64  # contiguous
     weight: Int64
     eps: Float32
-    num_rows: Int32
+    to: Codes  # in bf16 the codes are the result, and there are no scales
 
 
 @cute.jit
@@ -90,7 +93,7 @@ def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> 
     cta, _, _ = cute.arch.block_idx()
     if cutlass.const_expr(configuration.warps_a_row == 1):
         row = cta * configuration.warps + thread // WARP
-        if row < args.num_rows:
+        if row < args.to.num_rows:
             normalise(args, configuration, row, thread % WARP, Int32(0))
     else:
         memory = cutlass.utils.SmemAllocator()
@@ -118,15 +121,17 @@ def normalise(
     if cutlass.const_expr(configuration.warps_a_row > 1):
         total = sum_over_warps(total, configuration.warps_a_row, lane, shared)
     factor = bf16_rows.reciprocal_root(ptx.fma(total, Float32(1 / configuration.dim), args.eps))
-    out = args.out + Int64(row) * (configuration.dim * 2)
     for i in cutlass.range_constexpr(configuration.chunks_a_lane):
         chunk = lane + i * lanes
         made = bf16_rows.packed(scaled(values[i], factor, weights[i]))
-        if cutlass.const_expr(configuration.is_even):
-            ptx.store_16_bytes(out + chunk * CHUNK_BYTES, made)
+        exists = Boolean(True)
+        if cutlass.const_expr(not configuration.is_even):
+            exists = chunk < configuration.dim // CHUNK
+        if cutlass.const_expr(configuration.is_fp8):
+            store_codes(args.to, row, chunk, exists, bf16_rows.channels(made))
         else:
-            if chunk < configuration.dim // CHUNK:
-                ptx.store_16_bytes(out + chunk * CHUNK_BYTES, made)
+            if exists:
+                ptx.store_16_bytes(args.to.codes + Int64(row) * (configuration.dim * 2) + chunk * CHUNK_BYTES, made)
 
 
 def scaled(values: list, factor: Float32, weights: list) -> list:
@@ -173,46 +178,69 @@ def compile(configuration: Configuration, arch: str) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
     def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, configuration, Int32(1), cuda.CUstream(0))
+        return cute.compile(launch, example(Arguments), configuration, Int32(1), cuda.CUstream(0))
 
     return load_or_compile("rms_norm", configuration, arch, from_compiler)
 
 
-def _run(name: str, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    dim = x.shape[-1]
+def _configuration(what: str, x: Tensor, weight: Tensor | None, is_fp8: bool) -> Configuration:
     weights = {None: "none", torch.float32: "fp32", torch.bfloat16: "bf16"}
     dtype = None if weight is None else weight.dtype
     if dtype not in weights or (weight is not None and (not weight.is_contiguous() or weight.data_ptr() % 16)):
         raise ValueError(
-            f"rms_norm: the GPU kernel takes a contiguous weight in torch.float32 or torch.bfloat16 at a multiple of "
+            f"{what}: the GPU kernel takes a contiguous weight in torch.float32 or torch.bfloat16 at a multiple of "
             f"16 bytes; got {dtype}"
         )
-    configuration = Configuration(dim, weights[dtype])
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows = x.flatten(0, -2) if x.dim() != 2 else x
-    bf16_rows.check_rows("rms_norm: x", rows)
-    if not len(rows):
-        return out
+    return Configuration(x.shape[-1], weights[dtype], is_fp8)
+
+
+def _run(name: str, rows: Tensor, weight: Tensor | None, eps: float, configuration: Configuration, to: Codes) -> None:
     arguments = Arguments(
         x=rows.data_ptr(),
         x_row_bytes=bf16_rows.stride_bytes(rows, 0),
-        out=out.data_ptr(),
         weight=0 if weight is None else weight.data_ptr(),
         eps=eps,
-        num_rows=len(rows),
+        to=to,
     )
     num_ctas = -(-len(rows) * configuration.warps_a_row // configuration.warps)
-    arch = bf16_rows.architecture(name, x.device)
-    compile(configuration, arch)(arguments, Int32(num_ctas), bf16_rows.current_stream(x.device))
+    arch = bf16_rows.architecture(name, rows.device)
+    compile(configuration, arch)(arguments, Int32(num_ctas), bf16_rows.current_stream(rows.device))
+
+
+def _bf16(name: str, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    configuration = _configuration("rms_norm", x, weight, is_fp8=False)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = x.flatten(0, -2) if x.dim() != 2 else x
+    bf16_rows.check_rows("rms_norm: x", rows)
+    if len(rows):
+        _run(name, rows, weight, eps, configuration, plain_result(out, len(rows), configuration.dim))
     return out
+
+
+def _fp8(name: str, x: Tensor, weight: Tensor | None, eps: float, column_major: bool) -> tuple[Tensor, Tensor]:
+    configuration = _configuration("rms_norm_fp8", x, weight, is_fp8=True)
+    bf16_rows.check_rows("rms_norm_fp8: x", x)
+    codes, scales, to = new_codes(*x.shape, column_major, x.device)
+    if len(x):
+        _run(name, x, weight, eps, configuration, to)
+    return codes, scales
 
 
 def sm90(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """`dsv4_kernels.norm.rms_norm` on Hopper: x [..., d] bf16, d a multiple of 8 and at most LARGEST_DIM."""
-    return _run("sm90", x, weight, eps)
+    return _bf16("sm90", x, weight, eps)
 
 
 def sm100(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """`dsv4_kernels.norm.rms_norm` on Blackwell (B200, GB200, B300); as `sm90`."""
-    return _run("sm100", x, weight, eps)
+    return _bf16("sm100", x, weight, eps)
+
+
+def sm90_fp8(x: Tensor, weight: Tensor | None, eps: float, column_major: bool) -> tuple[Tensor, Tensor]:
+    """`dsv4_kernels.norm.rms_norm_fp8` on Hopper; x as in `sm90`."""
+    return _fp8("sm90", x, weight, eps, column_major)
+
+
+def sm100_fp8(x: Tensor, weight: Tensor | None, eps: float, column_major: bool) -> tuple[Tensor, Tensor]:
+    """`dsv4_kernels.norm.rms_norm_fp8` on Blackwell (B200, GB200, B300); x as in `sm90`."""
+    return _fp8("sm100", x, weight, eps, column_major)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4_kernels.quant import fp8_quantise
 from dsv4_kernels.row_pieces import in_row_pieces
+
+FP8_BLOCK = 128
 
 
 @in_row_pieces
@@ -16,3 +19,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is not None:
         y = y * weight.float()
     return y.to(x.dtype)
+
+
+def rms_norm_fp8(x: Tensor, weight: Tensor | None, eps: float, column_major: bool) -> tuple[Tensor, Tensor]:
+    """See `dsv4_kernels.norm.rms_norm_fp8`."""
+    return fp8_quantise(rms_norm(x, weight, eps), FP8_BLOCK, column_major, impl="ref")

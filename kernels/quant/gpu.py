@@ -1,7 +1,8 @@
 """Rows of bf16 as e4m3 with a scale for 128 channels, on Hopper and Blackwell (sm_90a, sm_100a): bound by memory.
 
 A thread has a chunk of 8 channels, 16 neighbouring lanes a block. The threads of a row are padded to whole blocks;
-those behind its end bring zeros, which raise no maximum. `dsv4_kernels.moe.gpu` stores its result by `store_codes` too.
+those behind its end bring zeros, which raise no maximum. `dsv4_kernels.moe.gpu` and `dsv4_kernels.norm.gpu` store their
+results by `store_codes` too.
 """
 
 from collections.abc import Callable
@@ -101,6 +102,19 @@ def new_codes(rows: int, dim: int, column_major: bool, device: torch.device) -> 
         num_rows=rows,
     )
     return codes, scales, to
+
+
+def plain_result(out: Tensor, rows: int, dim: int) -> Codes:
+    """Where a kernel writes that may give codes, if its result is bf16: no scales."""
+    return Codes(
+        codes=out.data_ptr(),
+        scales=0,
+        scale_row_bytes=0,
+        scale_block_bytes=0,
+        chunks=dim // CHUNK,
+        blocks=-(-dim // BLOCK),
+        num_rows=rows,
+    )
 
 
 def num_ctas(rows: int, dim: int) -> int:

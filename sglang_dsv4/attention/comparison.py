@@ -53,7 +53,7 @@ def install(backend: Dsv4AttentionBackend, model: nn.Module, file: Path) -> Call
             backend.attention_impl = named
         return out
 
-    def after(module: nn.Module, arguments: tuple[Tensor, Tensor], output: Tensor) -> None:
+    def after(module: nn.Module, arguments: tuple[object, Tensor], output: Tensor) -> None:
         _, positions = arguments
         out, reference = results.pop(module.layer_id)
         line = {

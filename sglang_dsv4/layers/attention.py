@@ -19,7 +19,7 @@ from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.compressor import Compressor
 from sglang_dsv4.layers.indexer import Indexer
-from sglang_dsv4.layers.linear import Fp8Input, StackedProjection, load_row_shard, quantises_once
+from sglang_dsv4.layers.linear import Fp8Input, StackedProjection, SublayerInput, load_row_shard, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.layers.rank_sum import sum_over_ranks
 from sglang_dsv4.layers.rope import Rotation
@@ -99,12 +99,11 @@ class Attention(nn.Module):
                 self.indexer = Indexer(config, layer_id, *of_indexer, quant_config, f"{prefix}.indexer")
         self.rope = Rotation(config, kind)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """`x [T, d]` (normed), `positions [T]` int64 -> [T, d], both in the model's dtype."""
+    def forward(self, x: SublayerInput, positions: Tensor) -> Tensor:
+        """`positions [T]` int64 -> [T, d] in the model's dtype."""
         backend = get_attn_backend()
-        as_input = Fp8Input.of if self.quantises else lambda row: row
-        q_latent, kv = self.wqkv_a(as_input(x))[0].split((self.config.q_lora_rank, self.config.head_dim), -1)
-        q_latent = as_input(self.q_norm(q_latent))
+        q_latent, kv = self.wqkv_a(x.of_linear)[0].split((self.config.q_lora_rank, self.config.head_dim), -1)
+        q_latent = self.q_norm.quantised(q_latent) if self.quantises else self.q_norm(q_latent)
         q = self.wq_b(q_latent)[0].unflatten(-1, (self.num_local_heads, self.config.head_dim))
         window = backend.window(self.layer_id)
         q = norm_rope_store(
@@ -119,14 +118,14 @@ class Attention(nn.Module):
         )
         selected = None
         if self.projection is not None:
-            kv, score, *of_indexer = self.projection(x)
+            kv, score, *of_indexer = self.projection(x.rows)
             compressions = [self.compressor.compression(kv, score)]
             if self.indexer is not None:
                 head_weights, kv, score = of_indexer
                 compressions.append(self.indexer.compressor.compression(kv, score))
-            compress_store(backend.groups(self.layer_id), compressions, x.dtype)
+            compress_store(backend.groups(self.layer_id), compressions, x.rows.dtype)
             if self.indexer is not None:
-                selected = self.indexer(head_weights, q_latent, positions, x.dtype, self.num_local_heads)
+                selected = self.indexer(head_weights, q_latent, positions, self.num_local_heads)
         o = backend.attend(self.layer_id, q, window, selected, self.attn_sink, self.config.softmax_scale)
         return self.project(o, positions)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dsv4_kernels.hyper_connection import hc_boundary, hc_enter, hc_finish
 from sglang_dsv4.config import Config
+from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
 
 
@@ -44,8 +45,9 @@ class HyperConnection(nn.Module):
         self.scale = _fp32(3)
         self.hc_eps = config.hc_eps
         self.iterations = config.hc_sinkhorn_iters
+        self.quantises = quantises_once(config)
 
-    def forward(self, pending: Pending, norm: RMSNorm) -> tuple[Tensor, Pending]:
+    def forward(self, pending: Pending, norm: RMSNorm) -> tuple[SublayerInput, Pending]:
         """Write the last sublayer's output back and mix the streams into this sublayer's input (sections 2.2, 2.3).
 
         Args:
@@ -53,15 +55,16 @@ class HyperConnection(nn.Module):
             norm: of this sublayer's input.
 
         Returns:
-            the normed input [T, d], and what is pending while this sublayer has no output yet.
+            the normed input, and what is pending while this sublayer has no output yet.
         """
         coefficients = (self.fn, self.base, self.scale, norm.weight, norm.eps, self.hc_eps, self.iterations)
-        if pending.output is None:
-            x, post, comb = hc_enter(pending.streams, *coefficients)
-            return x, Pending(pending.streams, None, post, comb)
         streams, output, post, comb = pending
-        streams, x, post, comb = hc_boundary(output, streams, post, comb, *coefficients)
-        return x, Pending(streams, None, post, comb)
+        if output is None:
+            made = hc_enter(streams, *coefficients, fp8=self.quantises)
+        else:
+            streams, *made = hc_boundary(output, streams, post, comb, *coefficients, fp8=self.quantises)
+        x, post, comb, *codes = made
+        return SublayerInput(x, Fp8Input(*codes) if codes else None), Pending(streams, None, post, comb)
 
 
 class HyperConnectionHead(nn.Module):

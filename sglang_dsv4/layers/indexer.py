@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import Tensor, nn
@@ -54,7 +53,6 @@ class Indexer(nn.Module):
         head_weights: Tensor,
         q_latent: Tensor | Fp8Input,
         positions: Tensor,
-        dtype: torch.dtype,
         num_heads: int,
     ) -> Tensor:
         """Select, once this forward's keys are written.
@@ -63,14 +61,12 @@ class Indexer(nn.Module):
             head_weights: [T, index heads] fp32, the sublayer's normed input times `weights_proj`.
             q_latent: [T, q_lora_rank], the normed query latent of the main attention.
             positions: [T] int64.
-            dtype: the model's.
             num_heads: of the main attention, on this rank.
 
         Returns:
             [T, index_topk] int32 rows of the layer's entries, -1 = hole.
         """
         q = self.wq_b(q_latent)[0].unflatten(-1, (self.config.index_n_heads, self.config.index_head_dim))
-        q = index_query(q, positions, self.compressor.rope.frequencies, quantise=self.config.qat.indexer_fp4)
-        # A layer of the model's dtype in the release: rounded to it.
-        head_weights = head_weights.to(dtype).float() * self.weight_scale
+        frequencies, quantise = self.compressor.rope.frequencies, self.config.qat.indexer_fp4
+        q, head_weights = index_query(q, head_weights, positions, frequencies, self.weight_scale, quantise)
         return get_attn_backend().select(self.layer_id, q, head_weights, self.config.index_topk, num_heads)

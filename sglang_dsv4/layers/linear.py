@@ -45,13 +45,30 @@ class Fp8Input(NamedTuple):
         return cls(*fp8_quantise(x, ACTIVATION_BLOCK, column_major=True))
 
 
+class SublayerInput(NamedTuple):
+    """A sublayer's normed input, and the same as its FP8 products take it, if `quantises_once` says so."""
+
+    rows: Tensor  # [T, d] model dtype
+    fp8: Fp8Input | None
+
+    @property
+    def of_linear(self) -> Tensor | Fp8Input:
+        """What SGLang's linear layers are given."""
+        return self.rows if self.fp8 is None else self.fp8
+
+
 def quantises_once(config: Config) -> bool:
     """Whether the inputs of FP8 products are quantised here, once for all products of an input, and not in SGLang.
 
     On Hopper, whose products take fp32 scales. On Blackwell they take another layout, which SGLang makes.
     """
-    on_hopper = not builds_on_cpu() and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    return on_hopper and config.qat.activations_fp8
+    on_gpu = not builds_on_cpu() and torch.cuda.is_available()
+    return on_gpu and quantises_once_on(torch.cuda.get_device_capability()[0], config)
+
+
+def quantises_once_on(generation: int, config: Config) -> bool:
+    """`quantises_once` on GPUs of this compute capability (9: Hopper)."""
+    return generation == 9 and config.qat.activations_fp8
 
 
 class ReferenceLinearMethod(LinearMethodBase):

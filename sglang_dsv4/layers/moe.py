@@ -18,7 +18,7 @@ from dsv4_kernels.moe import experts_forward, fused_swiglu, swiglu_fp8
 from dsv4_kernels.router import route_hash_logits, route_topk_logits
 from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.layers import packed_experts
-from sglang_dsv4.layers.linear import Fp8Input, builds_on_cpu, fp32_product_dtype, quantises_once
+from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, builds_on_cpu, fp32_product_dtype, quantises_once
 from sglang_dsv4.layers.packed_experts import PackedExperts
 from sglang_dsv4.layers.rank_sum import sum_over_ranks
 
@@ -184,9 +184,9 @@ class SharedExpert(nn.Module):
             channels, d, bias=False, reduce_results=False, quant_config=quant_config, prefix=f"{prefix}.w2"
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum: `x [T, d] -> [T, d]` in the model's dtype."""
-        gate_up = self.w13(Fp8Input.of(x) if self.quantises else x)[0]
+    def forward(self, x: SublayerInput) -> Tensor:
+        """This rank's part of the sum: [T, d] in the model's dtype."""
+        gate_up = self.w13(x.of_linear)[0]
         if self.quantises:
             return self.w2(Fp8Input(*swiglu_fp8(gate_up, self.swiglu_limit, column_major=True)))[0]
         return self.w2(fused_swiglu(gate_up, self.swiglu_limit))[0]
@@ -230,10 +230,11 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(config, quant_config, f"{prefix}.shared_experts")
         self.tp_size = get_parallel().tp_size
 
-    def forward(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        """`x [T, d]` (normed), `input_ids [T]` -> [T, d] in x's dtype; the sum over experts and ranks is fp32."""
+    def forward(self, given: SublayerInput, input_ids: Tensor) -> Tensor:
+        """`input_ids [T]` -> [T, d] in the model's dtype; the sum over experts and ranks is fp32."""
+        x = given.rows
         weights, experts = self.gate(x, input_ids)
-        shared = self.shared_experts(x)
+        shared = self.shared_experts(given)
         if isinstance(self.experts, PackedExperts):
             dtype = torch.float32 if self.tp_size > 1 else x.dtype
             both = self.experts(x, weights, experts, shared, dtype)

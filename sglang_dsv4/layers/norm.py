@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dsv4_kernels.norm import rms_norm
+from dsv4_kernels.norm import rms_norm, rms_norm_fp8
+from sglang_dsv4.layers.linear import Fp8Input
 
 
 class RMSNorm(nn.Module):
@@ -19,3 +20,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`x [..., dim] -> [..., dim]` in x's dtype."""
         return rms_norm(x, self.weight, self.eps)
+
+    def quantised(self, x: Tensor) -> Fp8Input:
+        """`x [T, dim]` as an input of FP8 products."""
+        return Fp8Input(*rms_norm_fp8(x, self.weight, self.eps, column_major=True))

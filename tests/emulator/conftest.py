@@ -1,16 +1,10 @@
-"""Fixtures of the emulator's tests, and its modules' place on the import path."""
+"""Fixtures of the emulator's tests."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-
-HERE = Path(__file__).resolve().parent
-if str(HERE) not in sys.path:
-    sys.path.insert(0, str(HERE))
 
 if TYPE_CHECKING:
     from host import Device

@@ -16,6 +16,7 @@ from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.norm_rope_store import Destination
 from sglang_dsv4.layers import attention
 from sglang_dsv4.layers.hyper_connection import Pending
+from sglang_dsv4.layers.linear import SublayerInput
 
 
 class Recording:
@@ -41,10 +42,14 @@ class Recording:
         return torch.cat(parts)
 
 
-def streams_of(value: Tensor | Pending) -> Tensor:
-    """Streams to which what was pending is written back; other tensors as they are."""
-    if isinstance(value, Tensor) or value.output is None:
-        return value if isinstance(value, Tensor) else value.streams
+def tensor_of(value: Tensor | SublayerInput | Pending) -> Tensor:
+    """Rows of an input; streams to which what was pending is written back; tensors as they are."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, SublayerInput):
+        return value.rows
+    if value.output is None:
+        return value.streams
     return hc_post(value.output, value.streams, value.post, value.comb)
 
 
@@ -113,8 +118,8 @@ def recording(harness: Harness) -> Iterator[Recording]:
 
     def hook(layer: int, name: str) -> Any:
         def store(module: Any, args: tuple[Any, ...], output: Any) -> None:
-            record.add(f"{name}.in", layer, streams_of(args[0]))
-            record.add(f"{name}.out", layer, streams_of(output))
+            record.add(f"{name}.in", layer, tensor_of(args[0]))
+            record.add(f"{name}.out", layer, tensor_of(output))
 
         return store
 

@@ -21,6 +21,7 @@ from dsv4_kernels.moe import ref
 from sglang_dsv4 import compile_ahead, exact, experts_runner
 from sglang_dsv4.config import ConfigError
 from sglang_dsv4.layers import moe, packed_experts
+from sglang_dsv4.layers.linear import SublayerInput
 from sglang_dsv4.layers.packed_experts import PackedExperts
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -167,7 +168,7 @@ def test_the_layer_adds_the_shared_expert(
     monkeypatch.setattr(moe, "sum_over_ranks", lambda part: summed.append(part) or 2 * part)
     routed = forward(layer.experts)
     with emulated(arch="sm_90a", multiprocessors=3):
-        found = layer(x, torch.zeros(len(x), dtype=torch.int64))
+        found = layer(SublayerInput(x, None), torch.zeros(len(x), dtype=torch.int64))
     if tp_size == 1:
         assert not summed and same_bits(found, routed.bfloat16() + shared)
     else:

@@ -1,18 +1,14 @@
-"""Where kernels run: in the emulator, whose modules are put on the import path, or on a GPU; and fixtures of both."""
+"""Where kernels run: in the emulator or on a GPU; and fixtures of both."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from dsv4_kernels import compile_cache, registry
 from dsv4_kernels.sparse_attention import scratch
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "emulator"))
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[tuple, bool]:
         return lambda *arguments: None
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     for module in modules():
         monkeypatch.setattr(module, "load_or_compile", remembered)
     return compiled
@@ -87,7 +87,7 @@ def test_what_forwards_of_any_size_run_is_compiled(hopper: dict[tuple, bool]) ->
     assert len(found) == len(hopper)
     for tokens in [*range(1, 300), 1000, 8192, 100_000]:
         for rows, post in ((24, True), (24, False), (4, True)):
-            plan = hyper_connection.chosen(tokens, 4096, rows, post, True, False)
+            plan = hyper_connection.chosen(tokens, 4096, rows, post, True, False, fp8=rows == 24)
             assert ("hyper_connection", repr(plan)) in found, tokens
     for heads_a_warp in {1, norm_rope_store.HEADS_A_WARP}:
         assert ("norm_rope_store", repr(f"{heads_a_warp} heads a warp")) in found
@@ -137,7 +137,7 @@ def test_they_compile(capability: tuple[int, int], arch: str, monkeypatch: pytes
     from host import emulated
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
     monkeypatch.setattr(compile_cache, "_in_memory", {})
     with emulated(arch=arch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from dsv4_kernels.hyper_connection import hc_boundary, hc_enter, hc_finish, hc_head, hc_post, hc_pre, ref
 from dsv4_kernels.norm import rms_norm
+from dsv4_kernels.quant import fp8_quantise
 
 NORM_EPS, HC_EPS = 0.25, 0.03  # far larger than the model's 1e-6: one that is misplaced must show in bf16 too
 ITERATIONS = 20
@@ -155,6 +157,11 @@ def check_boundary(out: tuple[Tensor, ...], i: Inputs) -> None:
 def test_the_references_are_their_parts(dtype: torch.dtype) -> None:
     i = inputs(5, 32)
     i = i._replace(y=i.y.to(dtype), streams=i.streams.to(dtype))
+    made = hc_boundary(*i.boundary(), fp8=True)
+    assert all(map(torch.equal, made[:4], hc_boundary(*i.boundary())))
+    codes, scales = fp8_quantise(made[1], 128, column_major=True)
+    assert torch.equal(made[4].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(made[5], scales) and made[5].stride() == scales.stride()
     streams = hc_post(i.y, i.streams, i.post, i.comb)
     row, post, comb = hc_pre(streams, i.fn, i.base, i.scale, NORM_EPS, HC_EPS, ITERATIONS)
     expected = (streams, rms_norm(row, i.weight, NORM_EPS), post, comb)
@@ -208,13 +215,15 @@ def emulate(arch: str, call: Callable[[], object], **options: object) -> object:
     return result
 
 
-def boundary(arch: str, i: Inputs, tokens: int | None = None, teams: int = 1, **options: object) -> tuple[Tensor, ...]:
+def boundary(
+    arch: str, i: Inputs, tokens: int | None = None, teams: int = 1, fp8: bool = False, **options: object
+) -> tuple[Tensor, ...]:
     """hc_boundary, with so many tokens a group, and teams a CTA."""
     from dsv4_kernels.hyper_connection import gpu
 
     y, streams, post, comb, fn, base, scale, weight = i
     arguments = (streams, (y, post, comb), (fn, base, scale), weight, NORM_EPS, HC_EPS, ITERATIONS)
-    return emulate(arch, lambda: gpu.run(arch, "hc_boundary", 24, *arguments, tokens, teams), **options)
+    return emulate(arch, lambda: gpu.run(arch, "hc_boundary", 24, *arguments, tokens, teams, fp8), **options)
 
 
 @pytest.mark.parametrize(("num_tokens", "tokens"), [(1, 1), (2, 1), (3, 2), (5, 4), (17, 8)], ids=lambda n: str(n))
@@ -231,6 +240,31 @@ def test_bits_do_not_depend_on_the_batch(arch: str) -> None:
     for order, tokens in (([7], 1), ([10, 7, 3], 2), ([3, 0, 7, 10, 1], 4), ([7, 7, 10, 9, 3], 8)):
         for all_of_them, part in zip(together, boundary(arch, i.of(order), tokens), strict=True):
             assert torch.equal(part, all_of_them[order])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "tokens", "teams", "d", "weight"),
+    [
+        (1, 1, 1, 1024, torch.float32),
+        (3, 2, 1, 3072, torch.bfloat16),
+        (5, 4, 1, 1024, torch.float32),
+        (35, 8, 2, 1024, torch.float32),
+    ],
+    ids=["alone", "pairs", "fours", "teams"],
+)
+def test_the_kernel_makes_codes(
+    arch: str, num_tokens: int, tokens: int, teams: int, d: int, weight: torch.dtype
+) -> None:
+    """To the bit the quantiser of the row that it makes, whatever the group; all else as without."""
+    i = inputs(num_tokens, d, seed=d, weight=weight)
+    i.weight[128:256] *= 2.0**-30  # a block at the floor of scales, and one with a single large channel
+    i.weight[640] *= 2.0**20
+    options = {"multiprocessors": 16} if teams > 1 else {}
+    *others, codes, scales = boundary(arch, i, tokens, teams, fp8=True, **options)
+    assert all(map(torch.equal, others, boundary(arch, i, tokens, teams, **options)))
+    expected, of_blocks = fp8_quantise(others[1], 128, column_major=True, impl="ref")
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales, of_blocks) and scales.stride() == of_blocks.stride()
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8])
@@ -408,7 +442,8 @@ def test_the_models_widths(arch: str, d: int) -> None:
 
     i = inputs(2, d, seed=d)
     check_boundary(boundary(arch, i, 8), i)
-    for plan in {Plan(8, d, 24, True, True), gpu.chosen(8192, d, 24, True, True, False)}:
+    chosen = gpu.chosen(8192, d, 24, True, True, False)
+    for plan in {Plan(8, d, 24, True, True), chosen, replace(chosen, fp8=True)}:
         with emulated(arch=arch):
             numbers = resources(gpu.compile(plan, arch).__cubin__)
         # Warps are dealt out to four parts of the multiprocessor, which have a quarter of the registers each.
@@ -461,6 +496,10 @@ def kernel_here(kernel_on_gpu: Callable[[str], str]) -> Iterator[str]:
 def test_the_gpu_makes_a_boundary(kernel_here: str, num_tokens: int, d: int) -> None:
     i = inputs(num_tokens, d, seed=num_tokens).to("cuda")
     out = hc_boundary(*i.boundary(), impl=kernel_here)
+    *same, codes, scales = hc_boundary(*i.boundary(), fp8=True, impl=kernel_here)
+    expected, of_blocks = fp8_quantise(out[1], 128, True, kernel_here)
+    assert all(map(torch.equal, same, out)) and torch.equal(scales, of_blocks)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
     few = torch.arange(0, num_tokens, max(1, num_tokens // 64), device="cuda")
     check_boundary(tuple(x[few] for x in out), i.of(few))
     alone = hc_boundary(*i.of(few[-1:]).boundary(), impl=kernel_here)

@@ -289,14 +289,19 @@ def test_queries(name: str, quantise: bool) -> None:
     wide = torch.randn(5, 9, 128, generator=torch.Generator().manual_seed(3)).to(BF16)
     q, positions = wide[:, 2:], torch.tensor([0, 1, 127, 70000, 2**20 - 1])
     frequencies = rope_frequencies(64, 160000.0, None)
+    beside = torch.randn(5, 20, generator=torch.Generator().manual_seed(4))
+    beside[1, 6], scale = float("nan"), 0.0110485
+    head_weights = beside[:, 4:11]
     with emulated_row_kernel(name):
-        found = getattr(query, name)(q, positions, frequencies, quantise)
-    expected = index_query(q, positions, frequencies, quantise)
+        found, weights = getattr(query, name)(q, head_weights, positions, frequencies, scale, quantise)
+    expected, expected_weights = index_query(q, head_weights, positions, frequencies, scale, quantise)
+    assert torch.equal(expected_weights.nan_to_num(9.0), (head_weights.to(BF16).float() * scale).nan_to_num(9.0))
+    assert weights.is_contiguous() and torch.equal(weights.nan_to_num(9.0), expected_weights.nan_to_num(9.0))
     assert found.shape == expected.shape and (found == expected).float().mean() > 0.995
     assert ((found.double() - expected.double()).norm() / expected.double().norm()) < 2e-2
     with emulated_row_kernel(name):
-        alone = getattr(query, name)(q[3:4], positions[3:4], frequencies, quantise)
-    assert torch.equal(alone[0], found[3])
+        alone, of_it = getattr(query, name)(q[3:4], head_weights[3:4], positions[3:4], frequencies, scale, quantise)
+    assert torch.equal(alone[0], found[3]) and torch.equal(of_it[0], weights[3])
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -17,6 +17,7 @@ from ops.row_kernels import ARCH, KERNELS, NAN, SCHEDULES, assert_no_spills, emu
 from torch import Tensor
 
 from dsv4_kernels import norm
+from dsv4_kernels.quant import fp8_quantise
 from dsv4_kernels.rope import YarnScaling, apply_rope, apply_rope_in_place, rope_frequencies
 
 POSITIONS = torch.tensor([0, 1, 127, 128, 65535, 2**20 - 1, 990_324])
@@ -227,8 +228,40 @@ def test_the_kernel_norms_a_row_alike_in_any_batch(kernel: str, dim: int) -> Non
     assert spoilt[1].isnan().all() and spoilt[4, 7].isnan()
 
 
+def normed_codes(kernel: str, x: Tensor, weight: Tensor | None, column_major: bool) -> tuple[Tensor, Tensor]:
+    from dsv4_kernels.norm import gpu
+
+    with emulated_row_kernel(kernel):
+        return getattr(gpu, f"{kernel}_fp8")(x, weight, EPS, column_major)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [(8, torch.float32), (200, None), (1024, torch.float32), (1536, torch.float32), (7168, torch.bfloat16)],
+)
+@pytest.mark.parametrize("column_major", [False, True], ids=["rows", "columns"])
+def test_the_norm_as_codes(kernel: str, dim: int, dtype: torch.dtype | None, column_major: bool) -> None:
+    """To the bit the quantiser of what the norm makes; blocks that the row ends in, and a row of NaN."""
+    x, weight = some_rows(5, dim).contiguous(), weight_of(dim, dtype)
+    x[3, 1] = NAN
+    codes, scales = normed_codes(kernel, x, weight, column_major)
+    expected, of_blocks = fp8_quantise(normed(kernel, x, weight), 128, column_major, impl="ref")
+    finite = [0, 1, 2, 4]
+    assert same_bits(codes[finite].view(torch.uint8), expected[finite].view(torch.uint8))
+    assert same_bits(scales[finite].contiguous(), of_blocks[finite].contiguous())
+    assert scales.stride() == of_blocks.stride() and codes[3].float().isnan().all()
+    alone, of_it = normed_codes(kernel, x[2:3], weight, column_major)
+    assert same_bits(alone[0].view(torch.uint8), codes[2].view(torch.uint8)) and torch.equal(of_it[0], scales[2])
+
+
 def test_what_the_norm_refuses(kernel: str) -> None:
     x = some_rows(5, 512)
+    with pytest.raises(ValueError, match=r"rms_norm_fp8: x must be torch\.bfloat16"):
+        normed_codes(kernel, x.float(), None, True)
+    with pytest.raises(ValueError, match=r"rms_norm_fp8 needs x \[T, d\]; got \(5, 1, 512\)"):
+        norm.rms_norm_fp8(x[:, None], None, EPS)
+    with pytest.raises(ValueError, match=r"rms_norm_fp8: weight has shape \(8,\)"):
+        norm.rms_norm_fp8(x, torch.ones(8), EPS)
     for wrong in (x.float(), x[:, 1:505], x[:, ::2][:, :8]):
         with pytest.raises(ValueError, match=r"rms_norm: x must be torch\.bfloat16"):
             normed(kernel, wrong, None)
@@ -243,6 +276,8 @@ def test_no_rows_need_no_launch(kernel: str) -> None:
     from dsv4_kernels.rope import gpu as rotations
 
     assert getattr(norms, kernel)(torch.zeros(0, 512).bfloat16(), None, EPS).shape == (0, 512)
+    codes, scales = getattr(norms, f"{kernel}_fp8")(torch.zeros(0, 512).bfloat16(), None, EPS, True)
+    assert codes.shape == (0, 512) and scales.shape == (0, 4)
     nothing = torch.zeros(0, 3, 512).bfloat16()
     assert getattr(rotations, kernel)(nothing, POSITIONS[:0], FREQUENCIES["yarn"], False).shape == (0, 3, 512)
 
@@ -259,6 +294,10 @@ def test_the_kernels_need_no_stack(kernel: str) -> None:
         f"norm of {dim}": lambda dim=dim: norms.compile(norms.Configuration(dim, "fp32"), arch) for dim in registers
     }
     most = {f"norm of {dim}": count for dim, count in registers.items()}
+    for dim, count in ((1024, 64), (1536, 96)):
+        as_codes = norms.Configuration(dim, "fp32", is_fp8=True)
+        functions[f"codes of {dim}"] = lambda as_codes=as_codes: norms.compile(as_codes, arch)
+        most[f"codes of {dim}"] = count
     for heads, count in ((1, 32), (4, 48)):
         functions[f"rotation of {heads}"] = lambda heads=heads: rotations.compile(heads, arch)
         most[f"rotation of {heads}"] = count
@@ -297,6 +336,17 @@ def test_the_gpu_rotates_beyond_two_gigabytes(kernel_here: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dim", [1024, 1536])
+@pytest.mark.parametrize("count", [1, 5, 8192])
+def test_the_gpu_norms_as_codes(kernel_here: str, dim: int, count: int) -> None:
+    x, weight = normal(count, dim, seed=10).cuda(), weight_of(dim, torch.float32).cuda()
+    found = norm.rms_norm_fp8(x, weight, EPS, True, kernel_here)
+    expected = fp8_quantise(norm.rms_norm(x, weight, EPS, kernel_here), 128, True, kernel_here)
+    assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))
+    assert torch.equal(found[1], expected[1]) and found[1].stride() == expected[1].stride()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dim", DIMS)
 def test_the_gpu_norms(kernel_here: str, dim: int) -> None:
     """Also beyond 2 GB, where rows have the bits that they have alone."""
@@ -312,5 +362,5 @@ def test_the_gpu_norms(kernel_here: str, dim: int) -> None:
 def test_ops_are_in_the_table() -> None:
     from dsv4_kernels import registry
 
-    for op in ("apply_rope", "apply_rope_in_place", "rms_norm"):
+    for op in ("apply_rope", "apply_rope_in_place", "rms_norm", "rms_norm_fp8"):
         assert set(registry.available(op)) == {"sm90", "sm100", "ref"}
