@@ -23,6 +23,7 @@ from sglang_dsv4.layers.linear import Fp8Input, StackedProjection, SublayerInput
 from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.layers.rank_sum import sum_over_ranks
 from sglang_dsv4.layers.rope import Rotation
+from sglang_dsv4.layers.side_stream import side_by_side
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -104,30 +105,37 @@ class Attention(nn.Module):
         backend = get_attn_backend()
         q_latent, kv = self.wqkv_a(x.of_linear)[0].split((self.config.q_lora_rank, self.config.head_dim), -1)
         q_latent = self.q_norm.quantised(q_latent) if self.quantises else self.q_norm(q_latent)
-        q = self.wq_b(q_latent)[0].unflatten(-1, (self.num_local_heads, self.config.head_dim))
         window = backend.window(self.layer_id)
-        q = norm_rope_store(
-            q,
-            kv,
-            self.kv_norm.weight,
-            positions,
-            self.rope.frequencies,
-            self.config.rms_norm_eps,
-            window.destinations,
-            qat=self.config.qat.kv_fp8,
-        )
-        selected = None
-        if self.projection is not None:
-            kv, score, *of_indexer = self.projection(x.rows)
-            compressions = [self.compressor.compression(kv, score)]
-            if self.indexer is not None:
-                head_weights, kv, score = of_indexer
-                compressions.append(self.indexer.compressor.compression(kv, score))
-            compress_store(backend.groups(self.layer_id), compressions, x.rows.dtype)
-            if self.indexer is not None:
-                selected = self.indexer(head_weights, q_latent, positions, self.num_local_heads)
+
+        def query() -> Tensor:
+            return norm_rope_store(
+                self.wq_b(q_latent)[0].unflatten(-1, (self.num_local_heads, self.config.head_dim)),
+                kv,
+                self.kv_norm.weight,
+                positions,
+                self.rope.frequencies,
+                self.config.rms_norm_eps,
+                window.destinations,
+                qat=self.config.qat.kv_fp8,
+            )
+
+        q, selected = side_by_side(query, lambda: self.compress(x.rows, q_latent, positions))
         o = backend.attend(self.layer_id, q, window, selected, self.attn_sink, self.config.softmax_scale)
         return self.project(o, positions)
+
+    def compress(self, x: Tensor, q_latent: Tensor | Fp8Input, positions: Tensor) -> Tensor | None:
+        """Store the entries of the groups that this forward closes, and choose among all: `select`'s rows, if any."""
+        if self.projection is None:
+            return None
+        kv, score, *of_indexer = self.projection(x)
+        compressions = [self.compressor.compression(kv, score)]
+        if self.indexer is not None:
+            head_weights, kv, score = of_indexer
+            compressions.append(self.indexer.compressor.compression(kv, score))
+        compress_store(get_attn_backend().groups(self.layer_id), compressions, x.dtype)
+        if self.indexer is None:
+            return None
+        return self.indexer(head_weights, q_latent, positions, self.num_local_heads)
 
     def store_context(self, x: Tensor | Fp8Input, positions: Tensor, destinations: Sequence[Destination]) -> None:
         """Store the window rows of tokens that this layer does not see itself: of a DSpark draft's context.

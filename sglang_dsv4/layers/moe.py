@@ -21,6 +21,7 @@ from sglang_dsv4.layers import packed_experts
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, builds_on_cpu, fp32_product_dtype, quantises_once
 from sglang_dsv4.layers.packed_experts import PackedExperts
 from sglang_dsv4.layers.rank_sum import sum_over_ranks
+from sglang_dsv4.layers.side_stream import side_by_side
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -233,8 +234,7 @@ class MoE(nn.Module):
     def forward(self, given: SublayerInput, input_ids: Tensor) -> Tensor:
         """`input_ids [T]` -> [T, d] in the model's dtype; the sum over experts and ranks is fp32."""
         x = given.rows
-        weights, experts = self.gate(x, input_ids)
-        shared = self.shared_experts(given)
+        (weights, experts), shared = side_by_side(lambda: self.gate(x, input_ids), lambda: self.shared_experts(given))
         if isinstance(self.experts, PackedExperts):
             dtype = torch.float32 if self.tp_size > 1 else x.dtype
             both = self.experts(x, weights, experts, shared, dtype)

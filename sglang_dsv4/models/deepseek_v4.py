@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sglang_dsv4 import exact
 from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.layer_kinds import LayerKind
+from sglang_dsv4.layers import side_stream
 from sglang_dsv4.layers.attention import Attention
 from sglang_dsv4.layers.hyper_connection import HyperConnection, HyperConnectionHead, Pending
 from sglang_dsv4.layers.linear import quantised_linear_config
@@ -37,7 +38,9 @@ def check_server_options() -> None:
 
     Raises:
         ConfigError: names the option.
+        ValueError: a variable that has none of its values.
     """
+    side_stream.is_on()
     dtype = torch.get_default_dtype()  # SGLang's loader builds a model under its dtype
     if dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError("dtype", str(dtype), "bfloat16 or float32 (--dtype; auto makes float16 of float32 weights)")

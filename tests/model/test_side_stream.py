@@ -1,0 +1,187 @@
+"""Sublayers with a part on a side stream: accesses to the same memory are ordered, and bits stay.
+
+On a CPU streams are pretended: each has a clock of the work that is known to lie before it, and every operator's inputs
+and outputs are looked up in what was accessed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from model.oracle import QUANTISABLE
+from model.served import Served
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglang_dsv4.layers import side_stream
+
+PROMPT, DECODE_FROM = 150, 141
+
+
+@dataclass
+class Stream:
+    """A pretended stream."""
+
+    name: str
+    device_index: int = 0
+    clock: dict[str, int] = field(default_factory=dict)
+
+    def wait_stream(self, other: Stream) -> None:
+        for name, time in other.clock.items():
+            self.clock[name] = max(time, self.clock.get(name, 0))
+
+    def tick(self) -> tuple[str, int]:
+        self.clock[self.name] = self.clock.get(self.name, 0) + 1
+        return self.name, self.clock[self.name]
+
+    def knows(self, event: tuple[str, int]) -> bool:
+        return self.clock.get(event[0], 0) >= event[1]
+
+
+@dataclass
+class Access:
+    begin: int
+    end: int
+    writes: bool
+    event: tuple[str, int]
+
+
+class Races(TorchDispatchMode):
+    """Finds accesses to the same bytes, one of them a write, that no wait orders."""
+
+    def __init__(self, streams: list[Stream]) -> None:
+        super().__init__()
+        self.streams = streams  # the last one is current
+        self.accesses: list[Access] = []
+        self.found: list[str] = []
+        self.used: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        current = self.streams[-1]
+        event = current.tick()
+        self.used[current.name] = self.used.get(current.name, 0) + 1
+        written = [
+            args[i] if i < len(args) else kwargs.get(argument.name)
+            for i, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        seen = {id(x) for x in tensors(written)}
+        for x in tensors((args, kwargs)):
+            self.note(x, id(x) in seen, event, str(func))
+        result = func(*args, **kwargs)
+        given = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
+        for x in tensors(result):
+            if x.untyped_storage()._cdata not in given and x.numel():
+                begin, end = extent(x)  # new memory, which an allocator that knows of streams gives to nobody else
+                self.accesses = [a for a in self.accesses if a.end <= begin or end <= a.begin]
+                self.accesses.append(Access(begin, end, True, event))
+        return result
+
+    def note(self, x: Tensor, writes: bool, event: tuple[str, int], what: str) -> None:
+        if not x.numel():
+            return
+        (begin, end), current = extent(x), self.streams[-1]
+        kept = []
+        for other in self.accesses:
+            known = current.knows(other.event)
+            if other.begin < end and begin < other.end and (writes or other.writes) and not known:
+                self.found.append(f"{what} on {current.name} beside {other.event}")
+            if not known:
+                kept.append(other)
+        self.accesses = [*kept, Access(begin, end, writes, event)]
+
+
+def extent(x: Tensor) -> tuple[int, int]:
+    """Addresses from the first byte to behind the last one."""
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors(part)
+
+
+@pytest.fixture(scope="module")
+def served(serve: Callable[..., Served]) -> Served:
+    return serve("flash-like", dtype="float32", qat="full", **QUANTISABLE)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    """A GPU that captures a graph, which there is not."""
+    main, side = Stream("main"), Stream("side")
+    active = [main]
+
+    @contextmanager
+    def entered(stream: Stream) -> Iterator[None]:
+        active.append(stream)
+        yield
+        active.pop()
+
+    monkeypatch.setattr(side_stream, "is_on", lambda: True)
+    monkeypatch.setattr(side_stream, "_side_stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: active[-1])
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    return active
+
+
+def run(served: Served) -> Tensor:
+    return served.harness.run(served.corpus[0][:PROMPT], 140, decode_from=DECODE_FROM)
+
+
+def test_no_access_is_unordered(served: Served, request: pytest.FixtureRequest) -> None:
+    expected = run(served)
+    races = Races(request.getfixturevalue("streams"))
+    with races:
+        found = run(served)
+    assert torch.equal(found, expected) and not races.found
+    assert races.used["side"] > races.used["main"] / 10
+
+
+@pytest.mark.parametrize("missing", [0, 1], ids=["begins_too_early", "ends_too_late"])
+def test_a_missing_wait_is_found(
+    served: Served, streams: list[Stream], missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, original = [0], Stream.wait_stream
+
+    def wait(self: Stream, other: Stream) -> None:
+        waits[0] += 1
+        if waits[0] % 2 != (1 - missing):
+            original(self, other)
+
+    monkeypatch.setattr(Stream, "wait_stream", wait)
+    with Races(streams) as races:
+        run(served)
+    assert races.found
+
+
+def test_outside_of_a_graph_one_follows_the_other(streams: list[Stream], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    order = []
+    assert side_stream.side_by_side(lambda: order.append(1) or "a", lambda: order.append(2) or "b") == ("a", "b")
+    assert order == [1, 2] and not streams[0].clock
+
+
+@pytest.mark.parametrize(("value", "on"), [(None, False), ("off", False), (" On ", True)])
+def test_the_variable(value: str | None, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(side_stream.VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(side_stream.VARIABLE, value)
+    assert side_stream.is_on.__wrapped__() is on
+    monkeypatch.setenv(side_stream.VARIABLE, "yes")
+    with pytest.raises(ValueError, match="must be 'on' or 'off', got 'yes'"):
+        side_stream.is_on.__wrapped__()
