@@ -153,13 +153,15 @@ class Harness:
             end = request.num_tokens + len(tokens)
             if end > request.num_allocated:
                 start = request.num_allocated
-                last = table[request.row, start - 1 : start].to(torch.int64) if start else torch.tensor([-1])
+                nothing = torch.tensor([-1], device=table.device)
+                last = table[request.row, start - 1 : start].to(torch.int64) if start else nothing
                 ends = torch.tensor([end])
                 if decode and end == start + 1:
-                    new = allocator.alloc_decode(ends, ends, last)
+                    new = allocator.alloc_decode(ends.to(table.device), ends, last)
                 else:
                     starts = torch.tensor([start])
-                    new = allocator.alloc_extend(starts, starts, ends, ends, last, end - start)
+                    on_device = (starts.to(table.device), starts, ends.to(table.device), ends)
+                    new = allocator.alloc_extend(*on_device, last, end - start)
                 if new is None:
                     raise RuntimeError("the harness's pool is full; raise max_total_tokens")
                 table[request.row, start:end] = new.to(table.dtype)
@@ -196,8 +198,8 @@ class Harness:
         if logits.shape[0] != sum(lengths):
             raise RuntimeError(f"expected logits of {sum(lengths)} positions, got {tuple(logits.shape)}")
         return [
-            (row.float().clone(), stream.clone())
-            for row, stream in zip(logits.split(lengths), streams.split(lengths), strict=True)
+            (row.float().cpu(), stream.cpu())
+            for row, stream in zip(logits.clone().split(lengths), streams.clone().split(lengths), strict=True)
         ]
 
     def _forward_batch(
@@ -243,13 +245,13 @@ class Harness:
             model_config=runner.model_config,
             device=self.runner.device,
             forward_mode=forward_mode,
-            input_ids=token_ids,
-            req_pool_indices=rows,
+            input_ids=token_ids.to(runner.device),
+            req_pool_indices=rows.to(runner.device),
             req_pool_indices_cpu=rows.clone(),
-            seq_lens=seq_lens,
+            seq_lens=seq_lens.to(runner.device),
             seq_lens_cpu=seq_lens.clone(),
             seq_lens_sum=int(seq_lens.sum()),
-            orig_seq_lens=seq_lens.to(torch.int32),
+            orig_seq_lens=seq_lens.to(runner.device, torch.int32),
             out_cache_loc=slots,
             spec_algorithm=SpeculativeAlgorithm.NONE,
             spec_info=spec_info,

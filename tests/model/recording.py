@@ -20,7 +20,7 @@ from sglang_dsv4.layers.linear import SublayerInput
 
 
 class Recording:
-    """Tensors by (name, layer), concatenated over the forwards; token axis first.
+    """Tensors by (name, layer), concatenated over the forwards, on the CPU; token axis first.
 
     "attn.in", "attn.out", "ffn.in", "ffn.out": normed inputs and outputs of the sublayers. "block.in", "block.out":
     streams. "kv", "entries", "index_keys": rows on their way to the pools. "q", "attended": in and out of the
@@ -39,7 +39,7 @@ class Recording:
         if name == "selected":
             width = max(part.shape[1] for part in parts)
             parts = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
-        return torch.cat(parts)
+        return torch.cat(parts).cpu()
 
 
 def tensor_of(value: Tensor | SublayerInput | Pending) -> Tensor:
@@ -71,17 +71,17 @@ def recording(harness: Harness) -> Iterator[Recording]:
     def recorded_store(q: Tensor, kv: Tensor, *parameters: Any, qat: bool) -> Tensor:
         *parameters, destinations = parameters
         stored = destinations[0].table
-        plain = KVRows.allocate(len(kv), RowFormat.PLAIN, kv.shape[1], stored.rope_dim, kv.dtype, "cpu")
-        alone = Destination(plain, torch.arange(len(kv)))
+        plain = KVRows.allocate(len(kv), RowFormat.PLAIN, kv.shape[1], stored.rope_dim, kv.dtype, kv.device)
+        alone = Destination(plain, torch.arange(len(kv), device=kv.device))
         original_store(q, kv, *parameters, (alone,), qat=qat and stored.format is RowFormat.PLAIN)
         record.add("kv", layers[0], plain.storage)
         return original_store(q, kv, *parameters, destinations, qat=qat)
 
     def recorded_compress(groups: Groups, compressions: list[Compression], dtype: torch.dtype) -> None:
         count, closed = len(groups.sources), (groups.sources >= 0).any(1)
-        apart = replace(groups, slots=torch.arange(count), overlap_rows=None)
+        apart = replace(groups, slots=torch.arange(count, device=groups.slots.device), overlap_rows=None)
         for name, c in zip(("entries", "index_keys"), compressions, strict=False):
-            plain = KVRows.allocate(count, RowFormat.PLAIN, c.head_dim, c.table.rope_dim, dtype, "cpu")
+            plain = KVRows.allocate(count, RowFormat.PLAIN, c.head_dim, c.table.rope_dim, dtype, c.kv.device)
             values_of = c.values_of if c.table.format is RowFormat.PLAIN else RowFormat.PLAIN
             alone = replace(c, table=plain, values_of=values_of, state=c.state.clone(), overlap=None)
             original_compress(apart, [alone], dtype)
@@ -100,10 +100,10 @@ def recording(harness: Harness) -> Iterator[Recording]:
         record.add("index_weights", layer, weights)
         rows_of = backend.metadata.unpack if backend._unpacks(4, top_k, num_heads) else backend.metadata
         pages = rows_of.page_table[0].long()
-        place = torch.full((int(pages.max()) + 1,), -1)
-        place[pages] = torch.arange(len(pages))
+        place = torch.full((int(pages.max()) + 1,), -1, device=pages.device)
+        place[pages] = torch.arange(len(pages), device=pages.device)
         entries = place[rows.long().clamp(min=0) // 64] * 64 + rows % 64
-        mask = torch.zeros(len(rows), 64 * len(pages) + 1, dtype=torch.bool)
+        mask = torch.zeros(len(rows), 64 * len(pages) + 1, dtype=torch.bool, device=rows.device)
         record.add("selected", layer, mask.scatter(1, torch.where(rows < 0, 64 * len(pages), entries), True)[:, :-1])
         return rows
 
