@@ -3,8 +3,8 @@
 Shapes alone decide what is launched, so a CUDA graph can record it: CTAs look up how many entries their token sees.
 
 Hopper has two score kernels. They weigh and add heads alike, but sum channels by different instructions (`mma.sync`,
-`wgmma`), which are the same numbers only while partial sums are exact. So where batch invariance is required one of them
-serves decode, too: a token has one score, whichever forward computes it.
+`wgmma`), which are the same numbers only while partial sums are exact. So where batch invariance is required one of
+them serves decode, too: a token has one score, whichever forward computes it.
 """
 
 from types import ModuleType

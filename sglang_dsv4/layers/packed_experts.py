@@ -143,11 +143,11 @@ class _Arrangement(QuantizeMethodBase):
 def kernels(config: Config, tp_size: int) -> list[Callable[[], object]]:
     """What compiles the kernels of a forward, ahead of it."""
     from dsv4_kernels.moe.sm90 import launch, rows, work_list
-    from dsv4_kernels.moe.sm90.plan import NARROW, WIDE, Plan, Product
+    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Plan, Product
 
     summed = rows.Sum(config.num_experts_per_tok, fp32=tp_size > 1, adds_shared=True)
     return [
-        *(partial(launch.compile, Plan(product, shape)) for shape in (NARROW, WIDE) for product in Product),
+        *(partial(launch.compile, Plan(product, shape)) for shape in (NARROW, PAIRED, WIDE) for product in Product),
         *(partial(rows.compile_quantise, chooses, launch.ARCH) for chooses in (True, False)),
         partial(rows.compile_sum, summed, launch.ARCH),
         partial(work_list.compile, launch.ARCH),

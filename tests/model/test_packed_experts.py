@@ -214,7 +214,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_its_kernels_are_compiled_ahead(chosen: None, rank: Callable[..., PackedExperts]) -> None:
-    """All that a forward of few or of many tokens takes."""
+    """All that a forward of few, of more or of many tokens takes."""
     from host import emulated
 
     with emulated(arch="sm_90a", multiprocessors=3):
@@ -223,9 +223,10 @@ def test_its_kernels_are_compiled_ahead(chosen: None, rank: Callable[..., Packed
         known = len(compile_cache.origins())
         layer = rank()
         layer(*batch(), batch()[0], torch.bfloat16)
-        many = torch.zeros(64 * EXPERTS, D, dtype=torch.bfloat16)
-        ids = torch.arange(CHOSEN, dtype=torch.int32).expand(len(many), CHOSEN).contiguous()
-        layer(many, torch.ones(ids.shape), ids, many, torch.bfloat16)
+        for tokens in (10 * EXPERTS, 64 * EXPERTS):
+            x = torch.zeros(tokens, D, dtype=torch.bfloat16)
+            ids = torch.arange(CHOSEN, dtype=torch.int32).expand(tokens, CHOSEN).contiguous()
+            layer(x, torch.ones(ids.shape), ids, x, torch.bfloat16)
     assert len(compile_cache.origins()) == known
 
 
