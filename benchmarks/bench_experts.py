@@ -7,7 +7,8 @@ Contenders, both from x and the router's output to [T, d] in bf16, in CUDA graph
 
     ours      `dsv4_kernels.moe.sm90`: e4m3 activations as in the release
     marlin    `fused_marlin_moe` as SGLang 0.5.23's runner calls it: bf16 activations
-    ours_by_* (--sweep) ours with the other shape of work tiles
+    ours_by_* (--sweep) ours with each shape of work tiles: `narrow` (decode), `paired` (decode of more than 32 tokens,
+              up to 64 slots of an expert in a tile), `wide` (prefill)
 
 First a few tokens of every case are held against float64 of the dequantised weights. `rel_err` and `marlin_rel_err` are
 distances from the sum without any rounding of activations, `release_rel_err` is ours from the release's definition,
@@ -139,7 +140,7 @@ Contender = Callable[[Inputs], Tensor]
 def ours(packed: Mxfp4Experts, sweep: bool) -> dict[str, Contender]:
     """Our kernels, by the shape that they choose, and by either."""
     from dsv4_kernels.moe.sm90 import launch
-    from dsv4_kernels.moe.sm90.plan import NARROW, WIDE
+    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
 
     arranged = packed.for_hopper()
 
@@ -148,7 +149,7 @@ def ours(packed: Mxfp4Experts, sweep: bool) -> dict[str, Contender]:
             i.x, i.weights, i.experts, arranged, LIMIT, dtype=torch.bfloat16, shape=shape
         )
 
-    shapes = {"ours_by_narrow": NARROW, "ours_by_wide": WIDE} if sweep else {}
+    shapes = {"ours_by_narrow": NARROW, "ours_by_paired": PAIRED, "ours_by_wide": WIDE} if sweep else {}
     return {"ours": by(None)} | {name: by(shape) for name, shape in shapes.items()}
 
 
@@ -271,7 +272,7 @@ def main() -> None:
     parser.add_argument("--slices", default="1,2", help="ranks of tensor parallelism, by commas")
     parser.add_argument("--routing", default=",".join(ROUTING))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--sweep", action="store_true", help="also with either shape of work tiles")
+    parser.add_argument("--sweep", action="store_true", help="also with each shape of work tiles")
     parser.add_argument("--out", type=Path, help="write the result there, row by row")
     options = parser.parse_args()
     if not torch.cuda.is_available():

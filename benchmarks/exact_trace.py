@@ -149,10 +149,12 @@ class Sizes:
     displaced: int
     """Short prompts whose checkpoints take all device slots."""
     requests: int
-    """Of the trace; each of a fifth as many different ones is asked five times in the mean."""
+    """Of the trace, of `repeats` times fewer different ones."""
     at_once: int
     longest: int
     """Prompt of the trace, at the most."""
+    repeats: int = 5
+    """How often each is asked in the mean."""
     first_id: int = 10
     last_id: int = 1000
     sampled: bool = True
@@ -278,7 +280,8 @@ async def sweep(client: Client, sizes: Sizes, known: References) -> Findings:
     for size in sizes.batches:
         await client.flush()
         asked = [rng.choice(sweep) for _ in range(size)]
-        beside = [Request(some(rng.randrange(1, longest)), rng.randrange(1, 2 * sizes.new_tokens)) for _ in asked[::2]]
+        lengths = [rng.randrange(1, sizes.longest) for _ in asked[::2]]
+        beside = [Request(some(length), rng.randrange(1, 2 * sizes.new_tokens)) for length in lengths]
         answers = await asyncio.gather(*(client.ask(request) for request in (*asked, *beside)))
         for request, answer in zip(asked, answers[: len(asked)], strict=True):
             found.compare("batch", request, references[request], answer)
@@ -292,7 +295,7 @@ def requests_of_a_trace(sizes: Sizes) -> list[Request]:
     def some(count: int) -> tuple[int, ...]:
         return tuple(rng.randrange(sizes.first_id, sizes.last_id) for _ in range(count))
 
-    for _ in range(max(1, sizes.requests // 5)):
+    for _ in range(max(1, sizes.requests // sizes.repeats)):
         begin: tuple[int, ...] = ()
         if made and rng.random() < 0.75:
             other = rng.choice(made).prompt

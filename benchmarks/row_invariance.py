@@ -22,13 +22,17 @@ from torch import Tensor
 
 from dsv4_kernels import registry
 from dsv4_kernels.hyper_connection import hc_boundary
+from dsv4_kernels.indexer import index_topk
+from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.linear import grouped_linear, linear_fp32
 from dsv4_kernels.moe import fused_swiglu
 from dsv4_kernels.norm import rms_norm
-from dsv4_kernels.quant import fp8_quantise
+from dsv4_kernels.quant import fp4_qdq, fp8_quantise
 from dsv4_kernels.router import route_topk_logits
 
 MOST_ROWS = 2048
+DECODED = 64
+"""Rows up to which the indexer is asked as by a decode step."""
 BATCHES = (
     *(1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 170, 171, 200),
     *(255, 256, 257, 300, 384, 385, 500, 511, 512, 513, 1000, 1023, 1024, 1025, 2047),
@@ -119,8 +123,10 @@ def operators(d: Dimensions, device: torch.device, most: int = MOST_ROWS) -> Ite
     """All that there are on this device."""
     yield from products(d, device, most)
     yield from others(d, device, most)
+    yield from indexer(d, device, most)
     if device.type == "cuda":
         yield from fp8_products(d, device, most)
+        yield from packed_experts(d, device, most)
 
 
 def implementations(op: str, device: torch.device) -> list[registry.Implementation]:
@@ -210,6 +216,63 @@ def others(d: Dimensions, device: torch.device, most: int) -> Iterator[Operator]
             f"{d.vocabulary}",
             True,
             lambda rows, function=function: function(last[rows], -1),
+        )
+
+
+def indexer(d: Dimensions, device: torch.device, most: int) -> Iterator[Operator]:
+    """The choice of entries: as a decode step where rows are few and as a prefill chunk where they are many."""
+    context = 16_384 if device.type == "cuda" else 1024
+    keys = KVRows.allocate(context // 4, RowFormat.INDEX_FP4, d.index_dim, 0, torch.bfloat16, device)
+    apart = torch.exp2(torch.randint(-8, 9, (4,), generator=torch.Generator().manual_seed(15))).to(device)
+    # Blocks whose scales lie far apart: their sums are rounded, and another instruction may round them otherwise.
+    values = normal(context // 4, d.index_dim, device=device, dtype=torch.float32, seed=16)
+    keys.scatter(torch.arange(context // 4, device=device), values * apart.repeat_interleave(d.index_dim // 4))
+    q = fp4_qdq(normal(most, d.index_heads, d.index_dim, device=device, seed=17), 32)
+    weights = normal(most, d.index_heads, device=device, dtype=torch.float32, seed=18)
+    table = torch.arange(context // 256, dtype=torch.int32, device=device)[None]
+    visible = (context // 4 - torch.arange(most, device=device) % 512 % (context // 8)).int()
+    top_k = min(512, context // 16)
+
+    def choose(rows: slice, name: str, required: bool) -> Tensor:
+        count = rows.stop - rows.start
+        of_rows = torch.zeros(count, dtype=torch.int32, device=device), visible[rows].contiguous()
+        registry.require_batch_invariance(required)
+        try:
+            return index_topk(
+                q[rows], weights[rows], keys, table, 64, *of_rows, top_k, prefill=count > DECODED, impl=name
+            )
+        finally:
+            registry.require_batch_invariance(False)
+
+    for chosen in implementations("index_topk", device):
+        for required in (True, False):
+            yield Operator(
+                f"index_topk{'' if required else ' without the flag'}",
+                chosen.name,
+                f"{context // 4} entries",
+                required and chosen.is_batch_invariant(device),
+                lambda rows, name=chosen.name, required=required: choose(rows, name, required),
+            )
+
+
+def packed_experts(d: Dimensions, device: torch.device, most: int) -> Iterator[Operator]:
+    """Hopper's routed experts, a few of them, so that tiles of all widths occur."""
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return
+    from bench_experts import LIMIT, Model, inputs, random_experts
+
+    from dsv4_kernels.moe.sm90 import launch
+
+    model = Model(24, d.hidden, d.intermediate)
+    packed = random_experts(model, device).for_hopper()
+    for routing in ("uniform", "zipf"):
+        i = inputs(model, most, routing, 19, device)
+        yield Operator(
+            f"experts: {routing}",
+            "sm90",
+            f"{model.experts} of {d.hidden} x {d.intermediate}",
+            True,
+            lambda rows, i=i: launch.experts_forward(i.x[rows], i.weights[rows], i.experts[rows], packed, LIMIT),
         )
 
 

@@ -11,9 +11,9 @@ What keeps the promise is one rule: every operator of a forward is batch-invaria
   products, which it installs under this flag. No MoE runner of SGLang's is in it: they choose tiles by the number of
   tokens, and order these by atomics. Ours (`layers.packed_experts`) sums in an order that K alone decides.
 * Sums over ranks are made in the order of the ranks (`layers.rank_sum`).
-* A forward of a prefill divides keys as one of decode does (`ForwardMetadata.split_keys`), so that a token that was
-  decoded and one that is computed again in a prefill are one token. Index scores have a kernel for either; on an H200
-  both chose the same entries for every one of 33,000 tokens (`benchmarks/results/indexer_h200.json`).
+* A token that was decoded and one that is computed again in a prefill are one token: a forward of a prefill divides
+  keys as one of decode does (`ForwardMetadata.split_keys`), and on Hopper both take the prefill's kernel for index
+  scores (`dsv4_kernels.indexer.gpu`).
 * Draws are keyed by the request's seed (`sampling`), which SGLang takes to be 42 where a request names none.
 
 What can't be kept gets a 400 (:func:`reason_against`).

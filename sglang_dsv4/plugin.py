@@ -337,7 +337,9 @@ def _create_attention_backend(runner: ModelRunner) -> AttentionBackend:
     from sglang_dsv4.attention import comparison as attention_comparison
     from sglang_dsv4.attention.backend import Dsv4AttentionBackend
     from sglang_dsv4.compile_ahead import compile_ahead
+    from sglang_dsv4.layers.packed_experts import log_arrangement
 
+    log_arrangement(runner.model)
     backend, parallel = Dsv4AttentionBackend(runner), get_parallel()
     heads = runner.model_config.num_attention_heads // parallel.tp_size
     compile_ahead(runner.model.dsv4_config, backend.token_to_kv_pool.geometry, heads, backend.device)

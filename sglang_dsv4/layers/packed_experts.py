@@ -60,14 +60,14 @@ class PackedExperts(nn.Module):
         self.channel_rank = parallel.moe_tp_rank
         channels = config.moe_intermediate_size // parallel.moe_tp_size
         for name, rows, k in (("w13_weight", 2 * channels, d), ("w2_weight", d, channels)):
-            codes = torch.empty(self.num_local_experts, rows, k // 2, dtype=torch.int8)
+            codes = random_codes(self.num_local_experts, rows, k // 2)
             scale = torch.full((self.num_local_experts, rows, k // GROUP), 127, dtype=torch.uint8)
             for suffix, tensor in (("", codes), ("_scale_inv", scale.view(torch.float8_e8m0fnu))):
                 parameter = nn.Parameter(tensor, requires_grad=False)
                 set_weight_attrs(parameter, {"weight_loader": self.weight_loader})
                 self.register_parameter(name + suffix, parameter)
         self.quant_method = _Arrangement()
-        self.arranged = None
+        self.arranged, self.seconds = None, 0.0
 
     def weight_loader(self, param: nn.Parameter, loaded: Tensor, name: str, shard_id: str, expert_id: int) -> None:
         """Keep this rank's part of one expert's codes or scales.
@@ -106,7 +106,7 @@ class PackedExperts(nn.Module):
                 "e4m3 cannot hold both. --moe-runner-backend marlin keeps them",
                 *(self.prefix, rounded, 2 * (self.w13_weight.numel() + self.w2_weight.numel())),
             )
-        logger.debug("%s: arranged in %.2f s", self.prefix, time.perf_counter() - begin)
+        self.seconds = time.perf_counter() - begin
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, shared: Tensor | None, dtype: torch.dtype) -> Tensor:
         """This rank's part of the experts' sum, the shared one's included.
@@ -129,6 +129,27 @@ class PackedExperts(nn.Module):
         )
 
 
+def log_arrangement(model: nn.Module) -> None:
+    """One line about what arranging a loaded model's experts took; none of a model without any."""
+    layers = [module for module in model.modules() if isinstance(module, PackedExperts)]
+    if layers:
+        logger.info(
+            "routed experts: the weights of %d layers, %.2f GiB, arranged for runner %s in %.1f s, where they lie; "
+            "no copy is kept",
+            *(len(layers), sum(p.nbytes for layer in layers for p in layer.parameters()) / 2**30, RUNNER),
+            sum(layer.seconds for layer in layers),
+        )
+
+
+def random_codes(*shape: int) -> Tensor:
+    """int8 of this shape, the same at every start, for SGLang's dummy loader, which fills floating-point numbers only:
+    what the memory held before might be zeros, and something else after the next start."""
+    codes = torch.empty(shape, dtype=torch.int8)
+    words = codes.view(-1).view(torch.int64)  # of all values equally likely
+    words.random_(torch.iinfo(torch.int64).min, None, generator=torch.Generator(codes.device).manual_seed(shape[0]))
+    return codes
+
+
 class _Arrangement(QuantizeMethodBase):
     """What SGLang's loaders call once weights are there."""
 
@@ -143,11 +164,11 @@ class _Arrangement(QuantizeMethodBase):
 def kernels(config: Config, tp_size: int) -> list[Callable[[], object]]:
     """What compiles the kernels of a forward, ahead of it."""
     from dsv4_kernels.moe.sm90 import launch, rows, work_list
-    from dsv4_kernels.moe.sm90.plan import NARROW, WIDE, Plan, Product
+    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Plan, Product
 
     summed = rows.Sum(config.num_experts_per_tok, fp32=tp_size > 1, adds_shared=True)
     return [
-        *(partial(launch.compile, Plan(product, shape)) for shape in (NARROW, WIDE) for product in Product),
+        *(partial(launch.compile, Plan(product, shape)) for shape in (NARROW, PAIRED, WIDE) for product in Product),
         *(partial(rows.compile_quantise, chooses, launch.ARCH) for chooses in (True, False)),
         partial(rows.compile_sum, summed, launch.ARCH),
         partial(work_list.compile, launch.ARCH),

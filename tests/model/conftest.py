@@ -1,6 +1,8 @@
 """Loaded models shared by the tests of this folder: each (schedule, dtype, switches) is built once a session."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ from model.harness import Harness
 from model.oracle import as_stored, configuration, random_weights, write_checkpoint
 from model.reference import FULL, OFF, Quant
 from model.served import SCHEDULES, SEED, Served
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "emulator"))  # for experts that are computed there
 
 # These dimensions are far too small for a second thread, whose barriers cost more than it brings.
 torch.set_num_threads(1)

@@ -206,7 +206,7 @@ def test_foreign_operators_are_taken_or_named(monkeypatch: pytest.MonkeyPatch) -
     assert "'odd' is SGLang's Triton product ((72, 256) in blocks of [128, 128])" in odd
     assert "linear layer 'other' is SGLang's AWQLinearMethod" in other
     assert "routed experts 'experts' is SGLang's MoE runner 'marlin' (Mxfp4MarlinMoEMethod)" in marlin
-    assert "no experts for this GPU yet" in marlin
+    assert "on Hopper --moe-runner-backend dsv4 does" in marlin
 
 
 @pytest.mark.usefixtures("bf16", "required")

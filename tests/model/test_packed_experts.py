@@ -125,6 +125,36 @@ def test_weights_are_arranged_where_they_lie(rank: Callable[..., PackedExperts])
         assert found.shifts.data_ptr() in inside and found.factors.data_ptr() in inside
 
 
+def test_time_and_memory_of_arranging_are_said_once(
+    rank: Callable[..., PackedExperts], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.ModuleList([rank(), rank(), nn.Linear(2, 2)])
+    assert all(layer.seconds > 0 for layer in model[:2])
+    with caplog.at_level(logging.INFO):
+        packed_experts.log_arrangement(model)
+        packed_experts.log_arrangement(nn.Linear(2, 2))
+    (line,) = caplog.messages
+    size = 2 * sum(parameter.nbytes for parameter in model[0].parameters()) / 2**30
+    assert f"the weights of 2 layers, {size:.2f} GiB, arranged for runner dsv4 in" in line
+
+
+def test_dummy_weights_say_something_and_are_the_same_at_every_start(
+    rank: Callable[..., PackedExperts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's `--load-format dummy` fills floating-point numbers and leaves packed codes as they are."""
+    from sglang.srt.model_loader.weight_utils import initialize_dummy_weights
+
+    rank()  # of a rank whose weights were loaded, only its ranks' sizes are kept
+    layers = [PackedExperts(CONFIG, "experts") for _ in range(2)]
+    for layer in layers:
+        initialize_dummy_weights(layer)
+    for name, parameter in layers[0].named_parameters():
+        assert torch.equal(parameter.view(torch.uint8), dict(layers[1].named_parameters())[name].view(torch.uint8))
+    for codes in (layers[0].w13_weight, layers[0].w2_weight):
+        counts = torch.bincount(codes.view(torch.uint8).flatten().int(), minlength=256)
+        assert (counts > codes.numel() / 512).all()
+
+
 def test_rounded_codes_are_said(rank: Callable[..., PackedExperts], caplog: pytest.LogCaptureFixture) -> None:
     layer = rank()
     load_without_end(layer)
@@ -215,7 +245,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_its_kernels_are_compiled_ahead(chosen: None, rank: Callable[..., PackedExperts]) -> None:
-    """All that a forward of few or of many tokens takes."""
+    """All that a forward of few, of more or of many tokens takes."""
     from host import emulated
 
     with emulated(arch="sm_90a", multiprocessors=3):
@@ -224,9 +254,10 @@ def test_its_kernels_are_compiled_ahead(chosen: None, rank: Callable[..., Packed
         known = len(compile_cache.origins())
         layer = rank()
         layer(*batch(), batch()[0], torch.bfloat16)
-        many = torch.zeros(64 * EXPERTS, D, dtype=torch.bfloat16)
-        ids = torch.arange(CHOSEN, dtype=torch.int32).expand(len(many), CHOSEN).contiguous()
-        layer(many, torch.ones(ids.shape), ids, many, torch.bfloat16)
+        for tokens in (10 * EXPERTS, 64 * EXPERTS):
+            x = torch.zeros(tokens, D, dtype=torch.bfloat16)
+            ids = torch.arange(CHOSEN, dtype=torch.int32).expand(tokens, CHOSEN).contiguous()
+            layer(x, torch.ones(ids.shape), ids, x, torch.bfloat16)
     assert len(compile_cache.origins()) == known
 
 

@@ -9,6 +9,7 @@ one that is written down number by number.
 from __future__ import annotations
 
 import functools
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -46,9 +47,9 @@ SLOW = {
 
 
 def shapes() -> dict[str, Any]:
-    from dsv4_kernels.moe.sm90.plan import NARROW, WIDE
+    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
 
-    return {"narrow": NARROW, "wide": WIDE}
+    return {"narrow": NARROW, "paired": PAIRED, "wide": WIDE}
 
 
 @pytest.fixture(autouse=True)
@@ -82,18 +83,49 @@ def launched(case: Case, shape: str = "narrow", **options: object) -> tuple[Tens
     return out, device
 
 
+def shape_names() -> list[str]:
+    return list(shapes())
+
+
+def listed_widths(case: Case, shape: str = "paired") -> list[int]:
+    """Slots of the work tiles that a call lists, fillers included."""
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+
+    _, weights, ids, _ = case.inputs()
+    packed = arranged(case.experts, case.d, case.channels)
+    with emulated(arch="sm_90a", multiprocessors=case.multiprocessors):
+        least = launch.least_paired_tiles(packed, case.multiprocessors)
+        listed = launch.list_work(weights, ids, case.experts, case.offset, shapes()[shape], least)
+    return (8 * listed.tiles[: int(listed.totals[0]), 2]).tolist()
+
+
 def products_of(device: Any) -> list[Any]:
     """The reports of both products."""
     return [device.reports[2], device.reports[4]]
 
 
-@pytest.mark.parametrize("shape", ["narrow", "wide"])
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+PAIRED = {
+    "pairs-beyond-the-stages": Case(41, chosen=1, experts=2, d=1280, channels=256, one_expert=True, multiprocessors=1),
+    "pairs-between-singles": Case(48, chosen=2, experts=3, d=512, channels=256, multiprocessors=1),
+}
+"""Tiles of more than 32 slots, whose steps take two stages each, in front of and behind those whose steps take one."""
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, shape) for name in CASES for shape in ("narrow", "wide")),
+        *((name, "paired") for name in PAIRED),
+        *(pytest.param(name, shape, marks=pytest.mark.slow) for name in SLOW for shape in shape_names()),
+    ],
+)
 def test_the_sum_is_the_definition_s(name: str, shape: str) -> None:
     """To one rounding of bf16 a row, and a flipped code now and then."""
     from emulator import Checks
 
-    case = (CASES | SLOW)[name]
+    case = (CASES | PAIRED | SLOW)[name]
     x, weights, ids, packed = case.inputs()
     expected = ref.mxfp4_experts_forward(x, weights, ids, packed, LIMIT, case.offset)
     out, device = launched(case, shape, schedule="late", checks=Checks.strict())
@@ -101,6 +133,8 @@ def test_the_sum_is_the_definition_s(name: str, shape: str) -> None:
     assert (out - expected).norm() <= 2.0**-9 * expected.norm()
     most = case.multiprocessors * shapes()[shape].ctas_per_sm
     assert all(report.grid[0] <= most for report in products_of(device))
+    if name in PAIRED:
+        assert max(listed_widths(case)) > 32 >= min(listed_widths(case)) or case.one_expert
     if name == "only-other-ranks":
         assert not out.any()
 
@@ -127,28 +161,55 @@ def test_bits_do_not_depend_on_the_schedule(name: str, schedule: str, seed: int)
     assert same_bits(out, expected)
 
 
-@pytest.mark.parametrize("shape", ["narrow", "wide"])
+@pytest.mark.parametrize("shape", shape_names())
 def test_a_token_s_bits_do_not_depend_on_its_batch(shape: str) -> None:
-    """Alone, in tiles of every width, in the other shape, and on another number of multiprocessors."""
-    case = Case(70, experts=2, multiprocessors=3)
-    expected, _ = launched(case, "wide" if shape == "narrow" else "narrow")
-    x, weights, ids, _ = case.inputs()
-    packed = arranged(case.experts, case.d, case.channels)
+    """Alone, in tiles of every width that there is code for, in the other shapes, on another number of multiprocessors.
+
+    One expert has all tokens, so that their number is the width of its tile.
+    """
     from host import emulated
 
     from dsv4_kernels.moe.sm90 import launch
 
-    widths = Counter()
-    for rows in (slice(7, 8), slice(20, 34), slice(30, 60), slice(0, 70)):
+    most = shapes()["wide"].slots
+    case = Case(most, chosen=1, experts=2, channels=256, one_expert=True, multiprocessors=3)
+    expected = of_many_tokens()
+    x, weights, ids, _ = case.inputs()
+    packed = arranged(case.experts, case.d, case.channels)
+    for width in shapes()[shape].widths:
         launch.multiprocessors.cache_clear()
+        rows = slice(most - width, most)
         with emulated(arch="sm_90a", multiprocessors=1):
-            given = weights[rows], ids[rows]
-            listed = launch.list_work(*(t.contiguous() for t in given), 2, 0, shapes()[shape])
-            out = launch.experts_forward(x[rows], *given, packed, LIMIT, shape=shapes()[shape])
-        widths.update(8 * listed.tiles[: int(listed.totals[0]), 2])
+            out = launch.experts_forward(x[rows], weights[rows], ids[rows], packed, LIMIT, shape=shapes()[shape])
+        assert listed_widths(replace(case, tokens=width, multiprocessors=1), shape) == [width]
+        assert same_bits(out, expected[rows]), width
+    launch.multiprocessors.cache_clear()
+
+
+@functools.cache
+def of_many_tokens() -> Tensor:
+    """Both products of 128 tokens of one expert, in four tiles of 32."""
+    case = Case(128, chosen=1, experts=2, channels=256, one_expert=True, multiprocessors=3)
+    return launched(case, "narrow")[0]
+
+
+def test_a_token_s_bits_are_its_own_in_a_mixed_batch() -> None:
+    """Beside tokens of other experts, at other places, in tiles that take one stage a step and two."""
+    case = PAIRED["pairs-between-singles"]
+    expected, _ = launched(case, "wide")
+    assert same_bits(launched(case, "narrow")[0], expected) and same_bits(launched(case, "paired")[0], expected)
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+
+    x, weights, ids, _ = case.inputs()
+    packed = arranged(case.experts, case.d, case.channels)
+    for rows in (slice(7, 8), slice(20, 34)):
+        launch.multiprocessors.cache_clear()
+        with emulated(arch="sm_90a", multiprocessors=5):
+            out = launch.experts_forward(x[rows], weights[rows], ids[rows], packed, LIMIT)
         assert same_bits(out, expected[rows])
     launch.multiprocessors.cache_clear()
-    assert len(widths) >= 3
 
 
 def test_zeros_and_clamps() -> None:
@@ -203,8 +264,8 @@ LISTS = {
 
 
 @pytest.mark.parametrize("case", LISTS.values(), ids=LISTS)
-@pytest.mark.parametrize("shape", ["narrow", "wide"])
-def test_the_work_list_covers_every_slot_once(case: tuple[int, ...], shape: str) -> None:
+@pytest.mark.parametrize(("shape", "least"), [("narrow", 0), ("wide", 0), ("paired", 3), ("paired", 10**9)])
+def test_the_work_list_covers_every_slot_once(case: tuple[int, ...], shape: str, least: int) -> None:
     from host import emulated
 
     from dsv4_kernels.moe.sm90 import launch
@@ -215,14 +276,18 @@ def test_the_work_list_covers_every_slot_once(case: tuple[int, ...], shape: str)
     ids = torch.rand(tokens, of_all, generator=generator).topk(chosen).indices.int()
     weights = torch.rand(tokens, chosen, generator=generator)
     with emulated(arch="sm_90a", multiprocessors=4, schedule="random", seed=5):
-        listed = launch.list_work(weights, ids, held, offset, shapes()[shape])
+        listed = launch.list_work(weights, ids, held, offset, shapes()[shape], least)
     num_tiles, num_groups = listed.totals.tolist()
     groups = [-(-int((ids == offset + expert).sum()) // GROUP) for expert in range(held)]
     assert num_groups == sum(groups) <= listed.groups
+    chosen_shape = shapes()[shape]
+    paired = sum(-(-n * GROUP // chosen_shape.slots) for n in groups)
+    room = chosen_shape.slots if paired >= least else chosen_shape.room
+    assert num_tiles == sum(-(-n * GROUP // room) for n in groups)
     following, covered = 0, Counter()
     for tile in range(num_tiles):
         expert, first, width, run_first, run_tiles = listed.tiles[tile, :5].tolist()
-        assert first == following and 0 < width <= shapes()[shape].slots // GROUP
+        assert first == following and 0 < width <= room // GROUP
         assert (listed.group_tile[first : first + width] == tile).all()
         assert run_first <= tile < run_first + run_tiles
         assert (listed.tiles[run_first : run_first + run_tiles, 0] == expert).all()
@@ -247,7 +312,9 @@ def test_sizes_follow_from_shapes() -> None:
 
     assert [workspace.most_groups(pairs, 256) for pairs in (6, 24, 1536, 49152)] == [6, 24, 416, 6368]
     shape = shapes()
-    assert launch.shape_for(6 * 64, 256) is shape["narrow"] and launch.shape_for(6 * 8192, 256) is shape["wide"]
+    chosen = {tokens: launch.shape_for(tokens, 6, 256) for tokens in (1, 32, 33, 1365, 1366, 8192)}
+    names = {tokens: name for tokens, found in chosen.items() for name, of_name in shape.items() if found is of_name}
+    assert list(names.values()) == ["narrow", "narrow", "paired", "paired", "wide", "wide"]
     # What a call allocates, and says beforehand.
     allocated = 0
 
@@ -269,6 +336,32 @@ def test_sizes_follow_from_shapes() -> None:
     said = workspace.workspace_bytes(case.tokens, case.chosen, case.experts, case.d, case.channels)
     # Codes of h take the place of x's, which nobody reads any more.
     assert said <= allocated - out.nbytes <= said + 8 * workspace.most_groups(10, 3) * case.channels * 33 // 32 + 8
+
+
+@pytest.mark.parametrize("shape", shape_names())
+def test_the_estimate_counts_what_is_listed(shape: str) -> None:
+    import experts_sm90_static as static
+
+    for case in (*PAIRED.values(), CASES["several-tiles-of-one-expert"], Case(300, chosen=2, experts=3, d=512)):
+        slots = torch.bincount(case.inputs()[2].flatten(), minlength=case.experts).tolist()
+        packed = arranged(case.experts, case.d, case.channels)
+        from dsv4_kernels.moe.sm90 import launch
+
+        found = static.widths(slots, shapes()[shape], launch.least_paired_tiles(packed, case.multiprocessors))
+        assert [width for of_expert in found for width in of_expert] == listed_widths(case, shape)
+
+
+def test_the_estimate_is_near_what_was_measured() -> None:
+    """Of an H200 with all tokens at six experts; and pairs are worth having there."""
+    import experts_sm90_static as static
+
+    measured = {row["name"]: row["ours_us"] for row in json.loads(static.RESULTS.read_text())["cases"]}
+    model = static.MODELS["flash"]
+    for tokens in (16, 64, 128, 256, 1024):
+        slots = [tokens] * 6 + [0] * (model.experts - 6)
+        by_shape = {name: static.estimate(slots, model, shape).us for name, shape in shapes().items()}
+        assert 0.95 < by_shape["narrow"] / measured[f"flash-six-t{tokens}"] < 1.05
+        assert by_shape["paired"] <= by_shape["narrow"] * (0.85 if tokens > 32 else 1.0)
 
 
 # ---- the arrangement of weights
@@ -429,7 +522,20 @@ def test_nothing_waits_for_the_device(nothing_waits: None) -> None:
 # ---- the kernels themselves
 
 
-@pytest.mark.parametrize("shape", ["narrow", "wide"])
+def test_pairs_are_taken_where_multiprocessors_stay_busy() -> None:
+    """As many tiles as multiprocessors at least; never where a product has an odd number of steps."""
+    from dsv4_kernels.moe.sm90 import launch
+
+    packed = arranged(2, 512, 256)  # four row tiles in both products
+    assert [launch.least_paired_tiles(packed, n) for n in (1, 4, 5, 132)] == [1, 1, 2, 33]
+    assert launch.least_paired_tiles(arranged(2, 256, 128), 1) > 10**9
+    crowd = Case(40, chosen=1, experts=2, d=512, channels=256, one_expert=True)
+    assert listed_widths(replace(crowd, multiprocessors=4)) == [40]
+    assert listed_widths(replace(crowd, multiprocessors=5)) == [24, 16]
+    assert listed_widths(replace(crowd, d=384, multiprocessors=4)) == [24, 16]
+
+
+@pytest.mark.parametrize("shape", shape_names())
 def test_no_configuration_spills(shape: str) -> None:
     from cubin import resources
     from host import emulated
@@ -448,14 +554,19 @@ def test_no_configuration_spills(shape: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shape", ["narrow", "paired"])
 @pytest.mark.parametrize("product", [0, 1], ids=["gate-up", "down"])
-def test_deleted_synchronisation_is_noticed(product: int) -> None:
+def test_deleted_synchronisation_is_noticed(product: int, shape: str) -> None:
     """Every deletion but those explained in emulator/results/mutation_reasons.json."""
     from emulator import Checks
 
     case = replace(CASES["k-longer-than-the-stages"], tokens=2, channels=384)
-    _, device = launched(case, checks=Checks.strict(), record=True)
-    rates = delete_synchronisation(f"experts_sm90_{('gate_up', 'down')[product]}", device, 2 + 2 * product)
+    if shape == "paired":  # tiles whose steps take two stages, and such whose steps take one
+        case = replace(PAIRED["pairs-between-singles"], d=1280, channels=1280)
+        assert max(listed_widths(case)) > 32 >= min(listed_widths(case))
+    _, device = launched(case, shape, checks=Checks.strict(), record=True)
+    name = f"experts_sm90_{('gate_up', 'down')[product]}{'_paired' if shape == 'paired' else ''}"
+    rates = delete_synchronisation(name, device, 2 + 2 * product)
     assert rates and set(rates.values()) == {1}, rates
 
 

@@ -197,6 +197,36 @@ def test_a_prefill_in_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert torch.equal(its_scores[token, :count], scores[token, :count])
 
 
+def test_a_token_has_one_score_in_every_forward_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `--enable-deterministic-inference` decode and prefill run one kernel on Hopper: two instructions need not
+    sum alike where partial sums are not exact, as with these keys, whose blocks' scales lie 2^12 apart."""
+    from dsv4_kernels import registry
+    from dsv4_kernels.indexer import scores as of_few_tokens
+
+    case = Case.of((300, 200), [(0, 300), (1, 200), (0, 299)])
+    apart = torch.tensor([1.0, 2.0**12, 2.0**-12, 1.0]).repeat_interleave(32)
+    case.keys.scatter(
+        torch.arange(case.keys.num_rows),
+        torch.randn(case.keys.num_rows, 128, generator=torch.Generator().manual_seed(8)) * apart,
+    )
+    rows, (scores,) = case.run("sm90, prefill", 64)
+
+    def refused(*_: object) -> None:
+        raise AssertionError("the kernel for few tokens")
+
+    monkeypatch.setattr(of_few_tokens, "compile", refused)
+    with pytest.raises(AssertionError, match="for few tokens"):
+        case.run("sm90", 64)
+    registry.require_batch_invariance()
+    try:
+        again, (its_scores,) = case.run("sm90", 64)
+    finally:
+        registry.require_batch_invariance(False)
+    assert torch.equal(again, rows)
+    for token, count in enumerate(case.visible.tolist()):
+        assert torch.equal(its_scores[token, :count], scores[token, :count])
+
+
 def test_slices_of_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     from dsv4_kernels.indexer import gpu
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dsv4 import server_flags
+from sglang_dsv4 import experts_runner, server_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,6 +63,7 @@ def asked(flags: str) -> dict[str, object]:
     """The arguments that the flags name, as SGLang's parser reads them."""
     from sglang.srt.server_args import ServerArgs
 
+    experts_runner.add_choice()  # as the plugin does in the launcher
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     values = vars(parser.parse_args(["--model-path", "none", *flags.split()]))

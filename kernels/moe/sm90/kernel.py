@@ -8,6 +8,9 @@ shared memory, so one thread copies all of it by bulk copies, some stages ahead 
     PRODUCER (1 thread)      waits empty[stage]; weights, slots and their scales arrive at full[stage]
     CONSUMER (2 warpgroups)  64 rows each: waits full[stage], arrives at empty[stage]
 
+A step takes a stage; of a shape with pairs those of a tile that is wider than a stage has room for take two, which
+begin at an even one (such tiles are listed only if products have an even number of steps).
+
 Persistent CTAs take work tiles in order: all tokens of an expert with its first 128 rows, then with the next, so
 weights that two work tiles need come from L2 the second time. How many there are stands in global memory.
 
@@ -37,6 +40,7 @@ from dsv4_kernels.moe.sm90.products import fragments, multiply
 from dsv4_kernels.moe.sm90.weights import (
     CODE_BYTES,
     SHIFT_BYTES,
+    STEP,
     TILE_ROWS,
     UNIT_BYTES,
     UNIT_ROWS,
@@ -122,15 +126,22 @@ def produce(
         token_bytes, scale_bytes = groups * GROUP_BYTES, groups * (4 * GROUP)
         for step in cutlass.range(args.steps, unroll=1):
             cute.arch.mbarrier_wait(empty + stage, phase)
+            if cutlass.const_expr(plan.shape.paired):
+                if groups * GROUP > plan.shape.room:  # its tokens reach into the next stage, whose codes nobody needs
+                    cute.arch.mbarrier_wait(empty + stage + 1, phase)
+                    cute.arch.mbarrier_arrive(full + stage + 1)
             barrier = full + stage
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, CODE_BYTES + SHIFT_BYTES + token_bytes + scale_bytes)
             at = Int32(barrier.toint())
             copy(base + plan.codes_offset + stage * CODE_BYTES, codes + Int64(step) * CODE_BYTES, CODE_BYTES, at)
             copy(base + plan.shifts_offset + stage * SHIFT_BYTES, shifts + step * SHIFT_BYTES, SHIFT_BYTES, at)
             copy(base + stage * plan.token_bytes, tokens + Int64(step) * token_bytes, token_bytes, at)
-            to_scales = base + plan.scales_offset + stage * (4 * plan.shape.slots)
+            to_scales = base + plan.scales_offset + stage * (4 * plan.shape.room)
             copy(to_scales, scales + Int64(step) * scale_bytes, scale_bytes, at)
             stage += 1
+            if cutlass.const_expr(plan.shape.paired):
+                if groups * GROUP > plan.shape.room:
+                    stage += 1
             if stage == plan.shape.stages:
                 stage, phase = Int32(0), phase ^ 1
 
@@ -173,6 +184,9 @@ def consume(
                 finish(args, plan, slots, thread, row_tile, expert, first_group, groups, sums)
             least = slots
         passed = stage + args.steps
+        if cutlass.const_expr(plan.shape.paired):
+            if groups * GROUP > plan.shape.room:
+                passed += args.steps
         phase = (phase + passed // plan.shape.stages) & 1
         stage = passed % plan.shape.stages
 
@@ -199,17 +213,22 @@ def sum_products(
     for _ in cutlass.range(args.steps, unroll=1):
         cute.arch.mbarrier_wait(full + stage, phase)
         left = fragments(codes + stage * CODE_BYTES, shifts + stage * SHIFT_BYTES, lane)
-        products = multiply(left, slots, base + stage * plan.token_bytes)
-        of_slots = scales + stage * (4 * plan.shape.slots)
-        for j in cutlass.range_constexpr(slots // 8):
-            pair = ptx.load_shared_f32x2(of_slots + j * (4 * GROUP))
-            for i in cutlass.range_constexpr(4):
-                sums[4 * j + i] = ptx.fma(products[4 * j + i], pair[i % 2], sums[4 * j + i])
+        of_slots = scales + stage * (4 * plan.shape.room)
+        # Both halves of a tile that takes two stages one after the other: registers do not hold all its products.
+        width = min(slots, plan.shape.room)
+        for first in cutlass.range_constexpr(0, slots, width):
+            products = multiply(left, width, base + stage * plan.token_bytes + first * STEP)
+            for j in cutlass.range_constexpr(width // 8):
+                at = first // 2 + 4 * j
+                pair = ptx.load_shared_f32x2(of_slots + 4 * first + j * (4 * GROUP))
+                for i in cutlass.range_constexpr(4):
+                    sums[at + i] = ptx.fma(products[4 * j + i], pair[i % 2], sums[at + i])
         cute.arch.fence_view_async_shared()  # generic loads, before a bulk copy writes there
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(empty + stage)
-        stage += 1
+            for i in cutlass.range_constexpr(plan.shape.stages_of(slots)):
+                cute.arch.mbarrier_arrive(empty + stage + i)
+        stage += plan.shape.stages_of(slots)
         if stage == plan.shape.stages:
             stage, phase = Int32(0), phase ^ 1
 

@@ -21,13 +21,14 @@ from dsv4_kernels import bf16_rows
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.moe.sm90 import rows, work_list
 from dsv4_kernels.moe.sm90.kernel import launch
-from dsv4_kernels.moe.sm90.plan import NARROW, WIDE, Arguments, Plan, Product, Shape
+from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Arguments, Plan, Product, Shape
 from dsv4_kernels.moe.sm90.weights import STEP, TILE_ROWS, HopperExperts, HopperMatrix
 from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS, most_groups
 
 ARCH = "sm_90a"
 NARROW_SLOTS = 32
 """Slots that an expert may have in the mean for decode's kernel to take them."""
+_NEVER = (1 << 31) - 1
 
 
 class Listed(NamedTuple):
@@ -46,9 +47,28 @@ class Listed(NamedTuple):
         return len(self.group_tile)
 
 
-def shape_for(pairs: int, num_experts: int) -> Shape:
-    """By shapes alone. The bits are the same."""
-    return NARROW if pairs <= NARROW_SLOTS * num_experts else WIDE
+def shape_for(tokens: int, chosen: int, num_experts: int) -> Shape:
+    """By shapes alone. The bits are the same.
+
+    Args:
+        tokens: of the call: as many slots an expert has at the most.
+        chosen: experts of a token.
+        num_experts: of this rank.
+    """
+    if tokens * chosen > NARROW_SLOTS * num_experts:
+        return WIDE
+    return NARROW if tokens <= NARROW.slots else PAIRED
+
+
+def least_paired_tiles(packed: HopperExperts, multiprocessors: int) -> int:
+    """How many pairs of an expert and up to 64 slots there must be for such wide tiles to be taken: so many that every
+    multiprocessor gets a work tile. With fewer, narrower ones keep more of them busy.
+
+    Of products with an odd number of steps no tile may begin at an odd stage: none is taken, whatever there is.
+    """
+    if any(matrix.codes.shape[2] % 2 for matrix in (packed.w13, packed.w2)):
+        return _NEVER
+    return -(-multiprocessors // min(matrix.codes.shape[1] for matrix in (packed.w13, packed.w2)))
 
 
 @functools.cache
@@ -67,7 +87,9 @@ def compile(plan: Plan, arch: str = ARCH) -> Callable[..., None]:
     return load_or_compile("experts_sm90", plan, arch, from_compiler)
 
 
-def list_work(weights: Tensor, experts: Tensor, num_experts: int, offset: int, shape: Shape) -> Listed:
+def list_work(
+    weights: Tensor, experts: Tensor, num_experts: int, offset: int, shape: Shape, least_paired: int = _NEVER
+) -> Listed:
     """Slots and work tiles.
 
     Args:
@@ -76,6 +98,7 @@ def list_work(weights: Tensor, experts: Tensor, num_experts: int, offset: int, s
         num_experts: of this rank; the first is expert `offset`.
         offset: see above.
         shape: of the products.
+        least_paired: of a shape with pairs, see `least_paired_tiles`.
     """
     device, pairs = experts.device, experts.numel()
     groups = most_groups(pairs, num_experts)
@@ -95,7 +118,9 @@ def list_work(weights: Tensor, experts: Tensor, num_experts: int, offset: int, s
         chosen=experts.shape[1],
         num_experts=num_experts,
         first_expert=offset,
-        tile_groups=shape.slots // GROUP,
+        tile_groups=shape.room // GROUP,
+        paired_groups=shape.slots // GROUP,
+        least_tiles=least_paired,
         slot_of_pair=listed.slot_of_pair.data_ptr(),
         source=listed.source.data_ptr(),
         routing=listed.routing.data_ptr(),
@@ -230,8 +255,9 @@ def experts_forward(
     if not x.shape[0]:
         return x.new_empty(x.shape, dtype=dtype)
     weights, experts = weights.float().contiguous(), experts.int().contiguous()
-    shape = shape or shape_for(experts.numel(), packed.num_experts)
-    listed = list_work(weights, experts, packed.num_experts, expert_offset, shape)
+    shape = shape or shape_for(*experts.shape, packed.num_experts)
+    least_paired = least_paired_tiles(packed, multiprocessors(x.device))
+    listed = list_work(weights, experts, packed.num_experts, expert_offset, shape, least_paired)
     quantised = quantise(x, listed, chooses=True)
     hidden = multiply(Plan(Product.GATE_UP, shape), listed, *quantised, packed.w13, swiglu_limit)
     quantised = quantise(hidden, listed, chooses=False)

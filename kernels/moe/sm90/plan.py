@@ -38,15 +38,29 @@ class Shape:
     """The N that there is code for, ascending; a work tile takes the least that holds it."""
     stages: int
     ctas_per_sm: int
+    paired: bool = False
+    """Whether the widest tiles' steps take two neighbouring stages, each with room for half of their slots."""
 
     @property
     def slots(self) -> int:
         """Of the widest work tile."""
         return self.widths[-1]
 
+    @property
+    def room(self) -> int:
+        """Slots of a stage."""
+        return self.slots // 2 if self.paired else self.slots
+
+    def stages_of(self, slots: int) -> int:
+        """Stages of a step with so many slots."""
+        return 2 if slots > self.room else 1
+
 
 NARROW = Shape((8, 16, 32), 8, 2)
 """Decode, bound by memory: two CTAs convert codes in turns."""
+PAIRED = Shape((8, 16, 32, 64), 8, 2, paired=True)
+"""Decode of so many tokens that an expert may have more than NARROW's slots: then its codes are read and converted once
+for 64 of them. The stages, and what is in flight for others, stay as they are."""
 WIDE = Shape((16, 32, 64, 96, 128), 8, 1)
 """Prefill, bound by the tensor core."""
 
@@ -61,7 +75,7 @@ class Plan:
     @property
     def token_bytes(self) -> int:
         """Of a stage."""
-        return self.shape.slots * STEP
+        return self.shape.room * STEP
 
     # Shared memory: the stages' tokens, then their tokens' scales, then codes, then shifts of the weights.
 
@@ -73,7 +87,7 @@ class Plan:
     @property
     def codes_offset(self) -> int:
         """Of the stages' codes."""
-        return self.scales_offset + self.shape.stages * 4 * self.shape.slots
+        return self.scales_offset + self.shape.stages * 4 * self.shape.room
 
     @property
     def shifts_offset(self) -> int:

@@ -24,6 +24,8 @@ MAX_EXPERTS = THREADS
 AT_ONCE = 8
 """Pairs that a thread loads at once."""
 NOBODY = -1
+SUMS = 3
+"""Over all experts: groups, and work tiles of either width."""
 
 
 class Arguments(NamedTuple):
@@ -35,7 +37,9 @@ class Arguments(NamedTuple):
     chosen: Int32  # pairs of a token
     num_experts: Int32  # of this rank
     first_expert: Int32
-    tile_groups: Int32  # of the widest work tile
+    tile_groups: Int32  # of the widest work tile of a stage
+    paired_groups: Int32  # of the widest that takes two; as many as tile_groups if there is none
+    least_tiles: Int32  # paired tiles are listed if there are at least so many
     slot_of_pair: Int64  # int32 [pairs]; NOBODY: the expert is another rank's
     source: Int64  # int32 [slots]: token; NOBODY: fills up
     routing: Int64  # fp32 [slots]
@@ -57,7 +61,7 @@ def kernel(args: Arguments) -> None:
     memory = cutlass.utils.SmemAllocator()
     # Of an expert: its pairs, then the next free slot.
     counts = Int32(memory.allocate_array(Int32, num_elems=MAX_EXPERTS, byte_alignment=16).toint())
-    warp_sums = Int32(memory.allocate_array(Int32, num_elems=2 * WARP, byte_alignment=16).toint())
+    warp_sums = Int32(memory.allocate_array(Int32, num_elems=SUMS * WARP, byte_alignment=16).toint())
     ours = counts + thread * 4
     store_shared_i32(ours, Int32(0))
     cute.arch.sync_threads()
@@ -70,8 +74,11 @@ def kernel(args: Arguments) -> None:
     cute.arch.sync_threads()
     count = load_shared_i32(ours)
     groups = (count + (GROUP - 1)) // GROUP
-    tiles = (groups + (args.tile_groups - 1)) // args.tile_groups
-    groups_before, tiles_before, all_groups, all_tiles = sums_before(warp_sums, thread, groups, tiles)
+    own = tuple((groups + (width - 1)) // width for width in (args.tile_groups, args.paired_groups))
+    before, of_all = sums_before(warp_sums, thread, (groups, *own))
+    groups_before, tiles, tiles_before, all_groups, all_tiles = before[0], own[0], before[1], of_all[0], of_all[1]
+    if of_all[2] >= args.least_tiles:
+        tiles, tiles_before, all_tiles = own[1], before[2], of_all[2]
     if thread == 0:
         ptx.store_i32(args.totals, all_tiles)
         ptx.store_i32(args.totals + 4, all_groups)
@@ -132,23 +139,22 @@ def list_tiles(args: Arguments, expert: Int32, first_group: Int32, groups: Int32
 
 
 @cute.jit
-def sums_before(shared: Int32, thread: Int32, a: Int32, b: Int32) -> tuple:
-    """Of two numbers of each thread: the sums over all threads before, and over all."""
+def sums_before(shared: Int32, thread: Int32, own: tuple) -> tuple:
+    """Of SUMS numbers of each thread: the sums over all threads before, and over all."""
     lane, warp = thread % WARP, thread // WARP
-    own = a, b
     inclusive = tuple(sum_of_lanes_up_to(x, lane) for x in own)
     if lane == WARP - 1:
-        for i in cutlass.range_constexpr(2):
+        for i in cutlass.range_constexpr(SUMS):
             store_shared_i32(shared + (i * WARP + warp) * 4, inclusive[i])
     cute.arch.sync_threads()
-    of_warps = tuple(sum_of_lanes_up_to(load_shared_i32(shared + (i * WARP + lane) * 4), lane) for i in range(2))
+    of_warps = tuple(sum_of_lanes_up_to(load_shared_i32(shared + (i * WARP + lane) * 4), lane) for i in range(SUMS))
     before = tuple(
         inclusive[i]
         - own[i]
         + cutlass.select_(warp > 0, cute.arch.shuffle_sync(of_warps[i], cutlass.max(warp - 1, 0)), Int32(0))
-        for i in range(2)
+        for i in range(SUMS)
     )
-    return (*before, *(cute.arch.shuffle_sync(x, WARP - 1) for x in of_warps))
+    return before, tuple(cute.arch.shuffle_sync(x, WARP - 1) for x in of_warps)
 
 
 def sum_of_lanes_up_to(x: Int32, lane: Int32) -> Int32:
