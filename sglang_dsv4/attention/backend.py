@@ -100,9 +100,9 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         chosen = chosen_implementation(self.device, pool.geometry.dtype, pool.geometry.row_dim)
         self._unpacking_helps = choice.helps(chosen.name)
         self.tails = Tails(pool, runner.req_to_token_pool.req_generation)
-        # Only speculation asks: without it SGLang's host copies of the lengths are always exact. With it, which pages
-        # are full depends on what was accepted; where nobody needs to know, a GPU's scheduler can run ahead.
-        self.needs_cpu_seq_lens = self.device.type == "cpu" or pool.tail_requests is not None
+        # Only speculation asks: without it SGLang's host copies of the lengths are always exact. With it they depend on
+        # what was accepted, and a GPU's scheduler would wait for that before it prepares the next step.
+        self.needs_cpu_seq_lens = self.device.type == "cpu"
         self.forward_metadata: ForwardMetadata | None = None
         self._max_pages = -(-self.req_to_token.shape[1] // FULL_PAGE_TOKENS)
         self._workspace: KVRows | None = None
@@ -151,6 +151,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         """Allocate the buffers that captured graphs read."""
         zeros = torch.zeros((2, max_bs), dtype=torch.int64, device=self.device)
         self._graph_buffers = UniformInputs(zeros[0], zeros[1], tokens_per_request=1)
+        self.describe_drafts(max_bs, max(1, max_num_tokens // max_bs), self.device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of a padding request: one token, at position 0 of the null slot."""
@@ -202,7 +203,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         if mode.is_target_verify():  # seq_lens: committed tokens
             k, first = batch.spec_info.draft_token_num, seq_lens
         elif mode.is_draft_extend_v2():  # seq_lens: after the k tokens
-            k = batch.positions.shape[0] // batch.batch_size
+            k = batch.spec_info.num_tokens_per_req  # the view of a replay has no positions to count
             first = seq_lens - k
         elif self.draft_step is not None:  # seq_lens: committed tokens
             k, first = 1, seq_lens + self.draft_step
@@ -231,7 +232,9 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             k, new = batch.spec_info.draft_token_num, 0
             # With DSpark SGLang counts the block in `seq_lens_cpu`, and keeps the committed lengths here.
             lengths = getattr(batch.spec_info, "live_seq_lens_cpu", lengths)
-        assert lengths is not None, "SGLang knows the lengths of decoding requests on the host"
+        if lengths is None:
+            assert not new, "SGLang knows the lengths of decoding requests on the host"
+            return self.tails.before_forward(HostBatch(slots, batch.seq_lens, [k] * len(slots), is_prefill=False))
         begins = [length - new for length in lengths[: len(slots)].tolist()]
         return self.tails.before_forward(HostBatch(slots, begins, [k] * len(slots), is_prefill=False))
 
@@ -250,7 +253,14 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
     def _uniform(self, inputs: UniformInputs, num_pages: int) -> ForwardMetadata:
         pool = self.token_to_kv_pool
         if self.drafts_blocks:
-            return block_metadata(inputs.first_positions, inputs.req_slots, inputs.tokens_per_request, pool.geometry)
+            return block_metadata(
+                inputs.first_positions,
+                inputs.req_slots,
+                inputs.tokens_per_request,
+                self.req_to_token,
+                pool.geometry,
+                pool.plan.request_slots,
+            )
         return uniform_metadata(
             inputs.first_positions,
             inputs.req_slots,
@@ -419,6 +429,7 @@ class Dsv4DraftBackend:
 
     def __init__(self, runner: ModelRunner, steps: int) -> None:
         self.attn_backends = [Dsv4AttentionBackend(runner, draft_step=i) for i in range(steps)]
+        self.needs_cpu_seq_lens = any(backend.needs_cpu_seq_lens for backend in self.attn_backends)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Metadata of every step that runs a forward (the last one only samples)."""
