@@ -347,13 +347,13 @@ def _create_attention_backend(runner: ModelRunner) -> AttentionBackend:
 
 
 def _create_draft_decode_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> tuple[str, Any]:
-    from sglang_dsv4.attention.backend import create_draft_decode_backend
+    from sglang_dsv4.attention.draft_chain import create_draft_decode_backend
 
     return create_draft_decode_backend(factory)
 
 
 def _create_draft_extend_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> tuple[str, Any]:
-    from sglang_dsv4.attention.backend import create_draft_extend_backend
+    from sglang_dsv4.attention.draft_chain import create_draft_extend_backend
 
     return create_draft_extend_backend(factory)
 
