@@ -51,9 +51,18 @@ def profile_decode(url: str, requests: int, context: int) -> Profile:
     Raises:
         RuntimeError: the server wrote no trace with GPU work.
     """
+    return _read(decode_events(url, requests, context), STEPS)
+
+
+def decode_events(url: str, requests: int, context: int) -> list[dict]:
+    """What the GPU did in STEPS decode steps (of a server that speculates, draft and verify steps): the trace's events.
+
+    Raises:
+        RuntimeError: the server wrote no trace with GPU work.
+    """
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(_decode_under_profile(url, requests, context, folder))
-        return _read(_trace(Path(folder)), STEPS)
+        return _trace(Path(folder))
 
 
 def profile_prefill(url: str, length: int) -> Profile:

@@ -71,6 +71,7 @@ class _Request:
     started: bool = False
     taking: bool = True  # False after a bookkeeping error: it takes no more checkpoints
     written_end: int = 0  # positions below it have been written, or restored
+    kept: int | None = None  # where the last step began whose beginning was learnt afterwards
     pending: dict[int, int] = field(default_factory=dict)  # position -> checkpoint id, written and not yet published
     decoded: int | None = None  # the pending position that decode took; the next page replaces it
 
@@ -227,11 +228,35 @@ class TailRequests:
         Something is when [0, begin) reaches a page boundary whose rows are still in the rings. A request holds one
         checkpoint of its decoding at most; the next page replaces it.
         """
-        state = self._live(slot, generation)
-        if state is None or not state.started:  # prefilled before this ledger was reset, or by nobody (a warm-up batch)
+        state = self._started(slot, generation)
+        if state is None:
             return None
         written_end = max(state.written_end, begin)
         state.written_end = max(written_end, begin + count)
+        return self._full_page(state, begin, written_end)
+
+    def wrote(self, slot: int, generation: int, begin: int, count: int) -> None:
+        """The last forward of a request that decodes wrote [begin, begin + count), and [0, begin) was kept.
+
+        For a caller that learns of `begin` only when the forward is over; `decoded_page` then takes the place of
+        `decode`. Rings must be wide enough for two steps: those widened for up to 6 tokens a step are.
+        """
+        state = self._started(slot, generation)
+        if state is not None:
+            state.kept, state.written_end = begin, max(state.written_end, begin + count)
+
+    def decoded_page(self, slot: int, generation: int) -> Write | None:
+        """What is to be saved of the slot's rings before its next forward, by what is known of its last one."""
+        state = self._started(slot, generation)
+        return None if state is None or state.kept is None else self._full_page(state, state.kept, state.written_end)
+
+    def _started(self, slot: int, generation: int) -> _Request | None:
+        """None for one that was prefilled before this ledger was reset, or by nobody (a warm-up batch)."""
+        state = self._live(slot, generation)
+        return state if state is not None and state.started else None
+
+    def _full_page(self, state: _Request, begin: int, written_end: int) -> Write | None:
+        """The last page of [0, begin), if it is not saved yet and the rings, written up to `written_end`, hold it."""
         position = begin // PAGE_TOKENS * PAGE_TOKENS
         if not position or position in state.pending or position <= (state.decoded or state.prompt_tokens):
             return None

@@ -1,7 +1,7 @@
 """The kernels of a model's forward, compiled before the server is ready.
 
-Recording CUDA graphs compiles what a decode step runs. What only prefills run, or a server without graphs, would be
-compiled while the first requests wait. Kernels that are on disk already take milliseconds.
+Recording CUDA graphs compiles what a decode, verify or draft step runs. What only prefills run, or a server without
+graphs, would be compiled while the first requests wait. Kernels that are on disk already take milliseconds.
 """
 
 from __future__ import annotations
@@ -117,12 +117,18 @@ def _norm_rope_store(config: Config, geometry: PoolGeometry, arch: str) -> list[
     return [partial(gpu.compile, heads_a_warp, arch) for heads_a_warp in (1, gpu.HEADS_A_WARP)]
 
 
+def _is_draft(geometry: PoolGeometry) -> bool:
+    """Only drafts have no layer with entries."""
+    return not geometry.compressed
+
+
 def _rms_norm(is_fp8: bool, config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
     from dsv4_kernels.norm import gpu
 
-    if is_fp8 != _quantises(config, arch):
-        return []
-    return [partial(gpu.compile, gpu.Configuration(config.q_lora_rank, "fp32", is_fp8), arch)]
+    dims = [config.q_lora_rank] if is_fp8 == _quantises(config, arch) else []
+    if _is_draft(geometry) and not is_fp8:
+        dims.append(config.hidden_size)  # a draft also norms what it gets of the target
+    return [partial(gpu.compile, gpu.Configuration(dim, "fp32", is_fp8), arch) for dim in dims]
 
 
 def _rope(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
@@ -160,7 +166,11 @@ def _route_hash(config: Config, geometry: PoolGeometry, arch: str) -> list[Compi
 def _step_mapping(config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
     from dsv4_kernels.step_mapping import gpu
 
-    return [partial(gpu.compile, arch, step_layout(geometry), 1)]
+    widths = {1, max(1, geometry.draft_tokens)}
+    found = [partial(gpu.compile, arch, step_layout(geometry), width) for width in sorted(widths)]
+    if _is_draft(geometry) and config.dspark is not None:
+        found.append(partial(gpu.compile, arch, step_layout(geometry, blocks=True), config.dspark.block_size))
+    return found
 
 
 _KERNELS: dict[str, Callable[[Config, PoolGeometry, str], list[Compile]]] = {

@@ -1,9 +1,13 @@
 """What runs inside a CUDA graph, and when there are none.
 
-Of a decode or verify forward a graph holds everything from `Dsv4AttentionBackend.init_forward_metadata_in_graph`, which
-derives all addresses from the batch's lengths and request slots, to the logits. Outside stay what needs the host: the
-copies of those two inputs (`init_forward_metadata_out_graph`), tail checkpoints (`prefix.tails`), sampling. A prefill
-is not captured: its sizes are the batch's.
+Of a decode, verify or draft forward a graph holds everything from
+`Dsv4AttentionBackend.init_forward_metadata_in_graph`, which derives all addresses from the lengths and request slots of
+the batch, to the logits. Outside stay what needs the host: the copies of those two inputs
+(`init_forward_metadata_out_graph`), tail checkpoints (`prefix.tails`), sampling. A prefill is not captured: its sizes
+are the batch's. Nor is what DSpark's worker stores of tokens that were kept.
+
+With speculation there are graphs of the target's verify step (all drafts of a request and the token before them), of a
+DSpark draft's block with its Markov head, and of an MTP draft's chain of steps and its extend step.
 
 An op can be captured if it reads nothing back to the host; the registry knows which (`graph_safe`). References do, so
 there are no graphs until every op of a decode step has a kernel.
@@ -12,6 +16,7 @@ there are no graphs until every op of a decode step has a kernel.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -19,6 +24,7 @@ from sglang_dsv4 import compat
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +49,7 @@ STEP_OPS = (
     "step_mapping",
     "swiglu_fp8",
 )
-"""Ops of a decode or verify step."""
+"""Ops of a decode, verify or draft step."""
 
 
 def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
@@ -75,3 +81,20 @@ def uncapturable_ops(device: str, head_dim: int) -> list[str]:
     chosen = {op: registry.chosen(op, on, torch.bfloat16) for op in STEP_OPS}
     chosen["sparse_attention"] = chosen_implementation(on, torch.bfloat16, head_dim)
     return [op for op, implementation in chosen.items() if not implementation.graph_safe]
+
+
+def capture_draft_extend(worker: EagleDraftWorker) -> None:
+    """Record an MTP draft's extend step, which follows every verify step, unless graphs are off or SGLang has."""
+    from sglang.srt.environ import envs
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.runtime_context import get_exec
+    from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDraftExtendCudaGraphRunner
+
+    disabled = get_exec().graph.cuda_graph_config.decode.backend == Backend.DISABLED
+    if disabled or envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.get() or not current_platform.capabilities.graph_capture:
+        return
+    if worker.cuda_graph_runner_for_draft_extend is None:
+        begin = time.perf_counter()
+        worker.cuda_graph_runner_for_draft_extend = EAGLEDraftExtendCudaGraphRunner(worker)
+        logger.info("CUDA graphs of the draft's extend step: %.1f s", time.perf_counter() - begin)

@@ -19,6 +19,7 @@ prefix reuse       AFTER ``ForwardBatch.init_new`` and ``build_replay_fb_view``,
 KV pool            AROUND ``KVCacheConfigurator._build_dsv4_kv_pool``: it has no registry              scheduler
 pool sizing        AROUND ``create_memory_pool_configurator``: it has no registry                      scheduler
 MTP draft          AROUND the two ``DraftBackendFactory._create_dsv4_*``: no registry                  scheduler
+MTP draft's graph  AFTER ``EagleDraftWorker._capture_cuda_graphs``, for its extend step                scheduler
 longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admission_pages``            scheduler
 reasoning effort   AROUND ``DeepSeekRecipe.encode``, see ``effort``                                    launcher
 sampling params    BEFORE ``SamplingParams.verify``, see ``request_checks``                            launcher
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.pool_configurator import MemoryPoolConfigurator
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
+    from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
 logger = logging.getLogger(__name__)
 
@@ -172,11 +174,6 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
     server_flags.refuse(arguments)
     algorithm = arguments.speculative_algorithm
     has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
-    if algorithm == "DSPARK" and arguments.device != "cpu":
-        raise ValueError(
-            "sglang-dsv4 does not support --speculative-algorithm DSPARK on a GPU yet: it serves the target of such a "
-            "checkpoint, without its draft. Leave the flag out."
-        )
     if algorithm == "DSPARK" and not has_dspark:
         raise ValueError(
             "sglang-dsv4 does not support --speculative-algorithm DSPARK with this checkpoint: it has no DSpark draft. "
@@ -268,6 +265,7 @@ def _install_scheduler_hooks() -> None:
     _hook("view a batch for a replay", tails.carry_request_slots_to_replay, "AFTER")
     _hook("make a draft's decode backend", _create_draft_decode_backend, "AROUND")
     _hook("make a draft's prefill backend", _create_draft_extend_backend, "AROUND")
+    _hook("capture a draft's graphs", _capture_draft_extend, "AFTER")
     _hook("check a request", request_checks.refuse_unknown_token_ids, "AFTER")
     _hook("make a grammar", request_guards.refuse_empty_grammar, "AFTER")
     _hook("update weights", request_guards.keep_weights, "AROUND")
@@ -351,15 +349,24 @@ def _create_attention_backend(runner: ModelRunner) -> AttentionBackend:
 
 
 def _create_draft_decode_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> tuple[str, Any]:
-    from sglang_dsv4.attention.backend import create_draft_decode_backend
+    from sglang_dsv4.attention.draft_chain import create_draft_decode_backend
 
     return create_draft_decode_backend(factory)
 
 
 def _create_draft_extend_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> tuple[str, Any]:
-    from sglang_dsv4.attention.backend import create_draft_extend_backend
+    from sglang_dsv4.attention.draft_chain import create_draft_extend_backend
 
     return create_draft_extend_backend(factory)
+
+
+def _capture_draft_extend(result: None, worker: EagleDraftWorker) -> None:
+    """SGLang records a draft's extend step for the backends on a list of its own; ours can be recorded, too."""
+    from sglang_dsv4 import cuda_graphs
+    from sglang_dsv4.attention.backend import Dsv4AttentionBackend
+
+    if isinstance(worker.draft_extend_attn_backend, Dsv4AttentionBackend):
+        cuda_graphs.capture_draft_extend(worker)
 
 
 def _create_prefix_cache(context: TreeCacheBuildContext) -> BasePrefixCache:

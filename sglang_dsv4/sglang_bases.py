@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
+from sglang.srt.layers.attention.verify_mask import TreeMaskMode, VerifyMask, tree_mask_numel
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.mem_cache.unified_cache.components import TreeComponent
@@ -24,11 +25,31 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.cache_action import CacheAction, ComponentAction
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 
 class SnapshotAttentionBackend(AttentionBackend):
     """A backend whose metadata holds copies of all that it reads of SGLang's tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.describe_drafts(0, 1, "cpu")
+
+    def describe_drafts(self, requests: int, draft_tokens: int, device: torch.device | str) -> None:
+        """SGLang hands a backend the tree of its drafts as a mask, by default one over the whole context. Chains need
+        none: let it be the smallest there is, with room for the requests of the largest graph."""
+        cells = tree_mask_numel(TreeMaskMode.QLEN_ONLY, requests, draft_tokens, 0)
+        buffer = torch.zeros(cells, dtype=torch.bool, device=device)
+        self._verify_mask = VerifyMask(buffer, TreeMaskMode.QLEN_ONLY, max_bs=requests, is_read=False)
+
+    @property
+    def verify_mask(self) -> VerifyMask:
+        """What SGLang writes the mask into."""
+        return self._verify_mask
+
+    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
+        """Where SGLang may write into its tables again. Its draft-extend runner knows no end inside a graph."""
+        return SharedReadEnds.POST_REPLAY if fm.is_draft_extend_v2() else super().shared_read_ends(fm)
 
     def _snapshot_prefill_shared_reads(self, forward_batch: ForwardBatch, *, num_qo_tokens: int) -> SharedReadEnds:
         return SharedReadEnds.PRE_REPLAY

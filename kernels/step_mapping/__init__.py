@@ -38,6 +38,8 @@ class StepLayout:
     ring_rows: int
     """Window rows kept of a request."""
     groups: tuple[GroupLayout, ...]
+    blocks: bool = False
+    """Whether a request's k tokens are one block, all of which reads the W rows before it and the whole block."""
 
 
 class GroupMapping(NamedTuple):
@@ -56,7 +58,9 @@ class StepMapping(NamedTuple):
     positions: Tensor  # [T] int64
     token_to_request: Tensor  # [T] int32
     page_table: Tensor  # [B, P] int32: page numbers of the requests' first P pages; 0 for the null slot
-    window_rows: Tensor  # [T, W] int32: ring rows; column c is position t - W + 1 + c; -1 before the start
+    window_rows: Tensor
+    """[T, W] int32 ring rows: column c is position t - W + 1 + c; -1 before the start. Of blocks [T, W + k]: column c
+    is position first - W + c, the same for all tokens of a request."""
     ring_rows: Tensor  # [T] int64: where a token's window row is kept
     groups: tuple[GroupMapping, ...]
 

@@ -87,7 +87,8 @@ class StepMappingKernel:
     @cute.jit
     def window(self, args: Arguments, request: Int32, slot: Int32, first: Int32, thread: Int32) -> None:
         """Positions, owners, ring rows written and window rows read of the request's tokens."""
-        width, ring = self.layout.window_tokens, self.layout.ring_rows
+        window, ring, blocks = self.layout.window_tokens, self.layout.ring_rows, self.layout.blocks
+        width = window_width(self.layout, self.tokens)
         token = request * self.tokens
         for i in cutlass.range(thread, self.tokens, THREADS):
             store_i64(args.positions + Int64(token + i) * 8, first + i)
@@ -95,7 +96,9 @@ class StepMappingKernel:
             store_i64(args.ring_rows + Int64(token + i) * 8, slot * ring + (first + i) % ring)
         out = args.window_rows + Int64(token) * (width * 4)
         for place in cutlass.range(thread, self.tokens * width, THREADS):
-            seen = first + place // width + (1 - width + place % width)
+            seen = first - window + place % width
+            if cutlass.const_expr(not blocks):
+                seen += 1 + place // width
             row = Int32(-1)
             if seen >= 0:
                 row = slot * ring + seen % ring
@@ -143,6 +146,11 @@ class StepMappingKernel:
             number = Int64(request) * per_request + i
             store_i64(out.slots + number * 8, row)
             store_i64(out.positions + number * 8, begin)
+
+
+def window_width(layout: StepLayout, tokens_per_request: int) -> int:
+    """Rows in a token's list."""
+    return layout.window_tokens + (tokens_per_request if layout.blocks else 0)
 
 
 @cute.jit
@@ -210,7 +218,7 @@ def _run(
         positions=empty(tokens, dtype=torch.int64),
         token_to_request=empty(tokens, dtype=torch.int32),
         page_table=empty(requests, num_pages, dtype=torch.int32),
-        window_rows=empty(tokens, layout.window_tokens, dtype=torch.int32),
+        window_rows=empty(tokens, window_width(layout, tokens_per_request), dtype=torch.int32),
         ring_rows=empty(tokens, dtype=torch.int64),
         groups=tuple(groups),
     )

@@ -25,7 +25,10 @@ def step_mapping(
     positions = first_positions[owner] + tokens % k
     pages = req_to_token[:, :: layout.page_tokens][:, :num_pages].index_select(0, req_slots) // layout.page_tokens
     page_table = pages.masked_fill((req_slots == 0)[:, None], 0).int()
-    seen = positions[:, None] + torch.arange(1 - width, 1, device=device)
+    if layout.blocks:
+        seen = first_positions[owner, None] + torch.arange(-width, k, device=device)
+    else:
+        seen = positions[:, None] + torch.arange(1 - width, 1, device=device)
     window_rows = (req_slots[owner, None] * ring + seen % ring).masked_fill(seen < 0, -1)
     groups = tuple(
         _group_mapping(group, first_positions, req_slots, positions, owner, page_table, k, request_slots, layout)

@@ -40,7 +40,6 @@ from sglang_dsv4.sglang_bases import SnapshotAttentionBackend
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 
 class Window(NamedTuple):
@@ -100,9 +99,9 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         chosen = chosen_implementation(self.device, pool.geometry.dtype, pool.geometry.row_dim)
         self._unpacking_helps = choice.helps(chosen.name)
         self.tails = Tails(pool, runner.req_to_token_pool.req_generation)
-        # Only speculation asks: without it SGLang's host copies of the lengths are always exact. With it, which pages
-        # are full depends on what was accepted; where nobody needs to know, a GPU's scheduler can run ahead.
-        self.needs_cpu_seq_lens = self.device.type == "cpu" or pool.tail_requests is not None
+        # Only speculation asks: without it SGLang's host copies of the lengths are always exact. With it they depend on
+        # what was accepted, and a GPU's scheduler would wait for that before it prepares the next step.
+        self.needs_cpu_seq_lens = self.device.type == "cpu"
         self.forward_metadata: ForwardMetadata | None = None
         self._max_pages = -(-self.req_to_token.shape[1] // FULL_PAGE_TOKENS)
         self._workspace: KVRows | None = None
@@ -151,6 +150,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         """Allocate the buffers that captured graphs read."""
         zeros = torch.zeros((2, max_bs), dtype=torch.int64, device=self.device)
         self._graph_buffers = UniformInputs(zeros[0], zeros[1], tokens_per_request=1)
+        self.describe_drafts(max_bs, max(1, max_num_tokens // max_bs), self.device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of a padding request: one token, at position 0 of the null slot."""
@@ -182,6 +182,10 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
                 self._before_forward(forward_batch)
         self._graph_inputs = UniformInputs(inputs.first_positions, inputs.req_slots, k)
 
+    def share_graph_inputs(self, leader: Dsv4AttentionBackend) -> None:
+        """Read those of another step of the same draft chain: one copy serves all steps."""
+        self._graph_inputs = leader._graph_inputs
+
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Derive the metadata from the graph's buffers: fixed shapes, no host synchronisation."""
         assert self._graph_inputs is not None, "init_forward_metadata_out_graph has not run"
@@ -202,10 +206,10 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         if mode.is_target_verify():  # seq_lens: committed tokens
             k, first = batch.spec_info.draft_token_num, seq_lens
         elif mode.is_draft_extend_v2():  # seq_lens: after the k tokens
-            k = batch.positions.shape[0] // batch.batch_size
+            k = batch.spec_info.num_tokens_per_req  # the view of a replay has no positions to count
             first = seq_lens - k
-        elif self.draft_step is not None:  # seq_lens: committed tokens
-            k, first = 1, seq_lens + self.draft_step
+        elif self.draft_step is not None:  # seq_lens: committed tokens; `_uniform` adds the steps between
+            k, first = 1, seq_lens
         elif mode.is_decode():  # seq_lens: with the new token
             k, first = 1, seq_lens - 1
         else:
@@ -231,7 +235,9 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             k, new = batch.spec_info.draft_token_num, 0
             # With DSpark SGLang counts the block in `seq_lens_cpu`, and keeps the committed lengths here.
             lengths = getattr(batch.spec_info, "live_seq_lens_cpu", lengths)
-        assert lengths is not None, "SGLang knows the lengths of decoding requests on the host"
+        if lengths is None:
+            assert not new, "SGLang knows the lengths of decoding requests on the host"
+            return self.tails.before_forward(HostBatch(slots, batch.seq_lens, [k] * len(slots), is_prefill=False))
         begins = [length - new for length in lengths[: len(slots)].tolist()]
         return self.tails.before_forward(HostBatch(slots, begins, [k] * len(slots), is_prefill=False))
 
@@ -248,11 +254,20 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         return min(self._max_pages, -(-tokens // FULL_PAGE_TOKENS))
 
     def _uniform(self, inputs: UniformInputs, num_pages: int) -> ForwardMetadata:
-        pool = self.token_to_kv_pool
+        pool, first_positions = self.token_to_kv_pool, inputs.first_positions
+        if self.draft_step:
+            first_positions = first_positions + self.draft_step
         if self.drafts_blocks:
-            return block_metadata(inputs.first_positions, inputs.req_slots, inputs.tokens_per_request, pool.geometry)
+            return block_metadata(
+                first_positions,
+                inputs.req_slots,
+                inputs.tokens_per_request,
+                self.req_to_token,
+                pool.geometry,
+                pool.plan.request_slots,
+            )
         return uniform_metadata(
-            inputs.first_positions,
+            first_positions,
             inputs.req_slots,
             inputs.tokens_per_request,
             self.req_to_token,
@@ -412,45 +427,3 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             parts.append(Pages(entries, plan.pages, per_page))
         window, *others = unpack_pages(parts, self._unpacked_rows, impl)
         return window, others[0] if others else None
-
-
-class Dsv4DraftBackend:
-    """The steps of a multi-step draft (MTP chained with itself): SGLang runs step i on `attn_backends[i]`."""
-
-    def __init__(self, runner: ModelRunner, steps: int) -> None:
-        self.attn_backends = [Dsv4AttentionBackend(runner, draft_step=i) for i in range(steps)]
-
-    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Metadata of every step that runs a forward (the last one only samples)."""
-        for backend in self.attn_backends[:-1]:
-            backend.init_forward_metadata(forward_batch)
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate every step's graph buffers."""
-        for backend in self.attn_backends:
-            backend.init_cuda_graph_state(max_bs, max_num_tokens)
-
-    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Copy the inputs of every step to its graph buffers."""
-        for backend in self.attn_backends:
-            backend.init_forward_metadata_out_graph(forward_batch, in_capture)
-
-    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """Derive every step's metadata."""
-        for backend in self.attn_backends:
-            backend.init_forward_metadata_in_graph(forward_batch)
-
-    def on_after_cuda_graph_warmup(self) -> None:
-        """Nothing to restore: buffers are inputs only."""
-
-
-def create_draft_decode_backend(factory: DraftBackendFactory) -> tuple[str, Dsv4DraftBackend]:
-    """In place of `DraftBackendFactory._create_dsv4_decode_backend`: the steps of a draft chain."""
-    if factory.topk != 1:
-        raise ValueError(f"sglang-dsv4 drafts chains only: --speculative-eagle-topk must be 1, not {factory.topk}")
-    return "dsv4", Dsv4DraftBackend(factory.draft_model_runner, factory.speculative_num_steps)
-
-
-def create_draft_extend_backend(factory: DraftBackendFactory) -> tuple[str, Dsv4AttentionBackend]:
-    """In place of `DraftBackendFactory._create_dsv4_prefill_backend`."""
-    return "dsv4", Dsv4AttentionBackend(factory.draft_model_runner)

@@ -33,7 +33,7 @@ from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
 from dsv4_kernels.step_mapping import GroupLayout, StepLayout, step_mapping
 from sglang_dsv4 import exact
-from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups, ring_row
+from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups
 from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
 from sglang_dsv4.to_device import arrays_to_device
 
@@ -284,13 +284,14 @@ def _group_arrays(
     }
 
 
-def step_layout(geometry: PoolGeometry) -> StepLayout:
-    """What a step's mapping is compiled for."""
+def step_layout(geometry: PoolGeometry, *, blocks: bool = False) -> StepLayout:
+    """What a step's mapping is compiled for; `blocks`: of a DSpark draft."""
     return StepLayout(
         page_tokens=FULL_PAGE_TOKENS,
         window_tokens=geometry.window_tokens,
         ring_rows=geometry.ring_rows,
         groups=tuple(GroupLayout(r, overlap_groups(r), geometry.state_rows(r)) for r in geometry.compressed),
+        blocks=blocks,
     )
 
 
@@ -302,6 +303,8 @@ def uniform_metadata(
     num_pages: int,
     geometry: PoolGeometry,
     request_slots: int,
+    *,
+    blocks: bool = False,
 ) -> ForwardMetadata:
     """Metadata of a batch in which every request appends the same number of tokens; shapes depend on (B, k, P) only.
 
@@ -312,6 +315,7 @@ def uniform_metadata(
         req_to_token: [slots, max_context] int32; the new tokens' slots are already in it.
         num_pages: P, enough for position first + k - 1.
         request_slots: slots that the pools hold.
+        blocks: whether a request's tokens are a DSpark draft's block.
     """
     limit = max(1, geometry.draft_tokens)
     if not 1 <= tokens_per_request <= limit:
@@ -323,7 +327,7 @@ def uniform_metadata(
         tokens_per_request,
         num_pages,
         request_slots,
-        step_layout(geometry),
+        step_layout(geometry, blocks=blocks),
     )
     of_ratio = dict(zip(geometry.compressed, found.groups, strict=True))
     return ForwardMetadata(
@@ -353,7 +357,12 @@ def uniform_metadata(
 
 
 def block_metadata(
-    first_positions: Tensor, req_slots: Tensor, block_tokens: int, geometry: PoolGeometry
+    first_positions: Tensor,
+    req_slots: Tensor,
+    block_tokens: int,
+    req_to_token: Tensor,
+    geometry: PoolGeometry,
+    request_slots: int,
 ) -> ForwardMetadata:
     """Metadata of a DSpark draft's blocks: all rows of a block read the window before it, and the whole block.
 
@@ -364,26 +373,10 @@ def block_metadata(
         first_positions: [B] int64, of each block's first row.
         req_slots: [B] int64; 0 for padding requests.
         block_tokens: rows of a block.
+        req_to_token: [slots, max_context] int32.
+        geometry: of the draft's pool.
+        request_slots: slots that it holds.
     """
-    k, W, R = block_tokens, geometry.window_tokens, geometry.ring_rows
-    limit = max(1, geometry.draft_tokens)
-    if not 1 <= k <= limit:
-        raise ValueError(f"blocks of {k} rows, but the rings are laid out for at most {limit}")
-    device, requests = req_slots.device, req_slots.shape[0]
-    seen = first_positions[:, None] + torch.arange(-W, k, device=device)  # [B, W + k] positions
-    rows = ring_row(req_slots[:, None], seen, R)
-    window_rows = rows.masked_fill(seen < 0, -1).int().repeat_interleave(k, 0)
-    tokens = torch.arange(requests * k, device=device)
-    return ForwardMetadata(
-        positions=seen[:, W:].flatten(),
-        token_to_request=(tokens // k).int(),
-        req_slots=req_slots,
-        page_table=torch.zeros((requests, 1), dtype=torch.int32, device=device),
-        window_in_ring=True,
-        window_gather=tokens[:0],
-        window_rows=window_rows,
-        ring_rows=rows[:, W:].flatten(),
-        compress={},
-        visible={},
-        unpack=None,
+    return uniform_metadata(
+        first_positions, req_slots, block_tokens, req_to_token, 1, geometry, request_slots, blocks=True
     )

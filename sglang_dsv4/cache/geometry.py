@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from dsv4_kernels.kv_layout import ROPE_DIM, ROW_DIM, RowFormat
 from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS, SWA_RATIO, WINDOW_TOKENS, LayerKind
@@ -119,11 +118,6 @@ class PoolGeometry:
     def layers(self, *ratios: int) -> tuple[int, ...]:
         """Model layer ids that have one of `ratios` (all layers if none is named)."""
         return tuple(self.first_layer + i for i, r in enumerate(self.ratios) if not ratios or r in ratios)
-
-
-def ring_row(request_slots: Tensor, positions: Tensor, rows: int) -> Tensor:
-    """Where rings of `rows` rows a request hold the rows of positions: `request_slot * rows + position % rows`."""
-    return request_slots * rows + positions % rows
 
 
 def entries_per_page(ratio: int) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from sglang_dsv4.cache.tail_storage import ChunkWrites, chunk_writes
@@ -36,9 +37,40 @@ class HostBatch:
     """What a forward appends, as far as the host knows: request i gets tokens [begins[i], begins[i] + counts[i])."""
 
     slots: list[int]
-    begins: list[int]
+    begins: list[int] | Tensor
+    """On the device, [at least len(slots)] integers: of a verify step that is prepared while the one before it runs."""
     counts: list[int]
     is_prefill: bool  # chunks of prompts, perhaps beside decoding requests; else a decode or verify step
+
+
+class LaggingBegins:
+    """Where verify steps begin, known on the host one step later.
+
+    How many drafts a step keeps is known when it is over, and a scheduler that waited for that would leave the GPU idle
+    until the next step is prepared. A copy that is issued in front of a step is there when the next one is prepared:
+    by then the host has had the results of the step before.
+    """
+
+    def __init__(self, request_slots: int, device: torch.device | str) -> None:
+        self._on_gpu = torch.device(device).type == "cuda"
+        self._copy = torch.empty(request_slots, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._steps: list[tuple[int, int, int]] = []  # slot, generation, tokens
+        self._done = torch.cuda.Event() if self._on_gpu else None
+
+    def note(self, batch: HostBatch, generations: list[int]) -> None:
+        """Copy a step's begins, once `take` has returned those of the step before."""
+        self._steps = list(zip(batch.slots, generations, batch.counts, strict=True))
+        self._copy[: len(self._steps)].copy_(batch.begins[: len(self._steps)], non_blocking=self._on_gpu)
+        if self._done is not None:
+            self._done.record()
+
+    def take(self) -> list[tuple[int, int, int, int]]:
+        """Slot, generation, begin and tokens of the last step's requests, once."""
+        steps, self._steps = self._steps, []
+        if steps and self._done is not None:
+            self._done.synchronize()
+        begins = self._copy[: len(steps)].tolist()
+        return [(slot, owner, begin, count) for (slot, owner, count), begin in zip(steps, begins, strict=True)]
 
 
 class Tails:
@@ -54,6 +86,7 @@ class Tails:
         self._pool = pool
         self._generation = req_generation.numpy()  # the same memory; a step's host time is longer than its GPU time
         self._requests, self._storage = pool.tail_requests, pool.tail_storage
+        self._lagging = LaggingBegins(len(req_generation), pool.device)
 
     @property
     def keeps_nothing(self) -> bool:
@@ -74,6 +107,8 @@ class Tails:
         if self._requests is None:
             self._claim_rings(batch)
             return None
+        for slot, generation, begin, count in self._lagging.take():
+            self._requests.wrote(slot, generation, begin, count)
         generations = self._generation[batch.slots].tolist()
         resumed = []
         if batch.is_prefill:
@@ -93,6 +128,9 @@ class Tails:
 
     def _take(self, batch: HostBatch, generations: list[int]) -> ChunkWrites | None:
         """Save rings that hold a page boundary; choose what the chunks leave. The null slot leaves nothing."""
+        if isinstance(batch.begins, Tensor):
+            self._take_lagging(batch, generations)
+            return None
         writes, first_token = [], 0
         for slot, generation, begin, count in zip(batch.slots, generations, batch.begins, batch.counts, strict=True):
             if batch.is_prefill and count > 1 and slot:
@@ -104,6 +142,14 @@ class Tails:
                     self._storage.snapshot(slot, write)
             first_token += count
         return chunk_writes(writes, self._pool.device)
+
+    def _take_lagging(self, batch: HostBatch, generations: list[int]) -> None:
+        """Of a step whose begins the host does not know yet: save what the step before it has filled."""
+        for slot, generation in zip(batch.slots, generations, strict=True):
+            write = self._requests.decoded_page(slot, generation) if slot else None
+            if write is not None:
+                self._storage.snapshot(slot, write)
+        self._lagging.note(batch, generations)
 
     def _claim_rings(self, batch: HostBatch) -> None:
         """Note whose rows a slot's rings hold, and refuse a prefix that came without them.

@@ -140,7 +140,7 @@ class Engine(Requests):
             positions=torch.tensor(positions, dtype=torch.int64),
             extend_prefix_lens_cpu=begin,
             extend_seq_lens_cpu=counts,
-            spec_info=SimpleNamespace(draft_token_num=k),
+            spec_info=SimpleNamespace(draft_token_num=k, num_tokens_per_req=k),
         )
 
     def forward(
@@ -155,8 +155,11 @@ class Engine(Requests):
         """Run all layers for (request, new tokens) and return each token's outputs, stacked by layer."""
         batch = self.batch(mode, work, padding)
         if graph:
-            self.backend.init_forward_metadata_out_graph(batch)
-            self.backend.init_forward_metadata_in_graph(batch)
+            view = SimpleNamespace(**vars(batch))
+            if mode is ForwardMode.DRAFT_EXTEND_V2:
+                del view.positions  # SGLang's view of a draft's extend step has none
+            self.backend.init_forward_metadata_out_graph(view)
+            self.backend.init_forward_metadata_in_graph(view)
         else:
             self.backend.init_forward_metadata(batch)
         tokens = [(r, self.length[r] + i) for r, n in work for i in range(n)]

@@ -9,7 +9,8 @@ import torch
 from cache.harness import Engine, Sequences
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_dsv4.attention.backend import Dsv4AttentionBackend, create_draft_decode_backend, create_draft_extend_backend
+from sglang_dsv4.attention.backend import Dsv4AttentionBackend
+from sglang_dsv4.attention.draft_chain import create_draft_decode_backend, create_draft_extend_backend
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.prefix.prefix_cache import create_prefix_cache
 from sglang_dsv4.prefix.tails import HostBatch

@@ -53,7 +53,7 @@ def view_of(batch: SimpleNamespace) -> Any:
         positions=padded(batch.positions, 0, k),
         req_pool_indices=padded(batch.req_pool_indices, 0),
         seq_lens=padded(batch.seq_lens, 1),
-        seq_lens_cpu=padded(batch.seq_lens_cpu, 1),
+        seq_lens_cpu=padded(batch.seq_lens, 1),
         mamba_track_indices=None,
     )
     view = build_replay_fb_view(
@@ -73,9 +73,9 @@ def view_of(batch: SimpleNamespace) -> Any:
 class Recorded:
     """An engine with tail checkpoints, and every ring that was saved: request slot, position, bytes."""
 
-    def __init__(self, geometry: PoolGeometry, sequences: Sequences, replayed: bool) -> None:
+    def __init__(self, geometry: PoolGeometry, sequences: Sequences, replayed: bool, lagging: bool = False) -> None:
         self.engine = Engine(geometry, sequences, tails=TailSizes(device_slots=6, host_slots=2))
-        self.replayed = replayed
+        self.replayed, self.lagging = replayed, lagging
         self.saved: list[tuple[int, int, list[Tensor]]] = []
         backend, storage = self.engine.backend, self.engine.pool.tail_storage
         backend.init_cuda_graph_state(max_bs=PADDED, max_num_tokens=PADDED * DRAFTS)
@@ -91,6 +91,8 @@ class Recorded:
     def prepare(self, mode: ForwardMode, work: list[tuple[int, int]]) -> None:
         """What happens before the layers run."""
         backend, batch = self.engine.backend, self.engine.batch(mode, work)
+        if self.lagging:
+            batch.seq_lens_cpu = None
         if self.replayed:
             view = view_of(batch)
             assert not hasattr(view, "rids")
@@ -131,6 +133,32 @@ def test_a_replay_saves_what_an_eager_step_saves(mode: ForwardMode) -> None:
     assert {position for _, position, _ in eager} >= {256} and len(eager) >= 2
     assert [(slot, position) for slot, position, _ in replay] == [(slot, position) for slot, position, _ in eager]
     for (_, _, ours), (_, _, theirs) in zip(replay, eager, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("replayed", [False, True], ids=["eager", "replayed"])
+def test_lengths_that_the_host_learns_later(replayed: bool) -> None:
+    """The same pages are saved, a step later, with the same bytes; not those of a slot's former request."""
+    sequences, saved = Sequences(SPECULATIVE, 640), []
+    accepted = itertools.cycle([1, 4, 2, 3, 1, 1, 4])
+    steps = [[next(accepted), next(accepted)] for _ in range(60)]
+    for lagging in (False, True):
+        run = Recorded(SPECULATIVE, sequences, replayed, lagging)
+        run.engine.forward(EXTEND, [(2, 300)])
+        run.step(VERIFY, [(2, DRAFTS)], [4])
+        slot = run.engine.slot[2]
+        run.engine.release(2)
+        run.engine.forward(EXTEND, [(0, 250), (1, 215)])
+        assert slot in (run.engine.slot[0], run.engine.slot[1])
+        for number, accept in enumerate(steps):
+            run.step(VERIFY, [(0, DRAFTS), (1, DRAFTS)], accept)
+            if number == 20:  # what is known of a step is not lost when a prefill comes between
+                run.engine.forward(EXTEND, [(3, 5)])
+        saved.append(run.saved)
+    exact, lagging = saved
+    assert [position for _, position, _ in exact] == [256, 256]
+    assert [(slot, position) for slot, position, _ in lagging] == [(slot, position) for slot, position, _ in exact]
+    for (_, _, ours), (_, _, theirs) in zip(lagging, exact, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 

@@ -5,6 +5,7 @@ Everything else in the pools is set to NaN, which one wrong read carries into th
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from model.served import Served
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows, RowFormat
+from sglang_dsv4.attention import backend
+from sglang_dsv4.attention.metadata import ForwardMetadata
 
 DRAFTS = 4
 
@@ -246,15 +249,13 @@ def wrong_drafts(tokens: Tensor, start: int, accepted: int) -> list[int]:
     return drafts.tolist()
 
 
-@pytest.mark.parametrize("prompt", [1, 2, 3, 4, 6, 7, 124, 125, 126, 127, 128, 253, 254, 255])
-@pytest.mark.parametrize("accepted", [1, 2, 3, 4])
-def test_rejected_drafts_leave_no_trace(speculative: Served, prompt: int, accepted: int) -> None:
-    """Drafts that were rejected had closed CSA and HCA groups and wrapped the rings; what follows must not know."""
+def check_rejections(speculative: Served, prompt: int, accepted: int, steps: int = 5) -> None:
+    """Verify steps that keep `accepted` of DRAFTS tokens, and some decoding, against a sequence never drafted for."""
     harness, tokens = speculative.harness, speculative.corpus[2]
     request = harness.open()
     logits = harness.step([(request, tokens[:prompt].tolist())])
     start = prompt
-    for _ in range(5):
+    for _ in range(steps):
         verified = harness.step([(request, wrong_drafts(tokens, start, accepted))], "verify")[0]
         harness.rollback(request, start + accepted)
         request.tokens[start:] = tokens[start : start + accepted].tolist()
@@ -263,6 +264,93 @@ def test_rejected_drafts_leave_no_trace(speculative: Served, prompt: int, accept
     logits += harness.step([(request, tokens[start : start + 6].tolist())])
     harness.close(request)
     assert_equal_logits(torch.cat(logits), speculative.expected[2], f"prompt {prompt}, {accepted} of {DRAFTS} accepted")
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 3, 4, 6, 7, 124, 125, 126, 127, 128, 253, 254, 255])
+@pytest.mark.parametrize("accepted", [1, 2, 3, 4])
+def test_rejected_drafts_leave_no_trace(speculative: Served, prompt: int, accepted: int) -> None:
+    """Drafts that were rejected had closed CSA and HCA groups and wrapped the rings; what follows must not know."""
+    check_rejections(speculative, prompt, accepted)
+
+
+def of_verify_steps(patch: pytest.MonkeyPatch, change: Callable[[ForwardMetadata], ForwardMetadata]) -> None:
+    original = backend.uniform_metadata
+    patch.setattr(backend, "uniform_metadata", lambda *arguments: change(original(*arguments)))
+
+
+def window_ring_of_128(patch: pytest.MonkeyPatch) -> None:
+    """Drafts take the places of rows that the window still has when they are rejected."""
+
+    def small(rows: Tensor) -> Tensor:
+        return torch.where(rows < 0, rows, rows // 256 * 256 + rows % 128)
+
+    def change(found: ForwardMetadata) -> ForwardMetadata:
+        return replace(found, window_rows=small(found.window_rows), ring_rows=small(found.ring_rows))
+
+    of_verify_steps(patch, change)
+
+
+def compressor_state_of_8(patch: pytest.MonkeyPatch) -> None:
+    """Drafts take the places of raw rows of the open group, or of the one before it."""
+
+    def change(found: ForwardMetadata) -> ForwardMetadata:
+        groups = found.compress[4]
+        rows = groups.sources
+        in_state = (rows >= 0) & (rows < rows.max().clamp(min=0) - DRAFTS)
+        sources = torch.where(in_state, rows // 16 * 16 + rows % 8, rows)
+        state_rows = groups.state_rows // 16 * 16 + groups.state_rows % 8
+        return replace(found, compress=found.compress | {4: replace(groups, sources=sources, state_rows=state_rows)})
+
+    of_verify_steps(patch, change)
+
+
+def closed_groups_stay(patch: pytest.MonkeyPatch) -> None:
+    """What a rejected draft has closed is not computed again."""
+    written: set[tuple[int, int]] = set()
+
+    def change(found: ForwardMetadata) -> ForwardMetadata:
+        compress = {}
+        for ratio, groups in found.compress.items():
+            slots = groups.slots.clone()
+            for i, slot in enumerate(groups.slots.tolist()):
+                if (ratio, slot) in written:
+                    slots[i] = 0
+                elif slot:
+                    written.add((ratio, slot))
+            compress[ratio] = replace(groups, slots=slots)
+        return replace(found, compress=compress)
+
+    of_verify_steps(patch, change)
+
+
+def every_row_sees_the_last_group(patch: pytest.MonkeyPatch) -> None:
+    """A row reads an entry of tokens behind it."""
+
+    def change(found: ForwardMetadata) -> ForwardMetadata:
+        visible = {r: v.view(-1, DRAFTS).amax(1).repeat_interleave(DRAFTS) for r, v in found.visible.items()}
+        return replace(found, visible=visible)
+
+    of_verify_steps(patch, change)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "prompt", "accepted"),
+    [
+        (window_ring_of_128, 253, 1),
+        (compressor_state_of_8, 125, 1),
+        (closed_groups_stay, 124, 2),
+        (every_row_sees_the_last_group, 125, 1),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_mistake_about_rejected_drafts_is_noticed(
+    speculative: Served, mistake: Callable[[pytest.MonkeyPatch], None], prompt: int, accepted: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        mistake(patch)
+        with pytest.raises(AssertionError, match=f"prompt {prompt}"):
+            check_rejections(speculative, prompt, accepted)
+    check_rejections(speculative, prompt, accepted)
 
 
 def test_rings_have_room_for_drafts(served: Served, speculative: Served) -> None:

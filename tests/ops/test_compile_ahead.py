@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -94,6 +95,27 @@ def test_what_forwards_of_any_size_run_is_compiled(hopper: dict[tuple, bool]) ->
     kinds = {"compress_store_entries": 2, "compress_store_keep": 2, "index_scores": 1, "index_prefill_scores": 1}
     for name, count in kinds.items():
         assert sum(one == name for one, _ in found) == count, name
+
+
+@pytest.mark.parametrize(("preset", "blocks"), [("flash", False), ("flash-0731", True)], ids=["mtp", "dspark"])
+def test_what_speculation_runs_is_compiled(hopper: dict[tuple, bool], preset: str, blocks: bool) -> None:
+    """Of the target steps of one token and of all that are verified; of a draft also its blocks, and wide norms."""
+    from dsv4_kernels.norm import gpu as norm
+    from sglang_dsv4.attention.metadata import step_layout
+
+    shape = Config.from_hf(SimpleNamespace(**hf_config(PRESETS[preset]) | RELEASED))
+    tokens = shape.dspark.block_size + 1 if blocks else 4
+    target = replace(GEOMETRY, draft_tokens=tokens)
+    draft = replace(target, ratios=(SWA_RATIO,) * (3 if blocks else 1))
+    for geometry in (target, draft):
+        for _, compile in compile_ahead.kernels(shape, geometry, CUDA):
+            compile()
+    expected = {(step_layout(geometry), width) for geometry in (target, draft) for width in (1, tokens)}
+    if blocks:
+        expected.add((step_layout(draft, blocks=True), tokens - 1))
+    assert {text for name, text, _ in hopper if name == "step_mapping"} == {repr(key) for key in expected}
+    norms = {repr(norm.Configuration(dim, "fp32")) for dim in (1024, 4096)}
+    assert {text for name, text, _ in hopper if name == "rms_norm"} == norms
 
 
 def test_products_are_compiled_where_they_are_ours(hopper: dict[tuple, bool]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,14 +37,17 @@ CASES = {
     "null_slots": (1, [700, 0, 0], [4, 0, 0]),
     "verify": (5, [0, 1, 124, 127, 250, 509], [1, 2, 3, 4, 5, 6]),
     "verify_many": (130, [0, 126, 300], [2, 0, 1]),
+    "verify_with_padding": (6, [0, 1, 0, 0], [6, 1, 0, 0]),
+    "blocks": (5, [1, 2, 127, 128, 129, 254, 0, 0], [3, 1, 5, 2, 4, 6, 0, 0]),
 }
-"""Tokens a request, first positions, slots."""
+"""Tokens a request, first positions, slots. "blocks" are a DSpark draft's, which has rings only."""
 
 
 def inputs(name: str) -> tuple[Tensor, Tensor, Tensor, int, int, int, StepLayout]:
     tokens, first, slots = CASES[name]
     pages = -(-(max(first) + tokens) // PAGE) + 1
-    return torch.tensor(first), torch.tensor(slots), table(7, pages), tokens, pages, 7, layout(tokens)
+    dims = replace(layout(tokens), groups=(), blocks=True) if name == "blocks" else layout(tokens)
+    return torch.tensor(first), torch.tensor(slots), table(7, pages), tokens, pages, 7, dims
 
 
 def tensors(mapping: StepMapping) -> Iterator[tuple[str, Tensor]]:
@@ -66,10 +70,8 @@ def test_every_address_follows_from_its_position(name: str) -> None:
             position = begin + t - b * k
             assert (int(found.positions[t]), int(found.token_to_request[t])) == (position, b)
             assert int(found.ring_rows[t]) == slot * dims.ring_rows + position % dims.ring_rows
-            window = [
-                slot * dims.ring_rows + p % dims.ring_rows if p >= 0 else -1
-                for p in range(position - 127, position + 1)
-            ]
+            seen = range(begin - 128, begin + k) if dims.blocks else range(position - 127, position + 1)
+            window = [slot * dims.ring_rows + p % dims.ring_rows if p >= 0 else -1 for p in seen]
             assert found.window_rows[t].tolist() == window
         for group, mapping in zip(dims.groups, found.groups, strict=True):
             ratio, per_request = group.ratio, -(-k // group.ratio)

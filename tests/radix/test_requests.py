@@ -10,6 +10,7 @@ from dsv4_radix_cache.accounting import Stop
 from dsv4_radix_cache.placement import Placement
 from dsv4_radix_cache.requests import Match, TailRequests, Write
 from dsv4_radix_cache.store import CheckpointStore
+from sglang_dsv4.cache.geometry import PoolGeometry
 
 
 class Rings:
@@ -61,6 +62,36 @@ def test_rings_are_saved_only_while_they_hold_the_tail(draft_tokens: int, seed: 
     assert len([p for p, _ in tails.to_publish(3, 1, length) if p > prompt]) == 1, "only the newest is held"
     tails.finished(3, 1)
     assert tails.store.device.free == tails.store.device.capacity
+
+
+@pytest.mark.parametrize("draft_tokens", [2, 4, 6])
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_whose_beginnings_are_learnt_later(draft_tokens: int, seed: int) -> None:
+    """The next step is prepared when the last one's beginning is known, and not how much of it was kept."""
+    rng = random.Random(seed)
+    state_rows = PoolGeometry(ratios=(4,), draft_tokens=draft_tokens).state_rows(4)
+    tails = TailRequests(CheckpointStore(8, 8), Placement(), 256, state_rows, draft_tokens)
+    prompt = rng.randrange(1, 700)
+    rings = Rings(tails.ring_rows, tails.state_rows)
+    started(tails, 3, prompt, prompt)
+    rings.write(0, prompt)
+    length, last, known, saved_at = prompt, None, 0, []
+    while length < prompt + 900:
+        if last is not None:
+            tails.wrote(3, 1, last, draft_tokens)
+            known = last
+        write = tails.decoded_page(3, 1)
+        if write is not None:
+            assert rings.holds_tail(write.position), f"step {last} saved as {write.position}"
+            saved_at.append(write.position)
+        rings.write(length, length + draft_tokens)
+        last, length = length, length + rng.randint(1, draft_tokens)
+    assert saved_at == [p for p in range(256, known + 1, 256) if p > prompt]
+    # A chunk of a mixed batch begins where the last step's tokens that were kept end.
+    tails.wrote(3, 1, last, draft_tokens)
+    assert tails.resume(3, 1, length) is None
+    with pytest.raises(RuntimeError, match="a chunk begins at"):
+        tails.resume(3, 1, last + draft_tokens + 1)
 
 
 def started(tails: TailRequests, slot: int, prompt: int, computed: int, generation: int = 1) -> None:

@@ -158,13 +158,12 @@ def test_no_draft_is_loaded_that_the_checkpoint_does_not_hold() -> None:
     dspark = SimpleNamespace(dspark_target_layer_ids=[2, 3, 4])
     plugin.refuse_unsupported_arguments(arguments(), dspark)
     plugin.refuse_unsupported_arguments(arguments(speculative_algorithm="EAGLE"), CONFIG)
-    plugin.refuse_unsupported_arguments(arguments(speculative_algorithm="DSPARK"), dspark)
+    for device in ("cpu", "cuda"):
+        plugin.refuse_unsupported_arguments(arguments(speculative_algorithm="DSPARK", device=device), dspark)
     with pytest.raises(ValueError, match="EAGLE with this checkpoint: its draft is DSpark's"):
         plugin.refuse_unsupported_arguments(arguments(speculative_algorithm="EAGLE"), dspark)
     with pytest.raises(ValueError, match="DSPARK with this checkpoint: it has no DSpark draft"):
         plugin.refuse_unsupported_arguments(arguments(speculative_algorithm="DSPARK"), CONFIG)
-    with pytest.raises(ValueError, match="DSPARK on a GPU yet"):
-        plugin.refuse_unsupported_arguments(arguments(speculative_algorithm="DSPARK", device="cuda"), dspark)
 
 
 @pytest.mark.usefixtures("own_registry")

@@ -1,0 +1,345 @@
+"""What speculation costs on a GPU: a draft and a verify step against a decode step, ours and SGLang's built-in.
+
+    python benchmarks/bench_speculation.py --models FOLDER --out benchmarks/results/speculation_h200.json \\
+        [--works agreement decode eagle dspark] [--contenders ours builtin] [--requests 1 16 64] [--resume] \\
+        [--builtin-flags "--moe-runner-backend marlin"] [-- further server flags]
+
+Random weights accept next to nothing, so what is measured is cost. Each work starts servers of its own:
+
+    agreement   greedy answers of ours with EAGLE and with DSPARK, graphs on, beside those without: how many requests
+                differ, and after how many tokens (products of other batches differ in their last bits on a GPU;
+                `--exact` adds --enable-deterministic-inference, with which none may)
+    decode      a decode step, the divisor of the others
+    eagle       MTP of the April releases, three drafts a step
+    dspark      the draft of the current releases, blocks of five
+
+Under FOLDER there are `april` and `dspark`, six layers of V4-Flash with all 256 experts; configs and tokenizers are
+written there if they are missing, the weights are --load-format dummy. `--tiny` writes small checkpoints with weights
+in their place, which a CPU serves, too: for the agreement.
+
+Of a step (medians over the steps of SGLang's profiler, in microseconds on the GPU):
+
+    *_verify    the graph that holds the target, from its first kernel to the end of its last
+    *_draft     busy time of everything else: drafts, acceptance, and what the draft stores of tokens that were kept
+    *_step      from one verify step to the next, gaps and host included
+    decode, decode_step     the same of a server without speculation
+
+`--resume` adds to what `--out` holds: works can run one after the other. A row has null for a contender that has not
+been measured. `pays` has tokens a step above which speculation pays: a step's time over a decode step's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import json
+import random
+import shlex
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from serve_ab import Server, running, versions
+from serve_profile import decode_events
+
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, Shape, hf_config, write_checkpoint
+from sglang_dsv4.cpu.random_tokenizer import write_tokenizer
+
+WORKS = ("agreement", "decode", "eagle", "dspark")
+CONTENDERS = ("ours", "builtin")
+CONTEXT = 4608
+REQUESTS = (1, 16, 64)
+SMALLEST_GRAPH = 12
+"""Kernels of one launch on the host above which it is a graph's replay; nothing else launches several."""
+
+FLASH = replace(
+    PRESETS["flash"], hidden_size=4096, moe_intermediate_size=2048, n_routed_experts=256, vocab_size=129_280
+)
+MODELS = {
+    "april": FLASH,
+    "dspark": replace(FLASH, dspark_markov_rank=256, dspark_target_layer_ids=(3, 4, 5), dspark_noise_token_id=128_799),
+}
+TINY = {"april": PRESETS["flash-april"], "dspark": PRESETS["flash-0731"]}
+SPECULATION = {
+    "eagle": (
+        *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
+        *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+    ),
+    "dspark": ("--speculative-algorithm", "DSPARK"),
+}
+MODEL_OF = {"decode": "april", "eagle": "april", "dspark": "dspark"}
+DUMMY_FLAGS = (
+    *("--load-format", "dummy", "--mem-fraction-static", "0.7"),
+    *("--context-length", "65536", "--chunked-prefill-size", "8192"),
+)
+EXACT = "--enable-deterministic-inference"
+
+
+def write_models(folder: Path, tiny: bool) -> None:
+    """The two models, unless they are there."""
+    for name, shape in (TINY if tiny else MODELS).items():
+        model = folder / name
+        if (model / "config.json").exists():
+            continue
+        if tiny:
+            write_checkpoint(model, shape)
+        else:
+            write_config(model, shape)
+
+
+def write_config(model: Path, shape: Shape) -> None:
+    """A checkpoint without weights."""
+    model.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(model, shape.vocab_size, shape.max_position_embeddings)
+    (model / "config.json").write_text(json.dumps(hf_config(shape), indent=2) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------ times of steps
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A graph's kernels on the GPU; times in microseconds."""
+
+    begin: float
+    end: float
+    busy: float
+    kernels: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Medians over the steps of a trace, in microseconds."""
+
+    largest: float
+    """Of the largest graph of a step, from its first kernel to the end of its last: of the target."""
+    others: float
+    """Busy time of a step outside of it."""
+    period: float
+
+
+def replays(events: Sequence[dict]) -> list[Replay]:
+    """The graphs of a trace in order: kernels of one launch on the host have its number."""
+    launches: dict[Any, list[dict]] = collections.defaultdict(list)
+    for event in events:
+        launches[event.get("args", {}).get("correlation")].append(event)
+    launches.pop(None, None)
+    found = [
+        Replay(
+            begin=min(e["ts"] for e in group),
+            end=max(e["ts"] + e["dur"] for e in group),
+            busy=sum(e["dur"] for e in group),
+            kernels=len(group),
+        )
+        for group in launches.values()
+        if len(group) >= SMALLEST_GRAPH
+    ]
+    return sorted(found, key=lambda replay: replay.begin)
+
+
+def steps(events: Sequence[dict]) -> Steps:
+    """What a trace of decoding says of a step.
+
+    Raises:
+        RuntimeError: it has less than three replays of a graph.
+    """
+    found = replays(events)
+    sizes = collections.Counter()
+    for replay in found:
+        sizes[replay.kernels] += replay.busy
+    # The target's layers are more than a draft's, and they read more.
+    busy = {size: total / sum(r.kernels == size for r in found) for size, total in sizes.items()}
+    of_target = [r for r in found if busy[r.kernels] == max(busy.values())]
+    if len(of_target) < 3:
+        raise RuntimeError(
+            f"the trace has {len(found)} replays of a CUDA graph, {len(of_target)} of the largest, expected at least "
+            f"three: are graphs on, and are all requests decoding while the profiler runs? Sizes: {dict(sizes)}"
+        )
+    others = []
+    for before, after in itertools.pairwise(of_target):
+        between = [e for e in events if before.end <= e["ts"] < after.begin]
+        others.append(sum(e["dur"] for e in between))
+    return Steps(
+        largest=statistics.median(r.end - r.begin for r in of_target),
+        others=statistics.median(others),
+        period=statistics.median(b.begin - a.begin for a, b in itertools.pairwise(of_target)),
+    )
+
+
+def rows_of(work: str, found: Steps) -> dict[str, float]:
+    """Row name -> microseconds."""
+    if work == "decode":
+        return {"decode": found.largest, "decode_step": found.period}
+    return {f"{work}_verify": found.largest, f"{work}_draft": found.others, f"{work}_step": found.period}
+
+
+# ------------------------------------------------------------------------------------------------ the results
+
+
+class Results:
+    """What has been measured, as it is written."""
+
+    def __init__(self, before: dict[str, Any]) -> None:
+        self.times: dict[tuple[str, int], dict[str, float | None]] = {
+            (row["work"], row["requests"]): {name: row[f"{name}_us"] for name in CONTENDERS}
+            for row in before.get("rows", [])
+        }
+        self.agreement: list[dict[str, Any]] = before.get("agreement", [])
+        self.about: dict[str, Any] = before.get("about", {})
+
+    def note(self, contender: str, requests: int, figures: dict[str, float]) -> None:
+        """Add a contender's figures."""
+        for work, us in figures.items():
+            row = self.times.setdefault((work, requests), dict.fromkeys(CONTENDERS))
+            row[contender] = us
+            print(f"  {contender:8} {work:14} {requests:4} requests {us:10.0f} us", flush=True)
+
+    def pays(self) -> list[dict[str, Any]]:
+        """Tokens a step, the bonus token included, above which speculation is faster than decoding."""
+        found = []
+        for (work, requests), of_step in self.times.items():
+            algorithm, _, what = work.partition("_")
+            decode = self.times.get(("decode_step", requests))
+            if what != "step" or algorithm == "decode" or decode is None:
+                continue
+            row = {"algorithm": algorithm, "requests": requests}
+            for name in CONTENDERS:
+                known = of_step[name] is not None and decode[name] is not None
+                row[name] = of_step[name] / decode[name] if known else None
+            found.append(row)
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """For the file."""
+        rows = [
+            {"work": work, "requests": requests, **{f"{name}_us": us for name, us in row.items()}}
+            for (work, requests), row in self.times.items()
+        ]
+        return {"rows": rows, "pays": self.pays(), "agreement": self.agreement, "about": self.about}
+
+
+def measure(server: Server, work: str, requests: int) -> dict[str, float]:
+    """A step's times; the first profile, unmeasured, compiles what is left."""
+    decode_events(server.url, requests, CONTEXT)
+    return rows_of(work, steps(decode_events(server.url, requests, CONTEXT)))
+
+
+# ------------------------------------------------------------------------------------------------ agreement
+
+
+def prompts(count: int, last_id: int) -> list[list[int]]:
+    """Around the ends of groups, windows and pages."""
+    rng = random.Random(11)
+    lengths = [1, 3, 127, 128, 130, 251, 254, 256, 300, 511, 512, 600]
+    return [[rng.randrange(3, last_id) for _ in range(lengths[i % len(lengths)])] for i in range(count)]
+
+
+def answers(server: Server, asked: Iterable[list[int]], at_once: int, new_tokens: int) -> list[list[int]]:
+    """Greedy tokens of each prompt."""
+
+    def one(prompt: list[int]) -> list[int]:
+        sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+        return server.post("/generate", {"input_ids": prompt, "sampling_params": sampling})["output_ids"]
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(one, asked))
+
+
+def compared(plain: list[list[int]], drafted: list[list[int]]) -> dict[str, Any]:
+    """How many requests differ, and after how many tokens the first ones do."""
+    agreed = [
+        next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+        for one, other in zip(plain, drafted, strict=True)
+    ]
+    differ = sorted(i for i in agreed if i is not None)
+    return {"requests": len(plain), "tokens": len(plain[0]), "mismatches": len(differ), "after": differ[:10]}
+
+
+def agreement(folder: Path, flags: Sequence[str], port: int, logs: Path, new_tokens: int) -> list[dict[str, Any]]:
+    """Ours with each algorithm against ours without, one request at a time and sixteen."""
+    found = []
+    for algorithm, speculation in SPECULATION.items():
+        model = folder / MODEL_OF[algorithm]
+        asked = prompts(24, json.loads((model / "config.json").read_text())["vocab_size"] - 1)
+        given = {}
+        for name, more in (("plain", ()), (algorithm, speculation)):
+            with running("ours", model, (*flags, *more), port, logs / f"agreement_{name}.log") as server:
+                given[name] = {at_once: answers(server, asked, at_once, new_tokens) for at_once in (1, 16)}
+        for at_once in (1, 16):
+            result = compared(given["plain"][at_once], given[algorithm][at_once])
+            found.append({"algorithm": algorithm, "at_once": at_once, "exact": EXACT in flags, **result})
+            print(f"  {found[-1]}", flush=True)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ all of it
+
+
+def run(arguments: argparse.Namespace, results: Results) -> None:
+    """The works, one after the other; results are written after each server."""
+    write_models(arguments.models, arguments.tiny)
+    flags = [*([] if arguments.tiny else DUMMY_FLAGS), "--random-seed", "1", *arguments.flags]
+    if "agreement" in arguments.works:
+        exact = (EXACT,) if arguments.exact else ()
+        found = agreement(arguments.models, (*flags, *exact), arguments.port, arguments.logs, arguments.new_tokens)
+        results.agreement = [row for row in results.agreement if row["exact"] != arguments.exact] + found
+        save(arguments.out, results)
+    largest = max(arguments.requests)
+    flags += ["--max-running-requests", str(largest + 8), "--cuda-graph-bs-decode", *map(str, arguments.requests)]
+    for work in [work for work in arguments.works if work != "agreement"]:
+        for contender in arguments.contenders:
+            more = SPECULATION.get(work, ())
+            own = shlex.split(arguments.builtin_flags) if contender == "builtin" else ()
+            model, log = arguments.models / MODEL_OF[work], arguments.logs / f"{work}_{contender}.log"
+            with running(contender, model, (*flags, *more, *own), arguments.port, log) as server:
+                for requests in arguments.requests:
+                    results.note(contender, requests, measure(server, work, requests))
+                    save(arguments.out, results)
+
+
+def save(out: Path | None, results: Results) -> None:
+    """Write what there is."""
+    if out is not None:
+        out.write_text(json.dumps(results.as_json(), indent=1) + "\n")
+
+
+def main() -> int:
+    """Measure, print, write JSON; 1 if answers that must not differ do."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", type=Path, required=True, help="folder of the two models")
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=WORKS)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--requests", nargs="+", type=int, default=REQUESTS)
+    parser.add_argument("--new-tokens", type=int, default=64, help="of an answer of the agreement")
+    parser.add_argument("--exact", action="store_true", help=f"the agreement under {EXACT}")
+    parser.add_argument("--tiny", action="store_true", help="small checkpoints with weights")
+    parser.add_argument("--resume", action="store_true", help="add to what --out holds")
+    parser.add_argument("--port", type=int, default=30_200)
+    parser.add_argument("--logs", type=Path, default=Path("."), help="folder of the servers' logs")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--builtin-flags", default="", help="of the built-in alone")
+    parser.add_argument("flags", nargs="*", help="of all servers, behind --")
+    arguments = parser.parse_args()
+    before = {}
+    if arguments.resume:
+        if arguments.out is None or not arguments.out.exists():
+            raise SystemExit(f"--resume: there is nothing to go on from at --out {arguments.out}")
+        before = json.loads(arguments.out.read_text())
+    import torch
+
+    arguments.logs.mkdir(parents=True, exist_ok=True)
+    results = Results(before)
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    results.about = {"gpu": gpus, "versions": versions(), "flags": [*arguments.flags, arguments.builtin_flags]}
+    run(arguments, results)
+    print(json.dumps(results.as_json()["pays"], indent=1))
+    return int(any(row["mismatches"] for row in results.agreement if row["exact"] or not gpus))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""CUDA graphs on a CPU, as a plugin of SGLang in a server's processes: its own graph runners, a replay is a second run.
+
+SGLang's runners allocate their buffers, make the batches that are recorded, copy every later batch into the buffers,
+pad it, and give our attention backend the view that a GPU's would get. Here what they record is kept as a function, and
+a replay calls it again: with the objects of the capture, as a recorded graph has their addresses, and into the outputs
+of the capture. What the recorded part may not do on a GPU is an error here: read a value back to the host, or make a
+tensor whose shape depends on values. References of our ops may, since on a GPU kernels take their place. The lengths of
+requests that decode are kept from the host, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+ENTRY_POINT = "[sglang.srt.plugins]\nreplayed_graphs = replayed_graphs:setup\n"
+WORKERS = (
+    "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2",
+    "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2",
+)
+LINE = "replayed graphs: {} of {} tokens a request"
+
+
+def install(folder: Path) -> dict[str, str]:
+    """A distribution with this plugin; the environment of a server that is to load it."""
+    info = folder / "replayed_graphs-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: replayed-graphs\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINT)
+    (folder / "replayed_graphs.py").write_text(Path(__file__).read_text())
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails on what a CUDA graph cannot record."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "unique_dim")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 - torch's signature
+        name = func.overloadpacket.__name__
+        if name in self.FORBIDDEN:
+            raise RuntimeError(f"{name} in the recorded part of a graph")
+        if name in ("index", "index_put_", "_index_put_impl_"):
+            if any(i is not None and i.dtype == torch.bool for i in args[1]):
+                raise RuntimeError(f"{name} with a mask in the recorded part of a graph")
+        return func(*args, **(kwargs or {}))
+
+
+class ReplayedGraphs:
+    """`FullCudaGraphBackend`, a graph being the function that was recorded."""
+
+    def __init__(self, cuda_graph_runner: Any, *, enable_memory_saver: bool = False) -> None:
+        self._name = type(cuda_graph_runner).__name__
+        if cuda_graph_runner.model_runner.is_draft_worker and self._name == "DecodeCudaGraphRunner":
+            self._name = "DraftDecodeCudaGraphRunner"
+        self._width = cuda_graph_runner.captured_req_width
+        self._graphs: dict[Any, Callable[[], Any]] = {}
+        self._outputs: dict[Any, Any] = {}
+        self._seen: set[Any] = set()
+
+    @contextlib.contextmanager
+    def capture_session(self, stream: object) -> Iterator[None]:
+        yield
+
+    def capture_one(
+        self, shape_key: Any, forward_fn: Callable[[], Any], capture_inputs: Any = None, post_warmup_hook: Any = None
+    ) -> None:
+        from sglang.srt.model_executor.forward_context import forward_context, get_forward_context
+
+        context = get_forward_context()
+
+        def recorded() -> Any:
+            with forward_context(context):
+                return forward_fn()
+
+        for _ in range(2):
+            forward_fn()
+            if post_warmup_hook is not None:
+                post_warmup_hook()
+        self._graphs[shape_key] = recorded
+        with NoHostReads():
+            self._outputs[shape_key] = forward_fn()
+
+    def can_run(self, forward_batch: Any, shape_key: Any) -> bool:
+        return shape_key in self._graphs
+
+    @contextlib.contextmanager
+    def replay_session(self) -> Iterator[None]:
+        yield
+
+    def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
+        if not self._seen:
+            print(LINE.format(self._name, self._width), flush=True)
+        self._seen.add(shape_key)
+        with NoHostReads():
+            again = self._graphs[shape_key]()
+        copy_into(self._outputs[shape_key], again)
+        return self._outputs[shape_key]
+
+    def cleanup(self) -> None:
+        self._graphs.clear()
+        self._outputs.clear()
+
+
+def copy_into(to: Any, origin: Any) -> None:
+    """A recorded graph writes where it wrote when it was recorded."""
+    if isinstance(to, Tensor):
+        if to.data_ptr() != origin.data_ptr():
+            to.copy_(origin)
+    elif isinstance(to, (list, tuple)):
+        for one, other in zip(to, origin, strict=True):
+            copy_into(one, other)
+    elif dataclasses.is_dataclass(to):
+        for field in dataclasses.fields(to):
+            copy_into(getattr(to, field.name), getattr(origin, field.name))
+
+
+class References(dict):
+    """The registry's functions, which may read what they like."""
+
+    def __setitem__(self, key: Any, function: Callable[..., Any]) -> None:
+        def unchecked(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+
+        super().__setitem__(key, unchecked)
+
+
+@contextlib.contextmanager
+def no_stream(stream: object = None) -> Iterator[SimpleNamespace]:
+    yield SimpleNamespace(stream=None)
+
+
+def setup() -> None:
+    """The plugin's entry point."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
+    from sglang.srt.platforms.interface import PlatformCapabilities
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from dsv4_kernels import registry
+    from sglang_dsv4.cpu.platform import CpuPlatform
+
+    for worker in WORKERS:
+        HookRegistry.register(f"{worker}.forward_batch_generation", without_host_lengths, HookType.AROUND)
+    registry._resolved = References()
+    # SGLang records on a CPU what torch.compile compiles, and nothing but decode steps.
+    torch_compile = SimpleNamespace(capture=SimpleNamespace(enable_torch_compile=True))
+    cuda_graph_setup.get_flags = lambda: torch_compile
+    ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
+    torch.cuda.is_current_stream_capturing = lambda: False
+    CpuPlatform.capabilities = PlatformCapabilities(graph_capture=True)
+    CpuPlatform.get_graph_runner_cls = lambda self: decode_runner()
+    CpuPlatform.get_full_graph_backend_cls = lambda self: ReplayedGraphs
+    CpuPlatform.get_speculative_graph_runner_cls = draft_runner
+
+
+def without_host_lengths(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """As SGLang's scheduler gives a step to a GPU, where the host would have to wait for how many drafts were kept."""
+    if not batch.forward_mode.is_decode():
+        return original(worker, batch, *args, **kwargs)
+    lengths, total = batch.seq_lens_cpu, batch.seq_lens_sum
+    batch.seq_lens_cpu = batch.seq_lens_sum = None
+    try:
+        return original(worker, batch, *args, **kwargs)
+    finally:
+        batch.seq_lens_cpu, batch.seq_lens_sum = lengths, total
+
+
+def decode_runner() -> type:
+    from sglang.srt.model_executor.runner import decode_cuda_graph_runner as module
+
+    module.graph_capture = no_stream
+    module.get_or_create_global_graph_capture_stream = lambda: None
+    module.DecodeCudaGraphRunner._record_in_graph_metadata_prep_done = lambda self: None
+    module.DecodeCudaGraphRunner._publish_read_done = lambda self, in_graph: None
+    return module.DecodeCudaGraphRunner
+
+
+def draft_runner(platform: Any, algorithm: str, phase: str) -> type | None:
+    """The draft-extend step's is left to the package: on a GPU, too, SGLang makes none for our backend."""
+    from sglang.srt.speculative.eagle_draft_cuda_graph_runner import EAGLEDraftCudaGraphRunner
+
+    decode_runner()
+    return EAGLEDraftCudaGraphRunner if phase == "draft_decode" else None

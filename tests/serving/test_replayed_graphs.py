@@ -1,0 +1,82 @@
+"""Speculation with CUDA graphs, as far as a CPU can show it: `replayed_graphs`, and the answers of a server without.
+
+Graphs of 1, 4 and 16 requests: batches are padded. The host knows the lengths of requests a step late, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving import oracle_drafts, replayed_graphs
+from serving.server import TAILS, Server, running_server
+from serving.test_speculation import (
+    ALGORITHMS,
+    FLAGS,
+    Speculating,
+    ask,
+    assert_same,
+    random_prompts,
+    tokens_a_step,
+)
+
+from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
+
+RUNNERS = {
+    "EAGLE": {"DecodeCudaGraphRunner": 4, "EAGLEDraftCudaGraphRunner": 1, "EAGLEDraftExtendCudaGraphRunner": 4},
+    "DSPARK": {"DecodeCudaGraphRunner": 6, "DraftDecodeCudaGraphRunner": 5},
+}
+
+
+@pytest.fixture(scope="module", params=list(ALGORITHMS))
+def replaying(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speculating]:
+    shape, drafts, flags = ALGORITHMS[request.param]
+    folder = tmp_path_factory.mktemp("replaying")
+    write_checkpoint(folder / "checkpoint", shape)
+    with pytest.MonkeyPatch.context() as environment:
+        oracle = oracle_drafts.install(folder)
+        environment.setenv("PYTHONPATH", oracle["PYTHONPATH"])
+        env = {**TAILS, **oracle, **replayed_graphs.install(folder / "graphs")}
+    flags += ("--speculative-algorithm", request.param, "--speculative-num-draft-tokens", str(drafts + 1))
+    flags += ("--cuda-graph-bs-decode", "1", "4", "16")
+    with running_server(folder / "checkpoint", folder / "log", *FLAGS, *flags, env=env) as running:
+        yield Speculating(running, request.param, Path(env["ORACLE_FILE"]))
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 11])
+def test_replays_answer_the_same_bits(server: Server, replaying: Speculating, at_once: int) -> None:
+    """Accepted up to every place across groups and pages; then as the draft has it, nearly all refused."""
+    lengths = {1: [250], 3: [1, 126, 253], 11: [2, 3, 4, 121, 123, 124, 125, 252, 254, 255, 249]}[at_once]
+    prompts = random_prompts(20 + at_once, lengths)
+    plain = ask(server, prompts, at_once, max_new_tokens=18)
+    replaying.will_answer(prompts, plain)
+    drafted = ask(replaying.server, prompts, at_once, max_new_tokens=18)
+    assert_same(plain, drafted)
+    assert tokens_a_step(drafted) > 1 + 0.3 * replaying.drafts
+    prompts = random_prompts(40 + at_once, lengths)
+    plain = ask(server, prompts, at_once, max_new_tokens=6)
+    drafted = ask(replaying.server, prompts, at_once, max_new_tokens=6)
+    assert_same(plain, drafted)
+
+
+def test_a_page_that_was_filled_by_drafts_is_reused(server: Server, replaying: Speculating) -> None:
+    """Its checkpoint was taken a step later than it was full, and has the rows of the tokens that were kept."""
+    prompts = random_prompts(7, [240, 244])
+    plain = ask(server, prompts, 2, max_new_tokens=60)
+    replaying.will_answer(prompts, plain)
+    assert_same(plain, ask(replaying.server, prompts, 2, max_new_tokens=60))
+    turns = [[*prompt, *result["output_ids"][:40], 5, 6] for prompt, result in zip(prompts, plain, strict=True)]
+    plain = ask(server, turns, 2, max_new_tokens=20)
+    replaying.will_answer(turns, plain)
+    drafted = ask(replaying.server, turns, 2, max_new_tokens=20)
+    assert_same(plain, drafted)
+    assert [result["meta_info"]["cached_tokens"] for result in drafted] == [256, 256]
+
+
+def test_every_kind_of_graph_was_replayed(replaying: Speculating) -> None:
+    """Last: and no check of SGLang's or ours has ended the server."""
+    for runner, width in RUNNERS[replaying.algorithm].items():
+        assert replayed_graphs.LINE.format(runner, width) in replaying.server.log
+    assert replaying.server.is_alive()
+    assert "Traceback" not in replaying.server.log

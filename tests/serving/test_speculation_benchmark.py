@@ -1,0 +1,85 @@
+"""The speculation benchmark without a GPU: what it reads off a trace, and what it makes of the figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import bench_speculation
+import pytest
+from bench_speculation import Results, Steps, compared, replays, rows_of, steps, write_config
+
+from sglang_dsv4.config import Config
+
+
+def trace(verify_us: float, draft_us: float, extend_us: float, gap_us: float, count: int = 4) -> list[dict]:
+    """Steps of a chain of drafts, a verify step, an eager launch and an extend step; a GPU's trace is in no order."""
+    events, now, launch = [], 1000.0, 7
+
+    def graph(kernels: int, total: float) -> None:
+        nonlocal now, launch
+        launch += 1
+        for _ in range(kernels):
+            busy = total / kernels
+            events.append({"ts": now, "dur": busy * 0.75, "args": {"correlation": launch}})
+            now += busy
+
+    for _ in range(count):
+        graph(30, draft_us)
+        graph(200, verify_us)
+        launch += 1
+        events.append({"ts": now, "dur": 8.0, "args": {"correlation": launch}})
+        now += 8
+        graph(30, extend_us)
+        events.append({"ts": now, "dur": 2.0})  # a copy without a launch
+        now += gap_us
+    return events[::-1]
+
+
+def test_steps_of_a_trace() -> None:
+    events = trace(verify_us=1000, draft_us=200, extend_us=120, gap_us=50)
+    assert [replay.kernels for replay in replays(events)] == [30, 200, 30] * 4
+    found = steps(events)
+    assert found.largest == pytest.approx(1000 - 5 * 0.25)  # the last kernel's share of a gap is behind its end
+    assert found.others == pytest.approx(0.75 * 320 + 10)
+    assert found.period == pytest.approx(1000 + 320 + 8 + 50)
+    assert set(rows_of("eagle", found)) == {"eagle_verify", "eagle_draft", "eagle_step"}
+    assert rows_of("decode", found) == {"decode": found.largest, "decode_step": found.period}
+
+
+def test_a_trace_without_graphs_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="0 replays of a CUDA graph"):
+        steps([{"ts": i, "dur": 1.0, "args": {"correlation": i}} for i in range(100)])
+    with pytest.raises(RuntimeError, match="2 of the largest"):
+        steps(trace(1000, 200, 120, 50, count=2))
+
+
+def test_where_speculation_pays(tmp_path: Path) -> None:
+    results = Results({})
+    results.note("ours", 16, rows_of("decode", Steps(2000.0, 10.0, 2500.0)))
+    results.note("ours", 16, rows_of("dspark", Steps(2400.0, 900.0, 5000.0)))
+    results.note("builtin", 16, rows_of("dspark", Steps(2500.0, 900.0, 6000.0)))
+    results.note("ours", 1, rows_of("dspark", Steps(1.0, 2.0, 3.0)))  # nothing to divide by
+    written = results.as_json()
+    assert written["pays"] == [{"algorithm": "dspark", "requests": 16, "ours": 2.0, "builtin": None}]
+    assert {"work": "decode", "requests": 16, "ours_us": 2000.0, "builtin_us": None} in written["rows"]
+    again = Results(written)
+    again.note("builtin", 16, rows_of("decode", Steps(2000.0, 10.0, 3000.0)))
+    assert again.as_json()["pays"][0] == {"algorithm": "dspark", "requests": 16, "ours": 2.0, "builtin": 2.0}
+
+
+def test_answers_that_differ_are_counted() -> None:
+    plain = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert compared(plain, plain)["mismatches"] == 0
+    found = compared(plain, [[1, 2, 3], [4, 0, 6], [0, 8, 9]])
+    assert (found["mismatches"], found["after"]) == (2, [0, 1])
+
+
+@pytest.mark.parametrize("name", bench_speculation.MODELS)
+def test_its_models_are_legal(name: str, tmp_path: Path) -> None:
+    """Dimensions of V4-Flash, six of its layers."""
+    from transformers import AutoConfig
+
+    write_config(tmp_path, bench_speculation.MODELS[name])
+    config = Config.from_hf(AutoConfig.from_pretrained(tmp_path))
+    assert (config.hidden_size, config.num_hidden_layers, config.n_routed_experts) == (4096, 6, 256)
+    assert (config.dspark is not None) == (name == "dspark")

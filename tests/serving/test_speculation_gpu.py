@@ -1,0 +1,103 @@
+"""What a GPU should run first of speculation: servers with CUDA graphs of verify and draft steps, and without.
+
+A small checkpoint of random weights with the released attention. Proposals come from an oracle (`oracle_drafts`), so
+that blocks are accepted up to every place. Requests run one at a time with graphs of their own size, so that a server
+without graphs launches the same kernels: every token has to be the same. In batches the products' last bits depend on
+the batch, except under --enable-deterministic-inference: there every answer has to be that of a server without
+speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from serving import oracle_drafts
+from serving.server import running_server
+from serving.test_speculation import ALGORITHMS, Speculating, ask, random_prompts, tokens_a_step
+
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU with SGLang on it"),
+]
+SHAPES = {
+    "EAGLE": PRESETS["flash"],
+    "DSPARK": replace(PRESETS["flash"], dspark_markov_rank=256, dspark_target_layer_ids=(3, 4, 5)),
+}
+FLAGS = ("--max-total-tokens", "65536", "--max-running-requests", "20", "--chunked-prefill-size", "512")
+FLAGS += ("--context-length", "8192", "--mem-fraction-static", "0.5", "--random-seed", "1")
+GRAPHS = ("--cuda-graph-bs-decode", "1", "4", "16")
+EXACT = "--enable-deterministic-inference"
+LENGTHS = [1, 3, 126, 127, 128, 250, 253, 255, 256, 511, 600, 770]
+GRAPH_LINES = {"EAGLE": ("target verify", "draft decode", "extend step"), "DSPARK": ("target verify", "draft verify")}
+
+
+@pytest.fixture(scope="module", params=list(SHAPES))
+def algorithm(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def checkpoint(algorithm: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(f"speculation_{algorithm}")
+    write_checkpoint(folder / "checkpoint", SHAPES[algorithm])
+    return folder / "checkpoint"
+
+
+@contextmanager
+def serving(checkpoint: Path, name: str, algorithm: str | None, *flags: str) -> Iterator[Speculating]:
+    folder = checkpoint.parent / name
+    folder.mkdir()
+    env = oracle_drafts.install(folder)
+    if algorithm is not None:
+        _, drafts, of_algorithm = ALGORITHMS[algorithm]
+        flags += (*of_algorithm, "--speculative-algorithm", algorithm)
+        flags += ("--speculative-num-draft-tokens", str(drafts + 1))
+    with running_server(checkpoint, folder / "log", *FLAGS, *flags, env=env) as running:
+        yield Speculating(running, algorithm or "", Path(env["ORACLE_FILE"]))
+
+
+def tokens(results: list[dict]) -> list[list[int]]:
+    return [result["output_ids"] for result in results]
+
+
+def test_replays_are_what_was_recorded(checkpoint: Path, algorithm: str) -> None:
+    """One request at a time. What was drafted without graphs is what the oracle knows of the second server's."""
+    prompts = random_prompts(1, LENGTHS)
+    with serving(checkpoint, "eager", algorithm, "--disable-cuda-graph") as eager:
+        refused = ask(eager.server, prompts, 1, max_new_tokens=24)
+        eager.will_answer(prompts, refused)
+        accepted = ask(eager.server, prompts, 1, max_new_tokens=24)
+    with serving(checkpoint, "graphs", algorithm, *GRAPHS) as graphs:
+        assert tokens(ask(graphs.server, prompts, 1, max_new_tokens=24)) == tokens(refused)
+        graphs.will_answer(prompts, refused)
+        again = ask(graphs.server, prompts, 1, max_new_tokens=24)
+        log = graphs.server.log
+    assert tokens(again) == tokens(accepted)
+    assert tokens_a_step(again) > 1 + 0.25 * ALGORITHMS[algorithm][1]
+    for what in GRAPH_LINES[algorithm]:
+        assert what in log, f"no graph of the {what} was recorded"
+
+
+def test_answers_are_those_without_speculation(checkpoint: Path, algorithm: str) -> None:
+    """In batches that are padded, with prefixes reused, under the flag."""
+    prompts = random_prompts(2, LENGTHS)
+    turns: list[list[int]] = []
+    with serving(checkpoint, "plain", None, EXACT, *GRAPHS) as plain:
+        first = ask(plain.server, prompts, 12, max_new_tokens=40)
+        turns = [[*prompt, *ids[:30], 5, 6] for prompt, ids in zip(prompts, tokens(first), strict=True)]
+        second = ask(plain.server, turns, 12, max_new_tokens=24)
+    with serving(checkpoint, "drafted", algorithm, EXACT, *GRAPHS) as drafted:
+        for asked, expected, new_tokens in ((prompts, first, 40), (turns, second, 24)):
+            assert tokens(ask(drafted.server, asked, 3, max_new_tokens=new_tokens)) == tokens(expected)  # as drafted
+            drafted.will_answer(asked, expected)
+            found = ask(drafted.server, asked, 12, max_new_tokens=new_tokens)
+            assert tokens(found) == tokens(expected)
+            assert tokens_a_step(found) > 1 + 0.25 * ALGORITHMS[algorithm][1]
+        assert sum(result["meta_info"]["cached_tokens"] for result in found) > 0
