@@ -125,9 +125,10 @@ def _is_draft(geometry: PoolGeometry) -> bool:
 def _rms_norm(is_fp8: bool, config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
     from dsv4_kernels.norm import gpu
 
-    dims = [config.q_lora_rank] if is_fp8 == _quantises(config, arch) else []
-    if _is_draft(geometry) and not is_fp8:
-        dims.append(config.hidden_size)  # a draft also norms what it gets of the target
+    if is_fp8 != _quantises(config, arch):
+        return []
+    # A draft also norms what it gets of the target.
+    dims = (config.q_lora_rank, config.hidden_size) if _is_draft(geometry) else (config.q_lora_rank,)
     return [partial(gpu.compile, gpu.Configuration(dim, "fp32", is_fp8), arch) for dim in dims]
 
 

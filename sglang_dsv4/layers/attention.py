@@ -104,7 +104,7 @@ class Attention(nn.Module):
         """`positions [T]` int64 -> [T, d] in the model's dtype."""
         backend = get_attn_backend()
         q_latent, kv = self.wqkv_a(x.of_linear)[0].split((self.config.q_lora_rank, self.config.head_dim), -1)
-        q_latent = self.q_norm.quantised(q_latent) if self.quantises else self.q_norm(q_latent)
+        q_latent = self.q_norm.of_linear(q_latent, self.quantises)
         window = backend.window(self.layer_id)
 
         def query() -> Tensor:

@@ -21,6 +21,8 @@ class RMSNorm(nn.Module):
         """`x [..., dim] -> [..., dim]` in x's dtype."""
         return rms_norm(x, self.weight, self.eps)
 
-    def quantised(self, x: Tensor) -> Fp8Input:
-        """`x [T, dim]` as an input of FP8 products."""
+    def of_linear(self, x: Tensor, quantises: bool) -> Tensor | Fp8Input:
+        """`x [T, dim]` normed, as linear layers are given it; `quantises`: see `layers.linear.quantises_once`."""
+        if not quantises:
+            return self(x)
         return Fp8Input(*rms_norm_fp8(x, self.weight, self.eps, column_major=True))

@@ -100,8 +100,8 @@ class DSparkModel(nn.Module):
             positions: [T] int64.
             pool: the draft's.
         """
-        x = self.main_norm(self.main_proj(Fp8Input.of(taps) if self._quantises else taps)[0])
-        x = Fp8Input.of(x) if self._quantises else x
+        main = self.main_proj(Fp8Input.of(taps) if self._quantises else taps)[0]
+        x = self.main_norm.of_linear(main, self._quantises)
         for stage in self.stages:
             layer_id = stage.attn.layer_id
             destinations = [Destination(pool.window(layer_id), rows)]

@@ -14,7 +14,7 @@ from sglang_dsv4 import exact
 from sglang_dsv4.config import Config
 from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.hyper_connection import HyperConnectionHead, Pending
-from sglang_dsv4.layers.linear import Fp8Input, quantised_linear_config, quantises_once
+from sglang_dsv4.layers.linear import quantised_linear_config, quantises_once
 from sglang_dsv4.layers.logits import Fp32LogitsProcessor, build_lm_head
 from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.models.deepseek_v4 import Block, DeepseekV4ForCausalLM, check_server_options
@@ -65,9 +65,8 @@ class DeepseekV4ModelNextN(nn.Module):
         """
         embedded = self.embed(input_ids) if input_embeds is None else input_embeds
         streams = streams.unflatten(-1, (self.hc_mult, -1))
-        as_input = Fp8Input.of if self._quantises else lambda rows: rows
-        e = self.e_proj(as_input(self.enorm(embedded)))[0]
-        h = self.h_proj(as_input(self.hnorm(streams).flatten(0, 1)))[0].view_as(streams)
+        e = self.e_proj(self.enorm.of_linear(embedded, self._quantises))[0]
+        h = self.h_proj(self.hnorm.of_linear(streams.flatten(0, 1), self._quantises))[0].view_as(streams)
         streams, row = self.hc_head(self.decoder(Pending(e.unsqueeze(1) + h), positions, input_ids), self.norm)
         return row, streams.flatten(1)
 

@@ -114,7 +114,7 @@ def test_what_speculation_runs_is_compiled(hopper: dict[tuple, bool], preset: st
     if blocks:
         expected.add((step_layout(draft, blocks=True), tokens - 1))
     assert {text for name, text, _ in hopper if name == "step_mapping"} == {repr(key) for key in expected}
-    norms = {repr(norm.Configuration(dim, "fp32")) for dim in (1024, 4096)}
+    norms = {repr(norm.Configuration(dim, "fp32", is_fp8=True)) for dim in (1024, 4096)}
     assert {text for name, text, _ in hopper if name == "rms_norm"} == norms
 
 
