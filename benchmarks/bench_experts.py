@@ -8,7 +8,8 @@ Contenders, both from x and the router's output to [T, d] in bf16, in CUDA graph
     ours      `dsv4_kernels.moe.sm90`: e4m3 activations as in the release
     marlin    `fused_marlin_moe` as SGLang 0.5.23's runner calls it: bf16 activations
     ours_by_* (--sweep) ours with each shape of work tiles: `narrow` (decode), `paired` (decode of more than 32 tokens,
-              up to 64 slots of an expert in a tile), `wide` (prefill)
+              up to 64 slots of an expert in a tile), `wide` (prefill); `overlap`: with launches that overlap, or
+              without if they do by default
 
 First a few tokens of every case are held against float64 of the dequantised weights. `rel_err` and `marlin_rel_err` are
 distances from the sum without any rounding of activations, `release_rel_err` is ours from the release's definition,
@@ -144,13 +145,16 @@ def ours(packed: Mxfp4Experts, sweep: bool) -> dict[str, Contender]:
 
     arranged = packed.for_hopper()
 
-    def by(shape: object) -> Contender:
+    def by(shape: object, overlaps: bool | None = None) -> Contender:
         return lambda i: launch.experts_forward(
-            i.x, i.weights, i.experts, arranged, LIMIT, dtype=torch.bfloat16, shape=shape
+            i.x, i.weights, i.experts, arranged, LIMIT, dtype=torch.bfloat16, shape=shape, overlaps=overlaps
         )
 
-    shapes = {"ours_by_narrow": NARROW, "ours_by_paired": PAIRED, "ours_by_wide": WIDE} if sweep else {}
-    return {"ours": by(None)} | {name: by(shape) for name, shape in shapes.items()}
+    found = {"ours": by(None)}
+    if sweep:
+        found |= {"ours_by_narrow": by(NARROW), "ours_by_paired": by(PAIRED), "ours_by_wide": by(WIDE)}
+        found |= {"ours_by_overlap": by(None, overlaps=not launch.OVERLAPS)}
+    return found
 
 
 def marlin(packed: Mxfp4Experts) -> Contender:
@@ -272,7 +276,7 @@ def main() -> None:
     parser.add_argument("--slices", default="1,2", help="ranks of tensor parallelism, by commas")
     parser.add_argument("--routing", default=",".join(ROUTING))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--sweep", action="store_true", help="also with each shape of work tiles")
+    parser.add_argument("--sweep", action="store_true", help="also with each shape of work tiles, and with overlap")
     parser.add_argument("--out", type=Path, help="write the result there, row by row")
     options = parser.parse_args()
     if not torch.cuda.is_available():

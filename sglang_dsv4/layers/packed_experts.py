@@ -166,10 +166,12 @@ def kernels(config: Config, tp_size: int) -> list[Callable[[], object]]:
     from dsv4_kernels.moe.sm90 import launch, rows, work_list
     from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Plan, Product
 
-    summed = rows.Sum(config.num_experts_per_tok, fp32=tp_size > 1, adds_shared=True)
+    overlaps = launch.OVERLAPS
+    summed = rows.Sum(config.num_experts_per_tok, fp32=tp_size > 1, adds_shared=True, overlaps=overlaps)
+    products = [Plan(product, shape, overlaps) for shape in (NARROW, PAIRED, WIDE) for product in Product]
     return [
-        *(partial(launch.compile, Plan(product, shape)) for shape in (NARROW, PAIRED, WIDE) for product in Product),
-        *(partial(rows.compile_quantise, chooses, launch.ARCH) for chooses in (True, False)),
+        *(partial(launch.compile, plan) for plan in products),
+        *(partial(rows.compile_quantise, chooses, launch.ARCH, overlaps) for chooses in (True, False)),
         partial(rows.compile_sum, summed, launch.ARCH),
-        partial(work_list.compile, launch.ARCH),
+        partial(work_list.compile, launch.ARCH, overlaps),
     ]

@@ -522,6 +522,38 @@ def test_nothing_waits_for_the_device(nothing_waits: None) -> None:
 # ---- the kernels themselves
 
 
+def test_overlapping_launches_wait_before_they_load() -> None:
+    """The emulator runs one launch after the other, so what is checked is the order in the code: every launch but the
+    first waits for the one before it in front of its first access to global memory, and gives way before that."""
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch, rows, work_list
+    from dsv4_kernels.moe.sm90.plan import Plan, Product
+
+    def kernels(overlaps: bool) -> dict[str, str]:
+        found = {
+            f"{product.name} {name}": launch.compile(Plan(product, shape, overlaps))
+            for product in Product
+            for name, shape in shapes().items()
+        }
+        found |= {f"quantise {chooses}": rows.compile_quantise(chooses, launch.ARCH, overlaps) for chooses in (0, 1)}
+        found["sum"] = rows.compile_sum(rows.Sum(2, False, True, overlaps), launch.ARCH)
+        found["list"] = work_list.compile(launch.ARCH, overlaps)
+        return {name: compiled.__ptx__ for name, compiled in found.items()}
+
+    with emulated(arch="sm_90a"):
+        for name, ptx in kernels(True).items():
+            first = min(at for word in ("ld.global", "st.global", "cp.async.bulk") if (at := ptx.find(word)) >= 0)
+            assert (0 < ptx.find("griddepcontrol.wait") < first) == (name != "list"), name
+            assert (0 < ptx.find("griddepcontrol.launch_dependents") < first) == (name != "sum"), name
+        assert not any("griddepcontrol" in ptx for ptx in kernels(False).values())
+        case = CASES["few"]
+        x, weights, ids, _ = case.inputs()
+        packed = arranged(case.experts, case.d, case.channels)
+        out = launch.experts_forward(x, weights, ids, packed, LIMIT, overlaps=True)
+    assert same_bits(out, launched(case)[0])
+
+
 def test_pairs_are_taken_where_multiprocessors_stay_busy() -> None:
     """As many tiles as multiprocessors at least; never where a product has an odd number of steps."""
     from dsv4_kernels.moe.sm90 import launch

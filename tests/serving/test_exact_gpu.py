@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import exact_gpu
 import pytest
+from exact_trace import Answer, Findings, References, Request
 from serving.server import free_port
 
 PREFIX = """\
@@ -40,6 +45,81 @@ def test_a_ratio_below_one_is_a_price() -> None:
         ("decode", 1, 0.95),
         ("prefill_8192", 8, 1.2),
     ]
+
+
+def test_a_model_that_says_the_same_to_all_is_refused() -> None:
+    requests = [Request((i, i + 1), 1) for i in range(20)]
+    exact_gpu.refuse_mute_models({request: Answer(((7, -1.0 - i, ()),)) for i, request in enumerate(requests)})
+    with pytest.raises(RuntimeError, match="20 requests got 2 different first tokens"):
+        exact_gpu.refuse_mute_models({request: Answer(((7, -1.0 - i % 2, ()),)) for i, request in enumerate(requests)})
+
+
+class Servers:
+    """In place of servers and of all that is asked of them."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.started: list[tuple[str, ...]] = []
+        self.folder = folder
+        (folder / "config.json").write_text('{"vocab_size": 512}')
+        patch.setattr(exact_gpu, "running", self.running)
+        patch.setattr(exact_gpu.exact_trace, "prove", self.prove)
+        patch.setattr(exact_gpu, "speeds", lambda url, small: {("decode", 1): 100.0 - len(self.started)})
+        said = subprocess.CompletedProcess([], 0, "Total samples: 3, Unique samples: 1\n✅ match\n", "")
+        patch.setattr(exact_gpu.subprocess, "run", lambda command, **_: said)
+
+    @contextlib.contextmanager
+    def running(self, contender: str, model: Path, flags: tuple[str, ...], port: int, log: Path) -> Iterator[object]:
+        assert contender == "ours"
+        self.started.append(flags)
+        log.write_text("#retracted_reqs: 2," if "SGLANG_TEST_RETRACT" in os.environ else "")
+        yield SimpleNamespace(url="http://nowhere:1", log=log)
+
+    def prove(self, url: str, sizes: object, known: References) -> Findings:
+        known.setdefault(Request((5,), 1), Answer(((7, -0.5, ()),)))
+        found = Findings()
+        found.compare("trace", Request((5,), 1), known[Request((5,), 1)], Answer(((7, -0.5, ()),)))
+        return found
+
+    def run(self, *arguments: str) -> tuple[int, dict]:
+        out = self.folder / "out.json"
+        command = ["--model", str(self.folder), "--logs", str(self.folder), "--out", str(out), "--small", *arguments]
+        return exact_gpu.main(command), json.loads(out.read_text())
+
+
+@pytest.fixture
+def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Servers:
+    return Servers(tmp_path, monkeypatch)
+
+
+def test_three_starts_do_all_but_speculation(servers: Servers) -> None:
+    status, result = servers.run()
+    flags = [exact_gpu.FLAG in started for started in servers.started]
+    assert status == 0 and flags == [True, True, False] and not result["not_run"]
+    assert result["by_kind"]["trace"] == [2, 0] and result["seen"]["retracted"] == 2
+    assert result["sglang_test_deterministic"] == {"single": [1], "prefix": [1], "p_vs_d": [1]}
+    assert result["rows"] == [{"work": "decode", "requests": 1, "default": 97.0, "exact": 98.0, "ratio": 98 / 97}]
+    chunks = [started[started.index("--chunked-prefill-size") + 1] for started in servers.started]
+    assert chunks[0] != chunks[1] == chunks[2]
+
+
+def test_what_is_cut_off_keeps_what_was_done(servers: Servers) -> None:
+    """By the clock, or by whoever ends the script: the file has each work as soon as it is done."""
+    status, result = servers.run("--seconds", "0")
+    assert status == 1 and result["not_run"] == ["chunks", "sglang", "price"] and result["compared"] == 1
+    assert exact_gpu.read_references(servers.folder / "out.references.json")
+    status, result = servers.run("--resume", "--works", "chunks", "speculation")
+    assert status == 0 and result["compared"] == 3 and len(servers.started) == 3
+    assert "--speculative-algorithm" in servers.started[2] and not result["not_run"]
+
+
+def test_a_mode_that_says_nothing_is_a_mismatch(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(command: list[str], **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, 300)
+
+    monkeypatch.setattr(exact_gpu.subprocess, "run", late)
+    status, result = servers.run("--works", "sglang")
+    assert status == 1 and result["by_kind"]["sglang single"] == [1, 1]
+    assert "not done after" in (servers.folder / "test_deterministic_prefix.log").read_text()
 
 
 @pytest.mark.slow

@@ -58,12 +58,15 @@ def launch(args: Arguments, num_ctas: Int32, plan: cutlass.Constexpr, stream: cu
         stream=stream,
         min_blocks_per_mp=plan.shape.ctas_per_sm,
         preferred_smem_carveout=100,  # percent: as many CTAs fit as were planned
+        use_pdl=plan.overlaps,
     )
 
 
 @cute.kernel
 def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
     """Sets up barriers, and sends every warp to its role."""
+    if cutlass.const_expr(plan.overlaps):
+        cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
     first, _, _ = cute.arch.block_idx()
     stride, _, _ = cute.arch.grid_dim()
@@ -81,6 +84,8 @@ def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
         ptx.store_shared(base + at, (Uint32(0),) * 4)
     cute.arch.fence_view_async_shared()  # these zeros, and the barriers
     cute.arch.sync_threads()
+    if cutlass.const_expr(plan.overlaps):
+        cute.arch.griddepcontrol_wait()
     end = ptx.load_i32(args.num_tiles) * args.row_tiles
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == CONSUMER_WARPS:

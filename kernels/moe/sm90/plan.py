@@ -71,6 +71,8 @@ class Plan:
 
     product: Product
     shape: Shape
+    overlaps: bool = False
+    """See `launch.OVERLAPS`."""
 
     @property
     def token_bytes(self) -> int:

@@ -49,14 +49,16 @@ class Arguments(NamedTuple):
 
 
 @cute.jit
-def launch(args: Arguments, stream: cuda.CUstream) -> None:
+def launch(args: Arguments, overlaps: cutlass.Constexpr[bool], stream: cuda.CUstream) -> None:
     """One CTA."""
-    kernel(args).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
+    kernel(args, overlaps).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
 
 
 @cute.kernel
-def kernel(args: Arguments) -> None:
+def kernel(args: Arguments, overlaps: cutlass.Constexpr[bool]) -> None:
     """Counts pairs, adds up groups and tiles, and hands out slots."""
+    if cutlass.const_expr(overlaps):
+        cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
     memory = cutlass.utils.SmemAllocator()
     # Of an expert: its pairs, then the next free slot.
@@ -182,11 +184,11 @@ def count_one(address: Int32) -> Int32:
     return ptx.asm("atom.relaxed.cta.shared.add.s32 {$w0}, [{$r0}], 1;", [Int32], address)
 
 
-def compile(arch: str) -> Callable[..., None]:
+def compile(arch: str, overlaps: bool = False) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, stream)."""
 
     def from_compiler() -> Callable[..., None]:
         example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, cuda.CUstream(0))
+        return cute.compile(launch, example, overlaps, cuda.CUstream(0))
 
-    return load_or_compile("experts_work_list", "the only one", arch, from_compiler)
+    return load_or_compile("experts_work_list", "overlaps" if overlaps else "waits", arch, from_compiler)
