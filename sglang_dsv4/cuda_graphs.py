@@ -2,8 +2,9 @@
 
 Of a decode or verify forward a graph holds everything from `Dsv4AttentionBackend.init_forward_metadata_in_graph`, which
 derives all addresses from the batch's lengths and request slots, to the logits. Outside stay what needs the host: the
-copies of those two inputs (`init_forward_metadata_out_graph`), tail checkpoints (`prefix.tails`), sampling. A prefill
-is not captured: its sizes are the batch's.
+copies of those two inputs of a verify step (`init_forward_metadata_out_graph`; a decode step's graph reads them where
+SGLang's runner has them), tail checkpoints (`prefix.tails`), sampling. A prefill is not captured: its sizes are the
+batch's.
 
 An op can be captured if it reads nothing back to the host; the registry knows which (`graph_safe`). References do, so
 there are no graphs until every op of a decode step has a kernel.
