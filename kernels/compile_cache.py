@@ -39,6 +39,8 @@ from dsv4_kernels.launch_arguments import Launcher
 logger = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "DSV4_KERNEL_CACHE"
+ARCH_VARIABLE = "CUTE_DSL_ARCH"
+"""The DSL's: the architecture to compile for, in place of that of the GPU that it finds."""
 KEEP_DAYS = 90
 PREFIX = "dsv4-kernel-"
 """How the names of our files begin: the folder may hold others."""
@@ -49,6 +51,7 @@ _SYMBOL = "dsv4_kernel"
 """Name of the function inside an object file."""
 
 _in_memory: dict[tuple[str, Hashable, str], Any] = {}
+_may_compile = True
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,16 @@ class Origin:
     source: str
     """Either "compiled" or "disk"."""
     seconds: float
+    kept: bool
+    """Whether it is on disk now."""
+
+
+class KernelMissing(Exception):
+    """A kernel that is not on disk was asked for inside `only_stored`."""
+
+    def __init__(self, name: str, config: Hashable, arch: str) -> None:
+        super().__init__(f"{name} for {arch} is not on disk: {config!r}")
+        self.name, self.config, self.arch = name, config, arch
 
 
 _origins: list[Origin] = []
@@ -80,6 +93,17 @@ def folder() -> Path | None:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-dsv4" / "kernels"
 
 
+@contextlib.contextmanager
+def only_stored() -> Iterator[None]:
+    """Inside, what is not in memory or on disk is not compiled: `load_or_compile` raises `KernelMissing`."""
+    global _may_compile
+    before, _may_compile = _may_compile, False
+    try:
+        yield
+    finally:
+        _may_compile = before
+
+
 def load_or_compile(name: str, config: Hashable, arch: str, compile: Callable[[], Any]) -> Callable[..., Any]:
     """The compiled function of one configuration of a kernel.
 
@@ -94,6 +118,7 @@ def load_or_compile(name: str, config: Hashable, arch: str, compile: Callable[[]
 
     Raises:
         ValueError: `config` prints an address, so it would never be found again.
+        KernelMissing: inside `only_stored`.
     """
     key = (name, config, arch)
     function = _in_memory.get(key)
@@ -101,26 +126,41 @@ def load_or_compile(name: str, config: Hashable, arch: str, compile: Callable[[]
         text = repr(config)
         if " at 0x" in text:
             raise ValueError(f"the configuration of {name} prints an address: {text}. Use a frozen dataclass of values")
-        function = _in_memory[key] = Launcher(_from_disk_or_compiler(name, text, arch, compile))
+        found = _from_disk_or_compiler(name, text, arch, compile) if _may_compile else _from_disk(name, text, arch)
+        if found is None:
+            raise KernelMissing(name, config, arch)
+        function = _in_memory[key] = Launcher(found)
     return function
 
 
 def _from_disk_or_compiler(name: str, config: str, arch: str, compile: Callable[[], Any]) -> Callable[..., Any]:
     stored = _Stored.at(folder(), name, config, arch)
     with stored.locked() if stored else contextlib.nullcontext():
-        begin = time.perf_counter()
-        function = stored.load() if stored else None
-        source = "compiled" if function is None else "disk"
+        function = _loaded_from(stored, name, config, arch)
         if function is None:
             logger.info("compiling %s for %s: %s", name, arch, config)
+            begin = time.perf_counter()
             function = compile()
-        seconds = time.perf_counter() - begin
-        _origins.append(Origin(name, config, source, seconds))
-        if source == "compiled":
-            where = stored.save(function, seconds) if stored else "kept in memory only"
+            seconds = time.perf_counter() - begin
+            kept = stored is not None and stored.save(function, seconds)
+            _origins.append(Origin(name, config, "compiled", seconds, kept))
+            where = f"kept in {stored.object}" if kept else "kept in memory only"
             logger.info("compiled %s for %s in %.1f s, %s", name, arch, seconds, where)
-        else:
-            logger.info("loaded %s for %s in %.0f ms from %s", name, arch, 1e3 * seconds, stored.object)
+    return function
+
+
+def _from_disk(name: str, config: str, arch: str) -> Callable[..., Any] | None:
+    """Without a lock: files appear whole, and a pair of them whose hashes differ counts as missing."""
+    return _loaded_from(_Stored.at(folder(), name, config, arch), name, config, arch)
+
+
+def _loaded_from(stored: _Stored | None, name: str, config: str, arch: str) -> Callable[..., Any] | None:
+    begin = time.perf_counter()
+    function = stored.load() if stored else None
+    if function is not None:
+        seconds = time.perf_counter() - begin
+        _origins.append(Origin(name, config, "disk", seconds, kept=True))
+        logger.info("loaded %s for %s in %.0f ms from %s", name, arch, 1e3 * seconds, stored.object)
     return function
 
 
@@ -142,7 +182,7 @@ class _Stored:
         except OSError as error:
             logger.warning("compiled kernels are not kept: %s (%s names another folder)", error, FOLDER_VARIABLE)
             return None
-        facts = {"config": config, "arch": arch, "environment": _environment()}
+        facts = {"config": config, "arch": arch, "environment": _environment(arch)}
         key = hashlib.sha256(json.dumps([facts, _source_hash()]).encode()).hexdigest()
         return _Stored(folder / f"{PREFIX}{name}-{arch}-{key[:24]}.o", facts)
 
@@ -157,7 +197,7 @@ class _Stored:
             path = self.object.with_suffix(".lock")
             try:
                 file = stack.enter_context(path.open("w"))
-                if not _locks(file, LOCK_SECONDS):
+                if not locks(file, LOCK_SECONDS):
                     logger.warning(
                         "another process has held %s for %.0f s: this one no longer waits for its kernel. If no other "
                         "process compiles kernels, one that hangs holds it (`fuser %s` names it)",
@@ -189,8 +229,8 @@ class _Stored:
     def _unusable(self, reason: object) -> None:
         logger.warning("%s cannot be used and is compiled again: %s", self.object, reason)
 
-    def save(self, function: Any, seconds: float) -> str:  # noqa: ANN401 - what cute.compile returns
-        """Writes the files; says what became of it."""
+    def save(self, function: Any, seconds: float) -> bool:  # noqa: ANN401 - what cute.compile returns
+        """Writes the files; whether that was possible."""
         try:
             contents = _exported(function)
             facts = {"sha256": hashlib.sha256(contents).hexdigest(), "compile_seconds": round(seconds, 3)}
@@ -199,11 +239,11 @@ class _Stored:
             _delete_unused(self.object.parent)
         except Exception as error:  # the function works all the same
             logger.warning("%s is not kept: %s", self.object, error)
-            return "kept in memory only"
-        return f"kept in {self.object}"
+            return False
+        return True
 
 
-def _locks(file: IO[str], seconds: float) -> bool:
+def locks(file: IO[str], seconds: float) -> bool:
     """Whether the lock on a file could be had within so many seconds."""
     deadline = time.monotonic() + seconds
     while True:
@@ -256,11 +296,16 @@ def _write(path: Path, contents: bytes) -> None:
         raise
 
 
-def _environment() -> list[str]:
-    """Versions, and the variables that the DSL reads (some change the code: line information, options of ptxas)."""
+def _environment(arch: str) -> list[str]:
+    """Versions, and the variables that the DSL reads (some change the code: line information, options of ptxas).
+
+    Not the one that names the architecture, if it names `arch`: a process without a GPU needs it to compile the same.
+    """
     import cutlass
 
+    chosen = f"{ARCH_VARIABLE}={arch}"
     variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("CUTE_DSL_")]
+    variables = [variable for variable in variables if variable != chosen]
     return [
         f"cutlass {cutlass.__version__} for CUDA {cutlass.CUDA_VERSION}",
         f"python {sys.version_info.major}.{sys.version_info.minor} on {platform.machine()}",

@@ -1,7 +1,8 @@
 """The kernels of a model's forward, compiled before the server is ready.
 
 Recording CUDA graphs compiles what a decode, verify or draft step runs. What only prefills run, or a server without
-graphs, would be compiled while the first requests wait. Kernels that are on disk already take milliseconds.
+graphs, would be compiled while the first requests wait. Kernels that are on disk already take milliseconds; those that
+are not are compiled by several processes (`dsv4_kernels.compile_pool`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from dsv4_kernels import compile_cache, registry
 from sglang_dsv4.attention import implementation
+from sglang_dsv4.attention.implementation import chosen_implementation
 from sglang_dsv4.attention.metadata import step_layout
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.config import Config
@@ -43,18 +45,38 @@ def compile_ahead(config: Config, geometry: PoolGeometry, heads: int, device: to
     Raises:
         ValueError: a dimension that a kernel is not made for; the message names it and the implementation to choose.
     """
-    implementation.compile_ahead(geometry, heads, device)
-    begin = said = time.perf_counter()
+    begin = time.perf_counter()
     known, todo = len(compile_cache.origins()), kernels(config, geometry, device)
+    by_workers = _fill_cache(todo, geometry, heads, device)
+    implementation.compile_ahead(geometry, heads, device)
+    said = time.perf_counter()
     for done, (op, compile) in enumerate(todo, 1):
         compile()
         if time.perf_counter() - said > SECONDS_A_LINE:
             said = time.perf_counter()
-            logger.info("kernels: %d of %d ready (%s), %.1f s", done, len(todo), op, said - begin)
-    if todo:
-        compiled = sum(origin.source == "compiled" for origin in compile_cache.origins()[known:])
+            _say(done, len(todo), op, said - begin)
+    made = compile_cache.origins()[known:]
+    count = max(len(made), len(todo))  # of a second worker of this process everything was in memory
+    if count:
+        compiled = by_workers + sum(origin.source == "compiled" for origin in made)
         seconds = time.perf_counter() - begin
-        logger.info("all %d kernels are ready after %.1f s, %d of them compiled", len(todo), seconds, compiled)
+        logger.info("all %d kernels are ready after %.1f s, %d of them compiled", count, seconds, compiled)
+
+
+def _fill_cache(todo: list[tuple[str, Compile]], geometry: PoolGeometry, heads: int, device: torch.device) -> int:
+    """How many kernels workers have compiled; the attention's, which take longest, come first."""
+    name = chosen_implementation(device, geometry.dtype, geometry.row_dim).name
+    if name not in ("sm90", "sm100"):
+        return 0
+    from dsv4_kernels import compile_pool
+    from dsv4_kernels.bf16_rows import architecture
+
+    of_attention = [("sparse_attention", one) for one in implementation.missing_kernels(geometry, heads, device)]
+    return compile_pool.fill([*of_attention, *todo], architecture(name, device), _say)
+
+
+def _say(done: int, count: int, op: str, seconds: float) -> None:
+    logger.info("kernels: %d of %d ready (%s), %.1f s", done, count, op, seconds)
 
 
 def kernels(config: Config, geometry: PoolGeometry, device: torch.device) -> list[tuple[str, Compile]]:

@@ -3,8 +3,9 @@
 Of a decode, verify or draft forward a graph holds everything from
 `Dsv4AttentionBackend.init_forward_metadata_in_graph`, which derives all addresses from the lengths and request slots of
 the batch, to the logits. Outside stay what needs the host: the copies of those two inputs
-(`init_forward_metadata_out_graph`), tail checkpoints (`prefix.tails`), sampling. A prefill is not captured: its sizes
-are the batch's. Nor is what DSpark's worker stores of tokens that were kept.
+(`init_forward_metadata_out_graph`; a decode step's graph reads them where SGLang's runner has them), tail checkpoints
+(`prefix.tails`), sampling. A prefill is not captured: its sizes are the batch's. Nor is what DSpark's worker stores of
+tokens that were kept.
 
 With speculation there are graphs of the target's verify step (all drafts of a request and the token before them), of a
 DSpark draft's block with its Markov head, and of an MTP draft's chain of steps and its extend step.

@@ -55,7 +55,7 @@ def count_sampled(
 ) -> None:
     """After ``ModelRunner.sample``: `tokens [batch]` are what the next step's penalties are due for."""
     info = getattr(forward_batch.sampling_info, "source", None)
-    if info is not None and are_counted_here(info.device) and info.penalizer_orchestrator.is_required:
+    if info is not None and info.penalizer_orchestrator.is_required and are_counted_here(info.device):
         info.penalizer_orchestrator.cumulate_output_tokens(tokens.long())
 
 

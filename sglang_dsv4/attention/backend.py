@@ -9,9 +9,10 @@ used.
 Two ways through a forward:
 
 * eager: `init_forward_metadata(batch)`, every mode;
-* CUDA graph: `init_forward_metadata_out_graph` copies the batch's two input tensors into buffers that stay where they
-  are, `init_forward_metadata_in_graph` derives everything else from them with fixed shapes and is recorded. Decode,
-  verify and draft-extend are such batches: every request appends the same number of tokens.
+* CUDA graph: `init_forward_metadata_in_graph` derives everything with fixed shapes from two tensors that stay where
+  they are, and is recorded. Those of a decode step are SGLang's own, which its runner has filled; for others
+  `init_forward_metadata_out_graph` copies the batch's into buffers. Decode, verify and draft-extend are such batches:
+  every request appends the same number of tokens.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         self._tail_rows: TailRows | None = None
         self._graph_buffers: UniformInputs | None = None
         self._graph_inputs: UniformInputs | None = None
+        self._captured: dict[int, tuple[Tensor, Tensor]] = {}  # lengths and slots that a decode step's graph reads
 
     # -- once a forward ----------------------------------------------------------------------------------------------
 
@@ -157,7 +159,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Copy the batch's inputs to the graph's buffers; the rest is done in the graph.
+        """Copy the batch's inputs to the graph's buffers, if they aren't there; the rest is done in the graph.
 
         Args:
             forward_batch: in a replay, SGLang's view of the batch, padded to the graph's size.
@@ -166,6 +168,10 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         self._tail_rows = None  # of a prefill before it; these steps save rings
         if self.token_to_kv_pool.draft is not None:
             self.token_to_kv_pool.draft.tail_rows = None
+        if self._reads_in_place(forward_batch, in_capture):
+            if not in_capture:
+                self._before_forward(forward_batch)
+            return
         buffers, bs = self._graph_buffers, forward_batch.batch_size
         assert buffers is not None, "init_cuda_graph_state has not run"
         inputs = UniformInputs(buffers.first_positions[:bs], buffers.req_slots[:bs], 1)
@@ -188,9 +194,23 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Derive the metadata from the graph's buffers: fixed shapes, no host synchronisation."""
-        assert self._graph_inputs is not None, "init_forward_metadata_out_graph has not run"
         self._workspace = self._unpacked_rows = None
-        self.forward_metadata = self._uniform(self._graph_inputs, self._max_pages)
+        inputs = self._graph_inputs or self._uniform_inputs(forward_batch)
+        self.forward_metadata = self._uniform(inputs, self._max_pages)
+
+    def _reads_in_place(self, batch: ForwardBatch, in_capture: bool) -> bool:
+        """Whether it is a decode step's graph, which reads what SGLang's runner has filled: nothing is launched."""
+        if not batch.forward_mode.is_decode() or self.draft_step is not None:
+            return False
+        if in_capture:
+            self._captured[batch.batch_size] = batch.seq_lens, batch.req_pool_indices
+            self._graph_inputs = None
+            return True
+        captured = self._captured.get(batch.batch_size, ())
+        for there, given in zip(captured, (batch.seq_lens, batch.req_pool_indices), strict=False):
+            if there.data_ptr() != given.data_ptr():  # a runner that replays with other tensors than it has captured
+                there.copy_(given[: batch.batch_size])
+        return bool(captured)
 
     def draft_extend_metadata_captured_in_graph(self) -> bool:
         """The out-graph half copies the inputs, so a replay may not skip it."""
@@ -207,15 +227,15 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             k, first = batch.spec_info.draft_token_num, seq_lens
         elif mode.is_draft_extend_v2():  # seq_lens: after the k tokens
             k = batch.spec_info.num_tokens_per_req  # the view of a replay has no positions to count
-            first = seq_lens - k
+            # A padding request of a graph may be shorter than the tokens it is given.
+            first = (seq_lens - k).clamp(min=0)
         elif self.draft_step is not None:  # seq_lens: committed tokens; `_uniform` adds the steps between
             k, first = 1, seq_lens
         elif mode.is_decode():  # seq_lens: with the new token
             k, first = 1, seq_lens - 1
         else:
             raise NotImplementedError(f"forward mode {mode.name} cannot be replayed as a CUDA graph")
-        # A padding request of a graph may be shorter than the tokens it is given.
-        return UniformInputs(first.clamp(min=0), batch.req_pool_indices.long(), k)
+        return UniformInputs(first, batch.req_pool_indices.long(), k)
 
     def _before_forward(self, batch: ForwardBatch) -> ChunkWrites | None:
         """The one call of `Tails.before_forward`; batches without request slots on the host are nobody's requests."""

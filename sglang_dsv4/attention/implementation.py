@@ -15,6 +15,9 @@ import itertools
 import logging
 import os
 import time
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -79,32 +82,106 @@ def compile_ahead(geometry: PoolGeometry, heads: int, device: torch.device) -> N
                 geometry.row_dim,
             )
         return
-    splits = (DECODE_SPLIT_KEYS,) if registry.requires_batch_invariance() else (DECODE_SPLIT_KEYS, None)
-    prefill_split = splits[-1]
-    todo = [(ratio, split) for ratio in sorted(set(geometry.ratios)) for split in splits]
     begin, known = time.perf_counter(), len(compile_cache.origins())
-    for done, (ratio, split_keys) in enumerate(todo, 1):
-        what = f"{LayerKind(ratio).name}, {'prefill' if split_keys is None else 'decode'}"
-        for entries, tokens in itertools.product(COMPILED_ENTRIES[ratio], COMPILED_TOKENS):
-            _call_once(geometry, heads, device, ratio, split_keys, entries, tokens, False)
-            if (
-                split_keys == prefill_split
-                and choice.helps(chosen.name)
-                and may_unpack(geometry, heads, entries, tokens)
-            ):
-                _call_once(geometry, heads, device, ratio, split_keys, entries, tokens, True)
+    kinds = _kinds(geometry)
+    for done, kind in enumerate(kinds, 1):
+        for call in _calls(geometry, heads, chosen.name, *kind):
+            _call_once(call, _rows(geometry, device, call.unpacked), geometry, heads, device)
         logger.info(
-            "attention kernel %s: %d of %d ready (%s), %.1f s", chosen.name, done, len(todo), what, _since(begin)
+            "attention kernel %s: %d of %d ready (%s, %s), %.1f s",
+            *(chosen.name, done, len(kinds), LayerKind(kind[0]).name, "decode" if kind[1] else "prefill"),
+            time.perf_counter() - begin,
         )
     made = compile_cache.origins()[known:]
     compiled = sum(origin.source == "compiled" for origin in made)
     logger.info(
         "attention kernel %s is ready after %.1f s: %d compiled, %d from disk",
         chosen.name,
-        _since(begin),
+        time.perf_counter() - begin,
         compiled,
         len(made) - compiled,
     )
+
+
+def missing_kernels(geometry: PoolGeometry, heads: int, device: torch.device) -> list[Callable[[], object]]:
+    """What compiles the kernels of `compile_ahead` that are not on disk, so that others can do it before.
+
+    Which ones a call needs depends on heads and multiprocessors in ways that only it knows: so all calls are made, each
+    as far as its kernel is there. A kernel that is not in the table below is left to `compile_ahead`.
+    """
+    chosen = chosen_implementation(device, geometry.dtype, geometry.row_dim)
+    found: dict[tuple[str, Hashable], Callable[[], object]] = {}
+    if chosen.name == "ref":
+        return []
+
+    def note(missing: compile_cache.KernelMissing) -> None:
+        make = _COMPILE.get(missing.name)
+        if make is not None:
+            found[missing.name, missing.config] = make(missing.config, missing.arch)
+
+    with compile_cache.only_stored():
+        for call in itertools.chain(*(_calls(geometry, heads, chosen.name, *kind) for kind in _kinds(geometry))):
+            try:
+                rows = _rows(geometry, device, call.unpacked)
+            except compile_cache.KernelMissing as missing:
+                note(missing)
+                rows = KVRows.allocate(
+                    64, RowFormat.PLAIN, geometry.row_dim, geometry.rope_dim, torch.bfloat16, device, 0.0
+                )
+            try:
+                _call_once(call, rows, geometry, heads, device)
+            except compile_cache.KernelMissing as missing:
+                note(missing)
+    return list(found.values())
+
+
+def _sm90(config: Hashable, arch: str) -> Callable[[], object]:
+    from dsv4_kernels.sparse_attention.sm90 import launch
+
+    return partial(launch.compile, config)
+
+
+def _sm100(config: Hashable, arch: str) -> Callable[[], object]:
+    from dsv4_kernels.sparse_attention.sm100 import launch
+
+    return partial(launch.compile, config, arch)
+
+
+def _unpack(config: Hashable, arch: str) -> Callable[[], object]:
+    from dsv4_kernels.unpack import gpu
+
+    return partial(gpu.compile, arch)
+
+
+_COMPILE = {"sparse_attention_sm90": _sm90, "sparse_attention_sm100": _sm100, "unpack_pages": _unpack}
+
+
+class _Call(NamedTuple):
+    """Tokens that read one window row each, and one of so many entries if there are any; from FP8 rows, or unpacked."""
+
+    ratio: int
+    split_keys: int | None
+    entries: int
+    tokens: int
+    unpacked: bool
+
+
+def _kinds(geometry: PoolGeometry) -> list[tuple[int, int | None]]:
+    """(ratio, split_keys) of every kind of layer, in decode and in prefill."""
+    return list(itertools.product(sorted(set(geometry.ratios)), _splits()))
+
+
+def _splits() -> tuple[int | None, ...]:
+    """Of decode and of prefill; one where both divide keys alike."""
+    return (DECODE_SPLIT_KEYS,) if registry.requires_batch_invariance() else (DECODE_SPLIT_KEYS, None)
+
+
+def _calls(geometry: PoolGeometry, heads: int, kernel: str, ratio: int, split_keys: int | None) -> Iterator[_Call]:
+    may_be_unpacked = split_keys == _splits()[-1] and choice.helps(kernel)
+    for entries, tokens in itertools.product(COMPILED_ENTRIES[ratio], COMPILED_TOKENS):
+        yield _Call(ratio, split_keys, entries, tokens, False)
+        if may_be_unpacked and may_unpack(geometry, heads, entries, tokens):
+            yield _Call(ratio, split_keys, entries, tokens, True)
 
 
 def may_unpack(geometry: PoolGeometry, heads: int, entries: int, tokens: int) -> bool:
@@ -117,29 +194,21 @@ def may_unpack(geometry: PoolGeometry, heads: int, entries: int, tokens: int) ->
     return choice.pays(tokens, tokens * (geometry.window_tokens + entries), heads)
 
 
-def _since(begin: float) -> float:
-    return time.perf_counter() - begin
+def _rows(geometry: PoolGeometry, device: torch.device, unpacked: bool) -> KVRows:
+    """Zeros, as the pools store them, or unpacked from there."""
+    rows = KVRows.allocate(64, geometry.row_format, geometry.row_dim, geometry.rope_dim, geometry.dtype, device, 0.0)
+    if unpacked:
+        out = torch.empty(64, geometry.row_dim, dtype=torch.bfloat16, device=device)
+        (rows,) = unpack_pages([Pages(rows, torch.zeros(1, dtype=torch.int32, device=device), 64)], out)
+    return rows
 
 
-def _call_once(
-    geometry: PoolGeometry,
-    heads: int,
-    device: torch.device,
-    ratio: int,
-    split_keys: int | None,
-    entries: int,
-    tokens: int,
-    unpacked: bool,
-) -> None:
-    """Tokens that read one window row each, and one of so many entries if there are any; from FP8 rows, or unpacked."""
+def _call_once(call: _Call, rows: KVRows, geometry: PoolGeometry, heads: int, device: torch.device) -> None:
+    ratio, split_keys, entries, tokens, _ = call
 
     def filled(*shape: int, value: int = 0) -> torch.Tensor:
         return torch.full(shape, value, dtype=torch.int32, device=device)
 
-    rows = KVRows.allocate(64, geometry.row_format, geometry.row_dim, geometry.rope_dim, geometry.dtype, device, 0.0)
-    if unpacked:
-        out = torch.empty(64, geometry.row_dim, dtype=torch.bfloat16, device=device)
-        (rows,) = unpack_pages([Pages(rows, filled(1), 64)], out)
     arguments: dict[str, object] = {}
     if ratio:
         arguments = {"entries": rows, "visible": filled(tokens, value=1)}

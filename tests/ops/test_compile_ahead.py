@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +13,9 @@ import torch
 
 from dsv4_kernels import compile_cache, registry
 from dsv4_kernels.kv_layout import RowFormat
+from dsv4_kernels.sparse_attention import sparse_attention
 from sglang_dsv4 import compile_ahead, cuda_graphs
+from sglang_dsv4.attention import implementation
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.config import Config
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
@@ -140,6 +143,8 @@ def test_progress_is_said(
 ) -> None:
     monkeypatch.setattr(compile_ahead, "SECONDS_A_LINE", 0.0)
     monkeypatch.setattr(compile_ahead.implementation, "compile_ahead", lambda *arguments: None)
+    monkeypatch.setattr(compile_ahead.implementation, "missing_kernels", lambda *arguments: [])
+    monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
     with caplog.at_level(logging.INFO, logger=compile_ahead.__name__):
         compile_ahead.compile_ahead(config(), GEOMETRY, 64, CUDA)
     count = len(compile_ahead.kernels(config(), GEOMETRY, CUDA))
@@ -166,3 +171,38 @@ def test_they_compile(capability: tuple[int, int], arch: str, monkeypatch: pytes
         for _, compile in compile_ahead.kernels(config(), GEOMETRY, CUDA):
             compile()
     assert {made_for for _, _, made_for in compile_cache._in_memory} == {arch}
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_all_kernels_of_the_attention_can_be_compiled_by_others(
+    heads: int, hopper: dict[tuple, bool], own_registry: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are found missing are all that the calls of `compile_ahead` get, unpacked rows' included."""
+    from dsv4_kernels.sparse_attention.sm90 import launch
+    from dsv4_kernels.unpack import gpu as unpack
+
+    for op in ("sparse_attention", "unpack_pages"):
+        registry.register(op, "here", registry._table[op]["sm90"].loader, lambda device, dtype: True, 100)
+    chosen = replace(registry._table["sparse_attention"]["sm90"])
+    monkeypatch.setattr(implementation, "chosen_implementation", lambda *arguments: chosen)
+    monkeypatch.setattr(launch, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "num_clusters", lambda device: (0, 132, 66, 39, 30, 22, 17, 15, 15, 9))
+    monkeypatch.setattr(launch, "_stream", lambda problem: None)
+    monkeypatch.setattr(compile_cache, "_in_memory", {})
+    monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
+    missing = implementation.missing_kernels(GEOMETRY, heads, CPU)
+    assert pickle.loads(pickle.dumps(missing))[0].func is missing[0].func
+    for module in (launch, unpack):
+        monkeypatch.setattr(module, "load_or_compile", modules()[0].load_or_compile)
+    for compile in missing:
+        compile()
+    found = set(hopper)
+    assert {name for name, _, _ in found} == {"sparse_attention_sm90", "unpack_pages"} and len(found) == len(missing)
+    hopper.clear()
+
+    def zeros(*arguments: object, **options: object) -> torch.Tensor:
+        return torch.zeros_like(sparse_attention(*arguments, **options))
+
+    monkeypatch.setattr(implementation, "sparse_attention", zeros)
+    implementation.compile_ahead(GEOMETRY, heads, CPU)
+    assert set(hopper) == found

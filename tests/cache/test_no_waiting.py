@@ -1,0 +1,254 @@
+"""What is prepared for a forward, eager or replayed, never waits for the device: with no GPU, by marks on tensors.
+
+Tensors that lie on a GPU in a server are marked here, and so is all that is computed from them. Reading one on the
+host, a shape that depends on its values, or a copy that is not asynchronous fails. What is planted is noticed, each.
+(On a GPU `torch.cuda.set_sync_debug_mode` says the same: `test_metadata.py`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cache.harness import Engine, Sequences
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from sglang_dsv4.attention import metadata
+from sglang_dsv4.attention.metadata import ForwardMetadata
+from sglang_dsv4.cache import tail_storage
+from sglang_dsv4.cache.geometry import PoolGeometry
+from sglang_dsv4.cache.tail_options import TailSizes
+
+EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
+GEOMETRY = PoolGeometry(ratios=(0, 4, 128), row_dim=16, rope_dim=4, index_dim=8, dtype=torch.float32)
+PADDED = 3
+
+
+class OnDevice(Tensor):
+    """A tensor that a server has on its GPU; results of operations on one are such tensors, too."""
+
+
+READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__iter__", "__contains__")
+SHAPES = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "equal", "allclose")
+FROM_HOST = ("tensor", "as_tensor", "from_numpy", "asarray")
+
+
+class NoWaiting(TorchFunctionMode):
+    """Fails on what makes the host wait for a device; counts what is launched there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: list[str] = []
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if any(isinstance(a, OnDevice) for a in given):
+            self._check(name, args, kwargs)
+            if name not in ("__get__", "data_ptr", "size", "dim", "stride", "__len__", "numel"):
+                self.launched.append(name)
+        if name in FROM_HOST:
+            raise AssertionError(f"torch.{name} of what the host has: from pageable memory, not by way of `to_device`")
+        found = func(*args, **kwargs)
+        made_there = isinstance(kwargs.get("device"), torch.device) and isinstance(found, Tensor)
+        return found.as_subclass(OnDevice) if made_there else found
+
+    def _check(self, name: str, args: tuple, kwargs: dict) -> None:
+        assert name not in READS, f"{name} reads a tensor of the device on the host"
+        assert name not in SHAPES, f"{name}: its shape or answer is known on the device only"
+        assert name != "where" or len(args) == 3, "where with one argument is nonzero"
+        assert name != "repeat_interleave" or "output_size" in kwargs or not isinstance(args[1], Tensor), name
+        if name in ("__getitem__", "__setitem__"):
+            places = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(p, Tensor) and p.dtype == torch.bool for p in places), "indexing by a mask"
+        if name == "to" and any(device in ("cpu", torch.device("cpu")) for device in (*args[1:], *kwargs.values())):
+            raise AssertionError("to('cpu') waits")
+        if name == "copy_" and isinstance(args[0], OnDevice) != isinstance(args[1], OnDevice):
+            assert kwargs.get("non_blocking"), "a copy between host and device that is not asynchronous"
+
+
+def marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`to_device`, whose ways are its own; what it returns is on the device."""
+
+    def wrapper(*arguments: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            found = function(*arguments)
+            if isinstance(found, Tensor):
+                return found.as_subclass(OnDevice)
+            return {name: tensor.as_subclass(OnDevice) for name, tensor in found.items()}
+
+    return wrapper
+
+
+class Prepared:
+    """A backend with tail checkpoints whose tensors of the device are marked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine = Engine(GEOMETRY, Sequences(GEOMETRY, 8), tails=TailSizes(device_slots=6, host_slots=2))
+        self.backend = self.engine.backend
+        self.backend.req_to_token = self.engine.req_to_token.as_subclass(OnDevice)
+        self.backend.init_cuda_graph_state(max_bs=PADDED, max_num_tokens=PADDED)
+        self.lengths = torch.ones(PADDED, dtype=torch.int64).as_subclass(OnDevice)  # a runner's buffers
+        self.slots = torch.zeros(PADDED, dtype=torch.int64).as_subclass(OnDevice)
+        monkeypatch.setattr(metadata, "arrays_to_device", marked(metadata.arrays_to_device))
+        monkeypatch.setattr(tail_storage, "to_device", marked(tail_storage.to_device))
+
+    def batch(self, mode: ForwardMode, work: list[tuple[int, int]]) -> SimpleNamespace:
+        batch = self.engine.batch(mode, work)
+        for name in ("req_pool_indices", "seq_lens", "positions"):
+            setattr(batch, name, getattr(batch, name).clone().as_subclass(OnDevice))
+        return batch
+
+    def done(self, work: list[tuple[int, int]]) -> None:
+        for request, count in work:
+            self.engine.length[request] += count
+
+    def eager(self, mode: ForwardMode, work: list[tuple[int, int]]) -> NoWaiting:
+        """All that happens before and between the layers, but for what the kernels compute."""
+        batch, backend = self.batch(mode, work), self.backend
+        here = backend.device
+        with NoWaiting() as waiting:
+            backend.device = SimpleNamespace(type="cuda")  # which takes the lengths from the host
+            try:
+                backend.init_forward_metadata(batch)
+            finally:
+                backend.device = here
+            for layer in GEOMETRY.layers():
+                if mode is DECODE:  # a prefill's workspace is allocated in a layer
+                    backend.window(layer)
+                if GEOMETRY.layer_ratio(layer):
+                    backend.groups(layer)
+                    backend.compressor_storage(layer)
+        self.done(work)
+        return waiting
+
+    def capture(self) -> SimpleNamespace:
+        """A graph of `PADDED` requests, over the runner's buffers; what it is captured with."""
+        batch = SimpleNamespace(
+            forward_mode=DECODE, batch_size=PADDED, seq_lens=self.lengths, req_pool_indices=self.slots
+        )
+        self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        return batch
+
+    def view(self, work: list[tuple[int, int]]) -> SimpleNamespace:
+        """Of a replay: the buffers, filled by the runner."""
+        batch, count = self.engine.batch(DECODE, work), len(work)
+        self.lengths.fill_(1)
+        self.slots.zero_()
+        self.lengths[:count], self.slots[:count] = batch.seq_lens, batch.req_pool_indices
+        return SimpleNamespace(
+            forward_mode=DECODE,
+            batch_size=PADDED,
+            seq_lens=self.lengths[:PADDED],
+            req_pool_indices=self.slots[:PADDED],
+            seq_lens_cpu=torch.tensor([*batch.seq_lens.tolist(), 1, 1])[:PADDED],
+            req_pool_indices_cpu=batch.req_pool_indices_cpu,
+        )
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepared:
+    return Prepared(monkeypatch)
+
+
+def test_a_prefill_is_prepared_without_waiting(prepared: Prepared) -> None:
+    """Cold chunks that leave checkpoints, and chunks that continue them."""
+    assert prepared.eager(EXTEND, [(0, 700), (1, 130)]).launched
+    prepared.eager(EXTEND, [(0, 300), (2, 3)])
+
+
+def test_a_decode_step_is_prepared_without_waiting(prepared: Prepared) -> None:
+    """Across a page boundary, where a ring is saved."""
+    prepared.eager(EXTEND, [(0, 255), (1, 100)])
+    for _ in range(3):
+        prepared.eager(DECODE, [(0, 1), (1, 1)])
+
+
+def test_a_replay_launches_nothing_before_its_graph(prepared: Prepared) -> None:
+    """Its graph reads the runner's buffers. In the steps in which a ring is saved, that is all that is launched."""
+    prepared.eager(EXTEND, [(0, 250), (1, 100)])
+    captured = prepared.capture()
+    work = [(0, 1), (1, 1)]
+    for step in range(8):
+        view = prepared.view(work)
+        with NoWaiting() as waiting:
+            prepared.backend.init_forward_metadata_out_graph(view)
+            assert not waiting.launched, f"step {step}"
+            prepared.backend.init_forward_metadata_in_graph(captured)
+        assert_same(prepared.backend.metadata, eager_metadata(prepared, work))
+        prepared.done(work)
+
+
+def test_a_replay_with_other_tensors_copies_them(prepared: Prepared) -> None:
+    """A runner that hands over the batch's own tensors where no padding is needed, as EAGLE's draft runner does."""
+    prepared.eager(EXTEND, [(0, 250), (1, 100), (2, 7)])
+    captured, work = prepared.capture(), [(0, 1), (1, 1), (2, 1)]
+    view = prepared.view(work)
+    view.seq_lens, view.req_pool_indices = view.seq_lens.clone(), view.req_pool_indices.clone()
+    prepared.lengths.fill_(9)
+    prepared.slots.fill_(1)
+    with NoWaiting():
+        prepared.backend.init_forward_metadata_out_graph(view)
+        prepared.backend.init_forward_metadata_in_graph(captured)
+    assert_same(prepared.backend.metadata, eager_metadata(prepared, work))
+
+
+def eager_metadata(prepared: Prepared, work: list[tuple[int, int]]) -> ForwardMetadata:
+    """Of the same step, padded, computed from tensors of its own."""
+    batch = prepared.engine.batch(DECODE, work, padding=PADDED - len(work))
+    backend = prepared.backend
+    return backend._uniform(backend._uniform_inputs(batch), backend._max_pages)
+
+
+def assert_same(found: ForwardMetadata, expected: ForwardMetadata) -> None:
+    for name in ("positions", "token_to_request", "page_table", "window_rows", "ring_rows"):
+        assert torch.equal(getattr(found, name).as_subclass(Tensor), getattr(expected, name)), name
+    for ratio, groups in expected.compress.items():
+        for name in ("sources", "entry_positions", "slots", "state_rows"):
+            mine = getattr(found.compress[ratio], name).as_subclass(Tensor)
+            assert torch.equal(mine, getattr(groups, name)), (ratio, name)
+        assert torch.equal(found.visible[ratio].as_subclass(Tensor), expected.visible[ratio]), ratio
+
+
+PLANTED = {
+    "item": lambda x: x[0].item(),
+    "tolist": lambda x: x.tolist(),
+    "bool": lambda x: bool((x > 0).all()),
+    "int": lambda x: int(x.max()),
+    "cpu": lambda x: x.cpu(),
+    "to cpu": lambda x: x.to("cpu"),
+    "nonzero": lambda x: torch.nonzero(x),
+    "where": lambda x: torch.where(x > 0),
+    "mask": lambda x: x[x > 0],
+    "assignment by a mask": lambda x: x.__setitem__(x > 0, 0),
+    "repeats": lambda x: torch.repeat_interleave(torch.arange(len(x)), x),
+    "tensor": lambda x: x + torch.tensor([1] * len(x), device=x.device),
+    "as_tensor": lambda x: x + torch.as_tensor([1] * len(x)),
+    "copy": lambda x: x.copy_(torch.zeros(len(x), dtype=x.dtype)),
+    "iteration": lambda x: [int(n) for n in x],
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize("mode", [EXTEND, DECODE], ids=["prefill", "decode"])
+def test_what_waits_is_noticed(
+    prepared: Prepared, mode: ForwardMode, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted where page numbers are looked up: in a prefill's preparation and in a decode step's."""
+    prepared.eager(EXTEND, [(0, 100)])
+    name = "page_table_of" if mode is EXTEND else "step_mapping"
+    original, place = getattr(metadata, name), 1 if mode is EXTEND else 0  # of the argument with a number a request
+
+    def planted(*arguments: Any, **options: Any) -> Any:
+        PLANTED[fault](arguments[place])
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(metadata, name, planted)
+    with pytest.raises(AssertionError):
+        prepared.eager(mode, [(0, 1)])
