@@ -622,8 +622,15 @@ def test_a_hopper_gpu_makes_the_sum(tokens: int) -> None:
     expected = moe.mxfp4_experts_forward(x[few], weights[few], ids[few], packed, LIMIT, impl="ref")
     assert (out[few] - expected).norm() <= 2.0**-7 * expected.norm()
     assert same_bits(run(slice(tokens - 1, tokens)), out[-1:])
+    from dsv4_kernels.moe.sm90 import launch
+
+    for shape in shapes().values():
+        assert same_bits(launch.experts_forward(x, weights, ids, hopper, LIMIT, shape=shape), out)
+    for _ in range(20):  # what reads before it waits is wrong now and then
+        assert same_bits(launch.experts_forward(x, weights, ids, hopper, LIMIT, overlaps=True), out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         again = run(slice(None))
+        overlapping = launch.experts_forward(x, weights, ids, hopper, LIMIT, overlaps=True)
     graph.replay()
-    assert same_bits(again, out)
+    assert same_bits(again, out) and same_bits(overlapping, out)
