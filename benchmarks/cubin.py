@@ -8,6 +8,7 @@ from collections.abc import Iterator
 _REGISTERS, _FRAME_BYTES, _STACK_BYTES = 0x2F, 0x11, 0x12  # attributes of .nv.info: (symbol, value)
 _OPCODE = 0xFFF  # of the first of an instruction's two 64-bit words, for GPUs since Volta
 _WGMMA, _LOCAL = (0x9F0, 0xDF0), (0x983, 0x387)  # HGMMA in two encodings; LDL and STL
+_NAMED = {0x216: "PRMT", 0xDF3: "QGMMA", 0x9F3: "QGMMA"}
 _WARPGROUP = 0x9C5  # .ARRIVE and .DEPBAR
 _IS_WAIT = 1 << 47  # of WARPGROUP: DEPBAR
 
@@ -46,6 +47,18 @@ def resources(cubin: bytes) -> dict[str, int]:
                 place += value_bytes
     assert found["registers"] > 0, "the cubin says nothing about registers"
     return found
+
+
+def opcodes(cubin: bytes) -> Iterator[str]:
+    """The instructions in order, as far as they have a name here: PRMT, QGMMA (wgmma of FP8), and waits for wgmma."""
+    for name, contents in sections(cubin):
+        if name.startswith(".text."):
+            for word, _ in struct.iter_unpack("<QQ", contents):
+                opcode = word & _OPCODE
+                if opcode == _WARPGROUP and word & _IS_WAIT:
+                    yield "wait"
+                elif opcode in _NAMED:
+                    yield _NAMED[opcode]
 
 
 def hopper_instructions(cubin: bytes) -> dict[str, int]:

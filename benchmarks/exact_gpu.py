@@ -14,12 +14,15 @@ Works, by the servers that they need, each with the flag:
     price         on that one decode and prefill, loads of `serve_load.py`; then on one without the flag
     speculation   the same greedy references from one that drafts (EAGLE, by the checkpoint's MTP module)
 
-Three starts without speculation, and about eight minutes on an H200 with six layers of V4-Flash and kernels that are
-compiled already. The result is one JSON object, written after every work: `compared`, `mismatches`, `by_kind`, the
-first mismatches, what was seen (hits by tier, retractions), and `rows` of `{work, requests, default, exact, ratio}` in
-tokens a second, where a ratio below 1 is the price; `not_run` names works that `--seconds` left no time for. The exit
-status is 1 if anything differed or was left out. `--resume` adds to what `--out` holds, with the references beside it:
-works can run one after the other, each by itself. `--small` is for a CPU.
+Three starts without speculation, and about eight minutes on an H200 with six layers of V4-Flash if kernels are compiled
+already, DeepGEMM's too, which it compiles for each range of rows: leave its compilation ahead on, or bring its cache.
+`--context-length` must have room for a prompt of 65,536 tokens, `--max-running-requests` for 128.
+
+The result is one JSON object, written after every work: `compared`, `mismatches`, `by_kind`, the first mismatches,
+what was seen (hits by tier, retractions), and `rows` of `{work, requests, default, exact, ratio}` in tokens a second,
+where a ratio below 1 is the price; `not_run` names works that `--seconds` left no time for. The exit status is 1 if
+anything differed or was left out. `--resume` adds to what `--out` holds, with the references beside it: works can run
+one after the other, each by itself. `--small` is for a CPU.
 
 Weights must be the same at every start. With `--load-format dummy` they are: SGLang seeds what it fills, and packed
 experts are filled by `sglang_dsv4.layers.packed_experts`. A model that says the same whatever it is asked is refused:

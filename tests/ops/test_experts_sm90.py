@@ -47,9 +47,10 @@ SLOW = {
 
 
 def shapes() -> dict[str, Any]:
-    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
+    from dsv4_kernels.moe.sm90.plan import NARROW, NARROW_AHEAD, PAIRED, WIDE, WIDE_AHEAD
 
-    return {"narrow": NARROW, "paired": PAIRED, "wide": WIDE}
+    of_ahead = {"narrow-ahead": NARROW_AHEAD, "wide-ahead": WIDE_AHEAD}
+    return {"narrow": NARROW, "paired": PAIRED, "wide": WIDE, **of_ahead}
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +119,8 @@ PAIRED = {
     [
         *((name, shape) for name in CASES for shape in ("narrow", "wide")),
         *((name, "paired") for name in PAIRED),
+        *(("several-tiles-of-one-expert", shape) for shape in ("narrow-ahead", "wide-ahead")),
+        ("k-longer-than-the-stages", "narrow-ahead"),
         *(pytest.param(name, shape, marks=pytest.mark.slow) for name in SLOW for shape in shape_names()),
     ],
 )
@@ -359,7 +362,7 @@ def test_the_estimate_is_near_what_was_measured() -> None:
     model = static.MODELS["flash"]
     for tokens in (16, 64, 128, 256, 1024):
         slots = [tokens] * 6 + [0] * (model.experts - 6)
-        by_shape = {name: static.estimate(slots, model, shape).us for name, shape in shapes().items()}
+        by_shape = {name: static.estimate(slots, model, shapes()[name]).us for name in ("narrow", "paired")}
         assert 0.95 < by_shape["narrow"] / measured[f"flash-six-t{tokens}"] < 1.05
         assert by_shape["paired"] <= by_shape["narrow"] * (0.85 if tokens > 32 else 1.0)
 
@@ -522,6 +525,33 @@ def test_nothing_waits_for_the_device(nothing_waits: None) -> None:
 # ---- the kernels themselves
 
 
+@pytest.mark.parametrize("shape", ["narrow-ahead", "wide-ahead"])
+def test_codes_are_converted_while_products_run(shape: str) -> None:
+    """In the machine code nearly all `prmt` of a step lie between its first product and the wait for them."""
+    from cubin import opcodes
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+    from dsv4_kernels.moe.sm90.plan import Plan, Product
+
+    def behind_products(name: str) -> list[int]:
+        with emulated(arch="sm_90a"):
+            compiled = launch.compile(Plan(Product.DOWN, shapes()[name]))
+        found, count = [], None
+        for opcode in opcodes(compiled.__cubin__):
+            if opcode == "QGMMA" and count is None:
+                count = 0
+            elif opcode == "PRMT" and count is not None:
+                count += 1
+            elif opcode == "wait" and count is not None:
+                found.append(count)
+                count = None
+        return found
+
+    assert min(behind_products(shape)) >= 14
+    assert max(behind_products(shape.removesuffix("-ahead"))) == 0
+
+
 def test_overlapping_launches_wait_before_they_load() -> None:
     """The emulator runs one launch after the other, so what is checked is the order in the code: every launch but the
     first waits for the one before it in front of its first access to global memory, and gives way before that."""
@@ -586,7 +616,7 @@ def test_no_configuration_spills(shape: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["narrow", "paired"])
+@pytest.mark.parametrize("shape", ["narrow", "paired", "narrow-ahead"])
 @pytest.mark.parametrize("product", [0, 1], ids=["gate-up", "down"])
 def test_deleted_synchronisation_is_noticed(product: int, shape: str) -> None:
     """Every deletion but those explained in emulator/results/mutation_reasons.json."""
@@ -597,7 +627,7 @@ def test_deleted_synchronisation_is_noticed(product: int, shape: str) -> None:
         case = replace(PAIRED["pairs-between-singles"], d=1280, channels=1280)
         assert max(listed_widths(case)) > 32 >= min(listed_widths(case))
     _, device = launched(case, shape, checks=Checks.strict(), record=True)
-    name = f"experts_sm90_{('gate_up', 'down')[product]}{'_paired' if shape == 'paired' else ''}"
+    name = f"experts_sm90_{('gate_up', 'down')[product]}" + {"narrow": ""}.get(shape, f"_{shape.replace('-', '_')}")
     rates = delete_synchronisation(name, device, 2 + 2 * product)
     assert rates and set(rates.values()) == {1}, rates
 
@@ -622,8 +652,15 @@ def test_a_hopper_gpu_makes_the_sum(tokens: int) -> None:
     expected = moe.mxfp4_experts_forward(x[few], weights[few], ids[few], packed, LIMIT, impl="ref")
     assert (out[few] - expected).norm() <= 2.0**-7 * expected.norm()
     assert same_bits(run(slice(tokens - 1, tokens)), out[-1:])
+    from dsv4_kernels.moe.sm90 import launch
+
+    for shape in shapes().values():
+        assert same_bits(launch.experts_forward(x, weights, ids, hopper, LIMIT, shape=shape), out)
+    for _ in range(20):  # what reads before it waits is wrong now and then
+        assert same_bits(launch.experts_forward(x, weights, ids, hopper, LIMIT, overlaps=True), out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         again = run(slice(None))
+        overlapping = launch.experts_forward(x, weights, ids, hopper, LIMIT, overlaps=True)
     graph.replay()
-    assert same_bits(again, out)
+    assert same_bits(again, out) and same_bits(overlapping, out)

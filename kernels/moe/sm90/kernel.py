@@ -36,7 +36,7 @@ from dsv4_kernels.moe.sm90.plan import (
     Product,
     TileField,
 )
-from dsv4_kernels.moe.sm90.products import fragments, multiply
+from dsv4_kernels.moe.sm90.products import PRODUCTS, fragments, load_codes, multiply, multiply_and_unpack
 from dsv4_kernels.moe.sm90.weights import (
     CODE_BYTES,
     SHIFT_BYTES,
@@ -185,7 +185,10 @@ def consume(
             if (groups * GROUP > least) & (groups * GROUP <= slots):
                 sums = cute.make_rmem_tensor((slots // 2,), Float32)
                 sums.fill(0.0)
-                sum_products(args, plan, slots, base, full, empty, thread, stage, phase, sums)
+                if cutlass.const_expr(plan.shape.ahead):
+                    sum_products_ahead(args, plan, slots, base, full, empty, thread, stage, phase, sums)
+                else:
+                    sum_products(args, plan, slots, base, full, empty, thread, stage, phase, sums)
                 finish(args, plan, slots, thread, row_tile, expert, first_group, groups, sums)
             least = slots
         passed = stage + args.steps
@@ -223,11 +226,7 @@ def sum_products(
         width = min(slots, plan.shape.room)
         for first in cutlass.range_constexpr(0, slots, width):
             products = multiply(left, width, base + stage * plan.token_bytes + first * STEP)
-            for j in cutlass.range_constexpr(width // 8):
-                at = first // 2 + 4 * j
-                pair = ptx.load_shared_f32x2(of_slots + 4 * first + j * (4 * GROUP))
-                for i in cutlass.range_constexpr(4):
-                    sums[at + i] = ptx.fma(products[4 * j + i], pair[i % 2], sums[at + i])
+            add_scaled(sums, products, first, of_slots)
         cute.arch.fence_view_async_shared()  # generic loads, before a bulk copy writes there
         cute.arch.sync_warp()
         if lane == 0:
@@ -236,6 +235,68 @@ def sum_products(
         stage += plan.shape.stages_of(slots)
         if stage == plan.shape.stages:
             stage, phase = Int32(0), phase ^ 1
+
+
+@cute.jit
+def sum_products_ahead(
+    args: Arguments,
+    plan: cutlass.Constexpr,
+    slots: cutlass.Constexpr[int],
+    base: Int32,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    thread: Int32,
+    stage: Int32,
+    phase: Int32,
+    sums: cute.Tensor,
+) -> None:
+    """As `sum_products`, a step's codes converted behind the products of the one before it."""
+    lane = thread % WARP
+    codes = base + plan.codes_offset + thread // WARP * UNIT_BYTES
+    shifts = base + plan.shifts_offset + thread // WARP * UNIT_SHIFT_BYTES
+    scales = base + plan.scales_offset + lane % 4 * 8
+    width = min(slots, plan.shape.room)
+    left = cute.make_rmem_tensor((4 * PRODUCTS,), Uint32)
+    stored = cute.make_rmem_tensor((2 * PRODUCTS + 1,), Uint32)
+    stored.fill(0)
+    cute.arch.mbarrier_wait(full + stage, phase)
+    for i, word in enumerate(fragments(codes + stage * CODE_BYTES, shifts + stage * SHIFT_BYTES, lane)):
+        left[i] = word
+    for step in cutlass.range(args.steps, unroll=1):
+        following, its_phase = stage + plan.shape.stages_of(slots), phase
+        if following == plan.shape.stages:
+            following, its_phase = Int32(0), phase ^ 1
+        if step + 1 < args.steps:
+            cute.arch.mbarrier_wait(full + following, its_phase)
+            words = load_codes(codes + following * CODE_BYTES, shifts + following * SHIFT_BYTES, lane)
+            for i in cutlass.range_constexpr(2 * PRODUCTS + 1):
+                stored[i] = words[i]
+        of_slots, tokens = scales + stage * (4 * plan.shape.room), base + stage * plan.token_bytes
+        now = [left[i] for i in range(4 * PRODUCTS)]
+        for first in cutlass.range_constexpr(0, slots, width):
+            if cutlass.const_expr(first + width == slots):  # the last products that read `left`
+                kept = [stored[i] for i in range(2 * PRODUCTS + 1)]
+                products, converted = multiply_and_unpack(now, width, tokens + first * STEP, kept)
+                for i in cutlass.range_constexpr(4 * PRODUCTS):
+                    left[i] = converted[i]
+            else:
+                products = multiply(now, width, tokens + first * STEP)
+            add_scaled(sums, products, first, of_slots)
+        cute.arch.fence_view_async_shared()  # generic loads, before a bulk copy writes there
+        cute.arch.sync_warp()
+        if lane == 0:
+            for i in cutlass.range_constexpr(plan.shape.stages_of(slots)):
+                cute.arch.mbarrier_arrive(empty + stage + i)
+        stage, phase = following, its_phase
+
+
+def add_scaled(sums: cute.Tensor, products: list, first: int, scales: Int32) -> None:
+    """Adds a step's products of the slots from `first` on, each times its slot's scale."""
+    for j in range(len(products) // 4):
+        at = first // 2 + 4 * j
+        pair = ptx.load_shared_f32x2(scales + 4 * first + j * (4 * GROUP))
+        for i in range(4):
+            sums[at + i] = ptx.fma(products[4 * j + i], pair[i % 2], sums[at + i])
 
 
 @cute.jit

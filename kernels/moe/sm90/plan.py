@@ -40,6 +40,8 @@ class Shape:
     ctas_per_sm: int
     paired: bool = False
     """Whether the widest tiles' steps take two neighbouring stages, each with room for half of their slots."""
+    ahead: bool = False
+    """Whether a warp converts the next step's codes while this step's products run, at the price of 16 registers."""
 
     @property
     def slots(self) -> int:
@@ -62,7 +64,11 @@ PAIRED = Shape((8, 16, 32, 64), 8, 2, paired=True)
 """Decode of so many tokens that an expert may have more than NARROW's slots: then its codes are read and converted once
 for 64 of them. The stages, and what is in flight for others, stay as they are."""
 WIDE = Shape((16, 32, 64, 96, 128), 8, 1)
-"""Prefill, bound by the tensor core."""
+"""Prefill: a step's conversion, products and sums one after the other."""
+NARROW_AHEAD = Shape((8, 16, 32), 8, 2, ahead=True)
+WIDE_AHEAD = Shape((16, 32, 64, 96), 8, 1, ahead=True)
+"""As NARROW and WIDE with conversion behind the products; with 64 slots at two CTAs, or with 128, registers do not do.
+Not measured, and taken by name only."""
 
 
 @dataclass(frozen=True)
