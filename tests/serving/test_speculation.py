@@ -178,7 +178,7 @@ def test_seeded_answers_are_the_same_tokens(server: Server, speculating: Specula
 
 
 def test_draws_of_the_only_likely_token_are_greedy(server: Server, speculating: Speculating) -> None:
-    """Without a seed, beside a greedy request: drafts are kept, and what follows them is drawn, as one token's odds say."""
+    """Without a seed, beside a greedy request: what is kept and what follows it is drawn, with one token's odds."""
     prompts = random_prompts(9, [21, 131, 253, 60])
     plain = ask(server, prompts, 4, max_new_tokens=20)
     speculating.will_answer(prompts, plain)
