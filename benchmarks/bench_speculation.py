@@ -1,11 +1,13 @@
 """What speculation costs on a GPU: a draft and a verify step against a decode step, ours and SGLang's built-in.
 
     python benchmarks/bench_speculation.py --models FOLDER --out benchmarks/results/speculation_h200.json \\
-        [--works agreement decode eagle dspark] [--contenders ours builtin] [--requests 1 16 64] [--resume] \\
-        [--builtin-flags "--moe-runner-backend marlin"] [-- further server flags]
+        [--works graphs agreement decode eagle dspark] [--algorithms eagle dspark] [--contenders ours builtin] \\
+        [--requests 1 16 64] [--resume] [--builtin-flags "--moe-runner-backend marlin"] [-- further server flags]
 
 Random weights accept next to nothing, so what is measured is cost. Each work starts servers of its own:
 
+    graphs      greedy answers of ours with each algorithm, one request at a time, with CUDA graphs and without: none
+                may differ, since the same kernels run on the same shapes
     agreement   greedy answers of ours with EAGLE and with DSPARK, graphs on, beside those without: how many requests
                 differ, and after how many tokens (products of other batches differ in their last bits on a GPU;
                 `--exact` adds --enable-deterministic-inference, with which none may)
@@ -50,7 +52,7 @@ from serve_profile import decode_events
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, Shape, hf_config, write_checkpoint
 from sglang_dsv4.cpu.random_tokenizer import write_tokenizer
 
-WORKS = ("agreement", "decode", "eagle", "dspark")
+WORKS = ("graphs", "agreement", "decode", "eagle", "dspark")
 CONTENDERS = ("ours", "builtin")
 CONTEXT = 4608
 REQUESTS = (1, 16, 64)
@@ -77,6 +79,7 @@ DUMMY_FLAGS = (
     *("--load-format", "dummy", "--mem-fraction-static", "0.7"),
     *("--context-length", "65536", "--chunked-prefill-size", "8192"),
 )
+FEW_GRAPHS = ("--max-running-requests", "24", "--cuda-graph-bs-decode", "1", "4", "16")
 EXACT = "--enable-deterministic-inference"
 
 
@@ -260,20 +263,22 @@ def compared(plain: list[list[int]], drafted: list[list[int]]) -> dict[str, Any]
     return {"requests": len(plain), "tokens": len(plain[0]), "mismatches": len(differ), "after": differ[:10]}
 
 
-def agreement(folder: Path, flags: Sequence[str], port: int, logs: Path, new_tokens: int) -> list[dict[str, Any]]:
-    """Ours with each algorithm against ours without, one request at a time and sixteen."""
+def agreement(arguments: argparse.Namespace, algorithm: str, flags: Sequence[str], work: str) -> list[dict[str, Any]]:
+    """Ours with an algorithm against ours without it, one request at a time and sixteen; or against itself without
+    graphs, one at a time."""
+    model = arguments.models / MODEL_OF[algorithm]
+    asked = prompts(24, json.loads((model / "config.json").read_text())["vocab_size"] - 1)
+    other = () if work == "agreement" else (*SPECULATION[algorithm], "--disable-cuda-graph")
+    given, numbers = [], (1, 16) if work == "agreement" else (1,)
+    for name, more in (("other", other), ("drafted", SPECULATION[algorithm])):
+        log = arguments.logs / f"{work}_{algorithm}_{name}.log"
+        with running("ours", model, (*flags, *more), arguments.port, log) as server:
+            given.append([answers(server, asked, at_once, arguments.new_tokens) for at_once in numbers])
     found = []
-    for algorithm, speculation in SPECULATION.items():
-        model = folder / MODEL_OF[algorithm]
-        asked = prompts(24, json.loads((model / "config.json").read_text())["vocab_size"] - 1)
-        given = {}
-        for name, more in (("plain", ()), (algorithm, speculation)):
-            with running("ours", model, (*flags, *more), port, logs / f"agreement_{name}.log") as server:
-                given[name] = {at_once: answers(server, asked, at_once, new_tokens) for at_once in (1, 16)}
-        for at_once in (1, 16):
-            result = compared(given["plain"][at_once], given[algorithm][at_once])
-            found.append({"algorithm": algorithm, "at_once": at_once, "exact": EXACT in flags, **result})
-            print(f"  {found[-1]}", flush=True)
+    for at_once, one, drafted in zip(numbers, *given, strict=True):
+        about = {"work": work, "algorithm": algorithm, "at_once": at_once, "exact": EXACT in flags}
+        found.append(about | compared(one, drafted))
+        print(f"  {found[-1]}", flush=True)
     return found
 
 
@@ -284,14 +289,17 @@ def run(arguments: argparse.Namespace, results: Results) -> None:
     """The works, one after the other; results are written after each server."""
     write_models(arguments.models, arguments.tiny)
     flags = [*([] if arguments.tiny else DUMMY_FLAGS), "--random-seed", "1", *arguments.flags]
-    if "agreement" in arguments.works:
-        exact = (EXACT,) if arguments.exact else ()
-        found = agreement(arguments.models, (*flags, *exact), arguments.port, arguments.logs, arguments.new_tokens)
-        results.agreement = [row for row in results.agreement if row["exact"] != arguments.exact] + found
-        save(arguments.out, results)
+    exact = (EXACT,) if arguments.exact else ()
+    for work in [work for work in arguments.works if work in ("graphs", "agreement")]:
+        for algorithm in arguments.algorithms:
+            found = agreement(arguments, algorithm, (*flags, *FEW_GRAPHS, *exact), work)
+            same = {(row["work"], row["algorithm"], row["exact"]) for row in found}
+            kept = [row for row in results.agreement if (row["work"], row["algorithm"], row["exact"]) not in same]
+            results.agreement = kept + found
+            save(arguments.out, results)
     largest = max(arguments.requests)
     flags += ["--max-running-requests", str(largest + 8), "--cuda-graph-bs-decode", *map(str, arguments.requests)]
-    for work in [work for work in arguments.works if work != "agreement"]:
+    for work in [work for work in arguments.works if work == "decode" or work in arguments.algorithms]:
         for contender in arguments.contenders:
             more = SPECULATION.get(work, ())
             own = shlex.split(arguments.builtin_flags) if contender == "builtin" else ()
@@ -313,6 +321,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=Path, required=True, help="folder of the two models")
     parser.add_argument("--works", nargs="+", choices=WORKS, default=WORKS)
+    parser.add_argument("--algorithms", nargs="+", choices=list(SPECULATION), default=list(SPECULATION))
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--requests", nargs="+", type=int, default=REQUESTS)
     parser.add_argument("--new-tokens", type=int, default=64, help="of an answer of the agreement")
@@ -338,7 +347,8 @@ def main() -> int:
     results.about = {"gpu": gpus, "versions": versions(), "flags": [*arguments.flags, arguments.builtin_flags]}
     run(arguments, results)
     print(json.dumps(results.as_json()["pays"], indent=1))
-    return int(any(row["mismatches"] for row in results.agreement if row["exact"] or not gpus))
+    must_agree = [row for row in results.agreement if row["work"] == "graphs" or row["exact"] or not gpus]
+    return int(any(row["mismatches"] for row in must_agree))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,9 @@ class LaggingBegins:
     def note(self, batch: HostBatch, generations: list[int]) -> None:
         """Copy a step's begins, once `take` has returned those of the step before."""
         self._steps = list(zip(batch.slots, generations, batch.counts, strict=True))
-        self._copy[: len(self._steps)].copy_(batch.begins[: len(self._steps)], non_blocking=self._on_gpu)
+        # In its dtype: a copy that also converts goes through memory of its own.
+        begins = batch.begins[: len(self._steps)].long()
+        self._copy[: len(self._steps)].copy_(begins, non_blocking=self._on_gpu)
         if self._done is not None:
             self._done.record()
 

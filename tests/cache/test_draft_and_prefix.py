@@ -8,6 +8,8 @@ import pytest
 import torch
 from cache.harness import Engine, Sequences
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative import eagle_worker_common
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from sglang_dsv4.attention.backend import Dsv4AttentionBackend
 from sglang_dsv4.attention.draft_chain import create_draft_decode_backend, create_draft_extend_backend
@@ -59,6 +61,30 @@ def test_draft_extend_runs_on_the_draft_runner() -> None:
     name, backend = create_draft_extend_backend(SimpleNamespace(draft_model_runner=engine.runner))
     assert name == "dsv4"
     assert backend.token_to_kv_pool is engine.pool
+
+
+def test_a_chain_of_drafts_needs_no_mask_over_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would write one of batch times context cells in every step, where the host does not know the lengths."""
+    engine, built = Engine(DRAFT, Sequences(DRAFT, 8)), []
+    monkeypatch.setattr(
+        eagle_worker_common, "build_tree_kernel_efficient", lambda *args, **options: built.append(args) or [None] * 6
+    )
+    worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=engine.backend))
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, seq_lens=torch.tensor([5, 9]), seq_lens_sum=None)
+    options = {"target_worker": worker, "topk": 1, "num_steps": STEPS - 1, "num_draft_tokens": STEPS, "device": "cpu"}
+    for graphs in (False, True):
+        if graphs:
+            engine.backend.init_cuda_graph_state(max_bs=3, max_num_tokens=3 * STEPS)
+        eagle_worker_common.build_eagle_verify_input(
+            batch,
+            SimpleNamespace(bonus_tokens=torch.tensor([1, 2])),
+            *(None, None, torch.zeros(2, STEPS - 1, dtype=torch.int64), None),
+            tree_mask_mode=TreeMaskMode.FULL_MASK,
+            **options,
+        )
+    (*_, lengths, _, _, _, mode, buffer), (*_, in_graph) = (call[:11] for call in built)
+    assert (lengths, mode, buffer) == (0, TreeMaskMode.QLEN_ONLY, None)
+    assert in_graph.shape == (3 * STEPS * STEPS,)
 
 
 @pytest.mark.parametrize("is_draft", [False, True], ids=["target", "draft"])

@@ -177,6 +177,20 @@ def test_seeded_answers_are_the_same_tokens(server: Server, speculating: Specula
     assert tokens_a_step(drafted) > 1.5
 
 
+def test_draws_of_the_only_likely_token_are_greedy(server: Server, speculating: Speculating) -> None:
+    """Without a seed, beside a greedy request: what is kept and what follows it is drawn, with one token's odds."""
+    prompts = random_prompts(9, [21, 131, 253, 60])
+    plain = ask(server, prompts, 4, max_new_tokens=20)
+    speculating.will_answer(prompts, plain)
+    with ThreadPoolExecutor(4) as pool:
+        running = [
+            pool.submit(speculating.server.generate, prompt, max_new_tokens=20, temperature=temperature)
+            for prompt, temperature in zip(prompts, (1e-5, 1e-5, 1e-5, 0), strict=True)
+        ]
+        drawn = [future.result()["output_ids"] for future in running]
+    assert drawn == [result["output_ids"] for result in plain]
+
+
 def test_retracted_and_aborted_requests_leave_no_trace(server: Server, speculating: Speculating) -> None:
     """The pool runs out at page boundaries; others are aborted, and their slots go to who waits."""
     prompts = random_prompts(7, [480, 490, 495, 500, 500, 3, 485, 499, 488, 501, 491, 492])
