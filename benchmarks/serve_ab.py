@@ -2,7 +2,7 @@
 
     python benchmarks/serve_ab.py --model MODEL --out benchmarks/results/serve_ab_h200.json --picture FILE.png \\
         [--works decode prefill multi_turn profile churn agreement] [--kv-gib 0.5] [--builtin-flags FLAGS] \\
-        [-- further server flags]
+        [--figures FOLDER] [--contenders ours builtin] [-- further server flags]
 
 Works (loads are `serve_load.py`'s):
 
@@ -15,7 +15,22 @@ Works (loads are `serve_load.py`'s):
     agreement    log-probabilities of given tokens, both servers and the built-in in another batch (needs a checkpoint
                  with weights: two random initialisations differ)
 
+With --figures, what a server has shown is kept in a folder and not measured again: where a command may not take long
+enough for both, one call a server (`--contenders`), or a work, fills it, and the last call has all rows. So does the
+whole of V4-Flash on two GPUs, in less than ten minutes a call (MODEL: its config, dummy weights):
+
+    for server in builtin ours; do python benchmarks/serve_ab.py --model MODEL --contenders $server --figures FOLDER \\
+        --works decode prefill multi_turn profile --stall-s 8 --out benchmarks/results/serve_ab_h200_x2.json \\
+        --builtin-flags "--moe-runner-backend marlin" -- --tp 2 --load-format dummy --trust-remote-code \\
+        --context-length 131072 --mem-fraction-static 0.85 --max-running-requests 160 --chunked-prefill-size 8192 \\
+        --cuda-graph-bs-decode 1 2 4 8 16 32 64 128 --random-seed 1; done
+
 Ours is checked to be live by its start-up line. The rows of the result have a ratio above 1 where ours is better.
+
+Serving is compared, not compilers: what a load runs for the first time may be compiled then (DeepGEMM's products, by
+number of tokens), and a server whose kernels lie on disk from an earlier run would have the advantage. So every load
+runs unmeasured first, on both servers alike. A run in which a server was silent for STALL_S or longer, that is in which
+no request got a token, is made again, MOST_RUNS at most; then the result keeps it, as longest_silence_s shows.
 """
 
 from __future__ import annotations
@@ -42,6 +57,12 @@ import serve_load
 from serve_profile import Profile, profile_decode, profile_prefill
 
 WORKS = ("decode", "prefill", "multi_turn", "profile", "churn", "agreement")
+WORKS_OF = {  # how the rows are named that only this work has
+    "decode": ("decode",),
+    "prefill": ("prefill",),
+    "multi_turn": ("multi_turn",),
+    "profile": ("memory",),
+}
 CONTENDERS = ("builtin", "ours")  # the built-in first: its bytes of KV memory are what ours gets under churn
 DECODE_REQUESTS = (1, 16, 64, 128)
 CONTEXT = 4608
@@ -49,10 +70,12 @@ CHURN = {"long": (16_384, 256, 32), "short": (1_536, 64, 32)}  # prefix, user an
 CHURN_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the sessions that ours holds
 CHURN_AT_ONCE = 16
 HCA_GROUP = 128  # tokens of an entry there, and rows of a request's state in the built-in
-LESS_IS_BETTER = ("ttft", "itl", "bytes", "launches", "busy", "recomputed", "distance")
+LESS_IS_BETTER = ("ttft", "itl", "bytes", "launches", "busy", "recomputed", "distance", "silence")
 READY_TIMEOUT_S = 900
 PRINTED_KERNELS = 30
 REPEATS = (71, 72, 73)  # seeds of the short works; their medians count
+STALL_S = 2.0  # twice what the longest forward takes, a chunk's of the prefill of 64K
+MOST_RUNS = 3  # of a load, beside the first, because of stalls
 
 
 @dataclass(frozen=True)
@@ -74,7 +97,13 @@ class Row:
 
 
 class Server:
-    """A running `sglang.launch_server`."""
+    """A running `sglang.launch_server`.
+
+    Attributes:
+        stall_s: of all servers: so long a silence is none that serving explains.
+    """
+
+    stall_s = STALL_S
 
     def __init__(self, contender: str, model: Path, url: str, log: Path, ready_s: float) -> None:
         self.contender, self.model, self.url, self.log, self.ready_s = contender, model, url, log, ready_s
@@ -197,8 +226,7 @@ Figures = dict[tuple[str, int, str], float]  # (work, requests, metric) -> value
 def with_ample_memory(server: Server, works: Sequence[str]) -> Figures:
     """The works that do not need equal KV memory."""
     figures: Figures = {("start", 1, "ready_s"): server.ready_s}
-    # What still compiles: DeepGEMM for numbers of tokens, which depend on how a load is cut into batches. So every kind
-    # of load runs unmeasured first, conversations as often as they are measured, and medians count below.
+    # Numbers of tokens depend on how a load is cut into batches: conversations run as often as they are measured.
     serve_load.run(server.url, serve_load.decode(24, 4096, 8, seed=1))
     serve_load.run(server.url, serve_load.prefill(1, 65_536, seed=2))
     serve_load.run(server.url, serve_load.prefill(8, 8192, seed=3))
@@ -206,15 +234,17 @@ def with_ample_memory(server: Server, works: Sequence[str]) -> Figures:
         serve_load.run(server.url, _conversations(seed + 1000))
     if "decode" in works:
         for requests in DECODE_REQUESTS:
-            load = serve_load.decode(requests, CONTEXT, 192 if requests > 32 else 256, seed=requests)
-            _note(figures, "decode", requests, serve_load.run(server.url, load))
+            # One request's 256 tokens take half a second, in which another program of the machine is felt.
+            seeds = REPEATS if requests < 32 else (requests,)
+            runs = [_steady(server, serve_load.decode(requests, CONTEXT, 256, seed)) for seed in seeds]
+            _note(figures, "decode", requests, _medians(runs))
     if "prefill" in works:
         for prompts, length in ((8, 8192), (1, 65_536)):
             work = "prefill" if prompts > 1 else "prefill_64k"
-            runs = [serve_load.run(server.url, serve_load.prefill(prompts, length, seed)) for seed in REPEATS]
+            runs = [_steady(server, serve_load.prefill(prompts, length, seed)) for seed in REPEATS]
             _note(figures, work, prompts, _medians(runs))
     if "multi_turn" in works:
-        runs = [serve_load.run(server.url, _conversations(seed)) for seed in REPEATS]
+        runs = [_steady(server, _conversations(seed)) for seed in REPEATS]
         _note(figures, "multi_turn", 32, _medians(runs))
     if "profile" in works:
         for requests in (1, 64):
@@ -229,6 +259,17 @@ def _conversations(seed: int) -> serve_load.Load:
     return serve_load.multi_turn(32, 4, prefixes=4, prefix=4096, user=256, new_tokens=64, seed=seed)
 
 
+def _steady(server: Server, load: serve_load.Load) -> dict[str, float]:
+    """The figures of the first run without a stall, or of the one with the shortest."""
+    runs = []
+    for _ in range(1 + MOST_RUNS):
+        runs.append(serve_load.run(server.url, load))
+        if runs[-1][serve_load.SILENCE] < server.stall_s:
+            break
+        print(f"    a stall of {runs[-1][serve_load.SILENCE]:.1f} s: run again", flush=True)
+    return min(runs, key=lambda run: run[serve_load.SILENCE])
+
+
 def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
     return {metric: statistics.median(run[metric] for run in runs) for metric in runs[0]}
 
@@ -240,14 +281,18 @@ def _of_step(found: Profile) -> dict[str, float]:
 
 
 def under_churn(server: Server, sessions: dict[str, list[int]]) -> Figures:
-    """Every number of sessions, in both lengths."""
+    """Every number of sessions, in both lengths; the smallest number of each runs unmeasured first."""
     figures: Figures = {}
     for length, counts in sessions.items():
         prefix, user, new_tokens = CHURN[length]
+        rounds = 3 if length == "short" else 2
+
+        def load(count: int, seed: int, of: tuple[int, ...] = (rounds, prefix, user, new_tokens)) -> serve_load.Load:
+            return serve_load.churn(count, *of, CHURN_AT_ONCE, seed=seed)
+
+        serve_load.run(server.url, load(min(counts), seed=1000))
         for count in counts:
-            rounds = 3 if length == "short" else 2
-            load = serve_load.churn(count, rounds, prefix, user, new_tokens, CHURN_AT_ONCE, seed=count)
-            _note(figures, f"churn_{length}", count, serve_load.run(server.url, load))
+            _note(figures, f"churn_{length}", count, _steady(server, load(count, seed=count)))
     return figures
 
 
@@ -281,18 +326,42 @@ def compare(
     kv_gib: float,
     port: int,
     logs: Path,
+    contenders: Sequence[str] = CONTENDERS,
+    kept: Path | None = None,
 ) -> list[Row]:
-    """Run the works on both servers, each with its flags."""
+    """Run the works on both servers, each with its flags.
+
+    Args:
+        contenders: the servers that are run. There are no rows of what only one of both has shown.
+        kept: folder of what was shown before, which is not measured again.
+
+    Raises:
+        ValueError: churn of ours without the built-in's, whose bytes it gets.
+    """
     figures: dict[str, Figures] = {name: {} for name in CONTENDERS}
-    if set(works) - {"churn", "agreement"}:
-        for name in CONTENDERS:
+    for name, stage, found in read_figures(kept):
+        print(f"{name}, {stage}: measured before", flush=True)
+        figures[name].update(found)
+    ample = sorted(set(works) - {"churn", "agreement"})
+    for name in contenders:
+        missing = [work for work in ample if not any(key[0] in WORKS_OF[work] for key in figures[name])]
+        if missing:
             print(f"{name}, ample memory", flush=True)
             with running(name, model, flags_of[name], port, logs / f"{name}.log") as server:
-                figures[name].update(with_ample_memory(server, works))
+                found = with_ample_memory(server, missing)
+            keep_figures(kept, name, "_".join(missing), found)
+            figures[name].update(found)
     if "churn" in works:
         size, tokens, sessions = kv_gib * 2**30, None, {}
         for name in CONTENDERS:
+            before = figures[name].get(("memory_churn", 1, "kv_bytes"))
+            if name == "builtin" and before is not None:
+                size = before
+            if before is not None or name not in contenders:
+                continue
             if name == "ours":
+                if ("memory_churn", 1, "kv_bytes") not in figures["builtin"]:
+                    raise ValueError("churn gives ours the bytes of KV memory of the built-in: run that first")
                 tokens = tokens_that_fit(model, size, flags_of["ours"])
                 sessions = _sessions(tokens)
             print(f"{name}, {size / 2**30:.3f} GiB of KV memory", flush=True)
@@ -307,14 +376,31 @@ def compare(
                     size = used
                     sessions = _sessions(tokens_that_fit(model, size, flags_of["ours"]))
                 figures[name].update(under_churn(server, sessions))
+            keep_figures(kept, name, "churn", {k: v for k, v in figures[name].items() if "churn" in k[0]})
     rows = [
         Row(*key, ours=figures["ours"][key], builtin=value)
         for key, value in figures["builtin"].items()
         if key in figures["ours"]
     ]
-    if "agreement" in works:
+    if "agreement" in works and set(contenders) == set(CONTENDERS):
         rows += agreement(model, flags_of, port, logs)
     return rows + best_third_of(rows)
+
+
+def keep_figures(folder: Path | None, name: str, stage: str, figures: Figures) -> None:
+    """Write what a server has shown; nowhere without a folder."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = [[*key, value] for key, value in figures.items()]
+        (folder / f"{name}.{stage}.json").write_text(json.dumps(rows))
+
+
+def read_figures(folder: Path | None) -> Iterator[tuple[str, str, Figures]]:
+    """(contender, stage, figures) of all that was written."""
+    for path in sorted(folder.glob("*.json")) if folder is not None and folder.is_dir() else ():
+        name, stage, _ = path.name.split(".")
+        rows = json.loads(path.read_text())
+        yield name, stage, {(work, requests, metric): value for work, requests, metric, value in rows}
 
 
 def _builtin_tokens(model: Path, flags: Sequence[str], size: float, port: int, logs: Path) -> int:
@@ -435,6 +521,9 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--works", nargs="+", choices=WORKS, default=WORKS[:-1])
     parser.add_argument("--kv-gib", type=float, default=0.5, help="KV memory of either server under churn")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="servers to run")
+    parser.add_argument("--figures", type=Path, help="folder of what was measured, to go on from")
+    parser.add_argument("--stall-s", type=float, default=STALL_S, help="silence that makes a run be made again")
     parser.add_argument("--port", type=int, default=30_100)
     parser.add_argument("--logs", type=Path, default=Path("."), help="folder of the servers' logs")
     parser.add_argument("--out", type=Path)
@@ -446,7 +535,11 @@ def main() -> int:
 
     arguments.logs.mkdir(parents=True, exist_ok=True)
     flags_of = {"ours": arguments.flags, "builtin": [*arguments.flags, *shlex.split(arguments.builtin_flags)]}
-    rows = compare(arguments.model, arguments.works, flags_of, arguments.kv_gib, arguments.port, arguments.logs)
+    Server.stall_s = arguments.stall_s
+    rows = compare(
+        *(arguments.model, arguments.works, flags_of, arguments.kv_gib, arguments.port, arguments.logs),
+        *(arguments.contenders, arguments.figures),
+    )
     print(table(rows))
     if arguments.picture is not None:
         draw(rows, arguments.picture)

@@ -22,6 +22,8 @@ import aiohttp
 FIRST_ID, LAST_ID = 3, 129_000
 COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 TIMEOUT_S = 900
+SILENCE = "longest_silence_s"
+"""A figure of every load, see `longest_silence`."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,20 @@ def run(url: str, load: Load) -> dict[str, float]:
     return asyncio.run(main())
 
 
+def longest_silence(replies: Sequence[Reply]) -> float:
+    """Seconds in which no token of any request came, although one was asked for; what a server's compiler takes."""
+    heard = sorted(moment for reply in replies for moment in (reply.sent, *reply.token_times))
+    open_until = float("-inf")  # of the requests that were sent so far, the last token
+    silence, spans = 0.0, iter(sorted((reply.sent, reply.token_times[-1]) for reply in replies))
+    next_span = next(spans, None)
+    for earlier, later in itertools.pairwise(heard):
+        while next_span is not None and next_span[0] <= earlier:
+            open_until, next_span = max(open_until, next_span[1]), next(spans, None)
+        if later <= open_until:
+            silence = max(silence, later - earlier)
+    return silence
+
+
 def decode(requests: int, context: int, new_tokens: int, seed: int) -> Load:
     """`requests` different prompts at once. tok_s is that of the time in which all of them decode."""
 
@@ -122,7 +138,7 @@ def decode(requests: int, context: int, new_tokens: int, seed: int) -> Load:
             raise RuntimeError(f"{requests} requests never decoded at once: ask for more than {new_tokens} tokens each")
         steady = sum(begin < moment <= end for reply in replies for moment in reply.token_times)
         gaps = [b - a for reply in replies for a, b in itertools.pairwise(reply.token_times) if begin <= a and b <= end]
-        return {"tok_s": steady / (end - begin), **_milliseconds("itl", gaps)}
+        return {"tok_s": steady / (end - begin), SILENCE: longest_silence(replies), **_milliseconds("itl", gaps)}
 
     return load
 
@@ -136,7 +152,11 @@ def prefill(prompts: int, length: int, seed: int) -> Load:
         begin = time.perf_counter()
         replies = await asyncio.gather(*(client.generate(prompt, 1) for prompt in asked))
         seconds = max(reply.token_times[-1] for reply in replies) - begin
-        return {"tok_s": prompts * length / seconds, **_milliseconds("ttft", [reply.ttft for reply in replies])}
+        return {
+            "tok_s": prompts * length / seconds,
+            SILENCE: longest_silence(replies),
+            **_milliseconds("ttft", [reply.ttft for reply in replies]),
+        }
 
     return load
 
@@ -200,6 +220,7 @@ def _served(replies: Sequence[Reply], seconds: float) -> dict[str, float]:
         "tok_s": sum(len(reply.token_times) for reply in replies) / seconds,
         "hit_rate": cached / prompts,
         "recomputed_tokens": prompts - cached,
+        SILENCE: longest_silence(replies),
         **_milliseconds("ttft", [reply.ttft for reply in replies]),
         **_milliseconds("itl", [gap for reply in replies for gap in reply.gaps]),
     }

@@ -99,6 +99,9 @@ SGLANG_HOOKS: dict[str, str] = {
     "take the last token": "sglang.kernels.ops.speculative.eagle.fill_bonus_tokens_func",
     "replace PyTorch's products": f"{_RUNNER}.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
     "load the model": f"{_RUNNER}.model_runner.ModelRunner.load_model",
+    "allocate the pools": f"{_RUNNER}.model_runner.ModelRunner.alloc_memory_pool",
+    "make attention backends": f"{_RUNNER}.model_runner.ModelRunner.init_attention_backends",
+    "capture graphs": f"{_RUNNER}.model_runner.ModelRunner.init_cuda_graphs",
     "start the scheduler": "sglang.srt.managers.scheduler.Scheduler.__init__",
 }
 

@@ -16,6 +16,7 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from dsv4_kernels import compile_cache, registry
+from sglang_dsv4 import startup
 from sglang_dsv4.attention import implementation
 from sglang_dsv4.attention.implementation import chosen_implementation
 from sglang_dsv4.attention.metadata import step_layout
@@ -45,6 +46,11 @@ def compile_ahead(config: Config, geometry: PoolGeometry, heads: int, device: to
     Raises:
         ValueError: a dimension that a kernel is not made for; the message names it and the implementation to choose.
     """
+    with startup.phase("kernels"):
+        _compile_ahead(config, geometry, heads, device)
+
+
+def _compile_ahead(config: Config, geometry: PoolGeometry, heads: int, device: torch.device) -> None:
     begin = time.perf_counter()
     known, todo = len(compile_cache.origins()), kernels(config, geometry, device)
     by_workers = _fill_cache(todo, geometry, heads, device)
@@ -60,6 +66,8 @@ def compile_ahead(config: Config, geometry: PoolGeometry, heads: int, device: to
     if count:
         compiled = by_workers + sum(origin.source == "compiled" for origin in made)
         seconds = time.perf_counter() - begin
+        if made:
+            startup.note("kernels", f"{compiled} compiled, {count - compiled} from disk")
         logger.info("all %d kernels are ready after %.1f s, %d of them compiled", count, seconds, compiled)
 
 

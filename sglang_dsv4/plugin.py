@@ -31,6 +31,7 @@ CPU platform       AROUND ``reject_out_of_tree_path``, for our own KV pool only 
 CPU config         AROUND ``model_runner.adjust_config_with_unaligned_cpu_tp``: kept as it is          scheduler
 CPU quantisation   AROUND ``loader._get_quantization_config``: weights are dequantised at load         scheduler
 CPU speculation    REPLACE for functions that launch Triton kernels, and two more: ``cpu.speculation`` all
+start-up times     AROUND four methods of ``ModelRunner``, see ``startup``                             scheduler
 self-check         BEFORE ``ModelRunner.load_model``, AFTER ``Scheduler.__init__``                     scheduler
 =================  ==================================================================================  =========
 
@@ -250,13 +251,17 @@ def _install_scheduler_hooks() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_dsv4 import experts_runner, penalties, request_checks, request_guards, sampling
+    from sglang_dsv4 import experts_runner, penalties, request_checks, request_guards, sampling, startup
     from sglang_dsv4.prefix import tails
 
     experts_runner.register()
 
     register_attention_backend(NAME)(_create_attention_backend)
     register_radix_cache_backend(NAME, _create_prefix_cache)
+    _hook("load the model", startup.around("weights"), "AROUND")
+    _hook("allocate the pools", startup.around("pools"), "AROUND")
+    _hook("make attention backends", startup.around("attention backends"), "AROUND")
+    _hook("capture graphs", startup.around("CUDA graphs"), "AROUND")
     _hook("build the KV pool", _build_kv_pool, "AROUND")
     _hook("size the pools", _size_pools, "AROUND")
     _hook("report the pools", _reserve_admission_pages, "AFTER")
@@ -446,11 +451,12 @@ def _check_before_load(runner: ModelRunner) -> None:
 def _check_scheduler(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     if not compat.is_ours(scheduler.model_config.hf_config.architectures):
         return
-    from sglang_dsv4 import request_guards, sampling
+    from sglang_dsv4 import request_guards, sampling, startup
 
     compat.require_ready(scheduler.model_config.hf_config.architectures)
     live = compat.require_live(scheduler)
     sampling.start(scheduler)
     request_guards.start(scheduler)
     parts = ", ".join(f"{part.replace('_', ' ')} {value.__qualname__}" for part, value in vars(live).items())
+    logger.info("sglang_dsv4 start-up: %s", startup.summary())
     logger.info("sglang_dsv4 %s is live on SGLang %s: %s", compat.our_version(), compat.sglang_version(), parts)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import serve_ab
+import serve_load
 from serve_ab import Row
+from serve_load import Reply
 
 from sglang_dsv4.cache.pool_plan import PoolPlan
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
@@ -69,3 +72,72 @@ def test_ours_gets_as_many_tokens_as_fit(tmp_path: Path) -> None:
     flags = ("--max-running-requests", "8")
     small, large = (serve_ab.tokens_that_fit(tmp_path, size, flags) for size in (2**30, 2**31))
     assert 0 < small < large and small % 256 == large % 256 == 0
+
+
+def reply(sent: float, *tokens: float) -> Reply:
+    return Reply(sent, tokens, 100, 0, tuple(range(len(tokens))))
+
+
+@pytest.mark.parametrize(
+    ("replies", "seconds"),
+    [
+        ([reply(0, 1, 2, 3)], 1.0),
+        ([reply(0, 0.5, 4, 4.5)], 3.5),  # nobody got anything
+        ([reply(0, 0.5, 4, 4.5), reply(0.2, 1, 2, 3, 4)], 1.0),  # one waits while another one is served
+        ([reply(0, 1), reply(50, 51)], 1.0),  # in between nobody has asked
+        ([reply(0, 1), reply(0.5, 6), reply(2, 3)], 3.0),  # a request that is sent later is no answer, its token is
+    ],
+    ids=["steady", "stalled", "one waits", "idle", "overlapping"],
+)
+def test_silence_is_time_without_a_token_for_anybody_who_waits(replies: Sequence[Reply], seconds: float) -> None:
+    assert serve_load.longest_silence(replies) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("silences", "runs", "chosen"),
+    [((0.1,), 1, 0), ((3.0, 0.2), 2, 1), ((3.0, 5.0, 2.5, 4.0), 4, 2)],
+    ids=["steady", "one stall", "stalls for ever"],
+)
+def test_a_run_with_a_stall_is_made_again(
+    silences: tuple[float, ...], runs: int, chosen: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = [{"tok_s": float(i), serve_load.SILENCE: seconds} for i, seconds in enumerate(silences)]
+    left = iter(made)
+    monkeypatch.setattr(serve_load, "run", lambda url, load: next(left))
+    server = serve_ab.Server("ours", tmp_path, "", tmp_path, 0.0)
+    assert serve_ab._steady(server, lambda client: None) == made[chosen]
+    assert len(list(left)) == len(silences) - runs
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One server a call; the last call has the rows of both, and starts none."""
+    started: list[str] = []
+
+    class Running:
+        def __init__(self, name: str, *arguments: object) -> None:
+            started.append(name)
+            self.name = name
+
+        def __enter__(self) -> str:
+            return self.name
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    def measured(name: str, works: Sequence[str]) -> serve_ab.Figures:
+        return {(work, 1, "tok_s"): 300.0 if name == "ours" else 200.0 for work in works}
+
+    monkeypatch.setattr(serve_ab, "running", Running)
+    monkeypatch.setattr(serve_ab, "with_ample_memory", measured)
+    flags = {"ours": [], "builtin": []}
+
+    def compare(works: Sequence[str], *contenders: str) -> list[Row]:
+        return serve_ab.compare(tmp_path, works, flags, 0.5, 1, tmp_path, contenders, tmp_path / "figures")
+
+    assert compare(["decode"], "builtin") == [] and started == ["builtin"]
+    assert [row.ratio for row in compare(["decode"], "ours")] == [1.5] and started == ["builtin", "ours"]
+    both = compare(["decode", "prefill"], "builtin", "ours")
+    assert {row.work for row in both} == {"decode", "prefill"} and started == ["builtin", "ours", "builtin", "ours"]
+    assert compare(["decode", "prefill"], "builtin", "ours") == both and len(started) == 4
+    with pytest.raises(ValueError, match="run that first"):
+        compare(["churn"], "ours")

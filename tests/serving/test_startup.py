@@ -42,6 +42,14 @@ def test_one_log_line_says_what_is_live(server: Server) -> None:
         assert part in lines[0]
 
 
+def test_one_log_line_says_what_the_start_took(server: Server) -> None:
+    (line,) = [line for line in server.log.splitlines() if "sglang_dsv4 start-up: " in line]
+    found = dict(re.findall(r"[:,] ([A-Za-z ]+) ([\d.]+) s", line))
+    for phase in ("launcher", "weights", "pools", "kernels", "attention backends", "CUDA graphs"):
+        assert float(found[phase]) >= 0
+    assert float(found["launcher"]) > 0 and float(found["imports and the rest"]) > 0
+
+
 def test_pool_plan_is_printed_with_its_total(server: Server) -> None:
     assert re.search(r"DeepSeek-V4 pools: 6,144 tokens in pages of 256, 16 requests", server.log)
 
