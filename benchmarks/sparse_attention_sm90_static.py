@@ -18,12 +18,13 @@ from cubin import hopper_instructions, resources
 from dsv4_kernels import compile_cache
 from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 from dsv4_kernels.sparse_attention.sm90.cluster import ClusterShared
+from dsv4_kernels.sparse_attention.sm90.few_heads.plan import FewHeads, shared_memory
 from dsv4_kernels.sparse_attention.sm90.plan import Configuration, Shared, Split
 
 RESULTS = Path(__file__).resolve().parent / "results" / "sparse_attention_sm90_static.json"
 
 
-def static_numbers(configuration: Configuration) -> dict[str, int]:
+def static_numbers(configuration: Configuration | FewHeads) -> dict[str, int]:
     """Of one configuration; inside `emulated(arch="sm_90a")`, which keeps PTX and cubins.
 
     Raises:
@@ -38,7 +39,10 @@ def static_numbers(configuration: Configuration) -> dict[str, int]:
         f"{configuration}: {instructions} in the cubin, {expected} in the PTX"
     )
     numbers = resources(compiled.__cubin__) | {"stack_accesses": instructions["stack_accesses"]}
-    shared = ClusterShared if configuration.split == Split.STEPS else Shared
+    if isinstance(configuration, FewHeads):
+        shared = shared_memory(configuration)
+    else:
+        shared = ClusterShared if configuration.split == Split.STEPS else Shared
     return numbers | {"shared_memory_bytes": shared.size_in_bytes()}
 
 
@@ -52,7 +56,7 @@ def main() -> None:
 
     document = {}
     with emulated(arch=sm90.ARCH):
-        for configuration in sm90.configurations():
+        for configuration in (*sm90.configurations(), *sm90.configurations_of_few_heads()):
             document[str(configuration)] = numbers = static_numbers(configuration)
             print(configuration, numbers, flush=True)
     if options.write:

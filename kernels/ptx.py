@@ -51,14 +51,21 @@ def load_f32(address: Int64) -> Float32:
 
 
 def load_or_zeros(
-    kind: type, count: int, address: Int64, tested: Int32 | Int64, test: str = "ne.s32", cache: str = ".L1::no_allocate"
+    kind: type,
+    count: int,
+    address: Int64,
+    tested: Int32 | Int64,
+    test: str = "ne.s32",
+    cache: str = ".L1::no_allocate",
+    otherwise: int = 0,
 ) -> object:
-    """`count` values of 32 bits from global memory, or zeros unless `tested` is in this relation to 0."""
+    """`count` values of 32 bits from global memory, or zeros (or `otherwise`) unless `tested` is in this relation to
+    0."""
     suffix = "f32" if kind is Float32 else "b32"
     words = [f"{{$w{i}}}" for i in range(count)]
     target = words[0] if count == 1 else "{" + ", ".join(words) + "}"
     vector = "" if count == 1 else f".v{count}"
-    zeros = " ".join(f"mov.b32 {word}, 0;" for word in words)
+    zeros = " ".join(f"mov.b32 {word}, {otherwise};" for word in words)
     return asm(
         f"{{\n.reg .pred p;\nsetp.{test} p, {{$r1}}, 0;\n{zeros}\n"
         f"@p ld.global{cache}{vector}.{suffix} {target}, [{{$r0}}];\n}}",
@@ -110,6 +117,16 @@ def store_shared_f32(address: Int32, x: Float32) -> None:
     asm("st.shared.f32 [{$r0}], {$r1};", [], address, x)
 
 
+def store_shared_f32x2(address: Int32, pair: tuple) -> None:
+    """Two fp32 to shared memory."""
+    asm("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", [], address, *pair)
+
+
+def store_shared_f32x4(address: Int32, words: tuple) -> None:
+    """Four fp32 to shared memory."""
+    asm("st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
+
+
 def load_shared_f32(address: Int32) -> Float32:
     """An fp32 from shared memory."""
     return asm("ld.shared.f32 {$w0}, [{$r0}];", [Float32], address)
@@ -128,6 +145,21 @@ def load_shared_f32x4(address: Int32) -> tuple:
 def remote(address: Int32, cta: Int32) -> Int32:
     """Where another CTA of the cluster has what this one has at an address of its shared memory."""
     return asm("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", [Int32], address, cta)
+
+
+def load_cluster_f32x2(address: Int32) -> tuple:
+    """Two fp32 from the shared memory of a CTA of the cluster."""
+    return asm("ld.shared::cluster.v2.f32 {{$w0}, {$w1}}, [{$r0}];", [Float32] * 2, address)
+
+
+def load_cluster_f32_if(tested: Int32, address: Int32) -> Float32:
+    """An fp32 from there, or 0 if `tested` is negative."""
+    return asm(
+        "{\n.reg .pred p;\nsetp.ge.s32 p, {$r0}, 0;\nmov.b32 {$w0}, 0;\n@p ld.shared::cluster.f32 {$w0}, [{$r1}];\n}",
+        [Float32],
+        tested,
+        address,
+    )
 
 
 def arrive_remote(barrier: Int32) -> None:
@@ -179,6 +211,16 @@ def store_async_f32x4(address: Int32, words: tuple, barrier: Int32) -> None:
 def store_matrices(address: Int32, words: tuple) -> None:
     """Four 8 x 8 matrices of bf16 from the warp's registers; lane l gives the address of row l % 8 of matrix l // 8."""
     asm("stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
+
+
+def store_matrices_transposed(address: Int32, words: tuple) -> None:
+    """The same, of each matrix what is a column in registers as a row."""
+    asm(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        [],
+        address,
+        *words,
+    )
 
 
 def load_matrices(address: Int32) -> tuple:

@@ -52,13 +52,13 @@ def test_every_kind_of_layer_is_called_in_decode_and_prefill(
     kernel: list[Problem], format: RowFormat, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger=implementation.__name__):
-        implementation.compile_ahead(geometry(format=format), 16, CPU)
+        implementation.compile_ahead(geometry(format=format), 40, CPU)
     unpacked = [problem for problem in kernel if problem.row_format is not format]
     kernel[:] = [problem for problem in kernel if problem.row_format is format]
     kinds = {(p.entry_indices is not None, p.page_table is not None) for p in unpacked if p.num_tokens == 512}
     assert kinds == ({(False, False), (True, False), (False, True)} if format is RowFormat.FP8 else set())
     assert all(p.split_keys is None and p.num_tokens >= 16 for p in unpacked)
-    assert all(problem.num_heads == 16 for problem in kernel)
+    assert all(problem.num_heads == 40 for problem in kernel)
     assert [problem.num_tokens for problem in kernel] == list(implementation.COMPILED_TOKENS) * 12
     kinds = [(p.entry_indices is not None, p.page_table is not None, p.split_keys, p.max_entry_slots) for p in kernel]
     several = 2 * DECODE_SPLIT_KEYS  # entries of several KV splits
@@ -74,7 +74,7 @@ def test_every_kind_of_layer_is_called_in_decode_and_prefill(
     assert messages[-1].endswith("0 compiled, 0 from disk")
 
 
-@pytest.mark.parametrize(("heads", "multiprocessors"), [(64, 132), (128, 132), (16, 78)])
+@pytest.mark.parametrize(("heads", "multiprocessors"), [(64, 132), (128, 132), (40, 78), (16, 132)])
 def test_no_variant_of_the_hopper_kernel_is_left_for_the_first_request(
     kernel: list[Problem], heads: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +86,8 @@ def test_no_variant_of_the_hopper_kernel_is_left_for_the_first_request(
     monkeypatch.setattr(sm90, "num_clusters", lambda device: (0, *(multiprocessors // n for n in range(1, 10))))
 
     def variant(problem: Problem | SimpleNamespace) -> tuple:
+        if problem.num_heads <= sm90.FEW_HEADS:
+            return sm90._configuration_of_few_heads(problem)
         split, channel_splits = "steps", sm90._channel_splits_of_clusters(problem)
         if not channel_splits:
             split = sm90._divides(problem)

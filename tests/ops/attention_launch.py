@@ -29,13 +29,15 @@ def launch(
     case: Case,
     multiprocessors: int,
     out: Tensor | None = None,
+    *,
+    persistent: bool = True,
     **options: object,
 ) -> tuple[Tensor, Device]:
     """(out, the emulated device) of one call, with the options of `emulated`.
 
     The result, and partial results that earlier calls left, are NaN before. An `out` that is not given has gaps, which
-    stay as they are. Afterwards the counters are zero, as the next launch needs them; no launch had more CTAs than
-    there are multiprocessors, and the emulator has warned of nothing.
+    stay as they are. Afterwards the counters are zero, as the next launch needs them; no launch of a `persistent`
+    kernel had more CTAs than there are multiprocessors, and the emulator has warned of nothing.
     """
     from host import emulated
 
@@ -56,7 +58,8 @@ def launch(
         except BaseException:
             scratch._by_stream.clear()  # what a launch that failed has counted would make the next ones wrong
             raise
-    assert device.reports and all(report.grid[0] <= multiprocessors for report in device.reports)
+    assert device.reports
+    assert not persistent or all(report.grid[0] <= multiprocessors for report in device.reports)
     assert not {warning.split(" at ")[0] for report in device.reports for warning in report.warnings}
     assert not any(held.counters.any() for held in scratch._by_stream.values())
     assert gaps_of_out is None or gaps_of_out.isnan().all()

@@ -63,7 +63,8 @@ def launch(case: Case, multiprocessors: int = 132, **options: object) -> Tensor:
 
 
 def launch_on(case: Case, multiprocessors: int, clusters: bool = False, **options: object) -> tuple[Tensor, Device]:
-    """The same, and the emulated device. Few tokens have the kernel of clusters only if asked for."""
+    """The same, and the emulated device. Few tokens have the kernel of clusters only if asked for, and few heads the
+    kernels of many (their own: test_sparse_attention_few_heads.py)."""
     from emulator import Checks
 
     from dsv4_kernels.sparse_attention.sm90 import cluster
@@ -72,7 +73,8 @@ def launch_on(case: Case, multiprocessors: int, clusters: bool = False, **option
     sm90.num_clusters.cache_clear()
     sm90.num_multiprocessors.cache_clear()  # this device has another number
     options = {"checks": Checks.strict(), "arch": sm90.ARCH, **options}
-    with mock.patch.object(sm90, "MAX_CLUSTER", cluster.MAX_CLUSTER if clusters else 0):
+    clusters_up_to = mock.patch.object(sm90, "MAX_CLUSTER", cluster.MAX_CLUSTER if clusters else 0)
+    with clusters_up_to, mock.patch.object(sm90, "FEW_HEADS", 0):
         return attention_launch.launch(sm90.sparse_attention, case, multiprocessors, **options)
 
 
@@ -508,4 +510,5 @@ def test_every_configuration_is_recorded() -> None:
 
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
-    assert list(json.loads(RESULTS.read_text())) == [*map(str, sm90.configurations())]
+    configurations = (*sm90.configurations(), *sm90.configurations_of_few_heads())
+    assert list(json.loads(RESULTS.read_text())) == [*map(str, configurations)]

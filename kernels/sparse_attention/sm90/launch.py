@@ -2,8 +2,10 @@
 
     cluster.py      few tokens with few keys: every step of 128 keys has a CTA, those of a token are a cluster
     persistent.py   all others: CTAs walk over tokens, or splits of their keys, in a loop over steps
+    few_heads/      calls of at most FEW_HEADS heads, whatever else they are
 
-Both have the same bits (`persistent.py` says why), so the choice may follow the batch and the GPU.
+The first two have the same bits (`persistent.py` says why), so the choice may follow the batch and the GPU. The third
+one has bits of its own, in any batch and on any GPU, so the number of heads alone chooses it.
 """
 
 import functools
@@ -18,13 +20,16 @@ from cutlass import Int32
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.sparse_attention.addresses import address, row_bytes
-from dsv4_kernels.sparse_attention.problem import Problem
+from dsv4_kernels.sparse_attention.problem import FEW_HEADS, Problem
 from dsv4_kernels.sparse_attention.scratch import NUM_COUNTERS, Scratch
 from dsv4_kernels.sparse_attention.sm90 import cluster, persistent
 from dsv4_kernels.sparse_attention.sm90.cluster import MAX_CLUSTER
+from dsv4_kernels.sparse_attention.sm90.few_heads import kernel as few_heads
+from dsv4_kernels.sparse_attention.sm90.few_heads.plan import COLUMNS, MAX_ELEMENTS, PARTS, PIECES, FewHeads
 from dsv4_kernels.sparse_attention.sm90.plan import (
     CHANNEL_SPLITS,
     HEADS,
+    KEY_TILE,
     LOG2_E,
     MAX_CTAS,
     MAX_SPLIT_TOKENS,
@@ -40,6 +45,8 @@ from dsv4_kernels.sparse_attention.sm90.plan import (
 from dsv4_kernels.sparse_attention.split import STEP_KEYS
 
 ARCH = "sm_90a"
+MAX_TOKENS = 65535
+"""Of a launch of few_heads/: what the grid has room for."""
 
 
 def configurations() -> tuple[Configuration, ...]:
@@ -53,18 +60,30 @@ def configurations() -> tuple[Configuration, ...]:
     )
 
 
-def compile(configuration: Configuration) -> Callable[..., None]:
+def configurations_of_few_heads() -> tuple[FewHeads, ...]:
+    """The same with few heads."""
+    return tuple(
+        FewHeads(fp8_rows, entries, heads) for fp8_rows in (True, False) for entries in Entries for heads in COLUMNS
+    )
+
+
+def compile(configuration: Configuration | FewHeads) -> Callable[..., None]:
     """The launcher of a configuration, from memory, from disk or from the compiler: (arguments, CTAs, stream).
 
-    CTAs of the launch, or of a cluster if a token's keys are divided by steps.
+    CTAs of the launch, or of a cluster if a token's keys are divided by steps or heads are few.
     """
 
     def from_compiler() -> Callable[..., None]:
         example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        launch = cluster.launch if configuration.split == Split.STEPS else persistent.launch
-        return cute.compile(launch, configuration, example, Int32(1), cuda.CUstream(0))
+        return cute.compile(_launch_function(configuration), configuration, example, Int32(1), cuda.CUstream(0))
 
     return load_or_compile("sparse_attention_sm90", configuration, ARCH, from_compiler)
+
+
+def _launch_function(configuration: Configuration | FewHeads) -> Callable[..., None]:
+    if isinstance(configuration, FewHeads):
+        return few_heads.launch
+    return cluster.launch if configuration.split == Split.STEPS else persistent.launch
 
 
 @functools.cache
@@ -93,6 +112,9 @@ def sparse_attention(problem: Problem) -> None:
             been made on the device.
         ValueError: so small a `split_keys` that the KV splits of a token are more than the CTAs.
     """
+    if problem.num_heads <= FEW_HEADS:
+        _launch_few_heads(problem)
+        return
     if channel_splits := _channel_splits_of_clusters(problem):
         launcher = compile(_configuration(problem, Split.STEPS, channel_splits))
         arguments = _arguments(problem, slice(0, problem.num_tokens))
@@ -130,6 +152,16 @@ def _divides(problem: Problem) -> bool:
     """
     if problem.split_keys is None:
         return False
+    _check_divisions(problem)
+    steps = problem.max_steps
+    if problem.max_kv_splits > 1:
+        return True
+    # Measured on an H200: combining takes as long as one or two steps.
+    ctas = num_multiprocessors(problem.q.device) // (problem.num_tokens * -(-problem.num_heads // HEADS))
+    return (ctas >= 8 and steps > 1) or (ctas >= 4 and steps > 2)
+
+
+def _check_divisions(problem: Problem) -> None:
     steps = problem.max_steps
     if problem.max_kv_splits * steps >= 1 << 20:
         raise ValueError(
@@ -137,11 +169,6 @@ def _divides(problem: Problem) -> bool:
             f"{problem.max_kv_splits} KV splits; expected less than {1 << 20} as their product. Pass a larger "
             "split_keys, or None"
         )
-    if problem.max_kv_splits > 1:
-        return True
-    # Measured on an H200: combining takes as long as one or two steps.
-    ctas = num_multiprocessors(problem.q.device) // (problem.num_tokens * -(-problem.num_heads // HEADS))
-    return (ctas >= 8 and steps > 1) or (ctas >= 4 and steps > 2)
 
 
 def _channel_splits(problem: Problem, blocks: int, split: bool) -> int:
@@ -186,14 +213,44 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
     compile(_configuration(problem, kind, channel_splits))(arguments, Int32(num_ctas), _stream(problem))
 
 
+def _launch_few_heads(problem: Problem) -> None:
+    _check_divisions(problem)
+    configuration = _configuration_of_few_heads(problem)
+    parts = _parts(problem, configuration)
+    for first in range(0, problem.num_tokens, MAX_TOKENS):
+        tokens = slice(first, min(first + MAX_TOKENS, problem.num_tokens))
+        arguments = _arguments(problem, tokens)
+        if problem.split_keys is not None:
+            arguments = arguments._replace(steps_per_kv_split=problem.split_keys // STEP_KEYS)
+        compile(configuration)(arguments, Int32(parts), _stream(problem))
+
+
+def _configuration_of_few_heads(problem: Problem) -> FewHeads:
+    heads = next(n for n in COLUMNS if problem.num_heads <= n)
+    return FewHeads(problem.row_format is RowFormat.FP8, _entries(problem), heads)
+
+
+def _parts(problem: Problem, configuration: FewHeads) -> int:
+    """Among how many CTAs to divide a token's elements: as many as find room at once, of all tokens."""
+    pieces = min(PIECES, problem.max_steps * STEP_KEYS // KEY_TILE)
+    most = max(problem.max_kv_splits, pieces)  # elements of any token of this call, however short
+    clusters = num_clusters(problem.q.device)
+    possible = (
+        n for n in PARTS if n <= most <= MAX_ELEMENTS * n and problem.num_tokens <= clusters[n] * configuration.ctas
+    )
+    return max(possible, default=1)
+
+
+def _entries(problem: Problem) -> Entries:
+    if problem.entry_indices is not None:
+        return Entries.LIST
+    return Entries.NONE if problem.page_table is None else Entries.PAGES
+
+
 def _configuration(problem: Problem, split: Split, channel_splits: int) -> Configuration:
     return Configuration(
         fp8_rows=problem.row_format is RowFormat.FP8,
-        entries=Entries.LIST
-        if problem.entry_indices is not None
-        else Entries.NONE
-        if problem.page_table is None
-        else Entries.PAGES,
+        entries=_entries(problem),
         split=split,
         channel_splits=channel_splits,
     )

@@ -1,0 +1,372 @@
+"""Hopper's attention kernel for 32 heads or less in the emulator, over the hard cases of attention_cases.py.
+
+As test_sparse_attention_sm90.py, whose kernels compute the others: every launch with all checks on, schedules that
+change from case to case, the same bits in every batch and however a token's keys are divided; and the compile gate.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from ops import attention_launch
+from ops.attention_cases import CASES, Case, Spec, build, check
+from ops.attention_launch import SCHEDULES
+from ops.memory_layout import far_apart
+from ops.number_formats import same_bits
+from ops.random_attention import random_spec
+
+from dsv4_kernels.sparse_attention.split import num_kv_splits, num_steps
+
+if TYPE_CHECKING:
+    from host import Device
+    from torch import Tensor
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+pytestmark = pytest.mark.usefixtures("compiled_here")
+
+HEADS = {16: (8, 16, 1, 15), 32: (24, 32, 17, 31)}
+"""Columns of the products: heads that are computed with them, in turns."""
+QUICK = ((True, "LIST", 16), (True, "LIST", 32), (False, "PAGES", 16))
+"""(FP8 rows, entries, columns): what is not slow needs these kernels."""
+
+
+def launch(case: Case, multiprocessors: int = 132, parts: int | None = None, **options: object) -> Tensor:
+    """The result of one call, in so many parts or as many as the kernel chooses."""
+    return launch_on(case, multiprocessors, parts, **options)[0]
+
+
+def launch_on(
+    case: Case, multiprocessors: int = 132, parts: int | None = None, **options: object
+) -> tuple[Tensor, Device]:
+    """The same, and the emulated device."""
+    from emulator import Checks
+
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+
+    sm90.num_clusters.cache_clear()  # this device has another number
+    options = {"checks": Checks.strict(), "arch": sm90.ARCH, **options}
+    with pytest.MonkeyPatch.context() as patch:
+        if parts is not None:
+            patch.setattr(sm90, "_parts", lambda *_: parts)
+        return attention_launch.launch(sm90.sparse_attention, case, multiprocessors, persistent=False, **options)
+
+
+def allowed_parts(case: Case) -> list[int]:
+    """In how many parts a token of the case may be computed."""
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+
+    problem = case.problem()
+    with pytest.MonkeyPatch.context() as patch:
+        found = set()
+        for clusters in ((0, 9**9, *(0,) * 8), (0, 9**9, 9**9, *(0,) * 7), (0, *(9**9,) * 4, *(0,) * 5), (9**9,) * 10):
+            patch.setattr(sm90, "num_clusters", lambda device, clusters=clusters: clusters)
+            found.add(sm90._parts(problem, sm90._configuration_of_few_heads(problem)))
+    return sorted(found)
+
+
+def configuration(spec: Spec) -> tuple[bool, str, int]:
+    entries = "NONE" if not spec.entry_lengths else "PAGES" if spec.dense else "LIST"
+    return spec.fp8, entries, 16 if spec.heads <= 16 else 32
+
+
+def with_few_heads(name: str, columns: int) -> Spec:
+    """A case of attention_cases.py with as many heads as these columns are for."""
+    return replace(CASES[name], heads=HEADS[columns][list(CASES).index(name) % 4])
+
+
+HARDEST = (
+    *("list_lengths", "holes", "mostly_holes", "csa_512", "nothing_at_all", "sinks_mixed"),
+    *("large_scores", "split_128", "split_with_a_kv_split_of_holes", "scales_at_the_extremes"),
+    *("dense_lengths", "dense_pages_of_64", "q_unaligned", "one_of_three_has_nothing"),
+)
+
+
+def cases() -> Iterator[object]:
+    """All with either number of columns. Quick are some that need no further kernel."""
+    for name in CASES:
+        for columns in HEADS:
+            hard = name.rpartition("-")[0] in HARDEST
+            quick = hard and configuration(with_few_heads(name, columns)) in QUICK
+            yield pytest.param(name, columns, marks=() if quick else pytest.mark.slow)
+
+
+# ---- values
+
+
+@pytest.mark.parametrize(("name", "columns"), cases())
+def test_case(name: str, columns: int) -> None:
+    case, seed = build(with_few_heads(name, columns)), list(CASES).index(name)
+    check(case, launch(case, schedule=SCHEDULES[seed % len(SCHEDULES)], seed=seed))
+
+
+def random_specs() -> Iterator[object]:
+    for seed in range(120):
+        spec = random_spec(seed)
+        spec = replace(spec, heads=spec.heads if spec.heads <= 32 else spec.heads % 32 + 1)
+        quick = configuration(spec) in QUICK and seed < 12
+        yield pytest.param(spec, seed, marks=() if quick else pytest.mark.slow, id=str(seed))
+
+
+@pytest.mark.parametrize(("spec", "seed"), random_specs())
+def test_random_case(spec: Spec, seed: int) -> None:
+    """With the same bits in whole tokens, and with as many CTAs for each as may be."""
+    case = build(spec, seed=seed)
+    results = [
+        launch(case, parts=parts, schedule=SCHEDULES[(seed + parts) % len(SCHEDULES)], seed=seed)
+        for parts in {1, allowed_parts(case)[-1]}
+    ]
+    check(case, results[0])
+    assert same_bits(results[0], results[-1])
+
+
+@pytest.mark.parametrize("heads", [1, 15, 17, 31])
+def test_nothing_is_written_beside_the_output(heads: int) -> None:
+    case = build(Spec(tokens=2, heads=heads, entry_lengths=(200, 0)))
+    around = torch.full((4, heads + 4, 528), -7.0, dtype=torch.bfloat16)
+    out = around[1:3, 2 : heads + 2, 8:520]
+    assert launch(case, out=out) is out
+    check(case, out.clone())
+    out.fill_(-7.0)
+    assert (around == -7.0).all()
+
+
+POOLS = {
+    "list_fp8": Spec(tokens=4, heads=16, entry_lengths=(70, 3)),
+    "list_fp8_32_heads": Spec(tokens=4, heads=32, entry_lengths=(70, 130), split_keys=128),
+    "pages_bf16": Spec(tokens=4, heads=16, entry_lengths=(70, 3), dense=True, fp8=False),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_rows_beyond_32_bits(name: str) -> None:
+    """Neither their bytes nor their elements can be counted in 32 bits, in the window's table and in the entries'."""
+    case = build(POOLS[name])
+    check(case, launch(case.spread()))
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_q_and_outputs_beyond_32_bits(name: str) -> None:
+    case = build(POOLS[name])
+    out = far_apart(torch.empty(case.q.shape, dtype=torch.bfloat16))
+    check(case, launch(replace(case, q=far_apart(case.q)), out=out))
+
+
+# ---- which kernel, and in how many parts
+
+
+@pytest.mark.parametrize(("heads", "few", "expected"), [(1, 32, 1), (16, 32, 1), (32, 32, 1), (33, 32, 0), (1, 0, 0)])
+@pytest.mark.parametrize("tokens", [1, 500])
+def test_the_number_of_heads_chooses_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, heads: int, few: int, expected: bool, tokens: int
+) -> None:
+    """Nothing else may: this kernel's bits are others than those of the kernels for many heads. And it can be off."""
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+
+    called = []
+    monkeypatch.setattr(sm90, "FEW_HEADS", few)
+    monkeypatch.setattr(sm90, "_launch_few_heads", lambda problem: called.append(1))
+    monkeypatch.setattr(sm90, "_channel_splits_of_clusters", lambda problem: 0)
+    monkeypatch.setattr(sm90, "_divides", lambda problem: False)
+    monkeypatch.setattr(sm90, "_launch", lambda *arguments: called.append(0))
+    for split_keys in (None, 1152):
+        sm90.sparse_attention(SimpleNamespace(num_heads=heads, num_tokens=tokens, split_keys=split_keys))
+    assert called == [expected] * 2
+
+
+def test_few_heads_is_32_at_most() -> None:
+    from dsv4_kernels.sparse_attention.problem import FEW_HEADS
+
+    assert FEW_HEADS <= max(HEADS)
+
+
+@pytest.mark.parametrize(
+    ("heads", "window", "entries", "split_keys", "parts"),
+    [
+        # (tokens, parts): clusters of 1, 2, 4 and 8 that find room are 132, 66, 33 and 16, twice with 16 heads.
+        (16, 128, 512, None, ((1, 4), (66, 4), (67, 2), (132, 2), (133, 1))),
+        (32, 128, 512, None, ((1, 4), (33, 4), (34, 2), (66, 2), (67, 1))),
+        (16, 128, 0, None, ((1, 2), (132, 2), (133, 1))),  # two tiles: no more elements
+        # Eight KV splits: two for each of four CTAs, but not four for each of two.
+        (16, 128, 8192, 1152, ((1, 8), (32, 8), (33, 4), (66, 4), (67, 1))),
+        (16, 128, 4992, 128, ((1, 1),)),  # forty
+    ],
+    ids=["csa_512", "32_heads", "window", "hca_1m", "many_kv_splits"],
+)
+def test_parts_are_as_many_as_find_room(
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+    window: int,
+    entries: int,
+    split_keys: int | None,
+    parts: tuple[tuple[int, int], ...],
+) -> None:
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+    from dsv4_kernels.sparse_attention.sm90.few_heads.plan import FewHeads
+    from dsv4_kernels.sparse_attention.sm90.plan import Entries
+
+    monkeypatch.setattr(sm90, "num_clusters", lambda device: (0, *(132 // n for n in range(1, 10))))
+    steps = num_steps(window, entries)
+    sizes = {"max_steps": steps, "max_kv_splits": num_kv_splits(steps, split_keys), "q": torch.empty(0)}
+    for tokens, expected in parts:
+        problem = SimpleNamespace(num_tokens=tokens, **sizes)
+        assert sm90._parts(problem, FewHeads(True, Entries.LIST, heads)) == expected, tokens
+
+
+@pytest.mark.parametrize("columns", HEADS)
+def test_nobody_can_wait_for_a_cta_that_has_not_begun(columns: int) -> None:
+    """CTAs meet within clusters only, which begin together: no counters, no flags, no polling of global memory."""
+    from host import emulated
+
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+    from dsv4_kernels.sparse_attention.sm90.few_heads.plan import FewHeads
+    from dsv4_kernels.sparse_attention.sm90.plan import Entries
+
+    with emulated(arch=sm90.ARCH):
+        ptx = sm90.compile(FewHeads(True, Entries.LIST, columns)).__ptx__
+    assert "barrier.cluster.wait" in ptx and "ld.global" in ptx
+    assert not re.search(r"\b(atom|red)\.|\.(acquire|volatile|relaxed)\.(gpu|sys)|ld\.volatile|mbarrier", ptx)
+
+
+# ---- bits
+
+DIVIDED = {
+    "one_kv_split": Spec(tokens=3, heads=16, entry_lengths=(512, 5, 130)),
+    "one_kv_split_32_heads": Spec(tokens=3, heads=32, entry_lengths=(512, 5, 130)),
+    "kv_splits": Spec(tokens=3, heads=8, entry_lengths=(700, 3, 300), split_keys=128, sink="mixed"),
+    "kv_splits_32_heads": Spec(tokens=3, heads=24, entry_lengths=(700, 3, 300), split_keys=128, sink="mixed"),
+    "holes_only": Spec(tokens=3, heads=16, window_lengths=(0,), entry_lengths=(0, 1, 0), entries=512, split_keys=128),
+    "bf16": Spec(tokens=2, heads=16, entry_lengths=(300, 30), dense=True, fp8=False),
+    "large_values": replace(CASES["large_values-fp8"], heads=16),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_the_same_bits_in_any_parts_under_every_schedule(name: str) -> None:
+    case = build(DIVIDED[name], seed=1)
+    expected = launch(case, parts=1)
+    check(case, expected)
+    parts = allowed_parts(case)
+    assert len(parts) > 1
+    for seed, schedule in enumerate(SCHEDULES):
+        for n in parts:
+            result, device = launch_on(case, parts=n, schedule=schedule, seed=seed)
+            assert same_bits(expected, result), (n, schedule)
+            assert device.reports[0].grid == (n, case.spec.tokens, 1)
+
+
+@pytest.mark.parametrize("name", ["one_kv_split", "kv_splits_32_heads", "bf16"])
+def test_a_token_has_the_same_bits_in_any_batch(name: str) -> None:
+    """In another order, at every place, with others beside it, on other numbers of multiprocessors."""
+    case = build(DIVIDED[name])
+    out = launch(case)
+    for batch, multiprocessors in ((1, 132), (3, 2), (11, 5)):
+        order = torch.randint(0, case.spec.tokens, (batch,), generator=torch.Generator().manual_seed(batch)).tolist()
+        assert same_bits(launch(case.take(order), multiprocessors), out[order])
+
+
+@pytest.mark.parametrize("heads", [16, 32])
+def test_split_keys_are_not_seen_by_a_token_of_one_kv_split(heads: int) -> None:
+    """Decode and prefill agree, where keys are not divided."""
+    divided = build(Spec(tokens=2, heads=heads, entry_lengths=(1024, 300), split_keys=1152))
+    assert same_bits(launch(divided), launch(replace(divided, spec=replace(divided.spec, split_keys=None)), parts=1))
+
+
+UNPACKED = [
+    *("csa_512-fp8", "list_lengths-fp8", "holes-fp8", "scales_at_the_extremes-fp8", "sinks_mixed-fp8"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("window_lengths-fp8", "dense_lengths-fp8")),
+]
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+@pytest.mark.parametrize("columns", [16, pytest.param(32, marks=pytest.mark.slow)])
+def test_unpacked_rows_give_the_same_bits(name: str, columns: int) -> None:
+    """A chunk may read FP8 rows, or bf16 rows that were made of them: nobody can tell by the results."""
+    case = build(with_few_heads(name, columns))
+    plain = case.unpacked(functools.partial(attention_launch.unpack_emulated, "sm90"))
+    assert same_bits(launch(case), launch(plain))
+
+
+def test_several_launches_of_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every launch begins at its own tokens in each list: requests, lengths, rows and results."""
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+
+    monkeypatch.setattr(sm90, "MAX_TOKENS", 2)
+    lengths = {"window_lengths": (128, 3, 70, 9), "entry_lengths": (5, 200, 70, 0)}
+    case = build(Spec(tokens=5, heads=8, dense=True, fp8=False, split_keys=128, **lengths))
+    result, device = launch_on(case)
+    assert len(device.reports) == 3
+    check(case, result)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_width_of_lists_and_tables_is_not_seen(dense: bool) -> None:
+    case = build(Spec(heads=16, entry_lengths=(300, 3, 130), dense=dense, fp8=not dense))
+    name = "page_table" if dense else "entry_indices"
+    wide = torch.nn.functional.pad(case.entry_arguments[name], (0, 524), value=2**31 - 1)
+    wider = replace(case, entry_arguments={**case.entry_arguments, name: wide})
+    assert same_bits(launch(wider), launch(case))
+
+
+def test_divisions_beyond_what_the_kernel_can_count_are_refused() -> None:
+    case = build(Spec(tokens=1, heads=8, entry_lengths=(5,), split_keys=128))
+    wide = torch.zeros(1, 2**17 + 128, dtype=torch.int32)
+    case = replace(case, entry_arguments={**case.entry_arguments, "entry_indices": wide})
+    with pytest.raises(ValueError, match="expected less than 1048576 as their product"):
+        launch(case)
+
+
+# One warpgroup and two, tokens of one to four elements in two parts each: so the first part merges those it has and the
+# second one leaves up to two.
+MUTATED = {
+    "sparse_attention_few_heads": (Spec(tokens=4, heads=16, entry_lengths=(200, 5, 0)), 2),
+    "sparse_attention_few_heads_32": (Spec(tokens=4, heads=32, entry_lengths=(200, 5, 0)), 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATED)
+def test_deleted_synchronisation_is_noticed(name: str) -> None:
+    spec, parts = MUTATED[name]
+    _, device = launch_on(build(spec), parts=parts, record=True)
+    rates = attention_launch.delete_synchronisation(name, device)
+    assert rates and set(rates.values()) == {1}
+
+
+# ---- compile gate
+
+CONFIGURATIONS = [
+    (fp8, entries, columns) for fp8 in (True, False) for entries in ("NONE", "LIST", "PAGES") for columns in (16, 32)
+]
+
+
+@pytest.mark.parametrize(
+    ("fp8_rows", "entries", "columns"),
+    [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in CONFIGURATIONS],
+)
+def test_compiled(fp8_rows: bool, entries: str, columns: int) -> None:
+    """No register, byte of the stack or of code more than benchmarks/results says; wgmma runs asynchronously."""
+    from host import emulated
+    from sparse_attention_sm90_static import RESULTS, static_numbers
+
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+    from dsv4_kernels.sparse_attention.sm90.few_heads.plan import FewHeads
+    from dsv4_kernels.sparse_attention.sm90.plan import Entries
+
+    configuration = FewHeads(fp8_rows, Entries[entries], columns)
+    with emulated(arch=sm90.ARCH):
+        found = static_numbers(configuration)
+    recorded = json.loads(RESULTS.read_text())[str(configuration)]
+    over = {name: value for name, value in found.items() if value > recorded[name]}
+    assert found.keys() == recorded.keys() and not over, f"{configuration} needs more than {recorded}: {over}"
+    assert found["registers"] <= 65536 // (configuration.threads * configuration.ctas)
+    # A kibibyte of each CTA is the system's.
+    assert configuration.ctas * (found["shared_memory_bytes"] + 1024) <= 228 * 1024
+    assert found["stack_bytes"] <= 8, "an address, which is written in front of the loop over tiles"
