@@ -102,6 +102,8 @@ class ReplayEngine:
             cache_salt=cache_salt,
         )
         req.init_next_round_input(self.cache)
+        if req.host_hit_length:
+            self._load_back(req)
         hit = req.prefix_len
         req.lock = self.cache.lock(req.last_node)
         self.totals.requests += 1
@@ -109,6 +111,17 @@ class ReplayEngine:
         self.totals.hit_tokens += hit
         self.totals.recomputed.append(len(prompt) - hit)
         return Running(req, hit, len(prompt), hit)
+
+    def _load_back(self, req: Req) -> None:
+        """What is beyond the device, as the scheduler's planner asks for it."""
+        from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
+
+        lock = self.cache.lock(req.last_node)
+        wanted = InitLoadBackParams(req.best_match_node, req.host_hit_length, req=req)
+        tokens, req.last_node = self.cache.init_load_back(wanted)
+        self.cache.unlock(lock)
+        req.prefix_len += tokens
+        req.kv.cache_protected_len = req.prefix_len
 
     def prefill_chunk(self, running: Running) -> None:
         """Compute the next chunk and publish it."""

@@ -251,6 +251,27 @@ class KVRows:
         scales = self.storage[:, end_of_data : end_of_data + PAGE_ROWS * scale_bytes]
         return data, scales.unflatten(1, (PAGE_ROWS, scale_bytes))
 
+    def page_views(self, rows: int) -> list[Tensor]:
+        """Views of the storage's bytes by pages of `rows` rows.
+
+        Args:
+            rows: a divisor of 64.
+
+        Returns:
+            Tensors [N, per, bytes] uint8: page p's bytes are at [p // per, p % per] of each. A byte format's page of 64
+            rows is one run of bytes with its padding; fewer rows are two, data and scales.
+
+        Raises:
+            ValueError: 64 rows, or all of them, are not whole pages.
+        """
+        if PAGE_ROWS % rows or self.num_rows % rows:
+            raise ValueError(f"{self.num_rows} rows in blocks of {PAGE_ROWS} are not pages of {rows} rows")
+        if self.format is RowFormat.PLAIN:
+            return [self.storage.view(torch.uint8).view(self.num_rows // rows, 1, rows * self.row_bytes)]
+        if rows == PAGE_ROWS:
+            return [self.storage.unflatten(1, (1, -1))]
+        return [part.unflatten(1, (PAGE_ROWS // rows, rows)).flatten(2) for part in self._split_pages()]
+
     def gather(self, rows: Tensor) -> Tensor:
         """The values of rows.
 

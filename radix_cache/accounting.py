@@ -28,6 +28,15 @@ class PrefixReport:
     recomputed: dict[Stop, int]
     stop: Stop
     tier: str | None  # where the tail came from: "device", "host", or None when nothing was hit
+    host_tokens: int = 0  # of the hit: their pages were loaded from host memory
+    storage_tokens: int = 0  # of the hit: their pages were fetched from the storage, and loaded
+
+    @property
+    def pages_from(self) -> dict[str, int]:
+        """Hit tokens by the tier that had their pages; tiers that had none are left out."""
+        device = self.hit_tokens - self.host_tokens - self.storage_tokens
+        tiers = {"device": device, "host": self.host_tokens, "storage": self.storage_tokens}
+        return {tier: tokens for tier, tokens in tiers.items() if tokens}
 
     def as_meta(self) -> dict[str, object]:
         """The form in which a response's meta_info carries it."""
@@ -35,6 +44,7 @@ class PrefixReport:
             "position": self.hit_tokens,
             "stopped_by": self.stop.value,
             "tail_from": self.tier,
+            "pages_from": self.pages_from,
             "recomputed": {stop.value: tokens for stop, tokens in self.recomputed.items() if tokens},
         }
 
@@ -44,6 +54,8 @@ class PrefixTotals:
     """Token counts over all requests that have started, and errors in this bookkeeping. Only ever grow."""
 
     hit: Counter[str] = field(default_factory=Counter)  # by the tier that the tail came from
+    pages: Counter[str] = field(default_factory=Counter)  # the same tokens, by the tier that had their pages
+    requests: Counter[str] = field(default_factory=Counter)  # that hit, by the slowest tier that had pages of theirs
     recomputed: Counter[Stop] = field(default_factory=Counter)
     errors: int = 0
 
@@ -51,11 +63,20 @@ class PrefixTotals:
         """Count a request that starts."""
         if report.hit_tokens:
             self.hit[report.tier] += report.hit_tokens
+            self.pages.update(report.pages_from)
+            self.requests[list(report.pages_from)[-1]] += 1
         self.recomputed.update(report.recomputed)
 
 
 def explain(
-    prompt_tokens: int, hit_tokens: int, block_tokens: int, limit_tokens: int, salted: bool, tier: str | None
+    prompt_tokens: int,
+    hit_tokens: int,
+    block_tokens: int,
+    limit_tokens: int,
+    salted: bool,
+    tier: str | None,
+    host_tokens: int = 0,
+    storage_tokens: int = 0,
 ) -> PrefixReport:
     """Account for every token of a prompt.
 
@@ -67,6 +88,7 @@ def explain(
         salted: whether the request has a cache namespace of its own. Whether *another* namespace holds the prompt is
             not looked up: the answer would tell one tenant what another one asked.
         tier: where the tail comes from.
+        host_tokens, storage_tokens: of the hit, those whose pages were loaded from host memory, and from the storage.
 
     Raises:
         ValueError: the counts contradict each other.
@@ -84,4 +106,5 @@ def explain(
         Stop.PAGE_REMAINDER: prompt_tokens - whole,
     }
     stop = next(reason for reason, tokens in recomputed.items() if tokens)
-    return PrefixReport(prompt_tokens, hit_tokens, recomputed, stop, tier if hit_tokens else None)
+    tier = tier if hit_tokens else None
+    return PrefixReport(prompt_tokens, hit_tokens, recomputed, stop, tier, host_tokens, storage_tokens)

@@ -21,7 +21,8 @@ there plain LRU decides.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 PASSED_WEIGHT = 0.125
 
@@ -42,24 +43,24 @@ class CreditHeap:
     """Candidates ordered by credit, with O(log n) updates. Ties go to the older entry."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, int]] = []  # credit, serial, id
-        self._current: dict[int, tuple[float, int]] = {}  # id -> (credit, serial) of its valid heap entry
+        self._heap: list[tuple[float, int, Hashable]] = []  # credit, serial, id
+        self._current: dict[Hashable, tuple[float, int]] = {}  # id -> (credit, serial) of its valid heap entry
         self._serial = 0
 
     def __len__(self) -> int:
         return len(self._current)
 
-    def __contains__(self, item: int) -> bool:
+    def __contains__(self, item: Hashable) -> bool:
         return item in self._current
 
     def __iter__(self) -> object:
         return iter(self._current)
 
-    def credit(self, item: int) -> float:
+    def credit(self, item: Hashable) -> float:
         """The credit under which `item` is queued."""
         return self._current[item][0]
 
-    def put(self, item: int, credit: float) -> None:
+    def put(self, item: Hashable, credit: float) -> None:
         """Insert `item` or move it to another credit."""
         self._serial += 1
         self._current[item] = (credit, self._serial)
@@ -68,11 +69,11 @@ class CreditHeap:
             self._heap = [(c, s, i) for i, (c, s) in self._current.items()]
             heapq.heapify(self._heap)
 
-    def discard(self, item: int) -> None:
+    def discard(self, item: Hashable) -> None:
         """Take `item` out, if it is in."""
         self._current.pop(item, None)
 
-    def least(self, allowed: Callable[[int], bool]) -> int | None:
+    def least(self, allowed: Callable[[Any], bool]) -> Any | None:  # noqa: ANN401 - an item
         """The allowed item with the least credit; it stays in."""
         refused = []
         found = None

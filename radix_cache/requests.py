@@ -60,6 +60,8 @@ class Match:
     block_tokens: int  # tokens whose blocks are stored, in a row from 0
     limit_tokens: int  # the match was not allowed to go further
     salted: bool  # the request has a cache namespace of its own
+    host_tokens: int = 0  # of [0, position): their pages were loaded from host memory
+    storage_tokens: int = 0  # of [0, position): their pages came from the storage
     report: PrefixReport | None = None  # the account of the prompt, once it runs
 
 
@@ -190,7 +192,14 @@ class TailRequests:
         if match is not None and match.prompt_tokens:
             with self._surviving(state):
                 match.report = explain(
-                    match.prompt_tokens, begin, match.block_tokens, match.limit_tokens, match.salted, tier
+                    match.prompt_tokens,
+                    begin,
+                    match.block_tokens,
+                    match.limit_tokens,
+                    match.salted,
+                    tier,
+                    match.host_tokens,
+                    match.storage_tokens,
                 )
                 self.totals.add(match.report)
         return match.checkpoint_id if begin else None
@@ -271,6 +280,12 @@ class TailRequests:
                 state.decoded = position
                 return Write(position, self.store[checkpoint_id].device_slot)
         return None
+
+    def adopt(self, position: int) -> int | None:
+        """A device slot's checkpoint for bytes that come from elsewhere; whoever asked publishes it. None: no slot."""
+        checkpoint, lost = self.store.reserve(position)
+        self._lost += lost
+        return None if checkpoint is None else checkpoint.id
 
     def take_snapshots(self) -> list[tuple[int, Write]]:
         """Rings (request slot, where to) to be saved before anything else of the next forward."""

@@ -276,9 +276,10 @@ class CheckpointStore:
         checkpoint.before = before
         for later_id in after:
             later = self[later_id]
-            assert later.before == before, f"checkpoint {later_id} follows {later.before}, not {before}"
-            if before is not None:
-                self[before].after.discard(later_id)
+            if later.before is not None:  # `before`, or one that was off the tree when the later one was published
+                followed = self[later.before]
+                followed.after.discard(later_id)
+                self._reprice(followed)
             later.before = checkpoint.id
             checkpoint.after.add(later_id)
         if before is not None:

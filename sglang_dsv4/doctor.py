@@ -1,7 +1,8 @@
 """What is live, what the memory is spent on, and what a cache of that size keeps.
 
 python -m sglang_dsv4.doctor                                  the installation
-python -m sglang_dsv4.doctor MODEL [--tokens N] [--requests N] [--rows fp8|plain]    and the plan for a checkpoint
+python -m sglang_dsv4.doctor MODEL [--tokens N] [--requests N] [--rows fp8|plain] [--hicache-ratio R | --hicache-size G]
+                                                              and the plan for a checkpoint
 python -m sglang_dsv4.doctor --url http://127.0.0.1:30000     and a running server
 """
 
@@ -24,7 +25,7 @@ from dsv4_kernels.moe.sm90.workspace import workspace_bytes
 from dsv4_kernels.unpack import choice
 from sglang_dsv4 import compat
 from sglang_dsv4.cache.geometry import PoolGeometry
-from sglang_dsv4.cache.tail_options import TailOptions
+from sglang_dsv4.cache.tail_options import HostOptions, TailOptions
 from sglang_dsv4.checkpoint_files import stated
 from sglang_dsv4.config import Config
 from sglang_dsv4.cpu import shims
@@ -90,7 +91,9 @@ def _of_experts(model: Path, tokens: int) -> int:
     )
 
 
-def plan(model: Path, tokens: int, requests: int, rows: str) -> list[str]:
+def plan(
+    model: Path, tokens: int, requests: int, rows: str, hicache_ratio: float = 2.0, hicache_size: float = 0
+) -> list[str]:
     """The memory plan of a checkpoint, and what would be kept under it.
 
     Raises:
@@ -119,12 +122,23 @@ def plan(model: Path, tokens: int, requests: int, rows: str) -> list[str]:
         "",
         f"tail checkpoints: one every {options.interval_tokens:,} prefilled tokens, {slots:,} on the device, "
         f"{host:,} in host memory ({format_bytes(host * plan.bytes_per_checkpoint)})",
-        f"{'conversation':>14} {'kept whole':>11} {'checkpoints each':>17}",
+    ]
+    slot_bytes, token_bytes = plan.bytes_per_checkpoint, plan.bytes_per_token
+    chosen = HostOptions(hicache_ratio, hicache_size)
+    pages, tails = chosen.sizes(plan.full_tokens, token_bytes, int(slot_bytes))
+    host_tokens, tails = pages * FULL_PAGE_TOKENS, max(tails, host)
+    flag = f"--hicache-size {hicache_size:g}" if hicache_size else f"--hicache-ratio {hicache_ratio:g}"
+    lines += [
+        f"with --enable-hierarchical-cache {flag}: {host_tokens:,} tokens in host memory "
+        f"({format_bytes(host_tokens * token_bytes)}) and {tails:,} checkpoints ({format_bytes(tails * slot_bytes)})",
+        f"{'conversation':>14} {'kept whole':>11} {'in host memory':>15} {'checkpoints each':>17} {'file bytes':>15}",
     ]
     for length in CONVERSATIONS:
-        if length <= tokens:
+        if length <= max(tokens, host_tokens):
             each = length // options.interval_tokens + 1
-            lines.append(f"{length:>14,} {tokens // length:>11,} {each:>17,}")
+            stored = format_bytes(length * token_bytes + each * slot_bytes)
+            kept, beyond = tokens // length, min(host_tokens // length, tails)
+            lines.append(f"{length:>14,} {kept:>11,} {beyond:>15,} {each:>17,} {stored:>15}")
     lines.append(
         "A conversation needs one checkpoint, its end, to be continued; the others bound what a divergence inside it "
         "costs."
@@ -161,12 +175,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=65_536, help="tokens of the pool (--max-total-tokens)")
     parser.add_argument("--requests", type=int, default=32, help="running requests (--max-running-requests)")
     parser.add_argument("--rows", choices=("fp8", "plain"), default="fp8" if torch.cuda.is_available() else "plain")
+    parser.add_argument("--hicache-ratio", type=float, default=2.0, help="tokens in host memory for each of the pool")
+    parser.add_argument("--hicache-size", type=float, default=0, help="GB of host memory for prefixes, instead")
     parser.add_argument("--url", help="of a running server")
     chosen = parser.parse_args(arguments)
     print("\n".join(installation()))
     try:
         if chosen.model is not None:
-            print("\n" + "\n".join(plan(chosen.model, chosen.tokens, chosen.requests, chosen.rows)))
+            sizes = (chosen.tokens, chosen.requests, chosen.rows, chosen.hicache_ratio, chosen.hicache_size)
+            print("\n" + "\n".join(plan(chosen.model, *sizes)))
         if chosen.url is not None:
             print("\n" + "\n".join(server(chosen.url.rstrip("/"))))
     except (OSError, ValueError) as error:

@@ -34,10 +34,14 @@ REFUSALS = (
         f"pages hold {FULL_PAGE_TOKENS} tokens, two groups of the HCA layers; leave it out",
     ),
     Refusal(
-        "--enable-hierarchical-cache",
-        bool,
-        "it would move pages to the host without the window rows at their ends. Tail checkpoints have a host tier of "
-        "their own (SGLANG_DSV4_TAIL_HOST_SLOTS)",
+        "--hicache-host-memory-mode",
+        lambda mode: mode != "cache",
+        "host memory keeps prefixes, and the storage gets them from there; leave it out",
+    ),
+    Refusal(
+        "--hicache-host-memory-fraction",
+        lambda share: share not in (None, 0.8),
+        "give the size by --hicache-ratio or --hicache-size",
     ),
     Refusal("--enable-streaming-session", bool, "a session's rows are not kept"),
     Refusal(

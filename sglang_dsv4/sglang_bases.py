@@ -14,9 +14,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Shar
 from sglang.srt.layers.attention.verify_mask import TreeMaskMode, VerifyMask, tree_mask_numel
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.mem_cache.memory_pool import KVCache
+from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_cache.components import TreeComponent
 
-from sglang_dsv4.compat import DeepSeekV4TokenToKVPool, UnifiedTreeCore
+from sglang_dsv4.compat import DeepSeekV4TokenToKVPool, UnifiedRadixCache, UnifiedTreeCore
 
 if TYPE_CHECKING:
     from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
@@ -143,11 +144,39 @@ class OpenTreeCore(UnifiedTreeCore):
             device_validators=tuple(part.create_match_validator(match_device_only=True) for part in self.components),
         )
 
+    @staticmethod
+    def with_host_hit(result: MatchResult, tokens: int) -> MatchResult:
+        """A match that goes on for so many tokens beyond the device."""
+        return result._replace(host_hit_length=tokens)
+
     def take_off(self, node_id: int, component: TreeComponent) -> None:
         """Take a component's value off a node, which keeps its blocks."""
         self._evict_component_and_detach_lru(
             self.node_by_id(node_id), component, defaultdict(list), defaultdict(list), cache_actions=[]
         )
+
+
+class EvictionAwareRadixCache(UnifiedRadixCache):
+    """SGLang's radix cache, which says what it is about to free."""
+
+    def before_eviction(self, pages: list[torch.Tensor]) -> None:
+        """The tree gives up nodes whose FULL slots these are, whole pages; their bytes are still there."""
+
+    def _free_values(
+        self,
+        device_frees: dict[ComponentType, list[torch.Tensor]],
+        host_frees: dict[ComponentType, list[torch.Tensor]],
+    ) -> None:
+        slots = device_frees.get(BASE_COMPONENT_TYPE)
+        if slots:
+            self.before_eviction(slots)
+        super()._free_values(device_frees, host_frees)
+
+    def least_of_ranks(self, values: list[int]) -> list[int]:
+        """The least of each value over the ranks that keep equal trees; all of them must call it."""
+        agreed = torch.tensor(values, dtype=torch.int64)
+        self._all_reduce_attn_groups(agreed, torch.distributed.ReduceOp.MIN)
+        return agreed.tolist()
 
 
 class PassiveTreeComponent(TreeComponent):

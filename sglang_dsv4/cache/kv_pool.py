@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.distributed import get_tp_group
-from sglang.srt.runtime_context import get_exec
+from sglang.srt.runtime_context import get_context, get_exec, get_memory
 
 from dsv4_kernels.kv_layout import KVRows
 from dsv4_radix_cache.placement import Placement
@@ -29,7 +29,7 @@ from dsv4_radix_cache.store import CheckpointStore
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.pool_configurator import geometry_of, tail_slots
 from sglang_dsv4.cache.pool_plan import PoolPlan
-from sglang_dsv4.cache.tail_options import TailOptions, TailSizes, least_of_ranks
+from sglang_dsv4.cache.tail_options import HostOptions, TailOptions, TailSizes, least_of_ranks
 from sglang_dsv4.cache.tail_storage import TailRows, TailStorage
 from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, LayerKind
 from sglang_dsv4.sglang_bases import RingWindowKVPool
@@ -37,6 +37,8 @@ from sglang_dsv4.sglang_bases import RingWindowKVPool
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+    from sglang_dsv4.prefix.tiers import PrefixTiers
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ class Dsv4KVPool(RingWindowKVPool):
             are in a slot's rings, 0 if none. A request that continues a prefix must find its own number there.
         tail_storage: bytes of the tail checkpoints, a draft's in its target's; None without prefix reuse.
         tail_requests: which request takes and gets which checkpoint; None without prefix reuse.
+        host_pages: pages of prefixes in host memory; 0 without `--enable-hierarchical-cache`.
+        prefix_tiers: what is to be copied before a forward; set with `--enable-hierarchical-cache`.
         draft: of a target, the draft worker's pool. Tail checkpoints hold its window rows as well.
         tail_rows: of a draft, where the tokens of the prefill in progress go in the target's checkpoints.
     """
@@ -95,6 +99,8 @@ class Dsv4KVPool(RingWindowKVPool):
         self.plan = PoolPlan.of(geometry, full_tokens, request_slots, tails.device_slots if tails else 0)
         self.is_draft = is_draft
         self.ring_generation = torch.zeros(request_slots, dtype=torch.int64)
+        self.host_pages = tails.host_pages if tails else 0
+        self.prefix_tiers: PrefixTiers | None = None
         self.draft: Dsv4KVPool | None = None
         self.tail_rows: TailRows | None = None
         self._tensors: dict[str, dict[int, KVRows | torch.Tensor]] = {}
@@ -234,8 +240,8 @@ class Dsv4KVPool(RingWindowKVPool):
         self._unsupported("prefill/decode disaggregation")
 
     def host_pool_decls(self) -> tuple[object, ...]:
-        """SGLang's hierarchical cache is not supported."""
-        self._unsupported("SGLang's hierarchical cache (--enable-hierarchical-cache)")
+        """Host memory is `prefix.tiers`', not SGLang's host pools."""
+        self._unsupported("SGLang's host pools (they serve --disaggregation-mode)")
 
     def get_cpu_copy(self, indices: object, mamba_indices: object = None, req_pool_index: object = None) -> object:
         """A retracted request is computed again; no host copy of its rows is made."""
@@ -290,6 +296,16 @@ def _tail_sizes(geometry: PoolGeometry, full_tokens: int, request_slots: int) ->
     if not device_slots:
         return None
     options = TailOptions.from_environment()
-    slot_bytes = int(PoolPlan.of(geometry, full_tokens, request_slots, device_slots).bytes_per_checkpoint)
-    host_slots = least_of_ranks(options.slots_on_host(device_slots, slot_bytes), get_tp_group().cpu_group)
-    return TailSizes(device_slots, host_slots, options.interval_tokens, options.strict)
+    plan, group = PoolPlan.of(geometry, full_tokens, request_slots, device_slots), get_tp_group().cpu_group
+    slot_bytes = int(plan.bytes_per_checkpoint)
+    host_slots, host_pages = options.slots_on_host(device_slots, slot_bytes), 0
+    memory = get_memory()
+    if memory.enable_hierarchical_cache:
+        host = HostOptions(memory.hicache_ratio, memory.hicache_size, memory.hicache_host_memory_fraction is not None)
+        host_pages, tails = host.sizes(full_tokens, plan.bytes_per_token, slot_bytes)
+        # That limit is taken into account; SGLang would ask for the bytes of a pool of its own.
+        get_context().override("sglang_dsv4.host_pages", hicache_host_memory_fraction=None)
+        if options.host_slots is None:
+            host_slots = max(host_slots, tails)
+    host_slots, host_pages = least_of_ranks(host_slots, group), least_of_ranks(host_pages, group)
+    return TailSizes(device_slots, host_slots, options.interval_tokens, options.strict, host_pages)

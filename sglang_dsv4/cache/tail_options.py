@@ -1,4 +1,4 @@
-"""How many tail checkpoints are kept and where, from the environment.
+"""How many tail checkpoints are kept and where, from the environment; and, with SGLang's flags, how many host pages.
 
     SGLANG_DSV4_TAIL_INTERVAL      tokens between the checkpoints of a prefill, a multiple of 256 (2048)
     SGLANG_DSV4_TAIL_SLOTS         checkpoints on the device (one a running request and one per 4,096 tokens)
@@ -22,10 +22,12 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dsv4_radix_cache.placement import DEFAULT_INTERVAL_TOKENS, Placement
+from dsv4_radix_cache.ring import PAGE_TOKENS
 
 TOKENS_PER_SLOT = 4096
 HOST_SLOTS_PER_DEVICE_SLOT = 4
 HOST_MEMORY_SHARE = 32
+FREE_MEMORY_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class TailSizes:
     interval_tokens: int = DEFAULT_INTERVAL_TOKENS
     strict: bool = True
     """A bookkeeping error is raised."""
+    host_pages: int = 0
+    """Pages of prefixes in host memory (`--enable-hierarchical-cache`)."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,38 @@ class TailOptions:
             return self.host_slots
         fitting = psutil.virtual_memory().total // HOST_MEMORY_SHARE // max(1, slot_bytes)
         return min(HOST_SLOTS_PER_DEVICE_SLOT * device_slots, fitting)
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """How much host memory whole prefixes may take: SGLang's flags, in its units."""
+
+    ratio: float  # --hicache-ratio: tokens in host memory for each of the pool
+    gigabytes: float = 0  # --hicache-size, which takes the place of the ratio; 10**9 bytes, checkpoints included
+    fitting: bool = False  # neither flag was given: what the machine has free sets a limit
+
+    def sizes(self, full_tokens: int, token_bytes: float, slot_bytes: int) -> tuple[int, int]:
+        """Pages and checkpoints in host memory, as far as this host knows: one checkpoint for 4,096 tokens.
+
+        Args:
+            full_tokens: tokens of the pool.
+            token_bytes: bytes of a token's entries and keys.
+            slot_bytes: bytes of a checkpoint.
+
+        Raises:
+            ValueError: not even one page fits.
+        """
+        unit_bytes = TOKENS_PER_SLOT * token_bytes + slot_bytes
+        units = self.gigabytes * 1e9 / unit_bytes if self.gigabytes else self.ratio * full_tokens / TOKENS_PER_SLOT
+        if self.fitting:
+            units = min(units, FREE_MEMORY_SHARE * psutil.virtual_memory().available / unit_bytes)
+        pages = int(units * TOKENS_PER_SLOT) // PAGE_TOKENS
+        if not pages:
+            raise ValueError(
+                f"--enable-hierarchical-cache: {units * unit_bytes:.0f} bytes of host memory hold no page of "
+                f"{PAGE_TOKENS * token_bytes:.0f}: raise --hicache-ratio or --hicache-size, or free memory"
+            )
+        return pages, max(1, int(units))
 
 
 def least_of_ranks(count: int, group: ProcessGroup | None) -> int:

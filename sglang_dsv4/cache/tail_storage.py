@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows
-from dsv4_radix_cache.requests import Restore, Write
+from dsv4_radix_cache.requests import Restore, TailRequests, Write
 from dsv4_radix_cache.ring import OVERLAP_TOKENS, WINDOW_TOKENS, chunk_rows, overlap_span, window_span
 from dsv4_radix_cache.store import Copy, Tier
 from sglang_dsv4.cache.geometry import PoolGeometry
@@ -130,6 +130,25 @@ class TailSlots:
             mine[:, to_slot].copy_(theirs[:, from_slot], non_blocking=True)
 
 
+    # A slot as one run of bytes: where a slot's layers are contiguous, on the host
+
+    def named_parts(self) -> Iterator[tuple[str, Tensor]]:
+        """The four tensors by name."""
+        return zip(self.names, self.parts(), strict=True)
+
+    def record(self, slot: int) -> Tensor:
+        """A copy of a slot: [bytes] uint8."""
+        return torch.cat(self._runs(slot))
+
+    def set_record(self, slot: int, record: Tensor) -> None:
+        """Fill a slot with what `record` gave."""
+        for run, part in zip(runs := self._runs(slot), record.split([run.numel() for run in runs]), strict=True):
+            run.copy_(part)
+
+    def _runs(self, slot: int) -> list[Tensor]:
+        return [part.transpose(0, 1)[slot].reshape(-1).view(torch.uint8) for part in self.parts() if part.numel()]
+
+
 class TailStorage:
     """Device and host slots of one pool, and what moves their bytes.
 
@@ -163,6 +182,7 @@ class TailStorage:
             )
         self._geometry, self._rings_by_name = geometry, rings
         self._draft_rings: Tensor | None = None
+        self._device = device
         self.device = TailSlots(geometry, device_slots + 1, device, slot_first=False)
         self.host = TailSlots(geometry, host_slots, "cpu", slot_first=True, pin=torch.device(device).type == "cuda")
         self.device_slots = self.landing_slot = device_slots
@@ -175,6 +195,16 @@ class TailStorage:
                 self.host.copy_slot(copy.host_slot, self.device, copy.device_slot)
             else:
                 self.device.copy_slot(copy.device_slot, self.host, copy.host_slot)
+
+    def issue_due(self, requests: TailRequests) -> None:
+        """Rings to be saved, then copies between the tiers, before anything else touches these slots."""
+        for slot, write in requests.take_snapshots():
+            self.snapshot(slot, write)
+        self.issue(requests.copies())
+
+    def land(self, tail: TailSlots, device_slot: int) -> None:
+        """Copy the only slot of `landing` to a device slot."""
+        self.device.copy_slot(device_slot, tail, 0)
 
     def restore(self, request_slot: int, restore: Restore) -> None:
         """Put a checkpoint into the rings of a request, which then continues at its position."""
@@ -204,7 +234,11 @@ class TailStorage:
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Device tensors by name."""
-        return list(zip(self.device.names, self.device.parts(), strict=True))
+        return list(self.device.named_parts())
+
+    def landing(self) -> TailSlots:
+        """One slot in host memory of its own, for a checkpoint that comes from elsewhere."""
+        return TailSlots(self._geometry, 1, "cpu", slot_first=True, pin=torch.device(self._device).type == "cuda")
 
     def _rings(self, request_slot: int, position: int) -> Iterator[tuple[Tensor, Tensor]]:
         """A checkpoint's rows in the rings of a request, [layers, ...], each with its part of the device slots."""

@@ -7,6 +7,19 @@
     sglang_dsv4:tail_bytes{tier}                        memory of a tier's slots
     sglang_dsv4:tail_events_total{event}                what happened to checkpoints
     sglang_dsv4:tail_errors_total                       errors in their bookkeeping that the server outlived
+    sglang_dsv4:prefix_page_tokens_total{tier}          the hit tokens again, by the tier that had their pages: device,
+                                                        host, storage
+    sglang_dsv4:prefix_tier_hits_total{tier}            requests that hit, by the slowest tier that had pages of theirs
+
+With `--enable-hierarchical-cache`:
+
+    sglang_dsv4:host_pages{state}                       pages in host memory: free, cached
+    sglang_dsv4:prefix_tier_pages_total{tier,way}       pages and, of the storage, checkpoints: read, written
+    sglang_dsv4:prefix_tier_bytes_total{tier,way}       their bytes
+    sglang_dsv4:prefix_tier_seconds_total{tier,way}     the time that it took: of host memory the transfers', of the
+                                                        storage the threads'
+    sglang_dsv4:prefix_tier_faults_total{reason}        records that were missing, damaged, foreign or not written;
+                                                        requests that did not wait, prefixes that were read in vain
 
 A tail on the host never makes a token be recomputed: it is a hit, with tail="host".
 """
@@ -21,24 +34,32 @@ if TYPE_CHECKING:
     from prometheus_client import Counter
 
     from dsv4_radix_cache.requests import TailRequests
+    from sglang_dsv4.prefix.tiers import PrefixTiers
 
 
 class PrefixMetrics:
     """Mirrors the counts of one worker's ledger and checkpoint store."""
 
-    def __init__(self, tails: TailRequests, tier_bytes: Mapping[str, int], labels: dict[str, str]) -> None:
+    def __init__(
+        self,
+        tails: TailRequests,
+        tier_bytes: Mapping[str, int],
+        labels: dict[str, str],
+        tiers: PrefixTiers | None = None,
+    ) -> None:
         """Declare the metrics. Make it after SGLang has set prometheus_client's multi-process folder.
 
         Args:
             tails: whose counts.
             tier_bytes: memory of each tier's slots.
             labels: SGLang's, of this worker.
+            tiers: pages beyond the device, if there are any.
         """
         from prometheus_client import Counter, Gauge
 
         names = list(labels)
         self._labels = labels
-        self._tails = tails
+        self._tails, self._tiers = tails, tiers
         self._hit = Counter("sglang_dsv4:prefix_hit_tokens", "Prompt tokens taken from the cache.", [*names, "tail"])
         self._recomputed = Counter(
             "sglang_dsv4:prefix_recomputed_tokens", "Prompt tokens computed, and why.", [*names, "reason"]
@@ -50,7 +71,22 @@ class PrefixMetrics:
         held = Gauge("sglang_dsv4:tail_bytes", "Memory of tail checkpoints.", [*names, "tier"], **how)
         for tier, count in tier_bytes.items():
             held.labels(**labels, tier=tier).set(count)
-        self._counted: dict[str, int] = {}
+        self._page_tokens = Counter(
+            "sglang_dsv4:prefix_page_tokens", "Hit tokens by the tier that had their pages.", [*names, "tier"]
+        )
+        self._hits = Counter(
+            "sglang_dsv4:prefix_tier_hits", "Requests that hit, by their slowest tier.", [*names, "tier"]
+        )
+        if tiers is not None:
+            by_way = [*names, "tier", "way"]
+            self._host_pages = Gauge("sglang_dsv4:host_pages", "Pages in host memory.", [*names, "state"], **how)
+            self._moved = {
+                "pages": Counter("sglang_dsv4:prefix_tier_pages", "Records read and written.", by_way),
+                "bytes": Counter("sglang_dsv4:prefix_tier_bytes", "Bytes read and written.", by_way),
+                "seconds": Counter("sglang_dsv4:prefix_tier_seconds", "Time of reads and writes.", by_way),
+            }
+            self._faults = Counter("sglang_dsv4:prefix_tier_faults", "What went wrong, by reason.", [*names, "reason"])
+        self._counted: dict[str, float] = {}
         self._errors.labels(**labels)  # shown from the start, as 0
         self.refresh()
 
@@ -67,8 +103,39 @@ class PrefixMetrics:
         for event, count in dataclasses.asdict(store.counters).items():
             self._count(f"event {event}", self._events, {"event": event}, count)
         self._count("errors", self._errors, {}, totals.errors)
+        for tier, tokens in totals.pages.items():
+            self._count(f"pages {tier}", self._page_tokens, {"tier": tier}, tokens)
+        for tier, count in totals.requests.items():
+            self._count(f"requests {tier}", self._hits, {"tier": tier}, count)
+        if self._tiers is not None:
+            self._refresh_tiers(self._tiers)
 
-    def _count(self, key: str, counter: Counter, labels: dict[str, str], total: int) -> None:
+    def _refresh_tiers(self, tiers: PrefixTiers) -> None:
+        for state, count in (("free", tiers.pages.free), ("cached", len(tiers.pages))):
+            self._host_pages.labels(**self._labels, state=state).set(count)
+        host, storage = tiers.records, tiers.storage
+        moved = {
+            ("host", way): {"pages": totals.pages, "bytes": totals.bytes, "seconds": totals.seconds}
+            for way, totals in (("read", host.loaded), ("written", host.saved))
+        }
+        if storage is not None:
+            done = storage.totals
+            read = {"pages": done.pages_read + done.tails_read, "bytes": done.bytes_read, "seconds": done.read_seconds}
+            moved["storage", "read"] = read
+            moved["storage", "written"] = {
+                "pages": done.pages_written + done.tails_written,
+                "bytes": done.bytes_written,
+                "seconds": done.write_seconds,
+            }
+            faults = {fault.value: count for fault, count in storage.faults.items()}
+            faults |= {"late": done.late, "dropped": done.dropped, "error": done.errors}
+            for reason, count in faults.items():
+                self._count(f"fault {reason}", self._faults, {"reason": reason}, count)
+        for (tier, way), totals in moved.items():
+            for unit, total in totals.items():
+                self._count(f"{tier} {way} {unit}", self._moved[unit], {"tier": tier, "way": way}, total)
+
+    def _count(self, key: str, counter: Counter, labels: dict[str, str], total: float) -> None:
         """Raise one time series of a counter to `total`; a series that never counted anything is not shown."""
         before = self._counted.get(key, 0)
         if total > before:

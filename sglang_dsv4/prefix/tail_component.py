@@ -6,12 +6,16 @@ splits nodes at the positions of the request's checkpoints, a split leaves the i
 that is evicted takes its checkpoint along. Ids are valid whichever tier holds the bytes, so for the tree there is one
 tier; slots, copies and eviction of checkpoints are decided by `dsv4_radix_cache`.
 
+With `tiers` a checkpoint outlives its node where host memory keeps the node's pages: it is *parked*, known by its
+digest alone, until the pages come back, or go from host memory too.
+
 It takes the component slot C128: the enum of component types is closed, and SGLang fills that slot on an NPU only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +43,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+    from sglang_dsv4.prefix.tiers import PrefixTiers
+
 TAIL = ComponentType.C128
 META_KEY = "prefix_cache"  # in a response's meta_info
 
@@ -59,22 +65,23 @@ class TailComponent(PassiveTreeComponent):
         super().__init__(cache, params)
         self.tails: TailRequests = cache.tails
         self._id_at: dict[int, int] = {}  # node id -> checkpoint id
-        self._node_of: dict[int, int] = {}  # checkpoint id -> node id
+        self._node_of: dict[int, int | None] = {}  # checkpoint id -> node id; None: parked
         self._by_digest: dict[bytes, int] = {}  # prefix -> checkpoint id
         self._digest_of: dict[int, bytes] = {}
-        self._inserting: Req | None = None  # the request whose insert is under way
+        self.inserting: Req | None = None  # the request whose insert is under way
+        self.tiers: PrefixTiers | None = None
 
     def reset(self) -> None:
         """The tree was emptied: forget every checkpoint and request."""
         self.tails.reset()
         for table in (self._id_at, self._node_of, self._by_digest, self._digest_of):
             table.clear()
-        self._inserting = None
+        self.inserting = None
 
     def checkpoints(self) -> dict[int, int]:
-        """A copy of checkpoint id -> node id."""
+        """Checkpoint id -> node id, of those that are on nodes."""
         self.drop_lost()
-        return dict(self._node_of)
+        return {checkpoint_id: node_id for checkpoint_id, node_id in self._node_of.items() if node_id is not None}
 
     def drop_lost(self) -> None:
         """Take checkpoints off their nodes that the store has lost since the last call: before every use of the tree.
@@ -94,12 +101,16 @@ class TailComponent(PassiveTreeComponent):
         self.drop_lost()
         if not self._by_digest:
             return 0, None
-        digests = self._chain(key, req).digests(key.token_ids, len(key) // FULL_PAGE_TOKENS)
+        digests = self.digests(key, req)
         for pages in range(len(digests), 0, -1):
-            checkpoint_id = self._by_digest.get(digests[pages - 1])
-            if checkpoint_id is not None:
-                return pages * FULL_PAGE_TOKENS, self._node_of[checkpoint_id]
+            node_id = self._node_of.get(self._by_digest.get(digests[pages - 1]))
+            if node_id is not None:
+                return pages * FULL_PAGE_TOKENS, node_id
         return 0, None
+
+    def digests(self, key: RadixKey, req: Req | None, pages: int | None = None) -> list[bytes]:
+        """Digests of a key's pages, all of them or the first `pages`."""
+        return self._chain(key, req).digests(key.token_ids, len(key) // FULL_PAGE_TOKENS if pages is None else pages)
 
     @staticmethod
     def _chain(key: RadixKey, req: Req | None) -> PageChain:
@@ -115,6 +126,9 @@ class TailComponent(PassiveTreeComponent):
     def finalize_match_result_in_cache(self, params: MatchPrefixParams, result: MatchResult) -> MatchResult:
         """Note where the request's prefix ends, and how far its blocks would have reached; the last match counts."""
         req, key = params.req, params.key
+        if self.tiers is not None:
+            host_tokens = self.host_hit_tokens(key, req, result.device_prefix_len)
+            result = self.tree_core.with_host_hit(result, host_tokens)
         if req is not None:
             tokens = len(key.token_ids)
             req.tail_match = Match(
@@ -127,6 +141,32 @@ class TailComponent(PassiveTreeComponent):
             )
         return result
 
+    @staticmethod
+    def note_load(req: Req, checkpoint_id: int, tokens: int, from_storage: int) -> None:
+        """A request's host hit of `tokens` came, `from_storage` of them by way of the storage."""
+        match: Match = req.tail_match
+        position = match.position + tokens
+        req.tail_match = replace(
+            match,
+            checkpoint_id=checkpoint_id,
+            position=position,
+            block_tokens=max(match.block_tokens, position),
+            host_tokens=tokens - from_storage,
+            storage_tokens=from_storage,
+        )
+
+    def checkpoint_at(self, node_id: int) -> int:
+        """The checkpoint that a node carries."""
+        return self._id_at[node_id]
+
+    def host_hit_tokens(self, key: RadixKey, req: Req | None, device_tokens: int) -> int:
+        """How much further than `device_tokens` host memory has a prefix of a key, up to its deepest checkpoint."""
+        digests, begin = self.digests(key, req), device_tokens // FULL_PAGE_TOKENS
+        for page in range(self.tiers.reach(digests, begin), begin, -1):
+            if self.parked(digests[page - 1]) is not None:
+                return (page - begin) * FULL_PAGE_TOKENS
+        return 0
+
     def refresh_lru(self, phase: LRURefreshPhase, node: UnifiedTreeNode, root_node: UnifiedTreeNode) -> None:
         """Recency is the store's: a checkpoint is renewed when a request resumes from it, not when a probe passes."""
 
@@ -136,7 +176,7 @@ class TailComponent(PassiveTreeComponent):
         self, req: Req, insert_params: InsertParams, token_ids_len: int, is_finished: bool
     ) -> int | None:
         """Remember whose insert this is, and tell the request how far it was served from the cache."""
-        self._inserting = req
+        self.inserting = req
         if is_finished:
             self.tails.ended(*self._holder(req), token_ids_len)
         self.drop_lost()
@@ -156,14 +196,14 @@ class TailComponent(PassiveTreeComponent):
     ) -> None:
         """Hang the request's checkpoints on the ends of the nodes that end at their positions, splitting where none
         does."""
-        if self._inserting is None:
+        if self.inserting is None:
             return
         end = result.prefix_len + (len(node.key) if is_new_leaf else 0)
-        slot, generation = self._holder(self._inserting)
+        slot, generation = self._holder(self.inserting)
         pending = self.tails.to_publish(slot, generation, end)
         if not pending:
             return
-        digests = self._chain(params.key, self._inserting).digests(params.key.token_ids, end // FULL_PAGE_TOKENS)
+        digests = self._chain(params.key, self.inserting).digests(params.key.token_ids, end // FULL_PAGE_TOKENS)
         for position, checkpoint_id in pending:
             while end - len(node.key) >= position:
                 end -= len(node.key)
@@ -185,7 +225,7 @@ class TailComponent(PassiveTreeComponent):
         insert_params: InsertParams | None = None,
     ) -> None:
         """A finished or retracted request gives back what it didn't publish; one that goes on needs no pin."""
-        self._inserting = None
+        self.inserting = None
         if is_finished:
             self.tails.finished(*self._holder(req))
         else:
@@ -201,6 +241,7 @@ class TailComponent(PassiveTreeComponent):
         if node.id in self._id_at:  # an equal request was faster
             self.tails.store.release(checkpoint_id)
             return
+        self.drop_parked(digest)
         root = self.tree_core.root_node
         above = node.parent
         while above is not root and above.id not in self._id_at:
@@ -214,10 +255,64 @@ class TailComponent(PassiveTreeComponent):
                 stack.extend(descendant.children.values())
             else:
                 below.append(found)
-        self._id_at[node.id], self._node_of[checkpoint_id] = checkpoint_id, node.id
         self._by_digest[digest], self._digest_of[checkpoint_id] = checkpoint_id, digest
-        self.tree_core.set_component_device_value(node.id, TAIL, torch.tensor([checkpoint_id]))
+        self._place(node, checkpoint_id)
         self._take_off(self.tails.store.publish(checkpoint_id, self._id_at.get(above.id), below))
+        if self.tiers is not None and self.tiers.storage is not None:
+            self.tiers.storage.tail_published(digest, checkpoint_id)
+
+    def _place(self, node: UnifiedTreeNode, checkpoint_id: int) -> None:
+        self._id_at[node.id], self._node_of[checkpoint_id] = checkpoint_id, node.id
+        self.tree_core.set_component_device_value(node.id, TAIL, torch.tensor([checkpoint_id]))
+
+    # Parked
+
+    def parked(self, digest: bytes) -> int | None:
+        """The checkpoint at the end of a prefix that is not in the tree."""
+        checkpoint_id = self._by_digest.get(digest)
+        return checkpoint_id if checkpoint_id is not None and self._node_of[checkpoint_id] is None else None
+
+    def checkpoint_of(self, digest: bytes) -> int | None:
+        """The checkpoint at the end of a prefix, on a node or parked."""
+        return self._by_digest.get(digest)
+
+    def drop_parked(self, digest: bytes) -> None:
+        """Release a parked checkpoint: its pages are gone, or it is taken anew. No-op if there is none."""
+        checkpoint_id = self.parked(digest)
+        if checkpoint_id is not None:
+            self._forget(checkpoint_id)
+            self.tails.store.release(checkpoint_id)
+
+    def park(self, digests: Sequence[bytes], checkpoint_id: int) -> None:
+        """Take over a checkpoint, held by a request, at the end of a prefix that host memory has."""
+        digest = digests[-1]
+        assert digest not in self._by_digest, f"prefix {digest.hex()} has a checkpoint"
+        before = next((self._by_digest[d] for d in reversed(digests[:-1]) if d in self._by_digest), None)
+        self._by_digest[digest], self._digest_of[checkpoint_id] = checkpoint_id, digest
+        self._node_of[checkpoint_id] = None
+        self._take_off(self.tails.store.publish(checkpoint_id, before))
+
+    def unpark(self, node_id: int, digests: Sequence[bytes], begin: int) -> None:
+        """The tree has a prefix again: hang its checkpoints behind page `begin` on nodes.
+
+        Args:
+            node_id: the node that ends with the prefix.
+            digests: of its pages.
+            begin: pages of it that the tree had all along.
+        """
+        node, end = self.tree_core.node_by_id(node_id), len(digests)
+        for page in range(len(digests), begin, -1):
+            checkpoint_id = self.parked(digests[page - 1])
+            if checkpoint_id is None:
+                continue
+            while end - len(node.key) // FULL_PAGE_TOKENS >= page:
+                end -= len(node.key) // FULL_PAGE_TOKENS
+                node = node.parent
+            if end != page:
+                node, action = self.tree_core.split(node, len(node.key) - (end - page) * FULL_PAGE_TOKENS)
+                end = page
+                assert action is None, f"a split of nodes that SGLang moves: {action}"
+            self._place(node, checkpoint_id)
 
     # Split, lock
 
@@ -261,21 +356,27 @@ class TailComponent(PassiveTreeComponent):
         return 0, 0
 
     def apply_component_action(self, action: ComponentAction) -> None:
-        """Release the checkpoints of evicted nodes."""
+        """Release the checkpoints of evicted nodes, or park them."""
         assert isinstance(action, FreeComponentDeviceSlot), f"unexpected action {type(action).__name__}"
         for ids in action.indices:
             for checkpoint_id in ids.tolist():
-                self._forget(checkpoint_id)
-                self.tails.store.release(checkpoint_id)
+                if self.tiers is not None and self._digest_of[checkpoint_id] in self.tiers.pages:
+                    del self._id_at[self._node_of[checkpoint_id]]
+                    self._node_of[checkpoint_id] = None
+                else:
+                    self._forget(checkpoint_id)
+                    self.tails.store.release(checkpoint_id)
 
     def _take_off(self, lost: list[int]) -> None:
         for checkpoint_id in lost:
-            self.tree_core.take_off(self._forget(checkpoint_id), self)
+            node_id = self._forget(checkpoint_id)
+            if node_id is not None:
+                self.tree_core.take_off(node_id, self)
 
-    def _forget(self, checkpoint_id: int) -> int:
+    def _forget(self, checkpoint_id: int) -> int | None:
         del self._by_digest[self._digest_of.pop(checkpoint_id)]
         node_id = self._node_of.pop(checkpoint_id)
-        del self._id_at[node_id]
+        self._id_at.pop(node_id, None)
         return node_id
 
     def eviction_priority(self, is_leaf: bool) -> int:

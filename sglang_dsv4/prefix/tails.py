@@ -111,6 +111,8 @@ class Tails:
             return None
         for slot, generation, begin, count in self._lagging.take():
             self._requests.wrote(slot, generation, begin, count)
+        if self._pool.prefix_tiers is not None:
+            self._pool.prefix_tiers.issue()
         generations = self._generation[batch.slots].tolist()
         resumed = []
         if batch.is_prefill:
@@ -118,9 +120,7 @@ class Tails:
                 checkpoint_id = self._requests.resume(slot, generation, begin) if slot else None
                 if checkpoint_id is not None:
                     resumed.append((slot, generation, checkpoint_id))
-        for slot, write in self._requests.take_snapshots():
-            self._storage.snapshot(slot, write)
-        self._storage.issue(self._requests.copies())
+        self._storage.issue_due(self._requests)
         for slot, generation, checkpoint_id in resumed:
             self._storage.restore(slot, self._requests.restore(checkpoint_id))
             for pool in filter(None, (self._pool, self._pool.draft)):

@@ -11,13 +11,16 @@ from pathlib import Path
 import torch
 from model.harness import Harness, Request
 from prefix_replay import PAGE, ReplayEngine, Running
+from radix.waiting import WithStorage
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows
 from sglang_dsv4.prefix.prefix_cache import Dsv4PrefixCache
+from sglang_dsv4.prefix.tail_component import TAIL
+from sglang_dsv4.prefix.tier_setup import create_tiers, open_storage
 
 
-class ServedEngine(ReplayEngine):
+class ServedEngine(WithStorage, ReplayEngine):
     """A replay whose forwards are computed."""
 
     def __init__(self, checkpoint: Path, chunk_tokens: int = 1024, **server_args: object) -> None:
@@ -33,7 +36,10 @@ class ServedEngine(ReplayEngine):
                 token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
                 page_size=PAGE,
             )
-            cache = Dsv4PrefixCache(params, self.pool.tail_requests)
+            tiers = create_tiers(self.pool) if self.pool.host_pages else None
+            cache = Dsv4PrefixCache(params, self.pool.tail_requests, tiers=tiers)
+            if runner.server_args.hicache_storage_backend is not None:
+                tiers.storage = open_storage(runner, tiers, cache.components[TAIL])
         super().__init__(cache, runner.token_to_kv_pool_allocator, self.pool.tail_requests, chunk_tokens)
         self.logits: dict[str, list[Tensor]] = defaultdict(list)
 

@@ -6,10 +6,11 @@ import importlib.metadata
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sglang_dsv4 import doctor
-from sglang_dsv4.cache.tail_options import TailOptions
+from sglang_dsv4.cache.tail_options import HostOptions, TailOptions
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
 
 
@@ -58,7 +59,9 @@ def test_plan_says_what_is_kept(model: Path, rows: str, monkeypatch: pytest.Monk
     lines = doctor.plan(model, tokens=65_536, requests=8, rows=rows)
     assert "8 requests, 24 tail checkpoints" in lines[0]
     assert any("24 on the device, 77 in host memory" in line for line in lines)
-    assert ["32,768", "2", "17"] in [line.split() for line in lines]
+    assert ["32,768", "2", "4", "17"] in [line.split()[:4] for line in lines]
+    assert any(line.startswith("with --enable-hierarchical-cache --hicache-ratio 2: 131,072 tokens") for line in lines)
+    assert ["131,072", "0", "1", "65"] in [line.split()[:4] for line in lines], "beyond the device alone"
     beside = "beside the pools, during a prefill: up to 256 MiB of unpacked rows and 256 MiB of index scores"
     assert (beside in lines) == (rows == "fp8")
     experts = [line for line in lines if line.startswith("with --moe-runner-backend dsv4 on one Hopper GPU: ")]
@@ -84,3 +87,14 @@ def test_bad_options_are_refused(monkeypatch: pytest.MonkeyPatch, name: str, val
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=message):
         TailOptions.from_environment()
+
+
+def test_sizes_of_host_memory() -> None:
+    """256 GB of V4-Flash: some 58 million tokens and a checkpoint every 4,096 (3,520 B a token, 3.65 MB each)."""
+    pages, checkpoints = HostOptions(2.0, gigabytes=256).sizes(65_536, 3_520, 3_649_920)
+    assert 57_500_000 < pages * 256 < 58_500_000 and checkpoints == pages * 256 // 4096
+    assert HostOptions(2.0).sizes(65_536, 3_520, 3_649_920) == (512, 32)
+    fitting, _ = HostOptions(1e9, fitting=True).sizes(65_536, 3_520, 3_649_920)
+    assert fitting * 256 * 3_520 < psutil.virtual_memory().total
+    with pytest.raises(ValueError, match="hold no page of 901120: raise --hicache-ratio or --hicache-size"):
+        HostOptions(0.001).sizes(65_536, 3_520, 3_649_920)

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 
 import prometheus_client
 import pytest
+from radix.tiered import Backend, TieredEngine
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from dsv4_radix_cache.placement import Placement
 from dsv4_radix_cache.requests import Match, TailRequests
 from dsv4_radix_cache.store import CheckpointStore
+from sglang_dsv4.cache.record_files import Fault
 from sglang_dsv4.prefix.metrics import PrefixMetrics
 
 LABELS = {"model_name": "tiny"}
@@ -21,10 +24,15 @@ def tails() -> TailRequests:
 
 
 @pytest.fixture
-def metrics(tails: TailRequests, monkeypatch: pytest.MonkeyPatch) -> Iterator[PrefixMetrics]:
-    """In the registry that SGLang serves; taken out again, as another test's would collide."""
+def metrics(tails: TailRequests, own_prometheus: None) -> PrefixMetrics:
+    return PrefixMetrics(tails, {"device": 4000, "host": 2000}, LABELS)
+
+
+@pytest.fixture
+def own_prometheus() -> Iterator[None]:
+    """The registry that SGLang serves; what is put there is taken out again, as another test's would collide."""
     registry, before = prometheus_client.REGISTRY, set(prometheus_client.REGISTRY._collector_to_names)
-    yield PrefixMetrics(tails, {"device": 4000, "host": 2000}, LABELS)
+    yield
     for collector in set(registry._collector_to_names) - before:
         registry.unregister(collector)
 
@@ -57,3 +65,34 @@ def test_a_bookkeeping_error_is_counted(tails: TailRequests, metrics: PrefixMetr
     metrics.refresh()
     assert value("tail_errors_total") == 1
     assert value("tail_slots", tier="device", state="in use") == 0
+
+
+def test_tiers_are_counted(own_prometheus: None) -> None:
+    """A prefix that goes to host memory and comes back, and one that another server had stored."""
+    backend = Backend()
+    engine = TieredEngine.made(pages=16, host_pages=48, backend=backend)
+    metrics = PrefixMetrics(engine.tails, {}, LABELS, engine.tiers)
+    prompt = list(range(1000, 1000 + 3 * 256 + 9))
+    engine.run(prompt, [7])
+    engine.cache.evict(EvictParams(num_tokens=16 * 256))
+    engine.run(prompt, [7])
+    engine.settle()
+    engine.flush()
+    engine.arrive(prompt)
+    backend.faults[Fault.CORRUPT] += 2
+    engine.run(prompt, [7])
+    for _ in range(2):
+        metrics.refresh()
+        assert (
+            value("prefix_tier_hits_total", tier="host") == 1 and value("prefix_tier_hits_total", tier="storage") == 1
+        )
+        assert (
+            value("prefix_page_tokens_total", tier="host") == value("prefix_page_tokens_total", tier="storage") == 768
+        )
+        assert value("prefix_tier_pages_total", tier="host", way="written") == 3
+        assert value("prefix_tier_pages_total", tier="host", way="read") == 6
+        assert value("prefix_tier_pages_total", tier="storage", way="read") == 4, "three pages and a checkpoint"
+        assert value("prefix_tier_bytes_total", tier="storage", way="read") == 4 * 16
+        assert value("prefix_tier_seconds_total", tier="storage", way="read") > 0
+        assert value("prefix_tier_faults_total", reason="corrupt") == 2
+        assert value("host_pages", state="cached") == 3 and value("host_pages", state="free") == 45

@@ -51,6 +51,8 @@ def arguments(**fields: Any) -> SimpleNamespace:
         "moe_a2a_backend": "none",
         "page_size": None,
         "enable_hierarchical_cache": False,
+        "hicache_host_memory_mode": "cache",
+        "hicache_host_memory_fraction": 0.8,
         "enable_lora": False,
     }
     return SimpleNamespace(**{**unset, **fields})

@@ -1,0 +1,251 @@
+"""Records as files (`--hicache-storage-backend file`), under SGLang's storage interface.
+
+SGLang's own backend of that name writes in place and checks nothing: what a crash leaves behind is read as if it were
+whole, and neither names nor files say of which weights they are. Here
+
+    FOLDER/IDENTITY/identity.json            what the bytes depend on (`prefix.identity`), for people
+    FOLDER/IDENTITY/ab/abcdef….page, .tail   a header of 96 bytes, then the record
+
+A file gets its name when it is whole and on the disk, so a name that is there is a whole file, whoever was killed.
+The header repeats identity and key and has a checksum of the record: a file that was truncated, damaged, or brought
+from elsewhere is a miss, counted by its reason, and deleted, so that it is written anew.
+
+Faults of the disk cost time, never an answer: a write that fails is counted and logged, and writing rests for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import shutil
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+FOLDER_VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"  # SGLang's
+DEFAULT_FOLDER = "~/.cache/sglang-dsv4/prefixes"
+MAGIC = b"DSV4REC\x01"
+HEADER = struct.Struct("<8sQ16s32s16s16x")  # magic, record bytes, identity, key, checksum
+REST_S = 30
+"""How long nothing is written after a write has failed."""
+LEFT_OVER_S = 600
+"""An unfinished file of that age is nobody's."""
+
+
+class Fault(Enum):
+    """Why a record that was asked for, or handed over, is not there."""
+
+    MISSING = "missing"  # it was there when its key was looked up
+    TRUNCATED = "truncated"
+    CORRUPT = "corrupt"  # another checksum, or no header
+    FOREIGN = "foreign"  # of another identity or key, or size
+    UNREADABLE = "unreadable"  # the file system says so
+    UNWRITTEN = "unwritten"
+
+
+class RecordFiles(HiCacheStorage):
+    """Records of one identity in a folder. Safe to be used by several threads and processes at once.
+
+    Attributes:
+        folder: of this identity.
+        faults: how often each fault was met; only ever grow.
+        bytes_read, bytes_written: records alone.
+    """
+
+    def __init__(self, root: Path, identity: Mapping[str, str]) -> None:
+        """Open a folder, which is made if it is not there. A folder that can't be made or written is a warning."""
+        self.identity = dict(identity)
+        self._digest = identity_digest(identity)
+        self.root, self.folder = root, root / self._digest.hex()
+        self.faults: Counter[Fault] = Counter()
+        self.bytes_read = self.bytes_written = 0
+        self._names = itertools.count()
+        self._lock = threading.Lock()
+        self._resting_until = 0.0
+        self._open()
+
+    @staticmethod
+    def root_from_environment(configured: str | None) -> Path:
+        """`configured` (`--file-storage-path`), else SGLang's variable, else a folder in the user's cache."""
+        return Path(configured or os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER).expanduser()
+
+    # -- SGLang's interface -------------------------------------------------------------------------------------------
+
+    def exists(self, key: str) -> bool:
+        """Whether a record of that key is there; `get` may still find it damaged."""
+        return self._path(key).exists()
+
+    def get(self, key: str, target_location: Tensor | None = None, target_sizes: Any = None) -> Tensor | None:  # noqa: ANN401
+        """Read a record.
+
+        Args:
+            key: of the record.
+            target_location: [bytes] uint8 on the host, contiguous; undefined after a miss.
+
+        Returns:
+            `target_location`, or None: a miss, whose reason is counted.
+        """
+        try:
+            fault = self._read(key, memoryview(target_location.numpy()))
+        except FileNotFoundError:
+            fault = Fault.MISSING
+        except OSError as error:
+            fault = Fault.UNREADABLE
+            logger.warning("prefix storage: %s can't be read: %s", self._path(key), error)
+        if fault is None:
+            with self._lock:
+                self.bytes_read += target_location.numel()
+            return target_location
+        with self._lock:
+            self.faults[fault] += 1
+        if fault in (Fault.TRUNCATED, Fault.CORRUPT, Fault.FOREIGN):
+            logger.warning("prefix storage: %s is %s: deleted, and computed again", self._path(key), fault.value)
+            with contextlib.suppress(OSError):
+                self._path(key).unlink()
+        return None
+
+    def set(self, key: str, value: Tensor | None = None, target_location: Any = None, target_sizes: Any = None) -> bool:  # noqa: ANN401
+        """Write a record, [bytes] uint8 on the host, unless it is there. False: it could not be written."""
+        if self.exists(key):
+            return True
+        if time.monotonic() < self._resting_until:
+            with self._lock:
+                self.faults[Fault.UNWRITTEN] += 1
+            return False
+        try:
+            self._write(key, memoryview(value.numpy()))
+        except OSError as error:
+            with self._lock:
+                self.faults[Fault.UNWRITTEN] += 1
+                self._resting_until = time.monotonic() + REST_S
+            logger.warning(
+                "prefix storage: %s can't be written (%s); requests are served on, and nothing is written for %d s. "
+                "Free space in %s or start with another folder (%s)",
+                self._path(key).name,
+                error,
+                REST_S,
+                self.root,
+                FOLDER_VARIABLE,
+            )
+            return False
+        with self._lock:
+            self.bytes_written += value.numel()
+        return True
+
+    def batch_get(
+        self, keys: Sequence[str], target_locations: Sequence[Tensor] | None = None, target_sizes: Any = None  # noqa: ANN401
+    ) -> list[Tensor | None]:
+        """`get` for each key."""
+        return [self.get(key, target) for key, target in zip(keys, target_locations, strict=True)]
+
+    def batch_set(
+        self,
+        keys: Sequence[str],
+        values: Sequence[Tensor] | None = None,
+        target_locations: Any = None,  # noqa: ANN401
+        target_sizes: Any = None,  # noqa: ANN401
+    ) -> bool:
+        """`set` for each key; whether all of them were written."""
+        return all([self.set(key, value) for key, value in zip(keys, values, strict=True)])
+
+    def clear(self) -> None:
+        """Delete the records of this identity; others in the folder stay."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._open()
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key[:2] / key
+
+    def _header(self, key: str, record: memoryview) -> bytes:
+        checksum = blake2b(record, digest_size=16).digest()
+        return HEADER.pack(MAGIC, record.nbytes, self._digest, blake2b(key.encode(), digest_size=32).digest(), checksum)
+
+    def _read(self, key: str, target: memoryview) -> Fault | None:
+        with self._path(key).open("rb", buffering=0) as file:
+            header = file.read(HEADER.size)
+            if len(header) < HEADER.size:
+                return Fault.TRUNCATED
+            magic, nbytes, identity, name, checksum = HEADER.unpack(header)
+            if magic != MAGIC:
+                return Fault.CORRUPT
+            if identity != self._digest or name != blake2b(key.encode(), digest_size=32).digest():
+                return Fault.FOREIGN
+            if nbytes != target.nbytes:
+                return Fault.FOREIGN
+            if os.fstat(file.fileno()).st_size != HEADER.size + nbytes:
+                return Fault.TRUNCATED
+            done = 0
+            while done < nbytes:
+                count = file.readinto(target[done:])
+                if not count:
+                    return Fault.TRUNCATED
+                done += count
+        return None if blake2b(target, digest_size=16).digest() == checksum else Fault.CORRUPT
+
+    def _write(self, key: str, record: memoryview) -> None:
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{key}.{os.getpid()}.{next(self._names)}.tmp")
+        try:
+            with unfinished.open("xb", buffering=0) as file:
+                for part in (memoryview(self._header(key, record)), record):
+                    done = 0
+                    while done < part.nbytes:
+                        done += file.write(part[done:])
+                os.fsync(file.fileno())
+            unfinished.rename(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
+
+    def _open(self) -> None:
+        """Make the folder, sweep what crashes left, and say which records of others lie beside it."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            note = self.folder / "identity.json"
+            if not note.exists():
+                note.write_text(json.dumps(self.identity, indent=1))
+        except OSError as error:
+            logger.warning("prefix storage: %s can't be written: %s. What is there is read.", self.folder, error)
+        now = time.time()
+        for left in self.folder.glob("*/.*.tmp"):
+            with contextlib.suppress(OSError):
+                if now - left.stat().st_mtime > LEFT_OVER_S:
+                    left.unlink()
+        for name, differing in self.others().items():
+            logger.info("prefix storage: %s is of another server and not read: other %s", name, ", ".join(differing))
+
+    def others(self) -> dict[str, list[str]]:
+        """Of each other identity in the folder: in what it differs."""
+        found = {}
+        for note in sorted(self.root.glob("*/identity.json")):
+            if note.parent != self.folder:
+                try:
+                    other = json.loads(note.read_text())
+                    names = sorted({*other, *self.identity})
+                    found[note.parent.name] = [n for n in names if other.get(n) != self.identity.get(n)]
+                except (OSError, ValueError, TypeError):
+                    found[note.parent.name] = ["identity.json, which can't be read"]
+        return found
+
+
+def identity_digest(identity: Mapping[str, str]) -> bytes:
+    """Sixteen bytes that name an identity."""
+    return blake2b(json.dumps(dict(identity), sort_keys=True).encode(), digest_size=16).digest()

@@ -1,0 +1,84 @@
+"""What the bytes of stored prefixes depend on: two servers may read each other's records if all of it is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from sglang_dsv4 import compat
+from sglang_dsv4.attention.implementation import chosen_implementation
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_dsv4.cache.page_records import PageRecords
+    from sglang_dsv4.cache.tail_storage import TailSlots
+
+WORDS = 1 << 22
+"""Words of a tensor that are summed at once: 32 MiB, and as much again for the products."""
+
+
+def identity_of(runner: ModelRunner, records: PageRecords, tails: TailSlots, ranks: list[str]) -> dict[str, str]:
+    """The identity of a worker's records.
+
+    Args:
+        runner: the worker's.
+        records, tails: their formats.
+        ranks: `weights_fingerprint` of each tensor-parallel rank, in their order. Another number of ranks adds in
+            another order, so it computes other bits.
+    """
+    config, arguments = runner.model.dsv4_config, runner.server_args
+    device, geometry = torch.device(runner.device), runner.token_to_kv_pool.geometry
+    attention = chosen_implementation(device, geometry.dtype, geometry.row_dim)
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {
+        "model": blake2b(repr(config).encode(), digest_size=8).hexdigest(),
+        "weights": blake2b(" ".join(ranks).encode(), digest_size=16).hexdigest(),
+        "ranks": f"tp {arguments.tp_size}, ep {arguments.ep_size}",
+        "quantisers": repr(config.qat),
+        "dtype": str(geometry.dtype),
+        "rows": f"{records.fingerprint} {geometry.row_format.value}",
+        "tails": "; ".join(f"{name} {tuple(part[:, 0].shape)} {part.dtype}" for name, part in tails.named_parts()),
+        "computed by": (
+            f"attention {attention.name}, experts {arguments.moe_runner_backend}, "
+            f"deterministic {bool(arguments.enable_deterministic_inference)}"
+        ),
+        "device": kind,
+        "versions": f"sglang-dsv4 {compat.our_version()}, SGLang {compat.sglang_version()}, torch {torch.__version__}",
+    }
+
+
+@torch.no_grad()
+def weights_fingerprint(model: nn.Module) -> str:
+    """Of every parameter and buffer as it was loaded: name, dtype, shape and contents.
+
+    Contents by sums of products with fixed odd numbers, modulo 2**64, which any change of one value changes; every byte
+    is read once, where it lies. It tells other weights from these; it does not withstand someone who wants a collision.
+    """
+    digest, factors = blake2b(digest_size=16), {}
+    for name, tensor in sorted((*model.named_parameters(), *model.named_buffers())):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sums = []
+        for words in _words(tensor.detach()):
+            if words.device not in factors:
+                generator = torch.Generator().manual_seed(1)
+                numbers = torch.randint(-(1 << 62), 1 << 62, (WORDS,), generator=generator) * 2 + 1
+                factors[words.device] = numbers.to(words.device)
+            sums.append((words * factors[words.device][: len(words)]).sum())
+        for value in torch.stack(sums).tolist() if sums else ():
+            digest.update(value.to_bytes(8, "little", signed=True))
+    return digest.hexdigest()
+
+
+def _words(tensor: Tensor) -> Iterator[Tensor]:
+    """The bytes of a tensor as int64, up to `WORDS` at a time; the last ones are filled up with zeros."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    for first in range(0, data.numel(), 8 * WORDS):
+        part = data[first : first + 8 * WORDS]
+        if part.numel() % 8 or part.storage_offset() % 8:
+            part = torch.nn.functional.pad(part, (0, -part.numel() % 8)).clone()
+        yield part.view(torch.int64)

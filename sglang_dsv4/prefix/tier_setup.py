@@ -1,0 +1,158 @@
+"""The tiers beyond the device, as SGLang's flags say (`--enable-hierarchical-cache`, `--hicache-…`)."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.runtime_context import get_memory
+from torch import Tensor
+
+from dsv4_radix_cache.host_pages import HostPages
+from sglang_dsv4.cache.host_records import HostRecords
+from sglang_dsv4.cache.page_records import PageRecords
+from sglang_dsv4.cache.pool_plan import format_bytes
+from sglang_dsv4.cache.record_files import Fault, RecordFiles, identity_digest
+from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.prefix.identity import identity_of, weights_fingerprint
+from sglang_dsv4.prefix.storage import PrefetchOptions, PrefixStorage
+from sglang_dsv4.prefix.tiers import PrefixTiers, WritePolicy
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_dsv4.cache.kv_pool import Dsv4KVPool
+    from sglang_dsv4.prefix.tail_component import TailComponent
+
+logger = logging.getLogger(__name__)
+
+CHECKSUM_BYTES = 16
+
+
+def create_tiers(pool: Dsv4KVPool) -> PrefixTiers:
+    """Host memory for whole prefixes: `pool.host_pages` pages, which are copied to and from `pool`."""
+    host, policy = HostRecords(PageRecords(pool), pool.host_pages), WritePolicy(get_memory().hicache_write_policy)
+    tiers = PrefixTiers(HostPages(pool.host_pages), host, policy, on_gpu=host.records.device.type == "cuda")
+    tiers.land = pool.tail_storage.land
+    pool.prefix_tiers = tiers
+    logger.info(
+        "Whole prefixes in host memory: %d pages of %d tokens (%s), %s.",
+        pool.host_pages,
+        FULL_PAGE_TOKENS,
+        format_bytes(host.memory.nbytes),
+        policy.value,
+    )
+    return tiers
+
+
+def open_storage(
+    runner: ModelRunner,
+    tiers: PrefixTiers,
+    tails: TailComponent,
+    least_of_ranks: Callable[[list[int]], list[int]] = list,
+) -> PrefixStorage:
+    """The third tier of a worker (`--hicache-storage-backend`).
+
+    Args:
+        runner: the worker's; its model is loaded.
+        tiers: pages on the device and in host memory.
+        tails: the checkpoints.
+        least_of_ranks: the least of each number over the ranks.
+    """
+    memory, group, pool = get_memory(), get_tp_group(), runner.token_to_kv_pool
+    name = memory.hicache_storage_backend
+    extra, threshold, timeout_s, timeout_s_per_ki_token, _ = HybridCacheController.parse_storage_backend_extra_config(
+        memory.hicache_storage_backend_extra_config
+    )
+
+    def open_backend() -> RecordFiles | CheckedStorage:
+        ranks = [weights_fingerprint(runner.model)]
+        if group.world_size > 1:
+            ranks *= group.world_size
+            torch.distributed.all_gather_object(ranks, ranks[0], group=group.cpu_group)
+        identity = identity_of(runner, tiers.records.records, pool.tail_storage.host, ranks)
+        if name == "file":
+            root = RecordFiles.root_from_environment(getattr(runner.server_args, "file_storage_path", None))
+            logger.info("Prefixes are kept in %s, those of this server in %s.", root, identity_digest(identity).hex())
+            return RecordFiles(root, identity)
+        logger.warning("--hicache-storage-backend %s: only `file` was tested with sglang-dsv4", name)
+        return CheckedStorage(_other_backend(name, extra, group.rank_in_group, group.world_size), identity)
+
+    options = PrefetchOptions(memory.hicache_storage_prefetch_policy, threshold, timeout_s, timeout_s_per_ki_token)
+    writes = group.rank_in_group == 0
+    storage = pool.tail_storage
+    return PrefixStorage(
+        open_backend, tiers, tails, storage, writes=writes, options=options, least_of_ranks=least_of_ranks
+    )
+
+
+def _other_backend(name: str, extra: dict | None, rank: int, ranks: int) -> HiCacheStorage:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+    from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+    config = HiCacheStorageConfig(
+        tp_rank=rank,
+        tp_size=ranks,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=True,  # every rank has the same rows, so keys carry no rank
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name=None,
+        extra_config=extra,
+    )
+    return StorageBackendFactory.create_backend(name, config, None)
+
+
+class CheckedStorage:
+    """Another backend of SGLang's: its keys carry the identity, and its records a checksum.
+
+    Attributes:
+        faults: how often a record was missing or damaged.
+    """
+
+    def __init__(self, backend: HiCacheStorage, identity: dict[str, str]) -> None:
+        self._backend, self._prefix = backend, identity_digest(identity).hex()
+        self.faults: Counter[Fault] = Counter()
+
+    def exists(self, key: str) -> bool:
+        """Whether there is a record."""
+        return bool(self._backend.exists(f"{self._prefix}-{key}"))
+
+    def get(self, key: str, target: Tensor) -> Tensor | None:
+        """Read a record into `target`, [bytes] uint8; None for a miss."""
+        stored = torch.empty(target.numel() + CHECKSUM_BYTES, dtype=torch.uint8)
+        if self._backend.get(f"{self._prefix}-{key}", stored) is None:
+            self.faults[Fault.MISSING] += 1
+            return None
+        record = stored[:-CHECKSUM_BYTES]
+        if not torch.equal(_checksum(record), stored[-CHECKSUM_BYTES:]):
+            self.faults[Fault.CORRUPT] += 1
+            logger.warning("prefix storage: the record %s is damaged, and computed again", key)
+            return None
+        return target.copy_(record)
+
+    def set(self, key: str, record: Tensor) -> bool:
+        """Write a record, [bytes] uint8."""
+        written = bool(self._backend.set(f"{self._prefix}-{key}", torch.cat([record, _checksum(record)])))
+        self.faults[Fault.UNWRITTEN] += not written
+        return written
+
+    def clear(self) -> None:
+        """Whatever the backend does."""
+        self._backend.clear()
+
+
+def _checksum(record: Tensor) -> Tensor:
+    digest = blake2b(memoryview(record.numpy()), digest_size=CHECKSUM_BYTES).digest()
+    return torch.from_numpy(np.frombuffer(digest, dtype=np.uint8).copy())

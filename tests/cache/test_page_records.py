@@ -1,0 +1,114 @@
+"""A page's record holds every byte of the page, and nothing of another one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4_kernels.kv_layout import KVRows, RowFormat
+from sglang_dsv4.cache.geometry import PoolGeometry
+from sglang_dsv4.cache.host_records import HostRecords, runs
+from sglang_dsv4.cache.kv_pool import Dsv4KVPool
+from sglang_dsv4.cache.page_records import PageRecords
+
+FORMATS = {
+    "plain": {"row_dim": 64, "rope_dim": 16, "index_dim": 32, "dtype": torch.float32},
+    "fp8": {"row_format": RowFormat.FP8},
+    "fp8-fp4": {"row_format": RowFormat.FP8, "index_format": RowFormat.INDEX_FP4},
+}
+PAGES = 9
+
+
+def pool_of(name: str, ratios: tuple[int, ...] = (0, 4, 128, 4)) -> Dsv4KVPool:
+    """Eight pages and the null page: HCA pages of two rows share a block of 64."""
+    geometry = PoolGeometry(ratios, **FORMATS[name])
+    return Dsv4KVPool(geometry, full_tokens=(PAGES - 1) * 256, request_slots=2, device="cpu")
+
+
+def tables(pool: Dsv4KVPool) -> list[torch.Tensor]:
+    """The bytes of everything that follows FULL pages."""
+    names = ("CSA entries", "HCA entries", "indexer keys")
+    return [storage.view(torch.uint8) for name, _, storage in pool.tensors() if name in names]
+
+
+def fill(pool: Dsv4KVPool, seed: int) -> None:
+    """Random bytes, padding included."""
+    generator = torch.Generator().manual_seed(seed)
+    for storage in tables(pool):
+        storage.copy_(torch.randint(0, 256, storage.shape, dtype=torch.uint8, generator=generator))
+
+
+def rows_of_page(pool: Dsv4KVPool, page: int) -> list[torch.Tensor]:
+    """Every row of a page, byte for byte, by way of the pools' own row numbers."""
+    found = []
+    for layer in pool.geometry.layers():
+        ratio = pool.geometry.layer_ratio(layer)
+        held = [pool.entries] * bool(ratio) + [pool.index_keys] * (ratio == 4)
+        for table in (rows_of(layer) for rows_of in held):
+            rows = torch.arange(page * 256 // ratio, (page + 1) * 256 // ratio)
+            copy = KVRows.allocate(64, table.format, table.row_dim, table.rope_dim, table.storage.dtype, "cpu", 0.0)
+            copy.copy_rows(torch.arange(len(rows)), table, rows)
+            found.append(copy.storage.view(torch.uint8))
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_round_trip(name: str) -> None:
+    """Three pages go to another pool; their rows are the same there, and every other row is what it was."""
+    source, target = pool_of(name), pool_of(name)
+    fill(source, 1)
+    fill(target, 2)
+    before = [rows_of_page(target, page) for page in range(PAGES)]
+    records = PageRecords(source)
+    pages, places = torch.tensor([7, 2, 5]), torch.tensor([1, 8, 4])
+    copied = torch.zeros(3, records.record_bytes, dtype=torch.uint8)
+    records.gather(pages, copied)
+    PageRecords(target).scatter(places, copied)
+    moved = dict(zip(places.tolist(), pages.tolist(), strict=True))
+    for page in range(PAGES):
+        expected = rows_of_page(source, moved[page]) if page in moved else before[page]
+        for row, wanted in zip(rows_of_page(target, page), expected, strict=True):
+            assert torch.equal(row, wanted), f"page {page}"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_host_memory_round_trip(name: str) -> None:
+    """In batches of two; slots in any order."""
+    pool = pool_of(name)
+    fill(pool, 3)
+    host = HostRecords(PageRecords(pool), 12)
+    host.batch = 2
+    expected = [rows_of_page(pool, page) for page in (3, 1, 8, 6, 2)]
+    host.save([3, 1, 8, 6, 2], [4, 5, 0, 11, 7])
+    fill(pool, 4)
+    host.load([11, 4, 7, 0, 5], [2, 4, 5, 6, 7])
+    for page, original in zip((2, 4, 5, 6, 7), (3, 0, 4, 2, 1), strict=True):
+        for row, wanted in zip(rows_of_page(pool, page), expected[original], strict=True):
+            assert torch.equal(row, wanted)
+    assert (host.saved.pages, host.loaded.pages) == (5, 5)
+    assert host.saved.bytes == 5 * host.records.record_bytes and host.mark()()
+
+
+def test_sizes_of_the_release() -> None:
+    """V4-Flash with FP8 rows: 37,440 B a CSA layer, 4,352 B its FP4 keys, 1,168 B an HCA layer."""
+    geometry = PoolGeometry((4, 128), row_format=RowFormat.FP8, index_format=RowFormat.INDEX_FP4)
+    pool = Dsv4KVPool(geometry, full_tokens=768, request_slots=2, device="cpu")
+    assert PageRecords(pool).record_bytes == 37_440 + 4_352 + 1_168
+
+
+def test_the_layout_tells_formats_apart() -> None:
+    prints = [PageRecords(pool_of(name)).fingerprint for name in FORMATS]
+    prints.append(PageRecords(pool_of("fp8", (0, 128, 4, 4))).fingerprint)
+    assert len(set(prints)) == 4
+    assert PageRecords(pool_of("fp8")).fingerprint == prints[1]
+
+
+def test_a_page_of_other_rows_is_refused() -> None:
+    rows = KVRows.allocate(130, RowFormat.PLAIN, 8, 0, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="130 rows in blocks of 64 are not pages of 64 rows"):
+        rows.page_views(64)
+
+
+def test_neighbouring_slots_travel_together() -> None:
+    assert list(runs([4, 5, 6, 2, 9, 10])) == [(0, 3, 4), (3, 4, 2), (4, 6, 9)]
+    assert list(runs([])) == []

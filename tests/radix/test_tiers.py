@@ -1,0 +1,365 @@
+"""Prefixes beyond the device, without a model: what comes back is the prefix's, up to its deepest checkpoint.
+
+The tree is SGLang's, and its invariants and ours are checked after every step (`tiered.TieredEngine`).
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator
+
+import pytest
+from prefix_replay import PAGE, Running
+from radix.test_tree import longest_stored, some
+from radix.tiered import Backend, TieredEngine, admit, name_of
+from radix.waiting import handle
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_dsv4.prefix.storage import PrefetchOptions, page_key, tail_key
+from sglang_dsv4.prefix.tail_component import TAIL
+from sglang_dsv4.prefix.tiers import WritePolicy
+
+PROMPT = some(random.Random(1), 5 * PAGE + 100)
+OTHERS = [some(random.Random(10 + i), 6 * PAGE) for i in range(6)]
+
+
+@pytest.fixture(params=list(WritePolicy), ids=[policy.value for policy in WritePolicy])
+def policy(request: pytest.FixtureRequest) -> WritePolicy:
+    return request.param
+
+
+@pytest.fixture
+def backend() -> Backend:
+    return Backend()
+
+
+@pytest.fixture
+def engine(policy: WritePolicy) -> Iterator[TieredEngine]:
+    """Sixteen pages on the device, three times as many in host memory."""
+    made = TieredEngine.made(pages=16, host_pages=48, policy=policy, interval_tokens=2 * PAGE)
+    yield made
+    made.check_idle()
+
+
+def push_out(engine: TieredEngine) -> None:
+    """Other requests take every page of the device."""
+    for other in OTHERS[:3]:
+        engine.run(other, [7])
+        engine.check()
+
+
+def test_a_prefix_comes_back_from_host_memory(engine: TieredEngine) -> None:
+    for hits in (0, 5 * PAGE):
+        assert engine.run(PROMPT, [7]).hit_tokens == hits
+        engine.check()
+    push_out(engine)
+    again = engine.admit(PROMPT)
+    assert again.hit_tokens == 5 * PAGE
+    engine.prefill_chunk(again)
+    engine.check()
+    report = again.req.tail_match.report
+    assert report.pages_from == {"host": 5 * PAGE}
+    engine.finish(again)
+
+
+def test_selective_writes_keep_what_was_hit() -> None:
+    """A prefix that was used once is gone; one that was used twice is not."""
+    engine = TieredEngine.made(pages=16, host_pages=48, policy=WritePolicy.SELECTIVE)
+    engine.run(PROMPT, [7])
+    push_out(engine)
+    assert engine.run(PROMPT, [7]).hit_tokens == 0
+    assert len(engine.tiers.pages) == 0
+    engine.run(PROMPT, [7])
+    push_out(engine)
+    assert engine.run(PROMPT, [7]).hit_tokens == 5 * PAGE
+
+
+def test_write_back_saves_what_leaves(policy: WritePolicy) -> None:
+    engine = TieredEngine.made(pages=16, host_pages=48, policy=WritePolicy.WRITE_BACK)
+    engine.run(PROMPT, [7])
+    assert len(engine.tiers.pages) == 0
+    engine.cache.evict(EvictParams(num_tokens=PAGE))
+    engine.tiers.issue()
+    engine.check()
+    assert len(engine.tiers.pages) == 5, "the page that left, and those before it"
+
+
+def test_the_end_comes_back_behind_what_is_still_there(engine: TieredEngine) -> None:
+    """The device keeps the first checkpoint; host memory adds the rest, and no page is loaded twice."""
+    engine.run(PROMPT, [7])
+    engine.run(PROMPT, [7])
+    engine.cache.evict(EvictParams(num_tokens=PAGE))
+    engine.check()
+    loaded = engine.tiers.records.loaded.pages
+    again = engine.start(PROMPT)
+    assert again.hit_tokens == 5 * PAGE and 0 < again.req.tail_match.report.host_tokens < 5 * PAGE
+    assert engine.tiers.records.loaded.pages - loaded == again.req.tail_match.report.host_tokens // PAGE
+    engine.finish(again)
+
+
+def test_a_branch_off_a_prefix_in_host_memory(engine: TieredEngine) -> None:
+    """It starts at the checkpoint before it leaves; the tree has both ends then."""
+    for _ in range(2):
+        engine.run(PROMPT, [7])
+    push_out(engine)
+    branch = PROMPT[: 4 * PAGE + 9] + some(random.Random(2), PAGE)
+    assert engine.run(branch, [7]).hit_tokens == 4 * PAGE
+    engine.check()
+    assert engine.run(PROMPT, [7]).hit_tokens == 5 * PAGE
+
+
+def test_a_load_that_does_not_fit_is_not_begun(engine: TieredEngine) -> None:
+    for _ in range(2):
+        engine.run(PROMPT, [7])
+    push_out(engine)
+    holding = engine.start(some(random.Random(3), 12 * PAGE))
+    again = engine.admit(PROMPT)
+    assert again.hit_tokens == 0
+    engine.check()
+    engine.retract(again)
+    engine.finish(holding)
+    assert engine.run(PROMPT, [7]).hit_tokens == 5 * PAGE
+
+
+def test_host_memory_that_is_full_loses_the_oldest_prefix_with_its_checkpoints() -> None:
+    engine = TieredEngine.made(pages=16, host_pages=20)
+    for prompt in (PROMPT, *OTHERS):
+        engine.run(prompt, [7])
+        engine.check()
+    assert engine.run(PROMPT, [7]).hit_tokens == 0
+    assert engine.tiers.pages.evicted > 0
+    engine.check_idle()
+
+
+def test_a_flush_empties_host_memory(engine: TieredEngine) -> None:
+    engine.run(PROMPT, [7])
+    engine.flush()
+    engine.check_idle()
+    assert engine.run(PROMPT, [7]).hit_tokens == 0
+
+
+def test_an_abort_before_the_load_was_issued(engine: TieredEngine) -> None:
+    for _ in range(2):
+        engine.run(PROMPT, [7])
+    push_out(engine)
+    engine.retract(engine.admit(PROMPT))
+    engine.check()
+    assert not engine.tiers.idle
+    assert engine.run(PROMPT, [7]).hit_tokens == 5 * PAGE
+
+
+def test_two_requests_for_one_prefix_in_host_memory(engine: TieredEngine) -> None:
+    for _ in range(2):
+        engine.run(PROMPT, [7])
+    push_out(engine)
+    pair = [engine.admit(PROMPT), engine.admit(PROMPT)]
+    engine.check()
+    assert [running.hit_tokens for running in pair] == [5 * PAGE] * 2
+    for running in pair:
+        engine.prefill_chunk(running)
+        engine.finish(running)
+
+
+# The storage
+
+
+def stored(policy: WritePolicy, backend: Backend, **how: object) -> TieredEngine:
+    return TieredEngine.made(pages=16, host_pages=48, policy=policy, backend=backend, interval_tokens=2 * PAGE, **how)
+
+
+def filled(policy: WritePolicy, backend: Backend) -> None:
+    """A server that served the prompt and is gone."""
+    engine = stored(policy, backend)
+    for _ in range(2):
+        engine.run(PROMPT, [7])
+    push_out(engine)
+    engine.check_idle()
+
+
+def test_another_server_finds_the_prefix(policy: WritePolicy, backend: Backend) -> None:
+    filled(policy, backend)
+    engine = stored(policy, backend)
+    engine.prefixes = Names(PROMPT)
+    again = admit(engine, PROMPT)
+    assert again.hit_tokens == 5 * PAGE
+    engine.prefill_chunk(again)
+    engine.check()
+    assert again.req.tail_match.report.pages_from == {"storage": 5 * PAGE}
+    engine.finish(again)
+    engine.check_idle()
+    push_out(engine)
+    assert engine.run(PROMPT, [7]).req.tail_match.report.pages_from == {"host": 5 * PAGE}, "counted once"
+
+
+class Names(dict):
+    """Names of the prefixes of a prompt, which another engine has given."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        ends = range(PAGE, len(prompt) + 1, PAGE)
+        super().__init__((name_of(prompt[:end]), tuple(prompt[:end])) for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("lost", "hit"),
+    [("page 0", 0), ("page 2", 2), ("page 4", 4), ("tail 5", 4), ("tails", 0), ("nothing", 5)],
+)
+def test_a_hit_ends_before_what_is_missing(backend: Backend, lost: str, hit: int) -> None:
+    """At the deepest checkpoint whose pages are all there: with an interval of two pages at 2, 4, and the end, 5."""
+    filled(WritePolicy.WRITE_THROUGH, backend)
+    engine = stored(WritePolicy.WRITE_THROUGH, backend)
+    engine.prefixes = Names(PROMPT)
+    digests = engine.cache.components[TAIL].digests(key_of(PROMPT), None)
+    gone = {f"page {i}": [page_key(d)] for i, d in enumerate(digests)}
+    gone |= {"tail 5": [tail_key(digests[4])], "tails": [tail_key(d) for d in digests], "nothing": []}
+    for key in gone[lost]:
+        backend.records.pop(key, None)
+    again = admit(engine, PROMPT)
+    assert again.hit_tokens == hit * PAGE
+    engine.prefill_chunk(again)
+    engine.finish(again)
+    engine.check_idle()
+
+
+def key_of(prompt: list[int]) -> RadixKey:
+    return RadixKey(array("q", prompt))
+
+
+def test_what_goes_wrong_while_it_is_read_shortens_the_hit(backend: Backend) -> None:
+    """The look-up found all of it."""
+    filled(WritePolicy.WRITE_THROUGH, backend)
+    engine = stored(WritePolicy.WRITE_THROUGH, backend)
+    engine.prefixes = Names(PROMPT)
+    bad = page_key(engine.cache.components[TAIL].digests(key_of(PROMPT), None)[3])
+    get = backend.get
+    backend.get = lambda key, target: None if key == bad else get(key, target)
+    again = admit(engine, PROMPT)
+    assert again.hit_tokens == 2 * PAGE
+    engine.retract(again)
+    engine.check_idle()
+    assert len(engine.tiers.pages) == 2, "what no checkpoint follows is given back"
+
+
+def test_a_request_does_not_wait_for_ever(backend: Backend) -> None:
+    """It is computed; what was read for it serves the next one."""
+    filled(WritePolicy.WRITE_THROUGH, backend)
+    engine = stored(WritePolicy.WRITE_THROUGH, backend, options=PrefetchOptions("best_effort"))
+    engine.prefixes = Names(PROMPT)
+    again = admit(engine, PROMPT)
+    assert again.hit_tokens in (0, 5 * PAGE)
+    engine.retract(again)
+    engine.settle()
+    assert engine.tiers.storage.totals.late == (0 if again.hit_tokens else 1)
+    assert engine.admit(PROMPT).hit_tokens == 5 * PAGE
+
+
+def test_an_aborted_request_leaves_nothing_reserved(backend: Backend) -> None:
+    filled(WritePolicy.WRITE_THROUGH, backend)
+    engine = stored(WritePolicy.WRITE_THROUGH, backend, options=PrefetchOptions("wait_complete"))
+    engine.prefixes = Names(PROMPT)
+    engine.arrive(PROMPT, "gone", patience_s=0)
+    engine.cache.release_aborted_request(handle("gone"))
+    assert engine.cache.check_prefetch_progress(handle("gone"))
+    engine.check_idle()
+    assert engine.tiers.storage.reserved == 0
+
+
+def test_a_flush_while_a_prefix_is_read(backend: Backend) -> None:
+    filled(WritePolicy.WRITE_THROUGH, backend)
+    engine = stored(WritePolicy.WRITE_THROUGH, backend)
+    engine.prefixes = Names(PROMPT)
+    engine.arrive(PROMPT, patience_s=0)
+    engine.flush()
+    engine.check_idle()
+    assert admit(engine, PROMPT).hit_tokens == 5 * PAGE
+
+
+def test_storage_that_can_not_be_written_costs_nothing_else(policy: WritePolicy) -> None:
+    backend = Backend(fault_rate=1.0)
+    engine = stored(policy, backend)
+    for _ in range(2):
+        engine.run(PROMPT, [7])
+    push_out(engine)
+    engine.settle()
+    assert not backend.records
+    assert admit(engine, PROMPT).hit_tokens == 5 * PAGE, "from host memory"
+
+
+@pytest.mark.parametrize("policy", list(WritePolicy), ids=[policy.value for policy in WritePolicy])
+@pytest.mark.parametrize(
+    ("steps", "fault_rate"),
+    [(600, 0.05), pytest.param(10_000, 0.05, marks=pytest.mark.slow)],
+    ids=["quick", "ten-thousand"],
+)
+def test_random_requests(policy: WritePolicy, steps: int, fault_rate: float) -> None:
+    """Requests that branch off each other, run side by side, are retracted, aborted and flushed, over three tiers.
+
+    Every start compares the hit with the naive model (the longest prefix that some live checkpoint stands for), every
+    forward compares all of its pages and its checkpoint with the tokens, and the invariants hold after every step.
+    """
+    rng, backend = random.Random(steps), Backend(fault_rate)
+    engine = TieredEngine.made(
+        pages=24,
+        host_pages=40,
+        policy=policy,
+        backend=backend,
+        device_slots=6,
+        host_slots=24,
+        context_tokens=16 * PAGE,
+        requests=4,
+        chunk_tokens=3 * PAGE,
+        interval_tokens=2 * PAGE,
+    )
+    stems = [some(rng, rng.randint(2, 6) * PAGE) for _ in range(10)]
+    running: list[Running] = []
+    hits = {"host": 0, "storage": 0}
+    for step in range(steps):
+        action = rng.random()
+        if action < 0.45 and len(running) < 2:
+            stem = rng.choice(stems)
+            prompt = stem[: rng.choice([len(stem), rng.randint(1, len(stem))])] + some(
+                rng, rng.choice([1, 3, 40, 128, 256, 300, 700])
+            )
+            prompt = prompt[: 9 * PAGE]
+            patience_s = rng.choice([0, 30, 30])
+            if not engine.arrive(prompt, f"r{step}", patience_s):
+                engine.cache.release_aborted_request(handle(f"r{step}"))
+            engine.tiers.issue()
+            engine.issue()
+            expected = longest_stored(engine, prompt)
+            free = engine.allocator.available_size() + engine.cache.evictable_size()
+            request = engine.admit(prompt)
+            if request.hit_tokens != expected:
+                assert request.hit_tokens < expected and free < expected + 2 * PAGE, "it would have fitted"
+            running.append(request)
+        elif action < 0.8 and running:
+            request = rng.choice(running)
+            if request.length < request.prompt_tokens:
+                first = not request.req.kv.holds_kv
+                engine.prefill_chunk(request)
+                report = request.req.tail_match.report
+                for tier in report.pages_from if first and report else ():
+                    hits[tier] = hits.get(tier, 0) + 1
+            elif len(request.req.output_ids) < 400:
+                engine.decode(request, some(rng, rng.randint(1, 200)))
+        elif action < 0.97 and running:
+            request = running.pop(rng.randrange(len(running)))
+            if request.length < request.prompt_tokens or rng.random() < 0.2:
+                engine.retract(request)
+            else:
+                engine.finish(request)
+                stems.append([*request.req.origin_input_ids, *request.req.output_ids])
+                stems = stems[-12:]
+        elif action > 0.995:
+            while running:
+                engine.retract(running.pop())
+            engine.flush()
+        else:
+            engine.round()
+        engine.check()
+    while running:
+        engine.retract(running.pop())
+    engine.check_idle()
+    assert hits["host"] + hits["storage"] > steps // 200 and min(hits.values()) > steps // 1000, hits
+    engine.tiers.storage.shutdown()
