@@ -253,20 +253,31 @@ def line(row: dict) -> str:
     )
 
 
+CLASSES = {"decode_1_4": (1, 4), "decode_16_256": (16, 64, 128, 256), "prefill": (1024, 4096, 8192)}
+
+
 def summary(rows: list[dict]) -> dict[str, float]:
-    """Geometric means of ours / Marlin, and the least share of the floor, by what the cases are."""
+    """Geometric means of ours / Marlin, the mean share of the floor, and of each variant over ours, by kind of case."""
     found: dict[str, float] = {}
-    ratios = {row["name"]: row["ours_us"] / row["marlin_us"] for row in rows if "marlin_us" in row}
-    classes = {"decode_1_4": (1, 4), "decode_16_256": (16, 64, 128, 256), "prefill": (1024, 4096, 8192)}
-    for what, of_class in classes.items():
-        chosen = [ratio for name, ratio in ratios.items() if int(name.rsplit("-t", 1)[1]) in of_class]
-        if chosen:
-            found[what] = round(math.exp(sum(map(math.log, chosen)) / len(chosen)), 3)
-    if ratios:
-        found["largest"] = round(max(ratios.values()), 3)
-    shares = [row["floor_us"] / row["ours_us"] for row in rows if row["name"].endswith(("-t64", "-t128"))]
-    if shares:
-        found["floor_share_64_128"] = round(math.exp(sum(map(math.log, shares)) / len(shares)), 3)
+
+    def mean(name: str, numbers: list[float]) -> None:
+        if numbers:
+            found[name] = round(math.exp(sum(map(math.log, numbers)) / len(numbers)), 3)
+
+    def ratios(key: str, of: str, tokens: tuple[int, ...]) -> list[float]:
+        chosen = [row for row in rows if int(row["name"].rsplit("-t", 1)[1]) in tokens and {key, of} <= row.keys()]
+        return [row[key] / row[of] for row in chosen]
+
+    for what, tokens in CLASSES.items():
+        mean(what, ratios("ours_us", "marlin_us", tokens))
+    largest = max((row["ours_us"] / row["marlin_us"] for row in rows if "marlin_us" in row), default=None)
+    if largest is not None:
+        found["largest"] = round(largest, 3)
+    mean("floor_share_64_128", ratios("floor_us", "ours_us", (64, 128)))
+    variants = dict.fromkeys(key for row in rows for key in row if key[:8] == "ours_by_" and key[-3:] == "_us")
+    for key in variants:
+        for what, tokens in CLASSES.items():
+            mean(f"{key[8:-3]}_over_ours_{what}", ratios(key, "ours_us", tokens))
     return found
 
 
