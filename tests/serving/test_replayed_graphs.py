@@ -44,10 +44,10 @@ def replaying(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         yield Speculating(running, request.param, Path(env["ORACLE_FILE"]))
 
 
-@pytest.mark.parametrize("at_once", [1, 3, 11])
+@pytest.mark.parametrize("at_once", [1, 11])
 def test_replays_answer_the_same_bits(server: Server, replaying: Speculating, at_once: int) -> None:
     """Accepted up to every place across groups and pages; then as the draft has it, nearly all refused."""
-    lengths = {1: [250], 3: [1, 126, 253], 11: [2, 3, 4, 121, 123, 124, 125, 252, 254, 255, 249]}[at_once]
+    lengths = {1: [250], 11: [1, 2, 3, 4, 123, 124, 125, 126, 253, 254, 255]}[at_once]
     prompts = random_prompts(20 + at_once, lengths)
     plain = ask(server, prompts, at_once, max_new_tokens=18)
     replaying.will_answer(prompts, plain)
