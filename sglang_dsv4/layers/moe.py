@@ -20,7 +20,7 @@ from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.layers import packed_experts
 from sglang_dsv4.layers.linear import Fp8Input, builds_on_cpu, fp32_product_dtype, quantises_once
 from sglang_dsv4.layers.packed_experts import PackedExperts
-from sglang_dsv4.layers.rank_sum import sum_over_ranks
+from sglang_dsv4.layers.rank_sum import dtype_of_parts, sum_over_ranks
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -231,15 +231,13 @@ class MoE(nn.Module):
         self.tp_size = get_parallel().tp_size
 
     def forward(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        """`x [T, d]` (normed), `input_ids [T]` -> [T, d] in x's dtype; the sum over experts and ranks is fp32."""
+        """`x [T, d]` (normed), `input_ids [T]` -> [T, d] in x's dtype; the sum over experts is fp32, see `rank_sum`."""
         weights, experts = self.gate(x, input_ids)
         shared = self.shared_experts(x)
+        dtype = dtype_of_parts(x.device, x.dtype) if self.tp_size > 1 else x.dtype
         if isinstance(self.experts, PackedExperts):
-            dtype = torch.float32 if self.tp_size > 1 else x.dtype
             both = self.experts(x, weights, experts, shared, dtype)
-            return sum_over_ranks(both).to(x.dtype) if self.tp_size > 1 else both
-        routed = self.experts(x, weights, experts)
-        if self.tp_size > 1:
-            return sum_over_ranks(routed.float() + shared.float()).to(x.dtype)
-        # Of two bf16 rows this is their fp32 sum, rounded once.
-        return torch.add(routed, shared).to(x.dtype)
+        else:
+            # Of two bf16 rows this is their fp32 sum, rounded once if that is to be bf16.
+            both = torch.add(self.experts(x, weights, experts), shared.to(dtype)).to(dtype)
+        return sum_over_ranks(both).to(x.dtype) if self.tp_size > 1 else both

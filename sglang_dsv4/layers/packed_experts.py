@@ -17,6 +17,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
+from sglang_dsv4 import exact
 from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.experts_runner import RUNNER, reason_against
 
@@ -145,7 +146,8 @@ def kernels(config: Config, tp_size: int) -> list[Callable[[], object]]:
     from dsv4_kernels.moe.sm90 import launch, rows, work_list
     from dsv4_kernels.moe.sm90.plan import NARROW, WIDE, Plan, Product
 
-    summed = rows.Sum(config.num_experts_per_tok, fp32=tp_size > 1, adds_shared=True)
+    # On a GPU parts of several ranks are fp32 under the flag only: `rank_sum.dtype_of_parts`.
+    summed = rows.Sum(config.num_experts_per_tok, fp32=tp_size > 1 and exact.is_on(), adds_shared=True)
     return [
         *(partial(launch.compile, Plan(product, shape)) for shape in (NARROW, WIDE) for product in Product),
         *(partial(rows.compile_quantise, chooses, launch.ARCH) for chooses in (True, False)),
