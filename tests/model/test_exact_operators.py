@@ -340,7 +340,7 @@ print("RESULT", bool((off <= bound).all()), relative.median().item(), flush=True
 
 
 def test_parts_in_bf16_stay_within_the_sublayers_tolerance() -> None:
-    """Of four ranks, over gloo: no element is off by more than its roundings, and a token's row by a fraction of the tolerance.
+    """Of four ranks, over gloo: no element is off by more than its roundings, and a row by a part of the tolerance.
 
     That is what bf16 activations cost the sublayer, 1.4e-2 in the median (specification, section 11.1); the two add in
     squares.
