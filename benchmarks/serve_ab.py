@@ -9,7 +9,8 @@ Works (loads are `serve_load.py`'s):
     decode       1, 16, 64 and 128 requests of 4.6K tokens; tok/s while all of them decode
     prefill      eight prompts of 8K tokens; one of 64K
     multi_turn   32 conversations of four turns over four shared prefixes of 4K, everything fits
-    profile      launches and busy time of a decode step and of a prefill chunk, KV bytes a token
+    profile      launches and busy time of a decode step and of a prefill chunk, and how often the host had to give the
+                 GPU work for it (a graph is one time); KV bytes a token
     churn        sessions that come back, under equal bytes of KV memory: their number from a quarter of what ours holds
                  to twice that, with prefixes of 16K and of 1.5K tokens
     agreement    log-probabilities of given tokens, both servers and the built-in in another batch (needs a checkpoint
@@ -277,7 +278,8 @@ def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
 def _of_step(found: Profile) -> dict[str, float]:
     for name, launches, us in found.kernels[:PRINTED_KERNELS]:
         print(f"    {us:9.1f} us {launches:7.1f} x  {name[:120]}")
-    return {"launches_per_step": found.launches, "busy_us_per_step": found.busy_us}
+    host = {"host_launches_per_step": found.host_launches} if found.host_launches else {}  # if the trace has them
+    return {"launches_per_step": found.launches, "busy_us_per_step": found.busy_us, **host}
 
 
 def under_churn(server: Server, sessions: dict[str, list[int]]) -> Figures:

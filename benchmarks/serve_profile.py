@@ -32,6 +32,9 @@ TURN = 256
 """Tokens of a turn."""
 TURN_STEPS = 3
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+HOST_CALLS = ("cuda_runtime", "cuda_driver")
+ENQUEUES = ("Launch", "Memcpy", "Memset")
+"""In the names of those that give the GPU work; each takes the host some microseconds, a graph's as one of them."""
 TRACE_TIMEOUT_S = 120
 
 
@@ -43,6 +46,7 @@ class Profile:
     busy_us: float
     span_us: float
     kernels: tuple[tuple[str, float, float], ...]  # name, launches, microseconds, the longest first
+    host_launches: float = 0.0  # calls with which the host gave it this work, a graph's replay being one
 
 
 def profile_decode(url: str, requests: int, context: int) -> Profile:
@@ -148,21 +152,23 @@ def _trace(folder: Path) -> list[dict]:
                     events = json.load(file)["traceEvents"]
             except (EOFError, json.JSONDecodeError, gzip.BadGzipFile):
                 continue  # still being written
-            found = [event for event in events if event.get("cat") in GPU_WORK]
-            if found:
+            found = [event for event in events if event.get("cat") in GPU_WORK + HOST_CALLS]
+            if any(event["cat"] in GPU_WORK for event in found):
                 return found
         time.sleep(0.5)
     raise RuntimeError(f"no trace with GPU work in {TRACE_TIMEOUT_S} s")
 
 
 def _read(events: list[dict], steps: int) -> Profile:
+    calls = sum(e["cat"] in HOST_CALLS and any(part in e["name"] for part in ENQUEUES) for e in events)
+    events = [event for event in events if event["cat"] in GPU_WORK]
     times: dict[str, list[float]] = collections.defaultdict(list)
     for event in events:
         times[event["name"]].append(event["dur"])
     kernels = sorted(((n, len(t) / steps, sum(t) / steps) for n, t in times.items()), key=lambda row: -row[2])
     begin, end = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events)
     busy = sum(row[2] for row in kernels)
-    return Profile(len(events) / steps, busy, (end - begin) / steps, tuple(kernels))
+    return Profile(len(events) / steps, busy, (end - begin) / steps, tuple(kernels), calls / steps)
 
 
 def main() -> int:
@@ -183,7 +189,10 @@ def main() -> int:
         found = profile_turn(arguments.url, arguments.requests, arguments.context or 4608, arguments.trace)
     else:
         found = profile_decode(arguments.url, arguments.requests, arguments.context or 4608)
-    print(f"a step: {found.launches:.1f} launches, {found.busy_us:.0f} us busy of {found.span_us:.0f}")
+    print(
+        f"a step: {found.launches:.1f} launches, by {found.host_launches:.1f} of the host; "
+        f"{found.busy_us:.0f} us busy of {found.span_us:.0f}"
+    )
     for name, launches, us in found.kernels[: arguments.rows]:
         print(f"{us:9.1f} us {launches:8.1f} x {100 * us / found.busy_us:5.1f} %  {name[:140]}")
     if arguments.out is not None:

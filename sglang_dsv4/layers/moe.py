@@ -20,7 +20,7 @@ from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.layers import packed_experts
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, builds_on_cpu, fp32_product_dtype, quantises_once
 from sglang_dsv4.layers.packed_experts import PackedExperts
-from sglang_dsv4.layers.rank_sum import sum_over_ranks
+from sglang_dsv4.layers.rank_sum import dtype_of_parts, sum_over_ranks
 from sglang_dsv4.layers.side_stream import side_by_side
 
 if TYPE_CHECKING:
@@ -232,15 +232,13 @@ class MoE(nn.Module):
         self.tp_size = get_parallel().tp_size
 
     def forward(self, given: SublayerInput, input_ids: Tensor) -> Tensor:
-        """`input_ids [T]` -> [T, d] in the model's dtype; the sum over experts and ranks is fp32."""
+        """`input_ids [T]` -> [T, d] in the model's dtype; the sum over experts is fp32, see `rank_sum`."""
         x = given.rows
         (weights, experts), shared = side_by_side(lambda: self.gate(x, input_ids), lambda: self.shared_experts(given))
+        dtype = dtype_of_parts(x.device, x.dtype) if self.tp_size > 1 else x.dtype
         if isinstance(self.experts, PackedExperts):
-            dtype = torch.float32 if self.tp_size > 1 else x.dtype
             both = self.experts(x, weights, experts, shared, dtype)
-            return sum_over_ranks(both).to(x.dtype) if self.tp_size > 1 else both
-        routed = self.experts(x, weights, experts)
-        if self.tp_size > 1:
-            return sum_over_ranks(routed.float() + shared.float()).to(x.dtype)
-        # Of two bf16 rows this is their fp32 sum, rounded once.
-        return torch.add(routed, shared).to(x.dtype)
+        else:
+            # Of two bf16 rows this is their fp32 sum, rounded once if that is to be bf16.
+            both = torch.add(self.experts(x, weights, experts), shared.to(dtype)).to(dtype)
+        return sum_over_ranks(both).to(x.dtype) if self.tp_size > 1 else both

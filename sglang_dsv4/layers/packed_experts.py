@@ -17,6 +17,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
+from sglang_dsv4 import exact
 from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.experts_runner import RUNNER, reason_against
 
@@ -167,7 +168,9 @@ def kernels(config: Config, tp_size: int) -> list[Callable[[], object]]:
     from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Plan, Product
 
     overlaps = launch.OVERLAPS
-    summed = rows.Sum(config.num_experts_per_tok, fp32=tp_size > 1, adds_shared=True, overlaps=overlaps)
+    # On a GPU parts of several ranks are fp32 under the flag only: `rank_sum.dtype_of_parts`.
+    fp32 = tp_size > 1 and exact.is_on()
+    summed = rows.Sum(config.num_experts_per_tok, fp32=fp32, adds_shared=True, overlaps=overlaps)
     products = [Plan(product, shape, overlaps) for shape in (NARROW, PAIRED, WIDE) for product in Product]
     return [
         *(partial(launch.compile, plan) for plan in products),

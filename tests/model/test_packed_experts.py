@@ -181,11 +181,11 @@ class Summed(nn.Module):
         return self.result
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize(("tp_size", "parts"), [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
 def test_the_layer_adds_the_shared_expert(
-    rank: Callable[..., PackedExperts], tp_size: int, monkeypatch: pytest.MonkeyPatch
+    rank: Callable[..., PackedExperts], tp_size: int, parts: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bf16 on one rank; of several in fp32, before ranks are summed."""
+    """In bf16 on one rank; of several in the dtype in which parts are summed, before they are."""
     from host import emulated
 
     x, weights, ids = batch()
@@ -196,13 +196,14 @@ def test_the_layer_adds_the_shared_expert(
     layer.experts = rank()
     summed: list[Tensor] = []
     monkeypatch.setattr(moe, "sum_over_ranks", lambda part: summed.append(part) or 2 * part)
+    monkeypatch.setattr(moe, "dtype_of_parts", lambda device, dtype: parts)
     routed = forward(layer.experts)
     with emulated(arch="sm_90a", multiprocessors=3):
         found = layer(SublayerInput(x, None), torch.zeros(len(x), dtype=torch.int64))
     if tp_size == 1:
         assert not summed and same_bits(found, routed.bfloat16() + shared)
     else:
-        assert same_bits(summed[0], routed + shared.float())
+        assert same_bits(summed[0], routed.to(parts) + shared.to(parts))
         assert same_bits(found, (2 * summed[0]).bfloat16())
 
 

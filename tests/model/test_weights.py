@@ -480,3 +480,24 @@ def test_the_draft_of_the_releases_has_as_many_tensors_as_their_index_says() -> 
     of_stage = [sum(name.startswith(f"mtp.{stage}.") for name in names) for stage in range(3)]
     assert (len(names), of_stage) == (4705, [1568, 1565, 1572])
     assert len(_draft_names(Config.from_hf(Fields(**FLASH)))) == 1575
+
+
+def test_products_with_fp8_weights_are_sglangs_layers(main: nn.Module, draft: nn.Module) -> None:
+    """On a GPU SGLang compiles DeepGEMM's kernels of a shape, for all numbers of tokens, at a layer's first product.
+
+    A product by other ways would be compiled while requests wait, whenever a number of tokens is met first.
+    """
+    from sglang.srt.layers.linear import LinearBase
+
+    from sglang_dsv4.layers.linear import ReferenceLinearMethod
+
+    found = set()
+    for model in (main, draft):
+        for name, module in model.named_modules():
+            if isinstance(getattr(module, "quant_method", None), ReferenceLinearMethod):
+                assert isinstance(module, LinearBase), f"{name} is {type(module).__name__}"
+                found.add(name.rsplit(".", 1)[1])
+    assert found == {"wqkv_a", "wq_b", "wo_b", "w13", "w2", "e_proj", "h_proj"}
+    ours = Path(__file__).resolve().parents[2]
+    for path in [*(ours / "sglang_dsv4").rglob("*.py"), *(ours / "kernels").rglob("*.py")]:
+        assert "import deep_gemm" not in path.read_text(), path

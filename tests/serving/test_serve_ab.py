@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import serve_ab
 import serve_load
+import serve_profile
 from serve_ab import Row
 from serve_load import Reply
 
@@ -141,3 +142,17 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: py
     assert compare(["decode", "prefill"], "builtin", "ours") == both and len(started) == 4
     with pytest.raises(ValueError, match="run that first"):
         compare(["churn"], "ours")
+
+
+def test_a_graph_is_one_launch_of_the_host() -> None:
+    """Of two steps with a graph of three kernels, and one launch and one copy beside it."""
+    events = []
+    for step in range(2):
+        calls = ("cudaGraphLaunch", "cudaLaunchKernel", "cudaMemcpyAsync", "cudaEventRecord")
+        events += [{"cat": "cuda_runtime", "name": name, "ts": 100 * step, "dur": 5} for name in calls]
+        for i, (cat, name) in enumerate([("kernel", "attention")] * 3 + [("kernel", "argmax"), ("gpu_memcpy", "copy")]):
+            events.append({"cat": cat, "name": name, "ts": 100 * step + 10 * i, "dur": 4})
+    found = serve_profile._read(events, 2)
+    assert (found.launches, found.host_launches, found.busy_us) == (5, 3, 20)
+    assert found.kernels[0] == ("attention", 3, 12)
+    assert serve_ab._of_step(found) == {"launches_per_step": 5, "busy_us_per_step": 20, "host_launches_per_step": 3}
