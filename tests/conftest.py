@@ -84,6 +84,7 @@ STARTS_A_SERVER = (
 LONG = (
     SERVERS,
     "tests/radix/test_exact.py",
+    "tests/radix/test_exact_tiers.py",
     "tests/ops/test_sparse_attention_sm90.py",
     "tests/model/test_state.py",
     "tests/model/test_logits.py",

@@ -13,6 +13,7 @@ A new request in an old slot reads only rows that it has written itself: positio
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,7 +23,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.runtime_context import get_context, get_exec, get_memory
 
-from dsv4_kernels.kv_layout import KVRows
+from dsv4_kernels.kv_layout import PAGE_ROWS, KVRows, RowFormat
 from dsv4_radix_cache.placement import Placement
 from dsv4_radix_cache.requests import TailRequests
 from dsv4_radix_cache.store import CheckpointStore
@@ -106,15 +107,15 @@ class Dsv4KVPool(RingWindowKVPool):
         self._tensors: dict[str, dict[int, KVRows | torch.Tensor]] = {}
         # [layers, ...] of all request slots: what a tail checkpoint copies at once
         self.rings: dict[str, torch.Tensor] = {}
+        # [layers, ...] of all that follows FULL pages: what a page's record copies at once
+        self.tables: dict[str, torch.Tensor] = {}
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             for spec in self.plan.pools:
                 # The draft worker allocates its own rings; checkpoints are laid out slot by slot (tail_storage).
                 if spec.name != "draft window rings" and spec.per != "checkpoint":
-                    if spec.per == "request":
-                        self.rings[spec.name], rows = spec.allocate_stack(device)
-                        self._tensors[spec.name] = dict(zip(spec.layers, rows, strict=True))
-                    else:
-                        self._tensors[spec.name] = {layer: spec.allocate(device) for layer in spec.layers}
+                    stack, rows = spec.allocate_stack(device)
+                    self._tensors[spec.name] = dict(zip(spec.layers, rows, strict=True))
+                    (self.rings if spec.per == "request" else self.tables)[spec.name] = stack
             self.tail_storage = self.tail_requests = None
             if tails is not None:
                 slots = (tails.device_slots, tails.host_slots)
@@ -169,6 +170,18 @@ class Dsv4KVPool(RingWindowKVPool):
         if self.tail_storage is not None:
             draft.tail_storage = self.tail_storage
             self.tail_storage.attach_draft(draft.rings["window rings"])
+
+    def table(self, name: str) -> tuple[KVRows, int]:
+        """All layers of a table that follows FULL pages ("CSA entries", "HCA entries", "indexer keys") as one.
+
+        Returns:
+            The rows, those of a layer behind those of the one before it, with the padding of a byte format between;
+            and the number of layers.
+        """
+        stack, one = self.tables[name], next(iter(self._tensors[name].values()))
+        block = 1 if one.format is RowFormat.PLAIN else PAGE_ROWS
+        rows = dataclasses.replace(one, storage=stack.flatten(0, 1), num_rows=stack.shape[0] * stack.shape[1] * block)
+        return rows, stack.shape[0]
 
     def _kind(self, layer_id: int) -> str:
         return LayerKind(self.geometry.layer_ratio(layer_id)).name

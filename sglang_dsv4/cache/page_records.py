@@ -1,26 +1,24 @@
 """A page's record: all that the KV pools hold of one FULL page of 256 tokens, in one run of bytes.
 
-    CSA layer   64 entries and 64 indexer keys          HCA layer   2 entries
+    64 entries of each CSA layer | 64 indexer keys of each CSA layer | 2 entries of each HCA layer
 
-in the order of the layers, each part padded to 16 bytes, byte for byte as in the pools: nothing is quantised again.
-Windows and compressor states are no part of it: they belong to a request, and at a prefix's end to its tail checkpoint.
+byte for byte as in the pools: nothing is quantised again. Windows and compressor states are no part of it: they belong
+to a request, and at a prefix's end to its tail checkpoint.
 
-One run of bytes, because that is what a copy to host memory and a file want: the parts of a page are gathered on the
-device, where a few hundred short rows cost microseconds, and cross the bus together.
+One run of bytes, because that is what a copy to host memory and a file want: the rows of a page are gathered on the
+device, all layers of a kind at once, and cross the bus together.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4_kernels.kv_layout import KVRows
 from sglang_dsv4.cache.geometry import entries_per_page
-from sglang_dsv4.layer_kinds import CSA_RATIO, SWA_RATIO
+from sglang_dsv4.layer_kinds import CSA_RATIO, HCA_RATIO
 
 if TYPE_CHECKING:
     from sglang_dsv4.cache.kv_pool import Dsv4KVPool
@@ -28,15 +26,16 @@ if TYPE_CHECKING:
 ALIGNMENT = 16
 FORMAT_VERSION = 1
 """Of records and tails; a change of their bytes needs another one."""
+TABLES = {"CSA entries": CSA_RATIO, "HCA entries": HCA_RATIO, "indexer keys": CSA_RATIO}
 
 
 class Part(NamedTuple):
-    """A piece of a record: where it lies there, and in the pool."""
+    """A piece of a record, of all layers of a kind: where it lies there, and in the pool."""
 
     name: str
-    offset: int  # bytes
-    nbytes: int
-    view: Tensor  # [N, per, nbytes / 8] int64: page p is at [p // per, p % per]
+    offset: int  # 8-byte words, in the record
+    words: int  # of a layer
+    view: Tensor  # [layers, N, per, words] int64: page p is at [:, p // per, p % per]
 
 
 class PageRecords:
@@ -44,7 +43,6 @@ class PageRecords:
 
     Attributes:
         record_bytes: bytes of a record.
-        token_bytes: the same for a token.
         layout: the parts in words; equal exactly if records can be exchanged.
     """
 
@@ -52,18 +50,21 @@ class PageRecords:
         """`pool`: the worker's; a draft has no entries."""
         self.device = torch.device(pool.device)
         self.parts: list[Part] = []
-        offset = 0
-        for name, rows, count in _tables(pool):
-            for piece, view in enumerate(rows.page_views(count)):
+        offset, described = 0, [f"ratios {pool.geometry.ratios}"]
+        for name in pool.tables:
+            rows, layers = pool.table(name)
+            for piece, view in enumerate(rows.page_views(entries_per_page(TABLES[name]))):
                 nbytes = view.shape[2]
                 if nbytes % 8:
                     raise ValueError(f"{name}: {nbytes} bytes of a page are no whole number of 8-byte words")
-                what = f"{name}.{piece} {rows.format.value} {rows.row_dim} {rows.storage.dtype}"
                 # As words: a copy of bytes would move one at a time.
-                self.parts.append(Part(what, offset, nbytes, view.view(torch.int64)))
-                offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+                words = view.view(torch.int64).unflatten(0, (layers, -1))
+                self.parts.append(Part(name, offset // 8, nbytes // 8, words))
+                kind = f"{rows.format.value} {rows.row_dim} {rows.storage.dtype}"
+                described.append(f"{name}.{piece} {kind} @{offset}+{layers}*{nbytes}")
+                offset += -(-layers * nbytes // ALIGNMENT) * ALIGNMENT
         self.record_bytes = offset
-        self.layout = "; ".join(f"{part.name} @{part.offset}+{part.nbytes}" for part in self.parts)
+        self.layout = "; ".join(described)
 
     @property
     def fingerprint(self) -> str:
@@ -77,26 +78,23 @@ class PageRecords:
             pages: [N] int64 page numbers, on the pool's device.
             records: [N, record_bytes] uint8 there. Padding is not written.
         """
-        words = records.view(torch.int64)
-        for part in self.parts:
-            per = part.view.shape[1]
-            words[:, part.offset // 8 : (part.offset + part.nbytes) // 8] = part.view[pages // per, pages % per]
+        for part, inside in self._parts_of(records):
+            inside.copy_(part.view[:, *_place(pages, part)].transpose(0, 1))
 
     def scatter(self, pages: Tensor, records: Tensor) -> None:
         """Copy records into pages of the pool; arguments as of `gather`. No page may be named twice."""
+        for part, inside in self._parts_of(records):
+            part.view[:, *_place(pages, part)] = inside.transpose(0, 1)
+
+    def _parts_of(self, records: Tensor) -> list[tuple[Part, Tensor]]:
+        """Each part, and where it lies in records: [N, layers, words] int64."""
         words = records.view(torch.int64)
-        for part in self.parts:
-            per = part.view.shape[1]
-            part.view[pages // per, pages % per] = words[:, part.offset // 8 : (part.offset + part.nbytes) // 8]
+        return [
+            (part, words[:, part.offset : part.offset + len(part.view) * part.words].unflatten(1, (len(part.view), -1)))
+            for part in self.parts
+        ]
 
 
-def _tables(pool: Dsv4KVPool) -> Iterator[tuple[str, KVRows, int]]:
-    """(name, rows, rows of a page) of everything in the pool that follows FULL pages."""
-    for layer in pool.geometry.layers():
-        ratio = pool.geometry.layer_ratio(layer)
-        if ratio == SWA_RATIO:
-            continue
-        yield f"layer {layer} entries/{ratio}", pool.entries(layer), entries_per_page(ratio)
-        if ratio == CSA_RATIO:
-            yield f"layer {layer} keys", pool.index_keys(layer), entries_per_page(ratio)
-
+def _place(pages: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    per = part.view.shape[2]
+    return pages // per, pages % per

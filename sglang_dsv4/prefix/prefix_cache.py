@@ -286,9 +286,18 @@ def _create_tree_core(
 
 
 def create_prefix_cache(ctx: TreeCacheBuildContext) -> Dsv4PrefixCache:
-    """Factory for SGLang's radix cache registry, name "dsv4"."""
+    """Factory for SGLang's radix cache registry, name "dsv4".
+
+    Raises:
+        ValueError: whole prefixes were asked for, and no checkpoints at their ends.
+    """
     pool: Dsv4KVPool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     tails, storage = pool.tail_requests, pool.tail_storage
+    if ctx.enable_hierarchical_cache and tails is None:
+        raise ValueError(
+            "sglang-dsv4 does not support --enable-hierarchical-cache without tail checkpoints, at which a prefix is "
+            "taken up again: unset SGLANG_DSV4_TAIL_SLOTS, which is 0"
+        )
     if ctx.disable_radix_cache or tails is None:
         why = "--disable-radix-cache" if ctx.disable_radix_cache else "SGLANG_DSV4_TAIL_SLOTS=0"
         ctx.params.disable = True

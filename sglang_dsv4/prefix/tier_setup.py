@@ -84,7 +84,7 @@ def open_storage(
             logger.info("Prefixes are kept in %s, those of this server in %s.", root, identity_digest(identity).hex())
             return RecordFiles(root, identity)
         logger.warning("--hicache-storage-backend %s: only `file` was tested with sglang-dsv4", name)
-        return CheckedStorage(_other_backend(name, extra, group.rank_in_group, group.world_size), identity)
+        return CheckedStorage(other_backend(name, extra, group.rank_in_group, group.world_size), identity)
 
     options = PrefetchOptions(memory.hicache_storage_prefetch_policy, threshold, timeout_s, timeout_s_per_ki_token)
     writes = group.rank_in_group == 0
@@ -94,7 +94,8 @@ def open_storage(
     )
 
 
-def _other_backend(name: str, extra: dict | None, rank: int, ranks: int) -> HiCacheStorage:
+def other_backend(name: str, extra: dict | None, rank: int, ranks: int) -> HiCacheStorage:
+    """A storage of SGLang's registry, or the one that `extra` names (`dynamic`)."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 

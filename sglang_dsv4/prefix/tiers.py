@@ -212,6 +212,7 @@ class PrefixTiers:
 
     def reserve(self, count: int, before: Sequence[bytes]) -> list[int] | None:
         """Slots for pages that the storage is to fill, or None. `before`: the page that they follow, or none."""
+        assert not self._queue, "copies are issued before the storage fills slots that they may touch"
         slots: list[int] = []
         for _ in range(count):
             slot, gone = self.pages.reserve(before[0] if before else None)
@@ -220,8 +221,6 @@ class PrefixTiers:
                 self.give_back(slots)
                 return None
             slots.append(slot)
-        if any(copy.slot in set(slots) for copy in self._queue):
-            self.issue()  # nothing that is queued may touch a slot that the storage fills
         return slots
 
     def give_back(self, slots: Sequence[int]) -> None:

@@ -6,20 +6,25 @@ The tree is SGLang's, and its invariants and ours are checked after every step (
 from __future__ import annotations
 
 import random
+import threading
 from array import array
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+import torch
 from prefix_replay import PAGE, Running
 from radix.test_tree import longest_stored, some
-from radix.tiered import Backend, TieredEngine, admit, name_of
+from radix.tiered import Backend, Records, TieredEngine, admit, name_of, tensor_of
 from radix.waiting import handle
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from torch import Tensor
 
+from dsv4_radix_cache.host_pages import HostPages
 from sglang_dsv4.prefix.storage import PrefetchOptions, page_key, tail_key
 from sglang_dsv4.prefix.tail_component import TAIL
-from sglang_dsv4.prefix.tiers import WritePolicy
+from sglang_dsv4.prefix.tiers import PrefixTiers, WritePolicy
 
 PROMPT = some(random.Random(1), 5 * PAGE + 100)
 OTHERS = [some(random.Random(10 + i), 6 * PAGE) for i in range(6)]
@@ -284,6 +289,38 @@ def test_storage_that_can_not_be_written_costs_nothing_else(policy: WritePolicy)
     engine.settle()
     assert not backend.records
     assert admit(engine, PROMPT).hit_tokens == 5 * PAGE, "from host memory"
+
+
+def test_a_page_that_went_before_its_copy_was_issued_is_not_stored() -> None:
+    """Its slot has another page's bytes by then."""
+    tiers = PrefixTiers(HostPages(1), Records(4, 1))
+    tiers.storage = SimpleNamespace(wait_for_slot=lambda slot: None, reserved=0)
+    tiers.inserted([b"a"], [1])
+    tiers.inserted([b"b"], [2])
+    tiers.issue()
+    assert tiers.written() == [(b"b", 0)]
+
+
+def test_a_slot_is_not_filled_anew_while_it_is_written(backend: Backend) -> None:
+    """One slot, and a disk that takes its time: the first page's record holds the first page."""
+    engine = TieredEngine.made(pages=16, host_pages=1, backend=backend)
+    begun, go, put = threading.Event(), threading.Event(), backend.set
+
+    def slow(key: str, record: Tensor) -> bool:
+        begun.set()
+        go.wait(30)
+        return put(key, record)
+
+    backend.set = slow
+    first, second = PROMPT[: PAGE + 9], OTHERS[0][: PAGE + 9]
+    engine.run(first, [7])
+    engine.round()
+    assert begun.wait(30)
+    threading.Timer(0.2, go.set).start()
+    engine.run(second, [7])
+    engine.settle()
+    digest = engine.cache.components[TAIL].digests(key_of(first), None)[0]
+    assert torch.equal(backend.records[page_key(digest)], tensor_of(name_of(first[:PAGE])))
 
 
 @pytest.mark.parametrize("policy", list(WritePolicy), ids=[policy.value for policy in WritePolicy])
