@@ -74,6 +74,10 @@ SGLANG_HOOKS: dict[str, str] = {
         "sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request"
     ),
     "update weights": f"{_RUNNER}.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk",
+    "flush after an exchange of weights": (
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        ".flush_cache_after_weight_update"
+    ),
     "make a grammar": "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend._from_context",
     "check sampling parameters": "sglang.srt.sampling.sampling_params.SamplingParams.verify",
     "check a request": "sglang.srt.managers.scheduler.validate_input_length",

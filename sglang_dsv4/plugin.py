@@ -24,6 +24,7 @@ longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admiss
 reasoning effort   AROUND ``DeepSeekRecipe.encode``, see ``effort``                                    launcher
 sampling params    BEFORE ``SamplingParams.verify``, see ``request_checks``                            launcher
 other requests     seven hooks and the scheduler's dispatcher, see ``request_guards``                 both
+other weights      AFTER ``flush_cache_after_weight_update``, see ``prefix.storage``                     scheduler
 token ids          AFTER ``scheduler.validate_input_length``, see ``request_checks``                   scheduler
 sampling           seven hooks of the sampler and its batches, see ``sampling``                        scheduler
 penalties          four hooks where tokens are counted, see ``penalties``                              scheduler
@@ -257,7 +258,7 @@ def _install_scheduler_hooks() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
     from sglang_dsv4 import experts_runner, penalties, request_checks, request_guards, sampling, startup
-    from sglang_dsv4.prefix import tails
+    from sglang_dsv4.prefix import storage, tails
 
     experts_runner.register()
 
@@ -279,6 +280,7 @@ def _install_scheduler_hooks() -> None:
     _hook("check a request", request_checks.refuse_unknown_token_ids, "AFTER")
     _hook("make a grammar", request_guards.refuse_empty_grammar, "AFTER")
     _hook("update weights", request_guards.keep_weights, "AROUND")
+    _hook("flush after an exchange of weights", storage.suspend_without_flush, "AFTER")
     _hook("make sampling info", sampling.fill_seeds, "AFTER")
     _hook("make sampling info", sampling.ignore_greedy_temperatures, "AFTER")
     _hook("make sampling info", penalties.count_earlier, "AFTER")

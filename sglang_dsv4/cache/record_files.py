@@ -147,7 +147,10 @@ class RecordFiles(HiCacheStorage):
         return True
 
     def batch_get(
-        self, keys: Sequence[str], target_locations: Sequence[Tensor] | None = None, target_sizes: Any = None  # noqa: ANN401
+        self,
+        keys: Sequence[str],
+        target_locations: Sequence[Tensor] | None = None,
+        target_sizes: Any = None,  # noqa: ANN401
     ) -> list[Tensor | None]:
         """`get` for each key."""
         return [self.get(key, target) for key, target in zip(keys, target_locations, strict=True)]

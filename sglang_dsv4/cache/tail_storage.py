@@ -129,7 +129,6 @@ class TailSlots:
         for mine, theirs in zip(self.parts(), source.parts(), strict=True):
             mine[:, to_slot].copy_(theirs[:, from_slot], non_blocking=True)
 
-
     # A slot as one run of bytes: where a slot's layers are contiguous, on the host
 
     def named_parts(self) -> Iterator[tuple[str, Tensor]]:

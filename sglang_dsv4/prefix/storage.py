@@ -26,6 +26,9 @@ from dsv4_radix_cache.ring import PAGE_TOKENS
 from dsv4_radix_cache.store import CopyState
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
     from sglang_dsv4.cache.record_files import Fault, RecordFiles
     from sglang_dsv4.cache.tail_storage import TailSlots, TailStorage
     from sglang_dsv4.prefix.tail_component import TailComponent
@@ -133,15 +136,26 @@ class PrefixStorage:
         self._planner = ThreadPoolExecutor(READERS, "prefix-storage-plan")
         self._readers = ThreadPoolExecutor(READERS, "prefix-storage-read")
         self._busy: dict[int, Future[None]] = {}  # host slots that are being written to the storage
+        self._last_write: Future[None] | None = None
         # Checkpoint id -> (prefix, whether its copy is done; None: not issued yet)
         self._new_tails: dict[int, tuple[bytes, Callable[[], bool] | None]] = {}
         self._fetches: list[_Fetch] = []  # in the order of the requests
+        self._is_suspended = False
+
+    def suspend(self) -> None:
+        """Weights were exchanged, and nothing was flushed: pages of now are of no identity. Until `reset` none is
+        written, and nothing is fetched."""
+        self._is_suspended = True
+        self._new_tails.clear()
+        logger.warning(
+            "prefix storage: weights were exchanged without a flush; nothing is written or read until /flush_cache"
+        )
 
     # Writing
 
     def tail_published(self, digest: bytes, checkpoint_id: int) -> None:
         """The tree got a checkpoint."""
-        if self._writes:
+        if self._writes and not self._is_suspended:
             self._new_tails.setdefault(checkpoint_id, (digest, None))
 
     def wait_for_slot(self, slot: int) -> None:
@@ -153,9 +167,9 @@ class PrefixStorage:
     def _write_pages(self) -> None:
         pages = self._tiers.written()
         self._busy = {slot: work for slot, work in self._busy.items() if not work.done()}
-        if self._writes:
+        if self._writes and not self._is_suspended:
             for digest, slot in pages:
-                self._busy[slot] = self._writer.submit(self._write, page_key(digest), self._tiers.records.memory[slot])
+                self._busy[slot] = self._submit(page_key(digest), self._tiers.records.memory[slot])
                 checkpoint_id = self._tails.checkpoint_of(digest)
                 if checkpoint_id is not None:
                     self.tail_published(digest, checkpoint_id)
@@ -174,10 +188,14 @@ class PrefixStorage:
             elif state is CopyState.PRESENT:
                 done = done or self._tiers.records.mark()
                 if done():
-                    self._writer.submit(self._write, tail_key(digest), host.record(store[checkpoint_id].host_slot))
+                    self._submit(tail_key(digest), host.record(store[checkpoint_id].host_slot))
                     del self._new_tails[checkpoint_id]
                 else:
                     self._new_tails[checkpoint_id] = (digest, done)
+
+    def _submit(self, key: str, record: Tensor) -> Future[None]:
+        self._last_write = self._writer.submit(self._write, key, record)
+        return self._last_write
 
     def _write(self, key: str, record: Tensor) -> None:
         begin = time.perf_counter()
@@ -202,7 +220,9 @@ class PrefixStorage:
         """A request arrived whose prefix device and host memory have up to page `floor`: look for more of it."""
         begin = self._tiers.reach(digests, 0)
         tokens = (len(digests) - floor) * PAGE_TOKENS
-        if tokens < self._options.threshold_tokens or any(fetch.handle == handle for fetch in self._fetches):
+        if self._is_suspended or tokens < self._options.threshold_tokens:
+            return
+        if any(fetch.handle == handle for fetch in self._fetches):
             return
         digests = list(digests)
         deadline = time.monotonic() + self._options.seconds(tokens)
@@ -348,7 +368,8 @@ class PrefixStorage:
     @property
     def idle(self) -> bool:
         """Nothing is written, read, or waits to be."""
-        return not self._fetches and not self._new_tails and all(work.done() for work in self._busy.values())
+        is_written = self._last_write is None or self._last_write.done()  # one thread writes, in turn
+        return is_written and not self._fetches and not self._new_tails
 
     def reset(self) -> None:
         """Host memory is emptied: stop what is under way. What was written stays."""
@@ -361,6 +382,7 @@ class PrefixStorage:
         self._fetches.clear()
         self._earlier_faults.update(self.backend.faults)
         self.backend = self._open()
+        self._is_suspended = False
 
     @property
     def faults(self) -> Counter[Fault]:
@@ -372,6 +394,22 @@ class PrefixStorage:
         self._planner.shutdown(cancel_futures=True)
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
+
+
+def suspend_without_flush(
+    result: tuple[bool, str],
+    updater: SchedulerWeightUpdaterManager,
+    request: UpdateWeightFromDiskReqInput,
+    *_: object,
+) -> None:
+    """After ``SchedulerWeightUpdaterManager.flush_cache_after_weight_update``, which every exchange of weights
+    calls, from disk or from a trainer.
+
+    Where it flushes, the storage was opened anew, for the weights that are there now.
+    """
+    tiers = getattr(updater.tp_worker.model_runner.token_to_kv_pool, "prefix_tiers", None)
+    if tiers is not None and tiers.storage is not None and not (request.flush_cache and result[0]):
+        tiers.storage.suspend()
 
 
 TAIL_SUFFIX = ".tail"

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from torch import Tensor
 
 from dsv4_radix_cache.host_pages import HostPages
-from sglang_dsv4.prefix.storage import PrefetchOptions, page_key, tail_key
+from sglang_dsv4.prefix.storage import PrefetchOptions, page_key, suspend_without_flush, tail_key
 from sglang_dsv4.prefix.tail_component import TAIL
 from sglang_dsv4.prefix.tiers import PrefixTiers, WritePolicy
 
@@ -278,6 +278,30 @@ def test_a_flush_while_a_prefix_is_read(backend: Backend) -> None:
     engine.flush()
     engine.check_idle()
     assert admit(engine, PROMPT).hit_tokens == 5 * PAGE
+
+
+@pytest.mark.parametrize(("flushes", "flushed"), [(True, True), (True, False), (False, True)])
+def test_other_weights_without_a_flush_write_nothing(backend: Backend, flushes: bool, flushed: bool) -> None:
+    """What they compute is of no identity: neither written nor mixed with what is stored, until a flush."""
+    filled(WritePolicy.WRITE_THROUGH, backend)
+    known = dict(backend.records)
+    engine = stored(WritePolicy.WRITE_THROUGH, backend)
+    pool = SimpleNamespace(prefix_tiers=engine.tiers)
+    updater = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(token_to_kv_pool=pool)))
+    suspend_without_flush((flushed, ""), updater, SimpleNamespace(flush_cache=flushes), True, "")
+    engine.prefixes = Names(PROMPT)
+    is_on = flushes and flushed
+    again = admit(engine, PROMPT)
+    assert again.hit_tokens == (5 * PAGE if is_on else 0)
+    engine.prefill_chunk(again)
+    engine.finish(again)
+    engine.run(OTHERS[5], [7])
+    engine.settle()
+    assert (backend.records == known) is not is_on
+    engine.flush()
+    engine.run(OTHERS[4], [7])
+    engine.check_idle()
+    assert len(backend.records) > len(known)
 
 
 def test_storage_that_can_not_be_written_costs_nothing_else(policy: WritePolicy) -> None:
