@@ -15,6 +15,7 @@ determinism        SGLang's two lists of backends, AROUND ``maybe_enable_batch_i
 CUDA graphs        resolution hook ``handle_cuda_graph_config``, see ``cuda_graphs``                   launcher
 attention backend  ``register_attention_backend("dsv4")``, replaces the in-tree factory                scheduler
 prefix cache       ``register_radix_cache_backend("dsv4")``, chosen by a default argument              scheduler
+prefixes beyond    what the scheduler asks of a hierarchical cache: methods of ``Dsv4PrefixCache``      scheduler
 prefix reuse       AFTER ``ForwardBatch.init_new`` and ``build_replay_fb_view``, see ``prefix.tails``  scheduler
 KV pool            AROUND ``KVCacheConfigurator._build_dsv4_kv_pool``: it has no registry              scheduler
 pool sizing        AROUND ``create_memory_pool_configurator``: it has no registry                      scheduler

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+import dsv4_kernels
+import sglang_dsv4
 from sglang_dsv4 import compat
 from sglang_dsv4.attention.implementation import chosen_implementation
 
@@ -48,8 +51,19 @@ def identity_of(runner: ModelRunner, records: PageRecords, tails: TailSlots, ran
             f"deterministic {bool(arguments.enable_deterministic_inference)}"
         ),
         "device": kind,
+        "code": code_fingerprint(),
         "versions": f"sglang-dsv4 {compat.our_version()}, SGLang {compat.sglang_version()}, torch {torch.__version__}",
     }
+
+
+def code_fingerprint() -> str:
+    """Of this package's sources: a checkout may compute other bits under the same version."""
+    digest = blake2b(digest_size=8)
+    for package in (sglang_dsv4, dsv4_kernels):
+        for root in map(Path, package.__path__):
+            for file in sorted(root.rglob("*.py")):
+                digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
 
 
 @torch.no_grad()

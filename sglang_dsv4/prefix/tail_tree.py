@@ -25,7 +25,7 @@ NAME = "dsv4"  # of the tree core, in SGLang's registry
 
 
 class TailTreeCore(OpenTreeCore):
-    """The tree of a `Dsv4PrefixCache`. SGLang's hierarchical cache, which would add nodes without pages, is refused."""
+    """The tree of a `Dsv4PrefixCache`. Every node has its pages: what left the device is not in the tree (`tiers`)."""
 
     def __init__(
         self, params: CacheInitParams, components: dict[ComponentType, TreeComponent], tails: TailComponent

@@ -112,3 +112,42 @@ def test_a_page_of_other_rows_is_refused() -> None:
 def test_neighbouring_slots_travel_together() -> None:
     assert list(runs([4, 5, 6, 2, 9, 10])) == [(0, 3, 4), (3, 4, 2), (4, 6, 9)]
     assert list(runs([])) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8-fp4", "plain"])
+def test_a_gpus_copies_are_ordered_by_the_stream_of_the_forwards(name: str) -> None:
+    """Each round a page is written by a forward, saved, and overwritten at once; then all come back, into pages that a
+    forward reads at once. Batches of two records, so that staging buffers are reused many times."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU: on a CPU nothing is asynchronous")
+    geometry = PoolGeometry((0, 4, 128, 4), **FORMATS[name])
+    pool = Dsv4KVPool(geometry, full_tokens=(PAGES - 1) * 256, request_slots=2, device="cuda")
+    records = PageRecords(pool)
+    host = HostRecords(records, 64)
+    host.batch = 2
+    stream = torch.cuda.Stream()
+    whole = torch.ones((8, records.record_bytes), dtype=torch.uint8, device="cuda")
+    padding = torch.zeros_like(whole[:1])
+    records.scatter(torch.arange(1, 9, device="cuda"), whole)
+    records.gather(torch.tensor([1], device="cuda"), padding)
+    content = padding.bool()[0]  # bytes of a record that are not padding
+    torch.cuda.synchronize()
+    pages = list(range(1, 9))
+    with torch.cuda.stream(stream):
+        device_pages = torch.tensor(pages, device="cuda")
+        for turn in range(8):
+            values = torch.arange(8, device="cuda", dtype=torch.uint8)[:, None] + 8 * turn + 1
+            records.scatter(device_pages, values.expand_as(whole).contiguous())
+            host.save(pages, [8 * turn + i for i in range(8)])
+            records.scatter(device_pages, torch.full_like(whole, 255))  # the next request's forward
+        for turn in range(8):
+            host.load([8 * turn + i for i in range(8)], pages)
+            found = torch.zeros_like(whole)
+            records.gather(device_pages, found)
+            expected = torch.arange(8, device="cuda", dtype=torch.uint8)[:, None] + 8 * turn + 1
+            assert bool((found[:, content] == expected).all()), f"round {turn}"
+        done = host.mark()
+    torch.cuda.synchronize()
+    host.collect_times()
+    assert done() and host.saved.seconds > 0 and host.loaded.seconds > 0

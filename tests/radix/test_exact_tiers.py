@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from torch import Tensor
 
-from sglang_dsv4.cache.record_files import FOLDER_VARIABLE, Fault
+from sglang_dsv4.cache.record_files import FOLDER_VARIABLE, Fault, identity_digest
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.prefix.identity import weights_fingerprint
 from sglang_dsv4.prefix.tail_component import TAIL
@@ -187,6 +187,16 @@ def test_weights_are_told_apart(engine: ServedEngine) -> None:
         assert weights_fingerprint(model) != before or bool(words[0] == words[-1])
         words[[0, -1]] = words[[-1, 0]]
     assert weights_fingerprint(model) == before
+
+
+def test_the_identity_says_what_bytes_depend_on(engine: ServedEngine) -> None:
+    """Each of these, and the sources: two servers that differ in one of them share no folder."""
+    identity = engine.cache.tiers.storage.backend.identity
+    expected = ("model", "weights", "ranks", "quantisers", "dtype", "rows", "tails", "computed by", "device", "code")
+    assert set(identity) == {*expected, "versions"} and all(identity.values())
+    assert "fp8" in identity["rows"] or "plain" in identity["rows"]
+    digests = {identity_digest(identity | {name: "another"}) for name in identity}
+    assert len(digests | {identity_digest(identity)}) == len(identity) + 1
 
 
 def key_of(prompt: list[int]) -> RadixKey:

@@ -297,3 +297,16 @@ def test_credit_heap_orders_and_forgets() -> None:
     assert heap.least(lambda item: item != 1) == 2
     assert heap.least(lambda _: False) is None
     assert heap.least(lambda _: True) == 1 and len(heap) == 2
+
+
+def test_a_checkpoint_between_one_on_the_tree_and_one_that_was_off_it() -> None:
+    """The tree knows 256 before it and 1,024 behind it; 512, whose node had gone, was there when 1,024 came. With its
+    only successor 512 loses what it was passed for, so its credit changes."""
+    store = CheckpointStore(8, 8)
+    ids = {position: store.reserve(position)[0].id for position in (256, 512, 768, 1024)}
+    store.publish(ids[256], None)
+    store.publish(ids[512], ids[256])
+    store.publish(ids[1024], ids[512])
+    store.publish(ids[768], ids[256], [ids[1024]])
+    check(store)
+    assert store[ids[1024]].before == ids[768] and not store[ids[512]].after
