@@ -98,6 +98,18 @@ def all_cases() -> list[Case]:
     return cases
 
 
+def few_heads_cases() -> list[Case]:
+    """Ranks of tensor parallelism with 8, 16 and 32 heads, and 64 to compare them with."""
+    kinds = [("swa", "4k"), ("csa512", "32k"), ("csa1024", "32k"), ("hca", "32k"), ("hca", "1m")]
+    heads = (64, 32, 16, 8)
+    cases = [
+        Case(False, kind, CONTEXTS[context], h, batch)
+        for (kind, context), batch, h in itertools.product(kinds, (1, 4, 16, 64, 128, 256), heads)
+    ]
+    chunks = itertools.product(("swa", "csa512", "hca"), (128, 4096), heads)
+    return cases + [Case(True, kind, CONTEXTS["32k"], h, tokens) for kind, tokens, h in chunks]
+
+
 def quick_cases() -> list[Case]:
     """One context, the batches at the ends and in the middle, one chunk."""
     return [c for c in all_cases() if c.context in (4096, 32 << 10) and c.tokens in (1, 64, 256, 512)]

@@ -1,6 +1,7 @@
 """The attention kernels against FlashMLA (and on Blackwell flashinfer's trtllm-gen), and against the card's limits.
 
     python benchmarks/bench_sparse_attention.py [--cases REGEX] [--quick] [--impl sm90] [--out FILE.json]
+    python benchmarks/bench_sparse_attention.py --few-heads [...]       8, 16 and 32 heads, beside 64
     python benchmarks/bench_sparse_attention.py --plot FILE.json        a picture of a result, FILE.png
 
 Every case runs on the same inputs in the same process: ours by the public function with the kernel forced by name,
@@ -8,7 +9,10 @@ FlashMLA (the `flash_mla` module of sgl-flash-mla) called as SGLang calls it, it
 A chunk over FP8 rows is what the attention backend does: where `dsv4_kernels.unpack.choice` says so, its workspace and
 its request's pages are unpacked first, in the timed part ("rows" of the result: "unpacked"; `--no-unpack` never does).
 Beside it, as `flashmla_unpacked`, FlashMLA's sparse prefill, which SGLang calls for bf16 rows only, after the same
-unpacking.
+unpacking. FlashMLA takes 64 heads or 128; fewer are padded, as SGLang does, outside of the timed part.
+
+With `--few-heads` our kernel for few heads and those for many (`many_heads`) are contenders, too, whichever the rule
+chooses, and at the end the former is compared with the latter and with the same case of 64 heads.
 
 First each output is compared with fp64 on up to four tokens, in the Frobenius norm; a result that is off by more than
 WRONG is not timed. Then each contender's calls over all sets of inputs (`attention_inputs`: cold L2) are captured in a
@@ -33,8 +37,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 from attention_inputs import (
@@ -47,6 +52,7 @@ from attention_inputs import (
     build,
     checked_tokens,
     exact,
+    few_heads_cases,
     number_of_sets,
     quick_cases,
     unpacked,
@@ -63,6 +69,12 @@ from dsv4_kernels.unpack import Pages, choice, unpack_pages
 WRONG = 0.02
 LARGE_US = 25.0
 """Cases with a floor of at least so many microseconds are the large ones."""
+FLASHMLA_HEADS = 64
+"""At least."""
+MOST_FEW_HEADS = 32
+"""That our kernel for few heads can compute."""
+HOPPER_KERNELS = ("few_heads", "many_heads")
+"""Contenders of `--few-heads`."""
 SECONDS_PER_CASE = 0.12
 L2_BYTES_WITHOUT_GPU = 1 << 16
 Call = Callable[[], Tensor]
@@ -80,6 +92,20 @@ def ours(sets: list[Inputs], impl: str, split_keys: int | None) -> list[Call]:
         return lambda: sparse_attention(**arguments, split_keys=split_keys, impl=impl)
 
     return [call(inputs) for inputs in sets]
+
+
+def ours_with(few_heads: int, sets: list[Inputs], impl: str, split_keys: int | None) -> list[Call]:
+    """The same where Hopper's kernel for few heads computes up to so many."""
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+
+    def call(ordinary: Call) -> Call:
+        def with_few_heads() -> Tensor:
+            with mock.patch.object(sm90, "FEW_HEADS", few_heads):
+                return ordinary()
+
+        return with_few_heads
+
+    return [call(ordinary) for ordinary in ours(sets, impl, split_keys)]
 
 
 @dataclass(frozen=True)
@@ -138,9 +164,17 @@ def flashmla(sets: list[Inputs], case: Case) -> list[Call]:
     return [_flashmla_decode(inputs, schedule) for inputs in sets]
 
 
+def padded_heads(inputs: Inputs) -> Inputs:
+    """With zeros for the heads that FlashMLA wants."""
+    missing = max(0, FLASHMLA_HEADS - inputs.q.shape[1])
+    pad = torch.nn.functional.pad
+    return replace(inputs, q=pad(inputs.q, (0, 0, 0, missing)), sink=pad(inputs.sink, (0, missing)))
+
+
 def _flashmla_decode(inputs: Inputs, schedule: object) -> Call:
     import flash_mla
 
+    heads, inputs = inputs.q.shape[1], padded_heads(inputs)
     T = inputs.q.shape[0]
     arguments = {
         "q": inputs.q[:, None],
@@ -161,7 +195,7 @@ def _flashmla_decode(inputs: Inputs, schedule: object) -> Call:
             "extra_indices_in_kvcache": padded(inputs.entry_list, 64)[:, None],
             "extra_topk_length": inputs.visible,
         }
-    return lambda: flash_mla.flash_mla_with_kvcache(use_legacy=True, **arguments)[0][:, 0]
+    return lambda: flash_mla.flash_mla_with_kvcache(use_legacy=True, **arguments)[0][:, 0, :heads]
 
 
 def _flashmla_table(rows: KVRows) -> Tensor:
@@ -174,9 +208,12 @@ def _flashmla_prefill(inputs: Inputs) -> Call:
     """One table: window and entries are neighbours in memory."""
     import flash_mla
 
+    heads, inputs = inputs.q.shape[1], padded_heads(inputs)
     lists, lengths, storage = one_list(inputs)
     kv, q, sink = storage[:, None], inputs.q, inputs.sink
-    return lambda: flash_mla.flash_mla_sparse_fwd(q, kv, lists, SCALE, ROW_DIM, sink, lengths, use_legacy=True)[0]
+    return lambda: flash_mla.flash_mla_sparse_fwd(q, kv, lists, SCALE, ROW_DIM, sink, lengths, use_legacy=True)[0][
+        :, :heads
+    ]
 
 
 def one_list(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -369,19 +406,24 @@ def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> 
     chunks = unpacked_chunks(sets, case, options.impl) if case.prefill and case.fp8 else []
     unpacks = bool(chunks) and options.unpack and choice.helps(options.impl)
     unpacks = unpacks and choice.pays(unpacked_rows(case), sets[0].keys(), case.heads)
+    split_keys = None if case.prefill else options.split_keys
     if unpacks:
         contenders = {"ours": ours_unpacked(chunks, options.impl)}
     else:
-        contenders = {"ours": ours(sets, options.impl, None if case.prefill else options.split_keys)}
+        contenders = {"ours": ours(sets, options.impl, split_keys)}
     outputs = {"ours": contenders["ours"][0]()}
     row: dict[str, object] = {"name": case.name, "rows": "unpacked" if unpacks else "as stored"}
     makers: dict[str, Callable[[], list[Call]]] = {
         "flashmla": lambda: flashmla(sets, case),
         "flashmla_unpacked": lambda: flashmla_unpacked(chunks),
+        "few_heads": lambda: ours_with(MOST_FEW_HEADS, sets, options.impl, split_keys),
+        "many_heads": lambda: ours_with(0, sets, options.impl, split_keys),
         "trtllm": lambda: trtllm_gen(sets, case),
     }
     for name in options.opponents:
         if (name == "trtllm" and case.prefill) or (name == "flashmla_unpacked" and not chunks):
+            continue
+        if name in HOPPER_KERNELS and case.heads > MOST_FEW_HEADS:
             continue
         try:
             calls = makers[name]()
@@ -439,6 +481,21 @@ def summary(rows: list[dict]) -> dict[str, object]:
     }
 
 
+def compare_few_heads(rows: list[dict]) -> list[dict[str, object]]:
+    """Of every case with few heads: the time of their kernel over that of 64 heads, and over the other kernels'."""
+    by_name = {row["name"]: row for row in rows}
+    compared = []
+    for name, row in by_name.items():
+        heads = int(re.search(r"-h(\d+)-", name)[1])
+        of_64, us = by_name.get(name.replace(f"-h{heads}-", "-h64-")), row.get("few_heads_us")
+        if of_64 and us:
+            many = row.get("many_heads_us")
+            times = {"us": us, "us_of_64": of_64["ours_us"], "us_as_many": many}
+            ratios = {"ratio_to_64": round(us / of_64["ours_us"], 3), "ratio_to_many": many and round(us / many, 3)}
+            compared.append({"name": name, "heads": heads, **times, **ratios})
+    return compared
+
+
 def geometric_mean(values: list[float]) -> float | None:
     """None of nothing."""
     return round(math.exp(statistics.fmean(map(math.log, values))), 4) if values else None
@@ -474,6 +531,8 @@ def line(row: dict) -> str:
         text += (
             f"   FlashMLA, unpacked: {row['flashmla_unpacked_us']:.1f} us, error {row['flashmla_unpacked_rel_err']:.1e}"
         )
+    if row.get("few_heads_us"):
+        text += f"   few heads {row['few_heads_us']:.1f} us, many heads {row['many_heads_us'] or math.nan:.1f} us"
     if row.get("trtllm_us"):
         text += f"   trtllm-gen {row['trtllm_us']:.1f} us, error {row['trtllm_rel_err']:.1e}"
     return text + "".join(f"\n    {key}: {row[key]}" for key in row if key.endswith("_error"))
@@ -611,6 +670,7 @@ def run(
         ],
         "seconds": round(time.perf_counter() - begin, 1),
         "summary": summary(rows),
+        "few_heads": compare_few_heads(rows),
         "wrong": wrong,
         "left_out": left_out,
         "cases": rows,
@@ -621,6 +681,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default="", help="regular expression over the cases' names")
     parser.add_argument("--quick", action="store_true", help="about 50 cases instead of about 200")
+    parser.add_argument("--few-heads", action="store_true", help="8, 16, 32 and 64 heads; on Hopper by either kernel")
     parser.add_argument("--impl", help="kernel by name; default: the registry's choice")
     parser.add_argument("--split-keys", type=int, default=DECODE_SPLIT_KEYS, help="of decode; 0: no split")
     parser.add_argument("--no-unpack", action="store_true", help="chunks read FP8 rows as they are")
@@ -647,15 +708,19 @@ def main() -> int:
         arguments.split_keys or None,
         device,
         arguments.seconds,
-        opponents_here(device),
+        opponents_here(device) + (HOPPER_KERNELS if arguments.few_heads and impl == "sm90" else ()),
         60 * arguments.minutes,
         not arguments.no_unpack,
     )
-    cases = [c for c in (quick_cases() if arguments.quick else all_cases()) if re.search(arguments.cases, c.name)]
+    cases = few_heads_cases() if arguments.few_heads else quick_cases() if arguments.quick else all_cases()
+    cases = [case for case in cases if re.search(arguments.cases, case.name)]
     gib = 1 << 30
     result = run(cases, options, int(arguments.pool_gib * gib), int(arguments.query_gib * gib), _print)
     for key, value in result["summary"].items():
         print(f"{key:32} {value}")
+    for row in result["few_heads"]:
+        print(f"{row['name']:36} {row['us']:8.1f} us, over 64 heads {row['ratio_to_64']:.2f}", end="")
+        print(f", over the kernels for many {row['ratio_to_many']:.2f}" if row["ratio_to_many"] else "")
     text = json.dumps(result)
     if arguments.out is not None:
         arguments.out.write_text(text + "\n")

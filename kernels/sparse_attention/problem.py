@@ -16,9 +16,11 @@ from dsv4_kernels.kv_layout import PAGE_BYTES, ROW_DIM, KVRows, RowFormat
 from dsv4_kernels.sparse_attention.split import num_kv_splits, num_steps
 
 MAX_HEADS = 128
-FEW_HEADS = 32
-"""Hopper computes calls of at most so many heads by a kernel of their own (sm90/few_heads), which is not measured yet;
-0: none, 32 at most. Rows are not unpacked for it (`dsv4_kernels.unpack.choice`)."""
+FEW_HEADS = 16
+"""Hopper computes calls of at most so many heads by a kernel of their own (sm90/few_heads); 0: none, 32 at most.
+
+Not measured yet; benchmarks/LOG.md says why not 32. Rows are not unpacked for it (`dsv4_kernels.unpack.choice`).
+"""
 VECTOR_BYTES = 16
 """Rows of q, of the tables and of the output begin at multiples of this: kernels move 16 bytes at a time."""
 

@@ -21,6 +21,7 @@ from attention_inputs import (
     build,
     checked_tokens,
     exact,
+    few_heads_cases,
     number_of_sets,
     quick_cases,
     unpacked_rows,
@@ -29,6 +30,7 @@ from bench_sparse_attention import (
     Ceilings,
     Options,
     _flashmla_table,
+    compare_few_heads,
     geometric_mean,
     line,
     one_list,
@@ -165,6 +167,7 @@ class StandIn:
     def flash_mla_with_kvcache(cls, *, use_legacy: bool, **given: Any) -> tuple[Tensor, None]:
         assert use_legacy and given["is_fp8_kvcache"] and given["block_table"] is given["cache_seqlens"] is None
         cls.calls.append("decode")
+        assert given["q"].shape[2] >= 64 and given["attn_sink"].shape == given["q"].shape[2:3]
         out = torch.zeros(given["q"].shape, dtype=torch.bfloat16)
         for token in range(len(out)):
             keys = []
@@ -259,9 +262,23 @@ def test_the_list_of_cases() -> None:
     assert by_name["decode-csa1024-4k-h64-b1"].entries_read == 1024 and by_name["decode-swa-h64-b1"].entries_read == 0
 
 
+def test_few_heads_are_compared_with_64() -> None:
+    names = [case.name for case in few_heads_cases()]
+    assert len(names) == len(set(names)) == 4 * (5 * 6 + 3 * 2)
+    assert {name.replace("-h16-", "-h64-") for name in names if "-h16-" in name} <= set(names)
+    rows = [
+        {"name": "decode-csa512-32k-h64-b64", "ours_us": 30.0},
+        {"name": "decode-csa512-32k-h16-b64", "ours_us": 99.0, "few_heads_us": 12.0, "many_heads_us": 24.0},
+        {"name": "decode-csa512-32k-h8-b128", "ours_us": 10.0, "few_heads_us": 9.0},  # of 64 heads there is none
+        {"name": "decode-csa512-32k-h32-b64", "ours_us": 99.0, "few_heads_us": 15.0, "many_heads_us": None},
+    ]
+    found = compare_few_heads(rows)
+    assert [(r["heads"], r["ratio_to_64"], r["ratio_to_many"]) for r in found] == [(16, 0.4, 0.5), (32, 0.5, None)]
+
+
 @pytest.mark.parametrize("l2_mb", [50, 60, 126], ids=["h200", "h200_reported", "b200"])
 def test_sets_outgrow_the_cache_and_fit_into_memory(l2_mb: int) -> None:
-    for case in all_cases():
+    for case in all_cases() + few_heads_cases():
         sets = number_of_sets(case, l2_mb * MIB)
         assert 2 <= sets <= 512
         assert 2 * sets * case.tokens * case.heads * 512 <= 1.5 * (1 << 30), case.name

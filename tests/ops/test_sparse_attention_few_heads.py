@@ -54,6 +54,7 @@ def launch_on(
     sm90.num_clusters.cache_clear()  # this device has another number
     options = {"checks": Checks.strict(), "arch": sm90.ARCH, **options}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sm90, "FEW_HEADS", max(HEADS))
         if parts is not None:
             patch.setattr(sm90, "_parts", lambda *_: parts)
         return attention_launch.launch(sm90.sparse_attention, case, multiprocessors, persistent=False, **options)

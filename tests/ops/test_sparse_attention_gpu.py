@@ -92,6 +92,28 @@ def test_clusters_have_the_bits_of_the_other_kernel(kernel: str, name: str) -> N
     assert same_bits(expected, result)
 
 
+@pytest.mark.parametrize("heads", [5, 8, 16, 17, 32])
+@pytest.mark.parametrize("name", CASES)
+def test_few_heads(kernel: str, name: str, heads: int) -> None:
+    """Hopper's kernel for them, whatever the rule is; with the same bits in whole tokens, in a batch of many."""
+    if kernel != "sm90":
+        pytest.skip("Blackwell has one kernel")
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+
+    spec = replace(CASES[name], heads=heads)
+    case = build(spec, "cuda")
+    order = [(7 * t) % spec.tokens for t in range(300)]
+    with mock.patch.object(sm90, "FEW_HEADS", 32):
+        poison(case)
+        out = case.run(impl=kernel)
+        torch.cuda.synchronize()
+        check(case, out)
+        others = case.take(order).run(impl=kernel)
+        with mock.patch.object(sm90, "_parts", lambda *_: 1):
+            whole = case.run(impl=kernel)
+    assert same_bits(whole, out) and same_bits(others, out[order])
+
+
 @pytest.mark.parametrize("heads", [1, 8, 63, 64, 65, 127, 128])
 @pytest.mark.parametrize("split_keys", [None, 128], ids=["one_kv_split", "split"])
 def test_nothing_is_written_beside_the_output(kernel: str, heads: int, split_keys: int | None) -> None:

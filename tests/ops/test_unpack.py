@@ -14,6 +14,7 @@ from ops.number_formats import E4M3, same_bits
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import PAGE_BYTES, PAGE_ROWS, KVRows, RowFormat
+from dsv4_kernels.sparse_attention.problem import FEW_HEADS
 from dsv4_kernels.unpack import Pages, choice, unpack_pages
 
 NAN = float("nan")
@@ -306,7 +307,7 @@ def test_what_pays() -> None:
     def of_chunk(tokens: int, entries: int, read: int, heads: int = 64) -> bool:
         return choice.pays(tokens + 127 + entries, tokens * (128 + read), heads)
 
-    for heads in (33, 64, 128):
+    for heads in (FEW_HEADS + 1, 64, 128):
         assert all(of_chunk(t, 8192, 512, heads) for t in (512, 4096))  # CSA: of 64 heads 28 and 225 us
         assert all(of_chunk(t, 256, 256, heads) for t in (512, 4096))  # HCA: 17 and 109 us
         assert all(of_chunk(t, 0, 0, heads) for t in (512, 4096))  # windows: 2 and 53 us
@@ -314,7 +315,7 @@ def test_what_pays() -> None:
     # A row is converted for every 64 heads: 192 tokens over a window.
     assert [of_chunk(192, 0, 0, heads) for heads in (40, 64, 65, 128)] == [False, False, True, True]
     # Few heads have a kernel to which FP8 rows are dearer in nothing.
-    assert not any(of_chunk(4096, 8192, 512, heads) for heads in (1, 16, 32))
+    assert not any(of_chunk(4096, 8192, 512, heads) for heads in range(1, FEW_HEADS + 1))
     assert [choice.helps(kernel) for kernel in ("ref", "sm90", "sm100")] == [True, True, False]
     assert not of_chunk(1, 8192, 512) and not of_chunk(256, 2**17, 512)
     assert of_chunk(4096, 2**18 - 4096 - 127, 1024) and not of_chunk(4096, 2**18 - 4096 - 126, 1024)  # 256 MiB

@@ -31,7 +31,7 @@ and there are no counters or scratch memory; so nothing depends on what else run
     a warpgroup                    maxima of its warps                                    TEAM
     all warpgroups                 P, values and sums                                     TEAM or BOTH
     a warpgroup                    its products have read the values                      TEAM
-    the CTA                        Q; the last products; statistics before an element     barrier 0
+    the CTA                        Q; reads of the statistics that an element changes     barrier 0
     the cluster                    elements of all parts; that all have been read         cluster barrier
 """
 
@@ -203,7 +203,7 @@ def attend(
                 elements.clear(row_max, row_sum, out)
             element += 1
             element_end = elements.first_tile(keys, element + 1)
-    cute.arch.barrier()  # elements go where values were
+    # Elements go where this warpgroup's values were, or behind all.
     if end > begin:
         elements.leave_element(config, shared, half, warp, lane, 0, total)
     if (begin > 0) & (end > begin + 1):
