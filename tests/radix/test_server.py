@@ -174,6 +174,7 @@ def test_a_response_says_where_its_hit_ended(server: Server) -> None:
         "position": 512,
         "stopped_by": "no tail",
         "tail_from": "device",
+        "pages_from": {"device": 512},
         "recomputed": {"no tail": 256, "no block": 512, "page remainder": 20},
     }
     again = server.generate(shared + some(83, 400), max_new_tokens=2)["meta_info"]["prefix_cache"][0]
