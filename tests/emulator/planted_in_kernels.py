@@ -116,7 +116,7 @@ LAUNCHES: dict[str, Callable[[], Recording]] = {
         "sm90", "sm_90a", 4, tokens=8, window_lengths=(128, 3), entry_lengths=(200, 5, 700), split_keys=256
     ),
     # A CTA for every tile of a token: three, two and one.
-    CLUSTERS: lambda: _attention("sm90", "sm_90a", 18, tokens=3, heads=16, entry_lengths=(200, 5, 0)),
+    CLUSTERS: lambda: _attention("sm90", "sm_90a", 18, tokens=3, heads=40, entry_lengths=(200, 5, 0)),
     UNPACKING: _unpacking,
 }
 
