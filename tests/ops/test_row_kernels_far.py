@@ -41,7 +41,7 @@ def rotation(x: Tensor) -> list[Tensor]:
 def norm(x: Tensor) -> list[Tensor]:
     from dsv4_kernels.norm import gpu
 
-    return [gpu.sm90(x, torch.ones(1536), 1e-6)]
+    return [gpu.sm90(x, torch.ones(1536), 1e-6), *gpu.sm90_fp8(x, torch.ones(1536), 1e-6, False)]
 
 
 def routers(x: Tensor) -> list[Tensor]:
@@ -67,7 +67,8 @@ def quantiser(x: Tensor) -> list[Tensor]:
 def index_queries(x: Tensor) -> list[Tensor]:
     from dsv4_kernels.indexer import query
 
-    return [query.sm90(x.unflatten(1, (12, 128)), POSITIONS, FREQUENCIES, True)]
+    head_weights = in_fp32(x)[:, 700:712]
+    return list(query.sm90(x.unflatten(1, (12, 128)), head_weights, POSITIONS, FREQUENCIES, 0.25, True))
 
 
 @pytest.mark.usefixtures("compiled_here")
