@@ -15,6 +15,7 @@ from model.harness import Harness, Request
 from model.reference import FULL, OFF, Reference
 from torch import Tensor
 
+from sglang_dsv4 import exact
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config, tensors, write_checkpoint
 
 SHAPE = replace(PRESETS["flash-0731"], vocab_size=1024)
@@ -78,6 +79,15 @@ def check_block(drafted: Drafted, prompt: int, anchor: int = 77, chunk: int = LE
     drafts = drafted.draft.drafts(rows, [anchor])
     assert difference <= TOLERANCE, f"logits differ by {difference:.1e}"
     assert drafts == [expected.drafts], f"drafts differ: {drafts}"
+
+
+def test_a_draft_is_asked_for_operators_that_depend_on_the_batch(
+    drafted: Drafted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the target is, under the deterministic flag."""
+    asked: list[torch.nn.Module] = []
+    monkeypatch.setattr(exact, "check_model", asked.append)
+    assert asked == [DSparkDraft(drafted.harness).model]
 
 
 def test_the_target_hands_over_complete_layers(drafted: Drafted) -> None:
