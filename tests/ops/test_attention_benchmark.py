@@ -60,7 +60,7 @@ DECODE = [Case(False, kind, 4096, 3, 5) for kind in ("swa", "csa512", "csa1024",
 PREFILL = [Case(True, kind, 4096, 2, 70, fp8) for kind in ("swa", "csa512", "hca") for fp8 in (True, False)]
 
 
-@pytest.mark.parametrize("unpacks", [False, True], ids=["as_stored", "unpacked"])
+@pytest.mark.parametrize("unpacks", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["as_stored", "unpacked"])
 def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, unpacks: bool) -> None:
     """Every kind of case agrees with fp64, as the run itself checks: a wrong list, offset or page table would show."""
     monkeypatch.setattr(choice, "pays", lambda *sizes: unpacks)
@@ -211,6 +211,7 @@ class StandIn:
         return (weights @ keys / (weights.sum(1) + torch.exp(given["attn_sink"].double()))[:, None]).bfloat16()
 
 
+@pytest.mark.slow
 def test_flashmla_is_called_as_it_documents_and_gets_what_we_get(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in that follows the documentation comes to our result on every kind of case."""
     monkeypatch.setitem(sys.modules, "flash_mla", StandIn)

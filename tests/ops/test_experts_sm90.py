@@ -552,6 +552,7 @@ def test_codes_are_converted_while_products_run(shape: str) -> None:
     assert max(behind_products(shape.removesuffix("-ahead"))) == 0
 
 
+@pytest.mark.slow
 def test_overlapping_launches_wait_before_they_load() -> None:
     """The emulator runs one launch after the other, so what is checked is the order in the code: every launch but the
     first waits for the one before it in front of its first access to global memory, and gives way before that."""

@@ -12,6 +12,7 @@ from serve_attention import Answer, compare, conversations, distances, single_pr
 from serving.server import Server
 
 
+@pytest.mark.slow
 def test_on_a_cpu_cached_is_cold_to_the_last_bit(server: Server) -> None:
     client, rng = serve_attention.Server(server.url), random.Random(0)
     assert client.info()["radix_cache_backend"] == "dsv4"
