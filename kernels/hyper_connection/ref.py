@@ -10,8 +10,6 @@ from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.norm import rms_norm
 from dsv4_kernels.quant import fp8_quantise
 
-FP8_BLOCK = 128
-
 
 def hc_pre(
     x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iterations: int
@@ -72,7 +70,7 @@ def hc_enter(
     """See `dsv4_kernels.hyper_connection.hc_enter`."""
     row, post, comb = hc_pre(streams, fn, base, scale, norm_eps, hc_eps, iterations)
     x = rms_norm(row, norm_weight, norm_eps)
-    return (x, post, comb, *fp8_quantise(x, FP8_BLOCK, column_major=True)) if fp8 else (x, post, comb)
+    return (x, post, comb, *fp8_quantise(x, column_major=True)) if fp8 else (x, post, comb)
 
 
 def hc_finish(

@@ -8,8 +8,6 @@ from torch import Tensor
 from dsv4_kernels.quant import fp8_quantise
 from dsv4_kernels.row_pieces import in_row_pieces
 
-FP8_BLOCK = 128
-
 
 @in_row_pieces
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -23,4 +21,4 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def rms_norm_fp8(x: Tensor, weight: Tensor | None, eps: float, column_major: bool) -> tuple[Tensor, Tensor]:
     """See `dsv4_kernels.norm.rms_norm_fp8`."""
-    return fp8_quantise(rms_norm(x, weight, eps), FP8_BLOCK, column_major, impl="ref")
+    return fp8_quantise(rms_norm(x, weight, eps), column_major=column_major, impl="ref")

@@ -227,11 +227,7 @@ def sum_products(
         for first in cutlass.range_constexpr(0, slots, width):
             products = multiply(left, width, base + stage * plan.token_bytes + first * STEP)
             add_scaled(sums, products, first, of_slots)
-        cute.arch.fence_view_async_shared()  # generic loads, before a bulk copy writes there
-        cute.arch.sync_warp()
-        if lane == 0:
-            for i in cutlass.range_constexpr(plan.shape.stages_of(slots)):
-                cute.arch.mbarrier_arrive(empty + stage + i)
+        release(plan, slots, empty, stage, lane)
         stage += plan.shape.stages_of(slots)
         if stage == plan.shape.stages:
             stage, phase = Int32(0), phase ^ 1
@@ -282,12 +278,20 @@ def sum_products_ahead(
             else:
                 products = multiply(now, width, tokens + first * STEP)
             add_scaled(sums, products, first, of_slots)
-        cute.arch.fence_view_async_shared()  # generic loads, before a bulk copy writes there
-        cute.arch.sync_warp()
-        if lane == 0:
-            for i in cutlass.range_constexpr(plan.shape.stages_of(slots)):
-                cute.arch.mbarrier_arrive(empty + stage + i)
+        release(plan, slots, empty, stage, lane)
         stage, phase = following, its_phase
+
+
+@cute.jit
+def release(
+    plan: cutlass.Constexpr, slots: cutlass.Constexpr[int], empty: cute.Pointer, stage: Int32, lane: Int32
+) -> None:
+    """A warp has read a step's stages."""
+    cute.arch.fence_view_async_shared()  # generic loads, before a bulk copy writes there
+    cute.arch.sync_warp()
+    if lane == 0:
+        for i in cutlass.range_constexpr(plan.shape.stages_of(slots)):
+            cute.arch.mbarrier_arrive(empty + stage + i)
 
 
 def add_scaled(sums: cute.Tensor, products: list, first: int, scales: Int32) -> None:

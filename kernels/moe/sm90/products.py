@@ -31,18 +31,13 @@ def load_codes(codes: Int32, shifts: Int32, lane: Int32) -> list:
 def fragments(codes: Int32, shifts: Int32, lane: Int32) -> list:
     """A lane's part of 16 rows and 128 channels as e4m3: the four words of each of the four instructions.
 
-    Args:
-        codes, shifts: of the warp's unit in this stage, in shared memory.
-        lane: of the warp.
+    Args: as of `load_codes`.
     """
-    halves = [load_words(codes + half * (UNIT_BYTES // 2) + lane * 16) for half in range(2)]
-    words = ptx.asm("ld.shared.b32 {$w0}, [{$r0}];", [Uint32], shifts + lane // 4 * 4)
+    *words, shift_word = load_codes(codes, shifts, lane)
     left = []
     for group in cutlass.range_constexpr(PRODUCTS):
-        of_rows = [
-            unpack(halves[group // 2][group % 2 * 2 + half], (words >> (4 * (2 * group + half))) & 15)
-            for half in range(2)
-        ]
+        halves = range(2 * group, 2 * group + 2)
+        of_rows = [unpack(words[half], (shift_word >> (4 * half)) & 15) for half in halves]
         left += [of_rows[0][0], of_rows[1][0], of_rows[0][1], of_rows[1][1]]
     return left
 
