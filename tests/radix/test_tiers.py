@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from prefix_replay import PAGE, Running
-from radix.test_tree import longest_stored, some
+from radix.test_tree import longest_stored, retract_all, retract_or_finish, some
 from radix.tiered import Backend, Records, TieredEngine, admit, name_of, tensor_of
 from radix.waiting import handle
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -405,22 +405,14 @@ def test_random_requests(policy: WritePolicy, steps: int, fault_rate: float) -> 
             elif len(request.req.output_ids) < 400:
                 engine.decode(request, some(rng, rng.randint(1, 200)))
         elif action < 0.97 and running:
-            request = running.pop(rng.randrange(len(running)))
-            if request.length < request.prompt_tokens or rng.random() < 0.2:
-                engine.retract(request)
-            else:
-                engine.finish(request)
-                stems.append([*request.req.origin_input_ids, *request.req.output_ids])
-                stems = stems[-12:]
+            retract_or_finish(engine, rng, running, stems)
         elif action > 0.995:
-            while running:
-                engine.retract(running.pop())
+            retract_all(engine, running)
             engine.flush()
         else:
             engine.round()
         engine.check()
-    while running:
-        engine.retract(running.pop())
+    retract_all(engine, running)
     engine.check_idle()
     assert hits["host"] + hits["storage"] > steps // 200 and min(hits.values()) > steps // 1000, hits
     engine.tiers.storage.shutdown()

@@ -256,6 +256,25 @@ def test_a_prefix_without_its_tail_is_refused(engine: CheckedEngine, tokens: ran
     engine.tails.finished(1, 1)
 
 
+def retract_or_finish(
+    engine: CheckedEngine, rng: random.Random, running: list[Running], stems: list[list[int]]
+) -> None:
+    """End one of the running requests; what a finished one holds becomes one of the last twelve stems."""
+    request = running.pop(rng.randrange(len(running)))
+    if request.length < request.prompt_tokens or rng.random() < 0.2:
+        engine.retract(request)
+    else:
+        engine.finish(request)
+        stems.append([*request.req.origin_input_ids, *request.req.output_ids])
+        del stems[:-12]
+
+
+def retract_all(engine: CheckedEngine, running: list[Running]) -> None:
+    """End all of them."""
+    while running:
+        engine.retract(running.pop())
+
+
 def longest_stored(engine: CheckedEngine, prompt: Sequence[int]) -> int:
     """The naive model: the longest prefix of the prompt that some live cached checkpoint stands for."""
     store = engine.tails.store
@@ -308,20 +327,12 @@ def test_random_requests(seed: int, device: int, host: int) -> None:
             elif len(request.req.output_ids) < 500:
                 engine.decode(request, some(rng, rng.randint(1, 200)))
         elif action < 0.93 and running:
-            request = running.pop(rng.randrange(len(running)))
-            if request.length < request.prompt_tokens or rng.random() < 0.2:
-                engine.retract(request)
-            else:
-                engine.finish(request)
-                stems.append([*request.req.origin_input_ids, *request.req.output_ids])
-                stems = stems[-12:]
+            retract_or_finish(engine, rng, running, stems)
         elif action > 0.996:
-            while running:
-                engine.retract(running.pop())
+            retract_all(engine, running)
             engine.flush()
         engine.check()
-    while running:
-        engine.retract(running.pop())
+    retract_all(engine, running)
     engine.check_idle()
     assert hits > 10 and (
         device > 20 or engine.tails.store.counters.lost + engine.tails.store.counters.device_drops > 20
