@@ -457,6 +457,22 @@ OUT_FLOOR = 2.0**-9
 """Of the largest value of a token's channel group: half a bf16 ulp."""
 
 
+def check_surroundings(case: Case, launch: Callable[..., Tensor]) -> None:
+    """What is computed into a part of a larger tensor is right, and the rest of that tensor stays as it was.
+
+    Args:
+        case: of any size.
+        launch: called with the case and `out`, which it must return.
+    """
+    tokens, heads, dim = case.q.shape
+    around = torch.full((tokens + 2, heads + 4, dim + 16), -7.0, dtype=torch.bfloat16, device=case.q.device)
+    out = around[1 : tokens + 1, 2 : heads + 2, 8 : dim + 8]
+    assert launch(case, out=out) is out
+    check(case, out.clone())
+    out.fill_(-7.0)
+    assert (around == -7.0).all()
+
+
 def check(case: Case, out: Tensor, expected: Reference | None = None) -> None:
     """Raises AssertionError unless the error of every token is within twice that of bf16 PyTorch, plus a floor.
 

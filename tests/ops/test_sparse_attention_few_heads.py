@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from ops import attention_launch
-from ops.attention_cases import CASES, Case, Spec, build, check
+from ops.attention_cases import CASES, Case, Spec, build, check, check_surroundings
 from ops.attention_launch import SCHEDULES
 from ops.memory_layout import far_apart
 from ops.number_formats import same_bits
@@ -131,12 +131,7 @@ def test_random_case(spec: Spec, seed: int) -> None:
 @pytest.mark.parametrize("heads", [1, 15, 17, 31])
 def test_nothing_is_written_beside_the_output(heads: int) -> None:
     case = build(Spec(tokens=2, heads=heads, entry_lengths=(200, 0)))
-    around = torch.full((4, heads + 4, 528), -7.0, dtype=torch.bfloat16)
-    out = around[1:3, 2 : heads + 2, 8:520]
-    assert launch(case, out=out) is out
-    check(case, out.clone())
-    out.fill_(-7.0)
-    assert (around == -7.0).all()
+    check_surroundings(case, launch)
 
 
 POOLS = {

@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ops.attention_cases import CASES, Case, Spec, build, check, reference
+from ops.attention_cases import CASES, Case, Spec, build, check, check_surroundings, reference
 from ops.memory_layout import far_apart
 from ops.number_formats import same_bits
 from ops.random_attention import random_spec
@@ -119,12 +119,7 @@ def test_few_heads(kernel: str, name: str, heads: int) -> None:
 def test_nothing_is_written_beside_the_output(kernel: str, heads: int, split_keys: int | None) -> None:
     """The output is a stretch of a larger tensor, the rest of which stays as it was."""
     case = build(Spec(tokens=3, heads=heads, entry_lengths=(300, 0, 5), split_keys=split_keys), "cuda")
-    around = torch.full((5, heads + 4, 528), -7.0, dtype=torch.bfloat16, device="cuda")
-    out = around[1:4, 2 : heads + 2, 8:520]
-    assert case.run(impl=kernel, out=out) is out
-    check(case, out.clone())
-    out.fill_(-7.0)
-    assert (around == -7.0).all()
+    check_surroundings(case, lambda case, out: case.run(impl=kernel, out=out))
 
 
 def test_a_request_as_served(kernel: str) -> None:

@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 import torch
 from ops import attention_launch
-from ops.attention_cases import CASES, Case, Spec, build, check
+from ops.attention_cases import CASES, Case, Spec, build, check, check_surroundings
 from ops.attention_launch import LONG, SCHEDULES
 from ops.memory_layout import far_apart
 from ops.number_formats import same_bits
@@ -115,12 +115,7 @@ def test_random_case(seed: int) -> None:
 @pytest.mark.parametrize("split_keys", [None, 128], ids=["one_kv_split", "split"])
 def test_nothing_is_written_beside_the_output(heads: int, split_keys: int | None) -> None:
     case = build(Spec(tokens=2, heads=heads, entry_lengths=(200, 0), split_keys=split_keys))
-    around = torch.full((4, heads + 4, 528), -7.0, dtype=torch.bfloat16)
-    out = around[1:3, 2 : heads + 2, 8:520]
-    assert launch(case, out=out) is out
-    check(case, out.clone())
-    out.fill_(-7.0)
-    assert (around == -7.0).all()
+    check_surroundings(case, launch)
 
 
 POOLS = {
