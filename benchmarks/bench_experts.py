@@ -8,8 +8,8 @@ Contenders, both from x and the router's output to [T, d] in bf16, in CUDA graph
     ours      `dsv4_kernels.moe.sm90`: e4m3 activations as in the release
     marlin    `fused_marlin_moe` as SGLang 0.5.23's runner calls it: bf16 activations
     ours_by_* (--sweep) ours with each shape of work tiles: `narrow` (decode), `paired` (decode of more than 32 tokens,
-              up to 64 slots of an expert in a tile), `wide` (prefill); `overlap`: with launches that overlap, or
-              without if they do by default; `*_ahead`: the next step's codes converted while products run
+              up to 64 slots of an expert in a tile), `wide` (prefill); `overlap`, `turns`: with
+              launches that overlap (programmatic dependent launch), and without
 
 First a few tokens of every case are held against float64 of the dequantised weights. `rel_err` and `marlin_rel_err` are
 distances from the sum without any rounding of activations, `release_rel_err` is ours from the release's definition,
@@ -141,7 +141,7 @@ Contender = Callable[[Inputs], Tensor]
 def ours(packed: Mxfp4Experts, sweep: bool) -> dict[str, Contender]:
     """Our kernels, by the shape that they choose, and by either."""
     from dsv4_kernels.moe.sm90 import launch
-    from dsv4_kernels.moe.sm90.plan import NARROW, NARROW_AHEAD, PAIRED, WIDE, WIDE_AHEAD
+    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
 
     arranged = packed.for_hopper()
 
@@ -153,8 +153,7 @@ def ours(packed: Mxfp4Experts, sweep: bool) -> dict[str, Contender]:
     found = {"ours": by(None)}
     if sweep:
         found |= {"ours_by_narrow": by(NARROW), "ours_by_paired": by(PAIRED), "ours_by_wide": by(WIDE)}
-        found |= {"ours_by_overlap": by(None, overlaps=not launch.OVERLAPS)}
-        found |= {"ours_by_narrow_ahead": by(NARROW_AHEAD), "ours_by_wide_ahead": by(WIDE_AHEAD)}
+        found |= {"ours_by_overlap": by(None, overlaps=True), "ours_by_turns": by(None, overlaps=False)}
     return found
 
 

@@ -47,7 +47,12 @@ def _clusters_at_once(index: int) -> int:
 
 
 def compile(plan: Plan, arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, clusters, stream)."""
+    """The launcher, from memory, from disk or from the compiler: (arguments, clusters, stream).
+
+    Raises:
+        ValueError: a width that the kernel is not made for.
+    """
+    plan.check()
 
     def from_compiler() -> Callable[..., None]:
         example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
@@ -121,7 +126,6 @@ def run(
     bf16_weight = norm_weight is not None and norm_weight.dtype == torch.bfloat16
     form = (dim, rows, written_back is not None, norm_weight is not None, bf16_weight)
     plan = chosen(num_tokens, *form, fp8) if tokens is None else Plan(tokens, *form, teams, fp8)
-    plan.check()
     y, post, comb = written_back or (None, None, None)
     fn, base, scale = parameters or (None, None, None)
     _check(op, {"y": y, "streams": streams}, (torch.bfloat16,))

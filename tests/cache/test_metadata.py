@@ -165,7 +165,7 @@ def test_preparing_a_prefill_does_not_wait_for_the_gpu() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        meta = extend_metadata([0, 512], [700, 300], slots, table, geometry, 3, num_tokens=1024)
+        meta = extend_metadata([0, 512], [700, 300], slots, table, geometry, 3, num_tokens=1024, host_slots=[1, 2])
         writes = chunk_writes([(0, 0, 700, Write(512, 1))], "cuda")
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -47,10 +47,9 @@ SLOW = {
 
 
 def shapes() -> dict[str, Any]:
-    from dsv4_kernels.moe.sm90.plan import NARROW, NARROW_AHEAD, PAIRED, WIDE, WIDE_AHEAD
+    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
 
-    of_ahead = {"narrow-ahead": NARROW_AHEAD, "wide-ahead": WIDE_AHEAD}
-    return {"narrow": NARROW, "paired": PAIRED, "wide": WIDE, **of_ahead}
+    return {"narrow": NARROW, "paired": PAIRED, "wide": WIDE}
 
 
 @pytest.fixture(autouse=True)
@@ -119,8 +118,6 @@ PAIRED = {
     [
         *((name, shape) for name in CASES for shape in ("narrow", "wide")),
         *((name, "paired") for name in PAIRED),
-        *(("several-tiles-of-one-expert", shape) for shape in ("narrow-ahead", "wide-ahead")),
-        ("k-longer-than-the-stages", "narrow-ahead"),
         *(pytest.param(name, shape, marks=pytest.mark.slow) for name in SLOW for shape in shape_names()),
     ],
 )
@@ -525,33 +522,6 @@ def test_nothing_waits_for_the_device(nothing_waits: None) -> None:
 # ---- the kernels themselves
 
 
-@pytest.mark.parametrize("shape", ["narrow-ahead", "wide-ahead"])
-def test_codes_are_converted_while_products_run(shape: str) -> None:
-    """In the machine code nearly all `prmt` of a step lie between its first product and the wait for them."""
-    from cubin import opcodes
-    from host import emulated
-
-    from dsv4_kernels.moe.sm90 import launch
-    from dsv4_kernels.moe.sm90.plan import Plan, Product
-
-    def behind_products(name: str) -> list[int]:
-        with emulated(arch="sm_90a"):
-            compiled = launch.compile(Plan(Product.DOWN, shapes()[name]))
-        found, count = [], None
-        for opcode in opcodes(compiled.__cubin__):
-            if opcode == "QGMMA" and count is None:
-                count = 0
-            elif opcode == "PRMT" and count is not None:
-                count += 1
-            elif opcode == "wait" and count is not None:
-                found.append(count)
-                count = None
-        return found
-
-    assert min(behind_products(shape)) >= 14
-    assert max(behind_products(shape.removesuffix("-ahead"))) == 0
-
-
 @pytest.mark.slow
 def test_overlapping_launches_wait_before_they_load() -> None:
     """The emulator runs one launch after the other, so what is checked is the order in the code: every launch but the
@@ -617,7 +587,7 @@ def test_no_configuration_spills(shape: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["narrow", "paired", "narrow-ahead"])
+@pytest.mark.parametrize("shape", ["narrow", "paired"])
 @pytest.mark.parametrize("product", [0, 1], ids=["gate-up", "down"])
 def test_deleted_synchronisation_is_noticed(product: int, shape: str) -> None:
     """Every deletion but those explained in emulator/results/mutation_reasons.json."""
@@ -628,7 +598,7 @@ def test_deleted_synchronisation_is_noticed(product: int, shape: str) -> None:
         case = replace(PAIRED["pairs-between-singles"], d=1280, channels=1280)
         assert max(listed_widths(case)) > 32 >= min(listed_widths(case))
     _, device = launched(case, shape, checks=Checks.strict(), record=True)
-    name = f"experts_sm90_{('gate_up', 'down')[product]}" + {"narrow": ""}.get(shape, f"_{shape.replace('-', '_')}")
+    name = f"experts_sm90_{('gate_up', 'down')[product]}" + ("" if shape == "narrow" else f"_{shape}")
     rates = delete_synchronisation(name, device, 2 + 2 * product)
     assert rates and set(rates.values()) == {1}, rates
 

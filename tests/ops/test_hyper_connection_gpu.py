@@ -473,6 +473,8 @@ def test_what_the_kernel_refuses(compiled_here: None) -> None:
 
     i = inputs(2, 1024)
     refused("multiples of 1024 up to 8192; got 512", inputs(2, 512))
+    with pytest.raises(ValueError, match="multiples of 1024 up to 8192; got 512"):  # what a server compiles first
+        gpu.compile(gpu.plans(512, fp8=True)[0], "sm_90a")
     refused("take streams in torch.bfloat16", i._replace(streams=i.streams.float()))
     refused("take fn in torch.float32, contiguous", i._replace(fn=i.fn.T.contiguous().T))
     refused("take y in torch.bfloat16, with contiguous rows", i._replace(y=torch.zeros(2, 1028).bfloat16()[:, :1024]))

@@ -327,8 +327,8 @@ def test_the_kernel_is_taken_and_says_so(kernel: str, caplog: pytest.LogCaptureF
     case = build(CASES["keys_256-fp8"], "cuda")
     registry._resolved.clear()
     with caplog.at_level(logging.INFO, logger="dsv4_kernels.registry"):
-        chosen, _ = case.run()
-        named, _ = case.run(impl=kernel)
+        chosen = case.run()
+        named = case.run(impl=kernel)
     assert same_bits(chosen, named)
     assert [record.getMessage() for record in caplog.records] == [
         f"op sparse_attention on cuda, torch.bfloat16: {kernel}",

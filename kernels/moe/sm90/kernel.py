@@ -36,7 +36,7 @@ from dsv4_kernels.moe.sm90.plan import (
     Product,
     TileField,
 )
-from dsv4_kernels.moe.sm90.products import PRODUCTS, fragments, load_codes, multiply, multiply_and_unpack
+from dsv4_kernels.moe.sm90.products import fragments, multiply
 from dsv4_kernels.moe.sm90.weights import (
     CODE_BYTES,
     SHIFT_BYTES,
@@ -128,27 +128,52 @@ def produce(
         shifts = args.shifts + expert * args.shift_expert_bytes + Int64(row_tile) * args.steps * SHIFT_BYTES
         before = Int64(first_group) * args.steps
         tokens, scales = args.tokens + before * GROUP_BYTES, args.token_scales + before * (4 * GROUP)
-        token_bytes, scale_bytes = groups * GROUP_BYTES, groups * (4 * GROUP)
-        for step in cutlass.range(args.steps, unroll=1):
-            cute.arch.mbarrier_wait(empty + stage, phase)
-            if cutlass.const_expr(plan.shape.paired):
-                if groups * GROUP > plan.shape.room:  # its tokens reach into the next stage, whose codes nobody needs
-                    cute.arch.mbarrier_wait(empty + stage + 1, phase)
-                    cute.arch.mbarrier_arrive(full + stage + 1)
-            barrier = full + stage
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, CODE_BYTES + SHIFT_BYTES + token_bytes + scale_bytes)
-            at = Int32(barrier.toint())
-            copy(base + plan.codes_offset + stage * CODE_BYTES, codes + Int64(step) * CODE_BYTES, CODE_BYTES, at)
-            copy(base + plan.shifts_offset + stage * SHIFT_BYTES, shifts + step * SHIFT_BYTES, SHIFT_BYTES, at)
-            copy(base + stage * plan.token_bytes, tokens + Int64(step) * token_bytes, token_bytes, at)
-            to_scales = base + plan.scales_offset + stage * (4 * plan.shape.room)
-            copy(to_scales, scales + Int64(step) * scale_bytes, scale_bytes, at)
-            stage += 1
-            if cutlass.const_expr(plan.shape.paired):
-                if groups * GROUP > plan.shape.room:
-                    stage += 1
-            if stage == plan.shape.stages:
-                stage, phase = Int32(0), phase ^ 1
+        sources = codes, shifts, tokens, scales
+        if cutlass.const_expr(plan.shape.paired):
+            # A loop each: a branch in every step of the only one took decode 2 % of its time.
+            if groups * GROUP > plan.shape.room:
+                stage, phase = copy_steps(args, plan, 2, base, full, empty, stage, phase, sources, groups)
+            else:
+                stage, phase = copy_steps(args, plan, 1, base, full, empty, stage, phase, sources, groups)
+        else:
+            stage, phase = copy_steps(args, plan, 1, base, full, empty, stage, phase, sources, groups)
+
+
+@cute.jit
+def copy_steps(
+    args: Arguments,
+    plan: cutlass.Constexpr,
+    stages: cutlass.Constexpr[int],
+    base: Int32,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    stage: Int32,
+    phase: Int32,
+    sources: tuple,
+    groups: Int32,
+) -> tuple:
+    """Copies of a work tile, whose steps take so many stages; returns the stage and phase behind it.
+
+    The tokens of one that takes two reach into the second, whose codes nobody needs.
+    """
+    codes, shifts, tokens, scales = sources
+    token_bytes, scale_bytes = groups * GROUP_BYTES, groups * (4 * GROUP)
+    for step in cutlass.range(args.steps, unroll=1):
+        cute.arch.mbarrier_wait(empty + stage + (stages - 1), phase)  # warps give stages back in order
+        for other in cutlass.range_constexpr(1, stages):
+            cute.arch.mbarrier_arrive(full + stage + other)
+        barrier = full + stage
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, CODE_BYTES + SHIFT_BYTES + token_bytes + scale_bytes)
+        at = Int32(barrier.toint())
+        copy(base + plan.codes_offset + stage * CODE_BYTES, codes + Int64(step) * CODE_BYTES, CODE_BYTES, at)
+        copy(base + plan.shifts_offset + stage * SHIFT_BYTES, shifts + step * SHIFT_BYTES, SHIFT_BYTES, at)
+        copy(base + stage * plan.token_bytes, tokens + Int64(step) * token_bytes, token_bytes, at)
+        to_scales = base + plan.scales_offset + stage * (4 * plan.shape.room)
+        copy(to_scales, scales + Int64(step) * scale_bytes, scale_bytes, at)
+        stage += stages
+        if stage == plan.shape.stages:
+            stage, phase = Int32(0), phase ^ 1
+    return stage, phase
 
 
 def copy(shared: Int32, address: Int64, num_bytes: Int32 | int, barrier: Int32) -> None:
@@ -185,10 +210,7 @@ def consume(
             if (groups * GROUP > least) & (groups * GROUP <= slots):
                 sums = cute.make_rmem_tensor((slots // 2,), Float32)
                 sums.fill(0.0)
-                if cutlass.const_expr(plan.shape.ahead):
-                    sum_products_ahead(args, plan, slots, base, full, empty, thread, stage, phase, sums)
-                else:
-                    sum_products(args, plan, slots, base, full, empty, thread, stage, phase, sums)
+                sum_products(args, plan, slots, base, full, empty, thread, stage, phase, sums)
                 finish(args, plan, slots, thread, row_tile, expert, first_group, groups, sums)
             least = slots
         passed = stage + args.steps
@@ -227,71 +249,14 @@ def sum_products(
         for first in cutlass.range_constexpr(0, slots, width):
             products = multiply(left, width, base + stage * plan.token_bytes + first * STEP)
             add_scaled(sums, products, first, of_slots)
-        release(plan, slots, empty, stage, lane)
+        cute.arch.fence_view_async_shared()  # generic loads, before a bulk copy writes there
+        cute.arch.sync_warp()
+        if lane == 0:
+            for i in cutlass.range_constexpr(plan.shape.stages_of(slots)):
+                cute.arch.mbarrier_arrive(empty + stage + i)
         stage += plan.shape.stages_of(slots)
         if stage == plan.shape.stages:
             stage, phase = Int32(0), phase ^ 1
-
-
-@cute.jit
-def sum_products_ahead(
-    args: Arguments,
-    plan: cutlass.Constexpr,
-    slots: cutlass.Constexpr[int],
-    base: Int32,
-    full: cute.Pointer,
-    empty: cute.Pointer,
-    thread: Int32,
-    stage: Int32,
-    phase: Int32,
-    sums: cute.Tensor,
-) -> None:
-    """As `sum_products`, a step's codes converted behind the products of the one before it."""
-    lane = thread % WARP
-    codes = base + plan.codes_offset + thread // WARP * UNIT_BYTES
-    shifts = base + plan.shifts_offset + thread // WARP * UNIT_SHIFT_BYTES
-    scales = base + plan.scales_offset + lane % 4 * 8
-    width = min(slots, plan.shape.room)
-    left = cute.make_rmem_tensor((4 * PRODUCTS,), Uint32)
-    stored = cute.make_rmem_tensor((2 * PRODUCTS + 1,), Uint32)
-    stored.fill(0)
-    cute.arch.mbarrier_wait(full + stage, phase)
-    for i, word in enumerate(fragments(codes + stage * CODE_BYTES, shifts + stage * SHIFT_BYTES, lane)):
-        left[i] = word
-    for step in cutlass.range(args.steps, unroll=1):
-        following, its_phase = stage + plan.shape.stages_of(slots), phase
-        if following == plan.shape.stages:
-            following, its_phase = Int32(0), phase ^ 1
-        if step + 1 < args.steps:
-            cute.arch.mbarrier_wait(full + following, its_phase)
-            words = load_codes(codes + following * CODE_BYTES, shifts + following * SHIFT_BYTES, lane)
-            for i in cutlass.range_constexpr(2 * PRODUCTS + 1):
-                stored[i] = words[i]
-        of_slots, tokens = scales + stage * (4 * plan.shape.room), base + stage * plan.token_bytes
-        now = [left[i] for i in range(4 * PRODUCTS)]
-        for first in cutlass.range_constexpr(0, slots, width):
-            if cutlass.const_expr(first + width == slots):  # the last products that read `left`
-                kept = [stored[i] for i in range(2 * PRODUCTS + 1)]
-                products, converted = multiply_and_unpack(now, width, tokens + first * STEP, kept)
-                for i in cutlass.range_constexpr(4 * PRODUCTS):
-                    left[i] = converted[i]
-            else:
-                products = multiply(now, width, tokens + first * STEP)
-            add_scaled(sums, products, first, of_slots)
-        release(plan, slots, empty, stage, lane)
-        stage, phase = following, its_phase
-
-
-@cute.jit
-def release(
-    plan: cutlass.Constexpr, slots: cutlass.Constexpr[int], empty: cute.Pointer, stage: Int32, lane: Int32
-) -> None:
-    """A warp has read a step's stages."""
-    cute.arch.fence_view_async_shared()  # generic loads, before a bulk copy writes there
-    cute.arch.sync_warp()
-    if lane == 0:
-        for i in cutlass.range_constexpr(plan.shape.stages_of(slots)):
-            cute.arch.mbarrier_arrive(empty + stage + i)
 
 
 def add_scaled(sums: cute.Tensor, products: list, first: int, scales: Int32) -> None:

@@ -28,10 +28,11 @@ from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS, most_groups
 ARCH = "sm_90a"
 NARROW_SLOTS = 32
 """Slots that an expert may have in the mean for decode's kernel to take them."""
-OVERLAPS = False
-"""Whether a launch begins while the one before it ends (programmatic dependent launch) and waits, in the kernel, for
-what it reads, so that launching, and what kernels do before their first load, take no time of their own. Every launch
-but the first waits for the one before it, and so for all before that. Not measured, therefore off."""
+OVERLAPPING = (NARROW,)
+"""Shapes whose launches begin while the one before ends (programmatic dependent launch) and wait, in the kernel, for
+what they read, so that launching, and what kernels do before their first load, take no time of their own. Every launch
+but the first waits for the one before it, and so for all before that. With more tokens there is nothing to gain, and
+what waits takes memory and issue slots from what runs."""
 _NEVER = (1 << 31) - 1
 
 
@@ -109,7 +110,7 @@ def list_work(
         offset: see above.
         shape: of the products.
         least_paired: of a shape with pairs, see `least_paired_tiles`.
-        overlaps: see `OVERLAPS`.
+        overlaps: see `OVERLAPPING`.
     """
     device, pairs = experts.device, experts.numel()
     groups = most_groups(pairs, num_experts)
@@ -150,7 +151,7 @@ def quantise(x: Tensor, listed: Listed, *, chooses: bool, overlaps: bool = False
         x: bf16 [T, K], or of slots [slots, K].
         listed: the slots.
         chooses: whether x has rows of tokens.
-        overlaps: see `OVERLAPS`.
+        overlaps: see `OVERLAPPING`.
     """
     slots, k = listed.groups * GROUP, x.shape[1]
     codes = torch.empty(slots * k, dtype=torch.float8_e4m3fn, device=x.device)
@@ -259,7 +260,7 @@ def experts_forward(
         dtype: of the result, fp32 or bf16.
         shared: [T, d] bf16 of the shared expert, added to the result: in bf16 to the rounded sum, as a layer would.
         shape: of the products; None chooses by the numbers of tokens and experts. The bits are the same.
-        overlaps: None takes `OVERLAPS`.
+        overlaps: launches; None goes by `OVERLAPPING`.
 
     Returns:
         [T, d] in `dtype`.
@@ -279,7 +280,7 @@ def experts_forward(
     weights, experts = weights.float().contiguous(), experts.int().contiguous()
     shape = shape or shape_for(*experts.shape, packed.num_experts)
     least_paired = least_paired_tiles(packed, multiprocessors(x.device))
-    overlaps = OVERLAPS if overlaps is None else overlaps
+    overlaps = shape in OVERLAPPING if overlaps is None else overlaps
     listed = list_work(weights, experts, packed.num_experts, expert_offset, shape, least_paired, overlaps)
     quantised = quantise(x, listed, chooses=True, overlaps=overlaps)
     hidden = multiply(Plan(Product.GATE_UP, shape, overlaps), listed, *quantised, packed.w13, swiglu_limit)

@@ -40,8 +40,6 @@ class Shape:
     ctas_per_sm: int
     paired: bool = False
     """Whether the widest tiles' steps take two neighbouring stages, each with room for half of their slots."""
-    ahead: bool = False
-    """Whether a warp converts the next step's codes while this step's products run, at the price of 16 registers."""
 
     @property
     def slots(self) -> int:
@@ -65,10 +63,6 @@ PAIRED = Shape((8, 16, 32, 64), 8, 2, paired=True)
 for 64 of them. The stages, and what is in flight for others, stay as they are."""
 WIDE = Shape((16, 32, 64, 96, 128), 8, 1)
 """Prefill: a step's conversion, products and sums one after the other."""
-NARROW_AHEAD = Shape((8, 16, 32), 8, 2, ahead=True)
-WIDE_AHEAD = Shape((16, 32, 64, 96), 8, 1, ahead=True)
-"""As NARROW and WIDE with conversion behind the products; with 64 slots at two CTAs, or with 128, registers do not do.
-Not measured, and taken by name only."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +72,7 @@ class Plan:
     product: Product
     shape: Shape
     overlaps: bool = False
-    """See `launch.OVERLAPS`."""
+    """Whether its launch begins while the one before it ends, see `launch.experts_forward`."""
 
     @property
     def token_bytes(self) -> int:

@@ -16,24 +16,16 @@ _SMALL_DOUBLED, _LARGE_DOUBLED = 0x08080800, 0x08080808
 
 
 @cute.jit
-def load_codes(codes: Int32, shifts: Int32, lane: Int32) -> list:
-    """A lane's part of 16 rows and 128 channels as it is stored: eight words of codes, and one of shifts.
+def fragments(codes: Int32, shifts: Int32, lane: Int32) -> list:
+    """A lane's part of 16 rows and 128 channels as e4m3: the four words of each of the four instructions.
 
     Args:
         codes, shifts: of the warp's unit in a stage, in shared memory.
         lane: of the warp.
     """
     halves = [load_words(codes + half * (UNIT_BYTES // 2) + lane * 16) for half in range(2)]
-    return [*halves[0], *halves[1], ptx.asm("ld.shared.b32 {$w0}, [{$r0}];", [Uint32], shifts + lane // 4 * 4)]
-
-
-@cute.jit
-def fragments(codes: Int32, shifts: Int32, lane: Int32) -> list:
-    """A lane's part of 16 rows and 128 channels as e4m3: the four words of each of the four instructions.
-
-    Args: as of `load_codes`.
-    """
-    *words, shift_word = load_codes(codes, shifts, lane)
+    words = [*halves[0], *halves[1]]
+    shift_word = ptx.asm("ld.shared.b32 {$w0}, [{$r0}];", [Uint32], shifts + lane // 4 * 4)
     left = []
     for group in cutlass.range_constexpr(PRODUCTS):
         halves = range(2 * group, 2 * group + 2)
@@ -67,50 +59,11 @@ def multiply(left: list, slots: int, tokens: Int32) -> list:
         slots: N.
         tokens: [N, 128] e4m3 in shared memory, swizzled by 128 bytes.
     """
-    lines = ["{", *_products(slots), "wgmma.wait_group.sync.aligned 0;", "}"]
-    return list(ptx.asm("\n".join(lines), [Float32] * (slots // 2), *left, tokens))
-
-
-def multiply_and_unpack(left: list, slots: int, tokens: Int32, stored: list) -> tuple[list, list]:
-    """`multiply`, and `fragments` of what `load_codes` gave, computed while the products run.
-
-    What is unpacked has registers of its own until the products are done: those of `left` are being read.
-    """
-    argument, lines = 4 * PRODUCTS + 1, ["{", *_products(slots)]
-    lines += [f".reg .b32 next<{4 * PRODUCTS}>, small, large, low, high, other;"]
-    for group in range(PRODUCTS):
-        for half in range(2):
-            word, shift = f"{{$r{argument + 2 * group + half}}}", f"{{$r{argument + 2 * PRODUCTS}}}"
-            lines += [
-                f"bfe.u32 other, {shift}, {4 * (2 * group + half)}, 4;",
-                f"mad.lo.u32 small, other, {_SMALL_DOUBLED:#x}, {_SMALL:#x};",
-                f"mad.lo.u32 large, other, {_LARGE_DOUBLED:#x}, {_LARGE:#x};",
-                f"and.b32 low, {word}, 0x77777777;",
-                "shr.u32 high, low, 16;",
-                "prmt.b32 low, small, large, low;",
-                "prmt.b32 high, small, large, high;",
-                f"shl.b32 other, {word}, 4;",
-                f"lop3.b32 next{4 * group + half}, {word}, 0x80808080, low, 0xEA;",
-                f"lop3.b32 next{4 * group + 2 + half}, other, 0x80808080, high, 0xEA;",
-            ]
-    # ptxas would unpack behind the wait, to save registers: a store that needs all words, in front of it, which never
-    # happens, since no byte is e4m3's NaN.
-    lines += [".reg .b32 all;", ".reg .pred never;", "and.b32 all, next0, next1;"]
-    lines += [f"lop3.b32 all, all, next{i}, next{i + 1}, 0x80;" for i in range(2, 4 * PRODUCTS, 2)]  # a & b & c
-    lines += ["setp.eq.u32 never, all, 0xFFFFFFFF;", f"@never st.shared.b32 [{{$r{4 * PRODUCTS}}}], all;"]
-    lines += ["wgmma.wait_group.sync.aligned 0;"]
-    lines += [f"mov.b32 {{$w{slots // 2 + i}}}, next{i};" for i in range(4 * PRODUCTS)]
-    results = [Float32] * (slots // 2) + [Uint32] * (4 * PRODUCTS)
-    found = list(ptx.asm("\n".join([*lines, "}"]), results, *left, tokens, *stored))
-    return found[: slots // 2], found[slots // 2 :]
-
-
-def _products(slots: int) -> list[str]:
-    """The lines of the instructions of a stage, on arguments 0 to 16 and results from 0."""
     outs = ", ".join(f"{{$w{i}}}" for i in range(slots // 2))
     # Start in units of 16 bytes; 1,024 bytes from 8 rows to the next 8; swizzle of 128 bytes.
     descriptor = (1 << 62) | (8 * STEP // 16 << 32) | (1 << 16)
     lines = [
+        "{",
         ".reg .b64 at, b;",
         ".reg .b32 zero;",
         ".reg .pred add_none, add;",
@@ -129,4 +82,5 @@ def _products(slots: int) -> list[str]:
             f"wgmma.mma_async.sync.aligned.m64n{slots}k32.f32.e4m3.e4m3 {{{outs}}}, {{{words}}}, b, "
             f"{'add' if product else 'add_none'}, 1, 1;",
         ]
-    return [*lines, "wgmma.commit_group.sync.aligned;"]
+    lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "}"]
+    return list(ptx.asm("\n".join(lines), [Float32] * (slots // 2), *left, tokens))

@@ -105,7 +105,7 @@ class Sum:
     """Whether the result is fp32; bf16 otherwise, and then what is added is added to the rounded sum."""
     adds_shared: bool
     overlaps: bool = False
-    """See `launch.OVERLAPS`."""
+    """See `launch.OVERLAPPING`."""
 
 
 @cute.jit
