@@ -224,9 +224,9 @@ def _end_of(log: Path) -> str:
 Figures = dict[tuple[str, int, str], float]  # (work, requests, metric) -> value
 
 
-def with_ample_memory(server: Server, works: Sequence[str]) -> Figures:
-    """The works that do not need equal KV memory."""
-    figures: Figures = {("start", 1, "ready_s"): server.ready_s}
+def with_ample_memory(server: Server, works: Sequence[str]) -> Iterator[tuple[str, Figures]]:
+    """The works that do not need equal KV memory, each with its figures when it is done."""
+    yield "start", {("start", 1, "ready_s"): server.ready_s}
     # Numbers of tokens depend on how a load is cut into batches: conversations run as often as they are measured.
     serve_load.run(server.url, serve_load.decode(24, 4096, 8, seed=1))
     serve_load.run(server.url, serve_load.prefill(1, 65_536, seed=2))
@@ -234,26 +234,33 @@ def with_ample_memory(server: Server, works: Sequence[str]) -> Figures:
     for seed in REPEATS:
         serve_load.run(server.url, _conversations(seed + 1000))
     if "decode" in works:
+        figures: Figures = {}
         for requests in DECODE_REQUESTS:
             # One request's 256 tokens take half a second, in which another program of the machine is felt.
             seeds = REPEATS if requests < 32 else (requests,)
             runs = [_steady(server, serve_load.decode(requests, CONTEXT, 256, seed)) for seed in seeds]
             _note(figures, "decode", requests, _medians(runs))
+        yield "decode", figures
     if "prefill" in works:
+        figures = {}
         for prompts, length in ((8, 8192), (1, 65_536)):
             work = "prefill" if prompts > 1 else "prefill_64k"
             runs = [_steady(server, serve_load.prefill(prompts, length, seed)) for seed in REPEATS]
             _note(figures, work, prompts, _medians(runs))
+        yield "prefill", figures
     if "multi_turn" in works:
+        figures = {}
         runs = [_steady(server, _conversations(seed)) for seed in REPEATS]
         _note(figures, "multi_turn", 32, _medians(runs))
+        yield "multi_turn", figures
     if "profile" in works:
+        figures = {}
         for requests in (1, 64):
             _note(figures, "decode", requests, _of_step(profile_decode(server.url, requests, CONTEXT)))
         _note(figures, "prefill_64k", 1, _of_step(profile_prefill(server.url, 65_536)))
         size, tokens = server.kv_memory()
         _note(figures, "memory", 1, {"kv_bytes_per_token": size / tokens})
-    return figures
+        yield "profile", figures
 
 
 def _conversations(seed: int) -> serve_load.Load:
@@ -350,9 +357,9 @@ def compare(
         if missing:
             print(f"{name}, ample memory", flush=True)
             with running(name, model, flags_of[name], port, logs / f"{name}.log") as server:
-                found = with_ample_memory(server, missing)
-            keep_figures(kept, name, "_".join(missing), found)
-            figures[name].update(found)
+                for work, found in with_ample_memory(server, missing):
+                    keep_figures(kept, name, work, found)
+                    figures[name].update(found)
     if "churn" in works:
         size, tokens, sessions = kv_gib * 2**30, None, {}
         for name in CONTENDERS:

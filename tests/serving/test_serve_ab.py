@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -125,8 +125,11 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: py
         def __exit__(self, *error: object) -> None:
             pass
 
-    def measured(name: str, works: Sequence[str]) -> serve_ab.Figures:
-        return {(work, 1, "tok_s"): 300.0 if name == "ours" else 200.0 for work in works}
+    def measured(name: str, works: Sequence[str]) -> Iterator[tuple[str, serve_ab.Figures]]:
+        for work in works:
+            if work == "multi_turn":
+                raise RuntimeError("the time is over")
+            yield work, {(work, 1, "tok_s"): 300.0 if name == "ours" else 200.0}
 
     monkeypatch.setattr(serve_ab, "running", Running)
     monkeypatch.setattr(serve_ab, "with_ample_memory", measured)
@@ -140,6 +143,9 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: py
     both = compare(["decode", "prefill"], "builtin", "ours")
     assert {row.work for row in both} == {"decode", "prefill"} and started == ["builtin", "ours", "builtin", "ours"]
     assert compare(["decode", "prefill"], "builtin", "ours") == both and len(started) == 4
+    with pytest.raises(RuntimeError, match="the time is over"):
+        compare(["decode", "multi_turn", "prefill"], "ours")
+    assert compare(["decode", "prefill"], "builtin", "ours") == both and len(started) == 5
     with pytest.raises(ValueError, match="run that first"):
         compare(["churn"], "ours")
 
