@@ -263,8 +263,8 @@ def summary(rows: list[dict]) -> dict[str, float]:
         if numbers:
             found[name] = round(math.exp(sum(map(math.log, numbers)) / len(numbers)), 3)
 
-    def ratios(key: str, of: str, tokens: tuple[int, ...]) -> list[float]:
-        chosen = [row for row in rows if int(row["name"].rsplit("-t", 1)[1]) in tokens and {key, of} <= row.keys()]
+    def ratios(key: str, of: str, tokens: tuple[int, ...], among: list[dict] = rows) -> list[float]:
+        chosen = [row for row in among if int(row["name"].rsplit("-t", 1)[1]) in tokens and {key, of} <= row.keys()]
         return [row[key] / row[of] for row in chosen]
 
     for what, tokens in CLASSES.items():
@@ -273,6 +273,9 @@ def summary(rows: list[dict]) -> dict[str, float]:
     if largest is not None:
         found["largest"] = round(largest, 3)
     mean("floor_share_64_128", ratios("floor_us", "ours_us", (64, 128)))
+    for routing in ROUTING:
+        of_it = [row for row in rows if routing in row["name"].split("-")]
+        mean(f"floor_share_64_128_{routing}", ratios("floor_us", "ours_us", (64, 128), of_it))
     variants = dict.fromkeys(key for row in rows for key in row if key[:8] == "ours_by_" and key[-3:] == "_us")
     for key in variants:
         for what, tokens in CLASSES.items():
