@@ -37,6 +37,7 @@ import torch
 from bench_sparse_attention import gpu_state, interleaved, measure_ceilings, versions
 from torch import Tensor, nn
 
+from dsv4_kernels import dependent_launch
 from dsv4_kernels.moe import Mxfp4Experts
 from dsv4_kernels.moe.ref import ACTIVATION_BLOCK
 from dsv4_kernels.quant import dequantise_fp4_weight
@@ -146,14 +147,18 @@ def ours(packed: Mxfp4Experts, sweep: bool) -> dict[str, Contender]:
     arranged = packed.for_hopper()
 
     def by(shape: object, overlaps: bool | None = None) -> Contender:
-        return lambda i: launch.experts_forward(
-            i.x, i.weights, i.experts, arranged, LIMIT, dtype=torch.bfloat16, shape=shape, overlaps=overlaps
-        )
+        def call(i: Inputs) -> Tensor:
+            with dependent_launch.switched(dependent_launch.is_on() if overlaps is None else overlaps):
+                return launch.experts_forward(
+                    i.x, i.weights, i.experts, arranged, LIMIT, dtype=torch.bfloat16, shape=shape
+                )
+
+        return call
 
     found = {"ours": by(None)}
     if sweep:
         found |= {"ours_by_narrow": by(NARROW), "ours_by_paired": by(PAIRED), "ours_by_wide": by(WIDE)}
-        found |= {"ours_by_overlap": by(None, overlaps=not launch.OVERLAPS)}
+        found |= {"ours_by_overlap": by(None, overlaps=not dependent_launch.is_on())}
         found |= {"ours_by_narrow_ahead": by(NARROW_AHEAD), "ours_by_wide_ahead": by(WIDE_AHEAD)}
     return found
 

@@ -167,14 +167,13 @@ def kernels(config: Config, tp_size: int) -> list[Callable[[], object]]:
     from dsv4_kernels.moe.sm90 import launch, rows, work_list
     from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Plan, Product
 
-    overlaps = launch.OVERLAPS
     # On a GPU parts of several ranks are fp32 under the flag only: `rank_sum.dtype_of_parts`.
     fp32 = tp_size > 1 and exact.is_on()
-    summed = rows.Sum(config.num_experts_per_tok, fp32=fp32, adds_shared=True, overlaps=overlaps)
-    products = [Plan(product, shape, overlaps) for shape in (NARROW, PAIRED, WIDE) for product in Product]
+    summed = rows.Sum(config.num_experts_per_tok, fp32=fp32, adds_shared=True)
+    products = [Plan(product, shape) for shape in (NARROW, PAIRED, WIDE) for product in Product]
     return [
         *(partial(launch.compile, plan) for plan in products),
-        *(partial(rows.compile_quantise, chooses, launch.ARCH, overlaps) for chooses in (True, False)),
+        *(partial(rows.compile_quantise, chooses, launch.ARCH) for chooses in (True, False)),
         partial(rows.compile_sum, summed, launch.ARCH),
-        partial(work_list.compile, launch.ARCH, overlaps),
+        partial(work_list.compile, launch.ARCH),
     ]

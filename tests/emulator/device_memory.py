@@ -14,7 +14,7 @@ slice may not read beyond it.
 import contextlib
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,6 +54,7 @@ class Extent:
     address: int
     nbytes: int
     name: str
+    constant: bool = False
 
 
 @dataclass
@@ -150,6 +151,14 @@ class DeviceMemory:
             label = f"{name} {_describe(array)}".strip()
             storage.extents[(offset, extent_bytes)] = Extent(address, extent_bytes, label)
         return address
+
+    def constant(self, array: "np.ndarray | torch.Tensor") -> None:
+        """Kernels may read the array while a grid before still runs: none writes it (`MemoryMap.add`)."""
+        address = self.address_of(array)
+        for storage in self._storages.values():
+            for key, extent in storage.extents.items():
+                if extent.address == address:
+                    storage.extents[key] = replace(extent, constant=True)
 
     def place_at(self, address: int, contents: bytes, name: str) -> None:
         """Bytes at an address chosen by the caller: a recorded launch's memory."""

@@ -204,12 +204,14 @@ def arch(request: pytest.FixtureRequest, compiled_here: None, nan_memory: None) 
     return ARCHES[request.param]
 
 
-def emulate(arch: str, call: Callable[[], object], **options: object) -> object:
-    """What a call returns in the emulator, with all its checks on; it launches one kernel."""
+def emulate(arch: str, call: Callable[[], object], fn: Tensor | None = None, **options: object) -> object:
+    """What a call returns in the emulator, with all its checks on; it launches one kernel. fn: weights, constant."""
     from emulator import Checks
     from host import emulated
 
     with emulated(checks=Checks.strict(), arch=arch, **options) as device:
+        if fn is not None:
+            device.memory.constant(fn)
         result = call()
     assert len(device.reports) == 1 and not device.reports[0].warnings
     return result
@@ -223,7 +225,7 @@ def boundary(
 
     y, streams, post, comb, fn, base, scale, weight = i
     arguments = (streams, (y, post, comb), (fn, base, scale), weight, NORM_EPS, HC_EPS, ITERATIONS)
-    return emulate(arch, lambda: gpu.run(arch, "hc_boundary", 24, *arguments, tokens, teams, fp8), **options)
+    return emulate(arch, lambda: gpu.run(arch, "hc_boundary", 24, *arguments, tokens, teams, fp8), fn, **options)
 
 
 @pytest.mark.parametrize(("num_tokens", "tokens"), [(1, 1), (2, 1), (3, 2), (5, 4), (17, 8)], ids=lambda n: str(n))

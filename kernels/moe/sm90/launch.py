@@ -28,10 +28,6 @@ from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS, most_groups
 ARCH = "sm_90a"
 NARROW_SLOTS = 32
 """Slots that an expert may have in the mean for decode's kernel to take them."""
-OVERLAPS = False
-"""Whether a launch begins while the one before it ends (programmatic dependent launch) and waits, in the kernel, for
-what it reads, so that launching, and what kernels do before their first load, take no time of their own. Every launch
-but the first waits for the one before it, and so for all before that. Not measured, therefore off."""
 _NEVER = (1 << 31) - 1
 
 
@@ -98,7 +94,6 @@ def list_work(
     offset: int,
     shape: Shape,
     least_paired: int = _NEVER,
-    overlaps: bool = False,
 ) -> Listed:
     """Slots and work tiles.
 
@@ -109,7 +104,6 @@ def list_work(
         offset: see above.
         shape: of the products.
         least_paired: of a shape with pairs, see `least_paired_tiles`.
-        overlaps: see `OVERLAPS`.
     """
     device, pairs = experts.device, experts.numel()
     groups = most_groups(pairs, num_experts)
@@ -139,18 +133,17 @@ def list_work(
         tiles=listed.tiles.data_ptr(),
         totals=listed.totals.data_ptr(),
     )
-    work_list.compile(ARCH, overlaps)(arguments, bf16_rows.current_stream(device))
+    work_list.compile(ARCH)(arguments, bf16_rows.current_stream(device))
     return listed
 
 
-def quantise(x: Tensor, listed: Listed, *, chooses: bool, overlaps: bool = False) -> tuple[Tensor, Tensor]:
+def quantise(x: Tensor, listed: Listed, *, chooses: bool) -> tuple[Tensor, Tensor]:
     """Codes and scales of all slots in the order of the stages (rows.py).
 
     Args:
         x: bf16 [T, K], or of slots [slots, K].
         listed: the slots.
         chooses: whether x has rows of tokens.
-        overlaps: see `OVERLAPS`.
     """
     slots, k = listed.groups * GROUP, x.shape[1]
     codes = torch.empty(slots * k, dtype=torch.float8_e4m3fn, device=x.device)
@@ -166,7 +159,7 @@ def quantise(x: Tensor, listed: Listed, *, chooses: bool, overlaps: bool = False
         codes=codes.data_ptr(),
         scales=scales.data_ptr(),
     )
-    launcher = rows.compile_quantise(chooses, ARCH, overlaps)
+    launcher = rows.compile_quantise(chooses, ARCH)
     launcher(arguments, Int32(listed.groups), bf16_rows.current_stream(x.device))
     return codes, scales
 
@@ -207,14 +200,7 @@ def multiply(
     return out
 
 
-def sum_rows(
-    slot_rows: Tensor,
-    experts: Tensor,
-    listed: Listed,
-    dtype: torch.dtype,
-    shared: Tensor | None,
-    overlaps: bool = False,
-) -> Tensor:
+def sum_rows(slot_rows: Tensor, experts: Tensor, listed: Listed, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
     """A token's rows by rising expert: [T, d] in `dtype`, and `shared` [T, d] bf16 added to it."""
     tokens, chosen = experts.shape
     d = slot_rows.shape[1]
@@ -230,7 +216,7 @@ def sum_rows(
         num_chunks=tokens * chunks,
         out=out.data_ptr(),
     )
-    launcher = rows.compile_sum(rows.Sum(chosen, dtype == torch.float32, shared is not None, overlaps), ARCH)
+    launcher = rows.compile_sum(rows.Sum(chosen, dtype == torch.float32, shared is not None), ARCH)
     launcher(arguments, Int32(-(-tokens * chunks // rows.THREADS)), bf16_rows.current_stream(out.device))
     return out
 
@@ -245,7 +231,6 @@ def experts_forward(
     dtype: torch.dtype = torch.float32,
     shared: Tensor | None = None,
     shape: Shape | None = None,
-    overlaps: bool | None = None,
 ) -> Tensor:
     """The sum over the routed experts of this rank.
 
@@ -259,7 +244,6 @@ def experts_forward(
         dtype: of the result, fp32 or bf16.
         shared: [T, d] bf16 of the shared expert, added to the result: in bf16 to the rounded sum, as a layer would.
         shape: of the products; None chooses by the numbers of tokens and experts. The bits are the same.
-        overlaps: None takes `OVERLAPS`.
 
     Returns:
         [T, d] in `dtype`.
@@ -279,13 +263,12 @@ def experts_forward(
     weights, experts = weights.float().contiguous(), experts.int().contiguous()
     shape = shape or shape_for(*experts.shape, packed.num_experts)
     least_paired = least_paired_tiles(packed, multiprocessors(x.device))
-    overlaps = OVERLAPS if overlaps is None else overlaps
-    listed = list_work(weights, experts, packed.num_experts, expert_offset, shape, least_paired, overlaps)
-    quantised = quantise(x, listed, chooses=True, overlaps=overlaps)
-    hidden = multiply(Plan(Product.GATE_UP, shape, overlaps), listed, *quantised, packed.w13, swiglu_limit)
-    quantised = quantise(hidden, listed, chooses=False, overlaps=overlaps)
-    slot_rows = multiply(Plan(Product.DOWN, shape, overlaps), listed, *quantised, packed.w2)
-    return sum_rows(slot_rows, experts, listed, dtype, shared, overlaps)
+    listed = list_work(weights, experts, packed.num_experts, expert_offset, shape, least_paired)
+    quantised = quantise(x, listed, chooses=True)
+    hidden = multiply(Plan(Product.GATE_UP, shape), listed, *quantised, packed.w13, swiglu_limit)
+    quantised = quantise(hidden, listed, chooses=False)
+    slot_rows = multiply(Plan(Product.DOWN, shape), listed, *quantised, packed.w2)
+    return sum_rows(slot_rows, experts, listed, dtype, shared)
 
 
 def mxfp4_experts_forward(

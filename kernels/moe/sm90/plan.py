@@ -77,8 +77,6 @@ class Plan:
 
     product: Product
     shape: Shape
-    overlaps: bool = False
-    """See `launch.OVERLAPS`."""
 
     @property
     def token_bytes(self) -> int:

@@ -1,0 +1,107 @@
+"""Programmatic dependent launch: the CTAs of a kernel take their places while the kernel before it in the stream still
+runs, and wait there for its end. So what lies between two kernels, the launch and the set-up, takes no time of its own.
+
+    DSV4_DEPENDENT_LAUNCH    on: as said, for every kernel of this package that may; off (default). Not timed yet.
+
+Here alone it is decided. A launch passes `use_pdl=is_on()`, its kernel calls `begin`, or `let_next_begin` and `wait`;
+while it is off these leave no instruction, so the machine code is that of a kernel which knows nothing of it. It is
+part of the key of `compile_cache`. The rules, which `tests/emulator` checks in every launch with the attribute:
+
+1. A thread calls `wait` before its first access to global memory, be it a load or a store: the kernel before may still
+   write what is read here, and read what is written here (memory is used again along the stream). Before it only what
+   touches no memory of others may stand: indices, shared memory, barriers, and weights that no kernel writes while a
+   model runs. Of these only the boundary's `fn` is read ahead; see `hyper_connection/kernel.py`.
+2. Every CTA waits, also one that has nothing to do. The wait is for the end of the whole kernel before, which has
+   waited for the one before it: so what is behind a wait is behind all that was launched before, in whatever kernel.
+   Kernels of others (PyTorch's, DeepGEMM's) that are launched without the attribute begin behind the end of everything
+   before; one that has it must wait by the same rule.
+3. `let_next_begin` is called by every CTA, as early as it likes: it changes when the next kernel's CTAs take places,
+   never what they may access. They are let in once all CTAs of this kernel have called it or have ended. So all CTAs of
+   a kernel are resident, or done, before one of the next is: whoever is resident waits for CTAs that are resident too,
+   and these end. Nobody who waits keeps a place from somebody that it waits for, in any order of kernels and streams.
+4. Kernels whose CTAs wait for each other must have places for all at once. A cluster has. Hopper's attention with
+   divided keys is launched cooperatively for that, and what CUDA does with both attributes is documented nowhere that
+   we know of: it is launched without this one (`may_begin_early`), behind the end of what comes before. It calls
+   `let_next_begin` with all of its CTAs resident (3).
+5. Tensor memory (Blackwell) is given out while a kernel runs, and an allocation waits for it. So a kernel allocates
+   behind its `wait`, when the kernel before has freed its own, and calls `let_next_begin` behind its allocation: a next
+   kernel of others, which may allocate before it waits, can take only what is left.
+
+CUDA graphs: a captured launch with the attribute gets a programmatic edge from the kernel before it in its stream, and
+ordinary edges from what is no kernel. Where two streams fork or join (`sglang_dsv4/layers/side_stream.py`) a kernel may
+have several edges of either kind; it begins when all allow it, and its wait is for all kernels behind them. What an
+event or the end of a graph waits for is a kernel's end, which is behind its wait: rule 2 holds across streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+
+VARIABLE = "DSV4_DEPENDENT_LAUNCH"
+
+_chosen: bool | None = None
+
+
+@functools.cache
+def _in_environment() -> bool:
+    value = os.environ.get(VARIABLE, "off").strip().lower()
+    if value not in ("on", "off"):
+        raise ValueError(f"{VARIABLE} must be 'on' or 'off', got {value!r}")
+    return value == "on"
+
+
+def is_on() -> bool:
+    """Whether kernels are compiled and launched so.
+
+    Raises:
+        ValueError: the environment says neither on nor off.
+    """
+    return _in_environment() if _chosen is None else _chosen
+
+
+@contextlib.contextmanager
+def switched(on: bool) -> Iterator[None]:
+    """Inside, whatever the environment says: for tests and benchmarks, which compare both in one process."""
+    global _chosen
+    before, _chosen = _chosen, on
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+def may_begin_early(cooperative: bool = False) -> bool:
+    """`use_pdl` of a launch.
+
+    Args:
+        cooperative: whether the launch is; see rule 4.
+    """
+    return is_on() and not cooperative
+
+
+# ---- device side: plain Python, which a kernel calls while it is traced
+
+
+def let_next_begin() -> None:
+    """The next kernel's CTAs may take what places are left, once all CTAs of this one are here."""
+    if is_on():
+        from cutlass import cute
+
+        cute.arch.griddepcontrol_launch_dependents()
+
+
+def wait() -> None:
+    """Until the kernel before has ended and all that it wrote is visible; at once in a launch without the attribute."""
+    if is_on():
+        from cutlass import cute
+
+        cute.arch.griddepcontrol_wait()
+
+
+def begin() -> None:
+    """Both, at the top of a kernel with no set-up of its own."""
+    let_next_begin()
+    wait()
