@@ -16,13 +16,15 @@ part of the key of `compile_cache`. The rules, which `tests/emulator` checks in 
    Kernels of others (PyTorch's, DeepGEMM's) that are launched without the attribute begin behind the end of everything
    before; one that has it must wait by the same rule.
 3. `let_next_begin` is called by every CTA, as early as it likes: it changes when the next kernel's CTAs take places,
-   never what they may access. They are let in once all CTAs of this kernel have called it or have ended. So all CTAs of
-   a kernel are resident, or done, before one of the next is: whoever is resident waits for CTAs that are resident too,
-   and these end. Nobody who waits keeps a place from somebody that it waits for, in any order of kernels and streams.
+   never what they may access. They are let in once all CTAs of this kernel have called it or have ended (PTX ISA,
+   "griddepcontrol"). So all CTAs of a kernel are resident, or done, before one of the next is: whoever is resident
+   waits for CTAs that are resident too, and these end. Nobody who waits keeps a place from somebody that it waits for,
+   in any order of kernels and streams. A kernel that does not call it lets the next one in when its CTAs have ended.
 4. Kernels whose CTAs wait for each other must have places for all at once. A cluster has. Hopper's attention with
    divided keys is launched cooperatively for that, and what CUDA does with both attributes is documented nowhere that
-   we know of: it is launched without this one (`may_begin_early`), behind the end of what comes before. It calls
-   `let_next_begin` with all of its CTAs resident (3).
+   we know of: it is launched without this one (`may_begin_early`), behind the end of what comes before in its stream.
+   Of other streams CTAs may sit in its places and wait, but for kernels that are resident (3), so the places get free.
+   It calls `let_next_begin` with all of its CTAs resident.
 5. Tensor memory (Blackwell) is given out while a kernel runs, and an allocation waits for it. So a kernel allocates
    behind its `wait`, when the kernel before has freed its own, and calls `let_next_begin` behind its allocation: a next
    kernel of others, which may allocate before it waits, can take only what is left.

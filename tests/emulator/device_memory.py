@@ -64,6 +64,7 @@ class _Storage:
     nbytes: int
     owner: Any  # keeps the host bytes alive
     extents: dict[tuple[int, int], Extent] = field(default_factory=dict)
+    constant: bool = False
 
 
 def _is_torch(array: object) -> bool:
@@ -153,12 +154,10 @@ class DeviceMemory:
         return address
 
     def constant(self, array: "np.ndarray | torch.Tensor") -> None:
-        """Kernels may read the array while a grid before still runs: none writes it (`MemoryMap.add`)."""
-        address = self.address_of(array)
-        for storage in self._storages.values():
-            for key, extent in storage.extents.items():
-                if extent.address == address:
-                    storage.extents[key] = replace(extent, constant=True)
+        """Kernels may read the array's storage while a grid before still runs: none writes it (`MemoryMap.add`)."""
+        self.address_of(array)
+        base, nbytes, *_ = _host_layout(array)
+        self._storages[(base, nbytes)].constant = True
 
     def place_at(self, address: int, contents: bytes, name: str) -> None:
         """Bytes at an address chosen by the caller: a recorded launch's memory."""
@@ -172,7 +171,8 @@ class DeviceMemory:
 
     def extents(self) -> Iterator[Extent]:
         for storage in self._storages.values():
-            yield from storage.extents.values()
+            for extent in storage.extents.values():
+                yield replace(extent, constant=storage.constant)
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:

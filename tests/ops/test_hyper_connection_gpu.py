@@ -357,7 +357,7 @@ def test_the_other_functions(arch: str) -> None:
     from dsv4_kernels.hyper_connection import gpu
 
     def run(name: str, *arguments: object) -> object:
-        return emulate(arch, lambda: getattr(gpu, name)(lambda _: arch, *arguments))
+        return emulate(arch, lambda: getattr(gpu, name)(lambda _: arch, *arguments), i.fn)
 
     i = inputs(3, 1024, seed=7, weight=torch.bfloat16)
     streams = run("hc_post", i.y, i.streams, i.post, i.comb)
