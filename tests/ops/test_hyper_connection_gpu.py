@@ -407,6 +407,7 @@ def test_rows_beyond_32_bits(arch: str) -> None:
     far = i._replace(y=far_apart(i.y), streams=far_apart(i.streams), post=far_apart(i.post), comb=far_apart(i.comb, 0))
     with emulated(arch=arch) as device:
         use_in_place(device, *far)
+        device.memory.constant(far.fn)
         found = gpu.hc_boundary(lambda _: arch, far.y, far.streams, far.post, far.comb, *far[4:], *i.boundary()[8:])
     for a, b in zip(found, boundary(arch, i), strict=True):
         assert torch.equal(a, b)
