@@ -109,7 +109,6 @@ class HyperConnection(Products):
     @cute.kernel
     def kernel(self, args: Arguments) -> None:
         """Sets up barriers and sends every warp to its role."""
-        dependent_launch.let_next_begin()
         plan = self.plan
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -131,7 +130,7 @@ class HyperConnection(Products):
         cute.arch.sync_warp()
         cute.arch.cluster_arrive_relaxed(aligned=True)
         if warp < plan.teams * plan.warps:
-            dependent_launch.wait()
+            dependent_launch.begin()
             self.compute(args, shared, thread % plan.threads, thread // plan.threads, rank, cluster)
         else:
             team, lane = warp - plan.teams * plan.warps, thread % WARP

@@ -65,7 +65,6 @@ def launch(args: Arguments, num_ctas: Int32, plan: cutlass.Constexpr, stream: cu
 @cute.kernel
 def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
     """Sets up barriers, and sends every warp to its role."""
-    dependent_launch.let_next_begin()
     thread, _, _ = cute.arch.thread_idx()
     first, _, _ = cute.arch.block_idx()
     stride, _, _ = cute.arch.grid_dim()
@@ -83,7 +82,7 @@ def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
         ptx.store_shared(base + at, (Uint32(0),) * 4)
     cute.arch.fence_view_async_shared()  # these zeros, and the barriers
     cute.arch.sync_threads()
-    dependent_launch.wait()
+    dependent_launch.begin()
     end = ptx.load_i32(args.num_tiles) * args.row_tiles
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == CONSUMER_WARPS:

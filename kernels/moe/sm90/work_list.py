@@ -57,7 +57,6 @@ def launch(args: Arguments, stream: cuda.CUstream) -> None:
 @cute.kernel
 def kernel(args: Arguments) -> None:
     """Counts pairs, adds up groups and tiles, and hands out slots."""
-    dependent_launch.let_next_begin()
     thread, _, _ = cute.arch.thread_idx()
     memory = cutlass.utils.SmemAllocator()
     # Of an expert: its pairs, then the next free slot.
@@ -66,7 +65,7 @@ def kernel(args: Arguments) -> None:
     ours = counts + thread * 4
     store_shared_i32(ours, Int32(0))
     cute.arch.sync_threads()
-    dependent_launch.wait()
+    dependent_launch.begin()
     for first in cutlass.range(0, args.num_pairs, THREADS * AT_ONCE, unroll=1):
         pairs = [first + thread + i * THREADS for i in range(AT_ONCE)]
         experts = [local_expert(args, pair) for pair in pairs]

@@ -119,8 +119,7 @@ def attention_kernel(
     prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
     sync_all(plan)
     prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-    dependent_launch.let_next_begin()  # it is allocated
-    dependent_launch.wait()
+    dependent_launch.begin()  # the next one, too: tensor memory is allocated
     tmem = prims.TmemAddr(tmem_address.load())
 
     if warp < Warp.GATHER:

@@ -103,7 +103,6 @@ def launch(config: cutlass.Constexpr, arguments: Arguments, num_steps: Int32, st
 @cute.kernel
 def kernel(config: cutlass.Constexpr, args: Arguments, tma_q: tma.TmaTensor, tma_out: tma.TmaTensor) -> None:
     """Sets up barriers and sends every warp to its role with its number of registers."""
-    dependent_launch.let_next_begin()
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     shared = cutlass.utils.SmemAllocator().allocate(ClusterShared)
@@ -123,7 +122,7 @@ def kernel(config: cutlass.Constexpr, args: Arguments, tma_q: tma.TmaTensor, tma
         load_q(shared, tma_q, token, head_block)
     cute.arch.sync_warp()
     cute.arch.cluster_arrive_relaxed(aligned=True)
-    dependent_launch.wait()
+    dependent_launch.begin()
     visible, row_index = scheduler.visible_entries(config, args, token), Int32(-1)
     gathering = thread - CONSUMER_THREADS
     if gathering >= 0:

@@ -112,7 +112,6 @@ def launch(config: cutlass.Constexpr, arguments: Arguments, num_ctas: Int32, str
 @cute.kernel
 def kernel(config: cutlass.Constexpr, args: Arguments, tma_q: tma.TmaTensor | None, tma_out: tma.TmaTensor) -> None:
     """Sets up barriers and the schedule, and sends every warp to its role with its number of registers."""
-    dependent_launch.let_next_begin()
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     shared = cutlass.utils.SmemAllocator().allocate(Shared)
@@ -124,7 +123,7 @@ def kernel(config: cutlass.Constexpr, args: Arguments, tma_q: tma.TmaTensor | No
                 cute.arch.mbarrier_init(shared.free.data_ptr() + group, 4)
             cute.arch.mbarrier_init(shared.q_full.data_ptr(), 1)
             cute.arch.mbarrier_init_fence()
-    dependent_launch.wait()
+    dependent_launch.begin()
     if const_expr(config.split):
         if warp == CONSUMER_THREADS // 32:
             scheduler.schedule_tiles(config, args, shared, thread % 32)
