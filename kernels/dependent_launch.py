@@ -42,8 +42,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "DSV4_DEPENDENT_LAUNCH"
 
@@ -55,6 +58,8 @@ def _in_environment() -> bool:
     value = os.environ.get(VARIABLE, "off").strip().lower()
     if value not in ("on", "off"):
         raise ValueError(f"{VARIABLE} must be 'on' or 'off', got {value!r}")
+    if value == "on":
+        logger.info("%s=on: kernels are launched while the one before still runs, and wait for its end", VARIABLE)
     return value == "on"
 
 

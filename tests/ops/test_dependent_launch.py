@@ -209,7 +209,8 @@ def test_only_what_is_named_constant_is_read_ahead() -> None:
         run("boundary", "sm90")
 
 
-def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_switch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", dependent_launch.__name__)
     for value, expected in (("on", True), (" OFF", False), ("", None), ("1", None)):
         dependent_launch._in_environment.cache_clear()
         monkeypatch.setenv(dependent_launch.VARIABLE, value)
@@ -218,6 +219,7 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
                 dependent_launch.is_on()
         else:
             assert dependent_launch.is_on() is expected
+    assert [record.getMessage()[:24] for record in caplog.records] == ["DSV4_DEPENDENT_LAUNCH=on"]
     monkeypatch.delenv(dependent_launch.VARIABLE)
     dependent_launch._in_environment.cache_clear()
     assert not dependent_launch.is_on()
