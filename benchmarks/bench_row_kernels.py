@@ -12,6 +12,13 @@ written them.
     floor = bytes / copy bandwidth        read once and written once; the bandwidth measured in the same run
 
 `--ref` also times the reference, the chain of PyTorch kernels. The last line is the result as JSON.
+
+    python benchmarks/bench_row_kernels.py --chain [--tokens 1,4,16,64] [--layers 43] [--out FILE.json]
+
+times what launching so many small kernels costs: all layers' boundaries and row kernels in one CUDA graph, each reading
+what one before has written, and the same with every launch allowed to begin while the one before ends
+(`dsv4_kernels.dependent_launch`). Before that, replays of the second must have the bits of the first's kernels one by
+one, REPLAYS times. Products and attention are left out: in a step they lie between these.
 """
 
 from __future__ import annotations
@@ -27,7 +34,9 @@ import torch
 from bench_sparse_attention import gpu_state, interleaved, l2_bytes, measure_ceilings, versions
 from torch import Tensor
 
-from dsv4_kernels import registry
+from dsv4_kernels import dependent_launch, registry
+from dsv4_kernels.hyper_connection import hc_boundary
+from dsv4_kernels.indexer import index_query
 from dsv4_kernels.kv_layout import ROW_BYTES, KVRows, RowFormat
 from dsv4_kernels.moe import fused_swiglu, swiglu_fp8
 from dsv4_kernels.norm import rms_norm, rms_norm_fp8
@@ -37,6 +46,10 @@ from dsv4_kernels.rope import YarnScaling, apply_rope_in_place, rope_frequencies
 from dsv4_kernels.router import route_hash_logits, route_topk_logits
 
 TOKENS = (1, 16, 64, 128, 1024, 8192)
+CHAIN_TOKENS = (1, 4, 16, 64)
+LAYERS = 43
+REPLAYS = 100
+"""Of a graph whose kernels overlap, compared: one that reads too early is wrong now and then."""
 PREFILL_TOKENS = 1024
 """From so many tokens on a chunk also writes its workspace, and one checkpoint of 128 rows."""
 MOST_SETS = 200
@@ -224,6 +237,129 @@ def run_case(name: str, tokens: int, device: torch.device, impl: str, bandwidth:
     }
 
 
+class Chain:
+    """The small kernels of some layers, each reading what one before it has written."""
+
+    LAUNCHES = 10
+    """Of a layer."""
+
+    def __init__(self, tokens: int, layers: int, device: torch.device, impl: str) -> None:
+        self.tokens, self.device, self.impl = tokens, device, impl
+        torch.manual_seed(2)
+        self.streams = normal(tokens, 4, HIDDEN, device=device)
+        self.y = normal(tokens, HIDDEN, device=device)
+        self.post, self.comb = torch.rand(tokens, 4, device=device), torch.rand(tokens, 4, 4, device=device) / 2
+        # Every boundary reads a weight of its own, as in a model, which all of them together read from memory.
+        self.fn = torch.randn(2 * layers, 24, 4 * HIDDEN, device=device) / 128
+        self.base, self.scale = torch.randn(24, device=device), torch.ones(3, device=device)
+        self.weight = torch.ones(HIDDEN, device=device)
+        self.positions = torch.arange(tokens, device=device) + 5000
+        self.frequencies = rope_frequencies(64, 160000.0, YarnScaling(16, 65536, 32, 1)).to(device)
+        self.head_weights, self.bias = torch.randn(tokens, 16, device=device), torch.randn(EXPERTS, device=device)
+        table = KVRows.allocate(128 * tokens, RowFormat.FP8, DIM, 64, torch.bfloat16, device, 0.0)
+        self.window = Destination(table, torch.arange(tokens, device=device) * 128 + 77)
+
+    def __call__(self) -> list[Tensor]:
+        """Everything that the last layer has made."""
+        state = (self.y, self.streams, self.post, self.comb)
+        made: list[Tensor] = []
+        for layer in range(len(self.fn) // 2):
+            state, made = self.layer(state, self.fn[2 * layer : 2 * layer + 2])
+        return [*state, *made, self.window.table.storage]
+
+    def layer(self, state: tuple[Tensor, ...], fn: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """One layer, from (y, streams, post, comb) to the same."""
+        impl = self.impl
+        streams, x, post, comb, *codes = self.boundary(state, fn[0])
+        latent = rms_norm_fp8(x[:, :Q_LORA], self.weight[:Q_LORA], EPS, True, impl)
+        query = index_query(
+            *(x[:, :2048].view(-1, 16, 128), self.head_weights, self.positions, self.frequencies, 0.02, True, impl)
+        )
+        q = torch.empty(self.tokens, 8, DIM, dtype=x.dtype, device=x.device)
+        kv, weight = x[:, Q_LORA : Q_LORA + DIM], self.weight[:DIM]
+        norm_rope_store(
+            *(x.view(-1, 8, DIM), kv, weight, self.positions, self.frequencies, EPS, [self.window]), out=q, impl=impl
+        )
+        apply_rope_in_place(q, self.positions, self.frequencies, True, impl)
+        quantised = fp8_quantise(q.view(-1, HIDDEN), 128, True, impl)
+        streams, x, post, comb, *more = self.boundary((q.view(-1, HIDDEN), streams, post, comb), fn[1])
+        routed = route_topk_logits(x.view(torch.float32)[:, :EXPERTS], self.bias, TOP_K, SCALE, impl)
+        shared = swiglu_fp8(x, LIMIT, True, impl)
+        y = fused_swiglu(streams[:, :2].view(-1, 2 * HIDDEN), LIMIT, impl)
+        return (y, streams, post, comb), [*codes, *more, *latent, *query, *quantised, *routed, *shared]
+
+    def boundary(self, state: tuple[Tensor, ...], fn: Tensor) -> tuple[Tensor, ...]:
+        """Between two sublayers."""
+        return hc_boundary(*state, fn, self.base, self.scale, self.weight, EPS, EPS, 20, True, self.impl)
+
+
+def launched(chain: Chain, early: bool) -> Callable[[], list[Tensor]]:
+    """The chain, whose launches may begin early or not."""
+
+    def call() -> list[Tensor]:
+        with dependent_launch.switched(early):
+            return chain()
+
+    return call
+
+
+def check_chain(chain: Chain) -> None:
+    """Replays of the graph whose kernels overlap have the bits of the kernels one by one.
+
+    Raises:
+        AssertionError: one of REPLAYS has not.
+    """
+    expected = [x.clone() for x in launched(chain, False)()]
+    made = launched(chain, True)()
+    if chain.device.type == "cuda":
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = launched(chain, True)()
+    for replay in range(REPLAYS if chain.device.type == "cuda" else 1):
+        if chain.device.type == "cuda":
+            for x in made[:-1]:  # what is not written again shows; of the window's table little is
+                (x.view(torch.uint8) if x.dtype.itemsize == 1 else x).fill_(-1 if x.dtype.itemsize > 1 else 0xFF)
+            graph.replay()
+        wrong = [i for i, (a, b) in enumerate(zip(made, expected, strict=True)) if not same_bytes(a, b)]
+        assert not wrong, f"results {wrong} of {len(made)} differ in replay {replay}; nothing is timed"
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whatever they stand for."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def run_chain(device: torch.device, impl: str, tokens: Sequence[int], layers: int) -> dict:
+    """The result; prints it row by row."""
+    print(f"{'tokens':>6} {'launches':>9} {'us':>9} {'each':>7} {'early us':>9} {'each':>7} {'ratio':>7}")
+    rows = []
+    for count in tokens:
+        chain = Chain(count, layers, device, impl)
+        check_chain(chain)
+        contenders = {"after": [launched(chain, False)], "early": [launched(chain, True)]}
+        times = interleaved(contenders, device, 1.0 if device.type == "cuda" else 0.0)
+        after, early, launches = times["after"].median_us, times["early"].median_us, layers * Chain.LAUNCHES
+        rows.append(
+            {"tokens": count, "launches": launches, "us": round(after, 2), "early_us": round(early, 2)}
+            | {"spread": round(times["after"].spread, 4), "early_spread": round(times["early"].spread, 4)}
+        )
+        each = f"{after / launches:7.2f} {early:9.1f} {early / launches:7.2f} {early / after:7.3f}"
+        print(f"{count:6} {launches:9} {after:9.1f} {each}", flush=True)
+    return about(device, impl) | {"layers": layers, "rows": rows}
+
+
+def about(device: torch.device, impl: str) -> dict:
+    """Where it was measured."""
+    on_gpu = device.type == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else "none",
+        "impl": impl,
+        "versions": versions(),
+        "state": gpu_state() if on_gpu else None,
+    }
+
+
 def line(row: dict) -> str:
     """A row of the table."""
     reference = f"{row['ref_us']:10.1f}" if row["ref_us"] else f"{'-':>10}"
@@ -245,29 +381,29 @@ def run(device: torch.device, impl: str, ops: str, tokens: Sequence[int], with_r
             for count in tokens:
                 rows.append(run_case(name, count, device, impl, bandwidth, with_ref))
                 print(line(rows[-1]), flush=True)
-    return {
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
-        "impl": impl,
-        "versions": versions(),
-        "state": gpu_state() if device.type == "cuda" else None,
-        "copy_bytes_per_second": bandwidth,
-        "rows": rows,
-    }
+    return about(device, impl) | {"copy_bytes_per_second": bandwidth, "rows": rows}
 
 
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", default="", help="a regular expression of names of rows")
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--tokens", help="of a call, separated by commas")
     parser.add_argument("--impl", help="by name; default: the kernel for this GPU")
     parser.add_argument("--ref", action="store_true", help="time the references too")
+    parser.add_argument("--chain", action="store_true", help="many launches one after the other, and early ones")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the chain")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     impl = options.impl or registry.chosen("norm_rope_store", device, torch.bfloat16).name
-    tokens = [int(count) for count in options.tokens.split(",")]
-    result = run(device, impl, options.ops, tokens, options.ref)
+    tokens: Sequence[int] = CHAIN_TOKENS if options.chain else TOKENS
+    if options.tokens:
+        tokens = [int(count) for count in options.tokens.split(",")]
+    if options.chain:
+        result = run_chain(device, impl, tokens, options.layers)
+    else:
+        result = run(device, impl, options.ops, tokens, options.ref)
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

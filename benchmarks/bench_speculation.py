@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any
 
 from serve_ab import Server, running, versions
-from serve_profile import decode_events
+from serve_profile import busy_us, decode_events
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, Shape, hf_config, write_checkpoint
 from sglang_dsv4.cpu.random_tokenizer import write_tokenizer
@@ -136,7 +136,7 @@ def replays(events: Sequence[dict]) -> list[Replay]:
         Replay(
             begin=min(e["ts"] for e in group),
             end=max(e["ts"] + e["dur"] for e in group),
-            busy=sum(e["dur"] for e in group),
+            busy=busy_us(group),
             kernels=len(group),
         )
         for group in launches.values()
@@ -166,7 +166,7 @@ def steps(events: Sequence[dict]) -> Steps:
     others = []
     for before, after in itertools.pairwise(of_target):
         between = [e for e in events if before.end <= e["ts"] < after.begin]
-        others.append(sum(e["dur"] for e in between))
+        others.append(busy_us(between))
     return Steps(
         largest=statistics.median(r.end - r.begin for r in of_target),
         others=statistics.median(others),

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 _REGISTERS, _FRAME_BYTES, _STACK_BYTES = 0x2F, 0x11, 0x12  # attributes of .nv.info: (symbol, value)
 _OPCODE = 0xFFF  # of the first of an instruction's two 64-bit words, for GPUs since Volta
 _WGMMA, _LOCAL = (0x9F0, 0xDF0), (0x983, 0x387)  # HGMMA in two encodings; LDL and STL
-_NAMED = {0x216: "PRMT", 0xDF3: "QGMMA", 0x9F3: "QGMMA"}
+_NAMED = {0x216: "PRMT", 0xDF3: "QGMMA", 0x9F3: "QGMMA", 0x82E: "ACQBULK", 0x82D: "PREEXIT"}
+_NAMED |= {0x981: "LDG", 0x381: "LDG", 0x986: "STG", 0x386: "STG", 0xFAE: "LDGSTS", 0x5B4: "UTMALDG"}
 _WARPGROUP = 0x9C5  # .ARRIVE and .DEPBAR
 _IS_WAIT = 1 << 47  # of WARPGROUP: DEPBAR
 
@@ -50,7 +51,8 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def opcodes(cubin: bytes) -> Iterator[str]:
-    """The instructions in order, as far as they have a name here: PRMT, QGMMA (wgmma of FP8), and waits for wgmma."""
+    """The instructions in order, as far as they have a name here: PRMT, QGMMA (wgmma of FP8), waits for wgmma, global
+    loads and stores (no bulk copies among them), `griddepcontrol.wait` (ACQBULK) and `.launch_dependents` (PREEXIT)."""
     for name, contents in sections(cubin):
         if name.startswith(".text."):
             for word, _ in struct.iter_unpack("<QQ", contents):

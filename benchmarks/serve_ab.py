@@ -9,8 +9,8 @@ Works (loads are `serve_load.py`'s):
     decode       1, 16, 64 and 128 requests of 4.6K tokens; tok/s while all of them decode
     prefill      eight prompts of 8K tokens; one of 64K
     multi_turn   32 conversations of four turns over four shared prefixes of 4K, everything fits
-    profile      launches and busy time of a decode step and of a prefill chunk, and how often the host had to give the
-                 GPU work for it (a graph is one time); KV bytes a token
+    profile      launches, busy time and span of a decode step and of a prefill chunk, and how often the host had to
+                 give the GPU work for it (a graph is one time); KV bytes a token
     churn        sessions that come back, under equal bytes of KV memory: their number from a quarter of what ours holds
                  to twice that, with prefixes of 16K and of 1.5K tokens
     agreement    log-probabilities of given tokens, both servers and the built-in in another batch (needs a checkpoint
@@ -71,8 +71,9 @@ CHURN = {"long": (16_384, 256, 32), "short": (1_536, 64, 32)}  # prefix, user an
 CHURN_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the sessions that ours holds
 CHURN_AT_ONCE = 16
 HCA_GROUP = 128  # tokens of an entry there, and rows of a request's state in the built-in
-LESS_IS_BETTER = ("ttft", "itl", "bytes", "launches", "busy", "recomputed", "distance", "silence")
+LESS_IS_BETTER = ("ttft", "itl", "bytes", "launches", "busy", "span", "recomputed", "distance", "silence")
 READY_TIMEOUT_S = 900
+SWITCHES = ("DSV4_DEPENDENT_LAUNCH", "SGLANG_DSV4_SIDE_STREAM")  # of ours, which change how a step runs
 PRINTED_KERNELS = 30
 REPEATS = (71, 72, 73)  # seeds of the short works; their medians count
 STALL_S = 2.0  # twice what the longest forward takes, a chunk's of the prefill of 64K
@@ -286,7 +287,8 @@ def _of_step(found: Profile) -> dict[str, float]:
     for name, launches, us in found.kernels[:PRINTED_KERNELS]:
         print(f"    {us:9.1f} us {launches:7.1f} x  {name[:120]}")
     host = {"host_launches_per_step": found.host_launches} if found.host_launches else {}  # if the trace has them
-    return {"launches_per_step": found.launches, "busy_us_per_step": found.busy_us, **host}
+    times = {"busy_us_per_step": found.busy_us, "span_us_per_step": found.span_us}
+    return {"launches_per_step": found.launches, **times, **host}
 
 
 def under_churn(server: Server, sessions: dict[str, list[int]]) -> Figures:
@@ -557,6 +559,7 @@ def main() -> int:
         "versions": versions(),
         "model": json.loads((arguments.model / "config.json").read_text()),
         "flags": flags_of,
+        "switches": {name: os.environ.get(name, "") for name in SWITCHES},
         "rows": [{**vars(row), "ratio": row.ratio} for row in rows],
     }
     text = json.dumps(result)

@@ -4,8 +4,10 @@
     python benchmarks/serve_profile.py [URL] --prefill [--context 65536]                          a chunk of a prompt
     python benchmarks/serve_profile.py [URL] --turn [--requests 16] [--context 4608]     a turn behind reused prefixes
 
-With --trace FOLDER the profiler's trace stays there, with what the host did. A step's busy time is the sum over its
-kernels, so it does not see the gaps between them.
+With --trace FOLDER the profiler's trace stays there, with what the host did. A step's busy time is that in which some
+kernel runs: what several share (side streams, launches that begin while the one before ends) counts once, and gaps do
+not. Its span, from one step to the next, has the gaps, too. In the table a kernel's own time is from its first CTA to
+its last, so with DSV4_DEPENDENT_LAUNCH=on also what it waits: only busy time and span compare.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class Profile:
     launches: float
     busy_us: float
     span_us: float
-    kernels: tuple[tuple[str, float, float], ...]  # name, launches, microseconds, the longest first
+    kernels: tuple[tuple[str, float, float], ...]  # name, launches, microseconds (overlaps in each), the longest first
     host_launches: float = 0.0  # calls with which the host gave it this work, a graph's replay being one
 
 
@@ -167,8 +169,17 @@ def _read(events: list[dict], steps: int) -> Profile:
         times[event["name"]].append(event["dur"])
     kernels = sorted(((n, len(t) / steps, sum(t) / steps) for n, t in times.items()), key=lambda row: -row[2])
     begin, end = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events)
-    busy = sum(row[2] for row in kernels)
-    return Profile(len(events) / steps, busy, (end - begin) / steps, tuple(kernels), calls / steps)
+    span = (end - begin) / steps
+    return Profile(len(events) / steps, busy_us(events) / steps, span, tuple(kernels), calls / steps)
+
+
+def busy_us(events: Sequence[dict]) -> float:
+    """In how many microseconds at least one of these was on the GPU."""
+    busy, until = 0.0, float("-inf")
+    for begin, duration in sorted((event["ts"], event["dur"]) for event in events):
+        busy += max(0.0, begin + duration - max(begin, until))
+        until = max(until, begin + duration)
+    return busy
 
 
 def main() -> int:

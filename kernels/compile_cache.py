@@ -3,11 +3,11 @@
 `load_or_compile` returns the function of one configuration: from memory, else from disk, else from the compiler, whose
 result it puts on disk as an object file (host code with the cubin inside). An object's name is a hash of everything
 that can change it: all source files of this package (a kernel takes constants from several), the DSL's version and
-environment, Python's minor version, the architecture and the configuration. Beside it lies a JSON file with the
-object's SHA-256; an object that does not have that hash is compiled again, and a log line says so. Files appear under
-their names whole or not at all, and of several processes that need the same kernel one compiles while the others wait,
-LOCK_SECONDS at most. Whoever adds a kernel deletes those that nobody has loaded for KEEP_DAYS: they are of older
-versions, mostly. Only files that begin with PREFIX are ours to delete.
+environment, Python's minor version, the architecture, the configuration and the switch of `dependent_launch`. Beside
+it lies a JSON file with the object's SHA-256; an object that does not have that hash is compiled again, and a log line
+says so. Files appear under their names whole or not at all, and of several processes that need the same kernel one
+compiles while the others wait, LOCK_SECONDS at most. Whoever adds a kernel deletes those that nobody has loaded for
+KEEP_DAYS: they are of older versions, mostly. Only files that begin with PREFIX are ours to delete.
 
 `DSV4_KERNEL_CACHE` names the folder, or is `off` for none; unset it is `~/.cache/sglang-dsv4/kernels` (under
 `XDG_CACHE_HOME` if that is set). Whoever can write to it can run code in this process.
@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from dsv4_kernels import dependent_launch
 from dsv4_kernels.launch_arguments import Launcher
 
 logger = logging.getLogger(__name__)
@@ -120,10 +121,11 @@ def load_or_compile(name: str, config: Hashable, arch: str, compile: Callable[[]
         ValueError: `config` prints an address, so it would never be found again.
         KernelMissing: inside `only_stored`.
     """
-    key = (name, config, arch)
+    early = dependent_launch.is_on()
+    key = (name, (config, early), arch)
     function = _in_memory.get(key)
     if function is None:
-        text = repr(config)
+        text = f"{config!r}, dependent launch" if early else repr(config)
         if " at 0x" in text:
             raise ValueError(f"the configuration of {name} prints an address: {text}. Use a frozen dataclass of values")
         found = _from_disk_or_compiler(name, text, arch, compile) if _may_compile else _from_disk(name, text, arch)

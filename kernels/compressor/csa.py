@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from dsv4_kernels import ptx
+from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.bf16_rows import WARP, add, sum_of_squares, sum_over_lanes
 from dsv4_kernels.compressor import entries, rows
 from dsv4_kernels.compressor.entries import INDEX_DIM
@@ -28,12 +28,15 @@ MAIN_BARRIER = 1
 @cute.jit
 def launch(arguments: Arguments, dims: cutlass.Constexpr[tuple], num_groups: Int32, stream: cuda.CUstream) -> None:
     """dims: of the compressions, (512,), (128,) or (512, 128)."""
-    kernel(arguments, dims).launch(grid=[num_groups, 1, 1], block=[sum(dims) // CHUNK, 1, 1], stream=stream)
+    kernel(arguments, dims).launch(
+        grid=[num_groups, 1, 1], block=[sum(dims) // CHUNK, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
+    )
 
 
 @cute.kernel
 def kernel(args: Arguments, dims: cutlass.Constexpr[tuple]) -> None:
     """Makes the entries of one group, if it is closed, and keeps the rows of its request, if it is the first."""
+    dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     group, _, _ = cute.arch.block_idx()
     batch = args.batch

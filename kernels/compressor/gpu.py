@@ -14,6 +14,7 @@ import cutlass.cute as cute
 import torch
 from cutlass import Int32
 
+from dsv4_kernels import dependent_launch
 from dsv4_kernels.bf16_rows import architecture, check_rows, current_stream, stride_bytes
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.compressor import Compression, Groups, csa, hca, rows
@@ -37,12 +38,15 @@ def launch_keep(
 ) -> None:
     """A CTA for KEPT_TOKENS tokens."""
     grid = (arguments.batch.num_tokens + KEPT_TOKENS - 1) // KEPT_TOKENS
-    keep(arguments, dims, ratio).launch(grid=[grid, 1, 1], block=[sum(dims) // CHUNK, 1, 1], stream=stream)
+    keep(arguments, dims, ratio).launch(
+        grid=[grid, 1, 1], block=[sum(dims) // CHUNK, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
+    )
 
 
 @cute.kernel
 def keep(args: Arguments, dims: cutlass.Constexpr[tuple], ratio: cutlass.Constexpr[int]) -> None:
     """Keeps raw rows of a chunk, four channels of each half a thread."""
+    dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     batch, is_index = args.batch, thread >= csa.MAIN_THREADS

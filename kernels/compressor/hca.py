@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from dsv4_kernels import ptx
+from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.bf16_rows import WARP, add, sum_of_squares, sum_over_lanes
 from dsv4_kernels.compressor import entries, rows
 from dsv4_kernels.compressor.csa import load_four
@@ -35,13 +35,18 @@ QUANTITIES = 3
 def launch(arguments: Arguments, num_groups: Int32, stream: cuda.CUstream) -> None:
     """A cluster a group."""
     kernel(arguments).launch(
-        grid=[num_groups * CLUSTER, 1, 1], cluster=[CLUSTER, 1, 1], block=[THREADS, 1, 1], stream=stream
+        grid=[num_groups * CLUSTER, 1, 1],
+        cluster=[CLUSTER, 1, 1],
+        block=[THREADS, 1, 1],
+        stream=stream,
+        use_pdl=dependent_launch.is_on(),
     )
 
 
 @cute.kernel
 def kernel(args: Arguments) -> None:
     """Makes 64 channels of an entry, if its group is closed, and keeps those of its request's rows."""
+    dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     memory = cutlass.utils.SmemAllocator()

@@ -6,6 +6,9 @@ back to all while the streams are mixed by a doubly stochastic matrix (`hc_post`
 Between two sublayers lie `hc_post` of the one, `hc_pre` of the next and the RMSNorm of its input: `hc_boundary` is
 these three, `hc_enter` the last two, for a model's first sublayer, and `hc_finish` what follows the last one. A GPU
 kernel makes each of them in one launch, where the streams are read and written once.
+
+`fn` is a weight: where launches may begin early (`dependent_launch`), the kernels read it while the kernel before still
+runs. It must have been written before an ordinary launch or copy that comes earlier in the stream, as loading does.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from dsv4_kernels import ptx
+from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.hyper_connection.arithmetic import (
     address_of,
     copy_bulk,
@@ -87,15 +87,20 @@ class HyperConnection(Products):
                 stream=stream,
                 min_blocks_per_mp=self.plan.ctas,
                 preferred_smem_carveout=100,  # percent: all shared memory, so that as many CTAs fit as were planned
+                use_pdl=dependent_launch.is_on(),
             )
         else:
             self.write_back(arguments).launch(
-                grid=[num_clusters * CLUSTER, 1, 1], block=[self.plan.cta_threads, 1, 1], stream=stream
+                grid=[num_clusters * CLUSTER, 1, 1],
+                block=[self.plan.cta_threads, 1, 1],
+                stream=stream,
+                use_pdl=dependent_launch.is_on(),
             )
 
     @cute.kernel
     def write_back(self, args: Arguments) -> None:
         """`hc_post` alone: CTAs have nothing to tell each other."""
+        dependent_launch.begin()
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         token = cta // CLUSTER * self.plan.tokens + self.token_of(thread)
@@ -125,11 +130,15 @@ class HyperConnection(Products):
         cute.arch.sync_warp()
         cute.arch.cluster_arrive_relaxed(aligned=True)
         if warp < plan.teams * plan.warps:
+            dependent_launch.begin()
             self.compute(args, shared, thread % plan.threads, thread // plan.threads, rank, cluster)
         else:
             team, lane = warp - plan.teams * plan.warps, thread % WARP
             if team == 0:
+                # While the kernel before ends: fn is a weight, which no kernel of a forward writes. What loads weights
+                # ends before the embedding begins, an ordinary launch in front of any boundary.
                 self.fetch(args, shared, lane, rank, Int32(0), plan.stages)
+            dependent_launch.wait()
             cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)
             cute.arch.cluster_wait()
             if const_expr(plan.stages < STREAMS):

@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32
 
-from dsv4_kernels import ptx
+from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.indexer.scores import (
     HEADS_A_TILE,
@@ -54,13 +54,17 @@ def launch(
 ) -> None:
     """One CTA for a run of pages of eight tokens."""
     kernel(args, heads, num_tokens).launch(
-        grid=[runs, (num_tokens + (TOKENS - 1)) // TOKENS, 1], block=[THREADS, 1, 1], stream=stream
+        grid=[runs, (num_tokens + (TOKENS - 1)) // TOKENS, 1],
+        block=[THREADS, 1, 1],
+        stream=stream,
+        use_pdl=dependent_launch.is_on(),
     )
 
 
 @cute.kernel
 def kernel(args: Arguments, heads: cutlass.Constexpr[int], num_tokens: Int32) -> None:
     """Scores of one run of pages."""
+    dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     run, tile, _ = cute.arch.block_idx()
     smem = cutlass.utils.SmemAllocator()

@@ -16,7 +16,7 @@ import torch
 from cutlass import Float32, Int32, Int64, Uint32
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows, ptx
+from dsv4_kernels import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.bf16_rows import channels, max_over_lanes, mul, packed, store_8_bytes
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import FP4_SCALE_GROUP
@@ -49,12 +49,15 @@ class Arguments(NamedTuple):
 @cute.jit
 def launch(args: Arguments, quantise: cutlass.Constexpr[bool], ctas: Int32, stream: cuda.CUstream) -> None:
     """One warp a head of a token."""
-    kernel(args, quantise).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream)
+    kernel(args, quantise).launch(
+        grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
+    )
 
 
 @cute.kernel
 def kernel(args: Arguments, quantise: cutlass.Constexpr[bool]) -> None:
     """One head."""
+    dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     lane = thread % 32

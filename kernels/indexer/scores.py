@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4_kernels import ptx
+from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.bf16_rows import add, load_words, sum_over_lanes
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import FP4_SCALE_GROUP, PAGE_ROWS
@@ -56,12 +56,15 @@ class Arguments(NamedTuple):
 @cute.jit
 def launch(args: Arguments, heads: cutlass.Constexpr[int], runs: Int32, tokens: Int32, stream: cuda.CUstream) -> None:
     """One CTA for a run of pages of a token."""
-    kernel(args, heads).launch(grid=[runs, tokens, 1], block=[THREADS, 1, 1], stream=stream)
+    kernel(args, heads).launch(
+        grid=[runs, tokens, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
+    )
 
 
 @cute.kernel
 def kernel(args: Arguments, heads: cutlass.Constexpr[int]) -> None:
     """Scores of one run of pages."""
+    dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     run, token, _ = cute.arch.block_idx()
     visible = ptx.load_i32(args.visible + Int64(token) * 4)

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from dsv4_kernels import ptx
+from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import PAGE_ROWS
 
@@ -42,12 +42,13 @@ class Arguments(NamedTuple):
 @cute.jit
 def launch(args: Arguments, tokens: Int32, stream: cuda.CUstream) -> None:
     """One CTA a token."""
-    kernel(args).launch(grid=[tokens, 1, 1], block=[THREADS, 1, 1], stream=stream)
+    kernel(args).launch(grid=[tokens, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on())
 
 
 @cute.kernel
 def kernel(args: Arguments) -> None:
     """Chooses one token's entries."""
+    dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     token, _, _ = cute.arch.block_idx()
     smem = cutlass.utils.SmemAllocator()

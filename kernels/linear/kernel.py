@@ -24,7 +24,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4_kernels import ptx
+from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.bf16_rows import add
 from dsv4_kernels.indexer.scores import multiply
 
@@ -127,7 +127,10 @@ def launch(
 ) -> None:
     """One CTA for a tile of a group."""
     kernel(args, configuration).launch(
-        grid=[row_and_token_tiles, groups, 1], block=[configuration.tile.threads, 1, 1], stream=stream
+        grid=[row_and_token_tiles, groups, 1],
+        block=[configuration.tile.threads, 1, 1],
+        stream=stream,
+        use_pdl=dependent_launch.is_on(),
     )
 
 
@@ -144,6 +147,7 @@ class Place(NamedTuple):
 @cute.kernel
 def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> None:
     """Computes one tile."""
+    dependent_launch.begin()
     tile = configuration.tile
     thread, _, _ = cute.arch.thread_idx()
     number, group, _ = cute.arch.block_idx()

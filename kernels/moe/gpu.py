@@ -14,7 +14,7 @@ import torch
 from cutlass import Float32, Int32, Int64
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows, ptx
+from dsv4_kernels import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.bf16_rows import CHUNK_BYTES, add, at_least, at_most, load_words_if, mul
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.launch_arguments import example
@@ -34,12 +34,15 @@ class Arguments(NamedTuple):
 @cute.jit
 def launch(arguments: Arguments, is_fp8: cutlass.Constexpr[bool], ctas: Int32, stream: cuda.CUstream) -> None:
     """One thread for a chunk of a row, padded to whole blocks."""
-    kernel(arguments, is_fp8).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream)
+    kernel(arguments, is_fp8).launch(
+        grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
+    )
 
 
 @cute.kernel
 def kernel(args: Arguments, is_fp8: cutlass.Constexpr[bool]) -> None:
     """Makes one chunk."""
+    dependent_launch.begin()
     row, chunk, exists = place_of_thread(args.to)
     offset = Int64(row) * args.row_bytes + chunk * CHUNK_BYTES
     gate, up = load_words_if(exists, args.gate + offset), load_words_if(exists, args.up + offset)

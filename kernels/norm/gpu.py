@@ -16,7 +16,7 @@ import torch
 from cutlass import Boolean, Float32, Int32, Int64
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows, ptx
+from dsv4_kernels import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.bf16_rows import CHUNK, CHUNK_BYTES, WARP, add, mul, sum_over_lanes
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.launch_arguments import example
@@ -83,12 +83,15 @@ def launch(
 ) -> None:
     """One warp, or one CTA, for a row."""
     threads = configuration.warps * WARP
-    kernel(arguments, configuration).launch(grid=[num_ctas, 1, 1], block=[threads, 1, 1], stream=stream)
+    kernel(arguments, configuration).launch(
+        grid=[num_ctas, 1, 1], block=[threads, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
+    )
 
 
 @cute.kernel
 def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> None:
     """Makes the rows of a CTA."""
+    dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     if cutlass.const_expr(configuration.warps_a_row == 1):

@@ -21,7 +21,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from torch import Tensor
 
 from dsv4_kernels import bf16_rows as rows_of
-from dsv4_kernels import ptx
+from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.bf16_rows import WARP
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import (
@@ -85,12 +85,15 @@ class Arguments(NamedTuple):
 @cute.jit
 def launch(arguments: Arguments, heads_a_warp: cutlass.Constexpr[int], num_ctas: Int32, stream: cuda.CUstream) -> None:
     """One warp for a window row, or for `heads_a_warp` heads of a token."""
-    kernel(arguments, heads_a_warp).launch(grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream)
+    kernel(arguments, heads_a_warp).launch(
+        grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
+    )
 
 
 @cute.kernel
 def kernel(args: Arguments, heads_a_warp: cutlass.Constexpr[int]) -> None:
     """Makes the rows of one warp."""
+    dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     lane = thread % WARP

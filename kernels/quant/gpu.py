@@ -14,7 +14,7 @@ import torch
 from cutlass import Boolean, Int32, Int64
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows, ptx
+from dsv4_kernels import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.bf16_rows import CHUNK, CHUNK_BYTES
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.launch_arguments import example
@@ -48,12 +48,15 @@ class Arguments(NamedTuple):
 @cute.jit
 def launch(arguments: Arguments, num_ctas: Int32, stream: cuda.CUstream) -> None:
     """One thread for a chunk of a row, padded to whole blocks."""
-    kernel(arguments).launch(grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream)
+    kernel(arguments).launch(
+        grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
+    )
 
 
 @cute.kernel
 def kernel(args: Arguments) -> None:
     """Quantises one chunk."""
+    dependent_launch.begin()
     row, chunk, exists = place_of_thread(args.to)
     words = bf16_rows.load_words_if(exists, args.x + Int64(row) * args.x_row_bytes + chunk * CHUNK_BYTES)
     store_codes(args.to, row, chunk, exists, bf16_rows.channels(words))

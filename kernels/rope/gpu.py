@@ -15,7 +15,7 @@ import torch
 from cutlass import Int32, Int64
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows, ptx
+from dsv4_kernels import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.bf16_rows import CHUNK, CHUNK_BYTES, load_words_if, mul
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.rope.angle import cosine_and_sine, inverted, position_of, turned
@@ -45,12 +45,15 @@ class Arguments(NamedTuple):
 @cute.jit
 def launch(arguments: Arguments, heads_a_thread: cutlass.Constexpr[int], ctas: Int32, stream: cuda.CUstream) -> None:
     """One thread for a chunk of `heads_a_thread` heads."""
-    kernel(arguments, heads_a_thread).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream)
+    kernel(arguments, heads_a_thread).launch(
+        grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
+    )
 
 
 @cute.kernel
 def kernel(args: Arguments, heads_a_thread: cutlass.Constexpr[int]) -> None:
     """Makes one chunk of some heads of a token."""
+    dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     units_a_token = (args.num_heads + heads_a_thread - 1) // heads_a_thread * args.chunks

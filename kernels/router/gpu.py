@@ -16,7 +16,7 @@ import torch
 from cutlass import Float32, Int32, Int64
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows, ptx
+from dsv4_kernels import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.bf16_rows import WARP, add, at_least, bits_of, magnitude, mul
 from dsv4_kernels.compile_cache import load_or_compile
 
@@ -68,12 +68,15 @@ def launch(
     arguments: Arguments, configuration: cutlass.Constexpr[Configuration], num_ctas: Int32, stream: cuda.CUstream
 ) -> None:
     """One warp for a token."""
-    kernel(arguments, configuration).launch(grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream)
+    kernel(arguments, configuration).launch(
+        grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
+    )
 
 
 @cute.kernel
 def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> None:
     """Routes the tokens of a CTA."""
+    dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     token, lane = cta * WARPS + thread // WARP, thread % WARP

@@ -1,6 +1,5 @@
 """A step's slot mapping on a GPU (sm_90a, sm_100a): one CTA a request, one launch, no thread waits for another."""
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 from cutlass import Int32, Int64
 from torch import Tensor
 
-from dsv4_kernels import ptx
+from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.step_mapping import GroupMapping, StepLayout, StepMapping
 
@@ -59,11 +58,14 @@ class StepMappingKernel:
     @cute.jit
     def launch(self, args: Arguments, groups: tuple, requests: Int32, stream: cuda.CUstream) -> None:
         """One CTA a request."""
-        self.kernel(args, groups).launch(grid=[requests, 1, 1], block=[THREADS, 1, 1], stream=stream)
+        self.kernel(args, groups).launch(
+            grid=[requests, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
+        )
 
     @cute.kernel
     def kernel(self, args: Arguments, groups: tuple) -> None:
         """All of one request's mapping."""
+        dependent_launch.begin()
         thread, _, _ = cute.arch.thread_idx()
         request, _, _ = cute.arch.block_idx()
         first = load_position(args.first_positions + Int64(request) * 8)
@@ -173,7 +175,6 @@ def store_i64(address: Int64, x: Int32 | Int64) -> None:
 # Host side
 
 
-@functools.cache
 def compile(arch: str, layout: StepLayout, tokens_per_request: int) -> Callable[..., None]:
     """The launcher: (arguments, groups' addresses, requests, stream)."""
 

@@ -15,7 +15,7 @@ import torch
 from cutlass import Int32, Int64, Uint32
 from torch import Tensor
 
-from dsv4_kernels import ptx
+from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import (
     NOPE_DIM,
@@ -63,12 +63,15 @@ class Arguments(NamedTuple):
 @cute.jit
 def launch(arguments: Arguments, num_ctas: Int32, stream: cuda.CUstream) -> None:
     """One CTA for ROWS_A_CTA rows of one part."""
-    kernel(arguments).launch(grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream)
+    kernel(arguments).launch(
+        grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
+    )
 
 
 @cute.kernel
 def kernel(args: Arguments) -> None:
     """Writes a chunk of ROWS_A_THREAD rows."""
+    dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     chunk = thread % CHUNKS

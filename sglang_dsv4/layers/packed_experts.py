@@ -164,19 +164,23 @@ class _Arrangement(QuantizeMethodBase):
 
 def kernels(config: Config, tp_size: int) -> list[Callable[[], object]]:
     """What compiles the kernels of a forward, ahead of it."""
+    from dsv4_kernels import dependent_launch
     from dsv4_kernels.moe.sm90 import launch, rows, work_list
-    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Plan, Product
+    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Plan, Product, Shape
 
-    either = (False, True)  # by the number of tokens: `launch.OVERLAPPING`
     # On a GPU parts of several ranks are fp32 under the flag only: `rank_sum.dtype_of_parts`.
     fp32 = tp_size > 1 and exact.is_on()
-    sums = [rows.Sum(config.num_experts_per_tok, fp32, adds_shared=True, overlaps=overlaps) for overlaps in either]
-    products = [
-        Plan(product, shape, shape in launch.OVERLAPPING) for shape in (NARROW, PAIRED, WIDE) for product in Product
-    ]
-    return [
-        *(partial(launch.compile, plan) for plan in products),
-        *(partial(rows.compile_quantise, chooses, launch.ARCH, overlaps) for chooses in either for overlaps in either),
-        *(partial(rows.compile_sum, summed, launch.ARCH) for summed in sums),
-        *(partial(work_list.compile, launch.ARCH, overlaps) for overlaps in either),
-    ]
+    summed = rows.Sum(config.num_experts_per_tok, fp32=fp32, adds_shared=True)
+
+    def of(shapes: tuple[Shape, ...], early: bool) -> list[Callable[[], object]]:
+        compiles = [
+            partial(launch.compile, Plan(product, shape), launch.ARCH) for shape in shapes for product in Product
+        ]
+        compiles += [partial(rows.compile_quantise, chooses, launch.ARCH) for chooses in (True, False)]
+        compiles += [partial(rows.compile_sum, summed, launch.ARCH), partial(work_list.compile, launch.ARCH)]
+        return [partial(dependent_launch.compiled, compile, early) for compile in compiles]
+
+    if dependent_launch.is_on():
+        return of((NARROW, PAIRED, WIDE), early=True)
+    others = tuple(shape for shape in (NARROW, PAIRED, WIDE) if shape not in launch.OVERLAPPING)
+    return [*of(launch.OVERLAPPING, early=True), *of(others, early=False)]

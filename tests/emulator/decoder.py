@@ -756,10 +756,14 @@ def _emit_matrix(d: Decoder, s: Statement, op: str, handler: str, count: int, tr
 )
 @family("discard", r"discard(?:\.global)?\.L2")
 @family("applypriority", r"applypriority(?:\.global)?\.L2::evict_normal")
-@family("griddepcontrol", r"griddepcontrol\.(?:wait|launch_dependents)")
 @family("pmevent", r"pmevent(?:\.mask)?")
 def _no_effect(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     d.emit("nop", [])
+
+
+@family("griddepcontrol", r"griddepcontrol\.(?:wait|launch_dependents)")
+def _griddepcontrol(d: Decoder, s: Statement, m: re.Match[str]) -> None:
+    d.emit(m.group(0), [])
 
 
 @family("nanosleep", r"nanosleep\.u32")

@@ -155,6 +155,7 @@ class Device:
         self.reports: list[Report] = []
         self.recordings: list[Recording] = []
         self.launch_cpu_seconds = 0.0
+        self.dependent_launches = 0
         self._record = record
 
     def __enter__(self) -> "Device":
@@ -173,7 +174,10 @@ class Device:
         cluster: Dim3,
         dynamic_smem_bytes: int,
         params: list[bytes],
+        dependent: bool = False,
     ) -> Report:
+        """dependent: see `emulator.launch`."""
+        self.dependent_launches += dependent
         with self.memory.on_device():
             recording = None
             if self._record:
@@ -194,6 +198,7 @@ class Device:
                 params=params,
                 memory=_memory_map(self.memory),
                 options=self.options,
+                dependent=dependent,
             )
             self.launch_cpu_seconds += time.process_time() - start
             if recording is not None:
@@ -243,7 +248,7 @@ class Device:
 def _memory_map(memory: DeviceMemory) -> MemoryMap:
     memory_map = MemoryMap()
     for extent in memory.extents():
-        memory_map.add(extent.address, extent.nbytes, extent.name)
+        memory_map.add(extent.address, extent.nbytes, extent.name, constant=extent.constant)
     return memory_map
 
 

@@ -14,7 +14,7 @@ slice may not read beyond it.
 import contextlib
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,6 +54,7 @@ class Extent:
     address: int
     nbytes: int
     name: str
+    constant: bool = False
 
 
 @dataclass
@@ -63,6 +64,7 @@ class _Storage:
     nbytes: int
     owner: Any  # keeps the host bytes alive
     extents: dict[tuple[int, int], Extent] = field(default_factory=dict)
+    constant: bool = False
 
 
 def _is_torch(array: object) -> bool:
@@ -151,6 +153,12 @@ class DeviceMemory:
             storage.extents[(offset, extent_bytes)] = Extent(address, extent_bytes, label)
         return address
 
+    def constant(self, array: "np.ndarray | torch.Tensor") -> None:
+        """Kernels may read the array's storage while a grid before still runs: none writes it (`MemoryMap.add`)."""
+        self.address_of(array)
+        base, nbytes, *_ = _host_layout(array)
+        self._storages[(base, nbytes)].constant = True
+
     def place_at(self, address: int, contents: bytes, name: str) -> None:
         """Bytes at an address chosen by the caller: a recorded launch's memory."""
         if not ARENA_BASE <= address <= ARENA_BASE + ARENA_BYTES - len(contents):
@@ -163,7 +171,8 @@ class DeviceMemory:
 
     def extents(self) -> Iterator[Extent]:
         for storage in self._storages.values():
-            yield from storage.extents.values()
+            for extent in storage.extents.values():
+                yield replace(extent, constant=storage.constant)
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:

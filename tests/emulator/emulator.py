@@ -77,6 +77,8 @@ class Checks:
     mbarrier_init_fence: str = "warn"
     # Lanes of one warp that follow each other, or hand on each other's accesses, with no bar.warp.sync between.
     lane_race: str = "off"
+    # In a launch with programmatic stream serialization: what comes before griddepcontrol.wait, or without it.
+    grid_dependency: str = "error"
 
     @classmethod
     def strict(cls) -> Checks:
@@ -101,21 +103,25 @@ class MemoryMap:
     """The global memory a launch may touch: ranges of host addresses with names."""
 
     def __init__(self) -> None:
-        self.ranges: list[tuple[int, int, str, bool]] = []
+        self.ranges: list[tuple[int, int, str, bool, bool]] = []
 
-    def add(self, address: int, nbytes: int, name: str = "tensor", *, writable: bool = True) -> None:
+    def add(
+        self, address: int, nbytes: int, name: str = "tensor", *, writable: bool = True, constant: bool = False
+    ) -> None:
+        """constant: no grid that may still run writes it, so it may be read before `griddepcontrol.wait`."""
         if nbytes:
-            self.ranges.append((address, address + nbytes, name, writable))
+            self.ranges.append((address, address + nbytes, name, writable, constant))
 
-    def merged(self) -> list[tuple[int, int, str, bool]]:
+    def merged(self) -> list[tuple[int, int, str, bool, bool]]:
         """Sorted, with overlapping ranges (views of one buffer) made one."""
-        out: list[tuple[int, int, str, bool]] = []
-        for begin, end, name, writable in sorted(self.ranges):
+        out: list[tuple[int, int, str, bool, bool]] = []
+        for begin, end, name, writable, constant in sorted(self.ranges):
             if out and begin < out[-1][1]:
-                b, e, n, w = out[-1]
-                out[-1] = (b, max(e, end), n if name in n.split(" / ") else f"{n} / {name}", w or writable)
+                b, e, n, w, c = out[-1]
+                names = n if name in n.split(" / ") else f"{n} / {name}"
+                out[-1] = (b, max(e, end), names, w or writable, c and constant)
             else:
-                out.append((begin, end, name, writable))
+                out.append((begin, end, name, writable, constant))
         return out
 
 
@@ -137,6 +143,7 @@ class _LaunchArguments(ctypes.Structure):
         ("track_order", ctypes.c_uint32),
         ("level", ctypes.c_uint8 * 32),
         ("multiprocessors", ctypes.c_uint32),
+        ("dependent", ctypes.c_uint32),
     ]
 
 
@@ -242,12 +249,13 @@ class Program:
             self._kernels[name] = Kernel(name, Decoder(self.module.functions[name], self.module, self.global_addresses))
         return self._kernels[name]
 
-    def global_ranges(self) -> list[tuple[int, int, str, bool]]:
-        return [
-            (self.global_addresses[n], self.global_addresses[n] + (self.module.variables[n].nbytes or 0), n, True)
-            for n in self.global_addresses
-            if self.module.variables[n].nbytes
-        ]
+    def global_ranges(self) -> list[tuple[int, int, str, bool, bool]]:
+        found = []
+        for name, begin in self.global_addresses.items():
+            variable = self.module.variables[name]
+            if variable.nbytes:
+                found.append((begin, begin + variable.nbytes, name, True, variable.space == "const"))
+        return found
 
 
 def _pack_params(kernel: Kernel, params: Sequence[bytes] | bytes) -> bytes:
@@ -278,8 +286,12 @@ def launch(
     params: Sequence[bytes] | bytes = (),
     memory: MemoryMap | None = None,
     options: Options | None = None,
+    dependent: bool = False,
 ) -> Report:
-    """Run one kernel to its end. Raises EmulationError at the first thing that is wrong."""
+    """Run one kernel to its end. Raises EmulationError at the first thing that is wrong.
+
+    dependent: as if launched with programmatic stream serialization: the grid before might still run.
+    """
     options = options or Options()
     k = program.kernel(kernel)
     _check_shape(k, grid, block, cluster, dynamic_smem_bytes)
@@ -290,7 +302,7 @@ def launch(
     ctypes.memmove(base, data, len(data))
 
     ranges = [*(memory.merged() if memory is not None else []), *program.global_ranges()]
-    flat = [x for begin, end, _, writable in ranges for x in (begin, end, int(writable))]
+    flat = [x for begin, end, _, writable, constant in ranges for x in (begin, end, writable + 2 * constant)]
     range_array = (ctypes.c_uint64 * max(1, len(flat)))(*flat)
     name_array = (ctypes.c_char_p * max(1, len(ranges)))(*[r[2].encode() for r in ranges])
     a = _LaunchArguments()
@@ -303,6 +315,7 @@ def launch(
     a.range_count, a.check_global = len(ranges), int(memory is not None)
     a.track_order = int(options.checks.order)
     a.multiprocessors = rates_of(k.target).sms
+    a.dependent = int(dependent)
     for kind in ErrorKind:
         a.level[kind] = _LEVELS[getattr(options.checks, kind.name, "error")]
 
@@ -322,7 +335,7 @@ def launch(
         [list(c) for c in counts],
         lib.emu_warnings().decode(errors="replace"),
         lib.emu_shapes().decode(),
-        footprint=sum(end - begin for begin, end, _, _ in ranges),
+        footprint=sum(end - begin for begin, end, *_ in ranges),
     )
 
 

@@ -36,6 +36,7 @@ class ErrorKind(enum.IntEnum):
     mbarrier_init_fence = 25
     global_race = 26
     lane_race = 27
+    grid_dependency = 28
 
 
 class EmulationError(Exception):

@@ -16,12 +16,13 @@ enum {
 };
 
 // cudaLaunchAttribute: 4 bytes of id, 4 of padding, 64 of value.
-enum { kAttributeClusterDimension = 4 };
+enum { kAttributeClusterDimension = 4, kAttributeProgrammaticStreamSerialization = 6 };
 typedef struct {
   int id;
   int padding;
   union {
     unsigned cluster[3];
+    int allowed;
     char bytes[64];
   } value;
 } LaunchAttribute;
@@ -40,7 +41,7 @@ typedef struct {
   char *name;
 } Kernel;
 
-// dims: grid x y z, block x y z, cluster x y z.
+// dims: grid x y z, block x y z, cluster x y z, whether programmatic stream serialization is allowed.
 typedef int (*LaunchCallback)(uint64_t library, const char *kernel, const unsigned *dims,
                               uint64_t dynamic_smem_bytes, void **arguments);
 typedef int (*LoadCallback)(uint64_t library, const void *cubin);
@@ -121,11 +122,14 @@ int cuda_dialect_unload_library_once(void *library) { return kSuccess; }
 // ---- launches
 
 int _cudaLaunchKernelEx(const LaunchConfig *config, const Kernel *kernel, void **arguments) {
-  unsigned dims[9] = {config->grid[0],  config->grid[1],  config->grid[2],
-                      config->block[0], config->block[1], config->block[2], 1, 1, 1};
-  for (unsigned i = 0; i < config->num_attributes; i++)
+  unsigned dims[10] = {config->grid[0],  config->grid[1],  config->grid[2],
+                       config->block[0], config->block[1], config->block[2], 1, 1, 1, 0};
+  for (unsigned i = 0; i < config->num_attributes; i++) {
     if (config->attributes[i].id == kAttributeClusterDimension)
       memcpy(dims + 6, config->attributes[i].value.cluster, sizeof(unsigned[3]));
+    if (config->attributes[i].id == kAttributeProgrammaticStreamSerialization)
+      dims[9] = config->attributes[i].value.allowed != 0;
+  }
   if (!launch_callback) {
     fprintf(stderr, "emulator: %s was launched outside `with emulated():`\n", kernel->name);
     return kErrorNotSupported;

@@ -37,17 +37,19 @@ def run(
     cluster: int = 1,
     smem: int = 65536,
     read_only: tuple[int, ...] = (),
+    constant: tuple[int, ...] = (),
     checks: Checks | None = None,
     schedule: str = "eager",
     seed: int = 0,
     target: str = "sm_100a",
+    dependent: bool = False,
 ) -> Report:
     """Run `body` with the given arrays (by address) and integers; every access is checked against the arrays."""
     memory = MemoryMap()
     values = []
     for i, a in enumerate(args):
         if isinstance(a, np.ndarray):
-            memory.add(a.ctypes.data, a.nbytes, f"p{i}", writable=i not in read_only)
+            memory.add(a.ctypes.data, a.nbytes, f"p{i}", writable=i not in read_only, constant=i in constant)
             values.append(struct.pack("<Q", a.ctypes.data))
         else:
             values.append(struct.pack("<Q", a & (1 << 64) - 1))
@@ -62,6 +64,7 @@ def run(
         params=values,
         memory=memory,
         options=Options(schedule=schedule, seed=seed, checks=checks or Checks(), max_instructions=50_000_000),
+        dependent=dependent,
     )
 
 

@@ -39,12 +39,12 @@ def build_library(source: Path, name: str) -> Path:
 
 def unpack_launch(
     ptx: str, kernel: str, dims: Any, smem: int, arguments: Any
-) -> tuple[Dim3, Dim3, Dim3, int, list[bytes]]:
-    """(grid, block, cluster, shared memory, parameters) from a launch callback's arguments."""
+) -> tuple[Dim3, Dim3, Dim3, int, list[bytes], bool]:
+    """(grid, block, cluster, shared memory, parameters, dependent) from a launch callback's arguments."""
     sizes = parameter_bytes(ptx, kernel)
     params = [ctypes.string_at(arguments[i], size) for i, size in enumerate(sizes)]
     grid, block, cluster = ((dims[i], dims[i + 1], dims[i + 2]) for i in (0, 3, 6))
-    return grid, block, cluster, smem, params
+    return grid, block, cluster, smem, params, bool(dims[9])
 
 
 class HostCallbacks:

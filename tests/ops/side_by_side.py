@@ -15,6 +15,7 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -22,6 +23,8 @@ from ops.attention_cases import Case, Spec, build
 from ops.number_formats import same_bits
 from torch import Tensor
 
+from dsv4_kernels import dependent_launch
+from dsv4_kernels.norm import rms_norm
 from dsv4_kernels.sparse_attention.scratch import Scratch
 
 NOT_PROMISED = 77
@@ -259,6 +262,59 @@ def a_graph_beside_calls(kernel: str) -> None:
         expect(results, expected_second)
 
 
+def chain(case: Case, rows: Tensor, kernel: str) -> Tensor:
+    """Norms and attention in turns, each of what the one before has made: [T * H, 512]."""
+    for _ in range(6):
+        rows = rms_norm(rows, None, 1e-6, kernel)
+        out = torch.empty(case.q.shape, dtype=rows.dtype, device=rows.device)
+        rows = replace(case, q=rows.view(case.q.shape)).run(impl=kernel, out=out).view(rows.shape)
+    return rows
+
+
+def fork_and_join(case: Case, rows: Tensor, others: Tensor, kernel: str, side: torch.cuda.Stream) -> Result:
+    """A chain on the current stream, norms on another one, and a norm of either behind both."""
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        for _ in range(40):
+            others = rms_norm(others, None, 1e-6, kernel)
+    rows = chain(case, rows, kernel)
+    current.wait_stream(side)
+    return rms_norm(rows, None, 1e-6, kernel), rms_norm(others, None, 1e-6, kernel)
+
+
+def launches_that_begin_early(kernel: str) -> None:
+    """In a graph with two streams: attention whose CTAs wait for each other, and such that do not, between kernels that
+    take their places while the one before runs; also where another kernel holds half of the GPU at first."""
+    for name in ("pieces", "parts", "few_tokens", "whole"):
+        case, side = build(CASES[name], "cuda"), torch.cuda.Stream()
+        rows = case.q.reshape(-1, case.q.shape[2]).contiguous()
+        others = torch.randn(4096, 512, device="cuda").bfloat16()
+        expected = tuple(x.clone() for x in fork_and_join(case, rows, others, kernel, side))
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with dependent_launch.switched(True):
+            with torch.cuda.stream(stream):
+                warm = fork_and_join(case, rows, others, kernel, side)
+            torch.cuda.synchronize()
+            expect([warm], expected)
+            with torch.cuda.graph(graph, stream=stream):
+                result = fork_and_join(case, rows, others, kernel, side)
+        for _ in range(50):
+            for x in result:
+                x.fill_(float("nan"))
+            torch.cuda.synchronize()
+            graph.replay()
+            torch.cuda.synchronize()
+            expect([result], expected)
+        with held(num_multiprocessors() // 2) as release:
+            with torch.cuda.stream(stream):
+                graph.replay()
+            time.sleep(0.2)
+            release()
+            torch.cuda.synchronize()
+        expect([result], expected)
+
+
 def two_gpus(kernel: str) -> None:
     """Each has scratch memory and counters of its own; a stream's number is the same on both."""
     if torch.cuda.device_count() < 2:
@@ -286,6 +342,7 @@ SCENARIOS: dict[str, Callable[[str], None]] = {
         two_graphs_one_after_the_other,
         two_graphs_at_once,
         a_graph_beside_calls,
+        launches_that_begin_early,
         two_gpus,
     )
 }

@@ -67,7 +67,6 @@ def modules() -> list[object]:
     from dsv4_kernels.router import gpu as router
     from dsv4_kernels.step_mapping import gpu as step_mapping
 
-    step_mapping.compile.cache_clear()
     first = [compressor, hyper_connection, prefill_scores, query, scores, topk]
     return [*first, linear, moe, norm, norm_rope_store, quant, rope, router, step_mapping]
 

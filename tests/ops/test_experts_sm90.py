@@ -22,7 +22,7 @@ from ops.number_formats import same_bits
 from ops.test_experts_sm100 import LIMIT, Case, packed_experts
 from torch import Tensor
 
-from dsv4_kernels import moe
+from dsv4_kernels import dependent_launch, moe
 from dsv4_kernels.moe import Mxfp4Experts, ref
 from dsv4_kernels.moe.sm90 import weights as arrangement
 from dsv4_kernels.moe.sm90 import workspace
@@ -523,36 +523,12 @@ def test_nothing_waits_for_the_device(nothing_waits: None) -> None:
 
 
 @pytest.mark.slow
-def test_overlapping_launches_wait_before_they_load() -> None:
-    """The emulator runs one launch after the other, so what is checked is the order in the code: every launch but the
-    first waits for the one before it in front of its first access to global memory, and gives way before that."""
-    from host import emulated
-
-    from dsv4_kernels.moe.sm90 import launch, rows, work_list
-    from dsv4_kernels.moe.sm90.plan import Plan, Product
-
-    def kernels(overlaps: bool) -> dict[str, str]:
-        found = {
-            f"{product.name} {name}": launch.compile(Plan(product, shape, overlaps))
-            for product in Product
-            for name, shape in shapes().items()
-        }
-        found |= {f"quantise {chooses}": rows.compile_quantise(chooses, launch.ARCH, overlaps) for chooses in (0, 1)}
-        found["sum"] = rows.compile_sum(rows.Sum(2, False, True, overlaps), launch.ARCH)
-        found["list"] = work_list.compile(launch.ARCH, overlaps)
-        return {name: compiled.__ptx__ for name, compiled in found.items()}
-
-    with emulated(arch="sm_90a"):
-        for name, ptx in kernels(True).items():
-            first = min(at for word in ("ld.global", "st.global", "cp.async.bulk") if (at := ptx.find(word)) >= 0)
-            assert (0 < ptx.find("griddepcontrol.wait") < first) == (name != "list"), name
-            assert (0 < ptx.find("griddepcontrol.launch_dependents") < first) == (name != "sum"), name
-        assert not any("griddepcontrol" in ptx for ptx in kernels(False).values())
-        case = CASES["few"]
-        x, weights, ids, _ = case.inputs()
-        packed = arranged(case.experts, case.d, case.channels)
-        out = launch.experts_forward(x, weights, ids, packed, LIMIT, overlaps=True)
-    assert same_bits(out, launched(case)[0])
+@pytest.mark.parametrize("shape", shape_names())
+def test_early_launches_wait_in_every_shape(shape: str) -> None:
+    """The emulator refuses an access before the wait; see test_dependent_launch.py."""
+    with dependent_launch.switched(True):
+        for name in ("few", "several-tiles-of-one-expert"):
+            test_the_sum_is_the_definition_s(name, shape)
 
 
 def test_pairs_are_taken_where_multiprocessors_stay_busy() -> None:
@@ -627,11 +603,13 @@ def test_a_hopper_gpu_makes_the_sum(tokens: int) -> None:
 
     for shape in shapes().values():
         assert same_bits(launch.experts_forward(x, weights, ids, hopper, LIMIT, shape=shape), out)
-    for _ in range(20):  # what reads before it waits is wrong now and then
-        assert same_bits(launch.experts_forward(x, weights, ids, hopper, LIMIT, overlaps=True), out)
+    with dependent_launch.switched(True):
+        for _ in range(20):  # what reads before it waits is wrong now and then
+            assert same_bits(launch.experts_forward(x, weights, ids, hopper, LIMIT), out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         again = run(slice(None))
-        overlapping = launch.experts_forward(x, weights, ids, hopper, LIMIT, overlaps=True)
+        with dependent_launch.switched(True):
+            overlapping = launch.experts_forward(x, weights, ids, hopper, LIMIT)
     graph.replay()
     assert same_bits(again, out) and same_bits(overlapping, out)

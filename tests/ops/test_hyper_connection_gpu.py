@@ -204,12 +204,14 @@ def arch(request: pytest.FixtureRequest, compiled_here: None, nan_memory: None) 
     return ARCHES[request.param]
 
 
-def emulate(arch: str, call: Callable[[], object], **options: object) -> object:
-    """What a call returns in the emulator, with all its checks on; it launches one kernel."""
+def emulate(arch: str, call: Callable[[], object], fn: Tensor | None = None, **options: object) -> object:
+    """What a call returns in the emulator, with all its checks on; it launches one kernel. fn: weights, constant."""
     from emulator import Checks
     from host import emulated
 
     with emulated(checks=Checks.strict(), arch=arch, **options) as device:
+        if fn is not None:
+            device.memory.constant(fn)
         result = call()
     assert len(device.reports) == 1 and not device.reports[0].warnings
     return result
@@ -223,7 +225,7 @@ def boundary(
 
     y, streams, post, comb, fn, base, scale, weight = i
     arguments = (streams, (y, post, comb), (fn, base, scale), weight, NORM_EPS, HC_EPS, ITERATIONS)
-    return emulate(arch, lambda: gpu.run(arch, "hc_boundary", 24, *arguments, tokens, teams, fp8), **options)
+    return emulate(arch, lambda: gpu.run(arch, "hc_boundary", 24, *arguments, tokens, teams, fp8), fn, **options)
 
 
 @pytest.mark.parametrize(("num_tokens", "tokens"), [(1, 1), (2, 1), (3, 2), (5, 4), (17, 8)], ids=lambda n: str(n))
@@ -355,7 +357,7 @@ def test_the_other_functions(arch: str) -> None:
     from dsv4_kernels.hyper_connection import gpu
 
     def run(name: str, *arguments: object) -> object:
-        return emulate(arch, lambda: getattr(gpu, name)(lambda _: arch, *arguments))
+        return emulate(arch, lambda: getattr(gpu, name)(lambda _: arch, *arguments), i.fn)
 
     i = inputs(3, 1024, seed=7, weight=torch.bfloat16)
     streams = run("hc_post", i.y, i.streams, i.post, i.comb)
@@ -405,6 +407,7 @@ def test_rows_beyond_32_bits(arch: str) -> None:
     far = i._replace(y=far_apart(i.y), streams=far_apart(i.streams), post=far_apart(i.post), comb=far_apart(i.comb, 0))
     with emulated(arch=arch) as device:
         use_in_place(device, *far)
+        device.memory.constant(far.fn)
         found = gpu.hc_boundary(lambda _: arch, far.y, far.streams, far.post, far.comb, *far[4:], *i.boundary()[8:])
     for a, b in zip(found, boundary(arch, i), strict=True):
         assert torch.equal(a, b)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bench_row_kernels
 import pytest
 import torch
-from bench_row_kernels import WORKS, distance, line, number_of_sets, run
+from bench_row_kernels import WORKS, Chain, check_chain, distance, line, number_of_sets, run, run_chain
 
 CPU = torch.device("cpu")
 
@@ -55,3 +55,25 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sets_exceed_the_cache_twice() -> None:
     assert number_of_sets(1 << 20, CPU) == 2 and number_of_sets(1, CPU) == bench_row_kernels.MOST_SETS
     assert number_of_sets(bench_row_kernels.MOST_SET_BYTES + 1, CPU) == 1
+
+
+def test_a_chain_is_timed_both_ways() -> None:
+    """Every launch depends on what the boundary before it made, so nothing in it may be left out."""
+    result = run_chain(CPU, "ref", [1], 1)
+    (row,) = result["rows"]
+    assert (row["tokens"], row["launches"]) == (1, Chain.LAUNCHES) and row["us"] > 0 and row["early_us"] > 0
+
+
+def test_a_chain_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where launches that begin early read what is not there yet."""
+    from dsv4_kernels import dependent_launch
+
+    def late(*arguments: object) -> tuple[torch.Tensor, ...]:
+        codes, scales = bench_row_kernels.rms_norm_fp8(*arguments)
+        return codes, scales + dependent_launch.is_on()
+
+    chain = Chain(1, 1, CPU, "ref")
+    check_chain(chain)
+    monkeypatch.setattr(bench_row_kernels, "swiglu_fp8", lambda x, *rest: late(x[:, :2048], None, 1e-6, *rest[1:]))
+    with pytest.raises(AssertionError, match=r"differ in replay 0; nothing is timed"):
+        check_chain(chain)

@@ -161,4 +161,14 @@ def test_a_graph_is_one_launch_of_the_host() -> None:
     found = serve_profile._read(events, 2)
     assert (found.launches, found.host_launches, found.busy_us) == (5, 3, 20)
     assert found.kernels[0] == ("attention", 3, 12)
-    assert serve_ab._of_step(found) == {"launches_per_step": 5, "busy_us_per_step": 20, "host_launches_per_step": 3}
+    of_step = {"launches_per_step": 5, "busy_us_per_step": 20, "span_us_per_step": 72, "host_launches_per_step": 3}
+    assert serve_ab._of_step(found) == of_step
+
+
+def test_what_overlaps_is_busy_once() -> None:
+    """Kernels that begin while others run, one within another, side by side, and with a gap; in any order."""
+    times = [(0, 10), (8, 4), (9, 1), (12, 3), (20, 5), (20, 2)]
+    events = [{"cat": "kernel", "name": f"k{i}", "ts": ts, "dur": dur} for i, (ts, dur) in enumerate(times)]
+    found = serve_profile._read(events[::-1], 2)
+    assert (found.launches, found.busy_us, found.span_us) == (3, (15 + 5) / 2, 25 / 2)
+    assert sum(us for _, _, us in found.kernels) == sum(dur for _, dur in times) / 2

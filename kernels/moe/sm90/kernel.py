@@ -23,7 +23,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4_kernels import ptx
+from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.bf16_rows import add, at_least, at_most, exp, mul, reciprocal
 from dsv4_kernels.linear.kernel import store_bf16
 from dsv4_kernels.moe.sm90.plan import (
@@ -58,15 +58,13 @@ def launch(args: Arguments, num_ctas: Int32, plan: cutlass.Constexpr, stream: cu
         stream=stream,
         min_blocks_per_mp=plan.shape.ctas_per_sm,
         preferred_smem_carveout=100,  # percent: as many CTAs fit as were planned
-        use_pdl=plan.overlaps,
+        use_pdl=dependent_launch.is_on(),
     )
 
 
 @cute.kernel
 def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
     """Sets up barriers, and sends every warp to its role."""
-    if cutlass.const_expr(plan.overlaps):
-        cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
     first, _, _ = cute.arch.block_idx()
     stride, _, _ = cute.arch.grid_dim()
@@ -84,8 +82,7 @@ def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
         ptx.store_shared(base + at, (Uint32(0),) * 4)
     cute.arch.fence_view_async_shared()  # these zeros, and the barriers
     cute.arch.sync_threads()
-    if cutlass.const_expr(plan.overlaps):
-        cute.arch.griddepcontrol_wait()
+    dependent_launch.begin()
     end = ptx.load_i32(args.num_tiles) * args.row_tiles
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == CONSUMER_WARPS:

@@ -17,7 +17,7 @@ import torch
 from cutlass import Int32
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows
+from dsv4_kernels import bf16_rows, dependent_launch
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.moe.sm90 import rows, work_list
 from dsv4_kernels.moe.sm90.kernel import launch
@@ -29,10 +29,8 @@ ARCH = "sm_90a"
 NARROW_SLOTS = 32
 """Slots that an expert may have in the mean for decode's kernel to take them."""
 OVERLAPPING = (NARROW,)
-"""Shapes whose launches begin while the one before ends (programmatic dependent launch) and wait, in the kernel, for
-what they read, so that launching, and what kernels do before their first load, take no time of their own. Every launch
-but the first waits for the one before it, and so for all before that. With more tokens there is nothing to gain, and
-what waits takes memory and issue slots from what runs."""
+"""Shapes whose launches begin early (`dependent_launch`) also where others don't. With more tokens there is nothing to
+gain, and what waits takes memory and issue slots from what runs."""
 _NEVER = (1 << 31) - 1
 
 
@@ -99,7 +97,6 @@ def list_work(
     offset: int,
     shape: Shape,
     least_paired: int = _NEVER,
-    overlaps: bool = False,
 ) -> Listed:
     """Slots and work tiles.
 
@@ -110,7 +107,6 @@ def list_work(
         offset: see above.
         shape: of the products.
         least_paired: of a shape with pairs, see `least_paired_tiles`.
-        overlaps: see `OVERLAPPING`.
     """
     device, pairs = experts.device, experts.numel()
     groups = most_groups(pairs, num_experts)
@@ -140,18 +136,17 @@ def list_work(
         tiles=listed.tiles.data_ptr(),
         totals=listed.totals.data_ptr(),
     )
-    work_list.compile(ARCH, overlaps)(arguments, bf16_rows.current_stream(device))
+    work_list.compile(ARCH)(arguments, bf16_rows.current_stream(device))
     return listed
 
 
-def quantise(x: Tensor, listed: Listed, *, chooses: bool, overlaps: bool = False) -> tuple[Tensor, Tensor]:
+def quantise(x: Tensor, listed: Listed, *, chooses: bool) -> tuple[Tensor, Tensor]:
     """Codes and scales of all slots in the order of the stages (rows.py).
 
     Args:
         x: bf16 [T, K], or of slots [slots, K].
         listed: the slots.
         chooses: whether x has rows of tokens.
-        overlaps: see `OVERLAPPING`.
     """
     slots, k = listed.groups * GROUP, x.shape[1]
     codes = torch.empty(slots * k, dtype=torch.float8_e4m3fn, device=x.device)
@@ -167,7 +162,7 @@ def quantise(x: Tensor, listed: Listed, *, chooses: bool, overlaps: bool = False
         codes=codes.data_ptr(),
         scales=scales.data_ptr(),
     )
-    launcher = rows.compile_quantise(chooses, ARCH, overlaps)
+    launcher = rows.compile_quantise(chooses, ARCH)
     launcher(arguments, Int32(listed.groups), bf16_rows.current_stream(x.device))
     return codes, scales
 
@@ -208,14 +203,7 @@ def multiply(
     return out
 
 
-def sum_rows(
-    slot_rows: Tensor,
-    experts: Tensor,
-    listed: Listed,
-    dtype: torch.dtype,
-    shared: Tensor | None,
-    overlaps: bool = False,
-) -> Tensor:
+def sum_rows(slot_rows: Tensor, experts: Tensor, listed: Listed, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
     """A token's rows by rising expert: [T, d] in `dtype`, and `shared` [T, d] bf16 added to it."""
     tokens, chosen = experts.shape
     d = slot_rows.shape[1]
@@ -231,7 +219,7 @@ def sum_rows(
         num_chunks=tokens * chunks,
         out=out.data_ptr(),
     )
-    launcher = rows.compile_sum(rows.Sum(chosen, dtype == torch.float32, shared is not None, overlaps), ARCH)
+    launcher = rows.compile_sum(rows.Sum(chosen, dtype == torch.float32, shared is not None), ARCH)
     launcher(arguments, Int32(-(-tokens * chunks // rows.THREADS)), bf16_rows.current_stream(out.device))
     return out
 
@@ -260,7 +248,7 @@ def experts_forward(
         dtype: of the result, fp32 or bf16.
         shared: [T, d] bf16 of the shared expert, added to the result: in bf16 to the rounded sum, as a layer would.
         shape: of the products; None chooses by the numbers of tokens and experts. The bits are the same.
-        overlaps: launches; None goes by `OVERLAPPING`.
+        overlaps: whether launches begin early; None goes by `OVERLAPPING` and `dependent_launch.is_on`.
 
     Returns:
         [T, d] in `dtype`.
@@ -280,13 +268,14 @@ def experts_forward(
     weights, experts = weights.float().contiguous(), experts.int().contiguous()
     shape = shape or shape_for(*experts.shape, packed.num_experts)
     least_paired = least_paired_tiles(packed, multiprocessors(x.device))
-    overlaps = shape in OVERLAPPING if overlaps is None else overlaps
-    listed = list_work(weights, experts, packed.num_experts, expert_offset, shape, least_paired, overlaps)
-    quantised = quantise(x, listed, chooses=True, overlaps=overlaps)
-    hidden = multiply(Plan(Product.GATE_UP, shape, overlaps), listed, *quantised, packed.w13, swiglu_limit)
-    quantised = quantise(hidden, listed, chooses=False, overlaps=overlaps)
-    slot_rows = multiply(Plan(Product.DOWN, shape, overlaps), listed, *quantised, packed.w2)
-    return sum_rows(slot_rows, experts, listed, dtype, shared, overlaps)
+    overlaps = dependent_launch.is_on() or shape in OVERLAPPING if overlaps is None else overlaps
+    with dependent_launch.switched(overlaps):
+        listed = list_work(weights, experts, packed.num_experts, expert_offset, shape, least_paired)
+        quantised = quantise(x, listed, chooses=True)
+        hidden = multiply(Plan(Product.GATE_UP, shape), listed, *quantised, packed.w13, swiglu_limit)
+        quantised = quantise(hidden, listed, chooses=False)
+        slot_rows = multiply(Plan(Product.DOWN, shape), listed, *quantised, packed.w2)
+        return sum_rows(slot_rows, experts, listed, dtype, shared)
 
 
 def mxfp4_experts_forward(

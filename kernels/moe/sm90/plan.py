@@ -71,8 +71,6 @@ class Plan:
 
     product: Product
     shape: Shape
-    overlaps: bool = False
-    """Whether its launch begins while the one before it ends, see `launch.experts_forward`."""
 
     @property
     def token_bytes(self) -> int:

@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from dsv4_kernels import bf16_rows, ptx
+from dsv4_kernels import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.bf16_rows import CHUNK, CHUNK_BYTES, add
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.moe.sm90.plan import GROUP_BYTES, TileField
@@ -45,22 +45,19 @@ class QuantiseArguments(NamedTuple):
 def launch_quantise(
     args: QuantiseArguments,
     chooses: cutlass.Constexpr[bool],
-    overlaps: cutlass.Constexpr[bool],
     groups: Int32,
     stream: cuda.CUstream,
 ) -> None:
     """One CTA for a step of a group."""
-    quantise(args, chooses, overlaps).launch(
-        grid=[args.steps, groups, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=overlaps
+    quantise(args, chooses).launch(
+        grid=[args.steps, groups, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
     )
 
 
 @cute.kernel
-def quantise(args: QuantiseArguments, chooses: cutlass.Constexpr[bool], overlaps: cutlass.Constexpr[bool]) -> None:
+def quantise(args: QuantiseArguments, chooses: cutlass.Constexpr[bool]) -> None:
     """A thread makes eight channels of one of eight slots."""
-    if cutlass.const_expr(overlaps):
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+    dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     step, group, _ = cute.arch.block_idx()
     if group < ptx.load_i32(args.totals + 4):
@@ -104,21 +101,20 @@ class Sum:
     fp32: bool
     """Whether the result is fp32; bf16 otherwise, and then what is added is added to the rounded sum."""
     adds_shared: bool
-    overlaps: bool = False
-    """See `launch.OVERLAPPING`."""
 
 
 @cute.jit
 def launch_sum(args: SumArguments, config: cutlass.Constexpr[Sum], ctas: Int32, stream: cuda.CUstream) -> None:
     """One thread for eight channels of a token."""
-    sum_rows(args, config).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=config.overlaps)
+    sum_rows(args, config).launch(
+        grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
+    )
 
 
 @cute.kernel
 def sum_rows(args: SumArguments, config: cutlass.Constexpr[Sum]) -> None:
     """A token's rows by rising expert, each added in fp32 to the sum so far."""
-    if cutlass.const_expr(config.overlaps):
-        cute.arch.griddepcontrol_wait()
+    dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     unit = cta * THREADS + thread
@@ -161,15 +157,14 @@ def rank_of(experts: list, i: int) -> Int32:
     return rank
 
 
-def compile_quantise(chooses: bool, arch: str, overlaps: bool = False) -> Callable[..., None]:
+def compile_quantise(chooses: bool, arch: str) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, groups, stream)."""
 
     def from_compiler() -> Callable[..., None]:
         example = QuantiseArguments(*(kind(1) for kind in QuantiseArguments.__annotations__.values()))
-        return cute.compile(launch_quantise, example, chooses, overlaps, Int32(1), cuda.CUstream(0))
+        return cute.compile(launch_quantise, example, chooses, Int32(1), cuda.CUstream(0))
 
-    config = ("tokens" if chooses else "slots", "overlaps" if overlaps else "waits")
-    return load_or_compile("experts_quantise", config, arch, from_compiler)
+    return load_or_compile("experts_quantise", "tokens" if chooses else "slots", arch, from_compiler)
 
 
 def compile_sum(config: Sum, arch: str) -> Callable[..., None]:

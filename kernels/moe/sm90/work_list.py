@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from dsv4_kernels import ptx
+from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.moe.sm90.plan import WARP, TileField
 from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS
@@ -49,16 +49,14 @@ class Arguments(NamedTuple):
 
 
 @cute.jit
-def launch(args: Arguments, overlaps: cutlass.Constexpr[bool], stream: cuda.CUstream) -> None:
+def launch(args: Arguments, stream: cuda.CUstream) -> None:
     """One CTA."""
-    kernel(args, overlaps).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
+    kernel(args).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on())
 
 
 @cute.kernel
-def kernel(args: Arguments, overlaps: cutlass.Constexpr[bool]) -> None:
+def kernel(args: Arguments) -> None:
     """Counts pairs, adds up groups and tiles, and hands out slots."""
-    if cutlass.const_expr(overlaps):
-        cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
     memory = cutlass.utils.SmemAllocator()
     # Of an expert: its pairs, then the next free slot.
@@ -67,6 +65,7 @@ def kernel(args: Arguments, overlaps: cutlass.Constexpr[bool]) -> None:
     ours = counts + thread * 4
     store_shared_i32(ours, Int32(0))
     cute.arch.sync_threads()
+    dependent_launch.begin()
     for first in cutlass.range(0, args.num_pairs, THREADS * AT_ONCE, unroll=1):
         pairs = [first + thread + i * THREADS for i in range(AT_ONCE)]
         experts = [local_expert(args, pair) for pair in pairs]
@@ -184,11 +183,11 @@ def count_one(address: Int32) -> Int32:
     return ptx.asm("atom.relaxed.cta.shared.add.s32 {$w0}, [{$r0}], 1;", [Int32], address)
 
 
-def compile(arch: str, overlaps: bool = False) -> Callable[..., None]:
+def compile(arch: str) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, stream)."""
 
     def from_compiler() -> Callable[..., None]:
         example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, overlaps, cuda.CUstream(0))
+        return cute.compile(launch, example, cuda.CUstream(0))
 
-    return load_or_compile("experts_work_list", "overlaps" if overlaps else "waits", arch, from_compiler)
+    return load_or_compile("experts_work_list", "the only one", arch, from_compiler)

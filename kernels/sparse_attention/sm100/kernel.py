@@ -32,6 +32,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.experimental import primitives as prims
 
+from dsv4_kernels import dependent_launch
 from dsv4_kernels.sparse_attention.sm100.barriers import arrive, of_first_cta, sync_all, wait, wait_for_tile
 from dsv4_kernels.sparse_attention.sm100.epilogue import finish_work_tile
 from dsv4_kernels.sparse_attention.sm100.gather import load_row, row_addresses, row_bits, store_row
@@ -84,6 +85,7 @@ def launch(
         smem=Smem.BYTES,
         stream=stream,
         min_blocks_per_mp=1,
+        use_pdl=dependent_launch.is_on(),
     )
 
 
@@ -111,11 +113,13 @@ def attention_kernel(
                 prims.mbarrier_init(barriers + (Barrier.P_READY + buffer), WARPS_OF_GROUP * plan.ctas)
             prims.mbarrier_init(barriers + Barrier.Q_READY, WARPS_OF_GROUP * plan.ctas)
             prims.fence_mbarrier_init()
+        dependent_launch.wait()  # then nobody has tensor memory who ends only after this kernel
         prims.tcgen05_alloc(tmem_address, Tmem.COLUMNS, group=group)
         prims.tcgen05_relinquish_alloc_permit(group=group)
     prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
     sync_all(plan)
     prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
+    dependent_launch.begin()  # the next one, too: tensor memory is allocated
     tmem = prims.TmemAddr(tmem_address.load())
 
     if warp < Warp.GATHER:

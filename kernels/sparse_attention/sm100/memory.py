@@ -5,6 +5,8 @@ from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.experimental import primitives as prims
 
+from dsv4_kernels import dependent_launch
+
 
 def gmem(address: Int64, dtype: type) -> cutlass.Pointer:
     """A global pointer from a device address."""
@@ -24,11 +26,15 @@ def store_words(target: cutlass.Pointer, words: list[Int32]) -> None:
 
 
 def load_words(address: Int64, offset: int, count: int) -> list[Int32]:
-    """`count` (2 or 4) words, `offset` bytes further, of memory that nobody writes during the launch."""
+    """`count` (2 or 4) words, `offset` bytes further, of memory that nobody writes during the launch.
+
+    Not by `.nc` where the launch begins before its inputs are there: such a load may be moved to before the wait.
+    """
+    cache = "" if dependent_launch.is_on() else ".nc"
     registers = ", ".join(f"{{$w{i}}}" for i in range(count))
     return list(
         prims.inline_ptx(
-            f"ld.global.nc.v{count}.s32 {{{registers}}}, [{{$r0}}+{offset}];",
+            f"ld.global{cache}.v{count}.s32 {{{registers}}}, [{{$r0}}+{offset}];",
             write_only_types=[Int32] * count,
             read_only_args=[address],
         )

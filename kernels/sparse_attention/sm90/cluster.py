@@ -28,7 +28,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from dsv4_kernels import ptx
+from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.kv_layout import NOPE_DIM
 from dsv4_kernels.sparse_attention.sm90 import epilogue, gather, softmax, tma
 from dsv4_kernels.sparse_attention.sm90 import tile_scheduler as scheduler
@@ -96,6 +96,7 @@ def launch(config: cutlass.Constexpr, arguments: Arguments, num_steps: Int32, st
         block=[config.threads, 1, 1],
         stream=stream,
         min_blocks_per_mp=1,
+        use_pdl=dependent_launch.is_on(),
     )
 
 
@@ -117,9 +118,11 @@ def kernel(config: cutlass.Constexpr, args: Arguments, tma_q: tma.TmaTensor, tma
             cute.arch.mbarrier_init(shared.ready.data_ptr(), num_ctas)
             cute.arch.mbarrier_init(shared.received.data_ptr(), 1)
             cute.arch.mbarrier_init_fence()
+        dependent_launch.wait()
         load_q(shared, tma_q, token, head_block)
     cute.arch.sync_warp()
     cute.arch.cluster_arrive_relaxed(aligned=True)
+    dependent_launch.begin()
     visible, row_index = scheduler.visible_entries(config, args, token), Int32(-1)
     gathering = thread - CONSUMER_THREADS
     if gathering >= 0:

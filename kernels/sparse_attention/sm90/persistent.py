@@ -64,7 +64,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from dsv4_kernels import ptx
+from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.kv_layout import NOPE_DIM
 from dsv4_kernels.sparse_attention.sm90 import combine, epilogue, gather, partials, softmax, tma
 from dsv4_kernels.sparse_attention.sm90 import tile_scheduler as scheduler
@@ -105,6 +105,7 @@ def launch(config: cutlass.Constexpr, arguments: Arguments, num_ctas: Int32, str
         min_blocks_per_mp=1,
         # CTAs that wait for others' partial results begin together or not yet, whatever else runs on the GPU.
         cooperative=config.split is not Split.NONE,
+        use_pdl=dependent_launch.may_begin_early(cooperative=config.split is not Split.NONE),
     )
 
 
@@ -122,6 +123,7 @@ def kernel(config: cutlass.Constexpr, args: Arguments, tma_q: tma.TmaTensor | No
                 cute.arch.mbarrier_init(shared.free.data_ptr() + group, 4)
             cute.arch.mbarrier_init(shared.q_full.data_ptr(), 1)
             cute.arch.mbarrier_init_fence()
+    dependent_launch.begin()
     if const_expr(config.split):
         if warp == CONSUMER_THREADS // 32:
             scheduler.schedule_tiles(config, args, shared, thread % 32)

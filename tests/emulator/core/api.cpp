@@ -61,12 +61,13 @@ struct LaunchArguments {
   u64 dynamic_smem, seed, max_instructions;
   const u8 *params;
   u64 params_bytes;
-  const u64 *ranges;  // begin, end, writable
+  const u64 *ranges;  // begin, end, 1: writable + 2: constant
   const char *const *range_names;
   u64 range_count;
   u32 check_global, track_order;
   u8 level[32];
   u32 multiprocessors;
+  u32 dependent;
 };
 struct LaunchResult {
   i32 failed, kind, line, warp;
@@ -91,10 +92,13 @@ int emu_launch(void *program, const LaunchArguments *a, LaunchResult *r, u64 *ex
   m.check_global = a->check_global;
   m.track_order = a->track_order;
   m.multiprocessors = a->multiprocessors;
+  m.dependent = a->dependent;
   for (int k = 0; k < (int)ErrorKind::Count; k++) m.level[k] = (Level)a->level[k];
   for (u64 k = 0; k < a->range_count; k++)
-    m.ranges.push_back({a->ranges[3 * k], a->ranges[3 * k + 1], a->ranges[3 * k + 2] != 0, a->range_names[k]});
-  if (m.check_global) m.ranges.push_back({(u64)a->params, (u64)a->params + a->params_bytes, false, "kernel parameters"});
+    m.ranges.push_back({a->ranges[3 * k], a->ranges[3 * k + 1], (a->ranges[3 * k + 2] & 1) != 0,
+                        (a->ranges[3 * k + 2] & 2) != 0, a->range_names[k]});
+  if (m.check_global)
+    m.ranges.push_back({(u64)a->params, (u64)a->params + a->params_bytes, false, true, "kernel parameters"});
   std::sort(m.ranges.begin(), m.ranges.end(), [](auto &x, auto &y) { return x.begin < y.begin; });
   size_t n = m.program->code.size();
   m.executions.assign(n, 0);

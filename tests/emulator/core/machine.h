@@ -76,7 +76,7 @@ enum class ErrorKind : u32 {
   Race, ProxyFence, UninitialisedSmem, UninitialisedTmem, OutOfBounds, TmemOverlap, DivergentCollective,
   MisalignedDescriptor, Misaligned, TxCount, TmemLeak, Deadlock, IllegalInstruction, Mbarrier, Barrier, ExitedCta,
   TmemWait, Trap, InstructionLimit, Internal, TmemFreed, TensorFence, WgmmaFence, WgmmaWait, AsyncWriteFence,
-  MbarrierInitFence, GlobalRace, LaneRace, Count
+  MbarrierInitFence, GlobalRace, LaneRace, GridDependency, Count
 };
 enum class Level : u8 { Off, Warn, Error };
 
@@ -155,6 +155,7 @@ struct Warp {
   u64 executed = 0;
   i64 executed_at_yield = 0;  // `executed` when it last waited in vain
   u32 registers = 0;                  // of a thread, as setmaxnreg has left them; 0 before it
+  u32 waited_for_grid = 0;            // lanes that have executed griddepcontrol.wait
 
   // happens-before state
   ClockPair now;          // what this warp knows
@@ -240,6 +241,8 @@ struct Cta {
   NamedBarrier barriers[16];
   std::vector<TmemAllocation> tmem_allocations, tmem_freed;
   bool tmem_permit = true;
+  bool waited_for_grid = false;          // some thread has, see griddep.cpp
+  bool lets_next_grid_in = false;        // some thread has executed griddepcontrol.launch_dependents
   std::vector<std::pair<Agent, u32>> pair_allocations;  // events of its tcgen05.alloc.cta_group::2, in order
   std::vector<std::unique_ptr<Warp>> warps;
   std::vector<std::shared_ptr<struct Warpgroup>> warpgroups;  // with wgmma, by warp / 4
@@ -273,6 +276,7 @@ struct Cluster {
 struct GlobalRange {
   u64 begin, end;
   bool writable;
+  bool constant;  // written by no grid that may still run: readable before griddepcontrol.wait
   std::string name;
 };
 
@@ -308,6 +312,7 @@ struct Machine {
   u32 multiprocessors = 1;  // as many clusters are resident at most
   std::vector<GlobalRange> ranges;
   bool check_global = false;
+  bool dependent = false;  // launched with programmatic stream serialization
   std::map<std::pair<u32, i32>, std::pair<std::string, u64>> warnings;
   std::vector<u64> executions, lane_executions, blocked;
   std::map<std::string, u64> shapes;

@@ -70,6 +70,7 @@ Location locate(Warp &w, const Instruction &in, int lane, u64 address, Space spa
     case Space::Param:
       return {reinterpret_cast<u8 *>(address), nullptr, 0, false};
     default:
+      check_waited_for_grid(w, in, 1u << lane, address, write);
       return {global_data(&w, &in, address, bytes, write, write ? "store" : "load"), nullptr, 0, true};
   }
 }

@@ -25,6 +25,9 @@ static inline u8 *shared_data(Cta &c, u32 address) { return c.smem.data() + shar
 // Checks a global access against the launch's registered ranges.
 u8 *global_data(const Warp *w, const Instruction *in, u64 address, u64 bytes, bool write, const char *what);
 
+// Of lanes that read or write global memory: they have executed griddepcontrol.wait, if the launch asks for it (griddep.cpp).
+void check_waited_for_grid(const Warp &w, const Instruction &in, u32 lanes, u64 address, bool write);
+
 // Where one lane's access lands.
 struct Location {
   u8 *data;

@@ -6,6 +6,7 @@
 #include "scheduler.h"
 #include "async.h"
 #include "barrier.h"
+#include "griddep.h"
 #include "memory.h"
 #include "race.h"
 #include "wgmma.h"
@@ -287,6 +288,7 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
         cta.tmem_allocations.clear();
         cta.tmem_freed.clear();
         cta.tmem_permit = true;
+        cta.waited_for_grid = cta.lets_next_grid_in = false;
         cta.pair_allocations.clear();
         cta.remote_accesses.clear();
         cta.remote_lines.clear();
@@ -301,6 +303,7 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
           w.exited = ~lanes;
           w.finished = false;
           w.executed = 0;
+          w.waited_for_grid = 0;
           w.executed_at_yield = -kLongestSpin;
           w.cluster_arrivals = w.cluster_waits = 0;
           w.last_wait = {};
@@ -345,6 +348,7 @@ static void finish_warp(Cluster &c, Warp &w) {
   for (auto &b : w.cta->barriers)
     if (b.everyone) complete_named_barrier(*w.cta, b);
   if (--w.cta->live_warps == 0) {
+    check_grid_dependency_at_exit(w);
     if (!w.cta->tmem_allocations.empty()) {
       auto &a = w.cta->tmem_allocations[0];
       Instruction at{};

@@ -162,6 +162,7 @@ HANDLER("tensormap.replace", Plain) {
       race::shared_access(w, in, cta, shared_offset((u32)address), 128, true, race::generic(w));
       map = shared_data(cta, (u32)address);
     } else {
+      check_waited_for_grid(w, in, 1u << i, address, true);
       map = global_data(&w, &in, address, 128, true, "tensormap.replace");
       race::global_access(w, in, address, 128, true, race::generic(w));
     }
@@ -178,6 +179,7 @@ HANDLER("tensormap.cp_fenceproxy", Sync) {
   u32 from = (u32)lane_address(w, in.op[1], i, in.aux[1]);
   Cta &cta = shared_owner(w, in, from, 128, "tensormap.cp_fenceproxy");
   race::shared_access(w, in, cta, shared_offset(from), 128, false, race::generic(w));
+  check_waited_for_grid(w, in, 1u << i, to, true);
   u8 *target = global_data(&w, &in, to, 128, true, "tensormap.cp_fenceproxy");
   race::global_access(w, in, to, 128, true, race::generic(w));
   memcpy(target, shared_data(cta, from), 128);

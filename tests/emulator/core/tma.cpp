@@ -116,6 +116,7 @@ HANDLER("tma.load", Plain) {
   u32 n = (u32)in.aux[0];
   for (int i : lanes_of(lanes)) {
     TensorMap map = read_tensor_map(w, in, row<u64>(w, in.op[1])[i]);
+    check_waited_for_grid(w, in, 1u << i, map.address, false);
     bool gather = in.aux[5];
     if (map.rank != (gather ? 2 : n))
       fail(ErrorKind::MisalignedDescriptor, &w, &in, "the tensor map has rank %u, the instruction %u", map.rank, gather ? 2 : n);
@@ -156,6 +157,7 @@ HANDLER("tma.store", Plain) {
   u32 n = (u32)in.aux[0];
   for (int i : lanes_of(lanes)) {
     TensorMap map = read_tensor_map(w, in, row<u64>(w, in.op[0])[i]);
+    check_waited_for_grid(w, in, 1u << i, map.address, true);
     bool scatter = in.aux[5];
     if (map.rank != (scatter ? 2 : n))
       fail(ErrorKind::MisalignedDescriptor, &w, &in, "the tensor map has rank %u, the instruction %u", map.rank, scatter ? 2 : n);
@@ -197,6 +199,7 @@ HANDLER("bulk.load", Plain) {
     check_aligned(w, in, dst, 16, "bulk copy destination");
     check_aligned(w, in, src, 16, "bulk copy source");
     check_aligned(w, in, bytes, 16, "bulk copy size");
+    check_waited_for_grid(w, in, 1u << i, src, false);
     const u8 *from = global_data(&w, &in, src, bytes, false, "bulk load");
     u32 mask = destinations(w, in, in.aux[3], in.aux[3] ? row<u32>(w, in.op[4])[i] : 0, dst), offset = shared_offset(dst);
     for (int r : lanes_of(mask)) {
@@ -246,6 +249,7 @@ HANDLER("bulk.store", Plain) {
     check_aligned(w, in, dst, 16, "bulk copy destination");
     check_aligned(w, in, src, 16, "bulk copy source");
     check_aligned(w, in, bytes, 16, "bulk copy size");
+    check_waited_for_grid(w, in, 1u << i, dst, true);
     u8 *to = global_data(&w, &in, dst, bytes, true, "bulk store");
     u32 offset = shared_offset(src);
     i64 reduction = in.aux[2] - 1, type = in.aux[3], element = in.aux[4];
@@ -299,6 +303,7 @@ HANDLER("cp.async", Plain) {
     Cta &cta = shared_owner(w, in, dst, n, "cp.async");
     actor.lane = (u8)i;
     race::shared_access(w, in, cta, shared_offset(dst), n, true, actor);
+    if (bytes) check_waited_for_grid(w, in, 1u << i, src, false);
     copies.push_back({shared_data(cta, dst), bytes ? global_data(&w, &in, src, bytes, false, "cp.async") : nullptr, bytes});
     race::global_access(w, in, src, bytes, false, actor);
     machine.counters.global_read += bytes;

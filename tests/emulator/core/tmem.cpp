@@ -3,6 +3,7 @@
 #include "alu.h"
 #include "async.h"
 #include "descriptor.h"
+#include "griddep.h"
 #include "memory.h"
 #include "race.h"
 
@@ -54,6 +55,7 @@ HANDLER("tcgen05.alloc", Sync) {
   if (n < 32 || n > kTmemColumns || (n & (n - 1)))
     fail(ErrorKind::IllegalInstruction, &w, &in, "tcgen05.alloc of %u columns: a power of two in [32, 512] is needed", n);
   Cta &c = *w.cta;
+  check_allocation_beside_grids(w, in);
   if (!c.tmem_permit) fail(ErrorKind::IllegalInstruction, &w, &in, "tcgen05.alloc after relinquish_alloc_permit");
   for (u32 column = 0; column + n <= kTmemColumns; column += n) {
     bool free = true;

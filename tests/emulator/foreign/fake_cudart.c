@@ -88,8 +88,9 @@ int __cudaGetKernel(const char **kernel, const void *host_function) {
 
 static int launch(const char *kernel, Dim3 grid, Dim3 block, const unsigned *cluster, size_t smem,
                   void **arguments) {
-  unsigned dims[9] = {grid.x,  grid.y,     grid.z,     block.x,   block.y,
-                      block.z, cluster[0], cluster[1], cluster[2]};
+  // The last one: programmatic stream serialization, whose rules foreign kernels are not held to.
+  unsigned dims[10] = {grid.x,  grid.y,     grid.z,     block.x,   block.y,
+                       block.z, cluster[0], cluster[1], cluster[2], 0};
   last_error = launch_callback(0, kernel, dims, smem, arguments);
   return last_error;
 }

@@ -42,7 +42,7 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from dsv4_kernels import ptx
+from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.sparse_attention.sm90 import tile_scheduler as scheduler
 from dsv4_kernels.sparse_attention.sm90.barriers import sync
 from dsv4_kernels.sparse_attention.sm90.few_heads import elements, rows, softmax
@@ -70,12 +70,14 @@ def launch(config: cutlass.Constexpr, arguments: Arguments, parts: Int32, stream
         stream=stream,
         min_blocks_per_mp=config.ctas,
         preferred_smem_carveout=100,  # for two CTAs
+        use_pdl=dependent_launch.is_on(),
     )
 
 
 @cute.kernel
 def kernel(config: cutlass.Constexpr, args: Arguments) -> None:
     """One part of a token's keys, and one part of its channels."""
+    dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     part, token, _ = cute.arch.block_idx()
     parts, _, _ = cute.arch.grid_dim()

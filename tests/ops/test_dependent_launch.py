@@ -1,0 +1,268 @@
+"""Every kernel launched so that it may begin while the one before it runs: compiled with its waits, in the emulator,
+whose checks know what may stand before them; the same bits as without.
+
+The emulator runs one launch after the other, so it cannot see two of them meet. What makes that harmless is checked in
+every launch (emulator/core/griddep.cpp): nothing that another kernel may use is touched before the wait, by any lane,
+and every CTA waits. All other tests of kernels can be run so, too: DSV4_DEPENDENT_LAUNCH=on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from unittest import mock
+
+import bench_row_kernels
+import pytest
+import torch
+from ops import test_compressor_store as compressor
+from ops import test_experts_sm90 as experts
+from ops import test_hyper_connection_gpu as hyper_connection
+from ops import test_indexer_gpu as indexer
+from ops import test_linear_gpu as linear
+from ops import test_sparse_attention_few_heads as attention_few_heads
+from ops import test_sparse_attention_sm90 as attention_sm90
+from ops import test_sparse_attention_sm100 as attention_sm100
+from ops import test_step_mapping as of_step_mapping
+from ops import test_unpack as unpack
+from ops.attention_cases import CASES, Spec, build, check
+from ops.number_formats import same_bits
+from ops.row_kernels import ARCH, KERNELS, emulated_row_kernel
+from torch import Tensor
+
+from dsv4_kernels import compile_cache, dependent_launch, registry
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+pytestmark = pytest.mark.usefixtures("compiled_here")
+
+Work = Callable[[str], object]
+"""Runs one op's kernels of "sm90" or "sm100" in the emulator, and holds what they wrote against its reference."""
+
+
+def rows(name: str, kernel: str) -> None:
+    """To the bits without the switch: of these kernels two are compiled as fast as a reference runs."""
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        work = bench_row_kernels.WORKS[name](3, torch.device("cpu"))
+        with emulated_row_kernel(kernel, "random"):
+            return list(work.call(kernel))
+
+    with by_name():
+        made = run()
+        with dependent_launch.switched(False):
+            assert all(map(same_bits, made, run()))
+
+
+@contextlib.contextmanager
+def by_name() -> Iterator[None]:
+    """Inside, ops take the implementation that is named, also on a CPU."""
+    named = mock.patch.object(registry, "chosen", lambda op, device, dtype, impl: registry._implementation(op, impl))
+    with named, mock.patch.object(registry, "_resolved", {}):
+        yield
+
+
+def boundary(tokens: int, group: int, teams: int, kernel: str) -> None:
+    i = hyper_connection.inputs(tokens, 1024)
+    options = {"multiprocessors": 16} if teams > 1 else {}
+    hyper_connection.check_boundary(hyper_connection.boundary(ARCH[kernel], i, group, teams, **options), i)
+
+
+def post(kernel: str) -> None:
+    from dsv4_kernels.hyper_connection import gpu
+
+    i, arch = hyper_connection.inputs(3, 1024), ARCH[kernel]
+    call = partial(gpu.hc_post, lambda _: arch, i.y, i.streams, i.post, i.comb)
+    hyper_connection.check_streams(hyper_connection.emulate(arch, call), i)
+
+
+def multiply(kernel: str) -> None:
+    x, weight = linear.normal(3, 2, 264, seed=1), linear.normal(2, 40, 264, seed=2)
+    linear.assert_products(linear.product(kernel, x, weight, None), x, weight)
+
+
+def step_mapping(kernel: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        of_step_mapping.test_the_kernel_says_the_same("verify", kernel, patch)
+
+
+def attention(name: str, kernel: str) -> None:
+    case = build(CASES[name])
+    check(case, attention_sm90.launch(case) if kernel == "sm90" else attention_sm100.launch(case)[0])
+
+
+def attention_by_clusters(kernel: str) -> None:
+    case = build(Spec(tokens=1, entry_lengths=(300,)))
+    check(case, attention_sm90.launch_on(case, 132, clusters=True)[0])
+
+
+def attention_of_few_heads(kernel: str) -> None:
+    case = build(Spec(tokens=2, heads=16, entry_lengths=(300, 5)))
+    check(case, attention_few_heads.launch(case))
+
+
+ROWS = tuple(name for name in bench_row_kernels.WORKS if name != "norm_rope_store_16_heads")
+WORKS: dict[str, Work] = {
+    **{name: partial(rows, name) for name in ROWS},
+    "boundary": partial(boundary, 3, 2, 1),
+    "boundary_of_teams": partial(boundary, 35, 8, 2),
+    "post": post,
+    "csa": lambda kernel: compressor.test_entries_of_a_chunk(kernel, "csa", "late"),
+    "hca": lambda kernel: compressor.test_entries_of_a_chunk(kernel, "hca", "late"),
+    "index_query": lambda kernel: indexer.test_queries(kernel, True),
+    "index": lambda kernel: indexer.test_scores_and_choice(kernel, "random"),
+    "linear": multiply,
+    "step_mapping": step_mapping,
+    "unpack": lambda kernel: unpack.test_the_kernel_makes_both_parts(kernel, None),
+    "attention": partial(attention, "csa_512-fp8"),
+    "attention_divided": partial(attention, "split_512-fp8"),
+}
+ON_HOPPER: dict[str, Work] = {
+    "attention_by_clusters": attention_by_clusters,
+    "attention_of_few_heads": attention_of_few_heads,
+    "index_prefill": lambda kernel: indexer.test_scores_and_choice("sm90, prefill", "random"),
+    "experts": lambda kernel: experts.test_the_sum_is_the_definition_s("few", "narrow"),
+}
+COOPERATIVE = {("attention_divided", "sm90")}
+"""Launched behind the end of what comes before: rule 4 of `dependent_launch`."""
+SLOW = ("boundary_of_teams", "attention_divided")
+"""What takes longest to compile, and differs from another one only behind the wait."""
+
+
+def works() -> Iterator[object]:
+    for name, kernel in [(name, kernel) for kernel in KERNELS for name in WORKS] + [(n, "sm90") for n in ON_HOPPER]:
+        marks = pytest.mark.slow if name in SLOW else ()
+        yield pytest.param(name, kernel, marks=marks, id=f"{name}-{kernel}")
+
+
+@contextlib.contextmanager
+def launches() -> Iterator[list[bool]]:
+    """Of every launch inside, whether it may begin early."""
+    from device import Device
+
+    seen: list[bool] = []
+    launch = Device.launch
+
+    def remembered(self: Device, *arguments: object) -> object:
+        seen.append(bool(arguments[-1]))
+        return launch(self, *arguments)
+
+    with mock.patch.object(Device, "launch", remembered):
+        yield seen
+
+
+def run(name: str, kernel: str) -> list[bool]:
+    with launches() as seen:
+        (WORKS | ON_HOPPER)[name](kernel)
+    assert seen
+    return seen
+
+
+@pytest.mark.parametrize(("name", "kernel"), works())
+def test_it_waits_and_is_right(name: str, kernel: str) -> None:
+    compiled = set(compile_cache._in_memory)
+    with dependent_launch.switched(True):
+        early = run(name, kernel)
+    if name in ROWS:
+        early, late = early[: len(early) // 2], early[len(early) // 2 :]
+        assert not any(late)
+    assert early == [(name, kernel) not in COOPERATIVE] * len(early)
+    for key in set(compile_cache._in_memory) - compiled:
+        _, (_, waits), _ = key
+        assert_machine_code_waits(compile_cache._in_memory[key].__cubin__, waits)
+
+
+def assert_machine_code_waits(cubin: bytes, waits: bool) -> None:
+    """ptxas moved no access to global memory to before the wait, nor the next kernel's beginning, and left both in; if
+    it is off there are none."""
+    from cubin import opcodes
+
+    found = [opcode for opcode in opcodes(cubin) if opcode in ("ACQBULK", "PREEXIT", "LDG", "STG", "LDGSTS", "UTMALDG")]
+    if not waits:
+        assert not {"PREEXIT", "ACQBULK"} & set(found), found
+        return
+    assert found.count("PREEXIT") == 1 and "ACQBULK" in found, found
+    assert found[0] == "ACQBULK" and found.index("PREEXIT") > 0, found
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [("fp8_quantise", "sm90"), ("hca", "sm90"), ("boundary", "sm100"), ("attention", "sm100")],
+)
+def test_a_kernel_that_does_not_wait_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str, kernel: str) -> None:
+    from host import EmulationError
+
+    monkeypatch.setattr(compile_cache, "_in_memory", {})
+    monkeypatch.setattr(dependent_launch, "wait", lambda: None)
+    with dependent_launch.switched(True), pytest.raises(EmulationError, match=r"before griddepcontrol\.wait"):
+        run(name, kernel)
+
+
+def test_only_what_is_named_constant_is_read_ahead() -> None:
+    """The boundary's fn, which is not said to be a weight here."""
+    from host import EmulationError
+
+    emulate = hyper_connection.emulate
+    forgets = mock.patch.object(hyper_connection, "emulate", lambda arch, call, fn, **options: emulate(arch, call))
+    with dependent_launch.switched(True), forgets, pytest.raises(EmulationError, match=r"reads float32\[24, 4096\]"):
+        run("boundary", "sm90")
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", dependent_launch.__name__)
+    for value, expected in (("on", True), (" OFF", False), ("", None), ("1", None)):
+        dependent_launch._in_environment.cache_clear()
+        monkeypatch.setenv(dependent_launch.VARIABLE, value)
+        if expected is None:
+            with pytest.raises(ValueError, match="DSV4_DEPENDENT_LAUNCH must be 'on' or 'off'"):
+                dependent_launch.is_on()
+        else:
+            assert dependent_launch.is_on() is expected
+    assert [record.getMessage()[:24] for record in caplog.records] == ["DSV4_DEPENDENT_LAUNCH=on"]
+    monkeypatch.delenv(dependent_launch.VARIABLE)
+    dependent_launch._in_environment.cache_clear()
+    assert not dependent_launch.is_on()
+    with dependent_launch.switched(True):
+        assert dependent_launch.may_begin_early() and not dependent_launch.may_begin_early(cooperative=True)
+        with dependent_launch.switched(False):
+            assert not dependent_launch.may_begin_early()
+        assert dependent_launch.is_on()
+    assert not dependent_launch.is_on()
+
+
+def test_both_are_kept_beside_each_other(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory and on disk: the switch is part of a kernel's name."""
+    monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, str(tmp_path))
+    off = compile_cache._Stored.at(compile_cache.folder(), "a", "1", "sm_90a")
+    made = []
+    monkeypatch.setattr(compile_cache, "_from_disk_or_compiler", lambda *arguments: made.append(arguments) or id)
+    for on in (False, True, False, True):
+        with dependent_launch.switched(on):
+            compile_cache.load_or_compile("a", 1, "sm_90a", lambda: None)
+    (name, config, arch, _), (_, config_of_on, _, _) = made
+    assert compile_cache._Stored.at(compile_cache.folder(), name, config, arch).object == off.object
+    assert compile_cache._Stored.at(compile_cache.folder(), name, config_of_on, arch).object != off.object
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_benchmarks_chain(kernel: str) -> None:
+    """Of small kernels that hand on what they make, in the emulator: every one begins early."""
+    from emulator import Checks
+    from host import emulated
+
+    with by_name(), emulated(checks=Checks.strict(), arch=ARCH[kernel], schedule="random") as device:
+        chain = bench_row_kernels.Chain(2, 1, torch.device("cpu"), kernel)
+        for fn in chain.fn:
+            device.memory.constant(fn)
+        bench_row_kernels.check_chain(chain)
+    assert (len(device.reports), device.dependent_launches) == (2 * chain.LAUNCHES, chain.LAUNCHES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 64])
+def test_a_graph_of_early_launches_has_the_same_bits(kernel_on_gpu: Callable[[str], str], tokens: int) -> None:
+    """Replayed many times: a kernel that reads before it waits is wrong now and then."""
+    device = torch.device("cuda")
+    bench_row_kernels.check_chain(bench_row_kernels.Chain(tokens, 6, device, kernel_on_gpu("norm_rope_store")))
