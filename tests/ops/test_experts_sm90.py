@@ -9,7 +9,6 @@ one that is written down number by number.
 from __future__ import annotations
 
 import functools
-import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -355,12 +354,12 @@ def test_the_estimate_is_near_what_was_measured() -> None:
     """Of an H200 with all tokens at six experts; and pairs are worth having there."""
     import experts_sm90_static as static
 
-    measured = {row["name"]: row["ours_us"] for row in json.loads(static.RESULTS.read_text())["cases"]}
-    model = static.MODELS["flash"]
+    measured, model = static.measured_us(), static.MODELS["flash"]
     for tokens in (16, 64, 128, 256, 1024):
         slots = [tokens] * 6 + [0] * (model.experts - 6)
         by_shape = {name: static.estimate(slots, model, shapes()[name]).us for name in ("narrow", "paired")}
-        assert 0.95 < by_shape["narrow"] / measured[f"flash-six-t{tokens}"] < 1.05
+        for shape, least in (("narrow", 0.94), ("paired", 0.88)):
+            assert least < by_shape[shape] / measured[f"flash-six-t{tokens}", shape] < 1.05
         assert by_shape["paired"] <= by_shape["narrow"] * (0.85 if tokens > 32 else 1.0)
 
 
