@@ -18,6 +18,7 @@ import pytest
 import torch
 from ops import test_compressor_store as compressor
 from ops import test_experts_sm90 as experts
+from ops import test_experts_sm100 as experts_sm100
 from ops import test_hyper_connection_gpu as hyper_connection
 from ops import test_indexer_gpu as indexer
 from ops import test_linear_gpu as linear
@@ -124,6 +125,9 @@ ON_HOPPER: dict[str, Work] = {
     "index_prefill": lambda kernel: indexer.test_scores_and_choice("sm90, prefill", "random"),
     "experts": lambda kernel: experts.test_the_sum_is_the_definition_s("few", "narrow"),
 }
+ON_BLACKWELL: dict[str, Work] = {
+    "experts_by_blocks": lambda kernel: experts_sm100.test_the_sum_is_the_definition_s("few"),
+}
 COOPERATIVE = {("attention_divided", "sm90")}
 """Launched behind the end of what comes before: rule 4 of `dependent_launch`."""
 SLOW = ("boundary_of_teams", "attention_divided")
@@ -131,7 +135,8 @@ SLOW = ("boundary_of_teams", "attention_divided")
 
 
 def works() -> Iterator[object]:
-    for name, kernel in [(name, kernel) for kernel in KERNELS for name in WORKS] + [(n, "sm90") for n in ON_HOPPER]:
+    of_one = [(name, "sm90") for name in ON_HOPPER] + [(name, "sm100") for name in ON_BLACKWELL]
+    for name, kernel in [(name, kernel) for kernel in KERNELS for name in WORKS] + of_one:
         marks = pytest.mark.slow if name in SLOW else ()
         yield pytest.param(name, kernel, marks=marks, id=f"{name}-{kernel}")
 
@@ -154,7 +159,7 @@ def launches() -> Iterator[list[bool]]:
 
 def run(name: str, kernel: str) -> list[bool]:
     with launches() as seen:
-        (WORKS | ON_HOPPER)[name](kernel)
+        (WORKS | ON_HOPPER | ON_BLACKWELL)[name](kernel)
     assert seen
     return seen
 
