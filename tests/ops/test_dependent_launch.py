@@ -9,7 +9,9 @@ and every CTA waits. All other tests of kernels can be run so, too: DSV4_DEPENDE
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from unittest import mock
 
@@ -18,6 +20,7 @@ import pytest
 import torch
 from ops import test_compressor_store as compressor
 from ops import test_experts_sm90 as experts
+from ops import test_experts_sm100 as experts_sm100
 from ops import test_hyper_connection_gpu as hyper_connection
 from ops import test_indexer_gpu as indexer
 from ops import test_linear_gpu as linear
@@ -124,6 +127,9 @@ ON_HOPPER: dict[str, Work] = {
     "index_prefill": lambda kernel: indexer.test_scores_and_choice("sm90, prefill", "random"),
     "experts": lambda kernel: experts.test_the_sum_is_the_definition_s("few", "narrow"),
 }
+ON_BLACKWELL: dict[str, Work] = {
+    "experts_by_blocks": lambda kernel: experts_sm100.test_the_sum_is_the_definition_s("few"),
+}
 COOPERATIVE = {("attention_divided", "sm90")}
 """Launched behind the end of what comes before: rule 4 of `dependent_launch`."""
 SLOW = ("boundary_of_teams", "attention_divided")
@@ -131,7 +137,8 @@ SLOW = ("boundary_of_teams", "attention_divided")
 
 
 def works() -> Iterator[object]:
-    for name, kernel in [(name, kernel) for kernel in KERNELS for name in WORKS] + [(n, "sm90") for n in ON_HOPPER]:
+    of_one = [(name, "sm90") for name in ON_HOPPER] + [(name, "sm100") for name in ON_BLACKWELL]
+    for name, kernel in [(name, kernel) for kernel in KERNELS for name in WORKS] + of_one:
         marks = pytest.mark.slow if name in SLOW else ()
         yield pytest.param(name, kernel, marks=marks, id=f"{name}-{kernel}")
 
@@ -154,7 +161,7 @@ def launches() -> Iterator[list[bool]]:
 
 def run(name: str, kernel: str) -> list[bool]:
     with launches() as seen:
-        (WORKS | ON_HOPPER)[name](kernel)
+        (WORKS | ON_HOPPER | ON_BLACKWELL)[name](kernel)
     assert seen
     return seen
 
@@ -243,6 +250,99 @@ def test_both_are_kept_beside_each_other(tmp_path: object, monkeypatch: pytest.M
     (name, config, arch, _), (_, config_of_on, _, _) = made
     assert compile_cache._Stored.at(compile_cache.folder(), name, config, arch).object == off.object
     assert compile_cache._Stored.at(compile_cache.folder(), name, config_of_on, arch).object != off.object
+
+
+# ---- places: rules 3 and 4 of `dependent_launch`, as a model of what a GPU may do, since launches do not meet here
+
+
+@dataclass
+class Grid:
+    """A launch of a random program. CTAs go from absent over waiting and running to done."""
+
+    ctas: int
+    before: list[Grid]
+    """What it waits for: the launch before it in its stream, and where streams fork and join, others."""
+    early: bool
+    meets: bool
+    """Its CTAs wait for each other, so they are placed together."""
+    waiting: int = 0
+    running: int = 0
+    done: int = 0
+
+    @property
+    def placed(self) -> int:
+        return self.waiting + self.running + self.done
+
+    @property
+    def ended(self) -> bool:
+        return self.done == self.ctas
+
+    def lets_in(self, all_of_them: bool) -> bool:
+        """Whether enough CTAs are behind `begin`."""
+        begun = self.running + self.done
+        return begun == self.ctas if all_of_them else begun > 0
+
+    def steps(self, places: int, together: bool, all_of_them: bool) -> Iterator[tuple[str, int]]:
+        """What may happen to it, with so many places free: (from where, CTAs)."""
+        if all(b.ended or (self.early and b.lets_in(all_of_them)) for b in self.before):
+            at_once = self.ctas if self.meets and together else 1
+            if self.placed < self.ctas and places >= at_once:
+                yield "absent", at_once
+        if self.waiting and all(b.ended for b in self.before):
+            yield "waiting", 1
+        if self.running and (not self.meets or self.running + self.done == self.ctas):
+            yield "running", 1
+
+    def step(self, origin: str, ctas: int) -> None:
+        if origin == "absent":
+            self.waiting += ctas
+        elif origin == "waiting":
+            self.waiting, self.running = self.waiting - 1, self.running + 1
+        else:
+            self.running, self.done = self.running - 1, self.done + 1
+
+
+def random_program(rng: random.Random, places: int) -> list[Grid]:
+    """Launches of two streams that fork and join at random; some with CTAs that meet, some with more than places."""
+    grids: list[Grid] = []
+    newest: list[list[Grid]] = [[], []]
+    for _ in range(rng.randint(3, 10)):
+        stream, meets = rng.randrange(2), rng.random() < 0.3
+        before = [*newest[stream], *(newest[1 - stream] if rng.random() < 0.3 else [])]
+        early = not meets and rng.random() < 0.8
+        ctas = rng.randint(1, places) if meets else rng.randint(1, 3 * places)
+        grids.append(Grid(ctas, before, early, meets))
+        newest[stream] = [grids[-1]]
+    return grids
+
+
+def hangs(seed: int, together: bool = True, all_of_them: bool = True) -> bool:
+    """Whether a random program stops before its end, on a GPU that likes best to place CTAs of late launches."""
+    rng = random.Random(seed)
+    places = rng.randint(1, 6)
+    grids = random_program(rng, places)
+    while not all(grid.ended for grid in grids):
+        free = places - sum(grid.waiting + grid.running for grid in grids)
+        possible = [(grid, step) for grid in grids for step in grid.steps(free, together, all_of_them)]
+        if not possible:
+            return True
+        greedy = [choice for choice in possible if choice[1][0] == "absent"][::-1]
+        grid, step = greedy[0] if greedy and rng.random() < 0.7 else rng.choice(possible)
+        grid.step(*step)
+    return False
+
+
+def test_nobody_keeps_a_place_from_somebody_that_it_waits_for() -> None:
+    assert not any(hangs(seed) for seed in range(600))
+
+
+def test_it_hangs_without_the_rules() -> None:
+    """Where the first CTA lets the next launch in; where CTAs that meet get places one by one."""
+    assert any(hangs(seed, all_of_them=False) for seed in range(600))
+    assert any(hangs(seed, together=False) for seed in range(600))
+
+
+# ---- on a GPU, and the benchmark
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ import cutlass.experimental.cuda as experimental_cuda
 from cutlass import Float32, Int32, Int64
 from cutlass.experimental import primitives as prims
 
-from dsv4_kernels import ptx
+from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.moe.sm100.epilogue import finish_tiles
 from dsv4_kernels.moe.sm100.plan import (
     CHUNK,
@@ -69,7 +69,12 @@ def launch(a: Arguments, num_ctas: Int32, plan: cutlass.Constexpr, stream: cuda.
         swizzle=experimental_cuda.TensorMapSwizzle.s128b,
     )
     experts_kernel(a, weights, plan).launch(
-        grid=(num_ctas, 1, 1), block=(THREADS, 1, 1), smem=plan.smem_bytes, stream=stream, min_blocks_per_mp=1
+        grid=(num_ctas, 1, 1),
+        block=(THREADS, 1, 1),
+        smem=plan.smem_bytes,
+        stream=stream,
+        min_blocks_per_mp=1,
+        use_pdl=dependent_launch.is_on(),
     )
 
 
@@ -98,9 +103,11 @@ def experts_kernel(
                 prims.mbarrier_init(barriers + (Barrier.DONE + buffer), 1)
                 prims.mbarrier_init(barriers + (Barrier.FREE + buffer), WARPS_OF_GROUP)
             prims.fence_mbarrier_init()
+        dependent_launch.wait()  # then nobody has tensor memory who ends only after this kernel
         prims.tcgen05_alloc(tmem_address, plan.tmem_columns, group="cta_1")
         prims.tcgen05_relinquish_alloc_permit(group="cta_1")
     prims.barrier_cta_sync_aligned(0)  # nobody has touched tensor memory yet
+    dependent_launch.begin()  # the next one, too: tensor memory is allocated
     tmem = prims.TmemAddr(tmem_address.load())
 
     first, _, _ = cute.arch.block_idx()
