@@ -1,7 +1,7 @@
 """The attention kernels against FlashMLA (and on Blackwell flashinfer's trtllm-gen), and against the card's limits.
 
     python benchmarks/bench_sparse_attention.py [--cases REGEX] [--quick] [--impl sm90] [--out FILE.json]
-    python benchmarks/bench_sparse_attention.py --few-heads [...]       8, 16 and 32 heads, beside 64
+    python benchmarks/bench_sparse_attention.py --few-heads [...]       8 and 16 heads, beside 64
     python benchmarks/bench_sparse_attention.py --plot FILE.json        a picture of a result, FILE.png
 
 Every case runs on the same inputs in the same process: ours by the public function with the kernel forced by name,
@@ -12,7 +12,8 @@ Beside it, as `flashmla_unpacked`, FlashMLA's sparse prefill, which SGLang calls
 unpacking. FlashMLA takes 64 heads or 128; fewer are padded, as SGLang does, outside of the timed part.
 
 With `--few-heads` our kernel for few heads and those for many (`many_heads`) are contenders, too, whichever the rule
-chooses, and at the end the former is compared with the latter and with the same case of 64 heads.
+chooses, and at the end the former is compared with the latter and with the same case of 64 heads. `--early-groups N`
+adds it with another number of early channel groups (few_heads/plan.py), as `few_heads_other`.
 
 First each output is compared with fp64 on up to four tokens, in the Frobenius norm; a result that is off by more than
 WRONG is not timed. Then each contender's calls over all sets of inputs (`attention_inputs`: cold L2) are captured in a
@@ -71,10 +72,10 @@ LARGE_US = 25.0
 """Cases with a floor of at least so many microseconds are the large ones."""
 FLASHMLA_HEADS = 64
 """At least."""
-MOST_FEW_HEADS = 32
+MOST_FEW_HEADS = 16
 """That our kernel for few heads can compute."""
-HOPPER_KERNELS = ("few_heads", "many_heads")
-"""Contenders of `--few-heads`."""
+HOPPER_KERNELS = ("few_heads", "few_heads_other", "many_heads")
+"""Contenders of `--few-heads`; the second one with `--early-groups` only."""
 SECONDS_PER_CASE = 0.12
 L2_BYTES_WITHOUT_GPU = 1 << 16
 Call = Callable[[], Tensor]
@@ -94,13 +95,17 @@ def ours(sets: list[Inputs], impl: str, split_keys: int | None) -> list[Call]:
     return [call(inputs) for inputs in sets]
 
 
-def ours_with(few_heads: int, sets: list[Inputs], impl: str, split_keys: int | None) -> list[Call]:
-    """The same where Hopper's kernel for few heads computes up to so many."""
+def ours_with(
+    few_heads: int, sets: list[Inputs], impl: str, split_keys: int | None, early_groups: int | None = None
+) -> list[Call]:
+    """The same where Hopper's kernel for few heads computes up to so many, with so many early groups or its own."""
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+
+    early_groups = sm90.EARLY_GROUPS if early_groups is None else early_groups
 
     def call(ordinary: Call) -> Call:
         def with_few_heads() -> Tensor:
-            with mock.patch.object(sm90, "FEW_HEADS", few_heads):
+            with mock.patch.multiple(sm90, FEW_HEADS=few_heads, EARLY_GROUPS=early_groups):
                 return ordinary()
 
         return with_few_heads
@@ -394,6 +399,8 @@ class Options:
     """Of the whole run; cases that have not begun by then are left out, and named."""
     unpack: bool = True
     """Whether we unpack FP8 rows of a chunk where that pays."""
+    early_groups: int | None = None
+    """Of `few_heads_other`."""
 
 
 def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> dict[str, object]:
@@ -417,6 +424,7 @@ def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> 
         "flashmla": lambda: flashmla(sets, case),
         "flashmla_unpacked": lambda: flashmla_unpacked(chunks),
         "few_heads": lambda: ours_with(MOST_FEW_HEADS, sets, options.impl, split_keys),
+        "few_heads_other": lambda: ours_with(MOST_FEW_HEADS, sets, options.impl, split_keys, options.early_groups),
         "many_heads": lambda: ours_with(0, sets, options.impl, split_keys),
         "trtllm": lambda: trtllm_gen(sets, case),
     }
@@ -424,6 +432,8 @@ def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> 
         if (name == "trtllm" and case.prefill) or (name == "flashmla_unpacked" and not chunks):
             continue
         if name in HOPPER_KERNELS and case.heads > MOST_FEW_HEADS:
+            continue
+        if name == "few_heads_other" and options.early_groups is None:
             continue
         try:
             calls = makers[name]()
@@ -533,6 +543,8 @@ def line(row: dict) -> str:
         )
     if row.get("few_heads_us"):
         text += f"   few heads {row['few_heads_us']:.1f} us, many heads {row['many_heads_us'] or math.nan:.1f} us"
+    if row.get("few_heads_other_us"):
+        text += f", few heads with other early groups {row['few_heads_other_us']:.1f} us"
     if row.get("trtllm_us"):
         text += f"   trtllm-gen {row['trtllm_us']:.1f} us, error {row['trtllm_rel_err']:.1e}"
     return text + "".join(f"\n    {key}: {row[key]}" for key in row if key.endswith("_error"))
@@ -681,7 +693,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default="", help="regular expression over the cases' names")
     parser.add_argument("--quick", action="store_true", help="about 50 cases instead of about 200")
-    parser.add_argument("--few-heads", action="store_true", help="8, 16, 32 and 64 heads; on Hopper by either kernel")
+    parser.add_argument("--few-heads", action="store_true", help="8, 16 and 64 heads; on Hopper by either kernel")
+    parser.add_argument("--early-groups", type=int, help="of one more contender of --few-heads, on Hopper")
     parser.add_argument("--impl", help="kernel by name; default: the registry's choice")
     parser.add_argument("--split-keys", type=int, default=DECODE_SPLIT_KEYS, help="of decode; 0: no split")
     parser.add_argument("--no-unpack", action="store_true", help="chunks read FP8 rows as they are")
@@ -711,6 +724,7 @@ def main() -> int:
         opponents_here(device) + (HOPPER_KERNELS if arguments.few_heads and impl == "sm90" else ()),
         60 * arguments.minutes,
         not arguments.no_unpack,
+        arguments.early_groups,
     )
     cases = few_heads_cases() if arguments.few_heads else quick_cases() if arguments.quick else all_cases()
     cases = [case for case in cases if re.search(arguments.cases, case.name)]

@@ -228,6 +228,16 @@ def load_matrices(address: Int32) -> tuple:
     return asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Uint32] * 4, address)
 
 
+def load_shared_16_bytes(address: Int32) -> tuple:
+    """16 bytes from shared memory."""
+    return asm("ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Uint32] * 4, address)
+
+
+def copy_4_bytes_async(shared: Int32, address: Int64, num_bytes: Int32) -> None:
+    """4 bytes from global to shared memory, of which those from num_bytes on are zeros."""
+    asm("cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};", [], shared, address, num_bytes)
+
+
 def copy_async(shared: Int32, address: Int64, num_bytes: Int32) -> None:
     """16 bytes from global to shared memory, of which those from num_bytes on are zeros."""
     asm("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", [], shared, address, num_bytes)

@@ -25,7 +25,7 @@ from dsv4_kernels.sparse_attention.scratch import NUM_COUNTERS, Scratch
 from dsv4_kernels.sparse_attention.sm90 import cluster, persistent
 from dsv4_kernels.sparse_attention.sm90.cluster import MAX_CLUSTER
 from dsv4_kernels.sparse_attention.sm90.few_heads import kernel as few_heads
-from dsv4_kernels.sparse_attention.sm90.few_heads.plan import COLUMNS, MAX_ELEMENTS, PARTS, PIECES, FewHeads
+from dsv4_kernels.sparse_attention.sm90.few_heads.plan import CTAS, EARLY_GROUPS, MAX_ELEMENTS, PARTS, PIECES, FewHeads
 from dsv4_kernels.sparse_attention.sm90.plan import (
     CHANNEL_SPLITS,
     HEADS,
@@ -62,9 +62,7 @@ def configurations() -> tuple[Configuration, ...]:
 
 def configurations_of_few_heads() -> tuple[FewHeads, ...]:
     """The same with few heads."""
-    return tuple(
-        FewHeads(fp8_rows, entries, heads) for fp8_rows in (True, False) for entries in Entries for heads in COLUMNS
-    )
+    return tuple(FewHeads(fp8_rows, entries) for fp8_rows in (True, False) for entries in Entries)
 
 
 def compile(configuration: Configuration | FewHeads) -> Callable[..., None]:
@@ -216,7 +214,7 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
 def _launch_few_heads(problem: Problem) -> None:
     _check_divisions(problem)
     configuration = _configuration_of_few_heads(problem)
-    parts = _parts(problem, configuration)
+    parts = _parts(problem)
     for first in range(0, problem.num_tokens, MAX_TOKENS):
         tokens = slice(first, min(first + MAX_TOKENS, problem.num_tokens))
         arguments = _arguments(problem, tokens)
@@ -226,18 +224,21 @@ def _launch_few_heads(problem: Problem) -> None:
 
 
 def _configuration_of_few_heads(problem: Problem) -> FewHeads:
-    heads = next(n for n in COLUMNS if problem.num_heads <= n)
-    return FewHeads(problem.row_format is RowFormat.FP8, _entries(problem), heads)
+    return FewHeads(problem.row_format is RowFormat.FP8, _entries(problem), EARLY_GROUPS)
 
 
-def _parts(problem: Problem, configuration: FewHeads) -> int:
-    """Among how many CTAs to divide a token's elements: as many as find room at once, of all tokens."""
-    pieces = min(PIECES, problem.max_steps * STEP_KEYS // KEY_TILE)
-    most = max(problem.max_kv_splits, pieces)  # elements of any token of this call, however short
+def _parts(problem: Problem) -> int:
+    """Among how many CTAs to divide a token's leaves: as many as find room at once, of all tokens."""
+    tiles = problem.max_steps * STEP_KEYS // KEY_TILE
     clusters = num_clusters(problem.q.device)
-    possible = (
-        n for n in PARTS if n <= most <= MAX_ELEMENTS * n and problem.num_tokens <= clusters[n] * configuration.ctas
-    )
+
+    def divides(n: int) -> bool:
+        elements = max(problem.max_kv_splits, min(PIECES, tiles))  # of any token of this call, however short
+        if PIECES < n and elements < tiles <= MAX_ELEMENTS * n and problem.max_kv_splits == 1:
+            return True  # each tile by itself
+        return n <= elements <= MAX_ELEMENTS * n
+
+    possible = (n for n in PARTS if divides(n) and problem.num_tokens <= clusters[n] * CTAS)
     return max(possible, default=1)
 
 

@@ -4,14 +4,15 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from dsv4_kernels import ptx
 from dsv4_kernels.sparse_attention.sm90 import tile_scheduler as scheduler
 from dsv4_kernels.sparse_attention.sm90.epilogue import inverse_sum, load_sink
-from dsv4_kernels.sparse_attention.sm90.few_heads.plan import PIECES, FewHeads
+from dsv4_kernels.sparse_attention.sm90.few_heads.plan import COLUMNS, ELEMENT_BYTES, MAX_ELEMENTS, PIECES, STATISTICS
 from dsv4_kernels.sparse_attention.sm90.few_heads.softmax import column_of
 from dsv4_kernels.sparse_attention.sm90.plan import DIM, GROUP, GROUPS, KEY_TILE, NO_ROW_MAX, STEP, Arguments
+from dsv4_kernels.sparse_attention.sm90.softmax import rescale_factors
 
 # Elements of a token, and parts of them
 
@@ -22,35 +23,41 @@ class Keys(NamedTuple):
     steps: Int32
     kv_splits: Int32
     elements: Int32
+    leaves: Int32
+    """What its CTAs compute each by itself: its elements, or its tiles."""
 
 
 @cute.jit
-def divide_keys(args: Arguments, steps: Int32) -> Keys:
+def divide_keys(args: Arguments, steps: Int32, parts: Int32) -> Keys:
     """Of a token with so many steps."""
     kv_splits = Int32(1)
     if args.steps_per_kv_split > 0:
         if steps > args.steps_per_kv_split:
             kv_splits = scheduler.count_kv_splits(args, steps)
-    elements = kv_splits
+    elements, leaves = kv_splits, kv_splits
     if kv_splits == 1:
-        elements = ptx.imin(steps * (STEP // KEY_TILE), Int32(PIECES))
-    return Keys(steps, kv_splits, elements)
+        tiles = steps * (STEP // KEY_TILE)
+        elements = ptx.imin(tiles, Int32(PIECES))
+        leaves = elements
+        if (parts > PIECES) & (tiles <= MAX_ELEMENTS * parts):
+            leaves = tiles
+    return Keys(steps, kv_splits, elements, leaves)
 
 
 @cute.jit
-def first_tile(keys: Keys, element: Int32) -> Int32:
-    """Of an element, or behind the last one; KV splits begin at steps, pieces of one at any tile."""
+def first_tile(keys: Keys, leaf: Int32) -> Int32:
+    """Of a leaf, or behind the last one; KV splits begin at steps, pieces of one at any tile."""
     tile = Int32(0)
     if keys.kv_splits > 1:
-        tile = ptx.divide(element * keys.steps, keys.elements) * (STEP // KEY_TILE)
+        tile = ptx.divide(leaf * keys.steps, keys.leaves) * (STEP // KEY_TILE)
     else:
-        tile = ptx.divide(element * keys.steps * (STEP // KEY_TILE), keys.elements)
+        tile = ptx.divide(leaf * keys.steps * (STEP // KEY_TILE), keys.leaves)
     return tile
 
 
-def first_element(keys: Keys, part: Int32, parts: Int32) -> Int32:
+def first_leaf(keys: Keys, part: Int32, parts: Int32) -> Int32:
     """Of a part, or behind the last one. The first part has at least one."""
-    return ptx.divide(part * keys.elements + parts - 1, parts)
+    return ptx.divide(part * keys.leaves + parts - 1, parts)
 
 
 # Merges
@@ -74,9 +81,7 @@ def merge_factors(before: Float32, joining: Float32) -> tuple:
 
 @cute.jit
 def merge_element(
-    config: cutlass.Constexpr,
     shared: cutlass.Constexpr,
-    half: Int32 | int,
     warp: Int32,
     lane: Int32,
     total: cute.Tensor,
@@ -86,24 +91,22 @@ def merge_element(
 ) -> None:
     """Merges an element into those before it, as `combine` does with all; their statistics are in shared memory."""
     stats = Int32(shared.stats.data_ptr().toint()) + lane % 4 * 16
-    total_max, total_sum = (cute.make_rmem_tensor((config.columns,), Float32) for _ in range(2))
-    before, joining = (cute.make_rmem_tensor((config.columns,), Float32) for _ in range(2))
-    for c in cutlass.range_constexpr(config.columns):
+    total_max, total_sum = (cute.make_rmem_tensor((STATISTICS,), Float32) for _ in range(2))
+    before, joining = (cute.make_rmem_tensor((STATISTICS,), Float32) for _ in range(2))
+    for c in cutlass.range_constexpr(STATISTICS):
         total_max[c], total_sum[c] = ptx.load_shared_f32x2(stats + (c // 2 * 8 + c % 2) * 8)
         total_max[c], before[c], joining[c] = merge_factors(total_max[c], row_max[c])
         total_sum[c] = ptx.fma(row_sum[c], joining[c], total_sum[c] * before[c])
     for at in cutlass.range_constexpr(cute.size(out)):
-        c = column_of(config, at)
+        c = column_of(at)
         total[at] = ptx.fma(out[at], joining[c], total[at] * before[c])
     cute.arch.barrier()  # all have read them
-    store_stats(config, shared, half, warp, lane, 0, total_max, total_sum)
+    store_stats(shared, warp, lane, 0, total_max, total_sum)
 
 
 @cute.jit
 def store_stats(
-    config: cutlass.Constexpr,
     shared: cutlass.Constexpr,
-    half: Int32 | int,
     warp: Int32,
     lane: Int32,
     place: cutlass.Constexpr,
@@ -112,10 +115,9 @@ def store_stats(
 ) -> None:
     """Statistics of an element to shared memory, by four lanes."""
     if (warp == 0) & (lane < 4):
-        if half == 0:
-            stats = Int32(shared.stats.data_ptr().toint()) + (place * config.heads + lane * 2) * 8
-            for c in cutlass.range_constexpr(config.columns):
-                ptx.store_shared_f32x2(stats + (c // 2 * 8 + c % 2) * 8, (row_max[c], row_sum[c]))
+        stats = Int32(shared.stats.data_ptr().toint()) + (place * COLUMNS + lane * 2) * 8
+        for c in cutlass.range_constexpr(STATISTICS):
+            ptx.store_shared_f32x2(stats + (c // 2 * 8 + c % 2) * 8, (row_max[c], row_sum[c]))
 
 
 # Elements of all parts
@@ -125,31 +127,93 @@ def store_stats(
 def leave_element(
     config: cutlass.Constexpr,
     shared: cutlass.Constexpr,
-    half: Int32 | int,
     warp: Int32,
     lane: Int32,
     place: cutlass.Constexpr,
     out: cute.Tensor,
 ) -> None:
-    """An element to shared memory, where all CTAs of the cluster read it."""
-    channel = half * (config.groups * GROUP) + warp * 16 + lane // 4
-    base = Int32(shared.values.data_ptr().toint()) + (channel * config.heads + lane % 4 * 2) * 4
+    """An element to shared memory, where all CTAs of the cluster read it, its channels in their own order."""
+    base = Int32(shared.values.data_ptr().toint()) + (place * ELEMENT_BYTES + lane % 4 * 8)
     for at in cutlass.range_constexpr(0, cute.size(out), 2):
-        group, j, i = at // (config.heads // 2), at // 4 % (config.heads // 8), at // 2 % 2
-        offset = place * config.element_bytes + ((group * GROUP + 8 * i) * config.heads + 8 * j) * 4
-        ptx.store_shared_f32x2(base + offset, (out[at], out[at + 1]))
+        group, j, i = at // (COLUMNS // 2), at // 4 % (COLUMNS // 8), at // 2 % 2
+        channel = warp * 16 + lane // 4 + 8 * i
+        if const_expr(group < config.staged_groups):  # 16 b + 8 h + 2 q + j of `rows.copy_q`
+            channel = lane // 8 * 16 + warp * 4 + 2 * i + lane // 4 % 2
+        offset = (group * GROUP * COLUMNS + 8 * j) * 4
+        ptx.store_shared_f32x2(base + (channel * (COLUMNS * 4) + offset), (out[at], out[at + 1]))
 
 
-def load_channels(config: FewHeads, values: Int32, parts: Int32) -> list:
-    """Eight adjacent channels of every 64 that a CTA has, of a head."""
-    exists = [Int32(GROUPS - 1) - group * parts for group in range(GROUPS)]
-    offsets = [(group * GROUP + j) * config.heads * 4 for group in range(GROUPS) for j in range(8)]
+def load_channels(groups: int, values: Int32, parts: Int32) -> list:
+    """Eight adjacent channels of every 64 that a CTA has, of a head: of `groups` times 64, or of half as many."""
+    offsets = [(group * GROUP + j) * COLUMNS * 4 for group in range(groups) for j in range(8)]
+    if groups == GROUPS:  # of one CTA, this one
+        return [ptx.load_shared_f32(values + offset) for offset in offsets]
+    exists = [Int32(GROUPS - 1) - group * parts for group in range(groups)]
     return [ptx.load_cluster_f32_if(exists[n // 8], values + offset) for n, offset in enumerate(offsets)]
 
 
 @cute.jit
+def merge_all(
+    groups: cutlass.Constexpr,
+    own: Int32,
+    own_stats: Int32,
+    keys: Keys,
+    parts: Int32,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    out: cute.Tensor,
+) -> None:
+    """Merges all leaves of the token, of these channels; `own` is where this CTA has them in its first one.
+
+    Tiles are merged to elements as a CTA merges them that has the whole element, and to nothing without a change.
+    """
+    tiles_max, tiles_sum = (cute.make_rmem_tensor((1,), Float32) for _ in range(2))
+    tiles_out = cute.make_rmem_tensor((8 * groups,), Float32)
+    clear(tiles_max, tiles_sum, tiles_out)
+    element, element_end = Int32(0), ptx.divide(keys.leaves, keys.elements)
+    for other in cutlass.range(parts, unroll=1):
+        begin, end = first_leaf(keys, other, parts), first_leaf(keys, other + 1, parts)
+        if (begin == 0) & (keys.leaves == keys.elements):
+            end = Int32(1)  # it has merged its own
+        for i in cutlass.range(end - begin, unroll=1):
+            values, stats = own + i * ELEMENT_BYTES, own_stats + i * (COLUMNS * 8)
+            if const_expr(groups < GROUPS):
+                values, stats = ptx.remote(values, other), ptx.remote(stats, other)
+                joining_max, joining_sum = ptx.load_cluster_f32x2(stats)
+            else:
+                joining_max, joining_sum = ptx.load_shared_f32x2(stats)
+            joining = load_channels(groups, values, parts)
+            if const_expr(groups > GROUPS // PIECES):  # parts are not more than pieces: leaves are elements
+                merge_into(row_max, row_sum, out, joining_max, joining_sum, joining)
+            else:
+                before, weight = rescale_factors(tiles_max, joining_max, 0)
+                tiles_sum[0] = ptx.fma(joining_sum, weight, tiles_sum[0] * before)
+                for at in cutlass.range_constexpr(8 * groups):
+                    tiles_out[at] = ptx.fma(joining[at], weight, tiles_out[at] * before)
+                if begin + i + 1 >= element_end:
+                    merge_into(row_max, row_sum, out, tiles_max[0], tiles_sum[0], tiles_out)
+                    clear(tiles_max, tiles_sum, tiles_out)
+                    element += 1
+                    element_end = ptx.divide((element + 1) * keys.leaves, keys.elements)
+
+
+def merge_into(
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    out: cute.Tensor,
+    joining_max: Float32,
+    joining_sum: Float32,
+    joining: cute.Tensor | list,
+) -> None:
+    """Merges an element, or some of its channels, into those before it."""
+    row_max[0], before, weight = merge_factors(row_max[0], joining_max)
+    row_sum[0] = ptx.fma(joining_sum, weight, row_sum[0] * before)
+    for at in range(len(joining) if isinstance(joining, list) else cute.size(joining)):
+        out[at] = ptx.fma(joining[at], weight, out[at] * before)
+
+
+@cute.jit
 def combine(
-    config: cutlass.Constexpr,
     args: Arguments,
     shared: cutlass.Constexpr,
     thread: Int32,
@@ -162,27 +226,21 @@ def combine(
 
     A thread has a head, and of every 64 channels eight.
     """
-    head, chunk = thread % config.heads, thread // config.heads
+    head, chunk = thread % COLUMNS, thread // COLUMNS
     channel = part * ptx.divide(Int32(DIM), parts) + chunk * 8
-    own = Int32(shared.values.data_ptr().toint()) + (channel * config.heads + head) * 4
+    own = Int32(shared.values.data_ptr().toint()) + (channel * COLUMNS + head) * 4
     own_stats = Int32(shared.stats.data_ptr().toint()) + head * 8
     row_max, row_sum = (cute.make_rmem_tensor((1,), Float32) for _ in range(2))
     out = cute.make_rmem_tensor((DIM // 8,), Float32)
     clear(row_max, row_sum, out)
-    for other in cutlass.range(parts, unroll=1):
-        begin, end = first_element(keys, other, parts), first_element(keys, other + 1, parts)
-        if begin == 0:
-            end = Int32(1)  # it has merged its own
-        for i in cutlass.range(end - begin, unroll=1):
-            values = ptx.remote(own + i * config.element_bytes, other)
-            stats = ptx.remote(own_stats + i * (config.heads * 8), other)
-            joining_max, joining_sum = ptx.load_cluster_f32x2(stats)
-            joining = load_channels(config, values, parts)
-            row_max[0], before, weight = merge_factors(row_max[0], joining_max)
-            row_sum[0] = ptx.fma(joining_sum, weight, row_sum[0] * before)
-            for at in cutlass.range_constexpr(DIM // 8):
-                out[at] = ptx.fma(joining[at], weight, out[at] * before)
-    inverse = inverse_sum(load_sink(args, head), row_max[0], row_sum[0])
+    sink = load_sink(args, head)
+    if parts == 1:
+        merge_all(GROUPS, own, own_stats, keys, parts, row_max, row_sum, out)
+    elif parts == 2:
+        merge_all(GROUPS // 2, own, own_stats, keys, parts, row_max, row_sum, out)
+    else:
+        merge_all(GROUPS // 4, own, own_stats, keys, parts, row_max, row_sum, out)
+    inverse = inverse_sum(sink, row_max[0], row_sum[0])
     if head < args.num_heads:
         at = Int64(token) * args.out_token_stride + Int64(head) * args.out_head_stride + channel
         for group in cutlass.range_constexpr(GROUPS):

@@ -1,17 +1,28 @@
 """Q and rows of keys in the kernel for few heads, on their way to where `wgmma` reads them (kernel.py)."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from dsv4_kernels import ptx
 from dsv4_kernels.kv_layout import NOPE_DIM, PAGE_ROWS, ROW_DATA_BYTES, ROW_SCALE_BYTES
 from dsv4_kernels.sparse_attention.sm90 import gather
-from dsv4_kernels.sparse_attention.sm90.few_heads.plan import ROWS, FewHeads
-from dsv4_kernels.sparse_attention.sm90.plan import GROUP, GROUPS, KEY_TILE, ROW_STRIDE, STEP, Arguments, Entries
+from dsv4_kernels.sparse_attention.sm90.few_heads.plan import COLUMNS, ROWS, STAGE_BYTES, WARPGROUP, FewHeads
+from dsv4_kernels.sparse_attention.sm90.plan import (
+    BLOCK_BYTES,
+    GROUP,
+    GROUPS,
+    KEY_TILE,
+    ROW_STRIDE,
+    STEP,
+    Arguments,
+    Entries,
+)
 
-# Rows: global memory -> registers
+# Which rows, and where they are
 
 
 @cute.jit
@@ -60,130 +71,108 @@ def locate(
     config: cutlass.Constexpr,
     args: Arguments,
     tile: Int32,
-    half: Int32 | int,
     quad: Int32,
     indices: cute.Tensor,
     addresses: cute.Tensor,
     scales: cute.Tensor,
 ) -> None:
-    """Addresses of this thread's first channels of its rows, and scales of the warpgroup's groups. Without branches."""
+    """Addresses of this thread's first channels of its rows, and their scales. Without branches."""
     table, page_bytes = gather.table_of_step(config, args, tile // (STEP // KEY_TILE))
-    channel_bytes = 1 if config.fp8_rows else 2
-    first = half * (config.groups * GROUP * channel_bytes) + quad * (16 * channel_bytes)
+    first = quad * (16 if config.fp8_rows else 32)
     for i in cutlass.range_constexpr(ROWS):
         number = ptx.imax(indices[i], Int32(0))
         if const_expr(config.fp8_rows):
             page, place = table + Int64(number >> 6) * page_bytes, number & (PAGE_ROWS - 1)
             row = page + (place * ROW_DATA_BYTES + first)
             scale_bytes = page + (place * ROW_SCALE_BYTES + PAGE_ROWS * ROW_DATA_BYTES)
-            if const_expr(config.warpgroups == 1):
-                scales[2 * i], scales[2 * i + 1] = ptx.load_8_bytes(scale_bytes, indices[i])
-            else:
-                scales[i] = ptx.load_4_bytes(scale_bytes + half * 4, indices[i])
+            scales[2 * i], scales[2 * i + 1] = ptx.load_8_bytes(scale_bytes, indices[i])
         else:
             row = table + (Int64(number) * page_bytes + first)
         addresses[i] = cutlass.select_(indices[i] >= 0, row, Int64(ptx.HOLE))
 
 
-def may_be_copied(config: FewHeads, i: int) -> bool:
-    """Whether a warpgroup's i-th group may be one that is bf16 already: the last one of an FP8 row, or any."""
-    return not config.fp8_rows or i == config.groups - 1
+# Rows: global -> shared memory, by cp.async; of every group 16 channels of both of this thread's rows
 
 
-def always_copied(config: FewHeads, i: int) -> bool:
-    """Whether it is in every warpgroup."""
-    return not config.fp8_rows or (i == config.groups - 1 and config.warpgroups == 1)
+class Places(NamedTuple):
+    """Addresses of a thread in shared memory."""
+
+    stage: Int32
+    """Its 16 bytes of the first stage."""
+    chunks: tuple
+    """Its two chunks of its first row in the first block of values."""
+    matrix: Int32
+    """Its row of the four matrices that the warp stores at once to the first block of values."""
+
+    @staticmethod
+    def of(shared: cutlass.Constexpr, in_group: Int32, row: Int32) -> "Places":
+        """Of a thread whose first row that is."""
+        values = Int32(shared.values.data_ptr().toint())
+        lane, quad = in_group % 32, in_group % 4
+        chunks = tuple(values + row * ROW_STRIDE + ((quad * 2 + j) ^ (row & 7)) * 16 for j in range(2))
+        # Lane l has row l % 8 of matrix l // 8: keys of the first or second half of 16, channels of either half.
+        matrix_row = in_group // 32 * 16 + lane // 8 % 2 * 8 + lane % 8
+        matrix = values + matrix_row * ROW_STRIDE + ((lane // 16) ^ (lane & 7)) * 16
+        return Places(Int32(shared.stages.data_ptr().toint()) + in_group * 16, chunks, matrix)
 
 
-@cute.jit
-def load_group(
-    config: cutlass.Constexpr,
-    addresses: cute.Tensor,
-    half: Int32 | int,
-    quad: Int32,
-    i: cutlass.Constexpr,
-    words: cute.Tensor,
-) -> None:
-    """This thread's 16 channels of both rows, of the warpgroup's i-th group; zeros for holes."""
-    if const_expr(always_copied(config, i)):
-        load_bf16(config, addresses, quad, i, words)
-    elif const_expr(may_be_copied(config, i)):
-        if half == config.warpgroups - 1:
-            load_bf16(config, addresses, quad, i, words)
-        else:
-            load_e4m3(addresses, i, words)
-    else:
-        load_e4m3(addresses, i, words)
-
-
-def load_e4m3(addresses: cute.Tensor, i: int, words: cute.Tensor) -> None:
-    """16 bytes of each row."""
+def copy_group(config: FewHeads, addresses: cute.Tensor, places: Places, quad: Int32, group: int) -> None:
+    """Asks for a channel group, zeros for holes: e4m3 to the thread's stage, bf16 to where the values are. All groups
+    are asked for in their order, so that `wait_for_group` can count them."""
     for row in range(ROWS):
-        for j, word in enumerate(ptx.load_16_bytes(addresses[row], i * GROUP)):
-            words[4 * row + j] = word
-
-
-def load_bf16(config: FewHeads, addresses: cute.Tensor, quad: Int32, i: int, words: cute.Tensor) -> None:
-    """32 bytes of each row."""
-    offset = i * ROW_STRIDE
-    if config.fp8_rows:  # behind the e4m3; addresses have 16 bytes a thread, not 32
-        offset = quad * 16 + (NOPE_DIM - (config.warpgroups - 1) * config.groups * GROUP)
-    for row in range(ROWS):
+        if group < config.staged_groups:
+            ptx.copy_row_async(places.stage + (group * ROWS + row) * STAGE_BYTES, addresses[row], group * GROUP)
+            continue
+        offset = group * ROW_STRIDE
+        if config.fp8_rows:  # behind the e4m3; addresses have 16 bytes a thread, not 32
+            offset = quad * 16 + NOPE_DIM
         for j in range(2):
-            for k, word in enumerate(ptx.load_16_bytes(addresses[row], offset + 16 * j)):
-                words[8 * row + 4 * j + k] = word
+            target = places.chunks[j] + (group * BLOCK_BYTES + row * 8 * ROW_STRIDE)
+            ptx.copy_row_async(target, addresses[row], offset + 16 * j)
+    cute.arch.cp_async_commit_group()
+
+
+def wait_for_group(config: FewHeads, group: int) -> None:
+    """Waits for what this thread has asked for of a group of this tile: until so many requests are left as were made
+    since, of this tile's later groups and of the next tile's early ones before `group - 1`."""
+    asked_for_again = min(max(group - 1, 0), config.early_groups, config.staged_groups)
+    cute.arch.cp_async_wait_group(GROUPS - 1 - group + asked_for_again)
+
+
+def load_group(config: FewHeads, places: Places, group: int) -> list:
+    """[row][word] of what has come."""
+    if group < config.staged_groups:
+        stages = [places.stage + (group * ROWS + row) * STAGE_BYTES for row in range(ROWS)]
+        return [list(ptx.load_shared_16_bytes(stage)) for stage in stages]
+    chunks = [[chunk + (group * BLOCK_BYTES + row * 8 * ROW_STRIDE) for chunk in places.chunks] for row in range(ROWS)]
+    return [[word for chunk in of_row for word in ptx.load_shared_16_bytes(chunk)] for of_row in chunks]
 
 
 # -> operands of the scores, and values in shared memory
 
 
-@cute.jit
 def convert_half_group(
-    config: cutlass.Constexpr,
-    half: Int32 | int,
-    i: cutlass.Constexpr,
-    j: cutlass.Constexpr,
-    words: cute.Tensor,
-    scales: cute.Tensor,
-    operand: cute.Tensor,
+    config: FewHeads, group: int, j: int, words: list, scales: cute.Tensor, operand: cute.Tensor
 ) -> None:
     """Eight channels of both rows of a loaded group as the left operands of two `wgmma`: 32 bits of row r, channels
     8 j + 2 c and 2 c + 1, at [2 * c + r]."""
-    if const_expr(always_copied(config, i)):
-        copy_words(j, words, operand)
-    elif const_expr(may_be_copied(config, i)):
-        if half == config.warpgroups - 1:
-            copy_words(j, words, operand)
-        else:
-            dequantise_words(config, i, j, words, scales, operand)
-    else:
-        dequantise_words(config, i, j, words, scales, operand)
-
-
-def copy_words(j: int, words: cute.Tensor, operand: cute.Tensor) -> None:
-    """bf16 as they are."""
     for row in range(ROWS):
-        for c in range(4):
-            operand[2 * c + row] = words[8 * row + 4 * j + c]
-
-
-def dequantise_words(
-    config: FewHeads, i: int, j: int, words: cute.Tensor, scales: cute.Tensor, operand: cute.Tensor
-) -> None:
-    """e4m3 times their scale."""
-    for row in range(ROWS):
-        scale_word = scales[2 * row + i // 4] if config.warpgroups == 1 else scales[row]
-        scale = ptx.scale_pair((scale_word >> (8 * (i % 4))) & 0xFF)
+        if group >= config.staged_groups:  # bf16 as they are
+            for c in range(4):
+                operand[2 * c + row] = words[row][4 * j + c]
+            continue
+        scale = ptx.scale_pair((scales[2 * row + group // 4] >> (8 * (group % 4))) & 0xFF)
         for b in range(2):
-            word = words[4 * row + 2 * j + b]
-            operand[4 * b + row], operand[4 * b + 2 + row] = ptx.dequantise(word, scale)
+            operand[4 * b + row], operand[4 * b + 2 + row] = ptx.dequantise(words[row][2 * j + b], scale)
 
 
-def store_values(place: Int32, row: Int32, quad: Int32, j: int, operand: cute.Tensor) -> None:
-    """The same to the rows of a swizzled block, at `place` the thread's first one."""
-    for i in range(ROWS):
-        words = tuple(operand[2 * c + i] for c in range(4))
-        ptx.store_shared(place + (i * 8 * ROW_STRIDE + ((quad * 2 + j) ^ (row & 7)) * 16), words)
+def store_values(config: FewHeads, places: Places, group: int, j: int, operand: cute.Tensor) -> None:
+    """What was e4m3 to its block, as the operands have it: channels in the order of Q's (`copy_q`). What is bf16 is
+    there, in its own order."""
+    if group < config.staged_groups:
+        for b in range(2):
+            place = (places.matrix ^ ((4 * j + 2 * b) * 16)) + group * BLOCK_BYTES
+            ptx.store_matrices(place, tuple(operand[4 * b + k] for k in range(4)))
 
 
 def multiply_half_group(
@@ -202,21 +191,21 @@ def multiply_half_group(
 
 
 @cute.jit
-def load_q(config: cutlass.Constexpr, args: Arguments, shared: cutlass.Constexpr, thread: Int32, token: Int32) -> None:
-    """Q to shared memory, zeros where there are no heads; barriers must follow.
+def copy_q(args: Arguments, shared: cutlass.Constexpr, thread: Int32, token: Int32) -> None:
+    """Asks for Q in shared memory by cp.async, zeros where there are no heads.
 
     A thread's 16 channels of a group are, four at a time, in one of the group's four operands: columns 2 q, 2 q + 1,
     2 q + 8 and 2 q + 9 of it if the thread is the q-th of four. So channel 16 q + 4 b + 2 h + j is at 16 b + 8 h + 2 q
     + j, and 16 bytes of shared memory are four words of Q, 32 bytes apart.
     """
     base = Int32(shared.q.data_ptr().toint())
-    for i in cutlass.range_constexpr(config.heads * GROUPS * 8 // config.threads):
-        number = i * config.threads + thread
+    for i in cutlass.range_constexpr(COLUMNS * GROUPS * 8 // WARPGROUP):
+        number = i * WARPGROUP + thread
         chunk, group, head = number % 8, number // 8 % GROUPS, number // (8 * GROUPS)
-        exists = args.num_heads - 1 - head
+        num_bytes = cutlass.select_(head < args.num_heads, Int32(4), Int32(0))
         source = Int64(token) * args.q_token_stride + Int64(head) * args.q_head_stride
         address = args.q + source * 2 + (group * ROW_STRIDE + chunk * 4)
-        words = [ptx.load_or_zeros(Uint32, 1, address + 32 * q, exists, "ge.s32", cache="") for q in range(4)]
-        block = base + group * (config.heads * ROW_STRIDE) + head * ROW_STRIDE
-        ptx.store_shared(block + ((chunk ^ (head & 7)) * 16), tuple(words))
-    cute.arch.fence_view_async_shared()
+        block = base + group * (COLUMNS * ROW_STRIDE) + head * ROW_STRIDE + ((chunk ^ (head & 7)) * 16)
+        for q in cutlass.range_constexpr(4):
+            ptx.copy_4_bytes_async(block + 4 * q, address + 32 * q, num_bytes)
+    cute.arch.cp_async_commit_group()

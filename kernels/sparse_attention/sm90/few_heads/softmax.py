@@ -8,8 +8,8 @@ from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 
 from dsv4_kernels import ptx
 from dsv4_kernels.sparse_attention.sm90.barriers import sync
-from dsv4_kernels.sparse_attention.sm90.few_heads.plan import BOTH, ROWS, TEAM, WARPGROUP, WARPS, FewHeads
-from dsv4_kernels.sparse_attention.sm90.plan import KEY_TILE, NO_ROW_MAX, ROW_STRIDE, Arguments
+from dsv4_kernels.sparse_attention.sm90.few_heads.plan import COLUMNS, ROWS, SCORES, STATISTICS, TEAM, WARPGROUP, WARPS
+from dsv4_kernels.sparse_attention.sm90.plan import NO_ROW_MAX, ROW_STRIDE, Arguments
 from dsv4_kernels.sparse_attention.sm90.softmax import rescale_factors
 
 # Of the accumulators: element 4 * j + 2 * i + k of a thread is row `row` + 8 i, column 8 j + 2 quad + k; statistics of
@@ -17,36 +17,9 @@ from dsv4_kernels.sparse_attention.sm90.softmax import rescale_factors
 
 
 @cute.jit
-def add_other_scores(
-    config: cutlass.Constexpr,
-    shared: cutlass.Constexpr,
-    in_group: Int32,
-    half: Int32,
-    scores: cute.Tensor,
-    own_scores: cute.Tensor,
-) -> None:
-    """Gives the other warpgroup what it wants of the scores over this one's channels, and adds what that one has for
-    16 heads: the first ones to the first warpgroup, the others to the second."""
-    count = config.registers_of_scores
-    heads_bytes = KEY_TILE * config.heads // 2 * 4
-    base = Int32(shared.scores.data_ptr().toint()) + in_group * 16
-    first = half == 0
-    for j in cutlass.range_constexpr(0, count, 4):
-        given = tuple(cutlass.select_(first, scores[count + j + k], scores[j + k]) for k in range(4))
-        ptx.store_shared_f32x4(base + (1 - half) * heads_bytes + j * (WARPGROUP * 4), given)
-    sync(BOTH, 2 * WARPGROUP)
-    for j in cutlass.range_constexpr(0, count, 4):
-        other = ptx.load_shared_f32x4(base + half * heads_bytes + j * (WARPGROUP * 4))
-        for k in cutlass.range_constexpr(4):
-            own_scores[j + k] = cutlass.select_(first, scores[j + k], scores[count + j + k]) + other[k]
-
-
-@cute.jit
 def find_tile_max(
-    config: cutlass.Constexpr,
     args: Arguments,
     shared: cutlass.Constexpr,
-    half: Int32 | int,
     warp: Int32,
     lane: Int32,
     is_hole: tuple,
@@ -55,39 +28,39 @@ def find_tile_max(
     """Largest score of this thread's columns over the tile, in units of log2; NO_ROW_MAX if all keys are holes."""
     for i in cutlass.range_constexpr(ROWS):
         if is_hole[i]:
-            for at in cutlass.range_constexpr(config.registers_of_scores):
+            for at in cutlass.range_constexpr(SCORES):
                 if const_expr(at // 2 % 2 == i):
                     scores[at] = -Float32.inf
     largest = []
-    for c in cutlass.range_constexpr(config.registers_of_scores // 2):
+    for c in cutlass.range_constexpr(SCORES // 2):
         at = 4 * (c // 2) + c % 2
         x = ptx.fmax(scores[at], scores[at + 2])
         for offset in (4, 8, 16):
             x = ptx.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
         largest.append(ptx.fmax(x * args.scale_log2, Float32(NO_ROW_MAX)))
-    first = place_of_columns(config, shared.row_max, half, lane % 4)
-    store_of_warp(config, first, warp, lane, tuple(largest))
-    sync(TEAM + half, WARPGROUP)
-    return tuple(functools.reduce(ptx.fmax, values) for values in load_of_warps(config, first, len(largest)))
+    first = place_of_columns(shared.row_max, lane % 4)
+    store_of_warp(first, warp, lane, tuple(largest))
+    sync(TEAM, WARPGROUP)
+    return tuple(functools.reduce(ptx.fmax, values) for values in load_of_warps(first, len(largest)))
 
 
-def place_of_columns(config: FewHeads, statistics: object, half: Int32 | int, quad: Int32) -> Int32:
-    """Where the first warp's of a thread's columns are, of those that its warpgroup has the softmax of."""
-    return Int32(statistics.data_ptr().toint()) + (half * (config.heads // 2) + quad * 2) * 4
+def place_of_columns(statistics: object, quad: Int32) -> Int32:
+    """Where the first warp's of a thread's columns are."""
+    return Int32(statistics.data_ptr().toint()) + quad * 8
 
 
 @cute.jit
-def store_of_warp(config: cutlass.Constexpr, first: Int32, warp: Int32, lane: Int32, values: tuple) -> None:
+def store_of_warp(first: Int32, warp: Int32, lane: Int32, values: tuple) -> None:
     """A statistic of the warp's keys, which all lanes of a column have; `first` is the first warp's place."""
     if lane < 4:
         for c in cutlass.range_constexpr(0, len(values), 2):
-            ptx.store_shared_f32x2(first + warp * (config.heads * 4) + c * 16, (values[c], values[c + 1]))
+            ptx.store_shared_f32x2(first + warp * (COLUMNS * 4) + c * 16, (values[c], values[c + 1]))
 
 
-def load_of_warps(config: FewHeads, first: Int32, columns: int) -> list:
+def load_of_warps(first: Int32, columns: int) -> list:
     """[column][warp] of what `store_of_warp` stored."""
     loaded = [
-        [ptx.load_shared_f32x2(first + warp * (config.heads * 4) + c * 16) for warp in range(WARPS)]
+        [ptx.load_shared_f32x2(first + warp * (COLUMNS * 4) + c * 16) for warp in range(WARPS)]
         for c in range(0, columns, 2)
     ]
     return [[of_warp[c % 2] for of_warp in loaded[c // 2]] for c in range(columns)]
@@ -95,10 +68,8 @@ def load_of_warps(config: FewHeads, first: Int32, columns: int) -> list:
 
 @cute.jit
 def exponentiate(
-    config: cutlass.Constexpr,
     args: Arguments,
     shared: cutlass.Constexpr,
-    half: Int32 | int,
     warp: Int32,
     lane: Int32,
     tile_max: tuple,
@@ -109,30 +80,26 @@ def exponentiate(
     The sum is that of what is multiplied: rounding then cancels in O / sum.
     """
     packed, sums = [], [Float32(0.0)] * len(tile_max)
-    for at in cutlass.range_constexpr(0, config.registers_of_scores, 2):
+    for at in cutlass.range_constexpr(0, SCORES, 2):
         c = at // 4 * 2
         pair = ptx.pack_bf16(*(ptx.exp2(ptx.fma(scores[at + k], args.scale_log2, -tile_max[c + k])) for k in range(2)))
         packed.append(pair)
         sums[c] = sums[c] + ptx.as_f32(pair << 16)
         sums[c + 1] = sums[c + 1] + ptx.as_f32(pair & Uint32(0xFFFF0000))
     # Four matrices of 8 keys x 8 heads, transposed: lane l has the address of head l % 8 of matrix l // 8.
-    head, chunk = half * 16 + lane // 16 * 8 + lane % 8, 2 * warp + lane // 8 % 2
+    head, chunk = lane // 16 * 8 + lane % 8, 2 * warp + lane // 8 % 2
     place = Int32(shared.p.data_ptr().toint()) + head * ROW_STRIDE + (chunk ^ (lane & 7)) * 16
     ptx.store_matrices_transposed(place, tuple(packed))
     for c in cutlass.range_constexpr(len(tile_max)):
         for offset in (4, 8, 16):
             sums[c] = sums[c] + cute.arch.shuffle_sync_bfly(sums[c], offset=offset)
-    store_of_warp(config, place_of_columns(config, shared.row_sums, half, lane % 4), warp, lane, tuple(sums))
+    store_of_warp(place_of_columns(shared.row_sums, lane % 4), warp, lane, tuple(sums))
     cute.arch.fence_view_async_shared()  # P and values, read by wgmma
-    if const_expr(config.warpgroups > 1):
-        sync(BOTH, 2 * WARPGROUP)
-    else:
-        sync(TEAM, WARPGROUP)
+    sync(TEAM, WARPGROUP)
 
 
 @cute.jit
 def rescale_out(
-    config: cutlass.Constexpr,
     shared: cutlass.Constexpr,
     quad: Int32,
     tile_max: tuple,
@@ -142,29 +109,26 @@ def rescale_out(
     out: cute.Tensor,
 ) -> None:
     """Merges a tile into the row sums and rescales O for it: `weight` is the factor of what the product yields."""
-    if const_expr(config.warpgroups > 1):  # of all heads
-        largest = load_of_warps(config, place_of_columns(config, shared.row_max, 0, quad), config.columns)
-        tile_max = tuple(functools.reduce(ptx.fmax, values) for values in largest)
-    sums = load_of_warps(config, place_of_columns(config, shared.row_sums, 0, quad), config.columns)
-    before, changed = cute.make_rmem_tensor((config.columns,), Float32), Boolean(False)
-    for c in cutlass.range_constexpr(config.columns):
+    sums = load_of_warps(place_of_columns(shared.row_sums, quad), STATISTICS)
+    before, changed = cute.make_rmem_tensor((STATISTICS,), Float32), Boolean(False)
+    for c in cutlass.range_constexpr(STATISTICS):
         s0, s1, s2, s3 = sums[c]
         before[c], weight[c] = rescale_factors(row_max, tile_max[c], c)
         row_sum[c] = ptx.fma((s0 + s1) + (s2 + s3), weight[c], row_sum[c] * before[c])
         changed = changed | (before[c] != 1.0)
     if cute.arch.vote_any_sync(changed):
         for at in cutlass.range_constexpr(cute.size(out)):
-            out[at] = out[at] * before[column_of(config, at)]
+            out[at] = out[at] * before[column_of(at)]
 
 
-def column_of(config: FewHeads, at: int) -> int:
+def column_of(at: int) -> int:
     """Of an element of O, whose groups follow each other."""
-    at %= config.heads // 2
+    at %= COLUMNS // 2
     return at // 4 * 2 + at % 2
 
 
-def add_product(config: FewHeads, out: cute.Tensor, product: cute.Tensor, weight: cute.Tensor, i: int) -> None:
+def add_product(out: cute.Tensor, product: cute.Tensor, weight: cute.Tensor, i: int) -> None:
     """Adds 64 channels of a tile's product to O."""
     for j in range(cute.size(product)):
         at = i * cute.size(product) + j
-        out[at] = ptx.fma(product[j], weight[column_of(config, j)], out[at])
+        out[at] = ptx.fma(product[j], weight[column_of(j)], out[at])
