@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from hashlib import blake2b
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +42,7 @@ def identity_of(runner: ModelRunner, records: PageRecords, tails: TailSlots, ran
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {
         "model": blake2b(repr(config).encode(), digest_size=8).hexdigest(),
+        "draft": arguments.speculative_algorithm or "none",
         "weights": blake2b(" ".join(ranks).encode(), digest_size=16).hexdigest(),
         "ranks": f"tp {arguments.tp_size}, ep {arguments.ep_size}",
         "quantisers": repr(config.qat),
@@ -67,14 +70,15 @@ def code_fingerprint() -> str:
 
 
 @torch.no_grad()
-def weights_fingerprint(model: nn.Module) -> str:
-    """Of every parameter and buffer as it was loaded: name, dtype, shape and contents.
+def weights_fingerprint(*models: nn.Module) -> str:
+    """Of every parameter and buffer of the target, and of its draft, as it was loaded: name, dtype, shape and contents.
 
     Contents by sums of products with fixed odd numbers, modulo 2**64, which any change of one value changes; every byte
     is read once, where it lies. It tells other weights from these; it does not withstand someone who wants a collision.
     """
     digest, factors = blake2b(digest_size=16), {}
-    for name, tensor in sorted((*model.named_parameters(), *model.named_buffers())):
+    tensors = (sorted((*model.named_parameters(), *model.named_buffers()), key=itemgetter(0)) for model in models)
+    for name, tensor in chain.from_iterable(tensors):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         sums = []
         for words in _words(tensor.detach()):

@@ -149,7 +149,7 @@ class Dsv4PrefixCache(EvictionAwareRadixCache):
             return 0, req.last_node
         component: TailComponent = self.components[TAIL]
         begin, end = req.prefix_len, req.prefix_len + tokens
-        key = RadixKey(req.full_untruncated_fill_ids[:end], req.extra_key, cache_salt=req.cache_salt)
+        key = self._key(req.full_untruncated_fill_ids[: end + self._boundary_tokens], req.extra_key, req.cache_salt)
         digests, first = component.digests(key, req), begin // FULL_PAGE_TOKENS
         if component.host_hit_tokens(key, req, begin) != tokens:  # it went while the request waited for its turn
             return 0, req.last_node
@@ -168,6 +168,15 @@ class Dsv4PrefixCache(EvictionAwareRadixCache):
         checkpoint_id = component.checkpoint_at(result.last_device_node)
         component.note_load(req, checkpoint_id, tokens, from_storage * FULL_PAGE_TOKENS)
         return tokens, result.last_device_node
+
+    @property
+    def _boundary_tokens(self) -> int:
+        """Tokens that a key has beyond the positions it names: an MTP module's row is made of the next token, too."""
+        return int(self.tree_core.is_eagle)
+
+    def _key(self, tokens: array[int], extra_key: str | None, cache_salt: str | None) -> RadixKey:
+        """As SGLang makes keys of this tree."""
+        return RadixKey(tokens, extra_key, is_bigram=self.tree_core.is_eagle, cache_salt=cache_salt)
 
     def _slots_for(self, tokens: int) -> torch.Tensor | None:
         """Slots of whole pages, for which the tree gives up what nobody uses; None if that is not enough."""
@@ -228,7 +237,7 @@ class Dsv4PrefixCache(EvictionAwareRadixCache):
     ) -> None:
         """A request arrived: see whether the storage knows more of its prefix."""
         if self.tiers is not None and self.tiers.storage is not None:
-            key = RadixKey(matched_prefix_tokens + new_input_tokens, extra_key, cache_salt=cache_salt)
+            key = self._key(matched_prefix_tokens + new_input_tokens, extra_key, cache_salt)
             digests = self.components[TAIL].digests(key, None)
             self.tiers.storage.prefetch(request, digests, len(matched_prefix_tokens) // FULL_PAGE_TOKENS)
 

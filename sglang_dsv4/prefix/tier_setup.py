@@ -74,7 +74,8 @@ def open_storage(
     )
 
     def open_backend() -> RecordFiles | CheckedStorage:
-        ranks = [weights_fingerprint(runner.model)]
+        draft = () if pool.draft is None else (pool.draft.model,)
+        ranks = [weights_fingerprint(runner.model, *draft)]
         if group.world_size > 1:
             ranks *= group.world_size
             torch.distributed.all_gather_object(ranks, ranks[0], group=group.cpu_group)
