@@ -61,10 +61,13 @@ class RecordFiles(HiCacheStorage):
     """Records of one identity in a folder. Safe to be used by several threads and processes at once.
 
     Attributes:
+        batch: how many records are best asked for at once: files are read side by side.
         folder: of this identity.
         faults: how often each fault was met; only ever grow.
         bytes_read, bytes_written: records alone.
     """
+
+    batch = 1
 
     def __init__(self, root: Path, identity: Mapping[str, str]) -> None:
         """Open a folder, which is made if it is not there. A folder that can't be made or written is a warning."""

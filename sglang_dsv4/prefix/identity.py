@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from hashlib import blake2b
 from itertools import chain
 from operator import itemgetter
@@ -59,8 +60,10 @@ def identity_of(runner: ModelRunner, records: PageRecords, tails: TailSlots, ran
     }
 
 
+@cache
 def code_fingerprint() -> str:
-    """Of this package's sources: a checkout may compute other bits under the same version."""
+    """Of this package's sources, as they are when it is asked first: a checkout may compute other bits under the same
+    version, and what changes there later is not what runs."""
     digest = blake2b(digest_size=8)
     for package in (sglang_dsv4, dsv4_kernels):
         for root in map(Path, package.__path__):

@@ -70,6 +70,8 @@ class Records:
 class Backend:
     """SGLang's storage interface over a dict. `fault_rate`: of look-ups, reads and writes that go wrong."""
 
+    batch = 3
+
     def __init__(self, fault_rate: float = 0.0, seed: int = 0) -> None:
         self.records: dict[str, Tensor] = {}
         self.faults: Counter[Fault] = Counter()
@@ -88,6 +90,12 @@ class Backend:
             self.faults[Fault.MISSING] += 1
             return None
         return target.copy_(self.records[key])
+
+    def batch_exists(self, keys: Sequence[str]) -> int:
+        return next((i for i, key in enumerate(keys) if not self.exists(key)), len(keys))
+
+    def batch_get(self, keys: Sequence[str], targets: Sequence[Tensor]) -> list[Tensor | None]:
+        return [self.get(key, target) for key, target in zip(keys, targets, strict=True)]
 
     def set(self, key: str, record: Tensor) -> bool:
         if self._fails():
