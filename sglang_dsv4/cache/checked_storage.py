@@ -116,8 +116,11 @@ class CheckedStorage:
 
     Attributes:
         batch: how many records are best asked for at once.
+        is_limited: False: what the backend keeps is its own affair.
         faults: how often a record was missing or damaged, or the backend failed.
     """
+
+    is_limited = False
 
     def __init__(self, backend: HiCacheStorage, staged: StagedRecords | None, identity: Mapping[str, str]) -> None:
         """`staged`: what the backend has registered (`stage`); None for one that takes values."""
@@ -174,9 +177,6 @@ class CheckedStorage:
     def clear(self) -> None:
         """Whatever the backend does."""
         self._backend.clear()
-
-    def used(self, keys: Sequence[str]) -> None:
-        """What a storage keeps is its own affair."""
 
     def probe(self, name: str, record_bytes: int) -> None:
         """Write a record and read it.

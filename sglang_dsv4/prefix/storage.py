@@ -169,12 +169,29 @@ class PrefixStorage:
     def _write_pages(self) -> None:
         pages = self._tiers.written()
         self._busy = {slot: work for slot, work in self._busy.items() if not work.done()}
-        if self._writes and not self._is_suspended:
+        if pages and self._writes and not self._is_suspended:
+            renew = self._renewal([digest for digest, _ in pages])
+            renew()  # before, too, or the first pages of a prefix may have to go for its last ones
             for digest, slot in pages:
                 self._busy[slot] = self._submit(page_key(digest), self._tiers.records.memory[slot])
                 checkpoint_id = self._tails.checkpoint_of(digest)
                 if checkpoint_id is not None:
                     self.tail_published(digest, checkpoint_id)
+            renew()
+
+    def _renewal(self, digests: Sequence[bytes]) -> Callable[[], None]:
+        """Makes the prefixes that these pages belong to the most recently used ones, when it is their turn."""
+        if not self.backend.is_limited:
+            return lambda: None
+        kept, backend = self._tiers.pages, self.backend
+        followed = {kept.get(digest).before for digest in digests}
+        prefixes = [keys_of(kept.path(digest)) for digest in digests if digest not in followed]
+
+        def renew() -> None:
+            for prefix in prefixes:
+                self._writer.submit(backend.used, prefix)
+
+        return renew
 
     def _write_tails(self) -> None:
         """Those whose copy to the host was issued, and is done. Their bytes are copied here: the slot may be reused."""
@@ -276,6 +293,8 @@ class PrefixStorage:
                     found = _Found(pages, landing)
                     break
         self.totals.read_seconds += time.perf_counter() - begin
+        if backend.is_limited:
+            backend.used(keys_of(fetch.digests[:usable]))
         return found
 
     # Every round of the scheduler
@@ -428,3 +447,8 @@ def page_key(digest: bytes) -> str:
 def tail_key(digest: bytes) -> str:
     """The name of a checkpoint's record."""
     return f"{digest.hex()}{TAIL_SUFFIX}"
+
+
+def keys_of(digests: Sequence[bytes]) -> list[tuple[str, str]]:
+    """The names of what may be stored of each page."""
+    return [(page_key(digest), tail_key(digest)) for digest in digests]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from sglang.srt.runtime_context import get_memory
 
 from dsv4_radix_cache.host_pages import HostPages
 from sglang_dsv4.cache.checked_storage import READ_SLOTS, CheckedStorage, StagedRecords, stage
+from sglang_dsv4.cache.disk_limit import DiskLimit, DiskOptions
 from sglang_dsv4.cache.host_records import HostRecords
 from sglang_dsv4.cache.page_records import PageRecords
 from sglang_dsv4.cache.pool_plan import format_bytes
@@ -78,6 +80,12 @@ def open_storage(
         backend = other_backend(name, extra, group.rank_in_group, group.world_size, staged)
         return backend, stage(backend, staged)
 
+    bounds = DiskOptions.of(extra) if name == "file" else DiskOptions()
+
+    @cache
+    def limit(root: Path) -> DiskLimit | None:
+        return DiskLimit(root, bounds) if bounds.max_bytes or bounds.min_free_bytes else None
+
     def open_backend() -> RecordFiles | CheckedStorage:
         draft = () if pool.draft is None else (pool.draft.model,)
         ranks = [weights_fingerprint(runner.model, *draft)]
@@ -88,7 +96,7 @@ def open_storage(
         if name == "file":
             root = RecordFiles.root_from_environment(getattr(runner.server_args, "file_storage_path", None))
             logger.info("Prefixes are kept in %s, those of this server in %s.", root, identity_digest(identity).hex())
-            return RecordFiles(root, identity)
+            return RecordFiles(root, identity, limit(root))
         return CheckedStorage(*connection(), identity)
 
     options = PrefetchOptions(memory.hicache_storage_prefetch_policy, threshold, timeout_s, timeout_s_per_ki_token)

@@ -9,19 +9,22 @@ import random
 import threading
 from array import array
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from prefix_replay import PAGE, Running
 from radix.test_tree import longest_stored, retract_all, retract_or_finish, some
-from radix.tiered import Backend, Records, TieredEngine, admit, name_of, tensor_of
+from radix.tiered import BYTES, Backend, Records, TieredEngine, admit, name_of, tensor_of
 from radix.waiting import handle
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from torch import Tensor
 
 from dsv4_radix_cache.host_pages import HostPages
+from sglang_dsv4.cache.disk_limit import DiskLimit, DiskOptions
+from sglang_dsv4.cache.record_files import HEADER, RecordFiles
 from sglang_dsv4.prefix.storage import PrefetchOptions, page_key, suspend_without_flush, tail_key
 from sglang_dsv4.prefix.tail_component import TAIL
 from sglang_dsv4.prefix.tiers import PrefixTiers, WritePolicy
@@ -196,6 +199,27 @@ def test_another_server_finds_the_prefix(policy: WritePolicy, backend: Backend) 
     engine.check_idle()
     push_out(engine)
     assert engine.run(PROMPT, [7]).req.tail_match.report.pages_from == {"host": 5 * PAGE}, "counted once"
+
+
+def test_a_bounded_disk_keeps_what_was_used_last(tmp_path: Path) -> None:
+    """Whole prefixes: a conversation that goes on has its first pages renewed with it."""
+    limit = DiskLimit(tmp_path, DiskOptions(20 * (HEADER.size + BYTES), keep=1.0))
+    files = RecordFiles(tmp_path, {"of": "a test"}, limit)
+    engine = stored(WritePolicy.WRITE_THROUGH, files)
+    prompts = [PROMPT[: 4 * PAGE + 5], OTHERS[0], [*PROMPT[: 4 * PAGE + 5], *OTHERS[2]]]
+    pages = {}
+    for i, prompt in enumerate(prompts):
+        digests = engine.cache.components[TAIL].digests(RadixKey(array("q", prompt)), None)
+        pages[i] = digests[: len(prompt) // PAGE]
+        engine.run(prompt, [7])
+        engine.settle()
+
+    def kept(i: int) -> int:
+        """Pages of a prompt in files, up to the first that is not."""
+        return files.batch_exists([page_key(digest) for digest in pages[i]])
+
+    assert limit.deleted and kept(2) == 10 and kept(1) < 6
+    assert not any(files.exists(page_key(digest)) for digest in pages[1][kept(1) :]), "a page without those before it"
 
 
 class Names(dict):

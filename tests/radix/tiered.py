@@ -70,7 +70,7 @@ class Records:
 class Backend:
     """SGLang's storage interface over a dict. `fault_rate`: of look-ups, reads and writes that go wrong."""
 
-    batch = 3
+    batch, is_limited = 3, False
 
     def __init__(self, fault_rate: float = 0.0, seed: int = 0) -> None:
         self.records: dict[str, Tensor] = {}
