@@ -41,6 +41,7 @@ import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -98,6 +99,7 @@ def copies(prefix: int, device: torch.device) -> list[Row]:
     from sglang_dsv4.cache.kv_pool import Dsv4KVPool
     from sglang_dsv4.cache.page_records import PageRecords
     from sglang_dsv4.cache.record_files import RecordFiles
+    from sglang_dsv4.prefix.storage import READERS
 
     pages = -(-prefix // PAGE)
     fp8 = device.type == "cuda"
@@ -118,13 +120,14 @@ def copies(prefix: int, device: torch.device) -> list[Row]:
     order = random.Random(1).sample(range(1, 2 * pages + 1), pages)  # pages of the pool lie anywhere
     back = random.Random(2).sample(range(1, 2 * pages + 1), pages)
     slots = list(range(pages))
+    there, anew = (torch.tensor(numbers, device=device) for numbers in (order, back))
     size = pages * host.records.record_bytes
 
-    host.save(order, slots)
-    host.load(slots, back)
+    host.save(there, slots)
+    host.load(slots, anew)
     _check_round_trip(host, order, back)
-    save_s = median_s(lambda: host.save(order, slots), device)
-    load_s = median_s(lambda: host.load(slots, back), device)
+    save_s = median_s(lambda: host.save(there, slots), device)
+    load_s = median_s(lambda: host.load(slots, anew), device)
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda").fill_(1)
     plain = torch.empty(size, dtype=torch.uint8, device=device)
     to_host_s = median_s(lambda: pinned.copy_(plain, non_blocking=True), device)
@@ -133,7 +136,8 @@ def copies(prefix: int, device: torch.device) -> list[Row]:
         _share("copies", "save_gb_s", size / save_s / 1e9, size / to_host_s / 1e9),
         _share("copies", "load_gb_s", size / load_s / 1e9, size / to_device_s / 1e9),
     ]
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         files = RecordFiles(Path(folder) / "ours", {"of": "the benchmark"})
         names = [f"{i:04x}.page" for i in slots]
         target, plainly = torch.empty_like(host.memory), Path(folder)
@@ -141,7 +145,8 @@ def copies(prefix: int, device: torch.device) -> list[Row]:
         written = [files.set(name, host.memory[i]) for i, name in enumerate(names)]
         write_s = time.perf_counter() - begin
         forget, cpu = partial(_forget, Path(folder)), torch.device("cpu")
-        read_s = median_s(lambda: [files.get(name, target[i]) for i, name in enumerate(names)], cpu, forget)
+        readers = stack.enter_context(ThreadPoolExecutor(READERS))  # as the server reads
+        read_s = median_s(lambda: list(readers.map(files.get, names, target)), cpu, forget)
         assert all(written) and torch.equal(target, host.memory) and not files.faults
         begin = time.perf_counter()
         for i, name in enumerate(names):
@@ -149,7 +154,7 @@ def copies(prefix: int, device: torch.device) -> list[Row]:
                 file.write(memoryview(host.memory[i].numpy()))
                 os.fsync(file.fileno())
         plain_write_s = time.perf_counter() - begin
-        plain_read_s = median_s(lambda: [(plainly / name).read_bytes() for name in names], cpu, forget)
+        plain_read_s = median_s(lambda: list(readers.map(lambda n: (plainly / n).read_bytes(), names)), cpu, forget)
         rows += [
             _share("copies", "file_write_gb_s", size / write_s / 1e9, size / plain_write_s / 1e9),
             _share("copies", "file_read_gb_s", size / read_s / 1e9, size / plain_read_s / 1e9),

@@ -8,12 +8,14 @@ from __future__ import annotations
 import random
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from cache.test_no_waiting import READS, NoWaiting, OnDevice
 from prefix_replay import PAGE, Running
 from radix.test_tree import longest_stored, retract_all, retract_or_finish, some
 from radix.tiered import BYTES, Backend, Records, TieredEngine, admit, name_of, tensor_of
@@ -168,6 +170,66 @@ def test_two_requests_for_one_prefix_in_host_memory(engine: TieredEngine) -> Non
     for running in pair:
         engine.prefill_chunk(running)
         engine.finish(running)
+
+
+# The device
+
+
+class NoReads(NoWaiting):
+    """As `NoWaiting`, of what is read alone: SGLang's tree and allocator are within, and have tensors of their own."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if any(isinstance(a, OnDevice) for a in args):
+            assert name not in READS, f"{name} reads a tensor of the device on the host"
+            self.launched.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def watched(policy: WritePolicy, monkeypatch: pytest.MonkeyPatch) -> TieredEngine:
+    """Where slots are on the device, what the tree and the tiers do with them reads none."""
+    engine = TieredEngine.made(pages=16, host_pages=48, policy=policy)
+    engine.rows.req_to_token = engine.rows.req_to_token.as_subclass(OnDevice)
+    engine.allocator.free_pages = engine.allocator.free_pages.as_subclass(OnDevice)
+    engine.slots_seen = []
+    for name in ("insert", "init_load_back", "evict", "check_hicache_events"):
+        original = getattr(engine.cache, name)
+
+        def without_reads(*arguments: Any, original: Callable = original, **options: Any) -> Any:
+            with NoReads() as reads:
+                found = original(*arguments, **options)
+            engine.slots_seen += reads.launched
+            return found
+
+        monkeypatch.setattr(engine.cache, name, without_reads)
+    return engine
+
+
+def test_the_scheduler_does_not_wait_for_the_device(watched: TieredEngine) -> None:
+    """Prompts are stored, pushed out of the device, and come back, whole and behind what is still there."""
+    for _ in range(2):
+        watched.run(PROMPT, [7])
+    for prompt in OTHERS[:3]:
+        watched.run(prompt, [7])
+    assert watched.run(PROMPT, [7]).hit_tokens == 5 * PAGE and watched.tiers.records.loaded.pages
+    watched.run([*PROMPT[: 3 * PAGE], *OTHERS[4][: 2 * PAGE]], [7])
+    watched.round()
+    assert "__getitem__" in watched.slots_seen and watched.tiers.records.saved.pages
+
+
+@pytest.mark.parametrize("place", ["inserted", "load", "evicting"])
+def test_a_read_of_the_device_is_noticed(watched: TieredEngine, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(watched.tiers, place)
+
+    def planted(*arguments: Any) -> Any:
+        some_page = next(iter(watched.tiers.on_device().values()), None)
+        (some_page.numbers if some_page is not None else arguments[1]).tolist()
+        return original(*arguments)
+
+    monkeypatch.setattr(watched.tiers, place, planted)
+    with pytest.raises(AssertionError, match="reads a tensor of the device"):
+        test_the_scheduler_does_not_wait_for_the_device(watched)
 
 
 # The storage
@@ -343,8 +405,8 @@ def test_a_page_that_went_before_its_copy_was_issued_is_not_stored() -> None:
     """Its slot has another page's bytes by then."""
     tiers = PrefixTiers(HostPages(1), Records(4, 1))
     tiers.storage = SimpleNamespace(wait_for_slot=lambda slot: None, reserved=0)
-    tiers.inserted([b"a"], [1])
-    tiers.inserted([b"b"], [2])
+    tiers.inserted([b"a"], torch.tensor([1]))
+    tiers.inserted([b"b"], torch.tensor([2]))
     tiers.issue()
     assert tiers.written() == [(b"b", 0)]
 

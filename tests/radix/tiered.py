@@ -50,14 +50,16 @@ class Records:
         self.memory = torch.zeros(slots, BYTES, dtype=torch.uint8)
         self.saved, self.loaded = CopyTotals(), CopyTotals()
 
-    def save(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        assert len(set(slots)) == len(slots)
-        self.memory[list(slots)] = self.device[list(pages)]
+    def save(self, pages: Tensor, slots: Sequence[int]) -> None:
+        pages = pages.as_subclass(Tensor)  # here nobody waits for them
+        assert len(set(slots)) == len(slots) == len(pages)
+        self.memory[list(slots)] = self.device[pages]
         self.saved.pages += len(pages)
 
-    def load(self, slots: Sequence[int], pages: Sequence[int]) -> None:
-        assert len(set(pages)) == len(pages)
-        self.device[list(pages)] = self.memory[list(slots)]
+    def load(self, slots: Sequence[int], pages: Tensor) -> None:
+        pages = pages.as_subclass(Tensor)
+        assert len(set(pages.tolist())) == len(pages) == len(slots)
+        self.device[pages] = self.memory[list(slots)]
         self.loaded.pages += len(pages)
 
     def mark(self) -> Callable[[], bool]:
@@ -204,6 +206,7 @@ class TieredEngine(WithStorage, CheckedEngine):
         for checkpoint_id in parked:
             assert component._digest_of[checkpoint_id] in tiers.pages, "a parked checkpoint without its pages"
         tiers.check()
+        assert set(component._end_of) == {i for i, node in nodes.items() if node.parent is not None}
         values = [node.component_data[0].value for node in nodes.values() if node.parent is not None]
         in_tree = [page for value in values for page in (value[::PAGE] // PAGE).tolist()]
         assert sorted(in_tree) == sorted(page.number for page in tiers.on_device().values())
