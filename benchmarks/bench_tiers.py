@@ -5,16 +5,26 @@
 
 Works:
 
-    copies   records of `--prefix` tokens, by `HostRecords` alone: pages to host memory and back, beside plain copies of
-             pinned memory of the same size in the same run (`builtin` is that rate, `ratio` the share of it; at least
-             0.7 is the goal), and to files and back, beside plain files
+    copies   records of `--prefix` tokens of the whole of V4-Flash (no weights, no MODEL), by `HostRecords` alone: pages
+             to host memory and back, beside plain copies of pinned memory of the same size in the same run (`builtin`
+             is that rate, `ratio` the share of it; at least 0.7 is the goal), and to files and back, beside plain files
     ttft     a prompt of `--prefix` tokens through a server, milliseconds until its one token: cold, from the device,
-             from host memory (after prompts that fill the pool more than twice), from files (after a flush); ours
-             beside the built-in with the same flags (`SGLANG_DSV4=off`). What was a hit, and of how many tokens, is
-             asked of the server and written beside the time
+             from host memory (after prompts that fill the pool one and a half times), from files (after a flush); ours
+             beside the built-in with the same flags (`SGLANG_DSV4=off`). What was a hit, of how many tokens, and which
+             tier had them, is asked of the server and kept beside the time
 
-Rows of the result: `{work, metric, ours, builtin, ratio}`, ratio above 1 where ours is better. Weights may be dummies.
-On a CPU the same script runs with `--contenders ours` and a small model, where its numbers mean nothing.
+Files are read from the disk: what the system keeps of them in memory is dropped before. Rows of the result: `{work,
+metric, ours, builtin, ratio}`, ratio above 1 where ours is better. Weights may be dummies; a MODEL that is not there is
+written, as the config of six layers of V4-Flash. On a CPU the same script runs with `--contenders ours` and a small
+model, where its numbers mean nothing.
+
+The result is written after every round, so that a command that is ended keeps what was measured; a later one with the
+same --out, --prefix and --pool, on the same machine, adds what it measures (a server that fails leaves its error there,
+and the other one runs on). On one H100 or H200, two servers that start and four rounds of some seven seconds each:
+
+    SGLANG_JIT_DEEPGEMM_PRECOMPILE=0 python benchmarks/bench_tiers.py --model FOLDER --out FILE --limit-s 60 -- \\
+        --load-format dummy --trust-remote-code --context-length 65536 --mem-fraction-static 0.7 --random-seed 1 \\
+        --max-running-requests 8 --chunked-prefill-size 8192 --cuda-graph-bs-decode 1
 """
 
 from __future__ import annotations
@@ -27,19 +37,25 @@ import random
 import statistics
 import tempfile
 import time
+import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import serve_ab
 import torch
+from bench_speculation import FLASH, write_config
 
 WORKS = ("copies", "ttft")
 TIERS = ("cold", "device", "host", "disk")
 REPEATS = 5
 PAGE = 256
+FLASH_RATIOS = (0, 0, *(4, 128) * 20, 4)  # of V4-Flash's 43 layers
+REQUEST_TIMEOUT_S = 120
 STORE_VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
 
@@ -57,10 +73,11 @@ class Row:
 # ------------------------------------------------------------------------------------------------ copies
 
 
-def median_s(run: Callable[[], None], device: torch.device) -> float:
-    """Median time of a run, the device's work included."""
+def median_s(run: Callable[[], None], device: torch.device, before: Callable[[], None] = lambda: None) -> float:
+    """Median time of a run, the device's work included; `before` each, unmeasured."""
     times = []
     for _ in range(REPEATS + 1):
+        before()
         _synchronise(device)
         begin = time.perf_counter()
         run()
@@ -74,16 +91,27 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def copies(model: Path, prefix: int, device: torch.device) -> list[Row]:
+def copies(prefix: int, device: torch.device) -> list[Row]:
     """Rates in GB/s of everything that a prefix of so many tokens consists of, but its tail."""
+    from dsv4_kernels.kv_layout import RowFormat
+    from sglang_dsv4.cache.geometry import PoolGeometry
     from sglang_dsv4.cache.host_records import HostRecords
     from sglang_dsv4.cache.kv_pool import Dsv4KVPool
     from sglang_dsv4.cache.page_records import PageRecords
     from sglang_dsv4.cache.record_files import RecordFiles
-    from sglang_dsv4.doctor import geometry_of_checkpoint
+    from sglang_dsv4.prefix.storage import READERS
 
     pages = -(-prefix // PAGE)
-    geometry = geometry_of_checkpoint(model, fp8=device.type == "cuda")
+    fp8 = device.type == "cuda"
+    geometry = PoolGeometry(
+        ratios=FLASH_RATIOS,
+        row_dim=512,
+        rope_dim=64,
+        index_dim=128,
+        window_tokens=128,
+        row_format=RowFormat.FP8 if fp8 else RowFormat.PLAIN,
+        index_format=RowFormat.INDEX_FP4 if fp8 else RowFormat.PLAIN,
+    )
     pool = Dsv4KVPool(geometry, full_tokens=2 * pages * PAGE, request_slots=2, device=str(device))
     for name, _, storage in pool.tensors():
         if "entries" in name or "keys" in name:
@@ -92,13 +120,14 @@ def copies(model: Path, prefix: int, device: torch.device) -> list[Row]:
     order = random.Random(1).sample(range(1, 2 * pages + 1), pages)  # pages of the pool lie anywhere
     back = random.Random(2).sample(range(1, 2 * pages + 1), pages)
     slots = list(range(pages))
+    there, anew = (torch.tensor(numbers, device=device) for numbers in (order, back))
     size = pages * host.records.record_bytes
 
-    host.save(order, slots)
-    host.load(slots, back)
+    host.save(there, slots)
+    host.load(slots, anew)
     _check_round_trip(host, order, back)
-    save_s = median_s(lambda: host.save(order, slots), device)
-    load_s = median_s(lambda: host.load(slots, back), device)
+    save_s = median_s(lambda: host.save(there, slots), device)
+    load_s = median_s(lambda: host.load(slots, anew), device)
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda").fill_(1)
     plain = torch.empty(size, dtype=torch.uint8, device=device)
     to_host_s = median_s(lambda: pinned.copy_(plain, non_blocking=True), device)
@@ -107,14 +136,17 @@ def copies(model: Path, prefix: int, device: torch.device) -> list[Row]:
         _share("copies", "save_gb_s", size / save_s / 1e9, size / to_host_s / 1e9),
         _share("copies", "load_gb_s", size / load_s / 1e9, size / to_device_s / 1e9),
     ]
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         files = RecordFiles(Path(folder) / "ours", {"of": "the benchmark"})
         names = [f"{i:04x}.page" for i in slots]
         target, plainly = torch.empty_like(host.memory), Path(folder)
         begin = time.perf_counter()
         written = [files.set(name, host.memory[i]) for i, name in enumerate(names)]
         write_s = time.perf_counter() - begin
-        read_s = median_s(lambda: [files.get(name, target[i]) for i, name in enumerate(names)], torch.device("cpu"))
+        forget, cpu = partial(_forget, Path(folder)), torch.device("cpu")
+        readers = stack.enter_context(ThreadPoolExecutor(READERS))  # as the server reads
+        read_s = median_s(lambda: list(readers.map(files.get, names, target)), cpu, forget)
         assert all(written) and torch.equal(target, host.memory) and not files.faults
         begin = time.perf_counter()
         for i, name in enumerate(names):
@@ -122,12 +154,25 @@ def copies(model: Path, prefix: int, device: torch.device) -> list[Row]:
                 file.write(memoryview(host.memory[i].numpy()))
                 os.fsync(file.fileno())
         plain_write_s = time.perf_counter() - begin
-        plain_read_s = median_s(lambda: [(plainly / name).read_bytes() for name in names], torch.device("cpu"))
+        plain_read_s = median_s(lambda: list(readers.map(lambda n: (plainly / n).read_bytes(), names)), cpu, forget)
         rows += [
             _share("copies", "file_write_gb_s", size / write_s / 1e9, size / plain_write_s / 1e9),
-            _share("copies", "file_read_gb_s", size / read_s / 1e9, size / plain_read_s / 1e9),  # from the page cache
+            _share("copies", "file_read_gb_s", size / read_s / 1e9, size / plain_read_s / 1e9),
         ]
+    if device.type == "cuda":  # memory that is freed while it is registered stays locked
+        torch.cuda.cudart().cudaHostUnregister(host.memory.data_ptr())
+        del host, pool, pinned, plain
+        torch.cuda.empty_cache()
     return rows
+
+
+def _forget(folder: Path) -> None:
+    """Have the system write what is in a folder, and drop it from memory, so that the next read is the disk's."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError), (Path(root) / name).open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _check_round_trip(host: object, order: Sequence[int], back: Sequence[int]) -> None:
@@ -150,40 +195,55 @@ def _share(work: str, metric: str, ours: float, limit: float) -> Row:
 # ------------------------------------------------------------------------------------------------ time to first token
 
 
-def ttft(contender: str, args: argparse.Namespace, flags: Sequence[str], logs: Path) -> dict[str, dict[str, float]]:
-    """tier -> milliseconds until the first token (median), and tokens that the server says it took from its cache."""
+Figures = dict[str, list[dict]]
+"""tier -> of each round: `ms` until the first token, `hit_tokens` that the server took from its cache, and of where."""
+
+
+def ttft(contender: str, args: argparse.Namespace, flags: Sequence[str], keep: Callable[[Figures], None]) -> None:
+    """Rounds of one server; `keep` is called with all of them after each. The first warms up and does not count."""
     vocab = json.loads((args.model / "config.json").read_text())["vocab_size"]
     prompts = random.Random(3)
 
     def prompt() -> list[int]:
-        return [prompts.randrange(10, vocab) for _ in range(args.prefix)]
+        return prompts.choices(range(10, vocab), k=args.prefix)
 
-    found: dict[str, list[tuple[float, float]]] = {tier: [] for tier in TIERS}
-    fillers = -(-5 * args.pool // (2 * args.prefix))
+    found: Figures = {tier: [] for tier in TIERS}
+    fillers = -(-3 * args.pool // (2 * args.prefix))
     with tempfile.TemporaryDirectory() as folder, _environment(STORE_VARIABLE, folder):
-        with serve_ab.running(contender, args.model, flags, args.port, logs / f"{contender}_tiers.log") as server:
-            _first_token(server, prompt())  # compiles what still has to be
-            for _ in range(args.repeats):
+        log = args.logs / f"{contender}_tiers.log"
+        with serve_ab.running(contender, args.model, flags, args.port, log) as server:
+            begin = time.monotonic()
+            for measured in range(-1, args.repeats):
                 asked = prompt()
-                found["cold"].append(_first_token(server, asked))
-                found["device"].append(_first_token(server, asked))
+                times = {"cold": _first_token(server, asked), "device": _first_token(server, asked)}
                 for _ in range(fillers):
                     _first_token(server, prompt())
-                found["host"].append(_first_token(server, asked))
+                times["host"] = _first_token(server, asked)
                 _until_quiet(Path(folder))
                 _flush(server)
-                found["disk"].append(_first_token(server, asked))
+                _forget(Path(folder))
+                times["disk"] = _first_token(server, asked)
                 _flush(server)
-    return {
-        tier: {"ms": statistics.median(ms for ms, _ in runs), "hit_tokens": statistics.median(hit for _, hit in runs)}
-        for tier, runs in found.items()
-    }
+                took = time.monotonic() - begin
+                print(f"{contender}, {took:.0f} s after {server.ready_s:.0f}: {json.dumps(times)}", flush=True)
+                if measured >= 0:
+                    for tier, figures in times.items():
+                        found[tier].append(figures)
+                    keep(found)
+                    if took * (measured + 3) / (measured + 2) > args.limit_s:
+                        break
 
 
-def _first_token(server: serve_ab.Server, prompt: list[int]) -> tuple[float, float]:
+def _first_token(server: serve_ab.Server, prompt: list[int]) -> dict:
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    request = urllib.request.Request(
+        f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     begin = time.perf_counter()
-    answer = server.post("/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
-    return 1e3 * (time.perf_counter() - begin), float(answer["meta_info"]["cached_tokens"])
+    with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
+        meta = json.load(answer)["meta_info"]
+    ms = 1e3 * (time.perf_counter() - begin)
+    return {"ms": ms, "hit_tokens": meta["cached_tokens"], "of": meta.get("cached_tokens_details")}
 
 
 def _flush(server: serve_ab.Server) -> None:
@@ -191,7 +251,7 @@ def _flush(server: serve_ab.Server) -> None:
     for _ in range(300):
         with contextlib.suppress(urllib.error.HTTPError):
             request = urllib.request.Request(f"{server.url}/flush_cache", b"")
-            urllib.request.urlopen(request, timeout=600).close()
+            urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S).close()
             return
         time.sleep(0.1)
     raise RuntimeError("the server does not become idle")
@@ -217,18 +277,55 @@ def _environment(name: str, value: str) -> Iterator[None]:
         os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
-def rows_of(found: dict[str, dict[str, dict[str, float]]]) -> list[Row]:
-    """Both servers' times by tier, and the tokens that they took from it."""
-    ours, builtin = found["ours"], found.get("builtin")
+def rows_of(found: Mapping[str, Figures]) -> list[Row]:
+    """Medians of both servers' times by tier, and of the tokens that they took from it; none without ours."""
+
+    def median(contender: str, tier: str, metric: str) -> float | None:
+        figures = found.get(contender, {}).get(tier)
+        return statistics.median(of[metric] for of in figures) if figures else None
+
     rows = []
     for tier in TIERS:
-        other = None if builtin is None else builtin[tier]["ms"]
-        ratio = None if other is None else other / ours[tier]["ms"]
-        rows.append(Row(f"ttft_{tier}", "ms", ours[tier]["ms"], other, ratio))
-        other = None if builtin is None else builtin[tier]["hit_tokens"]
-        ratio = ours[tier]["hit_tokens"] / other if other else None
-        rows.append(Row(f"ttft_{tier}", "hit_tokens", ours[tier]["hit_tokens"], other, ratio))
+        for metric, less_is_better in (("ms", True), ("hit_tokens", False)):
+            ours, builtin = (median(contender, tier, metric) for contender in ("ours", "builtin"))
+            if ours is not None:
+                a, b = (builtin, ours) if less_is_better else (ours, builtin)
+                rows.append(Row(f"ttft_{tier}", metric, ours, builtin, a / b if a is not None and b else None))
     return rows
+
+
+class Result:
+    """What was measured so far, in a file."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        """Begin with what `args.out` has of the same setting."""
+        self._out = args.out
+        setting = {
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+            "versions": serve_ab.versions(),
+            "model": args.model.name,
+            "prefix_tokens": args.prefix,
+            "pool_tokens": args.pool,
+            "flags": args.flags,
+        }
+        before = json.loads(args.out.read_text()) if args.out.exists() else {}
+        if before and {name: before.get(name) for name in setting} != json.loads(json.dumps(setting)):
+            raise SystemExit(f"{args.out} has results of another machine, model or setting: name another file")
+        self._setting = setting
+        self.copies: list[Row] = [Row(**row) for row in before.get("rows", ()) if row["work"] == "copies"]
+        self.figures: dict[str, Figures] = before.get("figures", {})
+        self.errors: dict[str, str] = {}
+
+    def write(self) -> list[Row]:
+        """All of it; the rows."""
+        rows = [*self.copies, *rows_of(self.figures)]
+        result = {**self._setting, "rows": [asdict(row) for row in rows], "figures": self.figures}
+        if self.errors:
+            result["errors"] = self.errors
+        unfinished = self._out.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(result, indent=1) + "\n")
+        unfinished.replace(self._out)
+        return rows
 
 
 def main() -> None:
@@ -242,32 +339,49 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=131_072, help="tokens of the device's pool")
     parser.add_argument("--ratio", type=float, default=4.0, help="--hicache-ratio: all that is pushed out must fit")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="no round begins that would end later")
+    parser.add_argument("--ready-s", type=float, default=300, help="so long a server may take to start")
     parser.add_argument("--port", type=int, default=30_117)
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("flags", nargs="*", help="further server flags, behind --")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows: list[Row] = []
+    if "ttft" in args.works and not (args.model / "config.json").exists():
+        write_config(args.model, FLASH)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    result = Result(args, device)
+    serve_ab.READY_TIMEOUT_S = args.ready_s
     if "copies" in args.works:
-        rows += copies(args.model, args.prefix, device)
-    if "ttft" in args.works:
-        tiers = ("--enable-hierarchical-cache", "--hicache-ratio", str(args.ratio), "--hicache-storage-backend", "file")
-        wait = ("--hicache-storage-prefetch-policy", "wait_complete", "--max-total-tokens", str(args.pool))
-        flags = (*tiers, *wait, *args.flags)
-        rows += rows_of({name: ttft(name, args, flags, args.logs) for name in args.contenders})
+        with _noted(result, "copies"):
+            result.copies = copies(args.prefix, device)
+    tiers = ("--enable-hierarchical-cache", "--hicache-ratio", str(args.ratio), "--hicache-storage-backend", "file")
+    wait = ("--hicache-storage-prefetch-policy", "wait_complete", "--max-total-tokens", str(args.pool))
+    for name in args.contenders if "ttft" in args.works else ():
+
+        def keep(figures: Figures, name: str = name) -> None:
+            result.figures[name] = figures
+            result.write()
+
+        with _noted(result, name):
+            ttft(name, args, (*tiers, *wait, *args.flags), keep)
+    rows = result.write()
     for row in rows:
         other = "" if row.builtin is None else f"{row.builtin:12,.4g}{row.ratio or float('nan'):8.2f}"
         print(f"{row.work:14}{row.metric:18}{row.ours:12,.4g}{other}")
-    result = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "versions": serve_ab.versions(),
-        "model": args.model.name,
-        "prefix_tokens": args.prefix,
-        "pool_tokens": args.pool,
-        "rows": [asdict(row) for row in rows],
-    }
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({"out": str(args.out), "rows": len(rows)}))
+    print(json.dumps({"out": str(args.out), "rows": len(rows), "errors": result.errors}))
+    if result.errors:
+        raise SystemExit(1)
+
+
+@contextlib.contextmanager
+def _noted(result: Result, what: str) -> Iterator[None]:
+    """An error of one part is kept, and the others run; what there is, is written."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        result.errors[what] = f"{type(error).__name__}: {error}"[-2000:]
+    result.write()
 
 
 if __name__ == "__main__":

@@ -69,6 +69,15 @@ class HostPages:
             end += 1
         return end
 
+    def path(self, digest: bytes) -> list[bytes]:
+        """The pages of a prefix that is here, by its last page's digest."""
+        found: list[bytes] = []
+        at: bytes | None = digest
+        while at is not None:
+            found.append(at)
+            at = self._pages[at].before
+        return found[::-1]
+
     def touch(self, digests: Iterable[bytes]) -> None:
         """A prefix is used: its pages become the most recently used ones, equally."""
         self._use += 1

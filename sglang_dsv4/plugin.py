@@ -177,11 +177,6 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
     server_flags.refuse(arguments)
     algorithm = arguments.speculative_algorithm
     has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
-    if algorithm is not None and arguments.enable_hierarchical_cache:
-        raise ValueError(
-            f"sglang-dsv4 does not support --enable-hierarchical-cache with --speculative-algorithm {algorithm}: what "
-            "a draft knows of a prefix is not kept beyond the device. Leave one of the two out."
-        )
     if algorithm == "DSPARK" and not has_dspark:
         raise ValueError(
             "sglang-dsv4 does not support --speculative-algorithm DSPARK with this checkpoint: it has no DSpark draft. "

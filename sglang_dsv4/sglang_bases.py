@@ -15,7 +15,7 @@ from sglang.srt.layers.attention.verify_mask import TreeMaskMode, VerifyMask, tr
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
-from sglang.srt.mem_cache.unified_cache.components import TreeComponent
+from sglang.srt.mem_cache.unified_cache.components import EvictLayer, TreeComponent
 
 from sglang_dsv4.compat import DeepSeekV4TokenToKVPool, UnifiedRadixCache, UnifiedTreeCore
 
@@ -149,6 +149,25 @@ class OpenTreeCore(UnifiedTreeCore):
         """A match that goes on for so many tokens beyond the device."""
         return result._replace(host_hit_length=tokens)
 
+    def before_eviction(self, node: UnifiedTreeNode) -> None:
+        """The tree is about to give up the node's FULL slots; their bytes are still there."""
+
+    def _evict_component_and_detach_lru(
+        self,
+        node: UnifiedTreeNode,
+        comp: TreeComponent,
+        device_frees: dict[ComponentType, list[torch.Tensor]],
+        host_frees: dict[ComponentType, list[torch.Tensor]],
+        cache_actions: list[CacheAction | ComponentAction],
+        target: EvictLayer = EvictLayer.DEVICE,
+        tracker: dict[ComponentType, int] | None = None,
+    ) -> tuple[int, int]:
+        if comp.component_type == BASE_COMPONENT_TYPE and EvictLayer.DEVICE in target and not node.evicted:
+            self.before_eviction(node)
+        return super()._evict_component_and_detach_lru(
+            node, comp, device_frees, host_frees, cache_actions, target, tracker
+        )
+
     def take_off(self, node_id: int, component: TreeComponent) -> None:
         """Take a component's value off a node, which keeps its blocks."""
         self._evict_component_and_detach_lru(
@@ -156,21 +175,8 @@ class OpenTreeCore(UnifiedTreeCore):
         )
 
 
-class EvictionAwareRadixCache(UnifiedRadixCache):
-    """SGLang's radix cache, which says what it is about to free."""
-
-    def before_eviction(self, pages: list[torch.Tensor]) -> None:
-        """The tree gives up nodes whose FULL slots these are, whole pages; their bytes are still there."""
-
-    def _free_values(
-        self,
-        device_frees: dict[ComponentType, list[torch.Tensor]],
-        host_frees: dict[ComponentType, list[torch.Tensor]],
-    ) -> None:
-        slots = device_frees.get(BASE_COMPONENT_TYPE)
-        if slots:
-            self.before_eviction(slots)
-        super()._free_values(device_frees, host_frees)
+class RankedRadixCache(UnifiedRadixCache):
+    """SGLang's radix cache, which can ask the other ranks."""
 
     def least_of_ranks(self, values: list[int]) -> list[int]:
         """The least of each value over the ranks that keep equal trees; all of them must call it."""

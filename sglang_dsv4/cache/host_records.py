@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from sglang_dsv4.cache.page_records import PageRecords
-from sglang_dsv4.to_device import to_device
 
 STAGED_BYTES = 32 << 20
 """Of one of the two staging buffers on a GPU: some 30 records of V4-Flash, half a millisecond of PCIe."""
@@ -50,12 +49,12 @@ class HostRecords:
         self.batch = max(1, min(MAX_STAGED_RECORDS, STAGED_BYTES // max(1, records.record_bytes)))
         self._gpu = _GpuCopies(self) if records.device.type == "cuda" else None
 
-    def save(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy pages of the pool into slots. No slot may be named twice."""
+    def save(self, pages: Tensor, slots: Sequence[int]) -> None:
+        """Copy pages of the pool, [N] int64 on its device, into slots. No slot may be named twice."""
         self._run(pages, slots, self.saved, self._save_now if self._gpu is None else self._gpu.save)
 
-    def load(self, slots: Sequence[int], pages: Sequence[int]) -> None:
-        """Copy slots into pages of the pool. No page may be named twice."""
+    def load(self, slots: Sequence[int], pages: Tensor) -> None:
+        """Copy slots into pages of the pool, [N] int64 on its device. No page may be named twice."""
         self._run(pages, slots, self.loaded, self._load_now if self._gpu is None else self._gpu.load)
 
     def mark(self) -> Callable[[], bool]:
@@ -67,11 +66,11 @@ class HostRecords:
         if self._gpu is not None:
             self._gpu.collect_times()
 
-    def _run(self, pages: Sequence[int], slots: Sequence[int], totals: CopyTotals, copy: Callable[..., None]) -> None:
+    def _run(self, pages: Tensor, slots: Sequence[int], totals: CopyTotals, copy: Callable[..., None]) -> None:
         begin = time.perf_counter()
         for first in range(0, len(pages), self.batch):
             chosen = slice(first, first + self.batch)
-            copy(to_device(list(pages[chosen]), self.records.device), list(slots[chosen]))
+            copy(pages[chosen], list(slots[chosen]))
         totals.pages += len(pages)
         totals.bytes += len(pages) * self.records.record_bytes
         if self._gpu is None:

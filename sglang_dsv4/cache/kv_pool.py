@@ -57,6 +57,7 @@ class Dsv4KVPool(RingWindowKVPool):
         host_pages: pages of prefixes in host memory; 0 without `--enable-hierarchical-cache`.
         prefix_tiers: what is to be copied before a forward; set with `--enable-hierarchical-cache`.
         draft: of a target, the draft worker's pool. Tail checkpoints hold its window rows as well.
+        model: of a draft, what computes its rows.
         tail_rows: of a draft, where the tokens of the prefill in progress go in the target's checkpoints.
     """
 
@@ -103,6 +104,7 @@ class Dsv4KVPool(RingWindowKVPool):
         self.host_pages = tails.host_pages if tails else 0
         self.prefix_tiers: PrefixTiers | None = None
         self.draft: Dsv4KVPool | None = None
+        self.model: torch.nn.Module | None = None
         self.tail_rows: TailRows | None = None
         self._tensors: dict[str, dict[int, KVRows | torch.Tensor]] = {}
         # [layers, ...] of all request slots: what a tail checkpoint copies at once
@@ -297,6 +299,7 @@ def build_kv_pool(
         enable_memory_saver=get_exec().features.enable_memory_saver,
     )
     if kvc.is_draft_worker:
+        pool.model = kvc.model
         target = kvc.token_to_kv_pool_allocator.get_kvcache()
         target.attach_draft(pool, injected=kvc.spec_algorithm.is_dspark())
     logger.info("%s\n%s", "Draft worker" if kvc.is_draft_worker else "Target worker", pool.plan.table())

@@ -11,6 +11,7 @@ The header repeats identity and key and has a checksum of the record: a file tha
 from elsewhere is a miss, counted by its reason, and deleted, so that it is written anew.
 
 Faults of the disk cost time, never an answer: a write that fails is counted and logged, and writing rests for a while.
+How much of the disk they take may be bounded (`disk_limit`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from torch import Tensor
+
+from sglang_dsv4.cache.disk_limit import DiskLimit, lock_to_read
 
 logger = logging.getLogger(__name__)
 
@@ -61,21 +64,32 @@ class RecordFiles(HiCacheStorage):
     """Records of one identity in a folder. Safe to be used by several threads and processes at once.
 
     Attributes:
+        batch: how many records are best asked for at once: files are read side by side.
         folder: of this identity.
         faults: how often each fault was met; only ever grow.
         bytes_read, bytes_written: records alone.
     """
 
-    def __init__(self, root: Path, identity: Mapping[str, str]) -> None:
-        """Open a folder, which is made if it is not there. A folder that can't be made or written is a warning."""
+    batch = 1
+
+    def __init__(self, root: Path, identity: Mapping[str, str], limit: DiskLimit | None = None) -> None:
+        """Open a folder, which is made if it is not there. A folder that can't be made or written is a warning.
+
+        Args:
+            root: of all identities.
+            identity: what the records' bytes depend on.
+            limit: of what lies below `root`; None for none.
+        """
         self.identity = dict(identity)
         self._digest = identity_digest(identity)
         self.root, self.folder = root, root / self._digest.hex()
+        self._limit = limit
         self.faults: Counter[Fault] = Counter()
         self.bytes_read = self.bytes_written = 0
         self._names = itertools.count()
         self._lock = threading.Lock()
         self._resting_until = 0.0
+        self._was_full = False
         self._open()
 
     @staticmethod
@@ -116,6 +130,8 @@ class RecordFiles(HiCacheStorage):
             logger.warning("prefix storage: %s is %s: deleted, and computed again", self._path(key), fault.value)
             with contextlib.suppress(OSError):
                 self._path(key).unlink()
+                if self._limit is not None:
+                    self._limit.removed(self._path(key))
         return None
 
     def set(self, key: str, value: Tensor | None = None, target_location: Any = None, target_sizes: Any = None) -> bool:  # noqa: ANN401
@@ -126,8 +142,22 @@ class RecordFiles(HiCacheStorage):
             with self._lock:
                 self.faults[Fault.UNWRITTEN] += 1
             return False
+        nbytes = HEADER.size + value.numel()
+        if self._limit is not None and not self._limit.make_room(nbytes):
+            with self._lock:
+                self.faults[Fault.UNWRITTEN] += 1
+                is_first, self._was_full = not self._was_full, True
+            if is_first:
+                logger.warning(
+                    "prefix storage: the limit of %s leaves no room for a record of %d bytes; further ones are counted",
+                    self.root,
+                    nbytes,
+                )
+            return False
         try:
             self._write(key, memoryview(value.numpy()))
+            if self._limit is not None:
+                self._limit.added(self._path(key), nbytes)
         except OSError as error:
             with self._lock:
                 self.faults[Fault.UNWRITTEN] += 1
@@ -165,8 +195,21 @@ class RecordFiles(HiCacheStorage):
         """`set` for each key; whether all of them were written."""
         return all([self.set(key, value) for key, value in zip(keys, values, strict=True)])
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether it matters what is used."""
+        return self._limit is not None
+
+    def used(self, prefix: Sequence[Sequence[str]]) -> None:
+        """A prefix was used: the keys of each of its pages, which need not be there, in their order."""
+        if self._limit is not None:
+            self._limit.used([[self._path(key) for key in keys] for keys in prefix])
+
     def clear(self) -> None:
         """Delete the records of this identity; others in the folder stay."""
+        if self._limit is not None:
+            for path in self.folder.glob("*/*"):
+                self._limit.removed(path)
         shutil.rmtree(self.folder, ignore_errors=True)
         self._open()
 
@@ -181,6 +224,8 @@ class RecordFiles(HiCacheStorage):
 
     def _read(self, key: str, target: memoryview) -> Fault | None:
         with self._path(key).open("rb", buffering=0) as file:
+            if self._limit is not None:
+                lock_to_read(file.fileno())
             header = file.read(HEADER.size)
             if len(header) < HEADER.size:
                 return Fault.TRUNCATED

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from hashlib import blake2b
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +43,7 @@ def identity_of(runner: ModelRunner, records: PageRecords, tails: TailSlots, ran
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {
         "model": blake2b(repr(config).encode(), digest_size=8).hexdigest(),
+        "draft": arguments.speculative_algorithm or "none",
         "weights": blake2b(" ".join(ranks).encode(), digest_size=16).hexdigest(),
         "ranks": f"tp {arguments.tp_size}, ep {arguments.ep_size}",
         "quantisers": repr(config.qat),
@@ -56,8 +60,10 @@ def identity_of(runner: ModelRunner, records: PageRecords, tails: TailSlots, ran
     }
 
 
+@cache
 def code_fingerprint() -> str:
-    """Of this package's sources: a checkout may compute other bits under the same version."""
+    """Of this package's sources, as they are when it is asked first: a checkout may compute other bits under the same
+    version, and what changes there later is not what runs."""
     digest = blake2b(digest_size=8)
     for package in (sglang_dsv4, dsv4_kernels):
         for root in map(Path, package.__path__):
@@ -67,14 +73,15 @@ def code_fingerprint() -> str:
 
 
 @torch.no_grad()
-def weights_fingerprint(model: nn.Module) -> str:
-    """Of every parameter and buffer as it was loaded: name, dtype, shape and contents.
+def weights_fingerprint(*models: nn.Module) -> str:
+    """Of every parameter and buffer of the target, and of its draft, as it was loaded: name, dtype, shape and contents.
 
     Contents by sums of products with fixed odd numbers, modulo 2**64, which any change of one value changes; every byte
     is read once, where it lies. It tells other weights from these; it does not withstand someone who wants a collision.
     """
     digest, factors = blake2b(digest_size=16), {}
-    for name, tensor in sorted((*model.named_parameters(), *model.named_buffers())):
+    tensors = (sorted((*model.named_parameters(), *model.named_buffers()), key=itemgetter(0)) for model in models)
+    for name, tensor in chain.from_iterable(tensors):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         sums = []
         for words in _words(tensor.detach()):

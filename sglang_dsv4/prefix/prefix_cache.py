@@ -39,7 +39,7 @@ from sglang_dsv4.prefix.metrics import PrefixMetrics
 from sglang_dsv4.prefix.tail_component import TAIL, TailComponent
 from sglang_dsv4.prefix.tier_setup import create_tiers, open_storage
 from sglang_dsv4.prefix.tiers import PrefixTiers
-from sglang_dsv4.sglang_bases import EvictionAwareRadixCache
+from sglang_dsv4.sglang_bases import RankedRadixCache
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import (
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Dsv4PrefixCache(EvictionAwareRadixCache):
+class Dsv4PrefixCache(RankedRadixCache):
     """SGLang's radix tree over FULL pages; a match ends where a tail checkpoint stands."""
 
     def __init__(
@@ -130,13 +130,9 @@ class Dsv4PrefixCache(EvictionAwareRadixCache):
             digests = component.digests(params.key, component.inserting)
             match = getattr(component.inserting, "tail_match", None)
             hit_pages = 0 if match is None else match.position // FULL_PAGE_TOKENS
+            component.note_ends(result.last_device_node, digests)
             self.tiers.inserted(digests, page_numbers(params.value[: len(digests) * FULL_PAGE_TOKENS]), hit_pages)
         return result
-
-    def before_eviction(self, pages: list[torch.Tensor]) -> None:
-        """The tree is about to free these slots."""
-        if self.tiers is not None:
-            self.tiers.evicting([number for slots in pages for number in page_numbers(slots)])
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, int]:
         """Bring the pages of a request's host hit back: into the tree now, filled before the next forward.
@@ -149,7 +145,7 @@ class Dsv4PrefixCache(EvictionAwareRadixCache):
             return 0, req.last_node
         component: TailComponent = self.components[TAIL]
         begin, end = req.prefix_len, req.prefix_len + tokens
-        key = RadixKey(req.full_untruncated_fill_ids[:end], req.extra_key, cache_salt=req.cache_salt)
+        key = self._key(req.full_untruncated_fill_ids[: end + self._boundary_tokens], req.extra_key, req.cache_salt)
         digests, first = component.digests(key, req), begin // FULL_PAGE_TOKENS
         if component.host_hit_tokens(key, req, begin) != tokens:  # it went while the request waited for its turn
             return 0, req.last_node
@@ -161,13 +157,22 @@ class Dsv4PrefixCache(EvictionAwareRadixCache):
             return 0, req.last_node
         value = torch.cat([self.path_device_indices(req.last_node)[:begin], slots])
         result = super().insert(InsertParams(key=key, value=value, prev_prefix_len=begin))
-        numbers = page_numbers(value)
-        new = self.tiers.inserted(digests, numbers)  # what the tree had behind `begin` it keeps, and frees ours
-        from_storage = self.tiers.load(wanted, {digests[i]: numbers[i] for i in new})
+        component.note_ends(result.last_device_node, digests)
+        new = self.tiers.inserted(digests, page_numbers(value))  # what it had behind `begin` it keeps, and frees ours
+        from_storage = self.tiers.load(wanted, [digests[i] for i in new])
         component.unpark(result.last_device_node, digests, first)
         checkpoint_id = component.checkpoint_at(result.last_device_node)
         component.note_load(req, checkpoint_id, tokens, from_storage * FULL_PAGE_TOKENS)
         return tokens, result.last_device_node
+
+    @property
+    def _boundary_tokens(self) -> int:
+        """Tokens that a key has beyond the positions it names: an MTP module's row is made of the next token, too."""
+        return int(self.tree_core.is_eagle)
+
+    def _key(self, tokens: array[int], extra_key: str | None, cache_salt: str | None) -> RadixKey:
+        """As SGLang makes keys of this tree."""
+        return RadixKey(tokens, extra_key, is_bigram=self.tree_core.is_eagle, cache_salt=cache_salt)
 
     def _slots_for(self, tokens: int) -> torch.Tensor | None:
         """Slots of whole pages, for which the tree gives up what nobody uses; None if that is not enough."""
@@ -228,7 +233,7 @@ class Dsv4PrefixCache(EvictionAwareRadixCache):
     ) -> None:
         """A request arrived: see whether the storage knows more of its prefix."""
         if self.tiers is not None and self.tiers.storage is not None:
-            key = RadixKey(matched_prefix_tokens + new_input_tokens, extra_key, cache_salt=cache_salt)
+            key = self._key(matched_prefix_tokens + new_input_tokens, extra_key, cache_salt)
             digests = self.components[TAIL].digests(key, None)
             self.tiers.storage.prefetch(request, digests, len(matched_prefix_tokens) // FULL_PAGE_TOKENS)
 
@@ -274,9 +279,9 @@ class HostUse(NamedTuple):
         return self.pages.free * FULL_PAGE_TOKENS
 
 
-def page_numbers(slots: torch.Tensor) -> list[int]:
-    """[N * 256] slots of whole pages -> the N pages of the pool."""
-    return (slots[::FULL_PAGE_TOKENS] // FULL_PAGE_TOKENS).tolist()
+def page_numbers(slots: torch.Tensor) -> torch.Tensor:
+    """[N * 256] slots of whole pages -> [N] int64, the pages of the pool; on their device, which nobody waits for."""
+    return slots[::FULL_PAGE_TOKENS].long() // FULL_PAGE_TOKENS
 
 
 def _create_tree_core(

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
+    from sglang_dsv4.cache.checked_storage import CheckedStorage
     from sglang_dsv4.cache.record_files import Fault, RecordFiles
     from sglang_dsv4.cache.tail_storage import TailSlots, TailStorage
     from sglang_dsv4.prefix.tail_component import TailComponent
-    from sglang_dsv4.prefix.tier_setup import CheckedStorage
     from sglang_dsv4.prefix.tiers import PrefixTiers
 
 logger = logging.getLogger(__name__)
@@ -117,8 +118,9 @@ class PrefixStorage:
         """Start it.
 
         Args:
-            open_backend: the storage for the weights that are loaded now, by SGLang's interface: `exists`, `get` into
-                a tensor, `set` from one; and it counts `faults`. Asked again when the cache is flushed, as it is when
+            open_backend: the storage for the weights that are loaded now, by SGLang's interface: `batch_exists`,
+                `batch_get` into tensors (`batch` at once, from several threads), `exists`, `get`, `set`; and it counts
+                `faults`. Asked again when the cache is flushed, as it is when
                 weights are exchanged.
             tiers: where pages are.
             tails: where checkpoints are.
@@ -167,12 +169,29 @@ class PrefixStorage:
     def _write_pages(self) -> None:
         pages = self._tiers.written()
         self._busy = {slot: work for slot, work in self._busy.items() if not work.done()}
-        if self._writes and not self._is_suspended:
+        if pages and self._writes and not self._is_suspended:
+            renew = self._renewal([digest for digest, _ in pages])
+            renew()  # before, too, or the first pages of a prefix may have to go for its last ones
             for digest, slot in pages:
                 self._busy[slot] = self._submit(page_key(digest), self._tiers.records.memory[slot])
                 checkpoint_id = self._tails.checkpoint_of(digest)
                 if checkpoint_id is not None:
                     self.tail_published(digest, checkpoint_id)
+            renew()
+
+    def _renewal(self, digests: Sequence[bytes]) -> Callable[[], None]:
+        """Makes the prefixes that these pages belong to the most recently used ones, when it is their turn."""
+        if not self.backend.is_limited:
+            return lambda: None
+        kept, backend = self._tiers.pages, self.backend
+        followed = {kept.get(digest).before for digest in digests}
+        prefixes = [keys_of(kept.path(digest)) for digest in digests if digest not in followed]
+
+        def renew() -> None:
+            for prefix in prefixes:
+                self._writer.submit(backend.used, prefix)
+
+        return renew
 
     def _write_tails(self) -> None:
         """Those whose copy to the host was issued, and is done. Their bytes are copied here: the slot may be reused."""
@@ -241,8 +260,8 @@ class PrefixStorage:
 
     def _look(self, digests: list[bytes], begin: int, floor: int) -> _Found:
         end = begin
-        while end < len(digests) and self.backend.exists(page_key(digests[end])):
-            end += 1
+        if begin < len(digests):
+            end += self.backend.batch_exists([page_key(digest) for digest in digests[begin:]])
         for pages in range(end, floor, -1):
             if self.backend.exists(tail_key(digests[pages - 1])):
                 return _Found(pages)
@@ -254,7 +273,10 @@ class PrefixStorage:
             time.sleep(1e-4)
         begin, memory = time.perf_counter(), self._tiers.records.memory
         keys = [page_key(digest) for digest in fetch.digests[fetch.begin : end]]
-        got = list(self._readers.map(lambda key, slot: self.backend.get(key, memory[slot]), keys, fetch.slots))
+        targets, backend = [memory[slot] for slot in fetch.slots], self.backend
+        some = [slice(first, first + backend.batch) for first in range(0, len(keys), backend.batch)]
+        parts = self._readers.map(lambda part: backend.batch_get(keys[part], targets[part]), some)
+        got = list(chain.from_iterable(parts))
         usable = fetch.begin + next((i for i, record in enumerate(got) if record is None), len(got))
         self.totals.pages_read += usable - fetch.begin
         self.totals.bytes_read += (usable - fetch.begin) * memory.shape[1]
@@ -271,6 +293,8 @@ class PrefixStorage:
                     found = _Found(pages, landing)
                     break
         self.totals.read_seconds += time.perf_counter() - begin
+        if backend.is_limited:
+            backend.used(keys_of(fetch.digests[:usable]))
         return found
 
     # Every round of the scheduler
@@ -423,3 +447,8 @@ def page_key(digest: bytes) -> str:
 def tail_key(digest: bytes) -> str:
     """The name of a checkpoint's record."""
     return f"{digest.hex()}{TAIL_SUFFIX}"
+
+
+def keys_of(digests: Sequence[bytes]) -> list[tuple[str, str]]:
+    """The names of what may be stored of each page."""
+    return [(page_key(digest), tail_key(digest)) for digest in digests]

@@ -68,13 +68,14 @@ class TailComponent(PassiveTreeComponent):
         self._node_of: dict[int, int | None] = {}  # checkpoint id -> node id; None: parked
         self._by_digest: dict[bytes, int] = {}  # prefix -> checkpoint id
         self._digest_of: dict[int, bytes] = {}
+        self._end_of: dict[int, bytes] = {}  # node id -> the prefix that it ends; with `tiers`
         self.inserting: Req | None = None  # the request whose insert is under way
         self.tiers: PrefixTiers | None = None
 
     def reset(self) -> None:
         """The tree was emptied: forget every checkpoint and request."""
         self.tails.reset()
-        for table in (self._id_at, self._node_of, self._by_digest, self._digest_of):
+        for table in (self._id_at, self._node_of, self._by_digest, self._digest_of, self._end_of):
             table.clear()
         self.inserting = None
 
@@ -318,6 +319,17 @@ class TailComponent(PassiveTreeComponent):
 
     def redistribute_on_node_split(self, new_parent: UnifiedTreeNode, child: UnifiedTreeNode) -> None:
         """The id stands at the end of the old node, which is the end of `child`; the new inner end has none."""
+        end = self._end_of.get(child.id)
+        if end is not None:  # else it is being inserted: `note_ends`
+            self._end_of[new_parent.id] = self.tiers.pages_to(end, len(child.key) // FULL_PAGE_TOKENS + 1)[0]
+
+    def note_ends(self, node_id: int, digests: Sequence[bytes]) -> None:
+        """The tree has a prefix now, which ends with this node: note where its new nodes end."""
+        node, end = self.tree_core.node_by_id(node_id), len(digests)
+        while end and node.id not in self._end_of:
+            self._end_of[node.id] = digests[end - 1]
+            end -= len(node.key) // FULL_PAGE_TOKENS
+            node = node.parent
 
     def acquire_component_lock(
         self, node: UnifiedTreeNode, result: IncLockRefResult, lock_host: bool = False
@@ -337,6 +349,12 @@ class TailComponent(PassiveTreeComponent):
             self.tails.unpin(params.component_lock_uuids.get(TAIL))
 
     # Evict
+
+    def before_eviction(self, node: UnifiedTreeNode) -> None:
+        """The tree is about to give up a node's pages."""
+        end = self._end_of.pop(node.id, None)
+        if end is not None:
+            self.tiers.evicting(self.tiers.pages_to(end, len(node.key) // FULL_PAGE_TOKENS))
 
     def evict_component(
         self,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
     from sglang.srt.mem_cache.unified_cache.components import TreeComponent
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sglang_dsv4.prefix.tail_component import TailComponent
 
@@ -33,6 +34,10 @@ class TailTreeCore(OpenTreeCore):
         """`tails` is the component among `components` that carries the checkpoints."""
         self._tails = tails
         super().__init__(params, components)
+
+    def before_eviction(self, node: UnifiedTreeNode) -> None:
+        """Its pages may be wanted in host memory."""
+        self._tails.before_eviction(node)
 
     def match_page_aligned(self, key: RadixKey, params: MatchPrefixParams) -> MatchResult:
         """The deepest checkpoint of a page-aligned key; splits the node in which the key leaves the tree."""

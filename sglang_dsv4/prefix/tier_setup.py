@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
-from hashlib import blake2b
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.runtime_context import get_memory
-from torch import Tensor
 
 from dsv4_radix_cache.host_pages import HostPages
+from sglang_dsv4.cache.checked_storage import READ_SLOTS, CheckedStorage, StagedRecords, stage
+from sglang_dsv4.cache.disk_limit import DiskLimit, DiskOptions
 from sglang_dsv4.cache.host_records import HostRecords
 from sglang_dsv4.cache.page_records import PageRecords
 from sglang_dsv4.cache.pool_plan import format_bytes
-from sglang_dsv4.cache.record_files import Fault, RecordFiles, identity_digest
+from sglang_dsv4.cache.record_files import RecordFiles, identity_digest
 from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
 from sglang_dsv4.prefix.identity import identity_of, weights_fingerprint
 from sglang_dsv4.prefix.storage import PrefetchOptions, PrefixStorage
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from sglang_dsv4.prefix.tail_component import TailComponent
 
 logger = logging.getLogger(__name__)
-
-CHECKSUM_BYTES = 16
 
 
 def create_tiers(pool: Dsv4KVPool) -> PrefixTiers:
@@ -73,8 +71,24 @@ def open_storage(
         memory.hicache_storage_backend_extra_config
     )
 
+    writes, sizes = group.rank_in_group == 0, (tiers.records.memory.shape[1], pool.tail_storage.slot_bytes)
+
+    @cache
+    def connection() -> tuple[HiCacheStorage, StagedRecords | None]:
+        """One for the server's life: what is flushed is here, not there."""
+        staged = StagedRecords(READ_SLOTS + 1, max(sizes))
+        backend = other_backend(name, extra, group.rank_in_group, group.world_size, staged)
+        return backend, stage(backend, staged)
+
+    bounds = DiskOptions.of(extra) if name == "file" else DiskOptions()
+
+    @cache
+    def limit(root: Path) -> DiskLimit | None:
+        return DiskLimit(root, bounds) if bounds.max_bytes or bounds.min_free_bytes else None
+
     def open_backend() -> RecordFiles | CheckedStorage:
-        ranks = [weights_fingerprint(runner.model)]
+        draft = () if pool.draft is None else (pool.draft.model,)
+        ranks = [weights_fingerprint(runner.model, *draft)]
         if group.world_size > 1:
             ranks *= group.world_size
             torch.distributed.all_gather_object(ranks, ranks[0], group=group.cpu_group)
@@ -82,20 +96,25 @@ def open_storage(
         if name == "file":
             root = RecordFiles.root_from_environment(getattr(runner.server_args, "file_storage_path", None))
             logger.info("Prefixes are kept in %s, those of this server in %s.", root, identity_digest(identity).hex())
-            return RecordFiles(root, identity)
-        logger.warning("--hicache-storage-backend %s: only `file` was tested with sglang-dsv4", name)
-        return CheckedStorage(other_backend(name, extra, group.rank_in_group, group.world_size), identity)
+            return RecordFiles(root, identity, limit(root))
+        return CheckedStorage(*connection(), identity)
 
     options = PrefetchOptions(memory.hicache_storage_prefetch_policy, threshold, timeout_s, timeout_s_per_ki_token)
-    writes = group.rank_in_group == 0
-    storage = pool.tail_storage
-    return PrefixStorage(
-        open_backend, tiers, tails, storage, writes=writes, options=options, least_of_ranks=least_of_ranks
+    storage = PrefixStorage(
+        open_backend, tiers, tails, pool.tail_storage, writes=writes, options=options, least_of_ranks=least_of_ranks
     )
+    if isinstance(storage.backend, CheckedStorage) and writes:
+        for size in sizes:
+            storage.backend.probe(name, size)
+    return storage
 
 
-def other_backend(name: str, extra: dict | None, rank: int, ranks: int) -> HiCacheStorage:
-    """A storage of SGLang's registry, or the one that `extra` names (`dynamic`)."""
+def other_backend(name: str, extra: dict | None, rank: int, ranks: int, staged: StagedRecords) -> HiCacheStorage:
+    """A storage of SGLang's registry, or the one that `extra` names (`dynamic`).
+
+    Raises:
+        ValueError: it can't be made; why.
+    """
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
@@ -112,48 +131,7 @@ def other_backend(name: str, extra: dict | None, rank: int, ranks: int) -> HiCac
         model_name=None,
         extra_config=extra,
     )
-    return StorageBackendFactory.create_backend(name, config, None)
-
-
-class CheckedStorage:
-    """Another backend of SGLang's: its keys carry the identity, and its records a checksum.
-
-    Attributes:
-        faults: how often a record was missing or damaged.
-    """
-
-    def __init__(self, backend: HiCacheStorage, identity: dict[str, str]) -> None:
-        self._backend, self._prefix = backend, identity_digest(identity).hex()
-        self.faults: Counter[Fault] = Counter()
-
-    def exists(self, key: str) -> bool:
-        """Whether there is a record."""
-        return bool(self._backend.exists(f"{self._prefix}-{key}"))
-
-    def get(self, key: str, target: Tensor) -> Tensor | None:
-        """Read a record into `target`, [bytes] uint8; None for a miss."""
-        stored = torch.empty(target.numel() + CHECKSUM_BYTES, dtype=torch.uint8)
-        if self._backend.get(f"{self._prefix}-{key}", stored) is None:
-            self.faults[Fault.MISSING] += 1
-            return None
-        record = stored[:-CHECKSUM_BYTES]
-        if not torch.equal(_checksum(record), stored[-CHECKSUM_BYTES:]):
-            self.faults[Fault.CORRUPT] += 1
-            logger.warning("prefix storage: the record %s is damaged, and computed again", key)
-            return None
-        return target.copy_(record)
-
-    def set(self, key: str, record: Tensor) -> bool:
-        """Write a record, [bytes] uint8."""
-        written = bool(self._backend.set(f"{self._prefix}-{key}", torch.cat([record, _checksum(record)])))
-        self.faults[Fault.UNWRITTEN] += not written
-        return written
-
-    def clear(self) -> None:
-        """Whatever the backend does."""
-        self._backend.clear()
-
-
-def _checksum(record: Tensor) -> Tensor:
-    digest = blake2b(memoryview(record.numpy()), digest_size=CHECKSUM_BYTES).digest()
-    return torch.from_numpy(np.frombuffer(digest, dtype=np.uint8).copy())
+    try:
+        return StorageBackendFactory.create_backend(name, config, staged)
+    except Exception as error:
+        raise ValueError(f"--hicache-storage-backend {name} can't be opened: {error}") from error

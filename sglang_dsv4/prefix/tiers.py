@@ -9,6 +9,9 @@ forwards, before the next one (`issue`): a page is saved before whoever gets it 
 request that waits for it runs. There is nothing to acknowledge and nothing to lock on the device, and all ranks take
 the same decisions, because none depends on when a copy is done.
 
+Where a page lies in the pool only the device knows: SGLang's allocator hands out slots there, and reading one would
+have the scheduler wait for the forward that runs. So the host has names for pages, digests, and passes tensors on.
+
 Why not SGLang's controller (`HybridCacheController`, `UnifiedRadixCache.init_hicache`): it moves tree nodes, so a
 node's pages, its tail and the acknowledgements of each have to agree through every split, eviction and abort, on every
 rank, and whether a load-back fits is each rank's own judgement. What it would add is an overlap of the transfer with
@@ -18,7 +21,7 @@ the first layers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -49,18 +52,24 @@ class Records(Protocol):
     saved: CopyTotals
     loaded: CopyTotals
 
-    def save(self, pages: Sequence[int], slots: Sequence[int]) -> None: ...  # noqa: D102
-    def load(self, slots: Sequence[int], pages: Sequence[int]) -> None: ...  # noqa: D102
+    def save(self, pages: torch.Tensor, slots: Sequence[int]) -> None: ...  # noqa: D102
+    def load(self, slots: Sequence[int], pages: torch.Tensor) -> None: ...  # noqa: D102
     def mark(self) -> Callable[[], bool]: ...  # noqa: D102
     def collect_times(self) -> None: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
 class DevicePage:
-    """A page of the tree: its number in the pool, and the digest of the page before it."""
+    """A page of the tree: where its number in the pool is to be read, and the digest of the page before it."""
 
-    number: int
+    numbers: torch.Tensor  # [N] int64 on the pool's device: of the pages that came with it
+    index: int
     before: bytes | None
+
+    @property
+    def number(self) -> int:
+        """Its number in the pool. Waits for the device: for checks alone."""
+        return int(self.numbers[self.index])
 
 
 @dataclass(frozen=True)
@@ -68,8 +77,9 @@ class _Copy:
     """A queued copy of one page."""
 
     save: bool
-    page: int
+    page: DevicePage
     slot: int
+    era: int  # within one, a page of the pool has no other contents
 
 
 class PrefixTiers:
@@ -105,7 +115,7 @@ class PrefixTiers:
             self.storage.reset()
         self.pages.reset()
         self._on_device: dict[bytes, DevicePage] = {}
-        self._digest_of: dict[int, bytes] = {}  # page number -> digest
+        self._era = 0
         self._queue: list[_Copy] = []
         self._unwritten: list[tuple[bytes, HostPage]] = []  # saved, not issued: for the storage
         self._issued: deque[tuple[Callable[[], bool], list[tuple[bytes, HostPage]]]] = deque()
@@ -115,36 +125,45 @@ class PrefixTiers:
 
     # The tree
 
-    def inserted(self, digests: Sequence[bytes], numbers: Sequence[int], hit_pages: int = 0) -> list[int]:
+    def inserted(self, digests: Sequence[bytes], numbers: torch.Tensor, hit_pages: int = 0) -> list[int]:
         """The tree holds the pages of a prefix now.
 
         Args:
             digests: of its pages.
-            numbers: pages of the pool that hold them; where the tree had one before, it keeps that one.
+            numbers: [len(digests)] int64 on the pool's device, the pages of the pool that hold them; where the tree
+                had one before, it keeps that one.
             hit_pages: how many of them its request took from the cache.
 
         Returns:
             Indices of the pages that are new to the tree.
         """
         new = []
-        for i, (digest, number) in enumerate(zip(digests, numbers, strict=True)):
+        for i, digest in enumerate(digests):
             if digest not in self._on_device:
-                self._on_device[digest] = DevicePage(number, digests[i - 1] if i else None)
-                self._digest_of[number] = digest
+                self._on_device[digest] = DevicePage(numbers, i, digests[i - 1] if i else None)
                 new.append(i)
         self.pages.touch(digests)
         if self.policy is not WritePolicy.WRITE_BACK:
             self._save(digests if self.policy is WritePolicy.WRITE_THROUGH else digests[:hit_pages])
         return new
 
-    def evicting(self, numbers: Sequence[int]) -> None:
-        """The tree is about to give these pages of the pool back."""
-        lost = [self._digest_of[number] for number in numbers]
+    def pages_to(self, digest: bytes, count: int) -> list[bytes]:
+        """The last `count` pages of a prefix of the tree."""
+        found: list[bytes] = []
+        at: bytes | None = digest
+        for _ in range(count):
+            found.append(at)
+            at = self._on_device[at].before
+        return found[::-1]
+
+    def evicting(self, lost: Sequence[bytes]) -> None:
+        """The tree is about to give these pages back."""
         if self.policy is WritePolicy.WRITE_BACK:
             for digest in reversed(lost):  # a node's last page first: the others are on its path
                 self._save(self._path(digest))
-        for number, digest in zip(numbers, lost, strict=True):
-            del self._digest_of[number], self._on_device[digest]
+        for digest in lost:
+            del self._on_device[digest]
+        self._era += 1
 
     def _path(self, digest: bytes) -> list[bytes]:
         """The pages of a prefix that end with this one, from the first that host memory lacks."""
@@ -166,7 +185,7 @@ class PrefixTiers:
             self._lost(gone)
             if slot is None:
                 return
-            self._queue.append(_Copy(True, page.number, slot))
+            self._queue.append(_Copy(True, page, slot, self._era))
             if self.storage is not None:
                 self._unwritten.append((digest, self.pages.get(digest)))
 
@@ -191,18 +210,18 @@ class PrefixTiers:
         """Undo one `pin`."""
         self.pages.unpin(digests)
 
-    def load(self, digests: Sequence[bytes], numbers: Mapping[bytes, int]) -> int:
-        """A request hits these pages, which are pinned: fill pages of the pool with those that it lacked.
+    def load(self, digests: Sequence[bytes], lacking: Iterable[bytes]) -> int:
+        """A request hits these pages, which are pinned and in the tree: fill those that the device lacked.
 
         Args:
             digests: of the pages.
-            numbers: page of the pool of each that is to be filled.
+            lacking: those of them that are to be filled.
 
         Returns:
             How many of `digests` came from the storage, and are hit for the first time.
         """
-        for digest, number in numbers.items():
-            self._queue.append(_Copy(False, number, self.pages.slot(digest)))
+        for digest in lacking:
+            self._queue.append(_Copy(False, self._on_device[digest], self.pages.slot(digest), self._era))
         self._loading += digests
         fetched = self.from_storage.intersection(digests)
         self.from_storage -= fetched
@@ -249,21 +268,23 @@ class PrefixTiers:
 
     def between_forwards(self) -> AbstractContextManager[None]:
         """The stream of the forwards, for what is issued although no forward is due: none may come for long."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        if self._stream is None:
+            return nullcontext()
+        if not self.idle:
+            self._stream.wait_stream(torch.cuda.current_stream())  # where page numbers were computed
+        return torch.cuda.stream(self._stream)
 
     def issue(self) -> None:
         """Issue the queued copies in the current stream, which runs the forwards."""
         if self.on_gpu:
             self._stream = torch.cuda.current_stream()
         batch: list[_Copy] = []
-        pages: set[int] = set()
         slots: set[int] = set()
         for copy in self._queue:
-            if batch and (copy.save != batch[0].save or copy.page in pages or copy.slot in slots):
+            if batch and ((copy.save, copy.era) != (batch[0].save, batch[0].era) or copy.slot in slots):
                 self._issue(batch)
-                batch, pages, slots = [], set(), set()
+                batch, slots = [], set()
             batch.append(copy)
-            pages.add(copy.page)
             slots.add(copy.slot)
         if batch:
             self._issue(batch)
@@ -278,7 +299,19 @@ class PrefixTiers:
             self._unwritten = []
 
     def _issue(self, batch: Sequence[_Copy]) -> None:
-        pages, slots = [copy.page for copy in batch], [copy.slot for copy in batch]
+        slots = [copy.slot for copy in batch]
+        runs: list[list[DevicePage]] = []
+        for copy in batch:
+            last = runs[-1][-1] if runs else None
+            if last is not None and last.numbers is copy.page.numbers and last.index + 1 == copy.page.index:
+                runs[-1].append(copy.page)
+            else:
+                runs.append([copy.page])
+        if self.on_gpu:  # they were allocated in the scheduler's stream
+            for run in runs:
+                run[0].numbers.record_stream(self._stream)
+        parts = [run[0].numbers[run[0].index : run[-1].index + 1] for run in runs]
+        pages = parts[0] if len(parts) == 1 else torch.cat(parts)
         if batch[0].save:
             self.records.save(pages, slots)
         else:
@@ -295,9 +328,9 @@ class PrefixTiers:
     def check(self) -> None:
         """Assert the invariants of both tiers' books."""
         self.pages.check(0 if self.storage is None else self.storage.reserved)
-        assert len(self._on_device) == len(self._digest_of), "two digests share a page of the pool"
-        for digest, page in self._on_device.items():
-            assert self._digest_of[page.number] == digest, f"page {page.number} of the pool has another digest"
+        numbers = [] if self.on_gpu else [page.number for page in self._on_device.values()]
+        assert len(numbers) == len(set(numbers)), "two digests share a page of the pool"
+        for page in self._on_device.values():
             assert page.before is None or page.before in self._on_device, "a page of the tree lacks the one before it"
 
     def on_device(self) -> dict[bytes, DevicePage]:

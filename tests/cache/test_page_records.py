@@ -79,9 +79,9 @@ def test_host_memory_round_trip(name: str) -> None:
     host = HostRecords(PageRecords(pool), 12)
     host.batch = 2
     expected = [rows_of_page(pool, page) for page in (3, 1, 8, 6, 2)]
-    host.save([3, 1, 8, 6, 2], [4, 5, 0, 11, 7])
+    host.save(torch.tensor([3, 1, 8, 6, 2]), [4, 5, 0, 11, 7])
     fill(pool, 4)
-    host.load([11, 4, 7, 0, 5], [2, 4, 5, 6, 7])
+    host.load([11, 4, 7, 0, 5], torch.tensor([2, 4, 5, 6, 7]))
     for page, original in zip((2, 4, 5, 6, 7), (3, 0, 4, 2, 1), strict=True):
         for row, wanted in zip(rows_of_page(pool, page), expected[original], strict=True):
             assert torch.equal(row, wanted)
@@ -133,16 +133,15 @@ def test_a_gpus_copies_are_ordered_by_the_stream_of_the_forwards(name: str) -> N
     records.gather(torch.tensor([1], device="cuda"), padding)
     content = padding.bool()[0]  # bytes of a record that are not padding
     torch.cuda.synchronize()
-    pages = list(range(1, 9))
     with torch.cuda.stream(stream):
-        device_pages = torch.tensor(pages, device="cuda")
+        device_pages = torch.arange(1, 9, device="cuda")
         for turn in range(8):
             values = torch.arange(8, device="cuda", dtype=torch.uint8)[:, None] + 8 * turn + 1
             records.scatter(device_pages, values.expand_as(whole).contiguous())
-            host.save(pages, [8 * turn + i for i in range(8)])
+            host.save(device_pages, [8 * turn + i for i in range(8)])
             records.scatter(device_pages, torch.full_like(whole, 255))  # the next request's forward
         for turn in range(8):
-            host.load([8 * turn + i for i in range(8)], pages)
+            host.load([8 * turn + i for i in range(8)], device_pages)
             found = torch.zeros_like(whole)
             records.gather(device_pages, found)
             expected = torch.arange(8, device="cuda", dtype=torch.uint8)[:, None] + 8 * turn + 1

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE, HEADER, LEFT_OVER_S, Fault, RecordFiles
-from sglang_dsv4.prefix.tier_setup import CheckedStorage, other_backend
 
 BYTES = 5000
 KEY, OTHER = "ab12.page", "cd34.page"
@@ -197,18 +196,3 @@ def test_the_folder_comes_from_flag_variable_or_default(monkeypatch: pytest.Monk
     assert RecordFiles.root_from_environment("/flag") == Path("/flag")
     monkeypatch.delenv(FOLDER_VARIABLE)
     assert RecordFiles.root_from_environment(None) == Path("~/.cache/sglang-dsv4/prefixes").expanduser()
-
-
-def test_another_backend_of_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's own file backend, loaded as a `dynamic` one: identity in the key, and a checksum that it lacks."""
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    module = {"module_path": "sglang.srt.mem_cache.hicache_storage", "class_name": "HiCacheFile"}
-    backend = other_backend("dynamic", {"backend_name": "theirs", **module}, 0, 1)
-    storage, other = (CheckedStorage(backend, IDENTITY | {"weights": name}) for name in ("w1", "w2"))
-    assert not storage.exists(KEY) and storage.get(KEY, torch.zeros(BYTES, dtype=torch.uint8)) is None
-    assert storage.set(KEY, record(1)) and storage.exists(KEY) and not other.exists(KEY)
-    assert torch.equal(storage.get(KEY, torch.zeros(BYTES, dtype=torch.uint8)), record(1))
-    (path,) = tmp_path.glob("*.bin")
-    path.write_bytes(flip(2222)(path.read_bytes()))
-    assert storage.get(KEY, torch.zeros(BYTES, dtype=torch.uint8)) is None
-    assert storage.faults == {Fault.MISSING: 1, Fault.CORRUPT: 1, Fault.UNWRITTEN: 0}

@@ -35,6 +35,7 @@ class ServedEngine(WithStorage, ReplayEngine):
                 req_to_token_pool=runner.req_to_token_pool,
                 token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
                 page_size=PAGE,
+                is_eagle=runner.spec_algorithm.is_eagle(),
             )
             tiers = create_tiers(self.pool) if self.pool.host_pages else None
             cache = Dsv4PrefixCache(params, self.pool.tail_requests, tiers=tiers)

@@ -15,8 +15,10 @@ from model.dspark_draft import DSparkDraft
 from model.harness import Draft, Request
 from radix.served import ServedEngine, fill_rows
 from radix.test_exact import some
+from radix.test_exact_tiers import poison_free_pages, push_out
 from torch import Tensor
 
+from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 TINY = PRESETS["tiny"]
@@ -25,14 +27,15 @@ SHAPES = {
     "EAGLE": TINY,
 }
 FLAGS = {"EAGLE": {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}}
+TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_storage_backend": "file"}
 ANCHOR = 33
 
 
 class DraftingEngine(ServedEngine):
     """Behind every forward of the target its draft runs, as SGLang's worker of the algorithm has it."""
 
-    def __init__(self, folder: Path, algorithm: str, row_format: str) -> None:
-        flags = {"speculative_algorithm": algorithm, "kv_cache_dtype": row_format, **FLAGS.get(algorithm, {})}
+    def __init__(self, folder: Path, algorithm: str, row_format: str, **more: object) -> None:
+        flags = {"speculative_algorithm": algorithm, "kv_cache_dtype": row_format, **FLAGS.get(algorithm, {}), **more}
         super().__init__(folder, 256, dtype="bfloat16", max_total_tokens=4096, **flags)
         self.draft = (DSparkDraft if algorithm == "DSPARK" else Draft)(self.harness)
         self.tokens: list[int] = []
@@ -86,7 +89,8 @@ def engine(
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SGLANG_DSV4_TAIL_SLOTS", "3")  # most checkpoints are on the host
         environment.setenv("SGLANG_DSV4_TAIL_HOST_SLOTS", "12")
-        yield DraftingEngine(folder, request.param, row_format)
+        environment.setenv(FOLDER_VARIABLE, str(folder / "prefixes"))
+        yield DraftingEngine(folder, request.param, row_format, **TIERS)
 
 
 def assert_hit_is_cold(engine: DraftingEngine, prompt: list[int], output: list[int], hit_tokens: int) -> None:
@@ -99,7 +103,7 @@ def assert_hit_is_cold(engine: DraftingEngine, prompt: list[int], output: list[i
         assert torch.equal(rows, cold[end]), f"behind {end} tokens"
 
 
-@pytest.mark.parametrize("prompt_tokens", [513, 515, 640, 767])
+@pytest.mark.parametrize("prompt_tokens", [514, 515, 640, 767])
 def test_behind_a_prefills_checkpoint(engine: DraftingEngine, prompt_tokens: int) -> None:
     engine.flush()
     prompt = some(1, prompt_tokens)
@@ -121,6 +125,48 @@ def test_a_request_that_ends_with_its_page(engine: DraftingEngine) -> None:
     prompt, output = some(6, 250), some(7, 20)
     engine.serve(prompt, output[:8])
     assert_hit_is_cold(engine, [*prompt, *output], [], 256)
+
+
+def test_behind_a_prefix_from_beyond_the_device(engine: DraftingEngine) -> None:
+    """Prefills' checkpoints and one of decoding; the pages come from host memory, then all of it from files."""
+    engine.flush()
+    prompt, output = some(11, 300), some(12, 240)
+    engine.serve(prompt, output[:230])  # the page up to 512 is decoded
+    asked = [*prompt, *output[:228]]
+    engine.round()  # what was queued is saved before its pages are poisoned
+    push_out(engine)
+    poison_free_pages(engine)
+    hits = [engine.proposals(asked, [])]
+    assert engine.cache.tiers.records.loaded.pages >= 2
+    engine.settle()
+    engine.flush()
+    engine.arrive(asked)
+    poison_free_pages(engine)
+    hits.append(engine.proposals(asked, []))
+    storage, engine.cache.tiers.storage = engine.cache.tiers.storage, None
+    engine.flush()
+    hit, cold = engine.proposals(asked, [])
+    engine.cache.tiers.storage = storage
+    assert hit == 0
+    for hit, hot in hits:
+        assert hit == 512 and hot and set(hot) <= set(cold)
+        for end, rows in hot.items():
+            assert torch.equal(rows, cold[end]), f"behind {end} tokens"
+
+
+def test_other_weights_of_a_draft_are_another_identity(engine: DraftingEngine) -> None:
+    engine.flush()  # the engine's storage was opened before its draft was there
+    identity = dict(engine.cache.tiers.storage.backend.identity)
+    shared = {parameter.data_ptr() for parameter in engine.harness.runner.model.parameters()}
+    own = [p for p in engine.draft.runner.model.parameters() if p.data_ptr() not in shared]
+    weight = own[-1].data.view(-1).view(torch.uint8)
+    weight[-1] ^= 1
+    engine.flush()
+    other = engine.cache.tiers.storage.backend.identity
+    assert {name for name in identity if identity[name] != other[name]} == {"weights"}
+    weight[-1] ^= 1
+    engine.flush()
+    assert engine.cache.tiers.storage.backend.identity == identity and identity["draft"] in SHAPES
 
 
 @pytest.mark.parametrize("fault", ["not restored", "not saved from a prefill"])

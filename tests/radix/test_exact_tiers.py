@@ -6,12 +6,14 @@ The pool has eight pages: what others serve pushes a prefix out of it.
 from __future__ import annotations
 
 import dataclasses
+import json
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from cache.test_checked_storage import FromConfig
 from radix.served import ServedEngine, fill
 from radix.test_exact import REMAINDERS, assert_equals_cold, some
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -71,7 +73,7 @@ def cold(engine: ServedEngine, prompt: list[int], output: list[int]) -> Tensor:
 def push_out(engine: ServedEngine) -> None:
     """The tree gives up every page, as for requests that need them."""
     with engine.active():
-        engine.cache.evict(EvictParams(num_tokens=2048))
+        engine.cache.evict(EvictParams(num_tokens=engine.pool.size))
     assert not engine.cache.tiers.on_device()
 
 
@@ -79,7 +81,7 @@ def poison_free_pages(engine: ServedEngine) -> None:
     held = {page.number for page in engine.cache.tiers.on_device().values()}
     for part in engine.cache.tiers.records.records.parts:
         per = part.view.shape[2]
-        for page in set(range(9)) - held:
+        for page in set(range(1 + engine.pool.size // 256)) - held:
             part.view[:, page // per, page % per] = -1  # 0xFF: NaN in every format
 
 
@@ -192,11 +194,50 @@ def test_weights_are_told_apart(engine: ServedEngine) -> None:
 def test_the_identity_says_what_bytes_depend_on(engine: ServedEngine) -> None:
     """Each of these, and the sources: two servers that differ in one of them share no folder."""
     identity = engine.cache.tiers.storage.backend.identity
-    expected = ("model", "weights", "ranks", "quantisers", "dtype", "rows", "tails", "computed by", "device", "code")
-    assert set(identity) == {*expected, "versions"} and all(identity.values())
+    expected = ("model", "draft", "weights", "ranks", "quantisers", "dtype", "rows", "tails", "computed by", "device")
+    assert set(identity) == {*expected, "code", "versions"} and all(identity.values())
     assert "fp8" in identity["rows"] or "plain" in identity["rows"]
     digests = {identity_digest(identity | {name: "another"}) for name in identity}
     assert len(digests | {identity_digest(identity)}) == len(identity) + 1
+
+
+def test_sources_that_change_later_are_not_the_servers(engine: ServedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = engine.cache.tiers.storage.backend.identity
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"other sources")
+    engine.flush()
+    assert engine.cache.tiers.storage.backend.identity == before
+
+
+def test_from_a_storage_that_serves_zero_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As mooncake's and nixl's, which `test_checked_storage` stands in for. Connected to once, whatever is flushed."""
+    monkeypatch.setenv("SGLANG_DSV4_TAIL_SLOTS", "4")
+    made: list[FromConfig] = []
+    monkeypatch.setattr(FromConfig, "made", made)
+    extra = {"backend_name": "fake", "module_path": FromConfig.__module__, "class_name": "FromConfig"}
+    engine = ServedEngine(
+        folder,
+        dtype="bfloat16",
+        max_total_tokens=2048,
+        enable_hierarchical_cache=True,
+        hicache_ratio=5.0,
+        hicache_storage_backend="dynamic",
+        hicache_storage_backend_extra_config=json.dumps(extra),
+    )
+    prompt = some(51, 1100)
+    expected = cold(engine, prompt, [])
+    engine.serve(prompt)
+    engine.settle()
+    for hit_tokens in (1024, 0):  # then a page of it is missing
+        engine.flush()
+        engine.arrive(prompt)
+        hit, logits = engine.serve(prompt)
+        assert hit == hit_tokens and len(made) == 1
+        assert_equals_cold(logits, expected, hit)
+        digests = engine.cache.components[TAIL].digests(key_of(prompt), None)
+        for key in list(made[0].objects):
+            if digests[2].hex() in key:
+                del made[0].objects[key]
+    assert made[0].batches and engine.cache.tiers.storage.totals.errors == 0
 
 
 def key_of(prompt: list[int]) -> RadixKey:

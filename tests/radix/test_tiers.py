@@ -8,20 +8,25 @@ from __future__ import annotations
 import random
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from cache.test_no_waiting import READS, NoWaiting, OnDevice
 from prefix_replay import PAGE, Running
 from radix.test_tree import longest_stored, retract_all, retract_or_finish, some
-from radix.tiered import Backend, Records, TieredEngine, admit, name_of, tensor_of
+from radix.tiered import BYTES, Backend, Records, TieredEngine, admit, name_of, tensor_of
 from radix.waiting import handle
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from torch import Tensor
 
 from dsv4_radix_cache.host_pages import HostPages
+from sglang_dsv4.cache.disk_limit import DiskLimit, DiskOptions
+from sglang_dsv4.cache.record_files import HEADER, RecordFiles
 from sglang_dsv4.prefix.storage import PrefetchOptions, page_key, suspend_without_flush, tail_key
 from sglang_dsv4.prefix.tail_component import TAIL
 from sglang_dsv4.prefix.tiers import PrefixTiers, WritePolicy
@@ -167,6 +172,66 @@ def test_two_requests_for_one_prefix_in_host_memory(engine: TieredEngine) -> Non
         engine.finish(running)
 
 
+# The device
+
+
+class NoReads(NoWaiting):
+    """As `NoWaiting`, of what is read alone: SGLang's tree and allocator are within, and have tensors of their own."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if any(isinstance(a, OnDevice) for a in args):
+            assert name not in READS, f"{name} reads a tensor of the device on the host"
+            self.launched.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def watched(policy: WritePolicy, monkeypatch: pytest.MonkeyPatch) -> TieredEngine:
+    """Where slots are on the device, what the tree and the tiers do with them reads none."""
+    engine = TieredEngine.made(pages=16, host_pages=48, policy=policy)
+    engine.rows.req_to_token = engine.rows.req_to_token.as_subclass(OnDevice)
+    engine.allocator.free_pages = engine.allocator.free_pages.as_subclass(OnDevice)
+    engine.slots_seen = []
+    for name in ("insert", "init_load_back", "evict", "check_hicache_events"):
+        original = getattr(engine.cache, name)
+
+        def without_reads(*arguments: Any, original: Callable = original, **options: Any) -> Any:
+            with NoReads() as reads:
+                found = original(*arguments, **options)
+            engine.slots_seen += reads.launched
+            return found
+
+        monkeypatch.setattr(engine.cache, name, without_reads)
+    return engine
+
+
+def test_the_scheduler_does_not_wait_for_the_device(watched: TieredEngine) -> None:
+    """Prompts are stored, pushed out of the device, and come back, whole and behind what is still there."""
+    for _ in range(2):
+        watched.run(PROMPT, [7])
+    for prompt in OTHERS[:3]:
+        watched.run(prompt, [7])
+    assert watched.run(PROMPT, [7]).hit_tokens == 5 * PAGE and watched.tiers.records.loaded.pages
+    watched.run([*PROMPT[: 3 * PAGE], *OTHERS[4][: 2 * PAGE]], [7])
+    watched.round()
+    assert "__getitem__" in watched.slots_seen and watched.tiers.records.saved.pages
+
+
+@pytest.mark.parametrize("place", ["inserted", "load", "evicting"])
+def test_a_read_of_the_device_is_noticed(watched: TieredEngine, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(watched.tiers, place)
+
+    def planted(*arguments: Any) -> Any:
+        some_page = next(iter(watched.tiers.on_device().values()), None)
+        (some_page.numbers if some_page is not None else arguments[1]).tolist()
+        return original(*arguments)
+
+    monkeypatch.setattr(watched.tiers, place, planted)
+    with pytest.raises(AssertionError, match="reads a tensor of the device"):
+        test_the_scheduler_does_not_wait_for_the_device(watched)
+
+
 # The storage
 
 
@@ -196,6 +261,27 @@ def test_another_server_finds_the_prefix(policy: WritePolicy, backend: Backend) 
     engine.check_idle()
     push_out(engine)
     assert engine.run(PROMPT, [7]).req.tail_match.report.pages_from == {"host": 5 * PAGE}, "counted once"
+
+
+def test_a_bounded_disk_keeps_what_was_used_last(tmp_path: Path) -> None:
+    """Whole prefixes: a conversation that goes on has its first pages renewed with it."""
+    limit = DiskLimit(tmp_path, DiskOptions(20 * (HEADER.size + BYTES), keep=1.0))
+    files = RecordFiles(tmp_path, {"of": "a test"}, limit)
+    engine = stored(WritePolicy.WRITE_THROUGH, files)
+    prompts = [PROMPT[: 4 * PAGE + 5], OTHERS[0], [*PROMPT[: 4 * PAGE + 5], *OTHERS[2]]]
+    pages = {}
+    for i, prompt in enumerate(prompts):
+        digests = engine.cache.components[TAIL].digests(RadixKey(array("q", prompt)), None)
+        pages[i] = digests[: len(prompt) // PAGE]
+        engine.run(prompt, [7])
+        engine.settle()
+
+    def kept(i: int) -> int:
+        """Pages of a prompt in files, up to the first that is not."""
+        return files.batch_exists([page_key(digest) for digest in pages[i]])
+
+    assert limit.deleted and kept(2) == 10 and kept(1) < 6
+    assert not any(files.exists(page_key(digest)) for digest in pages[1][kept(1) :]), "a page without those before it"
 
 
 class Names(dict):
@@ -319,8 +405,8 @@ def test_a_page_that_went_before_its_copy_was_issued_is_not_stored() -> None:
     """Its slot has another page's bytes by then."""
     tiers = PrefixTiers(HostPages(1), Records(4, 1))
     tiers.storage = SimpleNamespace(wait_for_slot=lambda slot: None, reserved=0)
-    tiers.inserted([b"a"], [1])
-    tiers.inserted([b"b"], [2])
+    tiers.inserted([b"a"], torch.tensor([1]))
+    tiers.inserted([b"b"], torch.tensor([2]))
     tiers.issue()
     assert tiers.written() == [(b"b", 0)]
 

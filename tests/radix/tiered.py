@@ -50,14 +50,16 @@ class Records:
         self.memory = torch.zeros(slots, BYTES, dtype=torch.uint8)
         self.saved, self.loaded = CopyTotals(), CopyTotals()
 
-    def save(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        assert len(set(slots)) == len(slots)
-        self.memory[list(slots)] = self.device[list(pages)]
+    def save(self, pages: Tensor, slots: Sequence[int]) -> None:
+        pages = pages.as_subclass(Tensor)  # here nobody waits for them
+        assert len(set(slots)) == len(slots) == len(pages)
+        self.memory[list(slots)] = self.device[pages]
         self.saved.pages += len(pages)
 
-    def load(self, slots: Sequence[int], pages: Sequence[int]) -> None:
-        assert len(set(pages)) == len(pages)
-        self.device[list(pages)] = self.memory[list(slots)]
+    def load(self, slots: Sequence[int], pages: Tensor) -> None:
+        pages = pages.as_subclass(Tensor)
+        assert len(set(pages.tolist())) == len(pages) == len(slots)
+        self.device[pages] = self.memory[list(slots)]
         self.loaded.pages += len(pages)
 
     def mark(self) -> Callable[[], bool]:
@@ -69,6 +71,8 @@ class Records:
 
 class Backend:
     """SGLang's storage interface over a dict. `fault_rate`: of look-ups, reads and writes that go wrong."""
+
+    batch, is_limited = 3, False
 
     def __init__(self, fault_rate: float = 0.0, seed: int = 0) -> None:
         self.records: dict[str, Tensor] = {}
@@ -88,6 +92,12 @@ class Backend:
             self.faults[Fault.MISSING] += 1
             return None
         return target.copy_(self.records[key])
+
+    def batch_exists(self, keys: Sequence[str]) -> int:
+        return next((i for i, key in enumerate(keys) if not self.exists(key)), len(keys))
+
+    def batch_get(self, keys: Sequence[str], targets: Sequence[Tensor]) -> list[Tensor | None]:
+        return [self.get(key, target) for key, target in zip(keys, targets, strict=True)]
 
     def set(self, key: str, record: Tensor) -> bool:
         if self._fails():
@@ -196,6 +206,7 @@ class TieredEngine(WithStorage, CheckedEngine):
         for checkpoint_id in parked:
             assert component._digest_of[checkpoint_id] in tiers.pages, "a parked checkpoint without its pages"
         tiers.check()
+        assert set(component._end_of) == {i for i, node in nodes.items() if node.parent is not None}
         values = [node.component_data[0].value for node in nodes.values() if node.parent is not None]
         in_tree = [page for value in values for page in (value[::PAGE] // PAGE).tolist()]
         assert sorted(in_tree) == sorted(page.number for page in tiers.on_device().values())

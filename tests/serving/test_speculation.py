@@ -1,7 +1,7 @@
 """Drafts through SGLang's server on a CPU: an answer has the tokens and log-probabilities that it has without them.
 
 Proposals come from an oracle (`oracle_drafts`), so that blocks are accepted up to every place. The server without
-speculation is the one that the session shares.
+speculation is the one that the session shares; those with it keep prefixes in host memory and files, too.
 """
 
 from __future__ import annotations
@@ -18,14 +18,28 @@ from typing import Any
 import pytest
 import requests
 from serving import oracle_drafts
-from serving.server import MAX_RUNNING, POOL_TOKENS, SLEEP_ON_IDLE, TAILS, Server, output_logprobs, running_server
+from serving.server import (
+    MAX_RUNNING,
+    POOL_TOKENS,
+    SLEEP_ON_IDLE,
+    TAILS,
+    Server,
+    account,
+    flush,
+    output_logprobs,
+    running_server,
+    wait_for_files,
+)
 
+from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 # Requests are let in as if they answered with a token or two, so that the pool runs out while they decode.
 OPTIMISTIC = ("--schedule-conservativeness", "0.01")
 FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING), SLEEP_ON_IDLE)
 FLAGS += ("--chunked-prefill-size", "512", "--constrained-json-disable-any-whitespace", *OPTIMISTIC)
+FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "2")
+FLAGS += ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete")
 # The same target: a checkpoint's draft is drawn behind it, from the same seed.
 ALGORITHMS = {
     "EAGLE": (PRESETS["tiny"], 3, ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1")),
@@ -36,8 +50,8 @@ ALGORITHMS = {
 class Speculating:
     """A server that drafts, and the answers that its oracle knows."""
 
-    def __init__(self, server: Server, algorithm: str, answers: Path) -> None:
-        self.server, self.algorithm = server, algorithm
+    def __init__(self, server: Server, algorithm: str, answers: Path, prefixes: Path) -> None:
+        self.server, self.algorithm, self.prefixes = server, algorithm, prefixes
         self._file = answers
         self._answers: dict[str, list[int]] = {}
 
@@ -60,10 +74,10 @@ def speculating(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     shape, drafts, flags = ALGORITHMS[request.param]
     folder = tmp_path_factory.mktemp("speculation")
     write_checkpoint(folder / "checkpoint", shape)
-    env = {**TAILS, **oracle_drafts.install(folder)}
+    env = {**TAILS, **oracle_drafts.install(folder), FOLDER_VARIABLE: str(folder / "prefixes")}
     flags += ("--speculative-algorithm", request.param, "--speculative-num-draft-tokens", str(drafts + 1))
     with running_server(folder / "checkpoint", folder / "log", *FLAGS, *flags, env=env) as running:
-        yield Speculating(running, request.param, Path(env["ORACLE_FILE"]))
+        yield Speculating(running, request.param, Path(env["ORACLE_FILE"]), folder / "prefixes")
 
 
 def random_prompts(seed: int, lengths: list[int]) -> list[list[int]]:
@@ -122,6 +136,27 @@ def test_hits_answer_the_same_bits(server: Server, speculating: Speculating) -> 
     assert_same(plain, drafted)
     # EAGLE's keys are pairs of tokens: what was stored ends a token earlier.
     assert [result["meta_info"]["cached_tokens"] for result in drafted] == [512] * 4 + [256] * 2
+
+
+def test_prefixes_from_host_memory_and_files_answer_the_same_bits(server: Server, speculating: Speculating) -> None:
+    """Of prefills, and of a conversation whose last page decoding filled: first others take the pool, then it is
+    flushed. That the draft's own proposals are the same there is `test_draft_tails`' matter."""
+    first, talk = random_prompts(10, [1100, 240])
+    answers = ask(speculating.server, [first, talk], 2, max_new_tokens=40)
+    prompts = [[*first, 5], [*first[:560], 6, 7], [*talk, *answers[1]["output_ids"][:30], 9]]
+    plain = ask(server, prompts, 3, max_new_tokens=12)
+    speculating.will_answer(prompts, plain)
+    for tier in ("host", "storage"):
+        if tier == "host":
+            ask(speculating.server, random_prompts(12, [1100] * 6), 6, max_new_tokens=1)
+        else:
+            wait_for_files(speculating.prefixes)
+            flush(speculating.server)
+        drafted = ask(speculating.server, prompts, 1, max_new_tokens=12)
+        assert_same(plain, drafted)
+        accounts = [account(result) for result in drafted]
+        assert [part["position"] for part in accounts] == [1024, 512, 256], tier
+        assert accounts[0]["pages_from"] == {tier: 1024} and accounts[2]["pages_from"] == {tier: 256}, accounts
 
 
 def test_answers_end_inside_a_block(server: Server, speculating: Speculating) -> None:

@@ -18,7 +18,18 @@ from typing import Any
 
 import pytest
 import requests
-from serving.server import SLEEP_ON_IDLE, TAILS, VOCAB_SIZE, Server, output_logprobs, running_server, stop
+from serving.server import (
+    SLEEP_ON_IDLE,
+    TAILS,
+    VOCAB_SIZE,
+    Server,
+    account,
+    flush,
+    output_logprobs,
+    running_server,
+    stop,
+    wait_for_files,
+)
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
 
@@ -34,28 +45,6 @@ def some(seed: int, count: int) -> list[int]:
 
 def answer(result: dict[str, Any]) -> list[Any]:
     return [result["output_ids"], output_logprobs(result)]
-
-
-def account(result: dict[str, Any]) -> dict[str, Any]:
-    return result["meta_info"]["prefix_cache"][0]
-
-
-def flush(server: Server) -> None:
-    deadline = time.monotonic() + 60
-    while requests.post(f"{server.url}/flush_cache", timeout=300).status_code != 200:
-        assert time.monotonic() < deadline, "the server does not become idle"
-        time.sleep(0.1)
-
-
-def wait_for_files(folder: Path) -> int:
-    """Until no file was added for a second: how many there are."""
-    before, since = -1, time.monotonic()
-    while time.monotonic() - since < 1:
-        found = len(list(folder.rglob("*.page"))) + len(list(folder.rglob("*.tail")))
-        if found != before:
-            before, since = found, time.monotonic()
-        time.sleep(0.05)
-    return before
 
 
 def starter(checkpoint: Path, folder: Path, tmp: Path) -> Callable[..., AbstractContextManager[Server]]:

@@ -1,0 +1,206 @@
+"""A bound on what files of records take of a disk, under the options of SGLang's own file backend.
+
+`--hicache-storage-backend-extra-config '{"max_size": "200G", "min_free_space": "10G", "eviction_ratio": 0.9}'`, or
+`SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE`, `…_MIN_FREE_SPACE`, `…_EVICTION_RATIO`. `max_size` is of all records below the
+folder, those of other servers and earlier versions included: what nobody uses any more is the oldest, and goes first.
+
+A file's age is its time of modification, which is renewed when the prefix is used, so nothing has to be remembered: a
+server that was killed finds the ages again. The pages of a prefix get ages of a nanosecond's difference, the later page
+the older: a prefix is given back from its end, since a page without those before it is of no use. A file that is read
+is locked (`flock`), by this process or another, and is passed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.environ import envs
+from sglang.srt.utils.common import human_readable_int
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".page", ".tail")
+SCANS_SHARE = 0.01
+"""Of the time may go into looking what other servers have written and used."""
+FLAG = "--hicache-storage-backend-extra-config"
+
+
+@dataclass(frozen=True)
+class DiskOptions:
+    """How much of a disk records may take; 0 for no bound."""
+
+    max_bytes: int = 0
+    min_free_bytes: int = 0
+    keep: float = 0.9  # of `max_bytes`, where files have to go
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any] | None) -> DiskOptions:
+        """From the flag's JSON, which comes first, and SGLang's variables.
+
+        Raises:
+            ValueError: an option that is no size or ratio.
+        """
+        given = dict(extra or {})
+
+        def option(name: str, variable: Any) -> Any:  # noqa: ANN401
+            return variable.get() if given.get(name) is None else given[name]
+
+        ratio = option("eviction_ratio", envs.SGLANG_HICACHE_FILE_BACKEND_EVICTION_RATIO)
+        try:
+            keep = float(ratio)
+        except (TypeError, ValueError):
+            keep = 0.0
+        if not 0 < keep <= 1:
+            raise ValueError(f"{FLAG}: eviction_ratio should be above 0 and at most 1, not {ratio!r}")
+        return cls(
+            _size("max_size", option("max_size", envs.SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE)),
+            _size("min_free_space", option("min_free_space", envs.SGLANG_HICACHE_FILE_BACKEND_MIN_FREE_SPACE)),
+            keep,
+        )
+
+
+def _size(name: str, value: Any) -> int:  # noqa: ANN401
+    if value is None or value == "":
+        return 0
+    try:
+        size = human_readable_int(value) if isinstance(value, str) else int(value)
+    except (argparse.ArgumentTypeError, TypeError, ValueError):
+        size = -1
+    if size < 0:
+        raise ValueError(f"{FLAG}: {name} should be bytes, as 1048576, 200G or 100Gi, not {value!r}")
+    return size
+
+
+@dataclass
+class _File:
+    nbytes: int
+    age: int  # nanoseconds; the least is the oldest
+
+
+class DiskLimit:
+    """What lies below a folder, and what has to go. Safe to be used by several threads."""
+
+    def __init__(self, root: Path, options: DiskOptions) -> None:
+        """Nothing is looked at before the first write."""
+        self._root, self._options = root, options
+        self._files: dict[Path, _File] = {}
+        self._total = 0
+        self._lock = threading.RLock()
+        self._next_scan = 0.0
+        self.deleted = 0  # files; only ever grows
+
+    def make_room(self, nbytes: int) -> bool:
+        """Delete the oldest files until one of this size may be written. False: it may not be."""
+        if self._options.max_bytes and nbytes > self._options.max_bytes:
+            return False
+        with self._lock:
+            if not self._next_scan:
+                self._scan()
+            if self._fits(nbytes, 1.0):
+                return True
+            if time.monotonic() >= self._next_scan:
+                self._scan()
+            for path, file in sorted(self._files.items(), key=lambda item: item[1].age):
+                if self._fits(nbytes, self._options.keep):
+                    break
+                self._delete(path, file)
+            return self._fits(nbytes, 1.0)
+
+    def added(self, path: Path, nbytes: int) -> None:
+        """A file was written."""
+        with self._lock:
+            self._remember(path, nbytes, time.time_ns())
+
+    def removed(self, path: Path) -> None:
+        """A file was deleted by another than this."""
+        with self._lock:
+            self._forget(path)
+
+    def used(self, prefix: Sequence[Iterable[Path]]) -> None:
+        """A prefix was used: the files of each of its pages, which need not be there, in their order."""
+        with self._lock:
+            now = time.time_ns()
+            for later, paths in enumerate(prefix):
+                for path in paths:
+                    if path in self._files:
+                        with contextlib.suppress(OSError):
+                            os.utime(path, ns=(now - later, now - later))
+                            self._files[path].age = now - later
+
+    def _fits(self, nbytes: int, share: float) -> bool:
+        options = self._options
+        if options.max_bytes and self._total + nbytes > share * options.max_bytes:
+            return False
+        if not options.min_free_bytes:
+            return True
+        at = os.statvfs(self._root)
+        return at.f_bavail * at.f_frsize - nbytes >= options.min_free_bytes
+
+    def _delete(self, path: Path, file: _File) -> None:
+        try:
+            with path.open("rb") as opened:
+                if is_read(opened.fileno()):
+                    return
+                now = os.fstat(opened.fileno()).st_mtime_ns
+                if now > file.age:  # another server has used it
+                    file.age = now
+                    return
+                path.unlink()
+                self.deleted += 1
+        except FileNotFoundError:
+            pass
+        except OSError:  # the folder can't be written
+            return
+        self._forget(path)
+
+    def _scan(self) -> None:
+        begin = time.monotonic()
+        self._files, self._total = {}, 0
+        for folder, _, names in os.walk(self._root):
+            for name in names:
+                if name.endswith(SUFFIXES):
+                    with contextlib.suppress(OSError):
+                        path = Path(folder, name)
+                        found = path.stat()
+                        self._remember(path, found.st_size, found.st_mtime_ns)
+        took = time.monotonic() - begin
+        self._next_scan = time.monotonic() + max(60.0, took / SCANS_SHARE)
+        logger.info("prefix storage: %d files of %d bytes below %s", len(self._files), self._total, self._root)
+
+    def _remember(self, path: Path, nbytes: int, age: int) -> None:
+        self._forget(path)
+        self._files[path] = _File(nbytes, age)
+        self._total += nbytes
+
+    def _forget(self, path: Path) -> None:
+        file = self._files.pop(path, None)
+        if file is not None:
+            self._total -= file.nbytes
+
+
+def lock_to_read(descriptor: int) -> None:
+    """Until the file is closed, no `DiskLimit` deletes it. Where the file system has no such locks, it may: what is
+    open can be read to its end."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def is_read(descriptor: int) -> bool:
+    """Whether another has the file open to read; else nobody will before it is closed."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,237 @@
+"""Storages of SGLang's that are not ours: whichever interface they serve, a record comes back whole or is a miss."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageExtraInfo
+from torch import Tensor
+
+from sglang_dsv4.cache.checked_storage import ALIGNMENT, READ_SLOTS, CheckedStorage, StagedRecords, stage
+from sglang_dsv4.cache.record_files import FOLDER_VARIABLE, Fault
+from sglang_dsv4.prefix.tier_setup import other_backend
+
+BYTES = 5000
+KEY, OTHER = "ab12.page", "cd34.tail"
+IDENTITY = {"weights": "w1", "rows": "fp8"}
+
+
+def record(seed: int, nbytes: int = BYTES) -> Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def empty(nbytes: int = BYTES) -> Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+class ZeroCopy(HiCacheStorage):
+    """As mooncake and nixl are used: objects move between the store and registered memory, by address, several at
+    once; values are refused. As with nixl one object that is missing fails the whole batch, and a read of a short one
+    leaves the rest of the memory as it was."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.batches: list[int] = []
+        self.down = False
+        self._at_work = threading.Lock()
+
+    def register_mem_pool_host(self, mem_pool_host: StagedRecords) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        assert mem_pool_host.layout == "page_first" and mem_pool_host.is_stride_page_aligned(4096)
+        memory = mem_pool_host.kv_buffer
+        self._registered = range(memory.data_ptr(), memory.data_ptr() + memory.numel() * memory.element_size())
+
+    def _objects(self, keys: list[str], host_indices: Tensor) -> list[tuple[str, int, int]]:
+        assert len(keys) == len(host_indices) // self.mem_pool_host.page_size
+        pointers, sizes = self.mem_pool_host.get_page_buffer_meta(host_indices)
+        for pointer, size in zip(pointers, sizes, strict=True):
+            assert pointer in self._registered and pointer + size - 1 in self._registered
+            assert pointer % ALIGNMENT == 0 and size % ALIGNMENT == 0
+        return list(zip(keys, pointers, sizes, strict=True))
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        assert self._at_work.acquire(blocking=False), "two reads share their slots"
+        try:
+            if self.down:
+                raise RuntimeError("no connection")
+            self.batches.append(len(keys))
+            objects = self._objects(keys, host_indices)
+            if any(key not in self.objects for key in keys):
+                return [False] * len(keys)
+            for key, pointer, size in objects:
+                ctypes.memmove(pointer, self.objects[key], min(size, len(self.objects[key])))
+            return [True] * len(keys)
+        finally:
+            self._at_work.release()
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        if self.down:
+            raise RuntimeError("no connection")
+        for key, pointer, size in self._objects(keys, host_indices):
+            self.objects[key] = ctypes.string_at(pointer, size)
+        return [True] * len(keys)
+
+    def exists(self, key: str) -> bool:
+        if self.down:
+            raise RuntimeError("no connection")
+        return key in self.objects
+
+    def _refused(self, *args: object, **kwargs: object) -> Any:
+        raise NotImplementedError("deprecated; use batch_get_v1 or batch_set_v1")
+
+    get = batch_get = set = batch_set = _refused  # type: ignore[assignment]
+
+
+Damage = Callable[[Callable[[bytes], bytes]], None]
+
+
+@pytest.fixture(params=["values", "zero copy"])
+def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Damage]:
+    """A function that opens the storage under an identity, and one that changes every stored object."""
+    staged = StagedRecords(READ_SLOTS + 1, 3 * BYTES)
+    if request.param == "values":
+        monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+        module = {"module_path": "sglang.srt.mem_cache.hicache_storage", "class_name": "HiCacheFile"}
+        backend = other_backend("dynamic", {"backend_name": "theirs", **module}, 0, 1, staged)
+
+        def damage(change: Callable[[bytes], bytes]) -> None:
+            for path in tmp_path.glob("*.bin"):
+                path.write_bytes(change(path.read_bytes()))
+    else:
+        module = {"module_path": __name__, "class_name": "FromConfig"}
+        backend = other_backend("dynamic", {"backend_name": "fake", **module}, 0, 1, staged)
+
+        def damage(change: Callable[[bytes], bytes]) -> None:
+            backend.objects = {key: change(value) for key, value in backend.objects.items()}
+
+    registered = stage(backend, staged)
+    assert (registered is None) == (request.param == "values")
+    return lambda **other: CheckedStorage(backend, registered, IDENTITY | other), damage
+
+
+class FromConfig(ZeroCopy):
+    """Made as SGLang makes a `dynamic` one."""
+
+    made: ClassVar[list[FromConfig]] = []
+
+    def __init__(self, storage_config: object, kwargs: dict) -> None:
+        super().__init__()
+        self.made.append(self)
+
+
+def flip(place: int) -> Callable[[bytes], bytes]:
+    return lambda data: data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+def test_round_trip(made: tuple[Any, Damage]) -> None:
+    """Of records of two sizes; another identity sees nothing of it."""
+    opened, _ = made
+    storage, other = opened(), opened(weights="w2")
+    assert not storage.exists(KEY) and storage.get(KEY, empty()) is None
+    assert storage.set(KEY, record(1)) and storage.set(OTHER, record(2, 3 * BYTES))
+    assert storage.batch_exists([KEY, OTHER, "ef.page", KEY]) == 2 and not other.exists(KEY)
+    assert torch.equal(storage.get(KEY, empty()), record(1))
+    assert torch.equal(storage.get(OTHER, empty(3 * BYTES)), record(2, 3 * BYTES))
+    assert storage.faults == {Fault.MISSING: 1}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [flip(2222), flip(BYTES + 3), lambda data: data[:100], lambda data: b"", lambda data: data[:-ALIGNMENT]],
+    ids=["bit of the record", "bit of the checksum", "cut short", "empty", "a block shorter"],
+)
+def test_a_damaged_object_is_a_miss(made: tuple[Any, Damage], change: Callable[[bytes], bytes]) -> None:
+    """Also where the memory that it is read into still has another record, whole and with its checksum."""
+    opened, damage = made
+    storage = opened()
+    storage.set(KEY, record(1))
+    damage(change)
+    storage.set(OTHER, record(2))
+    assert torch.equal(storage.get(OTHER, empty()), record(2))
+    assert storage.get(KEY, empty()) is None
+    assert sum(storage.faults.values()) == 1
+
+
+def test_an_object_under_another_key_is_a_miss(made: tuple[Any, Damage]) -> None:
+    opened, damage = made
+    storage = opened()
+    storage.set(KEY, record(1))
+    stored: list[bytes] = []
+    damage(lambda data: stored.append(data) or data)  # type: ignore[func-returns-value]
+    storage.set(OTHER, record(2))
+    damage(lambda data: stored[0])
+    assert torch.equal(storage.get(KEY, empty()), record(1)) and storage.get(OTHER, empty()) is None
+    assert storage.faults == {Fault.CORRUPT: 1}
+
+
+def test_many_at_once(made: tuple[Any, Damage]) -> None:
+    """More than there are slots, one of them missing, by several threads."""
+    opened, _ = made
+    storage = opened()
+    keys = [f"{i:04x}.page" for i in range(2 * READ_SLOTS + 5)]
+    for i, key in enumerate(keys):
+        assert i == 3 or storage.set(key, record(i))
+
+    def read(_: int) -> Sequence[Tensor | None]:
+        return storage.batch_get(keys, [empty() for _ in keys])
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(read, range(8)):
+            for i, one in enumerate(found):
+                assert one is None if i == 3 else torch.equal(one, record(i))
+    assert storage.faults == {Fault.MISSING: 8}
+
+
+def test_zero_copy_asks_for_a_batch() -> None:
+    backend, staged = ZeroCopy(), StagedRecords(READ_SLOTS + 1, BYTES)
+    storage = CheckedStorage(backend, stage(backend, staged), IDENTITY)
+    keys = [f"{i:04x}.page" for i in range(READ_SLOTS + 2)]
+    for key in keys:
+        storage.set(key, record(1))
+    storage.batch_get(keys, [empty() for _ in keys])
+    assert backend.batches == [READ_SLOTS, 2] and storage.batch == READ_SLOTS
+
+
+def test_a_storage_that_fails_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
+    backend, staged = ZeroCopy(), StagedRecords(READ_SLOTS + 1, BYTES)
+    storage = CheckedStorage(backend, stage(backend, staged), IDENTITY)
+    storage.set(KEY, record(1))
+    backend.down = True
+    assert not storage.exists(KEY) and storage.get(KEY, empty()) is None and not storage.set(OTHER, record(2))
+    assert storage.faults == {Fault.UNREADABLE: 2, Fault.UNWRITTEN: 1} and "no connection" in caplog.text
+    backend.down = False
+    assert torch.equal(storage.get(KEY, empty()), record(1))
+
+
+def test_a_storage_that_does_not_keep_bytes_is_refused() -> None:
+    """SGLang's `sim` knows which keys were written, and nothing of their bytes."""
+    staged = StagedRecords(READ_SLOTS + 1, BYTES)
+    backend = other_backend("sim", None, 0, 1, staged)
+    with pytest.raises(ValueError, match=r"--hicache-storage-backend sim: a record of 5000 bytes .* not found whole"):
+        CheckedStorage(backend, stage(backend, staged), IDENTITY).probe("sim", BYTES)
+
+
+def test_one_that_works_is_not(made: tuple[Any, Damage]) -> None:
+    opened, _ = made
+    for _ in range(2):  # the second server finds the first one's
+        opened().probe("theirs", BYTES)
+
+
+@pytest.mark.parametrize("name", ["mooncake", "nixl", "nothing"])
+def test_a_storage_that_is_not_installed_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(ValueError, match=f"--hicache-storage-backend {name} can't be opened: "):
+        other_backend(name, None, 0, 1, StagedRecords(READ_SLOTS + 1, BYTES))
