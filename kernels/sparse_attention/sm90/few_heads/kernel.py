@@ -11,8 +11,8 @@ group; those are its part of four operands of `wgmma` if the channels of Q are p
 nothing is exchanged for the scores. The operands go to shared memory as they are, so values have that order, too, and O
 until it leaves the registers. Row numbers, holes and scales are the thread's own and need no shared memory.
 
-What a thread converts it has asked for a tile ahead, by `cp.async`: e4m3 to a place of its own, which it alone reads and
-asks to be filled again; bf16 (the last 64 channels of an FP8 row) to where the values are, as soon as the previous
+What a thread converts it has asked for a tile ahead, by `cp.async`: e4m3 to a place of its own, which it alone reads
+and asks to be filled again; bf16 (the last 64 channels of an FP8 row) to where the values are, as soon as the previous
 tile's have been multiplied. So a tile's rows are on their way during the whole tile before, in no registers.
 
 A work tile is a token, or a part of its keys; a CTA has one and ends. There are no roles: all threads load, convert,
