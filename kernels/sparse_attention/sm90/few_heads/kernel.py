@@ -11,8 +11,8 @@ group; those are its part of four operands of `wgmma` if the channels of Q are p
 nothing is exchanged for the scores. The operands go to shared memory as they are, so values have that order, too, and O
 until it leaves the registers. Row numbers, holes and scales are the thread's own and need no shared memory.
 
-What a thread converts it has asked for a tile ahead, by `cp.async`: e4m3 to a place of its own, which it alone reads and
-asks to be filled again; bf16 (the last 64 channels of an FP8 row) to where the values are, as soon as the previous
+What a thread converts it has asked for a tile ahead, by `cp.async`: e4m3 to a place of its own, which it alone reads
+and asks to be filled again; bf16 (the last 64 channels of an FP8 row) to where the values are, as soon as the previous
 tile's have been multiplied. So a tile's rows are on their way during the whole tile before, in no registers.
 
 A work tile is a token, or a part of its keys; a CTA has one and ends. There are no roles: all threads load, convert,
@@ -167,8 +167,9 @@ def attend(
                 rows.convert_half_group(config, i, j, words, scales, packed)
                 rows.store_values(config, places, i, j, packed)
                 rows.multiply_half_group(scores_mma, scores, operands[j], q_operand[None, None, None, i], j, i + j > 0)
-            if const_expr(i < early):
-                rows.copy_group(config, addresses, places, quad, i)
+            if const_expr(i == early - 1):
+                for group in cutlass.range_constexpr(early):
+                    rows.copy_group(config, addresses, places, quad, group)
             words = next_words
         warpgroup.wait_group(0)
         tile_max = softmax.find_tile_max(args, shared, warp, lane, is_hole, scores)
@@ -179,8 +180,9 @@ def attend(
             if const_expr(i < GROUPS):
                 multiply(out_mma, products[i % PRODUCTS], value_operand[None, None, None, i], p_operand, 0, False)
                 warpgroup.commit_group()
-            if const_expr(early + i < config.staged_groups):
-                rows.copy_group(config, addresses, places, quad, early + i)
+            if const_expr(i == 0):
+                for group in cutlass.range_constexpr(early, config.staged_groups):
+                    rows.copy_group(config, addresses, places, quad, group)
             if const_expr(i >= ahead):
                 warpgroup.wait_group(ahead if i < GROUPS else 0)
                 softmax.add_product(out, products[(i - ahead) % PRODUCTS], weight, i - ahead)
