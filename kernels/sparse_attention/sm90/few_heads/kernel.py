@@ -169,8 +169,9 @@ def attend(
                 rows.convert_half_group(config, i, j, words, scales, packed)
                 rows.store_values(config, places, i, j, packed)
                 rows.multiply_half_group(scores_mma, scores, operands[j], q_operand[None, None, None, i], j, i + j > 0)
-            if const_expr(i < early):
-                rows.copy_group(config, addresses, places, quad, i)
+            if const_expr(i == early - 1):
+                for group in cutlass.range_constexpr(early):
+                    rows.copy_group(config, addresses, places, quad, group)
             words = next_words
         warpgroup.wait_group(0)
         tile_max = softmax.find_tile_max(args, shared, warp, lane, is_hole, scores)
@@ -181,8 +182,9 @@ def attend(
             if const_expr(i < GROUPS):
                 multiply(out_mma, products[i % PRODUCTS], value_operand[None, None, None, i], p_operand, 0, False)
                 warpgroup.commit_group()
-            if const_expr(early + i < config.staged_groups):
-                rows.copy_group(config, addresses, places, quad, early + i)
+            if const_expr(i == 0):
+                for group in cutlass.range_constexpr(early, config.staged_groups):
+                    rows.copy_group(config, addresses, places, quad, group)
             if const_expr(i >= ahead):
                 warpgroup.wait_group(ahead if i < GROUPS else 0)
                 softmax.add_product(out, products[(i - ahead) % PRODUCTS], weight, i - ahead)

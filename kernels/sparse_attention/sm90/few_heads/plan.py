@@ -34,11 +34,10 @@ ELEMENT_BYTES = DIM * COLUMNS * 4
 """Of an element in shared memory: O^T [512 channels, heads] in fp32."""
 STAGE_BYTES = WARPGROUP * 16
 """Of e4m3 that is on its way: 16 bytes of every thread, of one row and channel group."""
-
 EARLY_GROUPS = 4
-"""Channel groups of FP8 rows that the next tile's are asked for as soon as this tile's have been read; the others are
-asked for beside the second products. Not all early: what is under way when P is written may hold up the fence behind it
-(the compiler makes it a memory barrier), and these have arrived by then. The bits do not depend on it."""
+"""First channel groups of FP8 rows. The next tile's are asked for, all at once, when this tile's have been read; those
+of the others beside the products with P. Not all early: what is under way when P is written may hold up the fence
+behind it (the compiler makes it a memory barrier), and these have arrived by then. The bits do not depend on it."""
 
 
 @dataclass(frozen=True)

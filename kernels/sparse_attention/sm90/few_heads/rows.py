@@ -134,8 +134,9 @@ def copy_group(config: FewHeads, addresses: cute.Tensor, places: Places, quad: I
 
 def wait_for_group(config: FewHeads, group: int) -> None:
     """Waits for what this thread has asked for of a group of this tile: until so many requests are left as were made
-    since, of this tile's later groups and of the next tile's early ones before `group - 1`."""
-    asked_for_again = min(max(group - 1, 0), config.early_groups, config.staged_groups)
+    since, of this tile's later groups and, if this one is not early, of the next tile's early ones."""
+    early = min(config.early_groups, config.staged_groups)
+    asked_for_again = early if group > early else 0
     cute.arch.cp_async_wait_group(GROUPS - 1 - group + asked_for_again)
 
 
