@@ -88,14 +88,14 @@ class _File:
 
 
 class DiskLimit:
-    """What lies below a folder, and what has to go. Safe to be used by several threads."""
+    """What lies below a folder, and what has to go. One thread writes; any may say what it has used."""
 
     def __init__(self, root: Path, options: DiskOptions) -> None:
         """Nothing is looked at before the first write."""
         self._root, self._options = root, options
         self._files: dict[Path, _File] = {}
         self._total = 0
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()  # never held for longer than one file takes: a request may wait for a reader
         self._next_scan = 0.0
         self.deleted = 0  # files; only ever grows
 
@@ -103,18 +103,20 @@ class DiskLimit:
         """Delete the oldest files until one of this size may be written. False: it may not be."""
         if self._options.max_bytes and nbytes > self._options.max_bytes:
             return False
+        if not self._next_scan:
+            self._scan()
+        if self._fits(nbytes, 1.0):
+            return True
+        if time.monotonic() >= self._next_scan:
+            self._scan()
         with self._lock:
-            if not self._next_scan:
-                self._scan()
-            if self._fits(nbytes, 1.0):
-                return True
-            if time.monotonic() >= self._next_scan:
-                self._scan()
-            for path, file in sorted(self._files.items(), key=lambda item: item[1].age):
-                if self._fits(nbytes, self._options.keep):
-                    break
-                self._delete(path, file)
-            return self._fits(nbytes, 1.0)
+            ages = sorted((file.age, path) for path, file in self._files.items())
+        for _, path in ages:
+            if self._fits(nbytes, self._options.keep):
+                break
+            with self._lock:
+                self._delete(path)
+        return self._fits(nbytes, 1.0)
 
     def added(self, path: Path, nbytes: int) -> None:
         """A file was written."""
@@ -146,7 +148,10 @@ class DiskLimit:
         at = os.statvfs(self._root)
         return at.f_bavail * at.f_frsize - nbytes >= options.min_free_bytes
 
-    def _delete(self, path: Path, file: _File) -> None:
+    def _delete(self, path: Path) -> None:
+        file = self._files.get(path)
+        if file is None:
+            return
         try:
             with path.open("rb") as opened:
                 if is_read(opened.fileno()):
@@ -164,18 +169,20 @@ class DiskLimit:
         self._forget(path)
 
     def _scan(self) -> None:
-        begin = time.monotonic()
-        self._files, self._total = {}, 0
+        """Ages that are renewed meanwhile are seen when it comes to deleting."""
+        begin, found = time.monotonic(), {}
         for folder, _, names in os.walk(self._root):
             for name in names:
                 if name.endswith(SUFFIXES):
                     with contextlib.suppress(OSError):
                         path = Path(folder, name)
-                        found = path.stat()
-                        self._remember(path, found.st_size, found.st_mtime_ns)
+                        at = path.stat()
+                        found[path] = _File(at.st_size, at.st_mtime_ns)
+        with self._lock:
+            self._files, self._total = found, sum(file.nbytes for file in found.values())
         took = time.monotonic() - begin
         self._next_scan = time.monotonic() + max(60.0, took / SCANS_SHARE)
-        logger.info("prefix storage: %d files of %d bytes below %s", len(self._files), self._total, self._root)
+        logger.info("prefix storage: %d files of %d bytes below %s", len(found), self._total, self._root)
 
     def _remember(self, path: Path, nbytes: int, age: int) -> None:
         self._forget(path)

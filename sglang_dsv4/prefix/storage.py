@@ -293,8 +293,8 @@ class PrefixStorage:
                     found = _Found(pages, landing)
                     break
         self.totals.read_seconds += time.perf_counter() - begin
-        if backend.is_limited:
-            backend.used(keys_of(fetch.digests[:usable]))
+        if backend.is_limited:  # the request does not wait for that
+            self._writer.submit(backend.used, keys_of(fetch.digests[:usable]))
         return found
 
     # Every round of the scheduler

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -97,11 +98,21 @@ class ZeroCopy(HiCacheStorage):
 Damage = Callable[[Callable[[bytes], bytes]], None]
 
 
-@pytest.fixture(params=["values", "zero copy"])
+STORAGES = ["values", "zero copy", *(["nixl"] if find_spec("nixl") else [])]  # it need not be installed
+
+
+@pytest.fixture(params=STORAGES)
 def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Damage]:
     """A function that opens the storage under an identity, and one that changes every stored object."""
     staged = StagedRecords(READ_SLOTS + 1, 3 * BYTES)
-    if request.param == "values":
+    if request.param == "nixl":
+        monkeypatch.setenv("SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR", str(tmp_path))
+        backend = other_backend("nixl", {"plugin": {"posix": {"active": True}}}, 0, 1, staged)
+
+        def damage(change: Callable[[bytes], bytes]) -> None:
+            for path in filter(Path.is_file, tmp_path.rglob("*")):
+                path.write_bytes(change(path.read_bytes()))
+    elif request.param == "values":
         monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
         module = {"module_path": "sglang.srt.mem_cache.hicache_storage", "class_name": "HiCacheFile"}
         backend = other_backend("dynamic", {"backend_name": "theirs", **module}, 0, 1, staged)
@@ -231,7 +242,8 @@ def test_one_that_works_is_not(made: tuple[Any, Damage]) -> None:
 
 @pytest.mark.parametrize("name", ["mooncake", "nixl", "nothing"])
 def test_a_storage_that_is_not_installed_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mooncake", None)
-    monkeypatch.setitem(sys.modules, "nixl", None)
+    for module in ("mooncake", "mooncake.store", "nixl", "nixl._api"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, "sglang.srt.mem_cache.storage.nixl.hicache_nixl", raising=False)
     with pytest.raises(ValueError, match=f"--hicache-storage-backend {name} can't be opened: "):
         other_backend(name, None, 0, 1, StagedRecords(READ_SLOTS + 1, BYTES))

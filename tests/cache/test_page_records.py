@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from dsv4_kernels.kv_layout import KVRows, RowFormat
+from dsv4_radix_cache.host_pages import HostPages
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.host_records import HostRecords, runs
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.cache.page_records import PageRecords
+from sglang_dsv4.prefix.prefix_cache import page_numbers
+from sglang_dsv4.prefix.tiers import PrefixTiers
 
 FORMATS = {
     "plain": {"row_dim": 64, "rope_dim": 16, "index_dim": 32, "dtype": torch.float32},
@@ -150,3 +155,57 @@ def test_a_gpus_copies_are_ordered_by_the_stream_of_the_forwards(name: str) -> N
     torch.cuda.synchronize()
     host.collect_times()
     assert done() and host.saved.seconds > 0 and host.loaded.seconds > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_pages_way_through_the_tiers(device: str) -> None:
+    """Stored, given up, overwritten by who gets the pool's pages next, and back in others of them, in two streams as
+    SGLang has them. On a GPU none of it may wait, which CUDA says."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU: on a CPU nothing waits")
+    geometry = PoolGeometry((0, 4, 128, 4), **FORMATS["fp8-fp4"])
+    pool = Dsv4KVPool(geometry, full_tokens=(PAGES - 1) * 256, request_slots=2, device=device)
+    host = HostRecords(PageRecords(pool), 16)
+    host.batch = 2
+    tiers = PrefixTiers(HostPages(16), host, on_gpu=device == "cuda")
+    for storage in tables(pool):
+        storage.random_(0, 256)
+    slots = torch.arange(256, PAGES * 256, device=device)
+    empty = torch.zeros((8, host.records.record_bytes), dtype=torch.uint8, device=device)
+    first, back = (torch.tensor(pages, device=device) for pages in ([1, 2, 3, 4], [8, 6, 5, 7]))
+    wanted = empty[:4].clone()
+    host.records.gather(first, wanted)
+    digests = [bytes([i]) * 16 for i in range(4)]
+    forward = torch.cuda.Stream() if device == "cuda" else None
+    before = torch.cuda.get_sync_debug_mode() if forward else None
+
+    def issue() -> None:
+        if forward is None:
+            tiers.issue()
+            return
+        forward.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(forward):
+            tiers.issue()
+
+    try:
+        if forward:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        tiers.inserted(digests, page_numbers(slots[: 4 * 256]))
+        issue()
+        tiers.evicting(tiers.pages_to(digests[-1], 4))
+        with torch.cuda.stream(forward) if forward else nullcontext():
+            host.records.scatter(page_numbers(slots), empty)  # the next requests' forwards
+        tiers.pin(digests)
+        new = tiers.inserted(digests, back)
+        tiers.load(digests, [digests[i] for i in new])
+        issue()
+    finally:
+        if forward:
+            torch.cuda.set_sync_debug_mode(before)
+            torch.cuda.synchronize()
+    found = torch.zeros_like(wanted)
+    host.records.gather(back, found)
+    assert torch.equal(found, wanted) and host.loaded.pages == 4 and tiers.idle
+    host.records.gather(first, found)
+    assert not found.any()

@@ -263,25 +263,44 @@ def test_another_server_finds_the_prefix(policy: WritePolicy, backend: Backend) 
     assert engine.run(PROMPT, [7]).req.tail_match.report.pages_from == {"host": 5 * PAGE}, "counted once"
 
 
-def test_a_bounded_disk_keeps_what_was_used_last(tmp_path: Path) -> None:
+def bounded(folder: Path, files: int) -> tuple[DiskLimit, TieredEngine]:
+    limit = DiskLimit(folder, DiskOptions(files * (HEADER.size + BYTES), keep=1.0))
+    return limit, stored(WritePolicy.WRITE_THROUGH, RecordFiles(folder, {"of": "a test"}, limit))
+
+
+def in_files(engine: TieredEngine, prompt: list[int]) -> list[bool]:
+    """Which pages of a prompt are."""
+    digests = engine.cache.components[TAIL].digests(RadixKey(array("q", prompt)), None)
+    return [engine.tiers.storage.backend.exists(page_key(digest)) for digest in digests]
+
+
+def test_a_bounded_disk_keeps_what_was_written_to_last(tmp_path: Path) -> None:
     """Whole prefixes: a conversation that goes on has its first pages renewed with it."""
-    limit = DiskLimit(tmp_path, DiskOptions(20 * (HEADER.size + BYTES), keep=1.0))
-    files = RecordFiles(tmp_path, {"of": "a test"}, limit)
-    engine = stored(WritePolicy.WRITE_THROUGH, files)
-    prompts = [PROMPT[: 4 * PAGE + 5], OTHERS[0], [*PROMPT[: 4 * PAGE + 5], *OTHERS[2]]]
-    pages = {}
-    for i, prompt in enumerate(prompts):
-        digests = engine.cache.components[TAIL].digests(RadixKey(array("q", prompt)), None)
-        pages[i] = digests[: len(prompt) // PAGE]
+    limit, engine = bounded(tmp_path, 20)
+    first = PROMPT[: 4 * PAGE + 5]
+    for prompt in (first, OTHERS[0], longer := [*first, *OTHERS[2]]):
         engine.run(prompt, [7])
         engine.settle()
+    left = in_files(engine, OTHERS[0])
+    assert limit.deleted and all(in_files(engine, longer)) and not all(left)
+    assert left == sorted(left, reverse=True), "a page without those before it"
 
-    def kept(i: int) -> int:
-        """Pages of a prompt in files, up to the first that is not."""
-        return files.batch_exists([page_key(digest) for digest in pages[i]])
 
-    assert limit.deleted and kept(2) == 10 and kept(1) < 6
-    assert not any(files.exists(page_key(digest)) for digest in pages[1][kept(1) :]), "a page without those before it"
+def test_a_bounded_disk_keeps_what_was_read_last(tmp_path: Path) -> None:
+    limit, engine = bounded(tmp_path, 16)
+    first = PROMPT[: 4 * PAGE + 5]
+    for prompt in (first, OTHERS[0]):
+        engine.run(prompt, [7])
+        engine.settle()
+    assert not limit.deleted
+    engine.flush()
+    again = admit(engine, first)
+    assert again.hit_tokens == 4 * PAGE
+    engine.prefill_chunk(again)
+    engine.finish(again)
+    engine.run(OTHERS[1], [7])
+    engine.settle()
+    assert all(in_files(engine, first)) and all(in_files(engine, OTHERS[1])) and sum(in_files(engine, OTHERS[0])) < 3
 
 
 class Names(dict):

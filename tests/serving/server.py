@@ -91,30 +91,6 @@ def output_logprobs(result: dict[str, Any]) -> list[float]:
     return [entry[0] for entry in result["meta_info"]["output_token_logprobs"]]
 
 
-def account(result: dict[str, Any]) -> dict[str, Any]:
-    """What a response says of its prefix."""
-    return result["meta_info"]["prefix_cache"][0]
-
-
-def flush(server: Server) -> None:
-    """Empty the device and host memory, when the server is idle."""
-    deadline = time.monotonic() + 60
-    while requests.post(f"{server.url}/flush_cache", timeout=300).status_code != 200:
-        assert time.monotonic() < deadline, "the server does not become idle"
-        time.sleep(0.1)
-
-
-def wait_for_files(folder: Path) -> int:
-    """Until no file was added for a second: how many there are."""
-    before, since = -1, time.monotonic()
-    while time.monotonic() - since < 1:
-        found = len(list(folder.rglob("*.page"))) + len(list(folder.rglob("*.tail")))
-        if found != before:
-            before, since = found, time.monotonic()
-        time.sleep(0.05)
-    return before
-
-
 def start(
     checkpoint: Path, log_path: Path, flags: tuple[str, ...], env: dict[str, str]
 ) -> tuple[subprocess.Popen, int]:
@@ -186,3 +162,27 @@ def run_until_it_stops(checkpoint: Path, log_path: Path, *flags: str, env: dict[
         return log_path.read_text(errors="replace")
     finally:
         stop(process)
+
+
+def account(result: dict[str, Any]) -> dict[str, Any]:
+    """What a response says of its prefix."""
+    return result["meta_info"]["prefix_cache"][0]
+
+
+def flush(server: Server) -> None:
+    """Empty the device and host memory, when the server is idle."""
+    deadline = time.monotonic() + 60
+    while requests.post(f"{server.url}/flush_cache", timeout=300).status_code != 200:
+        assert time.monotonic() < deadline, "the server does not become idle"
+        time.sleep(0.1)
+
+
+def wait_for_files(folder: Path) -> int:
+    """Until no file was added for a second: how many there are."""
+    before, since = -1, time.monotonic()
+    while time.monotonic() - since < 1:
+        found = len(list(folder.rglob("*.page"))) + len(list(folder.rglob("*.tail")))
+        if found != before:
+            before, since = found, time.monotonic()
+        time.sleep(0.05)
+    return before
