@@ -65,7 +65,7 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     # A random model would fill the white space that a JSON grammar allows without end.
     flags += ("--chunked-prefill-size", "512", "--constrained-json-disable-any-whitespace", "--enable-metrics")
     flags += tuple(parser_flags([]))  # as `make serve` has them
-    with running_server(checkpoint, log_path, *flags, SLEEP_ON_IDLE, env=TAILS) as running:
+    with running_server(checkpoint, log_path, *flags, SLEEP_ON_IDLE, env=TAILS, from_command=True) as running:
         yield running
 
 
