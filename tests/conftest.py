@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -32,6 +33,13 @@ def pytest_configure() -> None:
             f"the tests need {', '.join(missing)}, which this Python cannot import. `make setup` installs what "
             "requirements-cpu.txt and requirements-test.txt pin; without DSV4_TESTS_NEED these tests are skipped"
         )
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look at it again and again while kernels are traced."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture

@@ -67,6 +67,7 @@ struct Program {
   std::vector<u32> jump_tables;
   std::vector<u8> constants;
   u32 register_bytes = 0, predicates = 0, local_bytes = 0, static_smem_bytes = 0;
+  bool uses_tmem = false;  // has an instruction of tcgen05
 };
 
 // ---- errors ----------------------------------------------------------------------------------------------------
