@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,22 @@ def bookkeeping_errors_are_fatal() -> Iterator[None]:
     """Here and in every server that a test starts; outside of tests they are counted."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SGLANG_DSV4_TAIL_ERRORS", "raise")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What servers leave in the system's folder for temporary files (locks, sockets, metrics) goes with the session.
+
+    Not in pytest's folder, since the path of a socket may have no more than 107 characters.
+    """
+    tmp_path_factory.getbasetemp()  # this one stays where it would be
+    with (
+        tempfile.TemporaryDirectory(prefix="dsv4-tests-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as environment,
+    ):
+        environment.setenv("TMPDIR", folder)
+        environment.setattr(tempfile, "tempdir", folder)
         yield
 
 
