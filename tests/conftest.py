@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,22 @@ def bookkeeping_errors_are_fatal() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What servers leave in the system's folder for temporary files (locks, sockets, metrics) goes with the session.
+
+    Not in pytest's folder, since the path of a socket may have no more than 107 characters.
+    """
+    tmp_path_factory.getbasetemp()  # this one stays where it would be
+    with (
+        tempfile.TemporaryDirectory(prefix="dsv4-tests-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as environment,
+    ):
+        environment.setenv("TMPDIR", folder)
+        environment.setattr(tempfile, "tempdir", folder)
+        yield
+
+
 def pytest_configure() -> None:
     """Under `make test` a missing package is an error: elsewhere the tests that need it are skipped."""
     missing = [name for name in os.environ.get("DSV4_TESTS_NEED", "").split() if importlib.util.find_spec(name) is None]
@@ -32,6 +50,13 @@ def pytest_configure() -> None:
             f"the tests need {', '.join(missing)}, which this Python cannot import. `make setup` installs what "
             "requirements-cpu.txt and requirements-test.txt pin; without DSV4_TESTS_NEED these tests are skipped"
         )
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look at it again and again while kernels are traced."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture
@@ -65,7 +90,7 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     # A random model would fill the white space that a JSON grammar allows without end.
     flags += ("--chunked-prefill-size", "512", "--constrained-json-disable-any-whitespace", "--enable-metrics")
     flags += tuple(parser_flags([]))  # as `make serve` has them
-    with running_server(checkpoint, log_path, *flags, SLEEP_ON_IDLE, env=TAILS) as running:
+    with running_server(checkpoint, log_path, *flags, SLEEP_ON_IDLE, env=TAILS, from_command=True) as running:
         yield running
 
 

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from dsv4_kernels.invariant import at_least_as_many_as_threads, padded_to_full_rows
-from dsv4_kernels.kv_layout import KVRows, entry_rows
+from dsv4_kernels.kv_layout import KVRows, RowFormat, entry_rows
 
 KEY_TILE = 64
 """Keys of one product."""
 GATHERED_BYTES = 4 * 2**20
 """Bound on the fp32 rows gathered at a time (at least one token's a thread); larger temporaries cost page faults."""
+UNPACKED_BYTES = 64 * 2**20
+"""Bound on the fp32 rows that are kept for all tokens of a call; beyond it each token unpacks what it reads."""
 
 
 def sparse_attention(
@@ -47,6 +49,7 @@ def sparse_attention(
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
 
+    tables = [_unpacked_once(table, rows) for table, rows in tables]
     keys_per_token = sum(rows.shape[1] for _, rows in tables)
     step = max(1, GATHERED_BYTES // max(4 * keys_per_token * q.shape[2], 1))
     for tokens in torch.arange(q.shape[0], device=q.device).split(max(step, torch.get_num_threads())):
@@ -97,6 +100,24 @@ def _divided(weighted: Tensor, row_max: Tensor, row_sum: Tensor, sink: Tensor | 
     if sink is not None:
         row_sum = row_sum + torch.exp(sink - row_max)
     return weighted / torch.where(row_sum == 0, 1.0, row_sum).unsqueeze(-1)
+
+
+def _unpacked_once(table: KVRows, rows: Tensor) -> tuple[KVRows, Tensor]:
+    """The same rows by other numbers, in a table of those that are named, unpacked.
+
+    Tokens of a prefill read nearly the same rows, and unpacking takes longer than the products do. In decode, where few
+    rows are read by a second token, nothing is changed.
+    """
+    if table.format is RowFormat.PLAIN or rows.numel() < table.num_rows:
+        return table, rows
+    is_named = torch.zeros(table.num_rows, dtype=torch.bool, device=rows.device)
+    is_named[rows[rows >= 0].long()] = True
+    named = is_named.nonzero().squeeze(1)
+    if 2 * len(named) >= rows.numel() or 4 * len(named) * table.row_dim > UNPACKED_BYTES:
+        return table, rows
+    number = is_named.cumsum(0) - 1
+    renamed = torch.where(rows < 0, -1, number[rows.clamp(min=0).long()])
+    return KVRows(table.gather(named), RowFormat.PLAIN, len(named), table.row_dim, table.rope_dim), renamed
 
 
 def _padded_to_tiles(rows: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ FLAGS = [
     "-O2",
     "-std=c++17",
     "-fPIC",
+    "-fno-semantic-interposition",
     "-march=x86-64-v3",
     "-ffp-contract=off",
     "-fno-math-errno",

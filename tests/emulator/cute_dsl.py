@@ -27,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import source_locations
 from device import Device
 from host_callbacks import HostCallbacks, build_library, unpack_launch
 
@@ -142,6 +143,7 @@ def attached(
             yield
         finally:
             runtime.fake_runtime_set_callbacks(None, None, None)
+            source_locations.forget_context()
     callbacks.raise_pending()
 
 
@@ -150,6 +152,7 @@ def _replacements(attachment: _Attachment, multiprocessors: int) -> Iterator[tup
     yield from _compile_and_call(attachment)
     yield from _tensors_and_pointers(attachment.device)
     yield from _driver_queries(multiprocessors)
+    yield from source_locations.replacements()
 
 
 def _compile_and_call(attachment: _Attachment) -> Iterator[tuple[Any, str, Any]]:

@@ -264,6 +264,32 @@ def test_many_entries(tokens: int) -> None:
     c.check(c.run())
 
 
+def test_a_prefill_unpacks_each_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 tokens, of which each reads one row more than the one before, and other entries: the bits of single tokens."""
+    tokens, unpacked = 40, []
+    window_rows = (torch.arange(tokens)[:, None] + torch.arange(128)).int()
+    window_rows[:9, :7] = -1
+    entry_indices = random_list(tokens, 70, 40, 5)
+    window, entries = (
+        table(n, 512, torch.bfloat16, rows, 6, fp8=True) for n, rows in ((300, window_rows), (64, entry_indices))
+    )
+    q = torch.randn(tokens, 3, 512, generator=torch.Generator().manual_seed(7)).bfloat16()
+    sink = torch.randn(3)
+    alone = [
+        sparse_attention(
+            q[t : t + 1], window, window_rows[t : t + 1], entries, entry_indices[t : t + 1], sink=sink, scale=0.1
+        )
+        for t in range(tokens)
+    ]
+    gather = KVRows.gather
+    monkeypatch.setattr(
+        KVRows, "gather", lambda self, rows: unpacked.append((self.format, rows.numel())) or gather(self, rows)
+    )
+    together = sparse_attention(q, window, window_rows, entries, entry_indices, sink=sink, scale=0.1)
+    assert torch.equal(together, torch.cat(alone)) and together.isfinite().all()
+    assert [n for format, n in unpacked if format is RowFormat.FP8] == [128 + 39 - 7, len(entry_indices.unique()) - 1]
+
+
 def test_a_uniform_window_is_a_mean() -> None:
     """Worked by hand: zero scores, 3 rows and a sink of 0 share the softmax by four."""
     window = KVRows.allocate(3, RowFormat.PLAIN, 2, 2, torch.float32, "cpu")

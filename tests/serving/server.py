@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 
 import openai
 import requests
+from serving.preloaded import Preloaded, Started
 
 READY_TIMEOUT_S = 300  # a loaded machine; the time that start-up took is printed and judged by one test
 VOCAB_SIZE = 1024
@@ -35,7 +37,7 @@ SLEEP_ON_IDLE = "--sleep-on-idle"
 class Server:
     port: int
     log_path: Path
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Started
     ready_s: float
 
     @property
@@ -91,28 +93,27 @@ def output_logprobs(result: dict[str, Any]) -> list[float]:
     return [entry[0] for entry in result["meta_info"]["output_token_logprobs"]]
 
 
+@functools.cache
+def preloaded() -> Preloaded:
+    """For the session: it ends with this process, whose requests it reads."""
+    return Preloaded({**os.environ, **ENV})
+
+
 def start(
-    checkpoint: Path, log_path: Path, flags: tuple[str, ...], env: dict[str, str]
-) -> tuple[subprocess.Popen, int]:
+    checkpoint: Path, log_path: Path, flags: tuple[str, ...], env: dict[str, str], from_command: bool
+) -> tuple[subprocess.Popen | Started, int]:
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        str(checkpoint),
-        "--port",
-        str(port),
-        *flags,
-    ]
+    argv = ["--model-path", str(checkpoint), "--port", str(port), *flags]
+    env = {**os.environ, **ENV, **env}
+    if not from_command and preloaded().may_start(env):
+        return preloaded().start(argv, env, log_path), port
+    command = [sys.executable, "-m", "sglang.launch_server", *argv]
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **ENV, **env}, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
     return process, port
 
 
-def stop(process: subprocess.Popen) -> None:
+def stop(process: subprocess.Popen | Started) -> None:
     """Ends the server and every process it started (they share its session)."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
@@ -130,11 +131,14 @@ def is_ready(port: int) -> bool:
 
 @contextmanager
 def running_server(
-    checkpoint: Path, log_path: Path, *flags: str, env: dict[str, str] | None = None
+    checkpoint: Path, log_path: Path, *flags: str, env: dict[str, str] | None = None, from_command: bool = False
 ) -> Iterator[Server]:
-    """A server that answers; its log is shown when it does not come up."""
+    """A server that answers; its log is shown when it does not come up.
+
+    `from_command`: as a user starts it, which takes longer (see `serving.preloaded`).
+    """
     begin = time.monotonic()
-    process, port = start(checkpoint, log_path, flags, env or {})
+    process, port = start(checkpoint, log_path, flags, env or {}, from_command)
     try:
         while not is_ready(port):
             waited = time.monotonic() - begin
@@ -149,7 +153,7 @@ def running_server(
 
 def run_until_it_stops(checkpoint: Path, log_path: Path, *flags: str, env: dict[str, str]) -> str:
     """Starts a server that must stop by itself; returns its log."""
-    process, port = start(checkpoint, log_path, flags, env)
+    process, port = start(checkpoint, log_path, flags, env, from_command=True)
     try:
         deadline = time.monotonic() + READY_TIMEOUT_S
         while process.poll() is None:

@@ -91,7 +91,7 @@ def test_a_part_that_fails_to_import_stops_the_server(module: str, checkpoint: P
 
 @pytest.mark.slow
 def test_plain_command_without_flags_is_ready_in_a_minute(checkpoint: Path, tmp_path: Path) -> None:
-    with running_server(checkpoint, tmp_path / "log") as server:
+    with running_server(checkpoint, tmp_path / "log", from_command=True) as server:
         print(f"ready after {server.ready_s:.1f} s")
         assert server.chat("Hello!").choices[0].message.content
         info = requests.get(f"{server.url}/server_info", timeout=300).json()

@@ -41,6 +41,7 @@ void *emu_program(u32 count, const char *const *names, const i64 *table, const u
       in.run = it->second.run;
       in.kind = it->second.kind;
     }
+    p->uses_tmem |= name.rfind("tcgen05", 0) == 0;
     in.guard = (u32)t[0];
     in.line = (i32)t[1];
     in.operand_count = (u16)t[2];

@@ -41,6 +41,13 @@ class Clock {
     const u32 *__restrict s = o.v_.data();
     for (size_t i = 0, n = o.v_.size(); i < n; i++) d[i] = std::max(d[i], s[i]);
   }
+  // What both know.
+  void meet(const Clock &o) {
+    if (o.v_.size() < v_.size()) v_.resize(o.v_.size());
+    u32 *__restrict d = v_.data();
+    const u32 *__restrict s = o.v_.data();
+    for (size_t i = 0, n = v_.size(); i < n; i++) d[i] = std::min(d[i], s[i]);
+  }
   bool covers(const Clock &o) const {
     for (size_t i = 0; i < o.v_.size(); i++)
       if (o.v_[i] > (*this)[(Agent)i]) return false;

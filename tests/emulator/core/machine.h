@@ -67,6 +67,7 @@ struct Program {
   std::vector<u32> jump_tables;
   std::vector<u8> constants;
   u32 register_bytes = 0, predicates = 0, local_bytes = 0, static_smem_bytes = 0;
+  bool uses_tmem = false;  // has an instruction of tcgen05
 };
 
 // ---- errors ----------------------------------------------------------------------------------------------------
@@ -165,6 +166,13 @@ struct Warp {
   // What .relaxed waits and loads saw of the own CTA, of others in the cluster, and of other clusters; an acquire fence of
   // such a scope, or of a wider one, takes it over.
   ClockPair to_acquire[kScopes];
+  // Its last strong load: a loop that waits reads the same again, and learns nothing until somebody stores.
+  struct {
+    const void *location = nullptr;
+    u64 version = 0;
+    bool relaxed = false;
+    Scope scope = kCtaScope;
+  } acquired;
   ClockPair pipe;         // start clocks of everything in its tensor pipe
   Clock tensor_published; // what its last tcgen05.fence::before_thread_sync covered
   Clock tensor_seen;      // what barriers brought, usable after the next tcgen05.fence::after_thread_sync
@@ -285,6 +293,10 @@ struct Published {
   u32 cluster, warp;
   HandedOn handed;
 };
+struct PublishedAt {
+  std::vector<Published> stores;
+  u64 version = 0;  // counts the changes
+};
 
 enum class Schedule : u32 { Eager, Random, Late, RandomWarps };
 
@@ -319,7 +331,7 @@ struct Machine {
   Counters counters;
   std::vector<std::unique_ptr<Cluster>> active;
   // Happens-before across the launch: strong stores by location, and the shadow of global memory by page.
-  std::unordered_map<const void *, std::vector<Published>> locations;
+  std::unordered_map<const void *, PublishedAt> locations;
   std::unordered_map<u64, std::unique_ptr<Shadow>> global_shadow;
   u64 last_page = ~0ull;  // of global_shadow
   Shadow *last_page_shadow = nullptr;

@@ -35,6 +35,7 @@ void start_cluster(Cluster &c) {
         w->to_acquire[s].clear();
       }
       w->released_copy = {};
+      w->acquired = {};
       w->pipe.clear();
       w->tensor_published.clear();
       w->tensor_seen.clear();
@@ -367,8 +368,9 @@ void release_at(Warp &w, const void *location, bool relaxed, Scope scope) {
   if (relaxed && !w.released[kCtaScope].order.size()) return;  // no release fence so far: nothing is handed on
   HandedOn handed = hand_on(w, relaxed, scope);
   u32 cluster = w.cta->cluster->sequence;
-  auto &published = machine.locations[location];
-  for (Published &p : published)
+  PublishedAt &published = machine.locations[location];
+  published.version++;
+  for (Published &p : published.stores)
     if (p.cluster == cluster && p.warp == w.global_index) {
       // A relaxed store hands on less than a releasing one before it, which later readers may still see.
       HandedOn before = p.handed;
@@ -387,15 +389,18 @@ void release_at(Warp &w, const void *location, bool relaxed, Scope scope) {
       }
       return;
     }
-  published.push_back({cluster, w.global_index, handed});
+  published.stores.push_back({cluster, w.global_index, handed});
 }
 
 void acquire_at(Warp &w, const void *location, bool global, bool relaxed, Scope scope) {
   if (!machine.track_order) return;
   auto it = machine.locations.find(location);
   if (it == machine.locations.end()) return;
+  auto &last = w.acquired;
+  if (last.location == location && last.version == it->second.version && last.relaxed == relaxed && last.scope == scope) return;
+  last = {location, it->second.version, relaxed, scope};
   u32 own = w.cta->cluster->sequence, warps = (u32)w.cta->warps.size();
-  for (const Published &p : it->second) {
+  for (const Published &p : it->second.stores) {
     Scope common = p.cluster != own ? kGpuScope : p.warp / warps != w.cta->rank ? kClusterScope : kCtaScope;
     if (common > scope || !p.handed[common]) continue;
     const ClockPair &clock = *p.handed[common];

@@ -239,9 +239,11 @@ static std::unique_ptr<Cluster> new_cluster() {
     cta->cluster = c.get();
     cta->rank = r;
     cta->smem.resize(kSmemBytes + 16);
-    cta->tmem.resize(128 * 512);
     cta->smem_shadow = std::make_unique<Shadow>(kSmemBytes / 16 + 1);
-    cta->tmem_shadow = std::make_unique<Shadow>(8 * 512);
+    if (m.program->uses_tmem) {
+      cta->tmem.resize(128 * 512);
+      cta->tmem_shadow = std::make_unique<Shadow>(8 * 512);
+    }
     for (u32 k = 0; k < warps; k++) {
       auto w = std::make_unique<Warp>();
       w->cta = cta.get();
@@ -282,7 +284,7 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
         std::fill(cta.smem.begin(), cta.smem.end(), 0xff);          // NaN in every float format
         std::fill(cta.tmem.begin(), cta.tmem.end(), 0x7fffffffu);
         cta.smem_shadow->reset();
-        cta.tmem_shadow->reset();
+        if (cta.tmem_shadow) cta.tmem_shadow->reset();
         cta.mbarriers.clear();
         for (auto &b : cta.barriers) b = NamedBarrier{};
         cta.tmem_allocations.clear();

@@ -77,6 +77,16 @@ Cell accumulator_cell(u32 row, u32 column, bool half) {
   return half ? c : Cell{c.lane, 2 * c.reg + c.part, 0};
 }
 
+// visit(element, column) for the f32 accumulators of one row: those of accumulator_cell, register after register.
+template <class Visit>
+void float_accumulators(Warp &w, const Shape &s, u32 r, Visit visit) {
+  for (u32 unit = 0; unit < s.n() / 8; unit++)
+    for (u32 part = 0; part < 2; part++) {
+      float *d = row<float>(w, s.in.op[4 * unit + 2 * (r / 8) + part]) + r % 8 * 4;
+      for (u32 t = 0; t < 4; t++) visit(d[t], 8 * unit + 2 * t + part);
+    }
+}
+
 float element_of_register(u32 bits, Element e, u32 part) {
   switch (e) {
     case Element::F16: return half_to_float((u16)(bits >> 16 * part));
@@ -132,14 +142,20 @@ void execute(Warpgroup &g, const WgmmaOperation &o) {
         }
         continue;
       }
+      if (!half) {
+        float_accumulators(w, s, r, [&](float &d, u32 j) { sums[j] = o.accumulate ? d : 0.f; });
+        multiply_row(n, k, row_a, bt.data(), n, sums.data());
+        float_accumulators(w, s, r, [&](float &d, u32 j) { d = sums[j]; });
+        continue;
+      }
       for (u32 j = 0; j < n; j++) {
         auto [d, part] = cell(j);
-        sums[j] = !o.accumulate ? 0.f : half ? half_to_float((u16)(*d >> 16 * part)) : bit_cast<float>(*d);
+        sums[j] = !o.accumulate ? 0.f : half_to_float((u16)(*d >> 16 * part));
       }
       multiply_row(n, k, row_a, bt.data(), n, sums.data());
       for (u32 j = 0; j < n; j++) {
         auto [d, part] = cell(j);
-        *d = half ? (*d & ~(0xffffu << 16 * part)) | (u32)float_to_half(sums[j]) << 16 * part : bit_cast<u32>(sums[j]);
+        *d = (*d & ~(0xffffu << 16 * part)) | (u32)float_to_half(sums[j]) << 16 * part;
       }
     }
   }
@@ -195,12 +211,8 @@ void check_uniform(Warp &w, const Instruction &in, Operand o, const char *what) 
 }
 
 Clock known_to_all(const Clock *const (&clocks)[kWarpgroupWarps]) {
-  Clock all;
-  for (Agent a = 0; a < clocks[0]->size(); a++) {
-    u32 event = (*clocks[0])[a];
-    for (const Clock *c : clocks) event = std::min(event, (*c)[a]);
-    all.raise(a, event);
-  }
+  Clock all = *clocks[0];
+  for (u32 q = 1; q < kWarpgroupWarps; q++) all.meet(*clocks[q]);
   return all;
 }
 
