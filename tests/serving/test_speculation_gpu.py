@@ -26,11 +26,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU with SGLang on it"),
 ]
-# A layer of each kind, with the least widths that the kernels take: weights are drawn and encoded on the host.
-SMALL = replace(PRESETS["flash"], compress_ratios=(0, 4, 128), num_hash_layers=1, hidden_size=1024, q_lora_rank=512)
+# As few layers as SGLang takes for a DSpark target, with the least widths that the kernels take: weights are drawn and
+# encoded on the host.
+SMALL = replace(PRESETS["flash"], compress_ratios=(0, 4, 128, 4), num_hash_layers=1, hidden_size=1024, q_lora_rank=512)
 SHAPES = {
     "EAGLE": SMALL,
-    "DSPARK": replace(SMALL, dspark_markov_rank=256, dspark_target_layer_ids=(0, 1, 2)),
+    "DSPARK": replace(SMALL, dspark_markov_rank=256, dspark_target_layer_ids=(1, 2, 3)),
 }
 FLAGS = ("--max-total-tokens", "65536", "--max-running-requests", "20", "--chunked-prefill-size", "512")
 FLAGS += ("--context-length", "8192", "--mem-fraction-static", "0.5", "--random-seed", "1")
