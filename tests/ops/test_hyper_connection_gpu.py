@@ -8,6 +8,7 @@ those where stages are filled again, 7,168 is Pro's, with one CTA a multiprocess
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -198,20 +199,23 @@ def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, math.nan, **options))
 
 
-@pytest.fixture(params=list(ARCHES))
+# One architecture is enough where both run the same program, as `test_both_architectures_run_one_program` says.
+@pytest.fixture(params=["sm90", pytest.param("sm100", marks=pytest.mark.slow)])
 def arch(request: pytest.FixtureRequest, compiled_here: None, nan_memory: None) -> str:
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     return ARCHES[request.param]
 
 
-def emulate(arch: str, call: Callable[[], object], **options: object) -> object:
-    """What a call returns in the emulator, with all its checks on; it launches one kernel."""
+def emulate(arch: str, call: Callable[[], object], record: list | None = None, **options: object) -> object:
+    """What a call returns in the emulator, with all its checks on; it launches one kernel, which `record` gets."""
     from emulator import Checks
     from host import emulated
 
-    with emulated(checks=Checks.strict(), arch=arch, **options) as device:
+    with emulated(checks=Checks.strict(), arch=arch, record=record is not None, **options) as device:
         result = call()
     assert len(device.reports) == 1 and not device.reports[0].warnings
+    if record is not None:
+        record += device.recordings
     return result
 
 
@@ -224,6 +228,21 @@ def boundary(
     y, streams, post, comb, fn, base, scale, weight = i
     arguments = (streams, (y, post, comb), (fn, base, scale), weight, NORM_EPS, HC_EPS, ITERATIONS)
     return emulate(arch, lambda: gpu.run(arch, "hc_boundary", 24, *arguments, tokens, teams, fp8), **options)
+
+
+@pytest.mark.usefixtures("compiled_here", "nan_memory")
+@pytest.mark.parametrize(
+    ("num_tokens", "tokens", "teams", "fp8"), [(1, 1, 1, True), (35, 8, 2, False)], ids=["alone-codes", "teams"]
+)
+def test_both_architectures_run_one_program(num_tokens: int, tokens: int, teams: int, fp8: bool) -> None:
+    """Blackwell's PTX is Hopper's but for the target."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    programs = {}
+    for name, arch in ARCHES.items():
+        i, recordings = inputs(num_tokens, 1024, seed=3), []
+        boundary(arch, i, tokens, teams, fp8, record=recordings, multiprocessors=16)
+        programs[name] = re.sub(r"(?m)^\.target .*$", "", recordings[0].ptx.replace(recordings[0].kernel, "kernel"))
+    assert programs["sm90"] == programs["sm100"]
 
 
 @pytest.mark.parametrize(("num_tokens", "tokens"), [(1, 1), (2, 1), (3, 2), (5, 4), (17, 8)], ids=lambda n: str(n))
