@@ -206,16 +206,14 @@ def arch(request: pytest.FixtureRequest, compiled_here: None, nan_memory: None) 
     return ARCHES[request.param]
 
 
-def emulate(arch: str, call: Callable[[], object], record: list | None = None, **options: object) -> object:
-    """What a call returns in the emulator, with all its checks on; it launches one kernel, which `record` gets."""
+def emulate(arch: str, call: Callable[[], object], **options: object) -> object:
+    """What a call returns in the emulator, with all its checks on; it launches one kernel."""
     from emulator import Checks
     from host import emulated
 
-    with emulated(checks=Checks.strict(), arch=arch, record=record is not None, **options) as device:
+    with emulated(checks=Checks.strict(), arch=arch, **options) as device:
         result = call()
     assert len(device.reports) == 1 and not device.reports[0].warnings
-    if record is not None:
-        record += device.recordings
     return result
 
 
@@ -237,11 +235,17 @@ def boundary(
 def test_both_architectures_run_one_program(num_tokens: int, tokens: int, teams: int, fp8: bool) -> None:
     """Blackwell's PTX is Hopper's but for the target."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    programs = {}
+    from host import emulated
+
+    from dsv4_kernels.hyper_connection import gpu
+
+    programs, i = {}, inputs(num_tokens, 1024, seed=3)
     for name, arch in ARCHES.items():
-        i, recordings = inputs(num_tokens, 1024, seed=3), []
-        boundary(arch, i, tokens, teams, fp8, record=recordings, multiprocessors=16)
-        programs[name] = re.sub(r"(?m)^\.target .*$", "", recordings[0].ptx.replace(recordings[0].kernel, "kernel"))
+        with emulated(arch=arch, record=True, multiprocessors=16) as device:
+            options = (i.weight, NORM_EPS, HC_EPS, ITERATIONS, tokens, teams, fp8)
+            gpu.run(arch, "hc_boundary", 24, i.streams, (i.y, i.post, i.comb), (i.fn, i.base, i.scale), *options)
+        (launched,) = device.recordings
+        programs[name] = re.sub(r"(?m)^\.target .*$", "", launched.ptx.replace(launched.kernel, "kernel"))
     assert programs["sm90"] == programs["sm100"]
 
 
