@@ -108,14 +108,17 @@ STARTS_A_SERVER = (
 # Nothing but the time depends on this list.
 LONG = (
     SERVERS,
-    "tests/radix/test_exact.py",
-    "tests/radix/test_exact_tiers.py",
     "tests/ops/test_sparse_attention_sm90.py",
+    "tests/radix/test_exact.py",
+    "tests/radix/test_draft_tails.py",
     "tests/model/test_state.py",
     "tests/model/test_logits.py",
     "tests/model/test_invariance.py",
+    "tests/ops/test_hyper_connection_gpu.py",
     "tests/ops/test_sparse_attention_sm100.py",
-    "tests/emulator/test_residency.py",
+    "tests/radix/test_exact_tiers.py",
+    "tests/emulator/test_wrong_semantics.py",
+    "tests/model/test_dspark.py",
     "tests/ops/test_attention_benchmark.py",
 )
 

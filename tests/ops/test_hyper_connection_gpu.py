@@ -8,6 +8,7 @@ those where stages are filled again, 7,168 is Pro's, with one CTA a multiprocess
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -198,7 +199,8 @@ def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, math.nan, **options))
 
 
-@pytest.fixture(params=list(ARCHES))
+# One architecture is enough where both run the same program, as `test_both_architectures_run_one_program` says.
+@pytest.fixture(params=["sm90", pytest.param("sm100", marks=pytest.mark.slow)])
 def arch(request: pytest.FixtureRequest, compiled_here: None, nan_memory: None) -> str:
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     return ARCHES[request.param]
@@ -226,6 +228,27 @@ def boundary(
     y, streams, post, comb, fn, base, scale, weight = i
     arguments = (streams, (y, post, comb), (fn, base, scale), weight, NORM_EPS, HC_EPS, ITERATIONS)
     return emulate(arch, lambda: gpu.run(arch, "hc_boundary", 24, *arguments, tokens, teams, fp8), fn, **options)
+
+
+@pytest.mark.usefixtures("compiled_here", "nan_memory")
+@pytest.mark.parametrize(
+    ("num_tokens", "tokens", "teams", "fp8"), [(1, 1, 1, True), (35, 8, 2, False)], ids=["alone-codes", "teams"]
+)
+def test_both_architectures_run_one_program(num_tokens: int, tokens: int, teams: int, fp8: bool) -> None:
+    """Blackwell's PTX is Hopper's but for the target."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from host import emulated
+
+    from dsv4_kernels.hyper_connection import gpu
+
+    programs, i = {}, inputs(num_tokens, 1024, seed=3)
+    for name, arch in ARCHES.items():
+        with emulated(arch=arch, record=True, multiprocessors=16) as device:
+            options = (i.weight, NORM_EPS, HC_EPS, ITERATIONS, tokens, teams, fp8)
+            gpu.run(arch, "hc_boundary", 24, i.streams, (i.y, i.post, i.comb), (i.fn, i.base, i.scale), *options)
+        (launched,) = device.recordings
+        programs[name] = re.sub(r"(?m)^\.target .*$", "", launched.ptx.replace(launched.kernel, "kernel"))
+    assert programs["sm90"] == programs["sm100"]
 
 
 @pytest.mark.parametrize(("num_tokens", "tokens"), [(1, 1), (2, 1), (3, 2), (5, 4), (17, 8)], ids=lambda n: str(n))
