@@ -42,6 +42,16 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def environment_as_it_was(bookkeeping_errors_are_fatal: None, temporary_files: None) -> Iterator[None]:
+    """SGLang's engine leaves variables, with which no server would be forked (`serving.preloaded`)."""
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
+
+
 def pytest_configure() -> None:
     """Under `make test` a missing package is an error: elsewhere the tests that need it are skipped."""
     missing = [name for name in os.environ.get("DSV4_TESTS_NEED", "").split() if importlib.util.find_spec(name) is None]
