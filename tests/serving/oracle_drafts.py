@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+ANSWERS = "answers.json"
 ENTRY_POINT = "[sglang.srt.plugins]\noracle_drafts = oracle_drafts:setup\n"
 DSPARK = "sglang.srt.speculative.dspark_components.dspark_draft.DraftBlockProposer.propose"
 EAGLE = "sglang.srt.speculative.eagle_worker_common.build_eagle_verify_input"
@@ -27,7 +28,7 @@ def install(folder: Path) -> dict[str, str]:
     (info / "entry_points.txt").write_text(ENTRY_POINT)
     (folder / "oracle_drafts.py").write_text(Path(__file__).read_text())
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-    return {"PYTHONPATH": path, "ORACLE_FILE": str(folder / "answers.json")}
+    return {"PYTHONPATH": path, "ORACLE_FILE": str(folder / ANSWERS)}
 
 
 def setup() -> None:

@@ -6,7 +6,6 @@ Graphs of 1, 4 and 16 requests: batches are padded. The host knows the lengths o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from serving import oracle_drafts, replayed_graphs
@@ -41,7 +40,7 @@ def replaying(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     flags += ("--speculative-algorithm", request.param, "--speculative-num-draft-tokens", str(drafts + 1))
     flags += ("--cuda-graph-bs-decode", "1", "4", "16")
     with running_server(folder / "checkpoint", folder / "log", *FLAGS, *flags, env=env) as running:
-        yield Speculating(running, request.param, Path(env["ORACLE_FILE"]))
+        yield Speculating(running, request.param, folder)
 
 
 @pytest.mark.parametrize("at_once", [1, 11])

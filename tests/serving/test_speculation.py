@@ -38,8 +38,8 @@ from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 OPTIMISTIC = ("--schedule-conservativeness", "0.01")
 FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING), SLEEP_ON_IDLE)
 FLAGS += ("--chunked-prefill-size", "512", "--constrained-json-disable-any-whitespace", *OPTIMISTIC)
-FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "2")
-FLAGS += ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete")
+HOST_TIERS = ("--enable-hierarchical-cache", "--hicache-ratio", "2")
+HOST_TIERS += ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete")
 # The same target: a checkpoint's draft is drawn behind it, from the same seed.
 ALGORITHMS = {
     "EAGLE": (PRESETS["tiny"], 3, ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1")),
@@ -48,11 +48,11 @@ ALGORITHMS = {
 
 
 class Speculating:
-    """A server that drafts, and the answers that its oracle knows."""
+    """A server that drafts, and the answers that its oracle knows, in a file of the folder that it was installed to."""
 
-    def __init__(self, server: Server, algorithm: str, answers: Path, prefixes: Path) -> None:
-        self.server, self.algorithm, self.prefixes = server, algorithm, prefixes
-        self._file = answers
+    def __init__(self, server: Server, algorithm: str, folder: Path) -> None:
+        self.server, self.algorithm, self.prefixes = server, algorithm, folder / "prefixes"
+        self._file = folder / oracle_drafts.ANSWERS
         self._answers: dict[str, list[int]] = {}
 
     @property
@@ -76,8 +76,8 @@ def speculating(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     write_checkpoint(folder / "checkpoint", shape)
     env = {**TAILS, **oracle_drafts.install(folder), FOLDER_VARIABLE: str(folder / "prefixes")}
     flags += ("--speculative-algorithm", request.param, "--speculative-num-draft-tokens", str(drafts + 1))
-    with running_server(folder / "checkpoint", folder / "log", *FLAGS, *flags, env=env) as running:
-        yield Speculating(running, request.param, Path(env["ORACLE_FILE"]), folder / "prefixes")
+    with running_server(folder / "checkpoint", folder / "log", *FLAGS, *HOST_TIERS, *flags, env=env) as running:
+        yield Speculating(running, request.param, folder)
 
 
 def random_prompts(seed: int, lengths: list[int]) -> list[list[int]]:

@@ -65,7 +65,7 @@ def serving(checkpoint: Path, name: str, algorithm: str | None, *flags: str) -> 
         flags += (*of_algorithm, "--speculative-algorithm", algorithm)
         flags += ("--speculative-num-draft-tokens", str(drafts + 1))
     with running_server(checkpoint, folder / "log", *FLAGS, *flags, env=env) as running:
-        yield Speculating(running, algorithm or "", Path(env["ORACLE_FILE"]))
+        yield Speculating(running, algorithm or "", folder)
 
 
 def tokens(results: list[dict]) -> list[list[int]]:
