@@ -42,14 +42,17 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+LEFT_BY_AN_ENGINE = ("NCCL_GRAPH_REGISTER", "SGLANG_RUN_ID")
+
+
 @pytest.fixture(scope="module", autouse=True)
-def environment_as_it_was(bookkeeping_errors_are_fatal: None, temporary_files: None) -> Iterator[None]:
-    """SGLang's engine leaves variables, with which no server would be forked (`serving.preloaded`)."""
-    before = dict(os.environ)
+def what_an_engine_leaves() -> Iterator[None]:
+    """With these variables of `sglang.Engine` no server of a later file would be forked (`serving.preloaded`). Others
+    stay: what this package's set-up has put there is put there once a process."""
+    before = {name for name in LEFT_BY_AN_ENGINE if name in os.environ}
     yield
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
-    os.environ.update(before)
+    for name in set(LEFT_BY_AN_ENGINE) - before:
+        os.environ.pop(name, None)
 
 
 def pytest_configure() -> None:
