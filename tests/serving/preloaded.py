@@ -82,6 +82,9 @@ class Preloaded:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self._env, start_new_session=True
         )
 
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
     def may_start(self, env: Mapping[str, str]) -> bool:
         return imports_the_same(env, self._env)
 

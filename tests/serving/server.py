@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import signal
@@ -93,10 +92,15 @@ def output_logprobs(result: dict[str, Any]) -> list[float]:
     return [entry[0] for entry in result["meta_info"]["output_token_logprobs"]]
 
 
-@functools.cache
+_preloaded: Preloaded | None = None
+
+
 def preloaded() -> Preloaded:
-    """For the session: it ends with this process, whose requests it reads."""
-    return Preloaded({**os.environ, **ENV})
+    """Of this process; another one when it is gone: an engine that shuts down ends all children of its process."""
+    global _preloaded
+    if _preloaded is None or not _preloaded.is_alive():
+        _preloaded = Preloaded({**os.environ, **ENV})
+    return _preloaded
 
 
 def start(
