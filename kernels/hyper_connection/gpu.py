@@ -126,6 +126,7 @@ def run(
     bf16_weight = norm_weight is not None and norm_weight.dtype == torch.bfloat16
     form = (dim, rows, written_back is not None, norm_weight is not None, bf16_weight)
     plan = chosen(num_tokens, *form, fp8) if tokens is None else Plan(tokens, *form, teams, fp8)
+    plan.check()  # an empty batch, too, for which nothing is compiled
     y, post, comb = written_back or (None, None, None)
     fn, base, scale = parameters or (None, None, None)
     _check(op, {"y": y, "streams": streams}, (torch.bfloat16,))
