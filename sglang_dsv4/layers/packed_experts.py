@@ -172,15 +172,14 @@ def kernels(config: Config, tp_size: int) -> list[Callable[[], object]]:
     fp32 = tp_size > 1 and exact.is_on()
     summed = rows.Sum(config.num_experts_per_tok, fp32=fp32, adds_shared=True)
 
-    def of(shapes: tuple[Shape, ...], early: bool) -> list[Callable[[], object]]:
-        compiles = [
-            partial(launch.compile, Plan(product, shape), launch.ARCH) for shape in shapes for product in Product
-        ]
+    def of(shapes: list[Shape], early: bool) -> list[Callable[[], object]]:
+        compiles = [partial(launch.compile, Plan(product, shape)) for shape in shapes for product in Product]
         compiles += [partial(rows.compile_quantise, chooses, launch.ARCH) for chooses in (True, False)]
         compiles += [partial(rows.compile_sum, summed, launch.ARCH), partial(work_list.compile, launch.ARCH)]
         return [partial(dependent_launch.compiled, compile, early) for compile in compiles]
 
-    if dependent_launch.is_on():
-        return of((NARROW, PAIRED, WIDE), early=True)
-    others = tuple(shape for shape in (NARROW, PAIRED, WIDE) if shape not in launch.OVERLAPPING)
-    return [*of(launch.OVERLAPPING, early=True), *of(others, early=False)]
+    found: list[Callable[[], object]] = []
+    for early in (True, False):
+        shapes = [shape for shape in (NARROW, PAIRED, WIDE) if launch.begins_early(shape) == early]
+        found += of(shapes, early) if shapes else []
+    return found

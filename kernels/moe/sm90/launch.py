@@ -63,6 +63,11 @@ def shape_for(tokens: int, chosen: int, num_experts: int) -> Shape:
     return NARROW if tokens <= NARROW.slots else PAIRED
 
 
+def begins_early(shape: Shape) -> bool:
+    """Whether a call's launches do, see `OVERLAPPING`."""
+    return dependent_launch.is_on() or shape in OVERLAPPING
+
+
 def least_paired_tiles(packed: HopperExperts, multiprocessors: int) -> int:
     """How many pairs of an expert and up to 64 slots there must be for such wide tiles to be taken: so many that every
     multiprocessor gets a work tile. With fewer, narrower ones keep more of them busy.
@@ -248,7 +253,7 @@ def experts_forward(
         dtype: of the result, fp32 or bf16.
         shared: [T, d] bf16 of the shared expert, added to the result: in bf16 to the rounded sum, as a layer would.
         shape: of the products; None chooses by the numbers of tokens and experts. The bits are the same.
-        overlaps: whether launches begin early; None goes by `OVERLAPPING` and `dependent_launch.is_on`.
+        overlaps: whether launches begin early; None goes by `begins_early`.
 
     Returns:
         [T, d] in `dtype`.
@@ -268,8 +273,7 @@ def experts_forward(
     weights, experts = weights.float().contiguous(), experts.int().contiguous()
     shape = shape or shape_for(*experts.shape, packed.num_experts)
     least_paired = least_paired_tiles(packed, multiprocessors(x.device))
-    overlaps = dependent_launch.is_on() or shape in OVERLAPPING if overlaps is None else overlaps
-    with dependent_launch.switched(overlaps):
+    with dependent_launch.switched(begins_early(shape) if overlaps is None else overlaps):
         listed = list_work(weights, experts, packed.num_experts, expert_offset, shape, least_paired)
         quantised = quantise(x, listed, chooses=True)
         hidden = multiply(Plan(Product.GATE_UP, shape), listed, *quantised, packed.w13, swiglu_limit)
