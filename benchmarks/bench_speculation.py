@@ -46,8 +46,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from serve_ab import Server, running, versions
 from serve_profile import busy_us, decode_events
+from servers import Server, running, versions
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, Shape, hf_config, write_checkpoint
 from sglang_dsv4.cpu.random_tokenizer import write_tokenizer

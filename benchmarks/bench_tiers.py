@@ -46,7 +46,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import serve_ab
+import servers
 import torch
 from bench_speculation import FLASH, write_config
 
@@ -211,7 +211,7 @@ def ttft(contender: str, args: argparse.Namespace, flags: Sequence[str], keep: C
     fillers = -(-3 * args.pool // (2 * args.prefix))
     with tempfile.TemporaryDirectory() as folder, _environment(STORE_VARIABLE, folder):
         log = args.logs / f"{contender}_tiers.log"
-        with serve_ab.running(contender, args.model, flags, args.port, log) as server:
+        with servers.running(contender, args.model, flags, args.port, log) as server:
             begin = time.monotonic()
             for measured in range(-1, args.repeats):
                 asked = prompt()
@@ -234,7 +234,7 @@ def ttft(contender: str, args: argparse.Namespace, flags: Sequence[str], keep: C
                         break
 
 
-def _first_token(server: serve_ab.Server, prompt: list[int]) -> dict:
+def _first_token(server: servers.Server, prompt: list[int]) -> dict:
     body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
     request = urllib.request.Request(
         f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -246,7 +246,7 @@ def _first_token(server: serve_ab.Server, prompt: list[int]) -> dict:
     return {"ms": ms, "hit_tokens": meta["cached_tokens"], "of": meta.get("cached_tokens_details")}
 
 
-def _flush(server: serve_ab.Server) -> None:
+def _flush(server: servers.Server) -> None:
     """Device and host memory; the files stay. SGLang answers 400 while it is busy."""
     for _ in range(300):
         with contextlib.suppress(urllib.error.HTTPError):
@@ -302,7 +302,7 @@ class Result:
         self._out = args.out
         setting = {
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            "versions": serve_ab.versions(),
+            "versions": servers.versions(),
             "model": args.model.name,
             "prefix_tokens": args.prefix,
             "pool_tokens": args.pool,
@@ -350,7 +350,7 @@ def main() -> None:
         write_config(args.model, FLASH)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     result = Result(args, device)
-    serve_ab.READY_TIMEOUT_S = args.ready_s
+    servers.READY_TIMEOUT_S = args.ready_s
     if "copies" in args.works:
         with _noted(result, "copies"):
             result.copies = copies(args.prefix, device)

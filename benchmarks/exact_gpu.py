@@ -50,7 +50,7 @@ from unittest import mock
 import exact_trace
 import serve_load
 from exact_trace import Findings, References, Sizes, read_references, write_references
-from serve_ab import Server, running, versions
+from servers import Server, running, versions
 
 FLAG = "--enable-deterministic-inference"
 WORKS = ("proof", "chunks", "sglang", "price", "speculation")

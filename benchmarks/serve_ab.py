@@ -37,25 +37,19 @@ no request got a token, is made again, MOST_RUNS at most; then the result keeps 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
-import re
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import serve_load
 from serve_profile import Profile, profile_decode, profile_prefill
+from servers import CONTENDERS, STALL_S, Server, running, versions
 
 WORKS = ("decode", "prefill", "multi_turn", "profile", "churn", "agreement")
 WORKS_OF = {  # how the rows are named that only this work has
@@ -64,19 +58,15 @@ WORKS_OF = {  # how the rows are named that only this work has
     "multi_turn": ("multi_turn",),
     "profile": ("memory",),
 }
-CONTENDERS = ("builtin", "ours")  # the built-in first: its bytes of KV memory are what ours gets under churn
 DECODE_REQUESTS = (1, 16, 64, 128)
 CONTEXT = 4608
 CHURN = {"long": (16_384, 256, 32), "short": (1_536, 64, 32)}  # prefix, user and new tokens of a session
 CHURN_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the sessions that ours holds
 CHURN_AT_ONCE = 16
-HCA_GROUP = 128  # tokens of an entry there, and rows of a request's state in the built-in
 LESS_IS_BETTER = ("ttft", "itl", "bytes", "launches", "busy", "span", "recomputed", "distance", "silence")
-READY_TIMEOUT_S = 900
 SWITCHES = ("DSV4_DEPENDENT_LAUNCH", "SGLANG_DSV4_SIDE_STREAM")  # of ours, which change how a step runs
 PRINTED_KERNELS = 30
 REPEATS = (71, 72, 73)  # seeds of the short works; their medians count
-STALL_S = 2.0  # twice what the longest forward takes, a chunk's of the prefill of 64K
 MOST_RUNS = 3  # of a load, beside the first, because of stalls
 
 
@@ -96,128 +86,6 @@ class Row:
         less = any(word in self.metric for word in LESS_IS_BETTER)
         a, b = (self.builtin, self.ours) if less else (self.ours, self.builtin)
         return a / b if b else None
-
-
-class Server:
-    """A running `sglang.launch_server`.
-
-    Attributes:
-        stall_s: of all servers: so long a silence is none that serving explains.
-    """
-
-    stall_s = STALL_S
-
-    def __init__(self, contender: str, model: Path, url: str, log: Path, ready_s: float) -> None:
-        self.contender, self.model, self.url, self.log, self.ready_s = contender, model, url, log, ready_s
-
-    def get(self, path: str) -> dict:
-        """A JSON answer."""
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
-            return json.load(answer)
-
-    def post(self, path: str, body: dict) -> dict:
-        """A JSON answer to a JSON body."""
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            return json.load(answer)
-
-    def kv_memory(self) -> tuple[float, int]:
-        """Bytes of the KV pools with all that belongs to them (rings, states, tail checkpoints), and tokens they hold.
-
-        By what each server logs of its own sizing. (Free GPU memory before and after has two decimals of a GB, and
-        what the allocator had already: of a pool of 0.5 GB it says nothing. Neither `/server_info` nor `/metrics`
-        counts the built-in's pools.)
-        """
-        text = self.log.read_text(errors="replace")
-        if self.contender == "ours":
-            return our_pools(text)
-        return builtin_pools(text, self.model)
-
-
-def our_pools(log: str) -> tuple[float, int]:
-    """Bytes and tokens of the memory plans in our server's log, a draft worker's beside the target's.
-
-    Raises:
-        ValueError: there is no plan in it.
-    """
-    plans = {}  # a rank logs its own: the last one of each worker
-    table = r"(Target|Draft) worker\nDeepSeek-V4 pools: ([\d,]+) tokens(?:.*\n)+?total +([\d,]+)"
-    for worker, tokens, size in re.findall(table, log):
-        plans[worker] = int(size.replace(",", "")), int(tokens.replace(",", ""))
-    if "Target" not in plans:
-        raise ValueError('the log has no memory plan of ours ("Target worker", "DeepSeek-V4 pools: …")')
-    return float(sum(size for size, _ in plans.values())), plans["Target"][1]
-
-
-def builtin_pools(log: str, model: Path) -> tuple[float, int]:
-    """Bytes and tokens of SGLang 0.5.23's own pools by its log: so much a token, and the HCA layers' states.
-
-    `DSV4PoolConfigurator` logs the bytes of a token (entries, indexer keys, paged windows and CSA states), and the rows
-    of the states that requests have: [rows, 2, head_dim] fp32 a HCA layer, up to whole groups of 128 with one more.
-
-    Raises:
-        ValueError: a line is missing, or has memory of a kind that is not counted here.
-    """
-    cost = re.findall(r"DSV4 memory calculation: unified=(\w+),.*bytes_per_full_token=([\d.]+)", log)
-    sizes = re.findall(r"Initialize DeepSeekV4TokenToKVPool with .*c128_state_pool_size=(\d+)", log)
-    tokens = re.findall(r"max_total_num_tokens=(\d+)", log)
-    if not (cost and sizes and tokens) or cost[-1][0] != "False":
-        raise ValueError(
-            "the built-in's log should have 'DSV4 memory calculation: unified=False, … bytes_per_full_token=', "
-            "'Initialize DeepSeekV4TokenToKVPool with … c128_state_pool_size=' and 'max_total_num_tokens='"
-        )
-    config = json.loads((model / "config.json").read_text())
-    layers = config["compress_ratios"][: config["num_hidden_layers"]].count(HCA_GROUP)
-    rows = -(-(int(sizes[-1]) + HCA_GROUP + 1) // HCA_GROUP) * HCA_GROUP
-    states = layers * rows * 2 * config["head_dim"] * 4
-    return int(tokens[-1]) * float(cost[-1][1]) + states, int(tokens[-1])
-
-
-@contextlib.contextmanager
-def running(contender: str, model: Path, flags: Sequence[str], port: int, log: Path) -> Iterator[Server]:
-    """Start a server, wait until it answers, stop it with all its processes.
-
-    Raises:
-        RuntimeError: it ended or was not ready in time, or ours is not live although it was asked for; the log's end.
-    """
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port), *flags]
-    env = {**os.environ, "SGLANG_DSV4": "off" if contender == "builtin" else ""}
-    env = {name: value for name, value in env.items() if value or name != "SGLANG_DSV4"}
-    begin = time.monotonic()
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        while not _answers(url):
-            if process.poll() is not None or time.monotonic() - begin > READY_TIMEOUT_S:
-                raise RuntimeError(f"the {contender} server did not come up; {log} ends:\n{_end_of(log)}")
-            time.sleep(0.5)
-        live = "sglang_dsv4" in log.read_text(errors="replace") and "is live on" in log.read_text(errors="replace")
-        if live != (contender == "ours"):
-            raise RuntimeError(f"{contender} was asked for, but sglang_dsv4 is {'' if live else 'not '}live: see {log}")
-        yield Server(contender, model, url, log, time.monotonic() - begin)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health_generate", timeout=20) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _end_of(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-40:])
 
 
 # ------------------------------------------------------------------------------------------------ works
@@ -512,18 +380,6 @@ def draw(rows: Sequence[Row], file: Path) -> None:
         axis.legend()
     figure.tight_layout()
     figure.savefig(file, dpi=120)
-
-
-def versions() -> dict[str, str]:
-    """Of what decides speed."""
-    import importlib.metadata
-
-    names = ("sglang-dsv4", "sglang", "torch", "nvidia-cutlass-dsl", "sgl-flash-mla", "sgl-deep-gemm", "sglang-kernel")
-    found = {}
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ import pytest
 import serve_ab
 import serve_load
 import serve_profile
+import servers
 from serve_ab import Row
 from serve_load import Reply
 
@@ -32,11 +33,11 @@ c4_logical_size=16384 c128_size=512 c4_state_pool_size=200 c128_state_pool_size=
 def test_the_builtins_memory_is_that_of_its_own_sizing(tmp_path: Path) -> None:
     """Nine request slots of 128 rows and a group more; the flash preset has two HCA layers of head_dim 512."""
     (tmp_path / "config.json").write_text(json.dumps(hf_config(PRESETS["flash"])))
-    size, tokens = serve_ab.builtin_pools(BUILTIN_LOG, tmp_path)
+    size, tokens = servers.builtin_pools(BUILTIN_LOG, tmp_path)
     assert tokens == 65_536
     assert size == 65_536 * 763.5 + 2 * (1152 + 2 * 128) * 2 * 512 * 4
     with pytest.raises(ValueError, match="unified=False"):
-        serve_ab.builtin_pools(BUILTIN_LOG.replace("unified=False", "unified=True"), tmp_path)
+        servers.builtin_pools(BUILTIN_LOG.replace("unified=False", "unified=True"), tmp_path)
 
 
 def test_our_memory_is_that_of_the_plan_of_either_worker(tmp_path: Path) -> None:
@@ -44,10 +45,10 @@ def test_our_memory_is_that_of_the_plan_of_either_worker(tmp_path: Path) -> None
     geometry = geometry_of_checkpoint(tmp_path, fp8=True)
     target, draft = PoolPlan.of(geometry, 65_536, 9, 12), PoolPlan.of(geometry, 65_536, 9)
     tables = [f"[2026-11-24 10:00:00] {w} worker\n{p.table()}\n" for w, p in (("Target", target), ("Draft", draft))]
-    assert serve_ab.our_pools(tables[0]) == (target.total_bytes, 65_536)
-    assert serve_ab.our_pools("".join(tables)) == (target.total_bytes + draft.total_bytes, 65_536)
+    assert servers.our_pools(tables[0]) == (target.total_bytes, 65_536)
+    assert servers.our_pools("".join(tables)) == (target.total_bytes + draft.total_bytes, 65_536)
     with pytest.raises(ValueError, match="no memory plan"):
-        serve_ab.our_pools(tables[1])
+        servers.our_pools(tables[1])
 
 
 def test_above_one_is_better_for_ours() -> None:
@@ -105,7 +106,7 @@ def test_a_run_with_a_stall_is_made_again(
     made = [{"tok_s": float(i), serve_load.SILENCE: seconds} for i, seconds in enumerate(silences)]
     left = iter(made)
     monkeypatch.setattr(serve_load, "run", lambda url, load: next(left))
-    server = serve_ab.Server("ours", tmp_path, "", tmp_path, 0.0)
+    server = servers.Server("ours", tmp_path, "", tmp_path, 0.0)
     assert serve_ab._steady(server, lambda client: None) == made[chosen]
     assert len(list(left)) == len(silences) - runs
 

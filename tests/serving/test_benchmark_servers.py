@@ -1,0 +1,64 @@
+"""Servers that benchmarks take when they run already; starting them is what every benchmark's test does."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import servers
+
+FLAGS = ("--tp-size", "1", "--chunked-prefill-size", "2048", "--sleep-on-idle")
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """Answers every GET."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_the_last_of_a_flag_counts_and_their_order_does_not(tmp_path: Path) -> None:
+    one = servers.identity("ours", tmp_path, FLAGS, {})
+    assert one == servers.identity("ours", tmp_path, ("--sleep-on-idle", "--tp-size", "8", *FLAGS), {})
+    assert one != servers.identity("ours", tmp_path, (*FLAGS, "--chunked-prefill-size", "512"), {})
+
+
+def test_only_the_server_that_is_asked_for_is_taken(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another contender, model, flag or switch none is, nor one that does not answer."""
+    monkeypatch.setenv("SGLANG_DSV4_SIDE_STREAM", "on")
+    monkeypatch.setenv(servers.FOLDER_VARIABLE, str(tmp_path))
+    env = dict(os.environ)
+    then = {**env, "SGLANG_DSV4": "", "HOME": "/elsewhere"}
+    found = {"identity": servers.identity("ours", tmp_path, FLAGS, then), "url": url, "log": "log", "ready_s": 3.0}
+    (tmp_path / servers.LIST).write_text(json.dumps({"one": found}))
+
+    taken = servers.already_running("ours", tmp_path, FLAGS, env)
+    assert taken is not None and (taken.url, taken.ready_s, taken.log) == (url, 3.0, Path("log"))
+    with servers.running("ours", tmp_path, FLAGS, 1, tmp_path / "own.log") as running:
+        assert running.url == url
+    assert not (tmp_path / "own.log").exists()
+
+    assert servers.already_running("builtin", tmp_path, FLAGS, env) is None
+    assert servers.already_running("ours", tmp_path / "other", FLAGS, env) is None
+    assert servers.already_running("ours", tmp_path, FLAGS[:-1], env) is None
+    assert servers.already_running("ours", tmp_path, FLAGS, {**env, "DSV4_DEPENDENT_LAUNCH": "on"}) is None
+    assert servers.already_running("ours", tmp_path, FLAGS, {}) is None
+    (tmp_path / servers.LIST).write_text(json.dumps({"one": {**found, "url": "http://127.0.0.1:1"}}))
+    assert servers.already_running("ours", tmp_path, FLAGS, env) is None
