@@ -134,11 +134,11 @@ class Proof:
                 yield server
 
     def ask(self, name: str, server: Server, sizes: Sizes) -> None:
-        """Sweep and trace of a running server."""
+        """Sweep and trace of a running server; a work behind the proof gives its name to what it compares."""
         found = exact_trace.prove(server.url, sizes, self.known)
         found.seen["retracted"] += retractions(server.log.read_text(errors="replace"))
         print(f"{name}\n  " + "\n  ".join(exact_trace.describe(found)), flush=True)
-        self.found.add(found)
+        self.found.add(found if name == "proof" else found.named(name))
         refuse_mute_models(self.known)
 
     def limits(self, chunk: int) -> tuple[str, ...]:
@@ -156,8 +156,8 @@ class Proof:
             yield "proof"
         if {"chunks", "sglang", "price"} & set(works):
             with self.server("exact", FLAG, "--chunked-prefill-size", str(other_chunk)) as server:
-                if "chunks" in works:  # the same requests first, a tenth of the trace
-                    self.ask("chunks", server, replace(self.sizes, requests=max(10, self.sizes.requests // 10)))
+                if "chunks" in works:
+                    self.ask("chunks", server, once_each(self.sizes))
                     yield "chunks"
                 if "sglang" in works:
                     self.sglang(server)
@@ -223,6 +223,12 @@ class Proof:
             self.out.write_text(text + "\n")
             write_references(self.known, self.references)
         return text
+
+
+def once_each(sizes: Sizes) -> Sizes:
+    """The same requests, those of the trace about once."""
+    different = sizes.requests // sizes.repeats
+    return replace(sizes, requests=different, repeats=1)
 
 
 def refuse_mute_models(known: References) -> None:

@@ -112,6 +112,13 @@ class Findings:
             of = {"kind": kind, "prompt_tokens": len(request.prompt), "seed": request.seed, "hit": got.hit_tokens}
             self.first.append({**of, "output_token": place, **shown})
 
+    def named(self, work: str) -> Findings:
+        """The same, its kinds with the name of a work in front."""
+        compared, mismatches = (
+            Counter({f"{work} {kind}": n for kind, n in counts.items()}) for counts in (self.compared, self.mismatches)
+        )
+        return Findings(compared, mismatches, [{**m, "kind": f"{work} {m['kind']}"} for m in self.first], self.seen)
+
     def add(self, other: Findings) -> None:
         """Count another server's in."""
         for name in ("compared", "mismatches", "seen"):
@@ -289,7 +296,10 @@ async def sweep(client: Client, sizes: Sizes, known: References) -> Findings:
 
 
 def requests_of_a_trace(sizes: Sizes) -> list[Request]:
-    """Different requests, whose prompts are paths in a tree: they share beginnings, and leave each other anywhere."""
+    """Different requests, whose prompts are paths in a tree: they share beginnings, and leave each other anywhere.
+
+    Without sampled ones it is the others of the same, so that they have references of a server that answers both.
+    """
     rng, made = random.Random(sizes.seed + 1), []
 
     def some(count: int) -> tuple[int, ...]:
@@ -303,11 +313,11 @@ def requests_of_a_trace(sizes: Sizes) -> list[Request]:
         own = some(1 + int(rng.random() ** 2 * (sizes.longest - 1)))
         prompt = (begin + own)[: sizes.longest]
         limits: tuple[tuple[str, float], ...] = ()
-        if sizes.sampled and rng.random() < 0.4:
+        if rng.random() < 0.4:
             limits = (("temperature", rng.choice([0.7, 1.5])), ("top_p", rng.choice([0.9, 1.0])))
             limits += (("top_k", rng.choice([5, 50, 1_000_000])),)
         made.append(Request(prompt, rng.randrange(1, 33), rng.randrange(2**31) if limits else None, limits))
-    return made
+    return [request for request in made if sizes.sampled or not request.limits]
 
 
 async def trace(client: Client, sizes: Sizes, known: References) -> Findings:

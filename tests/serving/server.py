@@ -17,6 +17,7 @@ from typing import Any
 
 import openai
 import requests
+import torch
 from serving.preloaded import Preloaded, Started
 
 READY_TIMEOUT_S = 300  # a loaded machine; the time that start-up took is printed and judged by one test
@@ -109,7 +110,8 @@ def start(
     port = free_port()
     argv = ["--model-path", str(checkpoint), "--port", str(port), *flags]
     env = {**os.environ, **ENV, **env}
-    if not from_command and preloaded().may_start(env):
+    # Kernels' packages look at a GPU while they are imported, and what CUDA has begun does not survive a fork.
+    if not from_command and not torch.cuda.is_available() and preloaded().may_start(env):
         return preloaded().start(argv, env, log_path), port
     command = [sys.executable, "-m", "sglang.launch_server", *argv]
     with log_path.open("wb") as log:

@@ -7,12 +7,13 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import exact_gpu
 import pytest
-from exact_trace import Answer, Findings, References, Request
+from exact_trace import Answer, Findings, References, Request, requests_of_a_trace
 from serving.server import free_port
 
 PREFIX = """\
@@ -28,6 +29,14 @@ def test_sglangs_own_verdicts_are_read() -> None:
     assert exact_gpu.unique_samples("radix_cache", "✗✗✗ TEST FAILED - Radix cache produces") == [2]
     assert exact_gpu.unique_samples("p_vs_d", "✅ Token match\n❌ Logprobs mismatch\n    Divergence") == [1, 2]
     assert all(exact_gpu.unique_samples(mode, "Traceback ...") == [] for mode in exact_gpu.MODES)
+
+
+def test_requests_of_the_trace_have_the_proofs_references() -> None:
+    """On the other servers, too: asked once, or only those that are greedy."""
+    sizes = exact_gpu.SMALL
+    asked = requests_of_a_trace(sizes)
+    assert requests_of_a_trace(exact_gpu.once_each(sizes)) == asked
+    assert set(requests_of_a_trace(replace(sizes, sampled=False))) == {r for r in asked if r.seed is None} != set(asked)
 
 
 def test_retractions_are_counted() -> None:
@@ -95,7 +104,8 @@ def test_three_starts_do_all_but_speculation(servers: Servers) -> None:
     status, result = servers.run()
     flags = [exact_gpu.FLAG in started for started in servers.started]
     assert status == 0 and flags == [True, True, False] and not result["not_run"]
-    assert result["by_kind"]["trace"] == [2, 0] and result["seen"]["retracted"] == 2
+    assert result["by_kind"]["trace"] == result["by_kind"]["chunks trace"] == [1, 0]
+    assert result["seen"]["retracted"] == 2
     assert result["sglang_test_deterministic"] == {"single": [1], "prefix": [1], "p_vs_d": [1]}
     assert result["rows"] == [{"work": "decode", "requests": 1, "default": 97.0, "exact": 98.0, "ratio": 98 / 97}]
     chunks = [started[started.index("--chunked-prefill-size") + 1] for started in servers.started]
@@ -131,7 +141,8 @@ def test_the_whole_script_on_a_cpu(checkpoint: Path, tmp_path: Path, monkeypatch
     status = exact_gpu.main([*command, "--logs", str(tmp_path), "--out", str(out), "--", "--sleep-on-idle"])
     result = json.loads(out.read_text())
     assert status == 0 and result["mismatches"] == 0, result["first_mismatches"]
-    assert result["compared"] > 60 and {"cold", "hit", "split", "continued", "batch", "trace"} <= set(result["by_kind"])
+    kinds = {"cold", "hit", "split", "continued", "batch", "trace"}
+    assert result["compared"] > 60 and kinds | {f"chunks {kind}" for kind in kinds} <= set(result["by_kind"])
     assert result["seen"]["retracted"] > 0 and result["seen"]["hit host"] > 0
     assert result["sglang_test_deterministic"]["single"] == [1]
     assert set(result["sglang_test_deterministic"]["prefix"]) <= {0, 1}
