@@ -288,23 +288,25 @@ def agreement(arguments: argparse.Namespace, algorithm: str, flags: Sequence[str
 def run(arguments: argparse.Namespace, results: Results) -> None:
     """The works, one after the other; results are written after each server."""
     write_models(arguments.models, arguments.tiny)
-    flags = [*([] if arguments.tiny else DUMMY_FLAGS), "--random-seed", "1", *arguments.flags]
+    common = [*([] if arguments.tiny else DUMMY_FLAGS), "--random-seed", "1"]
     exact = (EXACT,) if arguments.exact else ()
     for work in [work for work in arguments.works if work in ("graphs", "agreement")]:
         for algorithm in arguments.algorithms:
-            found = agreement(arguments, algorithm, (*flags, *FEW_GRAPHS, *exact), work)
+            found = agreement(arguments, algorithm, (*common, *FEW_GRAPHS, *exact, *arguments.flags), work)
             same = {(row["work"], row["algorithm"], row["exact"]) for row in found}
             kept = [row for row in results.agreement if (row["work"], row["algorithm"], row["exact"]) not in same]
             results.agreement = kept + found
             save(arguments.out, results)
     largest = max(arguments.requests)
-    flags += ["--max-running-requests", str(largest + 8), "--cuda-graph-bs-decode", *map(str, arguments.requests)]
+    graphs = ("--max-running-requests", str(largest + 8), "--cuda-graph-bs-decode", *map(str, arguments.requests))
     for work in [work for work in arguments.works if work == "decode" or work in arguments.algorithms]:
         for contender in arguments.contenders:
             more = SPECULATION.get(work, ())
             own = shlex.split(arguments.builtin_flags) if contender == "builtin" else ()
             model, log = arguments.models / MODEL_OF[work], arguments.logs / f"{work}_{contender}.log"
-            with running(contender, model, (*flags, *more, *own), arguments.port, log) as server:
+            with running(
+                contender, model, (*common, *graphs, *arguments.flags, *more, *own), arguments.port, log
+            ) as server:
                 for requests in arguments.requests:
                     results.note(contender, requests, measure(server, work, requests))
                     save(arguments.out, results)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from serve_load import connections
 
 TOP = 5
 TIMEOUT_S = 900
@@ -208,7 +209,7 @@ class Client:
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Client]:
     """A client of the server at `url`."""
-    timeout, connector = aiohttp.ClientTimeout(total=TIMEOUT_S), aiohttp.TCPConnector(limit=0)
+    timeout, connector = aiohttp.ClientTimeout(total=TIMEOUT_S), connections()
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**22) as session:
         yield Client(session, url)
 

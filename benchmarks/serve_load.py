@@ -94,6 +94,12 @@ class Client:
         raise RuntimeError("/flush_cache was refused for ten seconds")
 
 
+def connections() -> aiohttp.TCPConnector:
+    """As many as are asked for. SGLang's server closes one that was idle for five seconds, and a request that is sent
+    in that moment fails: so idle ones are given up before."""
+    return aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+
+
 Load = Callable[[Client], Awaitable[dict[str, float]]]
 """Work for a client, and its figures by name."""
 
@@ -102,7 +108,7 @@ def run(url: str, load: Load) -> dict[str, float]:
     """Run one load against a server, from an empty prefix cache."""
 
     async def main() -> dict[str, float]:
-        timeout, connector = aiohttp.ClientTimeout(total=TIMEOUT_S), aiohttp.TCPConnector(limit=0)
+        timeout, connector = aiohttp.ClientTimeout(total=TIMEOUT_S), connections()
         async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**22) as session:
             client = Client(session, url)
             await client.flush()

@@ -52,15 +52,19 @@ def answers() -> dict[str, list[int]]:
     return _read[1]
 
 
-def improved(reqs: list[Any], drafts: Tensor) -> Tensor:
-    """`drafts [B, k]` with the right ones in the place of some."""
+def improved(batch: Any, drafts: Tensor) -> Tensor:
+    """`drafts [B, k]` with the right ones in the place of some.
+
+    How many tokens a request has is asked of the device: with overlapped scheduling `req.output_ids` is a step late.
+    """
     drafts, k = drafts.clone(), drafts.shape[1]
-    for row, req in enumerate(reqs):
+    for row, (req, in_cache) in enumerate(zip(batch.reqs, batch.seq_lens.tolist(), strict=True)):
         answer = answers().get(" ".join(map(str, req.origin_input_ids)))
         if answer is None:
             continue
         step = _steps[req.rid] = _steps.get(req.rid, len(req.origin_input_ids)) + 1
-        right = answer[len(req.output_ids) :][:k]
+        known = in_cache + 1 - len(req.origin_input_ids)  # the last one is not in the cache yet
+        right = answer[known:][:k]
         wrong_at = step % (k + 1)
         for column, token in enumerate(right):
             drafts[row, column] = token if column < wrong_at else (token + 1) % 1024
@@ -72,7 +76,7 @@ def around_verify_input(
 ) -> Any:
     """Around EAGLE's: proposals [B, k] on their way to the target."""
     if not batch.forward_mode.is_idle():
-        drafts = improved(batch.reqs, drafts)
+        drafts = improved(batch, drafts)
     return original(batch, draft_input, parents, scores, drafts, *args, **kwargs)
 
 
@@ -83,5 +87,5 @@ def around_propose(original: Any, proposer: Any, *, batch: Any, **kwargs: Any) -
     proposal = original(proposer, batch=batch, **kwargs)
     if not batch.sampling_info.is_all_greedy:
         return proposal
-    drafts = improved(batch.reqs, proposal.draft_block.draft_tokens)
+    drafts = improved(batch, proposal.draft_block.draft_tokens)
     return replace(proposal, draft_block=replace(proposal.draft_block, draft_tokens=drafts))
