@@ -196,8 +196,7 @@ def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> 
         # Of every instruction's tile this CTA gets two tokens of each quad, from every segment.
         of_tile = SUM_TILE_BYTES - 16
         cute.arch.mbarrier_arrive_and_expect_tx(received, tile.sums_bytes // SUM_TILE_BYTES * of_tile)
-    cute.arch.sync_threads()
-    cute.arch.cluster_arrive_relaxed(aligned=True)
+    cute.arch.cluster_arrive_relaxed(aligned=False)  # thread 0 comes later
     # Neighbours in the grid share their rows of the weight, which are then read from memory once.
     row_tile = number // args.num_token_tiles
     first_token = (number - row_tile * args.num_token_tiles) * tile.tokens
@@ -266,7 +265,8 @@ def load(
     shared: Int32,
     stage: Int32,
 ) -> None:
-    """Starts the copies of a step into a stage, of none behind the last; zeros in place of tokens that are not there.
+    """Starts the copies of a step into a stage, zeros in place of tokens that are not there. Groups of steps behind the
+    last are empty.
 
     Of neighbouring rows units of 16 bytes are exchanged, so that what a quarter or half of a warp reads at a time lies
     in different banks: pairs of units by two bits of the row; of tokens, halves by one.
@@ -374,7 +374,6 @@ def sum_segment(
         stage += 1
         if stage == tile.stages:
             stage = Int32(0)
-    cute.arch.cp_async_wait_group(0)
 
 
 @cute.jit
