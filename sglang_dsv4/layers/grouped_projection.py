@@ -9,8 +9,8 @@ one of two places:
                         (`dsv4_kernels.linear.grouped_linear_fp8_weight`). For many tokens it is expanded into a buffer
                         that all layers share, and multiplied as the other one is. Not timed yet.
 
-Both have the same bits where products do not depend on the batch (`--enable-deterministic-inference`); cuBLAS sums in
-another order. On a CPU the variable changes nothing.
+Both have the same bits where products do not depend on the batch (`--enable-deterministic-inference`), so there a token
+of a prefill has those of a decode step; cuBLAS sums in another order. On a CPU the variable changes nothing.
 """
 
 from __future__ import annotations
