@@ -182,6 +182,24 @@ def deep() -> tuple:
 
 
 @CUTLASS
+@pytest.mark.parametrize("tile", TILES, ids=["8", "16", "32", "64"])
+def test_the_order_of_summation_is_the_product_s(tile: int) -> None:
+    """Sums that are 0 if exact, of terms that differ by 2^20: what is left is rounding, and that order's alone."""
+    generator = torch.Generator().manual_seed(13)
+    half = 1024
+    x = torch.randn(9, 1, half, generator=generator) * torch.exp2(torch.randint(-10, 11, (half,), generator=generator))
+    codes, _ = quantise_fp8_weight(torch.randn(128, half, generator=generator))
+    order = torch.randperm(half, generator=generator)
+    x = torch.cat([x, -x[..., order]], 2).bfloat16()
+    codes = codes.view(torch.uint8)
+    codes = torch.cat([codes, codes[:, order]], 1).view(FP8)[None]
+    arguments = x, codes, torch.ones(1, 1, 2 * half // 128), None, False
+    expected = one_by_one(*arguments)
+    assert (expected[0] != 0).float().mean() > 0.9
+    assert same(product(*arguments, tile), expected)
+
+
+@CUTLASS
 def test_it_is_the_definition_s_product() -> None:
     """Within the bound of an fp32 dot product in any order, and a rounding; the reference too."""
     x, rotation = tokens_of(9, 2, 1024, seed=5)
