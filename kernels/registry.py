@@ -246,6 +246,15 @@ for _folder, _functions in _REFERENCES.items():
         )
 for _function in _REFERENCES["linear"]:
     register(_function, "tiled", f"dsv4_kernels.linear.tiled:{_function}", cpu_only, 10, batch_invariant=True)
+register(
+    *("grouped_linear_fp8_weight", "ref", "dsv4_kernels.linear.ref:grouped_linear_fp8_weight", any_device, 0),
+    graph_safe=True,
+)
+register(
+    *("grouped_linear_fp8_weight", "sm90", "dsv4_kernels.linear.fp8_weight_gpu:sm90", gpu_of_generation(9), 20),
+    graph_safe=True,
+    batch_invariant=True,
+)
 for _function in ("linear_fp32", "grouped_linear"):
     register(_function, "cublas", f"dsv4_kernels.linear.cublas:{_function}", gpu_in_bf16, 10, graph_safe=True)
 

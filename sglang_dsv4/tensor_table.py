@@ -193,7 +193,7 @@ def _block(c: Config, kind: LayerKind, hashed: bool) -> list[TensorSpec]:
         row("attn.wq_b.weight", heads * dim, rq, format=Format.LINEAR),
         row("attn.wkv.weight", dim, d, format=Format.LINEAR, parameter="attn.wqkv_a.weight", shard=1),
         row("attn.kv_norm.weight", dim),
-        row("attn.wo_a.weight", group_outputs, heads * dim // c.o_groups, format=Format.LINEAR, parameter="attn.wo_a"),
+        row("attn.wo_a.weight", group_outputs, heads * dim // c.o_groups, format=Format.LINEAR),
         row("attn.wo_b.weight", d, group_outputs, format=Format.LINEAR),
     ]
     if kind is not LayerKind.SWA:

@@ -7,9 +7,19 @@ it, which is what makes a served token independent of batch and chunk.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from dsv4_kernels.linear.ref import HeadRotation
 from dsv4_kernels.registry import select
+
+__all__ = [
+    *("HeadRotation", "expand_fp8_weight", "grouped_linear", "grouped_linear_fp8_weight"),
+    *("linear", "linear_fp32"),
+]
+
+_BLOCK = 128
+"""Rows and channels of an FP8 weight that share a scale."""
 
 
 def linear(x: Tensor, weight: Tensor, act_qdq_block: int | None = None, impl: str | None = None) -> Tensor:
@@ -68,6 +78,80 @@ def grouped_linear(x: Tensor, weight: Tensor, impl: str | None = None) -> Tensor
     fits = x.dim() == 3 and weight.dim() == 3 and x.shape[1] == weight.shape[0] and x.shape[2] == weight.shape[2]
     _check("grouped_linear", x, weight, fits)
     return select("grouped_linear", x.device, x.dtype, impl)(x, weight)
+
+
+def grouped_linear_fp8_weight(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    rotation: HeadRotation | None = None,
+    quantises: bool = False,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`grouped_linear` with a weight as the checkpoint has it, and what stands on either side of it in a layer.
+
+    ::
+
+        if rotation: x = apply_rope(x of heads, positions, frequencies, inverse=True)      # rounded to x's dtype
+        out = grouped_linear(x, (weight * scale of its 128 x 128).to(x.dtype))             # exact: a power of two
+        if quantises: out = fp8_quantise(out [T, g n], 128, column_major=True)
+
+    Args:
+        x: [T, g, k] fp32 or bf16. It is not written to.
+        weight: [g, n, k] float8_e4m3fn, none of it NaN.
+        scale: [g, ceil(n / 128), ceil(k / 128)] fp32 powers of two.
+        rotation: None for none; its head_dim divides k.
+        quantises: whether the result is quantised; n must be a multiple of 128 then.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        [T, g, n] in x's dtype, or codes [T, g n] and scales [T, g n / 128] of `dsv4_kernels.quant.fp8_quantise`.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit each other.
+    """
+    name = "grouped_linear_fp8_weight"
+    fits = x.dim() == 3 and weight.dim() == 3 and x.shape[1] == weight.shape[0] and x.shape[2] == weight.shape[2]
+    if not fits:
+        raise ValueError(f"{name}: x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit each other")
+    groups, n, k = weight.shape
+    expected = (groups, -(-n // _BLOCK), -(-k // _BLOCK))
+    if tuple(scale.shape) != expected or weight.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32:
+        raise ValueError(
+            f"{name}: weight is {weight.dtype} {tuple(weight.shape)} and scale {scale.dtype} {tuple(scale.shape)}; "
+            f"expected torch.float8_e4m3fn and torch.float32 {expected}"
+        )
+    if rotation is not None:
+        positions, frequencies, head_dim = rotation
+        if positions.shape != x.shape[:1] or frequencies.dim() != 1:
+            raise ValueError(
+                f"{name}: positions have shape {tuple(positions.shape)} and frequencies {tuple(frequencies.shape)}; "
+                f"expected ({x.shape[0]},) and [R / 2]"
+            )
+        if head_dim < max(1, 2 * len(frequencies)) or k % head_dim:
+            raise ValueError(
+                f"{name}: heads of {head_dim} channels, of which {2 * len(frequencies)} are turned, in {k} channels"
+            )
+    if quantises and n % _BLOCK:
+        raise ValueError(f"{name}: {n} rows of a group are no multiple of {_BLOCK}, so groups would share scales")
+    return select(name, x.device, x.dtype, impl)(x, weight, scale, rotation, quantises)
+
+
+def expand_fp8_weight(weight: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """A weight of `grouped_linear_fp8_weight` in the dtype of its input, for products of many tokens: exact.
+
+    Args:
+        weight: [g, n, k] float8_e4m3fn, n and k multiples of 128.
+        scale: [g, n / 128, k / 128] fp32.
+        out: [g, n, k] fp32 or bf16, contiguous, written.
+
+    Returns:
+        out.
+    """
+    out.copy_(weight)
+    blocks = out.unflatten(2, (-1, _BLOCK)).unflatten(1, (-1, _BLOCK))
+    blocks.mul_(scale[:, :, None, :, None].to(out.dtype))
+    return out
 
 
 def _check(name: str, x: Tensor, weight: Tensor, fits: bool) -> None:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from dsv4_kernels.quant import fp8_qdq
+from dsv4_kernels.quant import dequantise_fp8_weight, fp8_qdq
+from dsv4_kernels.quant.ref import fp8_quantise
+from dsv4_kernels.rope.ref import apply_rope
+
+
+class HeadRotation(NamedTuple):
+    """By what the last channels of every head of an input are turned back before they are multiplied."""
+
+    positions: Tensor  # [T] int64
+    frequencies: Tensor  # [R / 2] fp32
+    head_dim: int
 
 
 def linear(x: Tensor, weight: Tensor, act_qdq_block: int | None) -> Tensor:
@@ -23,3 +35,15 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
 def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
     """See `dsv4_kernels.linear.grouped_linear`."""
     return torch.einsum("tgk,gnk->tgn", x.float(), weight.float()).to(x.dtype)
+
+
+def grouped_linear_fp8_weight(
+    x: Tensor, weight: Tensor, scale: Tensor, rotation: HeadRotation | None, quantises: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `dsv4_kernels.linear.grouped_linear_fp8_weight`."""
+    if rotation is not None:
+        heads = x.unflatten(2, (-1, rotation.head_dim))
+        x = apply_rope(heads, rotation.positions, rotation.frequencies, True).flatten(2)
+    plain = [dequantise_fp8_weight(*of_group, x.dtype) for of_group in zip(weight, scale, strict=True)]
+    out = grouped_linear(x, torch.stack(plain))
+    return fp8_quantise(out.flatten(1), 128, True) if quantises else out

@@ -13,11 +13,11 @@ from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
 from dsv4_kernels.compressor import compress_store
-from dsv4_kernels.linear import grouped_linear
 from dsv4_kernels.norm_rope_store import Destination, norm_rope_store
 from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.compressor import Compressor
+from sglang_dsv4.layers.grouped_projection import GroupedProjection
 from sglang_dsv4.layers.indexer import Indexer
 from sglang_dsv4.layers.linear import Fp8Input, StackedProjection, SublayerInput, load_row_shard, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
@@ -56,7 +56,6 @@ class Attention(nn.Module):
         self.config = config
         self.layer_id = layer_id
         self.num_local_heads = config.num_attention_heads // tp_size
-        self.num_local_groups = config.o_groups // tp_size
         heads, dim = config.num_attention_heads, config.head_dim
 
         # wq_a's rows, then wkv's: one product, and one quantisation of its input.
@@ -74,13 +73,8 @@ class Attention(nn.Module):
         )
         self.kv_norm = RMSNorm(dim, config.rms_norm_eps)
         self.attn_sink = nn.Parameter(torch.empty(self.num_local_heads, dtype=torch.float32), requires_grad=False)
-        # Dequantised on every device: the release multiplies it in the model's dtype and leaves its input alone.
-        self.wo_a = nn.Parameter(
-            torch.empty(self.num_local_groups, config.o_lora_rank, heads * dim // config.o_groups), requires_grad=False
-        )
-        load_own_rows = load_row_shard(get_parallel().tp_rank)
-        set_weight_attrs(self.attn_sink, {"weight_loader": load_own_rows})
-        set_weight_attrs(self.wo_a, {"weight_loader": load_own_rows})
+        self.wo_a = GroupedProjection(config)
+        set_weight_attrs(self.attn_sink, {"weight_loader": load_row_shard(get_parallel().tp_rank)})
         self.wo_b = RowParallelLinear(
             config.o_groups * config.o_lora_rank,
             config.hidden_size,
@@ -159,7 +153,4 @@ class Attention(nn.Module):
 
     def project(self, o: Tensor, positions: Tensor) -> Tensor:
         """What was attended, `[T, local heads, head_dim]`, to the sublayer's output `[T, d]`."""
-        # K and V are one row, so V carries the rotation of its own position: undo it relative to the query's.
-        o = self.rope.undo(o, positions)
-        o = grouped_linear(o.flatten(1).unflatten(-1, (self.num_local_groups, -1)), self.wo_a).flatten(1)
-        return sum_over_ranks(self.wo_b(Fp8Input.of(o) if self.quantises else o)[0])
+        return sum_over_ranks(self.wo_b(self.wo_a(o, positions, self.rope, self.quantises))[0])

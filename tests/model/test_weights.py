@@ -147,7 +147,7 @@ def test_values_arrive_where_they_belong(main: nn.Module, quantised: Checkpoint,
     assert torch.equal(experts, torch.cat(gate_and_up))
     shared = parameters["model.layers.2.ffn.shared_experts.w13.weight"].float()
     assert torch.equal(shared, torch.cat([plain[f"layers.2.ffn.shared_experts.{m}.weight"] for m in ("w1", "w3")]))
-    groups = parameters["model.layers.0.attn.wo_a"].float()
+    groups = parameters["model.layers.0.attn.wo_a.weight"].float()
     assert groups.shape == (SHAPE.o_groups, SHAPE.o_lora_rank, SHAPE.num_attention_heads * 512 // SHAPE.o_groups)
     assert torch.equal(groups.flatten(0, 1), plain["layers.0.attn.wo_a.weight"])
     assert torch.equal(parameters["lm_head.weight"][: SHAPE.vocab_size], plain["head.weight"].float())

@@ -21,6 +21,7 @@ import torch
 from ops import test_compressor_store as compressor
 from ops import test_experts_sm90 as experts
 from ops import test_experts_sm100 as experts_sm100
+from ops import test_fp8_weight_gpu as fp8_weight
 from ops import test_hyper_connection_gpu as hyper_connection
 from ops import test_indexer_gpu as indexer
 from ops import test_linear_gpu as linear
@@ -85,6 +86,12 @@ def multiply(kernel: str) -> None:
     linear.assert_products(linear.product(kernel, x, weight, None), x, weight)
 
 
+def multiply_fp8_weight(kernel: str) -> None:
+    arguments, expected = fp8_weight.case(2, 128, 512, True, True)
+    got = fp8_weight.product(*fp8_weight.first(9, arguments))
+    assert fp8_weight.same(got, [e[:9] for e in expected])
+
+
 def step_mapping(kernel: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         of_step_mapping.test_the_kernel_says_the_same("verify", kernel, patch)
@@ -125,6 +132,7 @@ ON_HOPPER: dict[str, Work] = {
     "attention_by_clusters": attention_by_clusters,
     "attention_of_few_heads": attention_of_few_heads,
     "index_prefill": lambda kernel: indexer.test_scores_and_choice("sm90, prefill", "random"),
+    "linear_fp8_weight": multiply_fp8_weight,
     "experts": lambda kernel: experts.test_the_sum_is_the_definition_s("few", "narrow"),
 }
 ON_BLACKWELL: dict[str, Work] = {

@@ -1,0 +1,156 @@
+"""Products of few tokens with an FP8 weight on Hopper: which tile, and launching it. The kernel is in `fp8_weight`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+import torch
+from cutlass import Int32
+from torch import Tensor
+
+from dsv4_kernels import bf16_rows
+from dsv4_kernels.bf16_rows import stride_bytes
+from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.launch_arguments import example
+from dsv4_kernels.linear.fp8_weight import HEAD, ROTATED, ROWS, STEP, Arguments, Configuration, Tile, launch
+from dsv4_kernels.linear.kernel import SEGMENTS
+from dsv4_kernels.linear.ref import HeadRotation
+from dsv4_kernels.quant.gpu import new_codes
+
+TILES = (
+    Tile(tokens=8, warps=8, stages=5),
+    Tile(tokens=16, warps=8, stages=4),
+    Tile(tokens=32, warps=4, stages=4),
+    Tile(tokens=64, warps=4, stages=3),
+)
+"""All that a call may get; the bits are the same. Of each two CTAs share a multiprocessor."""
+_OP = "grouped_linear_fp8_weight"
+
+
+def chosen(num_tokens: int) -> Tile:
+    """The tile for a product: the smallest that holds all tokens, so that the weight is read once; else the largest."""
+    return next((tile for tile in TILES if num_tokens <= tile.tokens), TILES[-1])
+
+
+def serves(rows: int, channels: int) -> bool:
+    """Whether the kernel takes groups of so many rows (N) and channels (K), heads in them included."""
+    return rows % ROWS == 0 and channels % (SEGMENTS * STEP) == 0
+
+
+def compile(configuration: Configuration, arch: str) -> Callable[..., None]:
+    """The launcher, from memory, from disk or from the compiler: (arguments, tiles, groups, stream)."""
+
+    def from_compiler() -> Callable[..., None]:
+        return cute.compile(launch, example(Arguments), configuration, Int32(1), Int32(1), cuda.CUstream(0))
+
+    return load_or_compile(_OP, configuration, arch, from_compiler)
+
+
+def run(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    rotation: HeadRotation | None,
+    out: Tensor,
+    out_scales: Tensor | None = None,
+    tile: Tile | None = None,
+) -> None:
+    """One launch.
+
+    Args:
+        x: [T, G, K] bf16.
+        weight: [G, N, K] float8_e4m3fn.
+        scale: [G, N / 128, K / 128] fp32.
+        rotation: of x.
+        out: [T, G, N] bf16 or, with `out_scales`, float8_e4m3fn; written.
+        out_scales: [T, G N / 128] fp32, written; None for a result in bf16.
+        tile: None chooses.
+
+    Raises:
+        ValueError: dtypes, strides or dimensions that the kernel is not made for.
+    """
+    (num_tokens, groups, channels), num_rows = x.shape, weight.shape[1]
+    _check(x, weight, scale, rotation)
+    if not out.numel():
+        return
+    tile = tile or chosen(num_tokens)
+    row_tiles, token_tiles = num_rows // ROWS, -(-num_tokens // tile.tokens)
+    arguments = Arguments(
+        x=x.data_ptr(),
+        x_token_bytes=stride_bytes(x, 0),
+        x_group_bytes=stride_bytes(x, 1),
+        codes=weight.data_ptr(),
+        code_row_bytes=stride_bytes(weight, 1),
+        code_group_bytes=stride_bytes(weight, 0),
+        scales=scale.data_ptr(),
+        scale_row_bytes=stride_bytes(scale, 1),
+        scale_group_bytes=stride_bytes(scale, 0),
+        positions=0 if rotation is None else rotation.positions.data_ptr(),
+        frequencies=0 if rotation is None else rotation.frequencies.data_ptr(),
+        out=out.data_ptr(),
+        out_token_bytes=stride_bytes(out, 0),
+        out_group_bytes=stride_bytes(out, 1),
+        out_scales=0 if out_scales is None else out_scales.data_ptr(),
+        out_scale_token_bytes=0 if out_scales is None else stride_bytes(out_scales, 0),
+        out_scale_block_bytes=0 if out_scales is None else stride_bytes(out_scales, 1),
+        num_tokens=num_tokens,
+        num_token_tiles=token_tiles,
+        num_row_tiles=row_tiles,
+        steps=channels // (SEGMENTS * STEP),
+    )
+    configuration = Configuration(tile, rotation is not None, out_scales is not None)
+    launcher = compile(configuration, bf16_rows.architecture("sm90", x.device))
+    launcher(arguments, Int32(row_tiles * token_tiles), Int32(groups), bf16_rows.current_stream(x.device))
+
+
+def _check(x: Tensor, weight: Tensor, scale: Tensor, rotation: HeadRotation | None) -> None:
+    bf16_rows.check_rows(f"{_OP}: x", x)
+    if not serves(*weight.shape[1:]):
+        raise ValueError(
+            f"{_OP}: the GPU kernel takes N in multiples of {ROWS} and K in multiples of {SEGMENTS * STEP}; got "
+            f'{weight.shape[1]} and {weight.shape[2]}. The implementation "ref" takes any'
+        )
+    strides = [stride for size, stride in zip(weight.shape[:-1], weight.stride()[:-1], strict=True) if size > 1]
+    if weight.stride(-1) != 1 or any(stride % 16 for stride in strides) or weight.data_ptr() % 16:
+        raise ValueError(
+            f"{_OP}: weight must have contiguous channels and rows at multiples of 16 bytes; got strides "
+            f"{weight.stride()} at address {weight.data_ptr():#x}"
+        )
+    if scale.shape[-1] > 1 and scale.stride(-1) != 1:
+        raise ValueError(f"{_OP}: scale must be contiguous in its last dimension; got strides {scale.stride()}")
+    if rotation is None:
+        return
+    positions, frequencies, head_dim = rotation
+    if head_dim != HEAD or 2 * len(frequencies) != ROTATED:
+        raise ValueError(
+            f"{_OP}: the GPU kernel turns the last {ROTATED} channels of heads of {HEAD}; got "
+            f'{2 * len(frequencies)} of {head_dim}. The implementation "ref" takes any'
+        )
+    if positions.dtype != torch.int64 or frequencies.dtype != torch.float32:
+        raise ValueError(
+            f"{_OP}: the GPU kernel takes torch.int64 positions and torch.float32 frequencies; got {positions.dtype} "
+            f"and {frequencies.dtype}"
+        )
+    if not (positions.is_contiguous() and frequencies.is_contiguous()):
+        raise ValueError(f"{_OP}: the GPU kernel takes contiguous positions and frequencies")
+
+
+def sm90(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    rotation: HeadRotation | None,
+    quantises: bool,
+    tile: Tile | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`dsv4_kernels.linear.grouped_linear_fp8_weight` on Hopper: x bf16, N a multiple of 128, K and heads of 512."""
+    tokens, (groups, rows, _) = x.shape[0], weight.shape
+    if quantises:
+        codes, scales, _ = new_codes(tokens, groups * rows, True, x.device)
+        run(x, weight, scale, rotation, codes.view(tokens, groups, rows), scales, tile)
+        return codes, scales
+    out = torch.empty(tokens, groups, rows, dtype=torch.bfloat16, device=x.device)
+    run(x, weight, scale, rotation, out, tile=tile)
+    return out

@@ -1,0 +1,164 @@
+"""The first half of the grouped output projection, from what was attended to wo_b's input (specification, section 3).
+
+The release multiplies wo_a in the model's dtype and leaves its input alone, so the weight is dequantised, exactly, at
+one of two places:
+
+    SGLANG_DSV4_WO_A    bf16 (default): while it is loaded.
+                        fp8: where it is multiplied, on Hopper; it then takes half the memory, and half the bytes of a
+                        decode step. Few tokens are turned back, multiplied and quantised in one launch
+                        (`dsv4_kernels.linear.grouped_linear_fp8_weight`). For many tokens it is expanded into a buffer
+                        that all layers share, and multiplied as the other one is. Not timed yet.
+
+Both have the same bits where products do not depend on the batch (`--enable-deterministic-inference`), so there a token
+of a prefill has those of a decode step; cuBLAS sums in another order. On a CPU the variable changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils import set_weight_attrs
+from torch import Tensor, nn
+
+from dsv4_kernels.linear import HeadRotation, expand_fp8_weight, grouped_linear, grouped_linear_fp8_weight
+from sglang_dsv4.config import WEIGHT_BLOCK, Config, ConfigError
+from sglang_dsv4.layers.linear import Fp8Input, builds_on_cpu, load_row_shard
+from sglang_dsv4.layers.rope import Rotation
+
+VARIABLE = "SGLANG_DSV4_WO_A"
+MOST_TOKENS = 512
+"""Of a forward that multiplies FP8. By arithmetic 64 more tokens cost it some 9 us for Flash, and cuBLAS 6; expanding
+moves seven times the weight's bytes, 55 us."""
+
+
+@functools.cache
+def is_chosen() -> bool:
+    """Whether the environment asks for FP8.
+
+    Raises:
+        ValueError: neither bf16 nor fp8.
+    """
+    value = os.environ.get(VARIABLE, "bf16").strip().lower()
+    if value not in ("bf16", "fp8"):
+        raise ValueError(f"{VARIABLE} must be 'bf16' or 'fp8', got {value!r}")
+    return value == "fp8"
+
+
+def reason_against(config: Config, generation: int) -> str | None:
+    """Why FP8 can't serve, if it can't.
+
+    Args:
+        config: the model's.
+        generation: of the GPU, as its compute capability has it (9: Hopper).
+    """
+    rows, channels = config.o_lora_rank, config.num_attention_heads * config.head_dim // config.o_groups
+    rotated = config.qk_rope_head_dim
+    if generation != 9:
+        return "its kernel is Hopper's"
+    if not config.quantised_checkpoint:
+        return "the checkpoint's weights are not FP8"
+    if rows % 128 or channels % 512 or (config.head_dim, rotated) != (512, 64):
+        return (
+            "its kernel takes o_lora_rank in multiples of 128, channels of a group in multiples of 512, and heads of "
+            f"512 with 64 turned; got {rows}, {channels}, {config.head_dim} and {rotated}"
+        )
+    return None
+
+
+def keeps_fp8(config: Config) -> bool:
+    """Whether a module that is built now keeps FP8.
+
+    Raises:
+        ConfigError: it was asked for, and can't be.
+    """
+    if not is_chosen() or builds_on_cpu():
+        return False
+    reason = reason_against(config, torch.cuda.get_device_capability()[0])
+    if reason is not None:
+        raise ConfigError(VARIABLE, "fp8", f"bf16: {reason}")
+    return True
+
+
+@functools.cache
+def _expanded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Where layers of this shape expand their weight, one after the other. Made with the model, so that it is counted
+    before the pools are sized."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+class GroupedProjection(nn.Module):
+    """wo_a of this rank's groups, with what stands on either side of it.
+
+    Args:
+        config: the model's.
+
+    Raises:
+        ConfigError: FP8 is asked for, and can't be kept.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        parallel = get_parallel()
+        self.groups, self.head_dim = config.o_groups // parallel.tp_size, config.head_dim
+        shape = self.groups, config.o_lora_rank, config.num_attention_heads * self.head_dim // config.o_groups
+        load_own_rows = load_row_shard(parallel.tp_rank)
+        self.weight_scale_inv = self.expanded = None
+        if keeps_fp8(config):
+            self.expanded = _expanded(shape, torch.get_default_dtype(), torch.get_default_device())
+            blocks = shape[0], shape[1] // WEIGHT_BLOCK, shape[2] // WEIGHT_BLOCK
+            self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float8_e4m3fn), requires_grad=False)
+            # Named so that SGLang's dummy loader fills it with ones.
+            self.weight_scale_inv = nn.Parameter(torch.empty(blocks, dtype=torch.float32), requires_grad=False)
+            set_weight_attrs(self.weight_scale_inv, {"weight_loader": partial(_load_powers_of_two, load_own_rows)})
+        else:
+            self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
+        set_weight_attrs(self.weight, {"weight_loader": load_own_rows})
+
+    def forward(self, o: Tensor, positions: Tensor, rope: Rotation, quantises: bool) -> Tensor | Fp8Input:
+        """What wo_b takes.
+
+        Args:
+            o: [T, local heads, head_dim], what was attended. It may be written to.
+            positions: [T] int64.
+            rope: of the layer. K and V are one row, so V carries the rotation of its own position, which is undone
+                relative to the query's.
+            quantises: whether wo_b's input is quantised here.
+
+        Returns:
+            [T, local groups * o_lora_rank] in o's dtype, or quantised.
+        """
+        if self.weight_scale_inv is not None and len(o) <= MOST_TOKENS:
+            rotation = HeadRotation(positions, rope.frequencies, self.head_dim)
+            made = grouped_linear_fp8_weight(self._grouped(o), self.weight, self.weight_scale_inv, rotation, quantises)
+            return Fp8Input(*made) if quantises else made.flatten(1)
+        weight = self.weight
+        if self.weight_scale_inv is not None:
+            weight = expand_fp8_weight(weight, self.weight_scale_inv, self.expanded)
+        made = grouped_linear(self._grouped(rope.undo(o, positions)), weight).flatten(1)
+        return Fp8Input.of(made) if quantises else made
+
+    def _grouped(self, o: Tensor) -> Tensor:
+        return o.flatten(1).unflatten(-1, (self.groups, -1))
+
+
+def _load_powers_of_two(load: Callable[[nn.Parameter, Tensor], None], param: nn.Parameter, loaded: Tensor) -> None:
+    """A weight loader of scales: the kernel's conversion is exact with powers of two only.
+
+    Raises:
+        ValueError: there are others.
+    """
+    if loaded.dtype == torch.float32 and not (torch.frexp(loaded).mantissa == 0.5).all():
+        raise ValueError(f"scales of wo_a are no powers of two: {VARIABLE}=bf16 takes any")
+    load(param, loaded)
+
+
+def kernels(arch: str) -> list[Callable[[], object]]:
+    """What compiles the kernels of a forward, ahead of it."""
+    from dsv4_kernels.linear import fp8_weight_gpu as gpu
+
+    return [partial(gpu.compile, gpu.Configuration(tile, True, True), arch) for tile in gpu.TILES]

@@ -1,0 +1,59 @@
+"""The benchmark of the product from FP8 without a GPU: what it compares before it times anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import bench_grouped_linear as bench
+import pytest
+import torch
+from ops.row_kernels import emulated_row_kernel
+
+from dsv4_kernels import registry
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def on_hopper(compiled_here: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ops take Hopper's kernels in the emulator, but for cuBLAS's product, which is PyTorch's."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+    def chosen(op: str, device: torch.device, dtype: torch.dtype, impl: str | None) -> registry.Implementation:
+        return registry._implementation(op, impl or ("cublas" if op == "grouped_linear" else "sm90"))
+
+    times = lambda calls, device, seconds: {name: SimpleNamespace(median_us=9.0, spread=0.0) for name in calls}  # noqa: E731
+    monkeypatch.setattr(bench, "interleaved", times)
+    monkeypatch.setattr(bench, "ROWS", 128)
+    monkeypatch.setattr(bench, "CHANNELS", 512)
+    with mock.patch.object(registry, "chosen", chosen), mock.patch.object(registry, "_resolved", {}):
+        yield
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("tokens", [3, 64])
+def test_every_contender_is_run_and_compared(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row with all variants; one that is wrong is not timed."""
+    sets = [bench.weights(2, seed, CPU) for seed in range(2)]
+    buffer = torch.empty_like(sets[0][2])
+    arguments = "flash-t3", sets, buffer, tokens, CPU, 4e12, True
+    with emulated_row_kernel("sm90"):
+        row = bench.run_case(*arguments)
+        by_tile = [name for name in row if name.startswith("ours_by_") and name.endswith("_us")]
+        assert len(by_tile) == (4 if tokens == 3 else 5)
+        assert row["rel_err"] < 0.004 and row["floor_us"] > 0 and ("expanded_us" in row) == (tokens == 64)
+        assert "9.00" in bench.line(row)
+        calls = bench.contenders(tokens, buffer, False)
+        i = bench.with_tokens(sets[1], tokens, CPU)
+        for name in ("today", "invariant", "expanded"):  # each is a layer's whole, up to cuBLAS's order of summation
+            if name in calls:
+                i.x.normal_()
+                ours, theirs = calls["ours"](i), calls[name](i)
+                values = [codes.float() * scales.repeat_interleave(128, 1) for codes, scales in (ours, theirs)]
+                assert (values[0] - values[1]).norm() <= 0.01 * values[1].norm(), name
+        wrong = bench.grouped_linear_fp8_weight
+        monkeypatch.setattr(bench, "grouped_linear_fp8_weight", lambda *a, **k: wrong(*a[:2], a[2] * 2, *a[3:], **k))
+        with pytest.raises(AssertionError, match="the product has other bits"):
+            bench.run_case(*arguments)
