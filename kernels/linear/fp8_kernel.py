@@ -1,0 +1,382 @@
+"""FP8 products of few tokens on Hopper (sm_90a): the kernel. What it is launched with is in fp8_plan.py, by whom in fp8.py.
+
+Memory bounds it: a weight is read once, at 4.3 TB/s on an H200, 33 GB/s or some 19 bytes a clock of each multiprocessor.
+
+The order of summation is DeepGEMM's, so the bits are meant to be: four instructions of 32 channels follow each other in
+one accumulator, that of a block of 128 channels; a block is multiplied by (scale of the token * scale of the weight) and
+added, `sum = fma(block, scale, sum)`, in the order of K; the sum is rounded to bf16 once. Tokens are the left operand of
+`wgmma` and weights the right one, as there. So nothing may divide K, or exchange what is summed: at 16 tokens the
+blocks of a tile have half the bytes of their weights, at 64 twice as many.
+
+Instead tiles are narrow. A tile is 16, 32 or 64 rows of the weight and all of K, so that most multiprocessors have one
+(N = 4,096: 128 of 32 rows; N = 1,536: 96 of 16); of a larger weight persistent CTAs take several. As the right operand
+a tile has no padding. The left one always has 64 rows, but it comes from registers: a warp has 16 tokens of it, and
+those that have none load nothing. An instruction takes 16 clocks at most, a block 64: less than the 110 in which 16 rows
+of it come from memory.
+
+Tokens are read by every CTA: at 64 tokens and tiles of 32 rows that is twice the weights, from L2, which does not give
+three times what memory does. So the CTAs of a cluster bring each other the tokens (TMA multicast), a part each.
+
+    PRODUCER (1 warp)            waits empty[stage]; weights, tokens (TMA) and scales (cp.async) arrive at full[stage]
+    CONSUMER (1 warpgroup or 2)  64 tokens each: waits full[stage], arrives at empty[stage] of the whole cluster
+
+A stage is some blocks of a tile. Weights are asked for before the kernel before has ended (`dependent_launch`, rule 1),
+as many as there are stages; tokens and their scales behind the wait.
+
+Nothing of a token's sum depends on its place, on the number of tokens or on the plan.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from dsv4_kernels import dependent_launch, ptx
+from dsv4_kernels.bf16_rows import mul
+from dsv4_kernels.linear.fp8_plan import BLOCK, MMA_TOKENS, PRODUCTS, WARP, Arguments, Plan
+from dsv4_kernels.sparse_attention.sm90.tma import TmaTensor
+
+ROW_BYTES = BLOCK
+ATOM_BYTES = 8 * ROW_BYTES
+"""Of what a swizzle repeats after."""
+
+
+@cute.jit
+def launch(args: Arguments, num_clusters: Int32, plan: cutlass.Constexpr, stream: cuda.CUstream) -> None:
+    """Persistent: num_clusters is at most what is resident at once."""
+    weights = tma_of(args.weight, args.num_rows, args.weight_row_bytes, args.num_blocks, plan.rows, 1)
+    tokens = tma_of(args.codes, args.num_tokens, args.codes_row_bytes, args.num_blocks, plan.brought, plan.cluster)
+    kernel(args, plan, weights, tokens).launch(
+        grid=[num_clusters * plan.cluster, 1, 1],
+        cluster=[plan.cluster, 1, 1],
+        block=[plan.threads, 1, 1],
+        stream=stream,
+        min_blocks_per_mp=plan.ctas_per_sm,
+        use_pdl=dependent_launch.is_on(),
+    )
+
+
+def swizzled(shape: tuple) -> cute.ComposedLayout:
+    """Boxes of rows of 128 bytes, one behind the other."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN)
+    return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
+
+
+def tma_of(start: Int64, rows: Int32, row_bytes: Int64, blocks: Int32, box_rows: int, cluster: int) -> TmaTensor:
+    """Loads of one block of some rows; zeros in place of rows that there are not."""
+    pointer = cute.make_ptr(Float8E4M3FN, start, cute.AddressSpace.gmem, assumed_align=16)
+    layout = cute.make_layout((rows, blocks * BLOCK), stride=(cute.assume(row_bytes, 16), 1))
+    operation = cpasync.CopyBulkTensorTileG2SMulticastOp() if cluster > 1 else cpasync.CopyBulkTensorTileG2SOp()
+    box = (box_rows, BLOCK)
+    return TmaTensor(*cpasync.make_tiled_tma_atom(operation, cute.make_tensor(pointer, layout), swizzled(box), box))
+
+
+@cute.kernel
+def kernel(args: Arguments, plan: cutlass.Constexpr, tma_weights: TmaTensor, tma_tokens: TmaTensor) -> None:
+    """Sets up barriers, and sends every warp to its role."""
+    thread, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    memory = cutlass.utils.SmemAllocator()
+    weights = memory.allocate_array(Float8E4M3FN, num_elems=plan.stages * plan.weight_bytes, byte_alignment=1024)
+    tokens = memory.allocate_array(Float8E4M3FN, num_elems=plan.stages * plan.token_bytes, byte_alignment=1024)
+    scales = memory.allocate_array(Float32, num_elems=plan.stages * plan.scale_bytes // 4, byte_alignment=16)
+    full = memory.allocate_array(Int64, num_elems=plan.stages, byte_alignment=8)
+    empty = memory.allocate_array(Int64, num_elems=plan.stages, byte_alignment=8)
+    if warp == plan.consumer_warps:
+        with cute.arch.elect_one():
+            for stage in cutlass.range_constexpr(plan.stages):
+                cute.arch.mbarrier_init(full + stage, 1 + WARP)
+                cute.arch.mbarrier_init(empty + stage, plan.consumer_warps * plan.cluster)
+            cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+    if const_expr(plan.cluster > 1):
+        cute.arch.cluster_arrive_relaxed(aligned=True)
+    rank, cluster = cta % plan.cluster, cta // plan.cluster
+    clusters = ctas // plan.cluster
+    steps = (args.num_blocks + (plan.blocks - 1)) // plan.blocks
+    turns = (args.num_tiles - cluster + clusters - 1) // clusters
+    work = cluster * plan.cluster + rank, clusters * plan.cluster, turns, steps
+    places = Int32(scales.toint()), full, empty
+    if warp == plan.consumer_warps:
+        boxes = (
+            boxes_of(tma_weights, weights, plan.rows, plan.stages * plan.blocks),
+            boxes_of(tma_tokens, tokens, plan.brought, plan.stages * plan.blocks * plan.cluster),
+        )
+        produce(args, plan, tma_weights, tma_tokens, boxes, places, work, rank, thread % WARP)
+    else:
+        dependent_launch.begin()
+        if const_expr(plan.cluster > 1):
+            cute.arch.cluster_wait()  # arrivals go to barriers of the others
+        consume(args, plan, Int32(weights.toint()), Int32(tokens.toint()), places, work, thread)
+    if const_expr(plan.cluster > 1):
+        # What others still send is for this CTA's consumers, but their last arrivals are waited for by nobody.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+
+def boxes_of(tma: TmaTensor, start: cute.Pointer, rows: int, count: int) -> tuple:
+    """(shared memory, global memory) of TMA copies, a box first: so many places, and [rows' box, block]."""
+    layout = swizzled((rows, BLOCK, count))
+    places = cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=Float8E4M3FN), layout.outer)
+    blocks = cute.local_tile(tma.tensor, (rows, BLOCK), (None, None))
+    blocks = cute.group_modes(places, 0, 2), cute.group_modes(blocks, 0, 2)
+    return cpasync.tma_partition(tma.atom, 0, cute.make_layout(1), *blocks)
+
+
+# ---- producer
+
+
+@cute.jit
+def produce(
+    args: Arguments,
+    plan: cutlass.Constexpr,
+    tma_weights: TmaTensor,
+    tma_tokens: TmaTensor,
+    boxes: tuple,
+    places: tuple,
+    work: tuple,
+    rank: Int32,
+    lane: Int32,
+) -> None:
+    """All copies, a stage after the other; one thread asks for codes, all for scales."""
+    _, _, turns, steps = work
+    total = turns * steps
+    ahead = ptx.imin(total, Int32(plan.stages))
+    for i in cutlass.range(ahead, unroll=1):
+        load_weights(args, plan, tma_weights, boxes[0], places, work, i, i, lane)
+    dependent_launch.begin()
+    if const_expr(plan.cluster > 1):
+        cute.arch.cluster_wait()  # the others' barriers are there
+    for i in cutlass.range(ahead, unroll=1):
+        load_tokens(args, plan, tma_tokens, boxes[1], places, work, rank, i, i, lane)
+    stage, phase = Int32(0), Int32(0)
+    for i in cutlass.range(ahead, total, unroll=1):
+        if const_expr(plan.cluster > 1):
+            ptx.wait_cluster(Int32((places[2] + stage).toint()), phase)
+        else:
+            cute.arch.mbarrier_wait(places[2] + stage, phase)
+        load_weights(args, plan, tma_weights, boxes[0], places, work, i, stage, lane)
+        load_tokens(args, plan, tma_tokens, boxes[1], places, work, rank, i, stage, lane)
+        stage += 1
+        if stage == plan.stages:
+            stage, phase = Int32(0), phase ^ 1
+
+
+@cute.jit
+def load_weights(
+    args: Arguments,
+    plan: cutlass.Constexpr,
+    tma_weights: TmaTensor,
+    boxes: tuple,
+    places: tuple,
+    work: tuple,
+    index: Int32,
+    stage: Int32,
+    lane: Int32,
+) -> None:
+    """Starts the copies of a stage's weights and their scales; says how many bytes of codes will come in all."""
+    first, stride, _, steps = work
+    turn = index // steps
+    tile, block = first + turn * stride, (index - turn * steps) * plan.blocks
+    full = places[1] + stage
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, plan.weight_bytes + plan.token_bytes)
+    targets, sources = boxes
+    for i in cutlass.range_constexpr(plan.blocks):
+        source, target = sources[None, tile, block + i], targets[None, stage * plan.blocks + i]
+        cute.copy(tma_weights.atom, source, target, tma_bar_ptr=full)
+    # Of a block or a tile that does not exist no address is made.
+    exists = (block + lane < args.num_blocks) & (tile * plan.rows < args.num_rows)
+    address, num_bytes = args.weight_scale, Int32(0)
+    if exists:
+        address += Int64(tile * plan.rows // BLOCK) * args.weight_scale_row_bytes + Int64(block + lane) * 4
+        num_bytes = Int32(4)
+    if lane < plan.blocks:
+        behind_tokens = plan.blocks * plan.tokens + lane
+        ptx.copy_4_bytes_async(places[0] + stage * plan.scale_bytes + behind_tokens * 4, address, num_bytes)
+
+
+@cute.jit
+def load_tokens(
+    args: Arguments,
+    plan: cutlass.Constexpr,
+    tma_tokens: TmaTensor,
+    boxes: tuple,
+    places: tuple,
+    work: tuple,
+    rank: Int32,
+    index: Int32,
+    stage: Int32,
+    lane: Int32,
+) -> None:
+    """Starts the copies of what this CTA brings of a stage's tokens, and of the scales of all of them."""
+    steps = work[3]
+    block = (index - index // steps * steps) * plan.blocks
+    full = places[1] + stage
+    targets, sources = boxes
+    for i in cutlass.range_constexpr(plan.blocks):
+        source = sources[None, rank, block + i]
+        target = targets[None, (stage * plan.blocks + i) * plan.cluster + rank]
+        if const_expr(plan.cluster > 1):
+            everyone = cutlass.Int16((1 << plan.cluster) - 1)
+            cute.copy(tma_tokens.atom, source, target, tma_bar_ptr=full, mcast_mask=everyone)
+        else:
+            cute.copy(tma_tokens.atom, source, target, tma_bar_ptr=full)
+    for first in cutlass.range_constexpr(0, plan.blocks * plan.tokens, WARP):
+        number = first + lane
+        token, of_stage = number % plan.tokens, number // plan.tokens
+        exists = (token < args.num_tokens) & (block + of_stage < args.num_blocks)
+        address, num_bytes = args.scales, Int32(0)
+        if exists:
+            address += Int64(token) * args.scales_row_bytes + Int64(block + of_stage) * args.scales_block_bytes
+            num_bytes = Int32(4)
+        if (plan.blocks * plan.tokens) % WARP == 0 or number < plan.blocks * plan.tokens:
+            ptx.copy_4_bytes_async(places[0] + stage * plan.scale_bytes + number * 4, address, num_bytes)
+    cute.arch.cp_async_mbarrier_arrive_noinc(full)
+
+
+# ---- consumers
+
+
+@cute.jit
+def consume(
+    args: Arguments,
+    plan: cutlass.Constexpr,
+    weights: Int32,
+    tokens: Int32,
+    places: tuple,
+    work: tuple,
+    thread: Int32,
+) -> None:
+    """A consumer warpgroup: 64 tokens of every tile, 16 a warp."""
+    scales, full, empty = places
+    first, stride, turns, steps = work
+    lane, first_token = thread % WARP, thread // WARP * 16
+    stage, phase = Int32(0), Int32(0)
+    for turn in cutlass.range(turns, unroll=1):
+        sums = cute.make_rmem_tensor((plan.accumulators,), Float32)
+        sums.fill(0.0)
+        for step in cutlass.range(steps, unroll=1):
+            cute.arch.mbarrier_wait(full + stage, phase)
+            left = fragments(args, plan, tokens + stage * plan.token_bytes, first_token, lane)
+            factors = scales_of(args, plan, scales + stage * plan.scale_bytes, first_token, lane, step)
+            multiply_add(plan, left, weights + stage * plan.weight_bytes, factors, sums)
+            cute.arch.fence_view_async_shared()  # generic loads, before TMA writes there
+            cute.arch.sync_warp()
+            give_back(plan, empty + stage, lane)
+            stage += 1
+            if stage == plan.stages:
+                stage, phase = Int32(0), phase ^ 1
+        store(args, plan, first + turn * stride, first_token, lane, sums)
+
+
+@cute.jit
+def give_back(plan: cutlass.Constexpr, empty: cute.Pointer, lane: Int32) -> None:
+    """This warp has read the stage: to every CTA that may write there."""
+    if const_expr(plan.cluster > 1):
+        if lane < plan.cluster:
+            ptx.arrive_remote(ptx.remote(Int32(empty.toint()), lane))
+    elif lane == 0:
+        cute.arch.mbarrier_arrive(empty)
+
+
+def fragments(args: Arguments, plan: Plan, tokens: Int32, first_token: Int32, lane: Int32) -> list:
+    """A warp's 16 tokens over a stage: four words of each instruction. Zeros of a warp that has none."""
+    row = (first_token + lane % 16) % plan.tokens  # with 8 tokens the second eight are the first again
+    at = tokens + row * ROW_BYTES
+    words = []
+    for block in range(plan.blocks):
+        for product in range(PRODUCTS):
+            unit = (2 * product + lane // 16) ^ (row & 7)
+            address = at + block * (plan.tokens * ROW_BYTES) + unit * 16
+            words += load_matrices_if(first_token < args.num_tokens, address)
+    return words
+
+
+def load_matrices_if(condition: cutlass.Boolean, address: Int32) -> tuple:
+    """Four 8 x 8 matrices of two bytes, or zeros; the warp agrees."""
+    zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(4))
+    return ptx.asm(
+        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r1}, 0;\n"
+        f"{zeros}\n@p ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];\n}}",
+        [Uint32] * 4,
+        address,
+        Int32(condition),
+    )
+
+
+def scales_of(args: Arguments, plan: Plan, scales: Int32, first_token: Int32, lane: Int32, step: Int32) -> list:
+    """For every block of a stage the factors of a lane's two tokens."""
+    factors = []
+    for block in range(plan.blocks):
+        of_weight = ptx.load_shared_f32(scales + (plan.blocks * plan.tokens + block) * 4)
+        for half in range(2):
+            token = (first_token + lane // 4 + 8 * half) % plan.tokens
+            of_token = ptx.load_shared_f32(scales + (block * plan.tokens + token) * 4)
+            factors.append(mul(of_token, of_weight))
+    return factors
+
+
+def multiply_add(plan: Plan, left: list, weights: Int32, factors: list, sums: cute.Tensor) -> None:
+    """Adds a stage's products to a lane's sums: element 4 j + 2 h + b is of token lane // 4 + 8 h and of the tile's row
+    8 j + 2 (lane % 4) + b.
+
+    One statement from the fence to the last wait: nothing may touch the registers in between. A block is added while
+    later ones are multiplied.
+    """
+    count = plan.accumulators
+    descriptor = (1 << 62) | (ATOM_BYTES // 16 << 32) | (1 << 16)  # swizzle of 128 bytes; from 8 rows to the next 8
+    words, base = len(left), len(left) + 1
+    blocks = [[f"a{block}_{i}" for i in range(count)] for block in range(plan.blocks)]
+    lines = [
+        "{",
+        ".reg .b64 at, b;",
+        ".reg .b32 zero;",
+        ".reg .pred add_none, add;",
+        *(f".reg .f32 {', '.join(names)};" for names in blocks),
+        "mov.b32 zero, 0;",
+        "setp.ne.b32 add_none, zero, 0;",
+        "setp.eq.b32 add, zero, 0;",
+        f"cvt.u64.u32 at, {{$r{words}}};",
+        "shr.u64 at, at, 4;",
+        f"or.b64 at, at, {descriptor:#x};",
+        "wgmma.fence.sync.aligned;",
+    ]
+    for block, names in enumerate(blocks):
+        for product in range(PRODUCTS):
+            operand = ", ".join(f"{{$r{4 * (block * PRODUCTS + product) + i}}}" for i in range(4))
+            lines += [
+                f"add.s64 b, at, {(block * plan.rows * ROW_BYTES + product * 32) // 16};",
+                f"wgmma.mma_async.sync.aligned.m{MMA_TOKENS}n{plan.rows}k32.f32.e4m3.e4m3 {{{', '.join(names)}}}, "
+                f"{{{operand}}}, b, {'add' if product else 'add_none'}, 1, 1;",
+            ]
+        lines.append("wgmma.commit_group.sync.aligned;")
+    for block, names in enumerate(blocks):
+        lines.append(f"wgmma.wait_group.sync.aligned {plan.blocks - 1 - block};")
+        for i, name in enumerate(names):
+            factor = base + 2 * block + i // 2 % 2
+            before = f"{{$w{i}}}" if block else f"{{$r{base + len(factors) + i}}}"
+            lines.append(f"fma.rn.f32 {{$w{i}}}, {name}, {{$r{factor}}}, {before};")
+    lines.append("}")
+    before = [sums[i] for i in range(count)]
+    after = ptx.asm("\n".join(lines), [Float32] * count, *left, weights, *factors, *before)
+    for i in range(count):
+        sums[i] = after[i]
+
+
+@cute.jit
+def store(
+    args: Arguments, plan: cutlass.Constexpr, tile: Int32, first_token: Int32, lane: Int32, sums: cute.Tensor
+) -> None:
+    """Writes a warp's tokens of a tile, two neighbouring numbers at a time."""
+    for half in cutlass.range_constexpr(2):
+        token = first_token + lane // 4 + 8 * half
+        row = tile * plan.rows + lane % 4 * 2
+        address = args.out + Int64(token) * args.out_row_bytes + Int64(row) * 2
+        for j in cutlass.range_constexpr(plan.rows // 8):
+            if (token < args.num_tokens) & (row + 8 * j < args.num_rows):
+                pair = ptx.pack_bf16(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1])
+                ptx.store_u32(address + 16 * j, pair)
