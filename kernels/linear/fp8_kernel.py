@@ -1,30 +1,35 @@
-"""FP8 products of few tokens on Hopper (sm_90a): the kernel. What it is launched with is in fp8_plan.py, by whom in fp8.py.
+"""FP8 products of few tokens on Hopper (sm_90a): the kernel. fp8_plan.py has its shapes, fp8.py the host's side.
 
-Memory bounds it: a weight is read once, at 4.3 TB/s on an H200, 33 GB/s or some 19 bytes a clock of each multiprocessor.
+Memory bounds it: a weight is read once, at 4.3 TB/s of an H200, which is 33 GB/s or some 19 bytes a clock for each
+multiprocessor.
 
-The order of summation is DeepGEMM's, so the bits are meant to be: four instructions of 32 channels follow each other in
-one accumulator, that of a block of 128 channels; a block is multiplied by (scale of the token * scale of the weight) and
-added, `sum = fma(block, scale, sum)`, in the order of K; the sum is rounded to bf16 once. Tokens are the left operand of
-`wgmma` and weights the right one, as there. So nothing may divide K, or exchange what is summed: at 16 tokens the
-blocks of a tile have half the bytes of their weights, at 64 twice as many.
+The order of summation is DeepGEMM's, so the bits are meant to be: four instructions of 32 channels follow each other
+in one accumulator, that of a block of 128 channels; it is multiplied by (scale of the token * scale of the weight) and
+added, `sum = fma(block, scale, sum)`, in the order of K; the sum is rounded to bf16 once. As there, tokens are the left
+operand of `wgmma` and weights the right one. So K can't be divided, unless what is summed is exchanged: four bytes a
+token and weight row, which at 32 tokens is as much as the block's weights.
 
 Instead tiles are narrow. A tile is 16, 32 or 64 rows of the weight and all of K, so that most multiprocessors have one
 (N = 4,096: 128 of 32 rows; N = 1,536: 96 of 16); of a larger weight persistent CTAs take several. As the right operand
 a tile has no padding. The left one always has 64 rows, but it comes from registers: a warp has 16 tokens of it, and
-those that have none load nothing. An instruction takes 16 clocks at most, a block 64: less than the 110 in which 16 rows
-of it come from memory.
+one that has none loads nothing. An instruction of 32 rows or less takes 16 clocks, a block 64: less than the 110 in
+which 16 rows of it come from memory.
 
-Tokens are read by every CTA: at 64 tokens and tiles of 32 rows that is twice the weights, from L2, which does not give
+Every CTA reads all tokens: at 64 tokens and tiles of 32 rows twice as much as weights, from L2, which does not give
 three times what memory does. So the CTAs of a cluster bring each other the tokens (TMA multicast), a part each.
 
-    PRODUCER (1 warp)            waits empty[stage]; weights, tokens (TMA) and scales (cp.async) arrive at full[stage]
+    WEIGHTS (1 warp)             waits empty[stage]; weights (TMA) and their scales (cp.async) arrive at full[stage]
+    TOKENS (1 warp)              the same for tokens and their scales
     CONSUMER (1 warpgroup or 2)  64 tokens each: waits full[stage], arrives at empty[stage] of the whole cluster
 
-A stage is some blocks of a tile. Weights are asked for before the kernel before has ended (`dependent_launch`, rule 1),
-as many as there are stages; tokens and their scales behind the wait.
+A stage is some blocks of a tile. WEIGHTS does not wait for the kernel before (`dependent_launch`, rule 1): as many
+weights as there are stages are under way while that one ends.
 
 Nothing of a token's sum depends on its place, on the number of tokens or on the plan.
 """
+
+from enum import IntEnum
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -42,6 +47,32 @@ ATOM_BYTES = 8 * ROW_BYTES
 """Of what a swizzle repeats after."""
 
 
+class Producer(IntEnum):
+    """Producer warps, behind the consumers'."""
+
+    WEIGHTS = 0
+    TOKENS = 1
+
+
+class Work(NamedTuple):
+    """Tiles of a CTA: first, first + stride, ..., so many; and stages of each."""
+
+    first: Int32
+    stride: Int32
+    turns: Int32
+    steps: Int32
+
+
+class Ring(NamedTuple):
+    """The stages in shared memory: addresses of the first one's parts, and barriers of all."""
+
+    weights: Int32  # [stages, blocks, rows, 128] e4m3, swizzled by 128 bytes
+    tokens: Int32  # [stages, blocks, tokens, 128] e4m3, swizzled by 128 bytes
+    scales: Int32  # [stages, plan.scale_bytes]
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
 @cute.jit
 def launch(args: Arguments, num_clusters: Int32, plan: cutlass.Constexpr, stream: cuda.CUstream) -> None:
     """Persistent: num_clusters is at most what is resident at once."""
@@ -53,6 +84,7 @@ def launch(args: Arguments, num_clusters: Int32, plan: cutlass.Constexpr, stream
         block=[plan.threads, 1, 1],
         stream=stream,
         min_blocks_per_mp=plan.ctas_per_sm,
+        preferred_smem_carveout=100,  # percent: as many CTAs fit as were planned
         use_pdl=dependent_launch.is_on(),
     )
 
@@ -85,34 +117,44 @@ def kernel(args: Arguments, plan: cutlass.Constexpr, tma_weights: TmaTensor, tma
     scales = memory.allocate_array(Float32, num_elems=plan.stages * plan.scale_bytes // 4, byte_alignment=16)
     full = memory.allocate_array(Int64, num_elems=plan.stages, byte_alignment=8)
     empty = memory.allocate_array(Int64, num_elems=plan.stages, byte_alignment=8)
-    if warp == plan.consumer_warps:
+    if warp == plan.consumer_warps + Producer.WEIGHTS:
+        cpasync.prefetch_descriptor(tma_weights.atom)
+        cpasync.prefetch_descriptor(tma_tokens.atom)
         with cute.arch.elect_one():
             for stage in cutlass.range_constexpr(plan.stages):
-                cute.arch.mbarrier_init(full + stage, 1 + WARP)
+                # The bytes of TMA; scales of the weight; of tokens.
+                cute.arch.mbarrier_init(full + stage, 1 + plan.blocks + WARP)
                 cute.arch.mbarrier_init(empty + stage, plan.consumer_warps * plan.cluster)
             cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     if const_expr(plan.cluster > 1):
         cute.arch.cluster_arrive_relaxed(aligned=True)
-    rank, cluster = cta % plan.cluster, cta // plan.cluster
-    clusters = ctas // plan.cluster
-    steps = (args.num_blocks + (plan.blocks - 1)) // plan.blocks
-    turns = (args.num_tiles - cluster + clusters - 1) // clusters
-    work = cluster * plan.cluster + rank, clusters * plan.cluster, turns, steps
-    places = Int32(scales.toint()), full, empty
-    if warp == plan.consumer_warps:
-        boxes = (
-            boxes_of(tma_weights, weights, plan.rows, plan.stages * plan.blocks),
-            boxes_of(tma_tokens, tokens, plan.brought, plan.stages * plan.blocks * plan.cluster),
-        )
-        produce(args, plan, tma_weights, tma_tokens, boxes, places, work, rank, thread % WARP)
+    cluster, clusters = cta // plan.cluster, ctas // plan.cluster
+    rank = cta - cluster * plan.cluster
+    work = Work(
+        first=cta,
+        stride=ctas,
+        turns=(args.num_tiles - cluster + clusters - 1) // clusters,
+        steps=(args.num_blocks + (plan.blocks - 1)) // plan.blocks,
+    )
+    ring = Ring(Int32(weights.toint()), Int32(tokens.toint()), Int32(scales.toint()), full, empty)
+    lane = thread % WARP
+    if warp == plan.consumer_warps + Producer.WEIGHTS:
+        boxes = boxes_of(tma_weights, weights, plan.rows, plan.stages * plan.blocks)
+        load_weights(args, plan, tma_weights, boxes, ring, work, lane)
+        if const_expr(plan.cluster > 1):
+            cute.arch.cluster_wait()
     else:
         dependent_launch.begin()
         if const_expr(plan.cluster > 1):
-            cute.arch.cluster_wait()  # arrivals go to barriers of the others
-        consume(args, plan, Int32(weights.toint()), Int32(tokens.toint()), places, work, thread)
+            cute.arch.cluster_wait()  # the barriers of the others are there
+        if warp == plan.consumer_warps + Producer.TOKENS:
+            boxes = boxes_of(tma_tokens, tokens, plan.brought, plan.stages * plan.blocks * plan.cluster)
+            load_tokens(args, plan, tma_tokens, boxes, ring, work, rank, lane)
+        else:
+            consume(args, plan, ring, work, thread)
     if const_expr(plan.cluster > 1):
-        # What others still send is for this CTA's consumers, but their last arrivals are waited for by nobody.
+        # What others send is waited for by consumers here; their arrivals at barriers of this CTA are by nobody.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
@@ -126,43 +168,16 @@ def boxes_of(tma: TmaTensor, start: cute.Pointer, rows: int, count: int) -> tupl
     return cpasync.tma_partition(tma.atom, 0, cute.make_layout(1), *blocks)
 
 
-# ---- producer
+# ---- producers
 
 
 @cute.jit
-def produce(
-    args: Arguments,
-    plan: cutlass.Constexpr,
-    tma_weights: TmaTensor,
-    tma_tokens: TmaTensor,
-    boxes: tuple,
-    places: tuple,
-    work: tuple,
-    rank: Int32,
-    lane: Int32,
-) -> None:
-    """All copies, a stage after the other; one thread asks for codes, all for scales."""
-    _, _, turns, steps = work
-    total = turns * steps
-    ahead = ptx.imin(total, Int32(plan.stages))
-    for i in cutlass.range(ahead, unroll=1):
-        load_weights(args, plan, tma_weights, boxes[0], places, work, i, i, lane)
-    dependent_launch.begin()
+def wait_empty(plan: cutlass.Constexpr, ring: Ring, stage: Int32, phase: Int32) -> None:
+    """Until all consumers that read this stage, or will get what is written there, have given it back."""
     if const_expr(plan.cluster > 1):
-        cute.arch.cluster_wait()  # the others' barriers are there
-    for i in cutlass.range(ahead, unroll=1):
-        load_tokens(args, plan, tma_tokens, boxes[1], places, work, rank, i, i, lane)
-    stage, phase = Int32(0), Int32(0)
-    for i in cutlass.range(ahead, total, unroll=1):
-        if const_expr(plan.cluster > 1):
-            ptx.wait_cluster(Int32((places[2] + stage).toint()), phase)
-        else:
-            cute.arch.mbarrier_wait(places[2] + stage, phase)
-        load_weights(args, plan, tma_weights, boxes[0], places, work, i, stage, lane)
-        load_tokens(args, plan, tma_tokens, boxes[1], places, work, rank, i, stage, lane)
-        stage += 1
-        if stage == plan.stages:
-            stage, phase = Int32(0), phase ^ 1
+        ptx.wait_cluster(Int32((ring.empty + stage).toint()), phase)
+    else:
+        cute.arch.mbarrier_wait(ring.empty + stage, phase)
 
 
 @cute.jit
@@ -171,32 +186,39 @@ def load_weights(
     plan: cutlass.Constexpr,
     tma_weights: TmaTensor,
     boxes: tuple,
-    places: tuple,
-    work: tuple,
-    index: Int32,
-    stage: Int32,
+    ring: Ring,
+    work: Work,
     lane: Int32,
 ) -> None:
-    """Starts the copies of a stage's weights and their scales; says how many bytes of codes will come in all."""
-    first, stride, _, steps = work
-    turn = index // steps
-    tile, block = first + turn * stride, (index - turn * steps) * plan.blocks
-    full = places[1] + stage
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, plan.weight_bytes + plan.token_bytes)
+    """Copies weights and their scales, a stage after the other, and says how many bytes of codes come in all."""
     targets, sources = boxes
-    for i in cutlass.range_constexpr(plan.blocks):
-        source, target = sources[None, tile, block + i], targets[None, stage * plan.blocks + i]
-        cute.copy(tma_weights.atom, source, target, tma_bar_ptr=full)
-    # Of a block or a tile that does not exist no address is made.
-    exists = (block + lane < args.num_blocks) & (tile * plan.rows < args.num_rows)
-    address, num_bytes = args.weight_scale, Int32(0)
-    if exists:
-        address += Int64(tile * plan.rows // BLOCK) * args.weight_scale_row_bytes + Int64(block + lane) * 4
-        num_bytes = Int32(4)
-    if lane < plan.blocks:
-        behind_tokens = plan.blocks * plan.tokens + lane
-        ptx.copy_4_bytes_async(places[0] + stage * plan.scale_bytes + behind_tokens * 4, address, num_bytes)
+    stage, phase = Int32(0), Int32(1)  # nobody has to give back a stage that was never filled
+    for turn in cutlass.range(work.turns, unroll=1):
+        tile = work.first + turn * work.stride
+        # Of a tile that does not exist, beside one of the cluster that does, no address is made.
+        has_scales = tile * plan.rows < args.num_rows
+        scale_row = args.weight_scale
+        if has_scales:
+            scale_row += Int64(tile * plan.rows // BLOCK) * args.weight_scale_row_bytes
+        for step in cutlass.range(work.steps, unroll=1):
+            wait_empty(plan, ring, stage, phase)
+            full = ring.full + stage
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, plan.weight_bytes + plan.token_bytes)
+            for i in cutlass.range_constexpr(plan.blocks):
+                source = sources[None, tile, step * plan.blocks + i]
+                cute.copy(tma_weights.atom, source, targets[None, stage * plan.blocks + i], tma_bar_ptr=full)
+            if lane < plan.blocks:
+                block = step * plan.blocks + lane
+                address, num_bytes = scale_row, Int32(0)
+                if has_scales & (block < args.num_blocks):
+                    address, num_bytes = scale_row + Int64(block) * 4, Int32(4)
+                behind_tokens = plan.blocks * plan.tokens + lane
+                ptx.copy_4_bytes_async(ring.scales + stage * plan.scale_bytes + behind_tokens * 4, address, num_bytes)
+                cute.arch.cp_async_mbarrier_arrive_noinc(full)
+            stage += 1
+            if stage == plan.stages:
+                stage, phase = Int32(0), phase ^ 1
 
 
 @cute.jit
@@ -205,72 +227,71 @@ def load_tokens(
     plan: cutlass.Constexpr,
     tma_tokens: TmaTensor,
     boxes: tuple,
-    places: tuple,
-    work: tuple,
+    ring: Ring,
+    work: Work,
     rank: Int32,
-    index: Int32,
-    stage: Int32,
     lane: Int32,
 ) -> None:
-    """Starts the copies of what this CTA brings of a stage's tokens, and of the scales of all of them."""
-    steps = work[3]
-    block = (index - index // steps * steps) * plan.blocks
-    full = places[1] + stage
+    """Copies what this CTA brings of the tokens, to the whole cluster, and the scales of all of them, to itself."""
     targets, sources = boxes
-    for i in cutlass.range_constexpr(plan.blocks):
-        source = sources[None, rank, block + i]
-        target = targets[None, (stage * plan.blocks + i) * plan.cluster + rank]
-        if const_expr(plan.cluster > 1):
-            everyone = cutlass.Int16((1 << plan.cluster) - 1)
-            cute.copy(tma_tokens.atom, source, target, tma_bar_ptr=full, mcast_mask=everyone)
-        else:
-            cute.copy(tma_tokens.atom, source, target, tma_bar_ptr=full)
-    for first in cutlass.range_constexpr(0, plan.blocks * plan.tokens, WARP):
+    stage, phase = Int32(0), Int32(1)
+    for _ in cutlass.range(work.turns, unroll=1):
+        for step in cutlass.range(work.steps, unroll=1):
+            wait_empty(plan, ring, stage, phase)
+            full = ring.full + stage
+            for i in cutlass.range_constexpr(plan.blocks):
+                source = sources[None, rank, step * plan.blocks + i]
+                target = targets[None, (stage * plan.blocks + i) * plan.cluster + rank]
+                if const_expr(plan.cluster > 1):
+                    everyone = cutlass.Int16((1 << plan.cluster) - 1)
+                    cute.copy(tma_tokens.atom, source, target, tma_bar_ptr=full, mcast_mask=everyone)
+                else:
+                    cute.copy(tma_tokens.atom, source, target, tma_bar_ptr=full)
+            copy_scales(args, plan, ring.scales + stage * plan.scale_bytes, step * plan.blocks, lane)
+            cute.arch.cp_async_mbarrier_arrive_noinc(full)
+            stage += 1
+            if stage == plan.stages:
+                stage, phase = Int32(0), phase ^ 1
+
+
+@cute.jit
+def copy_scales(args: Arguments, plan: cutlass.Constexpr, shared: Int32, first_block: Int32, lane: Int32) -> None:
+    """Starts the copies of the scales of a stage's tokens, a lane each; zeros where there is no token or no block."""
+    count = plan.blocks * plan.tokens
+    for first in cutlass.range_constexpr(0, count, WARP):
         number = first + lane
-        token, of_stage = number % plan.tokens, number // plan.tokens
-        exists = (token < args.num_tokens) & (block + of_stage < args.num_blocks)
-        address, num_bytes = args.scales, Int32(0)
-        if exists:
-            address += Int64(token) * args.scales_row_bytes + Int64(block + of_stage) * args.scales_block_bytes
-            num_bytes = Int32(4)
-        if (plan.blocks * plan.tokens) % WARP == 0 or number < plan.blocks * plan.tokens:
-            ptx.copy_4_bytes_async(places[0] + stage * plan.scale_bytes + number * 4, address, num_bytes)
-    cute.arch.cp_async_mbarrier_arrive_noinc(full)
+        token, block = number % plan.tokens, first_block + number // plan.tokens
+        if (count % WARP == 0) | (number < count):
+            address, num_bytes = args.scales, Int32(0)
+            if (token < args.num_tokens) & (block < args.num_blocks):
+                address += Int64(token) * args.scales_row_bytes + Int64(block) * args.scales_block_bytes
+                num_bytes = Int32(4)
+            ptx.copy_4_bytes_async(shared + number * 4, address, num_bytes)
 
 
 # ---- consumers
 
 
 @cute.jit
-def consume(
-    args: Arguments,
-    plan: cutlass.Constexpr,
-    weights: Int32,
-    tokens: Int32,
-    places: tuple,
-    work: tuple,
-    thread: Int32,
-) -> None:
+def consume(args: Arguments, plan: cutlass.Constexpr, ring: Ring, work: Work, thread: Int32) -> None:
     """A consumer warpgroup: 64 tokens of every tile, 16 a warp."""
-    scales, full, empty = places
-    first, stride, turns, steps = work
     lane, first_token = thread % WARP, thread // WARP * 16
     stage, phase = Int32(0), Int32(0)
-    for turn in cutlass.range(turns, unroll=1):
+    for turn in cutlass.range(work.turns, unroll=1):
         sums = cute.make_rmem_tensor((plan.accumulators,), Float32)
         sums.fill(0.0)
-        for step in cutlass.range(steps, unroll=1):
-            cute.arch.mbarrier_wait(full + stage, phase)
-            left = fragments(args, plan, tokens + stage * plan.token_bytes, first_token, lane)
-            factors = scales_of(args, plan, scales + stage * plan.scale_bytes, first_token, lane, step)
-            multiply_add(plan, left, weights + stage * plan.weight_bytes, factors, sums)
+        for _ in cutlass.range(work.steps, unroll=1):
+            cute.arch.mbarrier_wait(ring.full + stage, phase)
+            left = fragments(args, plan, ring.tokens + stage * plan.token_bytes, first_token, lane)
+            factors = factors_of(plan, ring.scales + stage * plan.scale_bytes, first_token, lane)
+            multiply_add(plan, left, ring.weights + stage * plan.weight_bytes, factors, sums)
             cute.arch.fence_view_async_shared()  # generic loads, before TMA writes there
             cute.arch.sync_warp()
-            give_back(plan, empty + stage, lane)
+            give_back(plan, ring.empty + stage, lane)
             stage += 1
             if stage == plan.stages:
                 stage, phase = Int32(0), phase ^ 1
-        store(args, plan, first + turn * stride, first_token, lane, sums)
+        store(args, plan, work.first + turn * work.stride, first_token, lane, sums)
 
 
 @cute.jit
@@ -308,8 +329,8 @@ def load_matrices_if(condition: cutlass.Boolean, address: Int32) -> tuple:
     )
 
 
-def scales_of(args: Arguments, plan: Plan, scales: Int32, first_token: Int32, lane: Int32, step: Int32) -> list:
-    """For every block of a stage the factors of a lane's two tokens."""
+def factors_of(plan: Plan, scales: Int32, first_token: Int32, lane: Int32) -> list:
+    """What the products of a lane's two tokens are multiplied by, for every block of a stage."""
     factors = []
     for block in range(plan.blocks):
         of_weight = ptx.load_shared_f32(scales + (plan.blocks * plan.tokens + block) * 4)

@@ -61,13 +61,13 @@ class Plan:
 
     @property
     def consumer_warps(self) -> int:
-        """All but the producer."""
+        """All but the producers."""
         return self.consumers * WARPGROUP // WARP
 
     @property
     def threads(self) -> int:
-        """Of a CTA: consumers, and a producer warp."""
-        return (self.consumer_warps + 1) * WARP
+        """Of a CTA: consumers, and two producer warps."""
+        return (self.consumer_warps + 2) * WARP
 
     @property
     def accumulators(self) -> int:
@@ -128,10 +128,10 @@ class Arguments(NamedTuple):
 
 
 BUSY = 0.7
-"""Share of the multiprocessors that are to have a tile: memory is what bounds them, and fewer can take all that it gives."""
+"""Share of the multiprocessors that are to have a tile: fewer than all can take what memory gives."""
 IN_FLIGHT = 64 * 1024
-"""Bytes of weights that a multiprocessor's stages hold: 132 of them have 8 MB under way, twice what the latency of memory
-takes (4.3 TB/s times 0.9 us)."""
+"""Bytes of weights that a multiprocessor's stages hold: 132 of them have 8 MB under way, twice what the latency of
+memory takes (4.3 TB/s times 0.9 us)."""
 
 
 def tile_rows(num_rows: int, multiprocessors: int) -> int:
