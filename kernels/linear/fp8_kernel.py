@@ -126,9 +126,11 @@ def kernel(args: Arguments, plan: cutlass.Constexpr, tma_weights: TmaTensor, tma
                 cute.arch.mbarrier_init(full + stage, 1 + plan.blocks + WARP)
                 cute.arch.mbarrier_init(empty + stage, plan.consumer_warps * plan.cluster)
             cute.arch.mbarrier_init_fence()
-    cute.arch.sync_threads()
     if const_expr(plan.cluster > 1):
+        cute.arch.sync_warp()
         cute.arch.cluster_arrive_relaxed(aligned=True)
+    else:
+        cute.arch.sync_threads()
     cluster, clusters = cta // plan.cluster, ctas // plan.cluster
     rank = cta - cluster * plan.cluster
     work = Work(
@@ -147,7 +149,7 @@ def kernel(args: Arguments, plan: cutlass.Constexpr, tma_weights: TmaTensor, tma
     else:
         dependent_launch.begin()
         if const_expr(plan.cluster > 1):
-            cute.arch.cluster_wait()  # the barriers of the others are there
+            cute.arch.cluster_wait()  # the barriers are there, those of the others, too
         if warp == plan.consumer_warps + Producer.TOKENS:
             boxes = boxes_of(tma_tokens, tokens, plan.brought, plan.stages * plan.blocks * plan.cluster)
             load_tokens(args, plan, tma_tokens, boxes, ring, work, rank, lane)
