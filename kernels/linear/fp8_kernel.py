@@ -34,17 +34,13 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsv4_kernels import dependent_launch, ptx
-from dsv4_kernels.bf16_rows import mul
-from dsv4_kernels.linear.fp8_plan import BLOCK, MMA_TOKENS, PRODUCTS, WARP, Arguments, Plan
+from dsv4_kernels.linear.fp8_plan import BLOCK, WARP, Arguments
+from dsv4_kernels.linear.fp8_products import fragments, multiply_add, places_of_scales, places_of_tokens
 from dsv4_kernels.sparse_attention.sm90.tma import TmaTensor
-
-ROW_BYTES = BLOCK
-ATOM_BYTES = 8 * ROW_BYTES
-"""Of what a swizzle repeats after."""
 
 
 class Producer(IntEnum):
@@ -278,15 +274,17 @@ def copy_scales(args: Arguments, plan: cutlass.Constexpr, shared: Int32, first_b
 def consume(args: Arguments, plan: cutlass.Constexpr, ring: Ring, work: Work, thread: Int32) -> None:
     """A consumer warpgroup: 64 tokens of every tile, 16 a warp."""
     lane, first_token = thread % WARP, thread // WARP * 16
+    exists = Int32(first_token < args.num_tokens)
+    places = places_of_tokens(plan, first_token, lane), places_of_scales(plan, first_token, lane)
     stage, phase = Int32(0), Int32(0)
     for turn in cutlass.range(work.turns, unroll=1):
         sums = cute.make_rmem_tensor((plan.accumulators,), Float32)
         sums.fill(0.0)
         for _ in cutlass.range(work.steps, unroll=1):
             cute.arch.mbarrier_wait(ring.full + stage, phase)
-            left = fragments(args, plan, ring.tokens + stage * plan.token_bytes, first_token, lane)
-            factors = factors_of(plan, ring.scales + stage * plan.scale_bytes, first_token, lane)
-            multiply_add(plan, left, ring.weights + stage * plan.weight_bytes, factors, sums)
+            left = fragments(plan, ring.tokens + stage * plan.token_bytes, places[0], exists)
+            weights, scales = ring.weights + stage * plan.weight_bytes, ring.scales + stage * plan.scale_bytes
+            multiply_add(plan, left, weights, scales, places[1], sums)
             cute.arch.fence_view_async_shared()  # generic loads, before TMA writes there
             cute.arch.sync_warp()
             give_back(plan, ring.empty + stage, lane)
@@ -304,90 +302,6 @@ def give_back(plan: cutlass.Constexpr, empty: cute.Pointer, lane: Int32) -> None
             ptx.arrive_remote(ptx.remote(Int32(empty.toint()), lane))
     elif lane == 0:
         cute.arch.mbarrier_arrive(empty)
-
-
-def fragments(args: Arguments, plan: Plan, tokens: Int32, first_token: Int32, lane: Int32) -> list:
-    """A warp's 16 tokens over a stage: four words of each instruction. Zeros of a warp that has none."""
-    row = (first_token + lane % 16) % plan.tokens  # with 8 tokens the second eight are the first again
-    at = tokens + row * ROW_BYTES
-    words = []
-    for block in range(plan.blocks):
-        for product in range(PRODUCTS):
-            unit = (2 * product + lane // 16) ^ (row & 7)
-            address = at + block * (plan.tokens * ROW_BYTES) + unit * 16
-            words += load_matrices_if(first_token < args.num_tokens, address)
-    return words
-
-
-def load_matrices_if(condition: cutlass.Boolean, address: Int32) -> tuple:
-    """Four 8 x 8 matrices of two bytes, or zeros; the warp agrees."""
-    zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(4))
-    return ptx.asm(
-        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r1}, 0;\n"
-        f"{zeros}\n@p ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];\n}}",
-        [Uint32] * 4,
-        address,
-        Int32(condition),
-    )
-
-
-def factors_of(plan: Plan, scales: Int32, first_token: Int32, lane: Int32) -> list:
-    """What the products of a lane's two tokens are multiplied by, for every block of a stage."""
-    factors = []
-    for block in range(plan.blocks):
-        of_weight = ptx.load_shared_f32(scales + (plan.blocks * plan.tokens + block) * 4)
-        for half in range(2):
-            token = (first_token + lane // 4 + 8 * half) % plan.tokens
-            of_token = ptx.load_shared_f32(scales + (block * plan.tokens + token) * 4)
-            factors.append(mul(of_token, of_weight))
-    return factors
-
-
-def multiply_add(plan: Plan, left: list, weights: Int32, factors: list, sums: cute.Tensor) -> None:
-    """Adds a stage's products to a lane's sums: element 4 j + 2 h + b is of token lane // 4 + 8 h and of the tile's row
-    8 j + 2 (lane % 4) + b.
-
-    One statement from the fence to the last wait: nothing may touch the registers in between. A block is added while
-    later ones are multiplied.
-    """
-    count = plan.accumulators
-    descriptor = (1 << 62) | (ATOM_BYTES // 16 << 32) | (1 << 16)  # swizzle of 128 bytes; from 8 rows to the next 8
-    words, base = len(left), len(left) + 1
-    blocks = [[f"a{block}_{i}" for i in range(count)] for block in range(plan.blocks)]
-    lines = [
-        "{",
-        ".reg .b64 at, b;",
-        ".reg .b32 zero;",
-        ".reg .pred add_none, add;",
-        *(f".reg .f32 {', '.join(names)};" for names in blocks),
-        "mov.b32 zero, 0;",
-        "setp.ne.b32 add_none, zero, 0;",
-        "setp.eq.b32 add, zero, 0;",
-        f"cvt.u64.u32 at, {{$r{words}}};",
-        "shr.u64 at, at, 4;",
-        f"or.b64 at, at, {descriptor:#x};",
-        "wgmma.fence.sync.aligned;",
-    ]
-    for block, names in enumerate(blocks):
-        for product in range(PRODUCTS):
-            operand = ", ".join(f"{{$r{4 * (block * PRODUCTS + product) + i}}}" for i in range(4))
-            lines += [
-                f"add.s64 b, at, {(block * plan.rows * ROW_BYTES + product * 32) // 16};",
-                f"wgmma.mma_async.sync.aligned.m{MMA_TOKENS}n{plan.rows}k32.f32.e4m3.e4m3 {{{', '.join(names)}}}, "
-                f"{{{operand}}}, b, {'add' if product else 'add_none'}, 1, 1;",
-            ]
-        lines.append("wgmma.commit_group.sync.aligned;")
-    for block, names in enumerate(blocks):
-        lines.append(f"wgmma.wait_group.sync.aligned {plan.blocks - 1 - block};")
-        for i, name in enumerate(names):
-            factor = base + 2 * block + i // 2 % 2
-            before = f"{{$w{i}}}" if block else f"{{$r{base + len(factors) + i}}}"
-            lines.append(f"fma.rn.f32 {{$w{i}}}, {name}, {{$r{factor}}}, {before};")
-    lines.append("}")
-    before = [sums[i] for i in range(count)]
-    after = ptx.asm("\n".join(lines), [Float32] * count, *left, weights, *factors, *before)
-    for i in range(count):
-        sums[i] = after[i]
 
 
 @cute.jit
