@@ -368,7 +368,7 @@ def test_registers_and_shared_memory() -> None:
             for tokens in (8, 64, 128):
                 plan = plan_of(rows, tokens)
                 found = resources(fp8.compile(plan).__cubin__)
-                assert found["stack_bytes"] == 0 and found["registers"] <= 144, found
+                assert found["stack_bytes"] == 0 and found["registers"] <= 184, found
                 assert plan.shared_bytes <= SMEM_BYTES
 
 
