@@ -14,7 +14,7 @@ from dsv4_kernels import bf16_rows
 from dsv4_kernels.bf16_rows import stride_bytes
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.linear.fp8_kernel import launch
-from dsv4_kernels.linear.fp8_plan import BLOCK, MOST_TOKENS, TOKENS, Arguments, Plan, chosen, planned, tile_rows
+from dsv4_kernels.linear.fp8_plan import BLOCK, MOST_TOKENS, ROWS, TOKENS, Arguments, Plan, chosen, planned
 from dsv4_kernels.linear.gpu import multiprocessors
 
 ARCH = "sm_90a"
@@ -30,11 +30,10 @@ def compile(plan: Plan, arch: str = ARCH) -> Callable[..., None]:
     return load_or_compile("linear_fp8", plan, arch, from_compiler)
 
 
-def plans(num_rows: int, most_tokens: int, device: torch.device) -> list[Plan]:
-    """All that calls with a weight of so many rows may get, for as many tokens at most."""
-    rows = tile_rows(num_rows, multiprocessors(device))
+def plans(most_tokens: int) -> list[Plan]:
+    """All that calls of so many tokens at most may get, with any weight."""
     widths = [width for before, width in zip((0, *TOKENS), TOKENS, strict=False) if before < most_tokens]
-    return [planned(rows, width) for width in widths]
+    return [planned(rows, width) for rows in ROWS for width in widths]
 
 
 def sm90(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, plan: Plan | None = None) -> Tensor:

@@ -13,6 +13,8 @@ MMA_TOKENS = 64
 """Tokens of an instruction, and of a consumer warpgroup."""
 PRODUCTS = BLOCK // 32
 """Instructions of a block."""
+ROWS = (16, 32, 64)
+"""Of the weight in a tile."""
 TOKENS = (8, 16, 32, 64, 128)
 """Widths of a plan."""
 MOST_TOKENS = TOKENS[-1]
@@ -27,9 +29,9 @@ class Plan:
     """What a kernel is compiled for. None of it changes a bit of a result."""
 
     rows: int
-    """Of the weight, in a tile: 16, 32 or 64."""
+    """Of the weight, in a tile: one of `ROWS`."""
     tokens: int
-    """That there is room for: 8, 16, 32, 64 or 128."""
+    """That there is room for: one of `TOKENS`."""
     blocks: int
     """Of 128 channels, in a stage."""
     stages: int
@@ -44,8 +46,8 @@ class Plan:
 
     def problem(self) -> str | None:
         """What the kernel is not made for, of all that this could be; None for a plan that it runs."""
-        if self.rows not in (16, 32, 64) or self.tokens not in TOKENS:
-            return f"rows are 16, 32 or 64, tokens one of {TOKENS}"
+        if self.rows not in ROWS or self.tokens not in TOKENS:
+            return f"rows are one of {ROWS}, tokens of {TOKENS}"
         if self.cluster not in (1, 2, 4, 8) or self.tokens // self.cluster < 8:
             return "a cluster has 1, 2, 4 or 8 CTAs, and each of them brings at least 8 tokens"
         if self.blocks not in (1, 2, 4) or self.stages < 2:
@@ -136,10 +138,10 @@ memory takes (4.3 TB/s times 0.9 us)."""
 
 def tile_rows(num_rows: int, multiprocessors: int) -> int:
     """The largest tile with which enough multiprocessors have one."""
-    for rows in (64, 32):
+    for rows in ROWS[:0:-1]:
         if -(-num_rows // rows) >= BUSY * multiprocessors:
             return rows
-    return 16
+    return ROWS[0]
 
 
 def chosen(num_tokens: int, num_rows: int, multiprocessors: int) -> Plan:
