@@ -73,7 +73,11 @@ CHURN_AT_ONCE = 16
 HCA_GROUP = 128  # tokens of an entry there, and rows of a request's state in the built-in
 LESS_IS_BETTER = ("ttft", "itl", "bytes", "launches", "busy", "span", "recomputed", "distance", "silence")
 READY_TIMEOUT_S = 900
-SWITCHES = ("DSV4_DEPENDENT_LAUNCH", "SGLANG_DSV4_SIDE_STREAM")  # of ours, which change how a step runs
+SWITCHES = (
+    "DSV4_DEPENDENT_LAUNCH",
+    "SGLANG_DSV4_FP8_LINEAR",
+    "SGLANG_DSV4_SIDE_STREAM",
+)  # of ours, which change how a step runs
 PRINTED_KERNELS = 30
 REPEATS = (71, 72, 73)  # seeds of the short works; their medians count
 STALL_S = 2.0  # twice what the longest forward takes, a chunk's of the prefill of 64K

@@ -101,9 +101,8 @@ def start(runner: ModelRunner) -> None:
             problems.append(f"{variable} has the reference compute every attention a second time: unset it")
         if fp8_linear.is_on():
             problems.append(
-                f"{fp8_linear.VARIABLE}=sm90 has another product compute FP8 linear layers of at most "
-                f"{fp8_linear.MOST_TOKENS} tokens than those of more; that both have the same bits was not shown: unset "
-                "it"
+                f"{fp8_linear.VARIABLE}=sm90 has another product compute FP8 linear layers of few tokens than those of "
+                f"more than {fp8_linear.MOST_TOKENS}, and that both have the same bits was not shown: unset it"
             )
         refuse(problems)
 
