@@ -64,7 +64,12 @@ CHURN = {"long": (16_384, 256, 32), "short": (1_536, 64, 32)}  # prefix, user an
 CHURN_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the sessions that ours holds
 CHURN_AT_ONCE = 16
 LESS_IS_BETTER = ("ttft", "itl", "bytes", "launches", "busy", "span", "recomputed", "distance", "silence")
-SWITCHES = ("DSV4_DEPENDENT_LAUNCH", "SGLANG_DSV4_SIDE_STREAM")  # of ours, which change how a step runs
+SWITCHES = (
+    "DSV4_DEPENDENT_LAUNCH",
+    "SGLANG_DSV4_FP8_LINEAR",
+    "SGLANG_DSV4_SIDE_STREAM",
+    "SGLANG_DSV4_WO_A",
+)  # of ours, which change how a step runs
 PRINTED_KERNELS = 30
 REPEATS = (71, 72, 73)  # seeds of the short works; their medians count
 MOST_RUNS = 3  # of a load, beside the first, because of stalls

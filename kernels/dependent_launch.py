@@ -12,8 +12,9 @@ with the attribute:
 1. A thread waits before its first access to global memory, be it a load or a store: the kernel before may still write
    what is read here, and read what is written here (memory is used again along the stream). Before it only what
    touches no memory of others may stand: indices, shared memory, barriers, and weights that no kernel writes while a
-   model runs. Of these only the boundary's `fn` is read ahead; see `hyper_connection/kernel.py`. The codes of
-   `linear/fp8_weight.py` are fetched into L2, which is no access.
+   model runs. Of these the boundary's `fn` is read ahead (`hyper_connection/kernel.py`), and the weights of FP8
+   products of few tokens (`linear/fp8_kernel.py`). The codes of `linear/fp8_weight.py` are fetched into L2, which is
+   no access.
 2. Every CTA waits, also one that has nothing to do. The wait is for the end of the whole kernel before, which has
    waited for the one before it: so what is behind a wait is behind all that was launched before, in whatever kernel.
    Kernels of others (PyTorch's, DeepGEMM's) that are launched without the attribute begin behind the end of everything

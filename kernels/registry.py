@@ -292,6 +292,13 @@ for _name, _generation in (("sm90", 9), ("sm100", 10)):
             _supports = gpu_of_generation(_generation, _dtypes)
             register(_function, _name, _loader, _supports, 20, graph_safe=True, batch_invariant=True)
 
+register("linear_fp8", "ref", "dsv4_kernels.linear.ref:linear_fp8", any_device, 0, graph_safe=True)
+register(
+    *("linear_fp8", "sm90", "dsv4_kernels.linear.fp8:sm90", gpu_of_generation(9), 20),
+    graph_safe=True,
+    batch_invariant=True,
+)
+
 # By name only: these have run in the emulator, on no GPU.
 for _function in ("mxfp4_experts_forward", "nvfp4_experts_forward"):
     _loader = f"dsv4_kernels.moe.sm100.launch:{_function}"

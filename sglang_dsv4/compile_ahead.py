@@ -23,7 +23,7 @@ from sglang_dsv4.attention.metadata import step_layout
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.config import Config
 from sglang_dsv4.layer_kinds import CSA_RATIO
-from sglang_dsv4.layers import grouped_projection, packed_experts
+from sglang_dsv4.layers import fp8_linear, grouped_projection, packed_experts
 from sglang_dsv4.layers.linear import quantises_once_on
 
 logger = logging.getLogger(__name__)
@@ -101,6 +101,8 @@ def kernels(config: Config, geometry: PoolGeometry, device: torch.device) -> lis
         found += [("grouped_linear_fp8_weight", compile) for compile in grouped_projection.kernels("sm_90a")]
     if device.type == "cuda" and packed_experts.is_chosen():
         found += [("experts", compile) for compile in packed_experts.kernels(config, get_parallel().tp_size)]
+    if device.type == "cuda" and fp8_linear.is_on():
+        found += [("linear_fp8", compile) for compile in fp8_linear.kernels()]
     return found
 
 

@@ -89,6 +89,7 @@ def start(runner: ModelRunner) -> None:
     from sglang.srt.runtime_context import get_exec
 
     from sglang_dsv4.attention import comparison
+    from sglang_dsv4.layers import fp8_linear
 
     asked = bool(get_exec().deterministic.enable_deterministic_inference)
     registry.require_batch_invariance(asked)
@@ -98,6 +99,11 @@ def start(runner: ModelRunner) -> None:
         if comparison.file_of_rank(0) is not None:
             variable = comparison.FILE_VARIABLE
             problems.append(f"{variable} has the reference compute every attention a second time: unset it")
+        if fp8_linear.is_on():
+            problems.append(
+                f"{fp8_linear.VARIABLE}=sm90 has another product compute FP8 linear layers of few tokens than those of "
+                f"more than {fp8_linear.MOST_TOKENS}, and that both have the same bits was not shown: unset it"
+            )
         refuse(problems)
 
 

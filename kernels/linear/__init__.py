@@ -154,6 +154,39 @@ def expand_fp8_weight(weight: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     return out
 
 
+def linear_fp8(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, impl: str | None = None) -> Tensor:
+    """The product of FP8 layers (DeepSeek-V4 specification, section 4.2), of tokens that are quantised already.
+
+    `sum_b (codes[:, b] @ weight[:, b].T) * (scales[:, b] * weight_scale[n // 128, b])` over the blocks b of 128
+    channels, each block's product in fp32, the blocks added in fp32 in their order, and rounded once.
+
+    Args:
+        codes: [T, K] float8_e4m3fn.
+        scales: [T, ceil(K / 128)] fp32, powers of two, of any strides: `dsv4_kernels.quant.fp8_quantise` makes both.
+        weight: [N, K] float8_e4m3fn.
+        weight_scale: [ceil(N / 128), ceil(K / 128)] fp32.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        [T, N] bf16.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit each other.
+    """
+    operands = {"codes": codes, "scales": scales, "weight": weight, "weight_scale": weight_scale}
+    shapes = ", ".join(f"{name} {tuple(operand.shape)}" for name, operand in operands.items())
+    if any(operand.dim() != 2 for operand in operands.values()) or codes.shape[1] != weight.shape[1]:
+        raise ValueError(f"linear_fp8: {shapes} do not fit each other")
+    blocks = -(-codes.shape[1] // 128)
+    wanted = {"scales": (codes.shape[0], blocks), "weight_scale": (-(-weight.shape[0] // 128), blocks)}
+    if any(tuple(operands[name].shape) != shape for name, shape in wanted.items()):
+        raise ValueError(f"linear_fp8: {shapes}; expected scales {wanted['scales']} and {wanted['weight_scale']}")
+    dtypes = [operand.dtype for operand in operands.values()]
+    if dtypes != [torch.float8_e4m3fn, torch.float32] * 2:
+        raise ValueError(f"linear_fp8: codes must be float8_e4m3fn and scales float32; got {dtypes}")
+    return select("linear_fp8", codes.device, torch.bfloat16, impl)(codes, scales, weight, weight_scale)
+
+
 def _check(name: str, x: Tensor, weight: Tensor, fits: bool) -> None:
     if not fits:
         raise ValueError(f"{name}: x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit each other")

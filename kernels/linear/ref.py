@@ -19,6 +19,9 @@ class HeadRotation(NamedTuple):
     frequencies: Tensor  # [R / 2] fp32
     head_dim: int
 
+BLOCK = 128
+"""Channels, and rows of a weight, that share a scale."""
+
 
 def linear(x: Tensor, weight: Tensor, act_qdq_block: int | None) -> Tensor:
     """See `dsv4_kernels.linear.linear`."""
@@ -47,3 +50,14 @@ def grouped_linear_fp8_weight(
     plain = [dequantise_fp8_weight(*of_group, x.dtype) for of_group in zip(weight, scale, strict=True)]
     out = grouped_linear(x, torch.stack(plain))
     return fp8_quantise(out.flatten(1), 128, True) if quantises else out
+
+
+def linear_fp8(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """See `dsv4_kernels.linear.linear_fp8`."""
+    of_rows = weight_scale.repeat_interleave(BLOCK, 0)[: weight.shape[0]]
+    total = torch.zeros(codes.shape[0], weight.shape[0], dtype=torch.float32, device=codes.device)
+    for block in range(scales.shape[1]):
+        channels = slice(block * BLOCK, (block + 1) * BLOCK)
+        product = codes[:, channels].float() @ weight[:, channels].float().T
+        total += product * (scales[:, block, None] * of_rows[None, :, block])
+    return total.bfloat16()

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from dsv4_kernels.linear import linear, linear_fp32
 from dsv4_kernels.quant import fp8_quantise
 from sglang_dsv4.config import ACTIVATION_BLOCK, Config, ConfigError
+from sglang_dsv4.layers import fp8_linear
+from sglang_dsv4.layers.fp8_linear import FewTokensConfig
 
 
 def builds_on_cpu() -> bool:
@@ -164,8 +166,10 @@ def quantised_linear_config(config: Config, quant_config: QuantizationConfig | N
 
     Raises:
         ConfigError: FP8 weights on a GPU with the activations' quantiser switched off: SGLang's FP8 products always
-            quantise their input.
+            quantise their input. Or products of ours were asked for where there are none.
     """
+    if fp8_linear.is_on() and not quantises_once(config):
+        raise ConfigError(fp8_linear.VARIABLE, "sm90", "'deepgemm' where weights are not FP8, or not on a Hopper GPU")
     if builds_on_cpu():
         return ReferenceLinearConfig(config.activation_block)
     if (quant_config is not None) != config.qat.activations_fp8:
@@ -174,7 +178,7 @@ def quantised_linear_config(config: Config, quant_config: QuantizationConfig | N
             config.qat.activations_fp8,
             "True with FP8 weights and False without on a GPU (leave SGLANG_DSV4_QAT unset there)",
         )
-    return quant_config
+    return FewTokensConfig(quant_config) if fp8_linear.is_on() else quant_config
 
 
 class StackedProjection(nn.Module):

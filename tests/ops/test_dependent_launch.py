@@ -24,6 +24,7 @@ from ops import test_experts_sm100 as experts_sm100
 from ops import test_fp8_weight_gpu as fp8_weight
 from ops import test_hyper_connection_gpu as hyper_connection
 from ops import test_indexer_gpu as indexer
+from ops import test_linear_fp8 as linear_fp8
 from ops import test_linear_gpu as linear
 from ops import test_sparse_attention_few_heads as attention_few_heads
 from ops import test_sparse_attention_sm90 as attention_sm90
@@ -134,10 +135,13 @@ ON_HOPPER: dict[str, Work] = {
     "index_prefill": lambda kernel: indexer.test_scores_and_choice("sm90, prefill", "random"),
     "linear_fp8_weight": multiply_fp8_weight,
     "experts": lambda kernel: experts.test_the_sum_is_the_definition_s("few", "narrow"),
+    "linear_fp8": lambda kernel: linear_fp8.test_it_multiplies(linear_fp8.CASES["persistent-clusters"]),
 }
 ON_BLACKWELL: dict[str, Work] = {
     "experts_by_blocks": lambda kernel: experts_sm100.test_the_sum_is_the_definition_s("few"),
 }
+READ_AHEAD = {"linear_fp8": ["UTMALDG"] * 4 + ["LDGSTS"]}
+"""Of a kernel: what a warp reads that waits for nothing, weights of four blocks and their scales."""
 COOPERATIVE = {("attention_divided", "sm90")}
 """Launched behind the end of what comes before: rule 4 of `dependent_launch`."""
 SLOW = ("boundary_of_teams", "attention_divided")
@@ -184,13 +188,13 @@ def test_it_waits_and_is_right(name: str, kernel: str) -> None:
         assert not any(late)
     assert early == [(name, kernel) not in COOPERATIVE] * len(early)
     for key in set(compile_cache._in_memory) - compiled:
-        _, (_, waits), _ = key
-        assert_machine_code_waits(compile_cache._in_memory[key].__cubin__, waits)
+        kind, (_, waits), _ = key
+        assert_machine_code_waits(compile_cache._in_memory[key].__cubin__, waits, READ_AHEAD.get(kind, []))
 
 
-def assert_machine_code_waits(cubin: bytes, waits: bool) -> None:
-    """ptxas moved no access to global memory to before the wait, nor the next kernel's beginning, and left both in; if
-    it is off there are none."""
+def assert_machine_code_waits(cubin: bytes, waits: bool, ahead: list[str]) -> None:
+    """ptxas moved no access to global memory to before the wait but those that are meant to stand there, nor the next
+    kernel's beginning, and left both in; if it is off there are none."""
     from cubin import opcodes
 
     found = [opcode for opcode in opcodes(cubin) if opcode in ("ACQBULK", "PREEXIT", "LDG", "STG", "LDGSTS", "UTMALDG")]
@@ -198,7 +202,7 @@ def assert_machine_code_waits(cubin: bytes, waits: bool) -> None:
         assert not {"PREEXIT", "ACQBULK"} & set(found), found
         return
     assert found.count("PREEXIT") == 1 and "ACQBULK" in found, found
-    assert found[0] == "ACQBULK" and found.index("PREEXIT") > 0, found
+    assert found[: len(ahead) + 1] == [*ahead, "ACQBULK"] and found.index("PREEXIT") > len(ahead), found
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""The FP8 product of few tokens on Hopper: checks, plan and launch. The kernel is in fp8_kernel.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+import torch
+from cutlass import Int32
+from torch import Tensor
+
+from dsv4_kernels import bf16_rows
+from dsv4_kernels.bf16_rows import stride_bytes
+from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.linear.fp8_kernel import launch
+from dsv4_kernels.linear.fp8_plan import BLOCK, MOST_TOKENS, ROWS, TOKENS, Arguments, Plan, chosen, planned
+from dsv4_kernels.linear.gpu import multiprocessors
+
+ARCH = "sm_90a"
+
+
+def compile(plan: Plan, arch: str = ARCH) -> Callable[..., None]:
+    """The launcher, from memory, from disk or from the compiler: (arguments, clusters, stream)."""
+
+    def from_compiler() -> Callable[..., None]:
+        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
+        return cute.compile(launch, example, Int32(1), plan, cuda.CUstream(0))
+
+    return load_or_compile("linear_fp8", plan, arch, from_compiler)
+
+
+def plans(most_tokens: int) -> list[Plan]:
+    """All that calls of so many tokens at most may get, with any weight."""
+    widths = [width for before, width in zip((0, *TOKENS), TOKENS, strict=False) if before < most_tokens]
+    return [planned(rows, width) for rows in ROWS for width in widths]
+
+
+def sm90(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, plan: Plan | None = None) -> Tensor:
+    """`dsv4_kernels.linear.linear_fp8` on Hopper: at most 128 tokens, K a multiple of 128, N of 8.
+
+    Args:
+        codes, scales, weight, weight_scale: as there. Rows of codes lie at multiples of 16 bytes. No kernel writes
+            weights and their scales while a model runs: they are read before the kernel before has ended.
+        plan: None chooses. The bits are the same.
+
+    Raises:
+        ValueError: sizes or strides that the kernel is not made for.
+    """
+    (num_tokens, channels), num_rows = codes.shape, weight.shape[0]
+    _check(codes, scales, weight, weight_scale)
+    out = torch.empty(num_tokens, num_rows, dtype=torch.bfloat16, device=codes.device)
+    if not out.numel():
+        return out
+    resident = multiprocessors(codes.device)
+    plan = plan or chosen(num_tokens, num_rows, resident)
+    if num_tokens > plan.tokens:
+        raise ValueError(f"linear_fp8 on sm90: {num_tokens} tokens; {plan} has room for {plan.tokens}")
+    tiles = -(-num_rows // (plan.rows * plan.cluster))
+    arguments = Arguments(
+        codes=codes.data_ptr(),
+        codes_row_bytes=stride_bytes(codes, 0),
+        scales=scales.data_ptr(),
+        scales_row_bytes=stride_bytes(scales, 0),
+        scales_block_bytes=stride_bytes(scales, 1),
+        weight=weight.data_ptr(),
+        weight_row_bytes=stride_bytes(weight, 0),
+        weight_scale=weight_scale.data_ptr(),
+        weight_scale_row_bytes=stride_bytes(weight_scale, 0),
+        out=out.data_ptr(),
+        out_row_bytes=stride_bytes(out, 0),
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        num_blocks=channels // BLOCK,
+        num_tiles=tiles,
+    )
+    clusters = min(tiles, resident * plan.ctas_per_sm // plan.cluster)
+    compile(plan)(arguments, Int32(clusters), bf16_rows.current_stream(codes.device))
+    return out
+
+
+def _check(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor) -> None:
+    (num_tokens, channels), num_rows = codes.shape, weight.shape[0]
+    if num_tokens > MOST_TOKENS or channels % BLOCK or num_rows % 8:
+        raise ValueError(
+            f"linear_fp8 on sm90 takes at most {MOST_TOKENS} tokens, K a multiple of {BLOCK} and N of 8; got "
+            f"{num_tokens} tokens, K = {channels} and N = {num_rows}"
+        )
+    for what, operand in (("codes", codes), ("weight", weight)):
+        apart = operand.stride(0) if len(operand) > 1 else 0
+        if operand.stride(1) != 1 or apart % 16 or operand.data_ptr() % 16:
+            raise ValueError(
+                f"linear_fp8 on sm90: {what} must have contiguous channels and rows at multiples of 16 bytes; got "
+                f"strides {operand.stride()} at address {operand.data_ptr():#x}"
+            )
+    if channels > BLOCK and weight_scale.stride(1) != 1:
+        raise ValueError(
+            f"linear_fp8 on sm90: weight_scale must have contiguous rows; got strides {weight_scale.stride()}"
+        )
