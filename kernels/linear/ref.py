@@ -19,6 +19,7 @@ class HeadRotation(NamedTuple):
     frequencies: Tensor  # [R / 2] fp32
     head_dim: int
 
+
 BLOCK = 128
 """Channels, and rows of a weight, that share a scale."""
 
