@@ -7,8 +7,9 @@ A benchmark starts the servers that it needs, one after the other, and a start t
 to nothing to do. Where several fit its memory, `start` starts them at once and returns when all of them answer. A
 benchmark that finds FOLDER in the variable BENCHMARK_SERVERS takes such a server in place of starting one, if
 contender, model, flags and SGLang's and our variables are those that it asks for; otherwise it starts its own. An idle
-one must not take a core from the one that is measured: give all of them --sleep-on-idle. SERVERS.json, where a server's
-own model, flags and env are optional:
+one must not take a core from the one that is measured: give all of them --sleep-on-idle. It is meant for answers, and
+for times that the GPU bounds: a step of one request, which the host bounds, took twice as long beside three idle
+servers as by itself. SERVERS.json, where a server's own model, flags and env are optional:
 
     {"model": FOLDER, "flags": [of all], "servers": {name: {"contender": "ours", "model": …, "flags": […], "env": {…}}}}
 """
