@@ -146,6 +146,12 @@ def test_it_multiplies(case: tuple) -> None:
     assert device.reports[0].grid[0] == clusters * plan.cluster
 
 
+def test_a_tile_of_nobody_s_is_not_looked_up() -> None:
+    """Two of a cluster's four CTAs have no rows, nor scales: behind those of this weight nothing lies."""
+    o = operands(20, 128, 256)
+    assert_products(product(o, plan_of(64, 20, cluster=4))[0], o)
+
+
 def in_order(o: Operands, blocks: list[int], fused: bool = True) -> Tensor:
     """Each block's product, exact; then one multiply-add for each of them, in this order."""
     codes, scales, weight, weight_scale = o
@@ -235,6 +241,8 @@ def test_rows_beyond_32_bits() -> None:
     ]
     for far in places:
         assert same_bits(product(far, plan_of(64, 4), in_place=far)[0], expected)
+    far = (far_apart(codes[:2].view(torch.uint8), 16).view(E4M3), scales[:2], weight, weight_scale)
+    assert same_bits(product(far, plan_of(64, 4), in_place=far)[0], expected[:2])
 
 
 def test_zeros_and_numbers_at_the_ends() -> None:
