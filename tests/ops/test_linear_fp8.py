@@ -448,6 +448,7 @@ def test_its_bits_are_deepgemm_s(hopper: torch.device, layer: str) -> None:
     `fma` with the product of both scales. What differs is the width of the right operand, which its plans vary, too,
     and that tokens come from registers."""
     import deep_gemm  # SGLang brings it on a GPU host
+
     rows, channels = LAYERS[layer]
     for tokens in (1, 4, 7, 16, 33, 64):
         codes, scales, weight, weight_scale = (x.to(hopper) for x in operands(tokens, rows, channels, seed=tokens))
