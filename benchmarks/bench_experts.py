@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bench_sparse_attention import gpu_state, interleaved, measure_ceilings, versions
+from bench_sparse_attention import heading, interleaved, measure_ceilings
 from torch import Tensor, nn
 
 from dsv4_kernels.moe import Mxfp4Experts
@@ -302,14 +302,7 @@ def main() -> None:
     heads = ("ours", "Marlin", "ratio", "floor", "of it", "release", "error", "its")
     widths = (9, 9, 6, 9, 6, 9, 9, 9)
     print(f"{'case':24} " + " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
-    result: dict[str, object] = {
-        "benchmark": "experts",
-        "gpu": gpu,
-        "copy_tb_s": round(ceilings.bytes_per_second / 1e12, 3),
-        "versions": versions(),
-        "state": gpu_state(),
-        "cases": [],
-    }
+    result = heading("experts", device, ceilings)
     rows: list[dict] = result["cases"]
     for model_name in options.models.split(","):
         for ranks in map(int, options.slices.split(",")):

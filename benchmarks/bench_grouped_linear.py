@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_sparse_attention import gpu_state, interleaved, l2_bytes, measure_ceilings, versions
+from bench_sparse_attention import heading, interleaved, l2_bytes, measure_ceilings
 from torch import Tensor
 
 from dsv4_kernels import dependent_launch
@@ -228,14 +228,7 @@ def main() -> None:
     print(f"{gpu}: {ceilings.bytes_per_second / 1e12:.2f} TB/s, {ceilings.flops_per_second / 1e12:.0f} TFLOP/s in bf16")
     heads = ("ours", "today", "product", "cublas", "invariant", "expanded")
     print(f"{'case':14} " + " ".join(f"{head:>9}" for head in heads) + f" {'ratio':>6} {'floor':>8} {'of it':>6}")
-    result: dict[str, object] = {
-        "benchmark": "grouped_linear",
-        "gpu": gpu,
-        "copy_tb_s": round(ceilings.bytes_per_second / 1e12, 3),
-        "versions": versions(),
-        "state": gpu_state(),
-        "cases": [],
-    }
+    result = heading("grouped_linear", device, ceilings)
     rows: list[dict] = result["cases"]
     for model in options.models.split(","):
         groups = GROUPS[model]

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bench_sparse_attention import gpu_state, interleaved, l2_bytes, measure_ceilings, versions
+from bench_sparse_attention import heading, interleaved, l2_bytes, measure_ceilings
 from torch import Tensor
 
 from dsv4_kernels import compile_pool, dependent_launch
@@ -336,14 +336,7 @@ def main() -> None:
     heads = ("ours", "early", "DeepGEMM", "ratio", "early", "floor", "of it", "error", "bits")
     widths = (8, 8, 8, 6, 6, 8, 6, 8, 6)
     print(f"{'case':26} " + " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
-    result: dict[str, object] = {
-        "benchmark": "linear_fp8",
-        "gpu": gpu,
-        "copy_tb_s": round(ceilings.bytes_per_second / 1e12, 3),
-        "versions": versions(),
-        "state": gpu_state(),
-        "cases": [],
-    }
+    result = heading("linear_fp8", device, ceilings)
     rows: list[dict] = result["cases"]
     for case in cases:
         contenders: dict[str, Contender] = {"ours": ours, "ours_early": functools.partial(early, ours)}

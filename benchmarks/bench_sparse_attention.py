@@ -610,6 +610,18 @@ def gpu_state() -> dict[str, str] | None:
     return dict(zip(fields, (part.strip() for part in answer.strip().split(",")), strict=False))
 
 
+def heading(benchmark: str, device: torch.device, ceilings: Ceilings) -> dict[str, object]:
+    """What a result of products begins with: what it is of, the card and its state, versions, and no case yet."""
+    return {
+        "benchmark": benchmark,
+        "gpu": torch.cuda.get_device_name(device),
+        "copy_tb_s": round(ceilings.bytes_per_second / 1e12, 3),
+        "versions": versions(),
+        "state": gpu_state(),
+        "cases": [],
+    }
+
+
 def _clocks_at_work(device: torch.device) -> dict[str, str] | None:
     if device.type != "cuda":
         return None

@@ -142,7 +142,8 @@ def wait(contender: str, process: Process, url: str, log: Path, begin: float) ->
         if process.poll() is not None or time.monotonic() - begin > READY_TIMEOUT_S:
             raise RuntimeError(f"the {contender} server did not come up; {log} ends:\n{_end_of(log)}")
         time.sleep(0.5)
-    live = "sglang_dsv4" in log.read_text(errors="replace") and "is live on" in log.read_text(errors="replace")
+    text = log.read_text(errors="replace")
+    live = "sglang_dsv4" in text and "is live on" in text
     if live != (contender == "ours"):
         raise RuntimeError(f"{contender} was asked for, but sglang_dsv4 is {'' if live else 'not '}live: see {log}")
     return time.monotonic() - begin
