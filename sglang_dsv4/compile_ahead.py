@@ -109,7 +109,7 @@ def kernels(config: Config, geometry: PoolGeometry, device: torch.device) -> lis
 def _products(fp32: bool, config: Config, geometry: PoolGeometry, arch: str) -> list[Compile]:
     from dsv4_kernels.linear import gpu
 
-    return [partial(gpu.compile, gpu.Configuration(tile, fp32), arch) for tile in gpu.TILES]
+    return [partial(gpu.compile, gpu.configuration(tile, fp32), arch) for tile in gpu.tiles(arch)]
 
 
 def _quantises(config: Config, arch: str) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from dsv4_kernels import bf16_rows
 from dsv4_kernels.bf16_rows import stride_bytes
 from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.linear import wgmma
 from dsv4_kernels.linear.kernel import SEGMENTS, Arguments, Configuration, Tile, launch
 
 TILES = (
@@ -25,24 +26,54 @@ TILES = (
     Tile(rows=64, tokens=64, at_once=SEGMENTS, row_warps=2, token_warps=1, stages=3),
     Tile(rows=128, tokens=128, at_once=1, row_warps=2, token_warps=4, stages=4),
 )
-"""All that a call may get; the bits are the same."""
+"""Of `kernel`, for any architecture."""
+FEW_TOKENS_TILES = TILES[:-1]
+WGMMA_TILES = (wgmma.Tile(rows=64, tokens=64, stages=8), wgmma.Tile(rows=128, tokens=192, stages=5))
+"""Of `wgmma`, for Hopper. The bits are those of `TILES`."""
 MANY_TOKENS = 256
-"""From here on a product is bound by arithmetic, and gets the largest tile whatever its waves."""
+"""From here on a product is bound by arithmetic."""
+LEAST_PRODUCTS = 64 * 128
+"""Of a row of channels: a tile with fewer takes no less time, being bound by what a stage takes beside them."""
 
 
-def chosen(num_tokens: int, num_rows: int, groups: int, multiprocessors: int) -> Tile:
-    """The tile for a product: the one whose CTAs together wait for the fewest bytes, waves of CTAs counted as whole.
+def tiles(arch: str) -> tuple[Tile | wgmma.Tile, ...]:
+    """All that a call may get; the bits are the same."""
+    return (*FEW_TOKENS_TILES, *many_tokens_tiles(arch))
 
-    A CTA moves its rows and its tokens, as long as either; a token's bits do not depend on the choice.
+
+def many_tokens_tiles(arch: str) -> tuple[Tile | wgmma.Tile, ...]:
+    """Those of products that arithmetic bounds."""
+    return WGMMA_TILES if arch == bf16_rows.ARCHITECTURES["sm90"] else TILES[-1:]
+
+
+def chosen(
+    arch: str, num_tokens: int, num_rows: int, groups: int, multiprocessors: int, pairs: bool = True
+) -> Tile | wgmma.Tile:
+    """The tile for a product; a token's bits do not depend on the choice.
+
+    Few tokens: the one whose CTAs together wait for the fewest bytes, waves of CTAs counted as whole; a CTA moves its
+    rows and its tokens, as long as either. Many tokens: the one whose CTAs together multiply the least.
+
+    Args:
+        arch: compiled for.
+        num_tokens, num_rows, groups: of the product.
+        multiprocessors: of the GPU.
+        pairs: whether the result may be written by two rows at a time (`stores_pairs`).
     """
-    if num_tokens >= MANY_TOKENS:
-        return TILES[-1]
 
-    def moved(tile: Tile) -> int:
+    def waves(tile: Tile | wgmma.Tile) -> int:
         ctas = -(-num_rows // tile.rows) * -(-num_tokens // tile.tokens) * groups
-        return -(-ctas // multiprocessors) * (tile.rows + min(tile.tokens, num_tokens))
+        return -(-ctas // multiprocessors)
 
-    return min(TILES[:-1], key=moved)
+    if num_tokens >= MANY_TOKENS and pairs:
+        return min(many_tokens_tiles(arch), key=lambda tile: waves(tile) * max(tile.rows * tile.tokens, LEAST_PRODUCTS))
+    return min(FEW_TOKENS_TILES, key=lambda tile: waves(tile) * (tile.rows + min(tile.tokens, num_tokens)))
+
+
+def stores_pairs(out: Tensor) -> bool:
+    """Whether neighbouring rows of a result [T, G, N], an even number, lie at multiples of their size."""
+    steps = [stride for size, stride in zip(out.shape[:2], out.stride()[:2], strict=True) if size > 1]
+    return not any(step % 2 for step in (out.shape[2], *steps)) and out.data_ptr() % (2 * out.element_size()) == 0
 
 
 @functools.cache
@@ -55,17 +86,26 @@ def multiprocessors(device: torch.device) -> int:
     return _multiprocessors(device.index or 0) if device.type == "cuda" else 132
 
 
-def compile(configuration: Configuration, arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, tiles, groups, stream)."""
+def configuration(tile: Tile | wgmma.Tile, fp32: bool) -> Configuration | wgmma.Configuration:
+    """Of the kernel that has the tile."""
+    return (wgmma.Configuration if isinstance(tile, wgmma.Tile) else Configuration)(tile, fp32)
+
+
+def compile(configuration: Configuration | wgmma.Configuration, arch: str) -> Callable[..., None]:
+    """The launcher, from memory, from disk or from the compiler: (arguments, tiles, groups, stream), and of `wgmma`
+    (arguments, tiles of all groups, groups, CTAs, stream)."""
+    name, of_kernel, counts = "linear", launch, 2
+    if isinstance(configuration, wgmma.Configuration):
+        name, of_kernel, counts = "linear_wgmma", wgmma.launch, 3
 
     def from_compiler() -> Callable[..., None]:
         example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, configuration, Int32(1), Int32(1), cuda.CUstream(0))
+        return cute.compile(of_kernel, example, configuration, *[Int32(1)] * counts, cuda.CUstream(0))
 
-    return load_or_compile("linear", configuration, arch, from_compiler)
+    return load_or_compile(name, configuration, arch, from_compiler)
 
 
-def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile | None = None) -> Tensor:
+def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile | wgmma.Tile | None = None) -> Tensor:
     """One launch: `out[t, g] = weight[g] @ x[t, g]`.
 
     Args:
@@ -77,15 +117,21 @@ def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile |
         tile: None chooses.
 
     Raises:
-        ValueError: dtypes, strides or a K that the kernel is not made for.
+        ValueError: dtypes, strides or a K that the kernel is not made for, or a result that the tile is not.
     """
     for what, operand in (("x", x), ("weight", weight)):
         bf16_rows.check_rows(f"{op}: {what}", operand)
     (num_tokens, groups, channels), num_rows = x.shape, weight.shape[1]
     if not out.numel():
         return out
+    arch, pairs = bf16_rows.architecture(name, x.device), stores_pairs(out)
     if tile is None:
-        tile = chosen(num_tokens, num_rows, groups, multiprocessors(x.device))
+        tile = chosen(arch, num_tokens, num_rows, groups, multiprocessors(x.device), pairs)
+    elif isinstance(tile, wgmma.Tile) and not pairs:
+        raise ValueError(
+            f"{op}: {tile} writes two rows at a time; the result has shape {tuple(out.shape)}, "
+            f"strides {out.stride()} and begins at {out.data_ptr():#x}"
+        )
     row_tiles, token_tiles = -(-num_rows // tile.rows), -(-num_tokens // tile.tokens)
     arguments = Arguments(
         x=x.data_ptr(),
@@ -102,18 +148,23 @@ def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile |
         channels=channels,
         num_row_tiles=row_tiles,
     )
-    launcher = compile(Configuration(tile, out.dtype == torch.float32), bf16_rows.architecture(name, x.device))
-    launcher(arguments, Int32(row_tiles * token_tiles), Int32(groups), bf16_rows.current_stream(x.device))
+    launcher = compile(configuration(tile, out.dtype == torch.float32), arch)
+    count, stream = row_tiles * token_tiles, bf16_rows.current_stream(x.device)
+    if isinstance(tile, wgmma.Tile):
+        ctas = min(count * groups, multiprocessors(x.device))
+        launcher(arguments, Int32(count * groups), Int32(groups), Int32(ctas), stream)
+    else:
+        launcher(arguments, Int32(count), Int32(groups), stream)
     return out
 
 
-def _linear_fp32(name: str, x: Tensor, weight: Tensor, tile: Tile | None = None) -> Tensor:
+def _linear_fp32(name: str, x: Tensor, weight: Tensor, tile: Tile | wgmma.Tile | None = None) -> Tensor:
     out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
     run(name, "linear_fp32", x.unsqueeze(1), weight.unsqueeze(0), out.unsqueeze(1), tile)
     return out
 
 
-def _grouped_linear(name: str, x: Tensor, weight: Tensor, tile: Tile | None = None) -> Tensor:
+def _grouped_linear(name: str, x: Tensor, weight: Tensor, tile: Tile | wgmma.Tile | None = None) -> Tensor:
     out = torch.empty(x.shape[0], *weight.shape[:2], dtype=torch.bfloat16, device=x.device)
     return run(name, "grouped_linear", x, weight, out, tile)
 

@@ -1,0 +1,180 @@
+"""The bf16 products of `--enable-deterministic-inference` against cuBLAS, which may choose its order by the batch.
+
+    python benchmarks/bench_invariant_linear.py [--layers REGEX] [--tokens 1,4,...] [--sweep] [--out FILE]
+
+Contenders, in CUDA graphs: `ours` (`linear_fp32` or `grouped_linear`, with the tile that a call gets), `cublas` (what
+serves without the flag), and with --sweep `ours_by_*`, every tile that there is and some others. First each has the
+bits of ours in all elements, and ours is held against float64 in some. Sets of weights take turns, more bytes than L2
+holds.
+
+    floor = the larger of the time to move operands and result once, and that of the products at the card's bf16 rate
+
+The last line is the result as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from bench_sparse_attention import Ceilings, heading, interleaved, l2_bytes, measure_ceilings
+from torch import Tensor
+
+from dsv4_kernels import compile_pool
+from dsv4_kernels.linear import grouped_linear, linear_fp32
+
+TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 2048, 8192)
+LAYERS = {"gate": (1, 256), "hca": (1, 1024), "csa": (1, 2624), "wo_a": (8, 1024), "logits": (1, 129_280)}
+"""Of Flash: groups, and rows of each. More than one: `grouped_linear`."""
+CHANNELS = 4096
+MOST_LOGITS = 128
+"""Tokens of a forward that need logits."""
+MOST_SETS = 32
+SECONDS = 0.05
+WRONG = 0.004
+CHECKED = 64
+
+Inputs = tuple[Tensor, Tensor]
+"""x [T, G, K] and weight [G, N, K]."""
+
+
+def product(inputs: Inputs, impl: str) -> Tensor:
+    """By the public functions."""
+    x, weight = inputs
+    if len(weight) > 1:
+        return grouped_linear(x, weight, impl=impl)
+    return linear_fp32(x[:, 0], weight[0], impl=impl)
+
+
+def by_tile(tile: object, inputs: Inputs) -> Tensor:
+    """Ours, with a tile that may not be chosen for it."""
+    from dsv4_kernels.linear import gpu
+
+    x, weight = inputs
+    if len(weight) > 1:
+        return gpu.sm90_grouped_linear(x, weight, tile=tile)
+    return gpu.sm90_linear_fp32(x[:, 0], weight[0], tile=tile)
+
+
+def swept(gpu: ModuleType) -> list:
+    """Tiles that there are, and others."""
+    others = ((64, 32, 10), (64, 64, 6), (64, 128, 8), (64, 192, 6), (128, 64, 8), (128, 128, 6), (128, 176, 5))
+    return [*gpu.TILES, *gpu.WGMMA_TILES, *(gpu.wgmma.Tile(*numbers) for numbers in others)]
+
+
+def name_of(tile: object) -> str:
+    """Of a contender."""
+    kind = "" if hasattr(tile, "at_once") else "w"
+    return f"ours_by_{kind}{tile.rows}x{tile.tokens}x{tile.stages}"
+
+
+def check(inputs: Inputs, calls: dict[str, Callable[[Inputs], Tensor]]) -> float:
+    """All of ours have the same bits. Returns the distance from float64.
+
+    Raises:
+        AssertionError: they have not, or are wrong.
+    """
+    x, weight = inputs
+    mine = calls["ours"](inputs)
+    for name, call in calls.items():
+        assert name == "cublas" or torch.equal(call(inputs), mine), f"{name} has other bits than ours"
+    some = torch.linspace(0, len(x) - 1, min(len(x), CHECKED), device=x.device).long()
+    rows = torch.linspace(0, weight.shape[1] - 1, CHECKED, device=x.device).long()
+    exact = torch.einsum("tgk,gnk->tgn", x[some].double(), weight[:, rows].double())
+    got = mine.view(len(x), len(weight), -1)[some][:, :, rows].double()
+    error = float((got - exact).norm() / exact.norm())
+    assert error <= WRONG, f"the product is off by {error}"
+    return error
+
+
+def run_case(name: str, tokens: int, device: torch.device, ceilings: Ceilings, sweep: bool) -> dict:
+    """One row of the result."""
+    groups, rows = LAYERS[name]
+    weight_bytes = 2 * groups * rows * CHANNELS
+    count = min(MOST_SETS, -(-2 * l2_bytes(device) // weight_bytes) + 1) if tokens <= 512 else 2
+    torch.manual_seed(tokens)
+    sets = []
+    for _ in range(count):
+        x = torch.randn(tokens, groups, CHANNELS, device=device).bfloat16()
+        sets.append((x, (torch.randn(groups, rows, CHANNELS, device=device) / math.sqrt(CHANNELS)).bfloat16()))
+    calls: dict[str, Callable[[Inputs], Tensor]] = {
+        "ours": partial(product, impl="sm90"),
+        "cublas": partial(product, impl="cublas"),
+    }
+    if sweep:
+        from dsv4_kernels.linear import gpu
+
+        for tile in swept(gpu):
+            if tile.tokens <= 8 * tokens and (tokens < 1024 or tile.tokens >= 64):
+                calls[name_of(tile)] = partial(by_tile, tile)
+    row: dict[str, object] = {"name": f"{name}-t{tokens}", "rel_err": float(f"{check(sets[0], calls):.3e}")}
+    timed = {contender: [partial(call, inputs) for inputs in sets] for contender, call in calls.items()}
+    for contender, timing in interleaved(timed, device, SECONDS * len(timed)).items():
+        row[f"{contender}_us"], row[f"{contender}_spread"] = round(timing.median_us, 2), round(timing.spread, 4)
+    result_bytes = tokens * groups * rows * (2 if groups > 1 else 4)
+    moved = (weight_bytes + 2 * tokens * groups * CHANNELS + result_bytes) / ceilings.bytes_per_second
+    row["floor_us"] = round(1e6 * max(moved, weight_bytes * tokens / ceilings.flops_per_second), 2)
+    return row
+
+
+def line(row: dict) -> str:
+    """Of the table."""
+    others = sorted((v, k[8:-3]) for k, v in row.items() if k.startswith("ours_by_") and k.endswith("_us"))
+    return (
+        f"{row['name']:14} {row['ours_us']:9.2f} {row['cublas_us']:9.2f} {row['ours_us'] / row['cublas_us']:6.2f} "
+        f"{row['floor_us']:9.2f} {row['floor_us'] / row['ours_us']:6.0%}  "
+        + ", ".join(f"{tile} {us:.1f}" for us, tile in others)
+    )
+
+
+def compile_all(sweep: bool) -> None:
+    """Kernels that are missing, by several processes."""
+    from dsv4_kernels.linear import gpu
+
+    todo = [
+        (f"{tile} {fp32}", partial(gpu.compile, gpu.configuration(tile, fp32), "sm_90a"))
+        for tile in (swept(gpu) if sweep else gpu.tiles("sm_90a"))
+        for fp32 in (True, False)
+    ]
+    compile_pool.fill(todo, "sm_90a", lambda *progress: None)
+
+
+def main() -> None:
+    """Prints the table; the last line is JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", default=".", help=f"of {', '.join(LAYERS)}")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--sweep", action="store_true", help="also by each tile")
+    parser.add_argument("--out", type=Path, help="write the result there, row by row")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("torch sees no GPU")
+    device = torch.device("cuda")
+    compile_all(options.sweep)
+    ceilings = measure_ceilings(device)
+    result = heading("invariant_linear", device, ceilings)
+    print(
+        f"{result['gpu']}: {ceilings.bytes_per_second / 1e12:.2f} TB/s, {ceilings.flops_per_second / 1e12:.0f} TFLOP/s"
+    )
+    print(f"{'case':14} {'ours':>9} {'cublas':>9} {'ratio':>6} {'floor':>9} {'of it':>6}")
+    for name in (name for name in LAYERS if re.search(options.layers, name)):
+        for tokens in map(int, options.tokens.split(",")):
+            if name == "logits" and tokens > MOST_LOGITS:
+                continue
+            result["cases"].append(run_case(name, tokens, device, ceilings, options.sweep))
+            print(line(result["cases"][-1]), flush=True)
+            torch.cuda.empty_cache()
+            if options.out:
+                options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
