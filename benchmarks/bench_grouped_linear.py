@@ -123,7 +123,7 @@ def swept() -> list:
     from dsv4_kernels.linear import fp8_weight_gpu
     from dsv4_kernels.linear.fp8_weight import Tile
 
-    others = ((8, 4, 5), (8, 8, 3), (16, 4, 4), (32, 8, 4), (64, 8, 3))
+    others = ((8, 4, 5), (8, 8, 5), (16, 4, 4), (32, 8, 4), (64, 8, 3))
     return [*fp8_weight_gpu.TILES, *(Tile(*numbers) for numbers in others)]
 
 

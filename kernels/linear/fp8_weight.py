@@ -1,9 +1,10 @@
 """Products of few tokens with an FP8 weight on Hopper (sm_90a): the first half of the grouped output projection.
 
 The weight is read as the checkpoint has it, e4m3 with a power of two for 128 x 128, and becomes bf16 in registers. That
-is exact, so the operands are those of the bf16 product; and as instructions, their channels and all sums are those of
-`linear.kernel`, so are the bits: a quarter of K (a segment) in one accumulator, quarters added in order. What else is
-done here saves launches and changes no bit either: x may be rotated back on the way, the result quantised.
+is exact, so the operands are those of the bf16 product; and as instructions, the 16 channels of each and all sums are
+those of `linear.kernel`, so are the bits: a quarter of K (a segment) in one accumulator, quarters added in order. Only
+inside an instruction channels stand in another order (ORDER), which on the hardware changes nothing. What else is done
+here saves launches and changes no bit either: x may be rotated back on the way, the result quantised.
 
 Bound by memory, so all multiprocessors have to ask for the weight, also of two groups. A cluster has 128 rows of the
 weight and some tokens, each of its four CTAs one segment of K:
@@ -30,7 +31,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from dsv4_kernels import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.bf16_rows import add, mul
 from dsv4_kernels.indexer.scores import multiply
-from dsv4_kernels.linear.kernel import MMA_ROWS, MMA_TOKENS, SEGMENTS, WARP, load_words
+from dsv4_kernels.linear.kernel import MMA_ROWS, MMA_TOKENS, SEGMENTS, UNITS, WARP, left_matrices
 from dsv4_kernels.quant import e4m3
 from dsv4_kernels.rope.angle import cosine_and_sine, inverted, position_of, turned
 
@@ -44,8 +45,12 @@ ROTATED = 64
 PAIRS = ROTATED // 2
 WEIGHT_ROW_BYTES, TOKEN_BYTES = STEP, 2 * STEP
 """Of a row, and of a token, in a stage."""
-WEIGHT_UNITS, TOKEN_UNITS = WEIGHT_ROW_BYTES // 16, TOKEN_BYTES // 16
+TOKEN_UNITS = TOKEN_BYTES // 16
+"""Of 16 bytes of a token in a stage; a row has UNITS."""
 ROTATED_UNITS = 2 * ROTATED // 16
+ORDER = tuple(4 * quad + 2 * half + i for half in range(2) for quad in range(4) for i in range(2))
+"""Channel of an instruction's 16 at each place of its K. A lane of a quad has four places in two pairs, 8 apart; here it
+has four neighbouring channels there, as `ldmatrix` gives a lane four neighbouring codes."""
 SUM_TILE_BYTES = MMA_ROWS * MMA_TOKENS + 16
 """What one CTA gets of an instruction's 16 rows: of two tokens, in fp32. The 16 bytes more keep what a warp reads at a
 time in different banks."""
@@ -268,14 +273,15 @@ def load(
     """Starts the copies of a step into a stage, zeros in place of tokens that are not there. Groups of steps behind the
     last are empty.
 
-    Of neighbouring rows units of 16 bytes are exchanged, so that what a quarter or half of a warp reads at a time lies
-    in different banks: pairs of units by two bits of the row; of tokens, halves by one.
+    Units of 16 bytes are swizzled, so that what is read at a time lies in different banks: of the weight by three bits
+    of the row, for the eight rows of a matrix; of tokens, pairs of units by two bits of the token, as half a warp reads
+    two units of four tokens.
     """
     if step < args.steps:
         at = shared + stage * tile.stage_bytes
-        unit, first = thread % WEIGHT_UNITS, thread // WEIGHT_UNITS
-        a_pass = tile.threads // WEIGHT_UNITS  # a multiple of 4
-        to = at + first * WEIGHT_ROW_BYTES + ((unit ^ ((first & 3) * 2)) * 16)
+        unit, first = thread % UNITS, thread // UNITS
+        a_pass = tile.threads // UNITS  # a multiple of UNITS: all rows of a thread are swizzled alike
+        to = at + first * WEIGHT_ROW_BYTES + ((unit ^ (first % UNITS)) * 16)
         address = place.codes + Int64(first) * args.code_row_bytes + Int64(step * WEIGHT_ROW_BYTES + unit * 16)
         for i in cutlass.range_constexpr(ROWS // a_pass):
             ptx.copy_async(to + i * (a_pass * WEIGHT_ROW_BYTES), address, Int32(16))
@@ -306,7 +312,7 @@ def passes_of_tokens(tile: Tile) -> int:
 
 def token_unit(tile: Tile, stage: Int32, token: Int32, unit: Int32) -> Int32:
     """Where 16 bytes of a token lie."""
-    return stage + ROWS * WEIGHT_ROW_BYTES + token * TOKEN_BYTES + ((unit ^ ((token & 1) * 4)) * 16)
+    return stage + ROWS * WEIGHT_ROW_BYTES + token * TOKEN_BYTES + ((unit ^ ((token & 3) * 2)) * 16)
 
 
 # The rotation
@@ -337,7 +343,7 @@ def rotate(tile: cutlass.Constexpr[Tile], place: Place, step: Int32, steps: Int3
             token = first + i * tokens_a_pass(tile)
             if (tile.tokens % tokens_a_pass(tile) == 0) | (token < tile.tokens):
                 at, of_pairs = token_unit(tile, stage, token, unit), turns + (token * PAIRS + pair) * 8
-                words = load_words(at)
+                words = ptx.load_shared_16_bytes(at)
                 both = *ptx.load_shared_f32x4(of_pairs), *ptx.load_shared_f32x4(of_pairs + 16)
                 ptx.store_shared(at, tuple(turned(words[n], both[2 * n], both[2 * n + 1]) for n in range(4)))
 
@@ -380,27 +386,34 @@ def sum_segment(
 def sum_stage(
     tile: cutlass.Constexpr[Tile], stage: Int32, factor: Uint32, warp: Int32, lane: Int32, sums: cute.Tensor
 ) -> None:
-    """Adds the products of a stage: eight instructions to every accumulator, with the channels of `linear.kernel`: a
-    lane of a quad has 8 neighbouring ones of 32, and gives four of them to each of two instructions."""
-    row, quad = lane // 4, lane % 4
-    # All rows that a lane reads are alike in their last three bits: tiles begin at multiples of 8.
-    weights = stage + (warp * tile.row_tiles * MMA_ROWS + row) * WEIGHT_ROW_BYTES + quad % 2 * 8
+    """Adds the products of a stage: eight instructions to every accumulator, in the order of `linear.kernel`."""
+    weights = left_matrices(stage + warp * tile.row_tiles * (MMA_ROWS * WEIGHT_ROW_BYTES), lane)
+    # All tokens that a lane reads are alike in their last three bits.
+    quad = lane % 4
+    tokens = token_unit(tile, stage, lane // 4, quad // 2) + quad % 2 * 8
     for part in cutlass.range_constexpr(STEP // 32):
         right = [
-            load_words(token_unit(tile, stage, j * MMA_TOKENS + row, part * 4 + quad)) for j in range(tile.token_tiles)
+            [load_8_bytes(unit_of_token(tokens, 4 * part + 2 * half) + j * (MMA_TOKENS * TOKEN_BYTES)) for half in range(2)]
+            for j in range(tile.token_tiles)
         ]
-        at = weights + (((part * 2 + quad // 2) ^ ((row & 3) * 2)) * 16)
         for i in cutlass.range_constexpr(tile.row_tiles):
-            upper = as_bf16(load_8_bytes(at + i * (MMA_ROWS * WEIGHT_ROW_BYTES)), factor)
-            lower = as_bf16(load_8_bytes(at + (i * MMA_ROWS + 8) * WEIGHT_ROW_BYTES), factor)
+            # Of the left operands of two instructions, the codes; ^ reaches a row's other units as the swizzle has them.
+            codes = ptx.load_matrices((weights ^ (part * 2 * 16)) + i * (MMA_ROWS * WEIGHT_ROW_BYTES))
             for half in cutlass.range_constexpr(2):
-                left = (upper[2 * half], lower[2 * half], upper[2 * half + 1], lower[2 * half + 1])
+                upper, lower = (as_bf16(codes[2 * half + n], factor) for n in range(2))
+                left = (upper[0], lower[0], upper[1], lower[1])
                 for j in cutlass.range_constexpr(tile.token_tiles):
                     first = (i * tile.token_tiles + j) * 4
                     before = tuple(sums[first + n] for n in range(4))
-                    after = multiply(left, (right[j][2 * half], right[j][2 * half + 1]), before)
+                    after = multiply(left, right[j][half], before)
                     for n in cutlass.range_constexpr(4):
                         sums[first + n] = after[n]
+
+
+def unit_of_token(at: Int32, unit: int) -> Int32:
+    """Where what lies at `at` in units 0 and 1 of a token lies in units `unit` and `unit` + 1: of a token's eight and
+    eight units each are swizzled for themselves."""
+    return (at ^ (unit % UNITS * 16)) + unit // UNITS * (UNITS * 16)
 
 
 def load_8_bytes(address: Int32) -> tuple:
@@ -408,13 +421,13 @@ def load_8_bytes(address: Int32) -> tuple:
     return ptx.asm("ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", [Uint32] * 2, address)
 
 
-def as_bf16(codes: tuple, factor: Uint32) -> list:
-    """Words of four e4m3 codes times a power of two (twice, in bf16) as words of two bf16, exactly.
+def as_bf16(codes: Uint32, factor: Uint32) -> list:
+    """Four e4m3 codes times a power of two (twice, in bf16) as two words of two bf16, exactly.
 
     A code becomes bf16 with its sign at the top and the rest where bf16 has the last bits of the exponent and the first
     of the mantissa: it lacks 2^120, subnormal codes too. The factor comes by itself, as both together may be too large.
     """
-    return [_two_as_bf16(word, which, factor) for word in codes for which in (0x9180, 0xB3A2)]
+    return [_two_as_bf16(codes, which, factor) for which in (0x9180, 0xB3A2)]
 
 
 def _two_as_bf16(codes: Uint32, which: int, factor: Uint32) -> Uint32:

@@ -20,7 +20,7 @@ from dsv4_kernels.linear.ref import HeadRotation
 from dsv4_kernels.quant.gpu import new_codes
 
 TILES = (
-    Tile(tokens=8, warps=8, stages=5),
+    Tile(tokens=8, warps=8, stages=3),
     Tile(tokens=16, warps=8, stages=4),
     Tile(tokens=32, warps=4, stages=4),
     Tile(tokens=64, warps=4, stages=3),

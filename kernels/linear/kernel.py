@@ -2,8 +2,9 @@
 
 What fixes the bits is one order of summation, by K alone, in every tile:
 
-* an instruction (mma.m16n8k16, weights on the left, tokens on the right) sums 16 channels, each time the same ones: a
-  lane of a quad has 8 neighbouring channels of 32, and gives four of them to each of two instructions;
+* an instruction (mma.m16n8k16, weights on the left, tokens on the right) sums 16 consecutive channels, from a multiple
+  of 16 on. In which order it adds them is the hardware's business: on an H200 the same 16 channels gave the same bits
+  in any order, and by `wgmma` as well;
 * the instructions of a segment, a quarter of K in whole chunks of 64 channels, follow each other in one accumulator;
 * the four segments' sums are added in fp32, in order.
 
@@ -12,8 +13,8 @@ of many tokens goes through the segments one after the other. Both add the same 
 call gets is `gpu.chosen`'s business.
 
 Tiles of weights and tokens come by cp.async into a ring of stages, zeros in place of rows, tokens and channels that do
-not exist. A row of a stage is 128 bytes; of odd rows the halves are exchanged, so that the quads of two neighbouring
-rows read different banks.
+not exist. A row of a stage is 128 bytes, whose units of 16 bytes lie where the 128-byte swizzle has them: unit u of row
+r at u ^ (r & 7). So the eight rows of a matrix that `ldmatrix` reads lie in different banks.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ CHUNK = 64
 """Channels of a stage, of each segment that it holds."""
 ROW_BYTES = 2 * CHUNK
 UNITS = ROW_BYTES // 16
-"""Of 16 bytes in a row of a stage."""
+"""Of 16 bytes in a row of a stage; as many as rows after which the swizzle repeats itself."""
 WARP = 32
 MMA_ROWS, MMA_TOKENS = 16, 8
 
@@ -331,11 +332,12 @@ def copy_rows(
     shared: Int32,
 ) -> None:
     """Starts the copies of a chunk of `rows` rows from `first` on; zeros from row `count` and channel `channels` on."""
-    a_pass = threads // UNITS
+    a_pass = threads // UNITS  # a multiple of UNITS: all rows of a thread are swizzled alike
+    swizzled = unit ^ (row % UNITS)
     for i in cutlass.range_constexpr(-(-rows // a_pass)):
         local = row + i * a_pass
         if (rows % a_pass == 0) | (local < rows):
-            at = shared + local * ROW_BYTES + ((unit ^ ((local & 1) * (UNITS // 2))) * 16)
+            at = shared + local * ROW_BYTES + swizzled * 16
             exists = (first + local < count) & (channel < channels)
             address, num_bytes = begin, Int32(0)
             if exists:
@@ -347,19 +349,18 @@ def copy_rows(
 @cute.jit
 def sum_chunk(tile: cutlass.Constexpr[Tile], shared: Int32, first: tuple, lane: Int32, sums: cute.Tensor) -> None:
     """Adds the products of a chunk: four instructions to every accumulator, in the order of the channels."""
-    row, quad = lane // 4, lane % 4
-    weights = shared + (first[0] + row) * ROW_BYTES
-    tokens = shared + (tile.rows + first[1] + row) * ROW_BYTES
+    weights = left_matrices(shared + first[0] * ROW_BYTES, lane)
+    # Of eight tokens, four units of 16 bytes: two instructions' channels.
+    token = lane % MMA_TOKENS
+    tokens = shared + (tile.rows + first[1] + token) * ROW_BYTES + ((lane // MMA_TOKENS) ^ token) * 16
     row_tiles, token_tiles = tile.warp_rows // MMA_ROWS, tile.warp_tokens // MMA_TOKENS
     for half in cutlass.range_constexpr(2):
-        # All rows that a lane reads are odd, or all are even: tiles begin at multiples of 8.
-        at = ((half * 4 + quad) ^ ((row & 1) * (UNITS // 2))) * 16
-        right = [load_words(tokens + at + j * (MMA_TOKENS * ROW_BYTES)) for j in range(token_tiles)]
+        # Rows begin at multiples of 128 bytes, so ^ reaches a row's other units as the swizzle has them.
+        at = tokens ^ (half * 4 * 16)
+        right = [ptx.load_matrices(at + j * (MMA_TOKENS * ROW_BYTES)) for j in range(token_tiles)]
         for i in cutlass.range_constexpr(row_tiles):
-            upper = load_words(weights + at + i * (MMA_ROWS * ROW_BYTES))
-            lower = load_words(weights + at + (i * MMA_ROWS + 8) * ROW_BYTES)
             for step in cutlass.range_constexpr(2):
-                left = (upper[2 * step], lower[2 * step], upper[2 * step + 1], lower[2 * step + 1])
+                left = ptx.load_matrices((weights ^ ((half * 2 + step) * 2 * 16)) + i * (MMA_ROWS * ROW_BYTES))
                 for j in cutlass.range_constexpr(token_tiles):
                     place = (i * token_tiles + j) * 4
                     before = tuple(sums[place + n] for n in range(4))
@@ -368,9 +369,11 @@ def sum_chunk(tile: cutlass.Constexpr[Tile], shared: Int32, first: tuple, lane: 
                         sums[place + n] = after[n]
 
 
-def load_words(address: Int32) -> tuple:
-    """16 bytes from shared memory, as four words."""
-    return ptx.asm("ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Uint32] * 4, address)
+def left_matrices(rows: Int32, lane: Int32) -> Int32:
+    """The address that a lane gives `ldmatrix` for units 0 and 1 of 16 rows of 128 bytes, swizzled: the matrices are rows
+    0 to 7 and 8 to 15 of unit 0, then of unit 1. That is the order of the instruction's left operand in bf16."""
+    row = lane % MMA_ROWS
+    return rows + row * ROW_BYTES + ((lane // MMA_ROWS) ^ (row % UNITS)) * 16
 
 
 @cute.jit

@@ -5,7 +5,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from dsv4_kernels import ptx
-from dsv4_kernels.linear.kernel import load_words
 from dsv4_kernels.moe.sm90.weights import STEP, UNIT_BYTES
 
 PRODUCTS = STEP // 32
@@ -23,7 +22,7 @@ def fragments(codes: Int32, shifts: Int32, lane: Int32) -> list:
         codes, shifts: of the warp's unit in a stage, in shared memory.
         lane: of the warp.
     """
-    halves = [load_words(codes + half * (UNIT_BYTES // 2) + lane * 16) for half in range(2)]
+    halves = [ptx.load_shared_16_bytes(codes + half * (UNIT_BYTES // 2) + lane * 16) for half in range(2)]
     words = [*halves[0], *halves[1]]
     shift_word = ptx.asm("ld.shared.b32 {$w0}, [{$r0}];", [Uint32], shifts + lane // 4 * 4)
     left = []
