@@ -65,8 +65,8 @@ def by_tile(tile: object, inputs: Inputs) -> Tensor:
 
 def swept(gpu: ModuleType) -> list:
     """Tiles that there are, and others."""
-    others = ((64, 32, 10), (64, 64, 6), (64, 128, 8), (64, 192, 6), (128, 64, 8), (128, 128, 6), (128, 176, 5))
-    return [*gpu.TILES, *gpu.WGMMA_TILES, *(gpu.wgmma.Tile(*numbers) for numbers in others)]
+    others = ((64, 64, 6), (64, 192, 6), (128, 176, 5))
+    return [*gpu.HOPPER_TILES, *gpu.TILES[1:], *(gpu.wgmma.Tile(*numbers) for numbers in others)]
 
 
 def name_of(tile: object) -> str:

@@ -393,7 +393,10 @@ def sum_stage(
     tokens = token_unit(tile, stage, lane // 4, quad // 2) + quad % 2 * 8
     for part in cutlass.range_constexpr(STEP // 32):
         right = [
-            [load_8_bytes(unit_of_token(tokens, 4 * part + 2 * half) + j * (MMA_TOKENS * TOKEN_BYTES)) for half in range(2)]
+            [
+                load_8_bytes(unit_of_token(tokens, 4 * part + 2 * half) + j * (MMA_TOKENS * TOKEN_BYTES))
+                for half in range(2)
+            ]
             for j in range(tile.token_tiles)
         ]
         for i in cutlass.range_constexpr(tile.row_tiles):

@@ -1,4 +1,6 @@
-"""The batch-invariant products on Hopper and Blackwell: which tile, and launching it. The kernel is in `kernel`.
+"""The batch-invariant products on Hopper and Blackwell: which kernel and tile, and launching it.
+
+`kernel` has the one of both generations, `wgmma` one of the same bits for Hopper, faster from some 32 tokens on.
 
 bf16 operands, whose products are exact in fp32. `linear_fp32` takes them into fp32 (gate, compressors, indexer,
 logits), `grouped_linear` into bf16 (the first half of the output projection). cuBLAS is faster where it may split K and
@@ -18,7 +20,7 @@ from dsv4_kernels import bf16_rows
 from dsv4_kernels.bf16_rows import stride_bytes
 from dsv4_kernels.compile_cache import load_or_compile
 from dsv4_kernels.linear import wgmma
-from dsv4_kernels.linear.kernel import SEGMENTS, Arguments, Configuration, Tile, launch
+from dsv4_kernels.linear.kernel import CHUNK, SEGMENTS, Arguments, Configuration, Tile, launch
 
 TILES = (
     Tile(rows=16, tokens=16, at_once=SEGMENTS, row_warps=1, token_warps=1, stages=4),
@@ -27,23 +29,25 @@ TILES = (
     Tile(rows=128, tokens=128, at_once=1, row_warps=2, token_warps=4, stages=4),
 )
 """Of `kernel`, for any architecture."""
-FEW_TOKENS_TILES = TILES[:-1]
-WGMMA_TILES = (wgmma.Tile(rows=64, tokens=64, stages=8), wgmma.Tile(rows=128, tokens=192, stages=5))
-"""Of `wgmma`, for Hopper. The bits are those of `TILES`."""
 MANY_TOKENS = 256
-"""From here on a product is bound by arithmetic."""
-LEAST_PRODUCTS = 64 * 128
-"""Of a row of channels: a tile with fewer takes no less time, being bound by what a stage takes beside them."""
+"""From here on a product by `kernel` is bound by arithmetic, and gets the largest tile whatever its waves."""
+HOPPER_TILES: dict[Tile | wgmma.Tile, tuple[int, int]] = {
+    TILES[0]: (105, 51),
+    wgmma.Tile(rows=64, tokens=32, stages=10): (160, 240),
+    wgmma.Tile(rows=64, tokens=64, stages=8): (172, 188),
+    wgmma.Tile(rows=64, tokens=128, stages=8): (208, 253),
+    wgmma.Tile(rows=128, tokens=64, stages=8): (228, 340),
+    wgmma.Tile(rows=128, tokens=128, stages=6): (355, 410),
+    wgmma.Tile(rows=128, tokens=192, stages=5): (508, 586),
+}
+"""What serves on Hopper -> nanoseconds of 64 channels on an H200: of one wave of CTAs, and of each further one
+(`bench_invariant_linear.py --sweep`). Of the tiles that were tried, none of these can go without costing 2 %."""
+HOPPER_BYTES_A_NANOSECOND = 4200
 
 
 def tiles(arch: str) -> tuple[Tile | wgmma.Tile, ...]:
     """All that a call may get; the bits are the same."""
-    return (*FEW_TOKENS_TILES, *many_tokens_tiles(arch))
-
-
-def many_tokens_tiles(arch: str) -> tuple[Tile | wgmma.Tile, ...]:
-    """Those of products that arithmetic bounds."""
-    return WGMMA_TILES if arch == bf16_rows.ARCHITECTURES["sm90"] else TILES[-1:]
+    return tuple(HOPPER_TILES) if arch == bf16_rows.ARCHITECTURES["sm90"] else TILES
 
 
 def chosen(
@@ -51,8 +55,9 @@ def chosen(
 ) -> Tile | wgmma.Tile:
     """The tile for a product; a token's bits do not depend on the choice.
 
-    Few tokens: the one whose CTAs together wait for the fewest bytes, waves of CTAs counted as whole; a CTA moves its
-    rows and its tokens, as long as either. Many tokens: the one whose CTAs together multiply the least.
+    On Hopper the fastest by the times of `HOPPER_TILES` and of memory. Elsewhere, of few tokens, the one whose CTAs
+    together wait for the fewest bytes, waves of CTAs counted as whole; a CTA moves its rows and its tokens, as long as
+    either.
 
     Args:
         arch: compiled for.
@@ -65,9 +70,24 @@ def chosen(
         ctas = -(-num_rows // tile.rows) * -(-num_tokens // tile.tokens) * groups
         return -(-ctas // multiprocessors)
 
-    if num_tokens >= MANY_TOKENS and pairs:
-        return min(many_tokens_tiles(arch), key=lambda tile: waves(tile) * max(tile.rows * tile.tokens, LEAST_PRODUCTS))
-    return min(FEW_TOKENS_TILES, key=lambda tile: waves(tile) * (tile.rows + min(tile.tokens, num_tokens)))
+    if arch == bf16_rows.ARCHITECTURES["sm90"]:
+        # Of 64 channels: operands in bf16, and a share of the result.
+        moved = groups * (num_rows + num_tokens) * 2 * CHUNK + groups * num_rows * num_tokens // 16
+        memory = moved / HOPPER_BYTES_A_NANOSECOND
+
+        def nanoseconds(tile: Tile | wgmma.Tile) -> float:
+            first, further = HOPPER_TILES[tile]
+            alone = first + (waves(tile) - 1) * further
+            return max(alone, memory) + alone / 10  # where memory bounds all, less to do is still better
+
+        def fits(tile: Tile | wgmma.Tile) -> bool:
+            # TMA takes longer for tokens that do not exist: logits of 16 took 446 us in tiles of 64, and of 64 273.
+            return isinstance(tile, Tile) or (pairs and tile.tokens <= max(32, 2 * num_tokens))
+
+        return min(filter(fits, HOPPER_TILES), key=nanoseconds)
+    if num_tokens >= MANY_TOKENS:
+        return TILES[-1]
+    return min(TILES[:-1], key=lambda tile: waves(tile) * (tile.rows + min(tile.tokens, num_tokens)))
 
 
 def stores_pairs(out: Tensor) -> bool:
