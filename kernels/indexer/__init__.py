@@ -83,8 +83,7 @@ def index_topk(
         top_k: at least 1.
         row_pages: [B, P] integer page numbers of the entries, if these are elsewhere than the keys (unpacked).
         prefill: whether the tokens are chunks of prompts, neighbours of one request; a kernel may then compute several
-            of them together. By the kind of forward and not by its size, because a score's last bit may differ; where
-            `registry.requires_batch_invariance()` the kind does not count, either.
+            of them together. The scores are the same.
         impl: implementation by name; None lets the registry choose.
 
     Returns:

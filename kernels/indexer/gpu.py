@@ -2,9 +2,8 @@
 
 Shapes alone decide what is launched, so a CUDA graph can record it: CTAs look up how many entries their token sees.
 
-Hopper has two score kernels. They weigh and add heads alike, but sum channels by different instructions (`mma.sync`,
-`wgmma`), which are the same numbers only while partial sums are exact. So where batch invariance is required one of
-them serves decode, too: a token has one score, whichever forward computes it.
+Hopper has two score kernels, and a token has one score, whichever of them computes it: they weigh and add heads alike,
+and their instructions (`mma.sync`, `wgmma`) sum the same sets of 16 channels in the same order, to the same bits.
 """
 
 from types import ModuleType
@@ -13,7 +12,7 @@ import torch
 from cutlass import Int32, Int64
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows, registry
+from dsv4_kernels import bf16_rows
 from dsv4_kernels.indexer import SCRATCH_BYTES, prefill_scores, scores, topk
 from dsv4_kernels.kv_layout import PAGE_ROWS, KVRows, RowFormat
 
@@ -60,7 +59,7 @@ def _run(
     at_a_time = tokens_at_a_time(tokens, num_pages * PAGE_ROWS)
     score_kernel, *of_prefill = score_kernels(arch)
     pages_a_cta = max(PAGES_A_CTA, -(-num_pages // RUNS))
-    if of_prefill and (prefill or registry.requires_batch_invariance()):
+    if of_prefill and prefill:
         (score_kernel,), pages_a_cta = of_prefill, prefill_scores.pages_a_cta(at_a_time, num_pages)
     buffer = None
     if num_pages * PAGE_ROWS > top_k:

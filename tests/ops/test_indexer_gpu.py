@@ -111,6 +111,16 @@ class Case:
 MIXED = Case.of((300, 40, 129), [(0, 300), (0, 64), (1, 17), (2, 129), (0, 65), (1, 0), (2, 128), (0, 299)])
 
 
+def inexact() -> Case:
+    """Queries of all of bf16's bits, and keys of which blocks have scales that lie 2^12 apart."""
+    case = Case.of((300, 200), [(0, 300), (1, 200), (0, 299)])
+    generator = torch.Generator().manual_seed(8)
+    apart = torch.tensor([1.0, 2.0**12, 2.0**-12, 1.0]).repeat_interleave(32)
+    rows = case.keys.num_rows
+    case.keys.scatter(torch.arange(rows), torch.randn(rows, 128, generator=generator) * apart)
+    return replace(case, q=torch.randn(case.q.shape, generator=generator).to(BF16))
+
+
 def chosen(scores: Tensor, visible: int, top_k: int, pages: Tensor) -> Tensor:
     """The definition's choice of given scores: of equals the lower entry, in rising order."""
     entry = torch.arange(visible)
@@ -193,38 +203,19 @@ def test_a_prefill_in_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         again, (its_scores,) = case.run("sm90, prefill", 64)
         assert torch.equal(again, rows)
         for token, count in enumerate(case.visible.tolist()):
-            if count > 64:  # FP4 keys of like magnitude: every partial sum is exact, so both kernels' are the same
+            if count > 64:
                 assert torch.equal(its_scores[token, :count], scores[token, :count])
 
 
-def test_a_token_has_one_score_in_every_forward_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under `--enable-deterministic-inference` decode and prefill run one kernel on Hopper: two instructions need not
-    sum alike where partial sums are not exact, as with these keys, whose blocks' scales lie 2^12 apart."""
-    from dsv4_kernels import registry
-    from dsv4_kernels.indexer import scores as of_few_tokens
-
-    case = Case.of((300, 200), [(0, 300), (1, 200), (0, 299)])
-    apart = torch.tensor([1.0, 2.0**12, 2.0**-12, 1.0]).repeat_interleave(32)
-    case.keys.scatter(
-        torch.arange(case.keys.num_rows),
-        torch.randn(case.keys.num_rows, 128, generator=torch.Generator().manual_seed(8)) * apart,
-    )
-    rows, (scores,) = case.run("sm90, prefill", 64)
-
-    def refused(*_: object) -> None:
-        raise AssertionError("the kernel for few tokens")
-
-    monkeypatch.setattr(of_few_tokens, "compile", refused)
-    with pytest.raises(AssertionError, match="for few tokens"):
-        case.run("sm90", 64)
-    registry.require_batch_invariance()
-    try:
-        again, (its_scores,) = case.run("sm90", 64)
-    finally:
-        registry.require_batch_invariance(False)
+def test_a_token_has_one_score_in_every_forward() -> None:
+    """Of decode's kernel and a prefill's, whose instructions are two, also where partial sums are not exact."""
+    case = inexact()
+    rows, (scores,) = case.run("sm90", 64)
+    again, (its_scores,) = case.run("sm90, prefill", 64)
     assert torch.equal(again, rows)
     for token, count in enumerate(case.visible.tolist()):
         assert torch.equal(its_scores[token, :count], scores[token, :count])
+    assert not torch.equal(scores[0, :300], case.exact_scores(0)[0].float())
 
 
 def test_slices_of_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,6 +363,36 @@ def test_what_the_kernels_have_no_code_for_is_refused(change: object, message: s
         )
 
 
+def on_a_gpu(case: Case, top_k: int, prefill: bool) -> Tensor:
+    """Rows."""
+    case = replace(
+        case,
+        keys=replace(case.keys, storage=case.keys.storage.cuda()),
+        **{name: getattr(case, name).cuda() for name in ("page_table", "request", "visible", "q", "head_weights")},
+    )
+    of_tokens = case.request, case.visible, top_k
+    return index_topk(case.q, case.head_weights, case.keys, case.page_table, PAGE, *of_tokens, prefill=prefill).cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_has_one_score_in_every_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty, buffers = torch.empty, []
+
+    def remembered(*shape: int, **how: object) -> Tensor:
+        made = empty(*shape, **how)
+        buffers.extend([made] if how.get("dtype") == torch.float32 else [])
+        return made
+
+    monkeypatch.setattr(torch, "empty", remembered)
+    case = inexact()
+    for prefill in (False, True):
+        on_a_gpu(case, 64, prefill)
+    of_decode, of_prefill = buffers
+    for token, count in enumerate(case.visible.tolist()):
+        assert torch.equal(of_decode[token, :count], of_prefill[token, :count])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("prefill", [False, True])
@@ -381,22 +402,7 @@ def test_on_a_gpu(top_k: int, prefill: bool) -> None:
     lengths = (9000, 40, 700, 4100)
     tokens = [(b, n) for b in range(4) for n in (lengths[b], lengths[b] // 2, lengths[b] // 3)]
     case = Case.of(lengths, tokens)
-    on_gpu = replace(
-        case,
-        keys=replace(case.keys, storage=case.keys.storage.cuda()),
-        **{name: getattr(case, name).cuda() for name in ("page_table", "request", "visible", "q", "head_weights")},
-    )
-    rows = index_topk(
-        on_gpu.q,
-        on_gpu.head_weights,
-        on_gpu.keys,
-        on_gpu.page_table,
-        PAGE,
-        on_gpu.request,
-        on_gpu.visible,
-        top_k,
-        prefill=prefill,
-    ).cpu()
+    rows = on_a_gpu(case, top_k, prefill)
     for token, (request, count) in enumerate(tokens):
         exact, magnitude = case.exact_scores(token)
         table = case.page_table[request]
