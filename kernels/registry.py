@@ -278,14 +278,15 @@ _BF16_KERNELS = {
 # Of fp32 logits, whatever dtype the model computes in.
 _ROUTER_KERNELS = {"route_hash_logits": "router.gpu:{}_hash", "route_topk_logits": "router.gpu:{}_topk"}
 
-# Slower than cuBLAS where it splits and tiles by the number of rows: chosen where batch invariance is required.
-_INVARIANT_KERNELS = {function: f"linear.gpu:{{}}_{function}" for function in ("linear_fp32", "grouped_linear")}
+# On Hopper as fast as cuBLAS (benchmarks/results/invariant_linear_h200.json); on Blackwell chosen where batch invariance
+# is required: the kernel of both generations is slower where cuBLAS splits and tiles by the number of rows.
+_PRODUCTS = {function: f"linear.gpu:{{}}_{function}" for function in ("linear_fp32", "grouped_linear")}
 
-for _name, _generation in (("sm90", 9), ("sm100", 10)):
-    for _function, _attribute in _INVARIANT_KERNELS.items():
+for _name, _generation, _priority in (("sm90", 9, 20), ("sm100", 10, 5)):
+    for _function, _attribute in _PRODUCTS.items():
         _loader = f"dsv4_kernels.{_attribute.format(_name)}"
         _supports = gpu_of_generation(_generation)
-        register(_function, _name, _loader, _supports, 5, graph_safe=True, batch_invariant=True)
+        register(_function, _name, _loader, _supports, _priority, graph_safe=True, batch_invariant=True)
     for _kernels, _dtypes in ((_BF16_KERNELS, (torch.bfloat16,)), (_ROUTER_KERNELS, MODEL_DTYPES)):
         for _function, _attribute in _kernels.items():
             _loader = f"dsv4_kernels.{_attribute.format(_name)}"

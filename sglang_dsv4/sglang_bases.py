@@ -57,11 +57,11 @@ class SnapshotAttentionBackend(AttentionBackend):
 
 
 class LogitsProcessorWithHead(LogitsProcessor):
-    """SGLang's logits processor; a subclass may compute the product with the head itself."""
+    """SGLang's logits processor; a subclass computes the product with the head."""
 
-    def lm_head_logits(self, hidden_states: torch.Tensor, lm_head: ParallelLMHead) -> torch.Tensor | None:
-        """Logits [T, V of this rank] of `hidden_states [T, d]`, or None to leave them to SGLang."""
-        return None
+    def lm_head_logits(self, hidden_states: torch.Tensor, lm_head: ParallelLMHead) -> torch.Tensor:
+        """Logits [T, V of this rank] of `hidden_states [T, d]`."""
+        raise NotImplementedError
 
     def _compute_lm_head(
         self,
@@ -70,8 +70,7 @@ class LogitsProcessorWithHead(LogitsProcessor):
         embedding_bias: torch.Tensor | None = None,
         **kwargs: Any,  # noqa: ANN401 - an output buffer for GPU graphs
     ) -> torch.Tensor:
-        logits = self.lm_head_logits(hidden_states, lm_head)
-        return super()._compute_lm_head(hidden_states, lm_head, embedding_bias, **kwargs) if logits is None else logits
+        return self.lm_head_logits(hidden_states, lm_head)
 
 
 class RingWindowKVPool(DeepSeekV4TokenToKVPool):

@@ -50,6 +50,7 @@ def tiles(arch: str) -> tuple[Tile | wgmma.Tile, ...]:
     return tuple(HOPPER_TILES) if arch == bf16_rows.ARCHITECTURES["sm90"] else TILES
 
 
+@functools.lru_cache(1024)
 def chosen(
     arch: str, num_tokens: int, num_rows: int, groups: int, multiprocessors: int, pairs: bool = True
 ) -> Tile | wgmma.Tile:

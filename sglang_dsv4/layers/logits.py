@@ -7,7 +7,6 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from torch import Tensor
 
 from dsv4_kernels.linear import linear_fp32
-from sglang_dsv4 import exact
 from sglang_dsv4.config import Config
 from sglang_dsv4.layers.linear import builds_on_cpu
 from sglang_dsv4.sglang_bases import LogitsProcessorWithHead
@@ -20,14 +19,13 @@ def build_lm_head(config: Config, prefix: str) -> ParallelLMHead:
 
 
 class Fp32LogitsProcessor(LogitsProcessorWithHead):
-    """SGLang's, with fp32 logits that on a CPU, or where `exact` asks for it, do not depend on the batch."""
+    """SGLang's, with fp32 logits by this package's products."""
 
     def __init__(self, hf_config: object) -> None:
         super().__init__(hf_config)
-        self.use_fp32_lm_head = True  # on a GPU: bf16 operands, whose products are exact, summed in fp32
+        self.use_fp32_lm_head = True
 
-    def lm_head_logits(self, hidden_states: Tensor, lm_head: ParallelLMHead) -> Tensor | None:
-        """`hidden_states [T, d]` times the head's rows of this rank, [T, V / tp] fp32; else None."""
-        if not hidden_states.is_cuda:
-            return linear_fp32(hidden_states.float(), lm_head.weight)
-        return linear_fp32(hidden_states, lm_head.weight) if exact.is_on() else None
+    def lm_head_logits(self, hidden_states: Tensor, lm_head: ParallelLMHead) -> Tensor:
+        """`hidden_states [T, d]` times the head's rows of this rank, [T, V / tp] fp32."""
+        # On a GPU bf16 operands, whose products are exact, summed in fp32.
+        return linear_fp32(hidden_states if hidden_states.is_cuda else hidden_states.float(), lm_head.weight)
