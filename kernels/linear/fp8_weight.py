@@ -3,8 +3,8 @@
 The weight is read as the checkpoint has it, e4m3 with a power of two for 128 x 128, and becomes bf16 in registers. That
 is exact, so the operands are those of the bf16 product; and as instructions, the 16 channels of each and all sums are
 those of `linear.kernel`, so are the bits: a quarter of K (a segment) in one accumulator, quarters added in order. Only
-inside an instruction channels stand in another order (ORDER), which on the hardware changes nothing. What else is done
-here saves launches and changes no bit either: x may be rotated back on the way, the result quantised.
+inside an instruction channels stand in another order (see `sum_stage`), which on the hardware changes nothing. What
+else is done here saves launches and changes no bit either: x may be rotated back on the way, the result quantised.
 
 Bound by memory, so all multiprocessors have to ask for the weight, also of two groups. A cluster has 128 rows of the
 weight and some tokens, each of its four CTAs one segment of K:
@@ -48,9 +48,6 @@ WEIGHT_ROW_BYTES, TOKEN_BYTES = STEP, 2 * STEP
 TOKEN_UNITS = TOKEN_BYTES // 16
 """Of 16 bytes of a token in a stage; a row has UNITS."""
 ROTATED_UNITS = 2 * ROTATED // 16
-ORDER = tuple(4 * quad + 2 * half + i for half in range(2) for quad in range(4) for i in range(2))
-"""Channel of an instruction's 16 at each place of its K. A lane of a quad has four places in two pairs, 8 apart; here it
-has four neighbouring channels there, as `ldmatrix` gives a lane four neighbouring codes."""
 SUM_TILE_BYTES = MMA_ROWS * MMA_TOKENS + 16
 """What one CTA gets of an instruction's 16 rows: of two tokens, in fp32. The 16 bytes more keep what a warp reads at a
 time in different banks."""
@@ -386,17 +383,19 @@ def sum_segment(
 def sum_stage(
     tile: cutlass.Constexpr[Tile], stage: Int32, factor: Uint32, warp: Int32, lane: Int32, sums: cute.Tensor
 ) -> None:
-    """Adds the products of a stage: eight instructions to every accumulator, in the order of `linear.kernel`."""
+    """Adds the products of a stage: eight instructions to every accumulator, in the order of `linear.kernel`.
+
+    Of an instruction's 16 channels a lane has four in each row and token, at two neighbouring places of K and two that
+    are 8 behind. Here they are four neighbouring channels, as `ldmatrix` gives a lane four neighbouring codes.
+    """
     weights = left_matrices(stage + warp * tile.row_tiles * (MMA_ROWS * WEIGHT_ROW_BYTES), lane)
     # All tokens that a lane reads are alike in their last three bits.
     quad = lane % 4
     tokens = token_unit(tile, stage, lane // 4, quad // 2) + quad % 2 * 8
     for part in cutlass.range_constexpr(STEP // 32):
+        at = [unit_of_token(tokens, 4 * part + 2 * half) for half in range(2)]
         right = [
-            [
-                load_8_bytes(unit_of_token(tokens, 4 * part + 2 * half) + j * (MMA_TOKENS * TOKEN_BYTES))
-                for half in range(2)
-            ]
+            [load_8_bytes(at[half] + j * (MMA_TOKENS * TOKEN_BYTES)) for half in range(2)]
             for j in range(tile.token_tiles)
         ]
         for i in cutlass.range_constexpr(tile.row_tiles):
@@ -414,8 +413,8 @@ def sum_stage(
 
 
 def unit_of_token(at: Int32, unit: int) -> Int32:
-    """Where what lies at `at` in units 0 and 1 of a token lies in units `unit` and `unit` + 1: of a token's eight and
-    eight units each are swizzled for themselves."""
+    """From the place `at` in units 0 and 1 of a token to the same in units `unit` and `unit` + 1. The swizzle stays
+    within eight units, and these begin at a multiple of 128 bytes, so ^ follows it."""
     return (at ^ (unit % UNITS * 16)) + unit // UNITS * (UNITS * 16)
 
 

@@ -17,6 +17,7 @@ import torch
 from ops.attention_launch import delete_synchronisation
 from ops.memory_layout import far_apart, sparse, strided
 from ops.number_formats import same_bits
+from ops.order_of_summation import as_from_fp8, channels_that_sum_together, in_order
 from ops.row_kernels import assert_no_spills, emulated_row_kernel
 from torch import Tensor
 
@@ -101,7 +102,8 @@ class Gapped:
 
 
 def one_by_one(x: Tensor, codes: Tensor, scale: Tensor, rotation: HeadRotation | None, quantises: bool) -> tuple:
-    """The same by three kernels with a bf16 weight: RoPE in place, the batch-invariant product, the quantiser."""
+    """The same by three kernels with a bf16 weight: RoPE in place, the batch-invariant product, the quantiser. In the
+    emulator the order within an instruction counts, so the product gets the channels as the kernel has them there."""
     from dsv4_kernels.linear import gpu
     from dsv4_kernels.quant import gpu as quantiser
     from dsv4_kernels.rope import gpu as rope
@@ -110,7 +112,7 @@ def one_by_one(x: Tensor, codes: Tensor, scale: Tensor, rotation: HeadRotation |
     with emulated_row_kernel("sm90", "eager"):
         if rotation is not None:
             rope.sm90_in_place(x.unflatten(2, (-1, 512)).flatten(1, 2), rotation.positions, rotation.frequencies, True)
-        out = gpu.sm90_grouped_linear(x, plain(codes, scale))
+        out = gpu.sm90_grouped_linear(as_from_fp8(x), as_from_fp8(plain(codes, scale)))
         return quantiser.sm90(out.flatten(1), 128, True) if quantises else (out,)
 
 
@@ -197,6 +199,15 @@ def test_the_order_of_summation_is_the_product_s(tile: int) -> None:
     expected = one_by_one(*arguments)
     assert (expected[0] != 0).float().mean() > 0.9
     assert same(product(*arguments, tile), expected)
+    assert same(expected, (in_order(as_from_fp8(x), as_from_fp8(codes.bfloat16())).bfloat16(),))
+
+
+@CUTLASS
+@pytest.mark.parametrize("tile", TILES, ids=["8", "16", "32", "64"])
+def test_an_instruction_sums_16_consecutive_channels(tile: int) -> None:
+    x, matrix, expected = channels_that_sum_together()
+    (got,) = product(x, matrix.to(FP8), torch.ones(1, 4, 4), None, False, tile)
+    assert same_bits(got.float(), expected)
 
 
 @CUTLASS
@@ -414,19 +425,19 @@ def test_registers_and_shared_memory() -> None:
 
 @CUTLASS
 def test_shared_memory_is_read_without_conflicts() -> None:
-    """Over a whole K, but for the turns."""
+    """Over a whole K, and of the sums; but for the turns."""
     from emulator import Checks
     from host import emulated
 
     from dsv4_kernels.linear import fp8_weight_gpu as gpu
 
-    for tile, tokens in enumerate((8, 16)):
+    for tile, tokens in enumerate((8, 16, 32, 64)):
         x, _ = tokens_of(tokens, 1, 4096)
         with emulated(checks=Checks.strict(), arch="sm_90a") as device:
             out = torch.empty(tokens, 1, 128, dtype=torch.bfloat16)
             gpu.run(x, *weight(1, 128, 4096), None, out, tile=gpu.TILES[tile])
         (report,) = device.reports
-        assert report.shared_conflicts == 0
+        assert report.shared_conflicts == 0, tile
 
 
 @pytest.mark.slow
@@ -448,6 +459,18 @@ def test_deleted_synchronisation_is_noticed(tile: int) -> None:
 
 
 # ---- on a GPU
+
+
+@pytest.mark.gpu
+def test_an_instruction_sums_16_consecutive_channels_on_a_gpu() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU (sm_90a)")
+    from dsv4_kernels.linear import fp8_weight_gpu
+
+    x, matrix, expected = (t.cuda() for t in channels_that_sum_together())
+    for tile in fp8_weight_gpu.TILES:
+        got = fp8_weight_gpu.sm90(x, matrix.to(FP8), torch.ones(1, 4, 4, device="cuda"), None, False, tile)
+        assert same_bits(got.float(), expected), tile
 
 
 @pytest.mark.gpu

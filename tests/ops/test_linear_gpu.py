@@ -12,6 +12,7 @@ import pytest
 import torch
 from ops.memory_layout import far_apart, strided
 from ops.number_formats import same_bits
+from ops.order_of_summation import channels_that_sum_together, in_order
 from ops.row_kernels import ARCH, KERNELS, SCHEDULES, assert_no_spills, emulated_row_kernel
 from torch import Tensor
 
@@ -73,6 +74,35 @@ def test_every_tile_gives_the_same_bits(kernel: str, channels: int) -> None:
     assert all(same_bits(bits[0], other) for other in bits[1:])
     other_order = (x[..., ::8].float() @ weight[0, :, ::8].float().T) + 0  # a sum that is not the kernel's
     assert not same_bits(bits[0][:, 0], other_order[:, 0])
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+def test_an_instruction_sums_16_consecutive_channels(kernel: str, tile: int) -> None:
+    x, weight, expected = channels_that_sum_together()
+    assert same_bits(product(kernel, x, weight.bfloat16(), tile), expected)
+
+
+@pytest.mark.parametrize("channels", [24, 192, 584], ids="K{}".format)
+def test_channels_are_summed_in_order(kernel: str, channels: int) -> None:
+    """Also with an end within an instruction, segments of unequal length and of none."""
+    x, weight = normal(5, 2, channels, seed=14), normal(2, 17, channels, seed=15)
+    x, weight = torch.cat([x, -x], 2), torch.cat([weight, weight.roll(1, 2)], 2)
+    expected = in_order(x, weight)
+    assert same_bits(product(kernel, x, weight, 0), expected)
+    assert not same_bits(in_order(x.flip(2), weight.flip(2)), expected)
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+def test_shared_memory_is_read_without_conflicts(kernel: str, tile: int) -> None:
+    from emulator import Checks
+    from host import emulated
+
+    from dsv4_kernels.linear import gpu
+
+    x, weight, out = normal(16, 1, 512, seed=16), normal(1, 32, 512, seed=17), torch.empty(16, 1, 32)
+    with emulated(checks=Checks.strict(), arch=ARCH[kernel]) as device:
+        gpu.run(kernel, "a test", x, weight, out, gpu.TILES[tile])
+    assert not any(report.shared_conflicts for report in device.reports)
 
 
 @pytest.mark.parametrize("tile", [None, *TILES.values()], ids=["chosen", *TILES])
@@ -187,6 +217,18 @@ def test_who_multiplies(monkeypatch: pytest.MonkeyPatch, major: int, default: st
 
 
 # ---- on a GPU
+
+
+@pytest.mark.gpu
+def test_an_instruction_sums_16_consecutive_channels_on_a_gpu(kernel_on_gpu: Callable[[str], str]) -> None:
+    from dsv4_kernels.linear import gpu
+
+    name = kernel_on_gpu("rms_norm")
+    x, weight, expected = (t.cuda() for t in channels_that_sum_together())
+    for tile in gpu.TILES:
+        out = torch.empty_like(expected)
+        gpu.run(name, "a test", x, weight.bfloat16(), out, tile)
+        assert same_bits(out, expected), tile
 
 
 @pytest.mark.gpu

@@ -1,0 +1,61 @@
+"""The order in which batch-invariant products sum, in two forms: numbers that show it, and written down.
+
+On the hardware an instruction's 16 channels have no order among themselves. The emulator adds them by their place in K,
+which `linear.kernel` has as they are, and `linear.fp8_weight` as `as_from_fp8` puts them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CHUNK, SEGMENTS, TOGETHER = 64, 4, 16
+"""Channels that a segment has whole multiples of, segments, channels of an instruction."""
+CHANNELS = 512
+HUGE = 2.0**40
+
+
+def segments(channels: int) -> list[range]:
+    """The channels of each segment."""
+    chunks = -(-channels // CHUNK)
+    ends = [min(channels, i * chunks // SEGMENTS * CHUNK) for i in range(SEGMENTS + 1)]
+    return [range(*pair) for pair in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def channels_that_sum_together() -> tuple[Tensor, Tensor, Tensor]:
+    """x [32, 1, 512] bf16, a weight [1, 512, 512] of 0, 1 and -1, and their product, exact in fp32 and bf16.
+
+    Token t has a huge number in the first and in the last channel of the t-th 16, which every row adds and subtracts.
+    Row c adds 1 in channel c, unless that is such an end. Within a segment it is left over where c comes in a later
+    instruction; in the same one, or before, it is lost beside the huge number. Of other segments it is left over.
+    """
+    channel, sixteen = torch.arange(CHANNELS), torch.arange(CHANNELS // TOGETHER)
+    first, last = channel % TOGETHER == 0, channel % TOGETHER == TOGETHER - 1
+    ends = first | last
+    own = channel // TOGETHER == sixteen[:, None]
+    x = torch.where(ends, torch.where(own, HUGE, 0.0), 1.0)
+    weight = first.float() - last.float() + torch.diag((~ends).float())
+    segment = torch.tensor([i for i, part in enumerate(segments(CHANNELS)) for _ in part])
+    later = channel // TOGETHER > sixteen[:, None]
+    elsewhere = segment != segment[sixteen * TOGETHER][:, None]
+    return x[:, None].bfloat16(), weight[None], ((later | elsewhere) & ~ends).float()[:, None]
+
+
+def in_order(x: Tensor, weight: Tensor) -> Tensor:
+    """`x [T, G, K]` times `weight [G, N, K]`, both bf16, in fp32 as the emulator sums: products, which are exact, one after
+    the other; then segments."""
+    total = torch.zeros(x.shape[0], *weight.shape[:2])
+    for part in segments(x.shape[2]):
+        sums = torch.zeros_like(total)
+        for k in part:
+            sums += x[:, :, k, None].float() * weight[:, :, k].float()
+        total += sums
+    return total
+
+
+def as_from_fp8(x: Tensor) -> Tensor:
+    """x [..., K] with every 16 channels as `linear.fp8_weight` has them in an instruction: there, lane q of a quad has
+    channels 4 q to 4 q + 3, at places 2 q, 2 q + 1, and these 8 behind."""
+    order = [4 * q + 2 * half + i for half in range(2) for q in range(4) for i in range(2)]
+    assert sorted(order) == list(range(TOGETHER))
+    return x.unflatten(-1, (-1, TOGETHER))[..., order].flatten(-2)
