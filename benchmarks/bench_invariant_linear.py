@@ -112,7 +112,7 @@ def run_case(name: str, tokens: int, device: torch.device, ceilings: Ceilings, s
         from dsv4_kernels.linear import gpu
 
         for tile in swept(gpu):
-            if tile.tokens <= 8 * tokens and (tokens < 1024 or tile.tokens >= 64):
+            if tile.tokens <= max(32, 8 * tokens) and (tokens < 1024 or tile.tokens >= 64):
                 calls[name_of(tile)] = partial(by_tile, tile)
     row: dict[str, object] = {"name": f"{name}-t{tokens}", "rel_err": float(f"{check(sets[0], calls):.3e}")}
     timed = {contender: [partial(call, inputs) for inputs in sets] for contender, call in calls.items()}
