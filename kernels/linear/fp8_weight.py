@@ -399,7 +399,7 @@ def sum_stage(
             for j in range(tile.token_tiles)
         ]
         for i in cutlass.range_constexpr(tile.row_tiles):
-            # Of the left operands of two instructions, the codes; ^ reaches a row's other units as the swizzle has them.
+            # Codes of two instructions' left operands; ^ reaches a row's other units as the swizzle has them.
             codes = ptx.load_matrices((weights ^ (part * 2 * 16)) + i * (MMA_ROWS * WEIGHT_ROW_BYTES))
             for half in cutlass.range_constexpr(2):
                 upper, lower = (as_bf16(codes[2 * half + n], factor) for n in range(2))
