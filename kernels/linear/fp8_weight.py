@@ -399,10 +399,10 @@ def sum_stage(
             for j in range(tile.token_tiles)
         ]
         for i in cutlass.range_constexpr(tile.row_tiles):
-            # Of the left operands of two instructions, the codes; ^ reaches a row's other units as the swizzle has them.
+            # Codes of two instructions' left operands; ^ reaches a row's other units as the swizzle has them.
             codes = ptx.load_matrices((weights ^ (part * 2 * 16)) + i * (MMA_ROWS * WEIGHT_ROW_BYTES))
             for half in cutlass.range_constexpr(2):
-                upper, lower = (as_bf16(codes[2 * half + n], factor) for n in range(2))
+                upper, lower = (e4m3.as_bf16(codes[2 * half + n], factor) for n in range(2))
                 left = (upper[0], lower[0], upper[1], lower[1])
                 for j in cutlass.range_constexpr(tile.token_tiles):
                     first = (i * tile.token_tiles + j) * 4
@@ -421,27 +421,6 @@ def unit_of_token(at: Int32, unit: int) -> Int32:
 def load_8_bytes(address: Int32) -> tuple:
     """8 bytes from shared memory, as two words."""
     return ptx.asm("ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", [Uint32] * 2, address)
-
-
-def as_bf16(codes: Uint32, factor: Uint32) -> list:
-    """Four e4m3 codes times a power of two (twice, in bf16) as two words of two bf16, exactly.
-
-    A code becomes bf16 with its sign at the top and the rest where bf16 has the last bits of the exponent and the first
-    of the mantissa: it lacks 2^120, subnormal codes too. The factor comes by itself, as both together may be too large.
-    """
-    return [_two_as_bf16(codes, which, factor) for which in (0x9180, 0xB3A2)]
-
-
-def _two_as_bf16(codes: Uint32, which: int, factor: Uint32) -> Uint32:
-    """Of four codes two. `prmt` puts each into the low byte of a half, its sign in all bits of the high one."""
-    return ptx.asm(
-        f"{{\n.reg .b32 x, y;\nprmt.b32 x, {{$r0}}, 0, {which:#x};\nshl.b32 x, x, 4;\nand.b32 x, x, 0x87F087F0;\n"
-        "mov.b32 y, 0x7B807B80;\n"  # 2^120, twice
-        "mul.rn.bf16x2 x, x, y;\nmul.rn.bf16x2 {$w0}, x, {$r1};\n}",
-        [Uint32],
-        codes,
-        factor,
-    )
 
 
 # The segments' sums

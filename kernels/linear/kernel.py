@@ -370,8 +370,10 @@ def sum_chunk(tile: cutlass.Constexpr[Tile], shared: Int32, first: tuple, lane: 
 
 
 def left_matrices(rows: Int32, lane: Int32) -> Int32:
-    """The address that a lane gives `ldmatrix` for units 0 and 1 of 16 rows of 128 bytes, swizzled: the matrices are rows
-    0 to 7 and 8 to 15 of unit 0, then of unit 1. That is the order of the instruction's left operand in bf16."""
+    """The address that a lane gives `ldmatrix` for units 0 and 1 of 16 rows of 128 bytes, swizzled.
+
+    The matrices are rows 0 to 7 and 8 to 15 of unit 0, then of unit 1: in bf16 the order of the left operand's words.
+    """
     row = lane % MMA_ROWS
     return rows + row * ROW_BYTES + ((lane // MMA_ROWS) ^ (row % UNITS)) * 16
 

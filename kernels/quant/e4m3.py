@@ -48,3 +48,24 @@ def _word(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
         [Uint32],
         *(a, b, c, d),
     )
+
+
+def as_bf16(codes: Uint32, factor: Uint32) -> list:
+    """Four e4m3 codes times a power of two (twice, in bf16) as two words of two bf16, exactly.
+
+    A code becomes bf16 with its sign at the top and the rest where bf16 has the last bits of the exponent and the first
+    of the mantissa: it lacks 2^120, subnormal codes too. The factor comes by itself, as both together may be too large.
+    """
+    return [_two_as_bf16(codes, which, factor) for which in (0x9180, 0xB3A2)]
+
+
+def _two_as_bf16(codes: Uint32, which: int, factor: Uint32) -> Uint32:
+    """Of four codes two. `prmt` puts each into the low byte of a half, its sign in all bits of the high one."""
+    return ptx.asm(
+        f"{{\n.reg .b32 x, y;\nprmt.b32 x, {{$r0}}, 0, {which:#x};\nshl.b32 x, x, 4;\nand.b32 x, x, 0x87F087F0;\n"
+        "mov.b32 y, 0x7B807B80;\n"  # 2^120, twice
+        "mul.rn.bf16x2 x, x, y;\nmul.rn.bf16x2 {$w0}, x, {$r1};\n}",
+        [Uint32],
+        codes,
+        factor,
+    )

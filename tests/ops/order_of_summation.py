@@ -6,11 +6,13 @@ which `linear.kernel` has as they are, and `linear.fp8_weight` as `as_from_fp8` 
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 CHUNK, SEGMENTS, TOGETHER = 64, 4, 16
-"""Channels that a segment has whole multiples of, segments, channels of an instruction."""
+"""Channels of which a segment has whole chunks, number of segments, channels of an instruction."""
 CHANNELS = 512
 HUGE = 2.0**40
 
@@ -19,7 +21,7 @@ def segments(channels: int) -> list[range]:
     """The channels of each segment."""
     chunks = -(-channels // CHUNK)
     ends = [min(channels, i * chunks // SEGMENTS * CHUNK) for i in range(SEGMENTS + 1)]
-    return [range(*pair) for pair in zip(ends[:-1], ends[1:], strict=True)]
+    return [range(*pair) for pair in pairwise(ends)]
 
 
 def channels_that_sum_together() -> tuple[Tensor, Tensor, Tensor]:
@@ -42,8 +44,8 @@ def channels_that_sum_together() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def in_order(x: Tensor, weight: Tensor) -> Tensor:
-    """`x [T, G, K]` times `weight [G, N, K]`, both bf16, in fp32 as the emulator sums: products, which are exact, one after
-    the other; then segments."""
+    """`x [T, G, K]` times `weight [G, N, K]`, both bf16, in fp32 as the emulator sums: a segment's products, which are
+    exact, one after the other; then the segments' sums."""
     total = torch.zeros(x.shape[0], *weight.shape[:2])
     for part in segments(x.shape[2]):
         sums = torch.zeros_like(total)

@@ -462,18 +462,6 @@ def test_deleted_synchronisation_is_noticed(tile: int) -> None:
 
 
 @pytest.mark.gpu
-def test_an_instruction_sums_16_consecutive_channels_on_a_gpu() -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU (sm_90a)")
-    from dsv4_kernels.linear import fp8_weight_gpu
-
-    x, matrix, expected = (t.cuda() for t in channels_that_sum_together())
-    for tile in fp8_weight_gpu.TILES:
-        got = fp8_weight_gpu.sm90(x, matrix.to(FP8), torch.ones(1, 4, 4, device="cuda"), None, False, tile)
-        assert same_bits(got.float(), expected), tile
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("groups", [8, 4, 2])
 def test_a_hopper_gpu_has_the_bits_of_three_kernels(groups: int) -> None:
     """Flash's sizes, whole and as one of two and four ranks; a token alone, in any batch, and in a graph's replays."""

@@ -19,8 +19,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def on_hopper(compiled_here: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ops take Hopper's kernels in the emulator, but for cuBLAS's product, which is PyTorch's. The invariant product gets
-    the channels as the one from FP8 has them in an instruction, whose order counts in the emulator."""
+    """Ops take Hopper's kernels in the emulator, but for cuBLAS's product, which is PyTorch's.
+
+    The invariant product gets channels as the one from FP8 has them in an instruction: in the emulator that counts.
+    """
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
     def chosen(op: str, device: torch.device, dtype: torch.dtype, impl: str | None) -> registry.Implementation:

@@ -319,7 +319,8 @@ def test_who_multiplies(monkeypatch: pytest.MonkeyPatch, major: int, default: st
 
 @pytest.mark.gpu
 def test_an_instruction_sums_16_consecutive_channels_on_a_gpu(kernel_on_gpu: Callable[[str], str]) -> None:
-    from dsv4_kernels.linear import gpu
+    """Nor do those of the product with an FP8 weight sum others."""
+    from dsv4_kernels.linear import fp8_weight_gpu, gpu
 
     name = kernel_on_gpu("rms_norm")
     x, weight, expected = (t.cuda() for t in channels_that_sum_together())
@@ -327,6 +328,10 @@ def test_an_instruction_sums_16_consecutive_channels_on_a_gpu(kernel_on_gpu: Cal
         out = torch.empty_like(expected)
         gpu.run(name, "a test", x, weight.bfloat16(), out, tile)
         assert same_bits(out, expected), tile
+    codes, scale = weight.to(torch.float8_e4m3fn), torch.ones(1, 4, 4, device="cuda")
+    for tile in fp8_weight_gpu.TILES if name == "sm90" else ():
+        out = fp8_weight_gpu.sm90(x, codes, scale, None, False, tile)
+        assert same_bits(out.float(), expected), tile
 
 
 @pytest.mark.gpu
