@@ -3,7 +3,7 @@ whose checks know what may stand before them; the same bits as without.
 
 The emulator runs one launch after the other, so it cannot see two of them meet. What makes that harmless is checked in
 every launch (emulator/core/griddep.cpp): nothing that another kernel may use is touched before the wait, by any lane,
-and every CTA waits. All other tests of kernels can be run so, too: DSV4_DEPENDENT_LAUNCH=on.
+and every CTA waits. All other tests of kernels are run so, too; DSV4_DEPENDENT_LAUNCH=off runs them without.
 """
 
 from __future__ import annotations
@@ -238,16 +238,18 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
                 dependent_launch.is_on()
         else:
             assert dependent_launch.is_on() is expected
-    assert [record.getMessage()[:24] for record in caplog.records] == ["DSV4_DEPENDENT_LAUNCH=on"]
+    assert [record.getMessage()[:25] for record in caplog.records] == ["DSV4_DEPENDENT_LAUNCH=off"]
     monkeypatch.delenv(dependent_launch.VARIABLE)
     dependent_launch._in_environment.cache_clear()
-    assert not dependent_launch.is_on()
+    assert dependent_launch.is_on()
     with dependent_launch.switched(True):
         assert dependent_launch.may_begin_early() and not dependent_launch.may_begin_early(cooperative=True)
         with dependent_launch.switched(False):
             assert not dependent_launch.may_begin_early()
         assert dependent_launch.is_on()
-    assert not dependent_launch.is_on()
+    with dependent_launch.switched(False):
+        assert not dependent_launch.is_on()
+    assert dependent_launch.is_on()
 
 
 def test_both_are_kept_beside_each_other(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,6 +244,7 @@ def test_both_architectures_run_one_program(num_tokens: int, tokens: int, teams:
     programs, i = {}, inputs(num_tokens, 1024, seed=3)
     for name, arch in ARCHES.items():
         with emulated(arch=arch, record=True, multiprocessors=16) as device:
+            device.memory.constant(i.fn)
             options = (i.weight, NORM_EPS, HC_EPS, ITERATIONS, tokens, teams, fp8)
             gpu.run(arch, "hc_boundary", 24, i.streams, (i.y, i.post, i.comb), (i.fn, i.base, i.scale), *options)
         (launched,) = device.recordings
@@ -357,6 +358,7 @@ def test_deleted_synchronisation_is_noticed(name: str) -> None:
     y, streams, post, comb, fn, base, scale, weight = inputs(*size)
     arguments = (streams, (y, post, comb), (fn, base, scale), weight, NORM_EPS, HC_EPS, ITERATIONS)
     with emulated(checks=Checks.strict(), arch="sm_90a", multiprocessors=16, record=True) as device:
+        device.memory.constant(fn)
         gpu.run("sm_90a", "hc_boundary", 24, *arguments, *plan)
     rates = delete_synchronisation(name, device)
     assert rates and set(rates.values()) == {1}
