@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_DSV4_FP8_LINEAR"
 MOST_TOKENS = 64
-"""Of ours. Launched early, the products of a layer of Flash take 44, 47 and 54 us at 1, 16 and 64 tokens, DeepGEMM's 64,
-58 and 56; at 128 they take 75 and 61 (benchmarks/results/linear_fp8_h200.json)."""
+"""Of ours. Launched early, a layer's products of Flash take 44, 47 and 54 us at 1, 16 and 64 tokens, DeepGEMM's 64, 58
+and 56; at 128 they take 75 and 61 (benchmarks/results/linear_fp8_h200.json)."""
 PRODUCT = "w8a8_block_fp8_linear"
 """The attribute of SGLang's `Fp8LinearMethod` that holds its product."""
 
