@@ -344,7 +344,7 @@ MUTATED = {
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_here")
+@pytest.mark.usefixtures("compiled_here", "in_turns")
 @pytest.mark.parametrize("name", MUTATED)
 def test_deleted_synchronisation_is_noticed(name: str) -> None:
     """Every deletion but those explained in emulator/results/mutation_reasons.json."""
@@ -358,7 +358,6 @@ def test_deleted_synchronisation_is_noticed(name: str) -> None:
     y, streams, post, comb, fn, base, scale, weight = inputs(*size)
     arguments = (streams, (y, post, comb), (fn, base, scale), weight, NORM_EPS, HC_EPS, ITERATIONS)
     with emulated(checks=Checks.strict(), arch="sm_90a", multiprocessors=16, record=True) as device:
-        device.memory.constant(fn)
         gpu.run("sm_90a", "hc_boundary", 24, *arguments, *plan)
     rates = delete_synchronisation(name, device)
     assert rates and set(rates.values()) == {1}

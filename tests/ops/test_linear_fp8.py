@@ -387,6 +387,7 @@ def test_it_is_hopper_s(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_turns")
 @pytest.mark.parametrize("name", ["alone", "cluster"])
 def test_deleted_synchronisation_is_noticed(name: str) -> None:
     """Every deletion but those explained in emulator/results/mutation_reasons.json."""
