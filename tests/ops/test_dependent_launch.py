@@ -255,15 +255,15 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
 def test_both_are_kept_beside_each_other(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """In memory and on disk: the switch is part of a kernel's name."""
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, str(tmp_path))
-    off = compile_cache._Stored.at(compile_cache.folder(), "a", "1", "sm_90a")
+    by_default = compile_cache._Stored.at(compile_cache.folder(), "a", "1", "sm_90a")
     made = []
     monkeypatch.setattr(compile_cache, "_from_disk_or_compiler", lambda *arguments: made.append(arguments) or id)
     for on in (False, True, False, True):
         with dependent_launch.switched(on):
             compile_cache.load_or_compile("a", 1, "sm_90a", lambda: None)
-    (name, config, arch, _), (_, config_of_on, _, _) = made
-    assert compile_cache._Stored.at(compile_cache.folder(), name, config, arch).object == off.object
-    assert compile_cache._Stored.at(compile_cache.folder(), name, config_of_on, arch).object != off.object
+    (name, config_of_off, arch, _), (_, config, _, _) = made
+    assert compile_cache._Stored.at(compile_cache.folder(), name, config, arch).object == by_default.object
+    assert compile_cache._Stored.at(compile_cache.folder(), name, config_of_off, arch).object != by_default.object
 
 
 # ---- places: rules 3 and 4 of `dependent_launch`, as a model of what a GPU may do, since launches do not meet here
