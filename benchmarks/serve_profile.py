@@ -7,7 +7,7 @@
 With --trace FOLDER the profiler's trace stays there, with what the host did. A step's busy time is that in which some
 kernel runs: what several share (side streams, launches that begin while the one before ends) counts once, and gaps do
 not. Its span, from one step to the next, has the gaps, too. In the table a kernel's own time is from its first CTA to
-its last, so with DSV4_DEPENDENT_LAUNCH=on also what it waits: only busy time and span compare.
+its last, so with launches that begin early also what it waits: only busy time and span compare.
 """
 
 from __future__ import annotations
