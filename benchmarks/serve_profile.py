@@ -61,7 +61,7 @@ def profile_decode(url: str, requests: int, context: int) -> Profile:
 
 
 def decode_events(url: str, requests: int, context: int) -> list[dict]:
-    """What the GPU did in STEPS decode steps (of a server that speculates, draft and verify steps): the trace's events.
+    """STEPS decode steps (of a server that speculates, draft and verify steps): what the GPU did, and the host's calls.
 
     Raises:
         RuntimeError: the server wrote no trace with GPU work.
@@ -163,7 +163,7 @@ def _trace(folder: Path) -> list[dict]:
 
 def _read(events: list[dict], steps: int) -> Profile:
     calls = sum(e["cat"] in HOST_CALLS and any(part in e["name"] for part in ENQUEUES) for e in events)
-    events = [event for event in events if event["cat"] in GPU_WORK]
+    events = gpu_work(events)
     times: dict[str, list[float]] = collections.defaultdict(list)
     for event in events:
         times[event["name"]].append(event["dur"])
@@ -171,6 +171,11 @@ def _read(events: list[dict], steps: int) -> Profile:
     begin, end = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events)
     span = (end - begin) / steps
     return Profile(len(events) / steps, busy_us(events) / steps, span, tuple(kernels), calls / steps)
+
+
+def gpu_work(events: Sequence[dict]) -> list[dict]:
+    """Of a trace's events those of the GPU: a call of the host has the same correlation, and lies before."""
+    return [event for event in events if event["cat"] in GPU_WORK]
 
 
 def busy_us(events: Sequence[dict]) -> float:
