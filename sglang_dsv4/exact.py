@@ -13,8 +13,7 @@ What keeps the promise is one rule: every operator of a forward is batch-invaria
   (`layers.packed_experts`) sums in an order that K alone decides.
 * Sums over ranks are made in the order of the ranks (`layers.rank_sum`).
 * A token that was decoded and one that is computed again in a prefill are one token: a forward of a prefill divides
-  keys as one of decode does (`ForwardMetadata.split_keys`), and on Hopper both take the prefill's kernel for index
-  scores (`dsv4_kernels.indexer.gpu`).
+  keys as one of decode does (`ForwardMetadata.split_keys`).
 * Draws are keyed by the request's seed (`sampling`), which SGLang takes to be 42 where a request names none.
 
 What can't be kept gets a 400 (:func:`reason_against`).

@@ -10,8 +10,7 @@ one of two places:
                         that all layers share, and multiplied as the other one is. It is faster than cuBLAS in bf16
                         up to 16 tokens, and slower beyond (benchmarks/results/grouped_linear_h200.json).
 
-Both have the same bits where products do not depend on the batch (`--enable-deterministic-inference`), so there a token
-of a prefill has those of a decode step; cuBLAS sums in another order. On a CPU the variable changes nothing.
+Both have the same bits, those of `dsv4_kernels.linear.grouped_linear` on Hopper. On a CPU the variable changes nothing.
 """
 
 from __future__ import annotations
