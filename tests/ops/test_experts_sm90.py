@@ -46,9 +46,9 @@ SLOW = {
 
 
 def shapes() -> dict[str, Any]:
-    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
+    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, WIDE_BY_FOUR
 
-    return {"narrow": NARROW, "paired": PAIRED, "wide": WIDE}
+    return {"narrow": NARROW, "paired": PAIRED, "wide": WIDE, "by-four": WIDE_BY_FOUR}
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ PAIRED = {
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        *((name, shape) for name in CASES for shape in ("narrow", "wide")),
+        *((name, shape) for name in CASES for shape in ("narrow", "wide", "by-four")),
         *((name, "paired") for name in PAIRED),
         *(pytest.param(name, shape, marks=pytest.mark.slow) for name in SLOW for shape in shape_names()),
     ],
@@ -540,7 +540,7 @@ def test_no_configuration_spills(shape: str) -> None:
     from host import emulated
 
     from dsv4_kernels.moe.sm90 import launch
-    from dsv4_kernels.moe.sm90.plan import THREADS, Plan, Product
+    from dsv4_kernels.moe.sm90.plan import Plan, Product
 
     chosen = shapes()[shape]
     with emulated(arch="sm_90a"):
@@ -548,7 +548,10 @@ def test_no_configuration_spills(shape: str) -> None:
             found = resources(launch.compile(Plan(product, chosen)).__cubin__)
             assert found["stack_bytes"] == 0
             of_warp = -(-found["registers"] // 8) * 8 * 32
-            assert of_warp * (THREADS // 32) * chosen.ctas_per_sm <= 65_536
+            assert of_warp * (chosen.threads // 32) * chosen.ctas_per_sm <= 65_536
+            if chosen.registers is not None:
+                of_consumer, of_producer = chosen.registers
+                assert chosen.consumer_warps * 32 * of_consumer + 128 * of_producer <= 65_536
             assert chosen.ctas_per_sm * (Plan(product, chosen).smem_bytes + 2048) <= 228 * 1024
 
 

@@ -6,7 +6,7 @@ scales in them (weights.py); slots are the narrow right one. Everything that is 
 shared memory, so one thread copies all of it by bulk copies, some stages ahead of the products and across work tiles:
 
     PRODUCER (1 thread)      waits empty[stage]; weights, slots and their scales arrive at full[stage]
-    CONSUMER (2 warpgroups)  64 rows each: waits full[stage], arrives at empty[stage]
+    CONSUMER (2 warpgroups)  64 rows each: waits full[stage], arrives at empty[stage]; or 4, with half the slots each
 
 A step takes a stage; of a shape with pairs those of a tile that is wider than a stage has room for take two, which
 begin at an even one (such tiles are listed only if products have an even number of steps).
@@ -28,9 +28,8 @@ from dsv4_kernels.bf16_rows import add, at_least, at_most, exp, mul, reciprocal
 from dsv4_kernels.linear.kernel import store_bf16
 from dsv4_kernels.moe.sm90.plan import (
     CHANNELS,
-    CONSUMER_WARPS,
     GROUP_BYTES,
-    THREADS,
+    ROW_WARPS,
     WARP,
     Arguments,
     Product,
@@ -54,7 +53,7 @@ def launch(args: Arguments, num_ctas: Int32, plan: cutlass.Constexpr, stream: cu
     """Persistent: num_ctas is at most the CTAs that are resident at once."""
     kernel(args, plan).launch(
         grid=[num_ctas, 1, 1],
-        block=[THREADS, 1, 1],
+        block=[plan.shape.threads, 1, 1],
         stream=stream,
         min_blocks_per_mp=plan.shape.ctas_per_sm,
         preferred_smem_carveout=100,  # percent: as many CTAs fit as were planned
@@ -76,20 +75,25 @@ def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
     if thread == 0:
         for stage in cutlass.range_constexpr(plan.shape.stages):
             cute.arch.mbarrier_init(full + stage, 1)
-            cute.arch.mbarrier_init(empty + stage, CONSUMER_WARPS)
+            cute.arch.mbarrier_init(empty + stage, plan.shape.consumer_warps)
     # Columns of an instruction behind a work tile's last slot multiply what lies there: it must be something.
-    for at in cutlass.range(thread * 16, plan.codes_offset, THREADS * 16, unroll=1):
+    for at in cutlass.range(thread * 16, plan.codes_offset, plan.shape.threads * 16, unroll=1):
         ptx.store_shared(base + at, (Uint32(0),) * 4)
     cute.arch.fence_view_async_shared()  # these zeros, and the barriers
     cute.arch.sync_threads()
     dependent_launch.begin()
     end = ptx.load_i32(args.num_tiles) * args.row_tiles
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    if warp == CONSUMER_WARPS:
-        with cute.arch.elect_one():
-            produce(args, plan, base, full, empty, first, stride, end)
-    else:
+    if warp < plan.shape.consumer_warps:
+        if cutlass.const_expr(plan.shape.registers is not None):
+            cute.arch.setmaxregister_increase(plan.shape.registers[0])
         consume(args, plan, base, full, empty, thread, first, stride, end)
+    else:
+        if cutlass.const_expr(plan.shape.registers is not None):
+            cute.arch.setmaxregister_decrease(plan.shape.registers[1])
+        if warp == plan.shape.consumer_warps:
+            with cute.arch.elect_one():
+                produce(args, plan, base, full, empty, first, stride, end)
 
 
 @cute.jit
@@ -197,7 +201,8 @@ def consume(
     stride: Int32,
     end: Int32,
 ) -> None:
-    """A consumer warpgroup: 64 rows of every work tile."""
+    """A consumer warpgroup: 64 rows of every work tile, and all its slots or a part."""
+    unit, part = thread // WARP % ROW_WARPS, thread // (WARP * ROW_WARPS)
     stage, phase = Int32(0), Int32(0)
     for index in cutlass.range(first, end, stride, unroll=1):
         row_tile, expert, first_group, groups = work_tile(args, index)
@@ -205,10 +210,14 @@ def consume(
         for width in cutlass.range_constexpr(len(plan.shape.widths)):
             slots = plan.shape.widths[width]
             if (groups * GROUP > least) & (groups * GROUP <= slots):
-                sums = cute.make_rmem_tensor((slots // 2,), Float32)
+                own = slots // plan.shape.slot_parts
+                sums = cute.make_rmem_tensor((own // 2,), Float32)
                 sums.fill(0.0)
-                sum_products(args, plan, slots, base, full, empty, thread, stage, phase, sums)
-                finish(args, plan, slots, thread, row_tile, expert, first_group, groups, sums)
+                first_slot = part * own
+                sum_products(args, plan, own, base, full, empty, thread % WARP, unit, first_slot, stage, phase, sums)
+                others = first_slot // GROUP
+                place = row_tile, expert, first_group + others, groups - others
+                finish(args, plan, own, thread % WARP, unit, place, sums)
             least = slots
         passed = stage + args.steps
         if cutlass.const_expr(plan.shape.paired):
@@ -226,17 +235,19 @@ def sum_products(
     base: Int32,
     full: cute.Pointer,
     empty: cute.Pointer,
-    thread: Int32,
+    lane: Int32,
+    unit: Int32,
+    first_slot: Int32,
     stage: Int32,
     phase: Int32,
     sums: cute.Tensor,
 ) -> None:
     """Adds all of K. Element 4 j + 2 h + b of a lane is of its warp's unit row lane // 4 + 8 h, and of the work tile
-    slot 8 j + 2 (lane % 4) + b."""
-    lane = thread % WARP
-    codes = base + plan.codes_offset + thread // WARP * UNIT_BYTES
-    shifts = base + plan.shifts_offset + thread // WARP * UNIT_SHIFT_BYTES
-    scales = base + plan.scales_offset + lane % 4 * 8
+    slot first_slot + 8 j + 2 (lane % 4) + b."""
+    codes = base + plan.codes_offset + unit * UNIT_BYTES
+    shifts = base + plan.shifts_offset + unit * UNIT_SHIFT_BYTES
+    scales = base + plan.scales_offset + first_slot * 4 + lane % 4 * 8
+    tokens = base + first_slot * STEP
     for _ in cutlass.range(args.steps, unroll=1):
         cute.arch.mbarrier_wait(full + stage, phase)
         left = fragments(codes + stage * CODE_BYTES, shifts + stage * SHIFT_BYTES, lane)
@@ -244,7 +255,7 @@ def sum_products(
         # Both halves of a tile that takes two stages one after the other: registers do not hold all its products.
         width = min(slots, plan.shape.room)
         for first in cutlass.range_constexpr(0, slots, width):
-            products = multiply(left, width, base + stage * plan.token_bytes + first * STEP)
+            products = multiply(left, width, tokens + stage * plan.token_bytes + first * STEP)
             add_scaled(sums, products, first, of_slots)
         cute.arch.fence_view_async_shared()  # generic loads, before a bulk copy writes there
         cute.arch.sync_warp()
@@ -270,15 +281,21 @@ def finish(
     args: Arguments,
     plan: cutlass.Constexpr,
     slots: cutlass.Constexpr[int],
-    thread: Int32,
-    row_tile: Int32,
-    expert: Int32,
-    first_group: Int32,
-    groups: Int32,
+    lane: Int32,
+    unit: Int32,
+    place: tuple,
     sums: cute.Tensor,
 ) -> None:
-    """Multiplies by the rows' factors, and stores a work tile's part of h or of the output rows."""
-    lane, unit = thread % WARP, thread // WARP
+    """Multiplies by the rows' factors, and stores a work tile's part of h or of the output rows.
+
+    Args:
+        args, plan: of the kernel.
+        slots: that the warpgroup has at the most.
+        lane, unit: of the warp.
+        place: row tile, expert, the warpgroup's first group, and how many it has (or fewer than none).
+        sums: of `sum_products`.
+    """
+    row_tile, expert, first_group, groups = place
     row = row_tile * TILE_ROWS + unit * UNIT_ROWS + lane // 4
     factor = args.factors + expert * args.factor_expert_bytes + row * 4
     upper, lower = ptx.load_f32(factor), ptx.load_f32(factor + 4 * (UNIT_ROWS // 2))
