@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 pytestmark = pytest.mark.usefixtures("compiled_here")
 
-HEADS = (8, 16, 1, 15)
+HEADS = (8, 16, 24, 32, 1, 15, 17)
 """Of the cases, in turns."""
 QUICK = ((True, "LIST"), (False, "PAGES"))
 """(FP8 rows, entries): what is not slow needs these kernels."""
@@ -69,7 +69,7 @@ def allowed_parts(case: Case) -> list[int]:
         found = set()
         for clusters in ((0, 9**9, *(0,) * 8), (0, 9**9, 9**9, *(0,) * 7), (0, *(9**9,) * 4, *(0,) * 5), (9**9,) * 10):
             patch.setattr(sm90, "num_clusters", lambda device, clusters=clusters: clusters)
-            found.add(sm90._parts(problem))
+            found.add(sm90._parts(problem, sm90._configuration_of_few_heads(problem)))
     return sorted(found)
 
 
@@ -231,7 +231,9 @@ def test_nobody_can_wait_for_a_cta_that_has_not_begun() -> None:
 
 DIVIDED = {
     "one_kv_split": Spec(tokens=3, heads=16, entry_lengths=(512, 5, 130)),
+    "32_one_kv_split": Spec(tokens=3, heads=32, entry_lengths=(512, 5, 130)),
     "kv_splits": Spec(tokens=3, heads=8, entry_lengths=(700, 3, 300), split_keys=128, sink="mixed"),
+    "32_kv_splits": Spec(tokens=3, heads=24, entry_lengths=(700, 3, 300), split_keys=128, sink="mixed"),
     "kv_splits_beside_one": Spec(tokens=2, heads=16, entry_lengths=(2800, 200), split_keys=384),
     "holes_only": Spec(tokens=3, heads=16, window_lengths=(0,), entry_lengths=(0, 1, 0), entries=512, split_keys=128),
     "bf16": Spec(tokens=2, heads=16, entry_lengths=(300, 30), dense=True, fp8=False),

@@ -25,11 +25,10 @@ from dsv4_kernels.sparse_attention.scratch import NUM_COUNTERS, Scratch
 from dsv4_kernels.sparse_attention.sm90 import cluster, persistent
 from dsv4_kernels.sparse_attention.sm90.cluster import MAX_CLUSTER
 from dsv4_kernels.sparse_attention.sm90.few_heads import kernel as few_heads
-from dsv4_kernels.sparse_attention.sm90.few_heads.plan import CTAS, EARLY_GROUPS, MAX_ELEMENTS, PARTS, PIECES, FewHeads
+from dsv4_kernels.sparse_attention.sm90.few_heads.plan import COLUMNS, EARLY_GROUPS, MAX_ELEMENTS, PARTS, PIECES, FewHeads
 from dsv4_kernels.sparse_attention.sm90.plan import (
     CHANNEL_SPLITS,
     HEADS,
-    KEY_TILE,
     LOG2_E,
     MAX_CTAS,
     MAX_SPLIT_TOKENS,
@@ -62,7 +61,12 @@ def configurations() -> tuple[Configuration, ...]:
 
 def configurations_of_few_heads() -> tuple[FewHeads, ...]:
     """The same with few heads."""
-    return tuple(FewHeads(fp8_rows, entries) for fp8_rows in (True, False) for entries in Entries)
+    return tuple(
+        FewHeads(fp8_rows, entries, columns=columns)
+        for columns in COLUMNS
+        for fp8_rows in (True, False)
+        for entries in Entries
+    )
 
 
 def compile(configuration: Configuration | FewHeads) -> Callable[..., None]:
@@ -214,7 +218,7 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
 def _launch_few_heads(problem: Problem) -> None:
     _check_divisions(problem)
     configuration = _configuration_of_few_heads(problem)
-    parts = _parts(problem)
+    parts = _parts(problem, configuration)
     for first in range(0, problem.num_tokens, MAX_TOKENS):
         tokens = slice(first, min(first + MAX_TOKENS, problem.num_tokens))
         arguments = _arguments(problem, tokens)
@@ -224,12 +228,13 @@ def _launch_few_heads(problem: Problem) -> None:
 
 
 def _configuration_of_few_heads(problem: Problem) -> FewHeads:
-    return FewHeads(problem.row_format is RowFormat.FP8, _entries(problem), EARLY_GROUPS)
+    columns = min(n for n in COLUMNS if problem.num_heads <= n)
+    return FewHeads(problem.row_format is RowFormat.FP8, _entries(problem), EARLY_GROUPS, columns)
 
 
-def _parts(problem: Problem) -> int:
+def _parts(problem: Problem, configuration: FewHeads) -> int:
     """Among how many CTAs to divide a token's leaves: as many as find room at once, of all tokens."""
-    tiles = problem.max_steps * STEP_KEYS // KEY_TILE
+    tiles = problem.max_steps * configuration.tiles_of_step
     clusters = num_clusters(problem.q.device)
 
     def divides(n: int) -> bool:
@@ -238,7 +243,7 @@ def _parts(problem: Problem) -> int:
             return True  # each tile by itself
         return n <= elements <= MAX_ELEMENTS * n
 
-    possible = (n for n in PARTS if divides(n) and problem.num_tokens <= clusters[n] * CTAS)
+    possible = (n for n in PARTS if divides(n) and problem.num_tokens <= clusters[n] * configuration.ctas)
     return max(possible, default=1)
 
 

@@ -50,15 +50,15 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.sparse_attention.sm90 import tile_scheduler as scheduler
 from dsv4_kernels.sparse_attention.sm90.barriers import sync
+from dsv4_kernels.sparse_attention.sm90.epilogue import load_sink
 from dsv4_kernels.sparse_attention.sm90.few_heads import elements, rows, softmax
 from dsv4_kernels.sparse_attention.sm90.few_heads.plan import (
-    COLUMNS,
-    CTAS,
     PRODUCTS,
     ROWS,
-    STATISTICS,
     TEAM,
     WARPGROUP,
+    WARPS,
+    FewHeads,
     shared_memory,
 )
 from dsv4_kernels.sparse_attention.sm90.plan import GROUP, GROUPS, KEY_TILE, NO_ROW_MAX, Arguments
@@ -72,10 +72,10 @@ def launch(config: cutlass.Constexpr, arguments: Arguments, parts: Int32, stream
     kernel(config, arguments).launch(
         grid=[parts, arguments.num_tokens, 1],
         cluster=[parts, 1, 1],
-        block=[WARPGROUP, 1, 1],
+        block=[config.threads, 1, 1],
         stream=stream,
-        min_blocks_per_mp=CTAS,
-        preferred_smem_carveout=100,  # for two CTAs
+        min_blocks_per_mp=config.ctas,
+        preferred_smem_carveout=100,
         use_pdl=dependent_launch.is_on(),
     )
 
@@ -88,13 +88,14 @@ def kernel(config: cutlass.Constexpr, args: Arguments) -> None:
     part, token, _ = cute.arch.block_idx()
     parts, _, _ = cute.arch.grid_dim()
     shared = cutlass.utils.SmemAllocator().allocate(shared_memory(config))
-    rows.copy_q(args, shared, thread, token)
     visible = scheduler.visible_entries(config, args, token)
-    keys = elements.divide_keys(args, scheduler.count_steps(args, visible), parts)
-    attend(config, args, shared, thread, token, visible, keys, part, parts)
+    rows.prefetch_lists(config, args, thread, token)
+    q = rows.load_q(config, args, thread, token)
+    keys = elements.divide_keys(config, args, scheduler.count_steps(args, visible), parts)
+    sink = attend(config, args, shared, thread, token, visible, keys, part, parts, q)
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()  # all elements of the token are there
-    elements.combine(args, shared, thread, token, keys, part, parts)
+    elements.combine(config, args, shared, thread, token, keys, part, parts, sink)
     cute.arch.cluster_arrive_relaxed()
     cute.arch.cluster_wait()  # nobody reads this CTA's any more
 
@@ -113,41 +114,47 @@ def attend(
     keys: elements.Keys,
     part: Int32,
     parts: Int32,
-) -> None:
-    """Computes this part's leaves and leaves them in shared memory, the first elements of the token as one."""
+    q: tuple,
+) -> Float32:
+    """Computes this part's leaves and leaves them in shared memory, the first elements of the token as one. The sink of
+    the head that the thread has then is loaded meanwhile."""
     lane, warp = thread % 32, thread // 32
     row, quad = warp * 16 + lane // 4, lane % 4
     early = min(config.early_groups, config.staged_groups)
-    places = rows.Places.of(shared, thread, row)
-    scores_mma, out_mma, q_operand, value_operand, p_operand = mma_operands(shared, thread)
+    places = rows.Places.of(shared, thread)
+    scores_mma, out_mma, q_operand, value_operand, p_operand = mma_operands(config, shared, thread)
+    first_group = 0
+    if const_expr(config.teams > 1):
+        first_group = cute.arch.make_warp_uniform(warp // WARPS) * config.out_groups
 
-    out = cute.make_rmem_tensor((GROUPS * COLUMNS // 2,), Float32)
-    total = cute.make_rmem_tensor((GROUPS * COLUMNS // 2,), Float32)
-    scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((KEY_TILE, COLUMNS)), Float32)
-    shape = out_mma.partition_shape_C((GROUP, COLUMNS))
+    out = cute.make_rmem_tensor((config.out_groups * config.columns // 2,), Float32)
+    total = cute.make_rmem_tensor((config.out_groups * config.columns // 2,), Float32)
+    scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((KEY_TILE, config.columns)), Float32)
+    shape = out_mma.partition_shape_C((GROUP, config.columns))
     products = [cute.make_rmem_tensor(shape, Float32) for _ in range(PRODUCTS)]
     shape = scores_mma.partition_shape_A((KEY_TILE, GROUP // 2))
     operands = [cute.make_rmem_tensor(shape, BFloat16) for _ in range(2)]
     scales, next_scales = (cute.make_rmem_tensor((2 * ROWS,), Uint32) for _ in range(2))
     indices, next_indices = (cute.make_rmem_tensor((ROWS,), Int32) for _ in range(2))
     addresses = cute.make_rmem_tensor((ROWS,), Int64)
-    row_max, row_sum, weight = (cute.make_rmem_tensor((STATISTICS,), Float32) for _ in range(3))
+    row_max, row_sum, weight = (cute.make_rmem_tensor((config.statistics,), Float32) for _ in range(3))
 
     begin, end = elements.first_leaf(keys, part, parts), elements.first_leaf(keys, part + 1, parts)
     merges_all = (begin == 0) & (keys.leaves == keys.elements)
     tile, last = elements.first_tile(keys, begin), elements.first_tile(keys, end)
     rows.load_indices(config, args, token, visible, tile, last, row, indices)
     rows.load_indices(config, args, token, visible, tile + 1, last, row, next_indices)
+    # Behind the requests for row numbers, in front of those for rows: the fence may wait for all that is under way.
+    rows.store_q(config, shared, thread, q)
+    cute.arch.fence_view_async_shared()
     rows.locate(config, args, tile, quad, indices, addresses, scales)
     for i in cutlass.range_constexpr(GROUPS):
         rows.copy_group(config, addresses, places, quad, i)
     elements.clear(row_max, row_sum, out)
     total.fill(0.0)
-    if thread < COLUMNS:
+    if thread < config.columns:
         ptx.store_shared_f32x2(Int32(shared.stats.data_ptr().toint()) + thread * 8, (Float32(NO_ROW_MAX), Float32(0.0)))
     leaf, leaf_end = begin, elements.first_tile(keys, begin + 1)
-    cute.arch.cp_async_wait_group(GROUPS)  # for Q
-    cute.arch.fence_view_async_shared()
     cute.arch.barrier()  # Q is there, and statistics of no element
     while tile < last:
         rows.locate(config, args, tile + 1, quad, next_indices, addresses, next_scales)
@@ -174,21 +181,24 @@ def attend(
                     rows.copy_group(config, addresses, places, quad, group)
             words = next_words
         warpgroup.wait_group(0)
-        tile_max = softmax.find_tile_max(args, shared, warp, lane, is_hole, scores)
-        softmax.exponentiate(args, shared, warp, lane, tile_max, scores)
-        softmax.rescale_out(shared, quad, tile_max, row_max, row_sum, weight, out)
+        tile_max = softmax.find_tile_max(config, args, shared, warp, lane, is_hole, scores)
+        softmax.exponentiate(config, args, shared, warp, lane, tile_max, scores)
+        softmax.rescale_out(config, shared, quad, tile_max, row_max, row_sum, weight, out)
         ahead = PRODUCTS - 1
-        for i in cutlass.range_constexpr(GROUPS + ahead):
-            if const_expr(i < GROUPS):
-                multiply(out_mma, products[i % PRODUCTS], value_operand[None, None, None, i], p_operand, 0, False)
+        for i in cutlass.range_constexpr(config.out_groups + ahead):
+            if const_expr(i < config.out_groups):
+                for team in cutlass.range_constexpr(config.teams):
+                    values = value_operand[None, None, None, first_group + (team * GROUPS + i)]
+                    p = p_operand[None, None, None, team]
+                    multiply(out_mma, products[i % PRODUCTS], values, p, 0, team > 0)
                 warpgroup.commit_group()
             if const_expr(i == 0):
                 for group in cutlass.range_constexpr(early, config.staged_groups):
                     rows.copy_group(config, addresses, places, quad, group)
             if const_expr(i >= ahead):
-                warpgroup.wait_group(ahead if i < GROUPS else 0)
-                softmax.add_product(out, products[(i - ahead) % PRODUCTS], weight, i - ahead)
-        sync(TEAM, WARPGROUP)  # all of it has been read
+                warpgroup.wait_group(ahead if i < config.out_groups else 0)
+                softmax.add_product(config, out, products[(i - ahead) % PRODUCTS], weight, i - ahead)
+        sync(TEAM, config.threads)  # all of it has been read
         for i in cutlass.range_constexpr(config.staged_groups, GROUPS):
             rows.copy_group(config, addresses, places, quad, i)
         if const_expr(config.fp8_rows):
@@ -197,35 +207,38 @@ def attend(
         tile += 1
         if tile == leaf_end:
             if merges_all | (leaf == begin):
-                elements.merge_element(shared, warp, lane, total, row_max, row_sum, out)
+                elements.merge_element(config, shared, warp, lane, total, row_max, row_sum, out)
                 elements.clear(row_max, row_sum, out)
             leaf += 1
             leaf_end = elements.first_tile(keys, leaf + 1)
+    sink = load_sink(args, thread % config.columns)
     # Elements go where the values were. What was asked for behind the last tile were zeros, of all threads.
     cute.arch.cp_async_wait_group(0)
-    sync(TEAM, WARPGROUP)
+    sync(TEAM, config.threads)
     if end > begin:
         elements.leave_element(config, shared, warp, lane, 0, total)
     if (end > begin + 1) & (merges_all == 0):
         elements.leave_element(config, shared, warp, lane, 1, out)
-        elements.store_stats(shared, warp, lane, 1, row_max, row_sum)
+        elements.store_stats(config, shared, warp, lane, 1, row_max, row_sum)
+    return sink
 
 
-def mma_operands(shared: cutlass.Constexpr, thread: Int32) -> tuple:
-    """The products of a thread (scores, O) and what they read from shared memory: Q, values, P."""
-    q = shared.q.get_tensor(*swizzled_layout((COLUMNS, GROUP, GROUPS)))
-    keys = shared.values.get_tensor(*swizzled_layout((KEY_TILE, GROUP, GROUPS)))
-    values = cute.composition(keys, cute.make_ordered_layout((GROUP, KEY_TILE, GROUPS), order=(1, 0, 2)))
-    p = shared.p.get_tensor(*swizzled_layout((COLUMNS, KEY_TILE)))
+def mma_operands(config: FewHeads, shared: cutlass.Constexpr, thread: Int32) -> tuple:
+    """The products of a thread (scores, O) and what they read from shared memory: Q, values and P of all teams."""
+    columns, blocks = config.columns, config.teams * GROUPS
+    q = shared.q.get_tensor(*swizzled_layout((columns, GROUP, GROUPS)))
+    keys = shared.values.get_tensor(*swizzled_layout((KEY_TILE, GROUP, blocks)))
+    values = cute.composition(keys, cute.make_ordered_layout((GROUP, KEY_TILE, blocks), order=(1, 0, 2)))
+    p = shared.p.get_tensor(*swizzled_layout((columns, KEY_TILE, config.teams)))
     k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
     types, one = (BFloat16, BFloat16), (1, 1, 1)
     scores_mma = hopper.make_trivial_tiled_mma(
-        *types, k_major, k_major, Float32, one, (KEY_TILE, COLUMNS), warpgroup.OperandSource.RMEM
+        *types, k_major, k_major, Float32, one, (KEY_TILE, columns), warpgroup.OperandSource.RMEM
     )
-    out_mma = hopper.make_trivial_tiled_mma(*types, mn_major, k_major, Float32, one, (GROUP, COLUMNS))
-    thread_mma = scores_mma.get_slice(thread)
+    out_mma = hopper.make_trivial_tiled_mma(*types, mn_major, k_major, Float32, one, (GROUP, columns))
+    thread_mma = scores_mma.get_slice(thread % WARPGROUP)
     q_operand = thread_mma.make_fragment_B(thread_mma.partition_B(q))
-    thread_mma = out_mma.get_slice(thread)
+    thread_mma = out_mma.get_slice(thread % WARPGROUP)
     value_operand = thread_mma.make_fragment_A(thread_mma.partition_A(values))
     p_operand = thread_mma.make_fragment_B(thread_mma.partition_B(p))
     return scores_mma, out_mma, q_operand, value_operand, p_operand
