@@ -72,7 +72,7 @@ def configurations_of_few_heads() -> tuple[FewHeads, ...]:
 def compile(configuration: Configuration | FewHeads) -> Callable[..., None]:
     """The launcher of a configuration, from memory, from disk or from the compiler: (arguments, CTAs, stream).
 
-    CTAs of the launch, or of a cluster if a token's keys are divided by steps or heads are few.
+    CTAs of the launch; of a cluster if a token's keys are divided by steps; clusters of the launch if heads are few.
     """
 
     def from_compiler() -> Callable[..., None]:
@@ -221,10 +221,13 @@ def _launch_few_heads(problem: Problem) -> None:
     parts = _parts(problem, configuration)
     for first in range(0, problem.num_tokens, MAX_TOKENS):
         tokens = slice(first, min(first + MAX_TOKENS, problem.num_tokens))
-        arguments = _arguments(problem, tokens)
+        arguments = _arguments(problem, tokens, ctas_per_token=parts)
         if problem.split_keys is not None:
             arguments = arguments._replace(steps_per_kv_split=problem.split_keys // STEP_KEYS)
-        compile(configuration)(arguments, Int32(parts), _stream(problem))
+        clusters = tokens.stop - tokens.start
+        if parts == 1:
+            clusters = min(clusters, num_multiprocessors(problem.q.device) * configuration.ctas)
+        compile(configuration)(arguments, Int32(clusters), _stream(problem))
 
 
 def _configuration_of_few_heads(problem: Problem) -> FewHeads:

@@ -145,6 +145,7 @@ def leave_element(
     out: cute.Tensor,
 ) -> None:
     """An element to shared memory, where all CTAs of the cluster read it, its channels in their own order."""
+    lane = ptx.opaque(lane)  # places are computed here, not kept in registers since before the loops
     team, in_team, quad = warp // WARPS, warp % WARPS, lane % 4
     group_bytes = GROUP * config.columns * 4
     base = Int32(shared.values.data_ptr().toint()) + (place * config.element_bytes)

@@ -21,7 +21,7 @@ WARPS = WARPGROUP // 32
 ROWS = 2
 """Rows of a tile that a thread has, 8 apart."""
 TEAM = 1
-"""Named barrier of all teams."""
+"""Named barrier of the teams, all threads of a CTA."""
 PRODUCTS = 2
 """Of 64 channels, that a team has under way."""
 EARLY_GROUPS = 4

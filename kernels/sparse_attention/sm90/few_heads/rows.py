@@ -192,19 +192,20 @@ def multiply_half_group(
 # Q
 
 
-def load_q(config: FewHeads, args: Arguments, thread: Int32, token: Int32) -> tuple:
-    """This thread's 16 bytes of every channel group of Q, zeros where there is no head, for `store_q`: a warp loads 128
-    bytes of four heads at a time."""
+def load_q(config: FewHeads, args: Arguments, thread: Int32, token: Int32, words: cute.Tensor) -> None:
+    """This thread's 16 bytes of every channel group of Q, zeros where there is no head or token, for `store_q`: a warp
+    loads 128 bytes of four heads at a time."""
     head, chunk = thread // 8, thread % 8
     source = Int64(token) * args.q_token_stride + Int64(head) * args.q_head_stride
     address = args.q + source * 2 + chunk * 16
-    exists = args.num_heads - head
-    return tuple(
-        ptx.load_or_zeros(Uint32, 4, address + group * ROW_STRIDE, exists, "gt.s32") for group in range(GROUPS)
-    )
+    exists = cutlass.select_(token < args.num_tokens, args.num_heads - head, Int32(0))
+    for group in range(GROUPS):
+        loaded = ptx.load_or_zeros(Uint32, 4, address + group * ROW_STRIDE, exists, "gt.s32")
+        for k in range(4):
+            words[4 * group + k] = loaded[k]
 
 
-def store_q(config: FewHeads, shared: cutlass.Constexpr, thread: Int32, loaded: tuple) -> None:
+def store_q(config: FewHeads, shared: cutlass.Constexpr, thread: Int32, words: cute.Tensor) -> None:
     """Q to shared memory, its channels in the order that the operands of the scores have.
 
     A thread's 16 channels of a group are, four at a time, in one of the group's four operands: columns 2 q, 2 q + 1,
@@ -214,17 +215,17 @@ def store_q(config: FewHeads, shared: cutlass.Constexpr, thread: Int32, loaded: 
     head, chunk = thread // 8, thread % 8
     row = Int32(shared.q.data_ptr().toint()) + (head * ROW_STRIDE + chunk // 2 * 4)
     places = [row + ((chunk % 2 * 4 + k) ^ (head & 7)) * 16 for k in range(4)]
-    for group, words in enumerate(loaded):
-        for place, word in zip(places, words, strict=True):
-            ptx.store_shared_u32(place + group * (config.columns * ROW_STRIDE), word)
+    for group in range(GROUPS):
+        for k in range(4):
+            ptx.store_shared_u32(places[k] + group * (config.columns * ROW_STRIDE), words[4 * group + k])
 
 
 @cute.jit
 def prefetch_lists(config: cutlass.Constexpr, args: Arguments, thread: Int32, token: Int32) -> None:
     """Asks for the token's lists in L2, a line a thread, while it is loaded how much of them counts."""
     place = thread * 32
-    if place < args.window_width:
+    if (place < args.window_width) & (token < args.num_tokens):
         ptx.prefetch(args.window_rows + Int64(token) * args.window_rows_stride * 4, place * 4)
     if const_expr(config.entries == Entries.LIST):
-        if place < args.num_entries:
+        if (place < args.num_entries) & (token < args.num_tokens):
             ptx.prefetch(args.entry_list + Int64(token) * args.entry_list_stride * 4, place * 4)

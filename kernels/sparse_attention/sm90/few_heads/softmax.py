@@ -106,6 +106,7 @@ def exponentiate(
 def rescale_out(
     config: cutlass.Constexpr,
     shared: cutlass.Constexpr,
+    warp: Int32,
     quad: Int32,
     tile_max: tuple,
     row_max: cute.Tensor,
@@ -113,13 +114,19 @@ def rescale_out(
     weight: cute.Tensor,
     out: cute.Tensor,
 ) -> None:
-    """Merges a tile into the row sums and rescales O for it: `weight` is the factor of what the product yields."""
-    sums = load_of_warps(config, place_of_columns(config, shared.row_sums, quad))
+    """Merges a tile into the row sums and rescales O for it: `weight` is the factor of what the product yields.
+
+    Row sums are right in the first warp only, which stores them (`elements.store_stats`): to load the tile's and to add
+    them up is a twentieth of the loop's instructions.
+    """
     before, changed = cute.make_rmem_tensor((config.statistics,), Float32), Boolean(False)
     for c in cutlass.range_constexpr(config.statistics):
         before[c], weight[c] = rescale_factors(row_max, tile_max[c], c)
-        row_sum[c] = ptx.fma(sum_of_warps(sums[c]), weight[c], row_sum[c] * before[c])
         changed = changed | (before[c] != 1.0)
+    if warp == 0:
+        sums = load_of_warps(config, place_of_columns(config, shared.row_sums, quad))
+        for c in cutlass.range_constexpr(config.statistics):
+            row_sum[c] = ptx.fma(sum_of_warps(sums[c]), weight[c], row_sum[c] * before[c])
     if cute.arch.vote_any_sync(changed):
         for at in cutlass.range_constexpr(cute.size(out)):
             out[at] = out[at] * before[column_of(config, at)]
