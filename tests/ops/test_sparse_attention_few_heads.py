@@ -52,6 +52,7 @@ def launch_on(
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     sm90.num_clusters.cache_clear()  # this device has another number
+    sm90.num_multiprocessors.cache_clear()
     options = {"checks": Checks.strict(), "arch": sm90.ARCH, **options}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90, "FEW_HEADS", max(HEADS))
@@ -195,28 +196,31 @@ def test_more_than_16_heads_have_two_teams(heads: int, columns: int) -> None:
 @pytest.mark.parametrize(
     ("heads", "window", "entries", "split_keys", "parts"),
     [
-        # (tokens, parts): twice as many clusters of 1, 2, 4 and 8 find room as 132, 66, 33 and 16.
-        (16, 128, 512, None, ((1, 8), (32, 8), (33, 4), (66, 4), (67, 2), (132, 2), (133, 1))),  # ten tiles
-        (16, 128, 896, None, ((1, 8), (32, 8), (33, 4))),  # sixteen: two for each of eight CTAs
-        (16, 128, 1024, None, ((1, 4), (66, 4), (67, 2))),  # eighteen
-        (16, 128, 128, None, ((1, 4), (66, 4), (67, 2))),  # four: elements are tiles
-        (16, 128, 0, None, ((1, 2), (132, 2), (133, 1))),  # two tiles: no more elements
-        # Eight KV splits: two for each of four CTAs, but not four for each of two.
-        (16, 128, 8192, 1152, ((1, 8), (32, 8), (33, 4), (66, 4), (67, 1))),
+        # (tokens, parts): as many clusters of 1, 2, 4 and 8 find room as 132, 66, 33 and 16, and twice as many if two
+        # CTAs share a multiprocessor, which costs more than a tile or two.
+        (16, 128, 512, None, ((1, 8), (16, 8), (17, 4), (33, 4), (34, 2), (132, 2), (133, 1))),  # ten tiles
+        (16, 128, 896, None, ((1, 8), (16, 8), (17, 4), (66, 4), (67, 2))),  # sixteen: two for each of eight CTAs
+        (16, 128, 1024, None, ((1, 4), (66, 4), (67, 2), (132, 2), (133, 1), (4096, 1))),  # eighteen
+        (16, 128, 256, None, ((1, 8), (16, 8), (17, 4), (33, 4), (34, 2))),  # six
+        (16, 128, 128, None, ((1, 4), (33, 4), (34, 2), (66, 2), (67, 1))),  # four: elements are tiles
+        (16, 128, 0, None, ((1, 2), (66, 2), (67, 1), (4096, 1))),  # two tiles: no more elements
+        # Eight KV splits: two for each of four CTAs, but not four for each of two. Rather one cluster after the other
+        # than a CTA alone with all of a token.
+        (16, 128, 8192, 1152, ((1, 8), (32, 8), (33, 4), (66, 4), (67, 8), (4096, 1))),
         (16, 128, 4992, 128, ((1, 1),)),  # forty
         # Of two teams as many as 132, 66, 33 and 16; tiles are steps.
         (32, 128, 512, None, ((1, 8), (16, 8), (17, 4), (33, 4), (34, 2), (66, 2), (67, 1))),  # five tiles
-        (32, 128, 1024, None, ((1, 8), (16, 8), (17, 4))),  # nine
+        (32, 128, 1024, None, ((1, 8), (16, 8), (17, 4), (33, 4), (34, 2), (66, 2), (67, 1), (4096, 1))),  # nine
         (32, 128, 256, None, ((1, 2), (66, 2), (67, 1))),  # three: elements are tiles, too few for four CTAs
         (32, 128, 0, None, ((1, 1),)),
-        (32, 128, 8192, 1152, ((1, 8), (16, 8), (17, 4), (33, 4), (34, 1))),
+        (32, 128, 8192, 1152, ((1, 8), (16, 8), (17, 4), (33, 4), (34, 8), (100, 1))),
     ],
     ids=[
-        *("csa_512", "sixteen_tiles", "csa_1024", "four_tiles", "window", "hca_1m", "many_kv_splits"),
+        *("csa_512", "sixteen_tiles", "csa_1024", "hca_32k", "four_tiles", "window", "hca_1m", "many_kv_splits"),
         *("32_csa_512", "32_csa_1024", "32_three_tiles", "32_window", "32_hca_1m"),
     ],
 )
-def test_parts_are_as_many_as_find_room(
+def test_parts_are_as_many_as_pay(
     monkeypatch: pytest.MonkeyPatch,
     heads: int,
     window: int,

@@ -25,7 +25,15 @@ from dsv4_kernels.sparse_attention.scratch import NUM_COUNTERS, Scratch
 from dsv4_kernels.sparse_attention.sm90 import cluster, persistent
 from dsv4_kernels.sparse_attention.sm90.cluster import MAX_CLUSTER
 from dsv4_kernels.sparse_attention.sm90.few_heads import kernel as few_heads
-from dsv4_kernels.sparse_attention.sm90.few_heads.plan import COLUMNS, EARLY_GROUPS, MAX_ELEMENTS, PARTS, PIECES, FewHeads
+from dsv4_kernels.sparse_attention.sm90.few_heads.plan import (
+    COLUMNS,
+    EARLY_GROUPS,
+    MAX_ELEMENTS,
+    MICROSECONDS,
+    PARTS,
+    PIECES,
+    FewHeads,
+)
 from dsv4_kernels.sparse_attention.sm90.plan import (
     CHANNEL_SPLITS,
     HEADS,
@@ -236,18 +244,23 @@ def _configuration_of_few_heads(problem: Problem) -> FewHeads:
 
 
 def _parts(problem: Problem, configuration: FewHeads) -> int:
-    """Among how many CTAs to divide a token's leaves: as many as find room at once, of all tokens."""
+    """Among how many CTAs to divide a token's leaves: what takes least, by what was measured of other calls."""
     tiles = problem.max_steps * configuration.tiles_of_step
+    elements = max(problem.max_kv_splits, min(PIECES, tiles))  # of any token of this call, however short
     clusters = num_clusters(problem.q.device)
 
-    def divides(n: int) -> bool:
-        elements = max(problem.max_kv_splits, min(PIECES, tiles))  # of any token of this call, however short
-        if PIECES < n and elements < tiles <= MAX_ELEMENTS * n and problem.max_kv_splits == 1:
-            return True  # each tile by itself
-        return n <= elements <= MAX_ELEMENTS * n
+    def by_tiles(n: int) -> bool:
+        return PIECES < n and elements < tiles <= MAX_ELEMENTS * n and problem.max_kv_splits == 1
 
-    possible = (n for n in PARTS if divides(n) and problem.num_tokens <= clusters[n] * configuration.ctas)
-    return max(possible, default=1)
+    def microseconds(n: int) -> float:
+        ctas = configuration.ctas if problem.num_tokens > clusters[n] else 1
+        beginning, of_a_tile = MICROSECONDS[ctas]
+        leaves = tiles if by_tiles(n) else elements
+        tiles_of_part = -(-tiles * -(-leaves // n) // leaves)
+        return -(-problem.num_tokens // (clusters[n] * ctas)) * (beginning + of_a_tile * tiles_of_part)
+
+    divided = (n for n in PARTS[1:] if by_tiles(n) or n <= elements <= MAX_ELEMENTS * n)
+    return min((1, *(n for n in divided if clusters[n])), key=microseconds)
 
 
 def _entries(problem: Problem) -> Entries:

@@ -25,10 +25,10 @@ Whole tokens, of which there may be many, are computed by as many CTAs as find r
 first rows, Q and row numbers are asked for while the elements of the one before are merged. The parts of a token have a
 CTA each, which ends.
 
-Keys come in tiles of 64, or of 128 for two teams. Each is computed as if it were alone, with its own maximum and products that begin at zero,
-and then merged, lazily as in persistent.py. The order of the merges follows from the token's own length: tiles are
-merged to elements, and elements to the token's result. Elements are its KV splits (split.py); if it has a single one,
-PIECES of that. So whoever computes an element, the bits are the same.
+Keys come in tiles of 64, or of 128 for two teams. Each is computed as if it were alone, with its own maximum and
+products that begin at zero, and then merged, lazily as in persistent.py. The order of the merges follows from the
+token's own length: tiles are merged to elements, and elements to the token's result. Elements are its KV splits
+(split.py); if it has a single one, PIECES of that. So whoever computes an element, the bits are the same.
 
 Where tokens are few, `parts` CTAs share the elements of a token, at most two each (but the first CTA, which may merge
 those it has). They are a cluster: each leaves its elements in its own shared memory, all meet, and each merges all
@@ -44,7 +44,7 @@ together, and there are no counters or scratch memory; so nothing depends on wha
     all teams         the last copies, which were zeros, to where elements go       TEAM
     the CTA           Q; reads of the statistics that an element changes            barrier 0
     the cluster       leaves of all parts; that all have been read                  cluster barrier
-    the CTA           the same, and the next token's Q                              barrier 0
+    the CTA           the same of a whole token, before the next one                barrier 0
 """
 
 from typing import NamedTuple
@@ -187,7 +187,7 @@ def attend(
                 Int32(shared.stats.data_ptr().toint()) + thread * 8, (Float32(NO_ROW_MAX), Float32(0.0))
             )
         leaf, leaf_end = begin, elements.first_tile(keys, begin + 1)
-        cute.arch.barrier()  # Q is there, and statistics of no element
+        cute.arch.barrier()  # the first Q is there, and statistics of no element
         while tile < last:
             rows.locate(config, args, tile + 1, quad, next_indices, addresses, next_scales)
             is_hole = (indices[0] < 0, indices[1] < 0)
@@ -273,9 +273,9 @@ def attend(
         if next_token < args.num_tokens:
             rows.store_q(config, shared, thread, q)
             cute.arch.fence_view_async_shared()
+            cute.arch.barrier()  # Q is there, and nobody reads elements any more: tokens with a next one have one part
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()  # nobody reads this CTA's any more
-        cute.arch.barrier()
         token = next_token
         visible = next_visible
 

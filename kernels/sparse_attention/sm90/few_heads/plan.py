@@ -16,6 +16,10 @@ MAX_ELEMENTS = 2
 """Of a CTA that does not have the token's first one: one in registers beside the one that is computed."""
 PARTS = (1, 2, 4, 8)
 """Among how many CTAs a token's elements may be divided, or its tiles if they are more than its pieces; a cluster."""
+MICROSECONDS = {1: (7.8, 2.2), 2: (11.5, 3.0)}
+"""What a launch and what each tile of a CTA takes by the number of CTAs a multiprocessor, with up to 16 heads: measured
+on an H200, and enough to choose among PARTS. So the CTAs of clusters that divide a token into four or eight rather have
+a multiprocessor each, and large parts are computed one after the other rather than whole tokens by a CTA each."""
 WARPGROUP = 128
 WARPS = WARPGROUP // 32
 ROWS = 2
