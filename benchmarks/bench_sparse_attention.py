@@ -64,7 +64,7 @@ from attention_inputs import (
 )
 from torch import Tensor
 
-from dsv4_kernels import compile_cache, registry
+from dsv4_kernels import compile_cache, dependent_launch, registry
 from dsv4_kernels.kv_layout import PAGE_ROWS, ROW_BYTES, ROW_DIM, KVRows
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.sparse_attention.problem import FEW_HEADS
@@ -609,14 +609,15 @@ def versions() -> dict[str, str | None]:
 
 
 def gpu_state() -> dict[str, str] | None:
-    """Clocks, power and driver as nvidia-smi gives them."""
+    """Clocks, power and driver as nvidia-smi gives them, and whether launches of ours begin early by default."""
     fields = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "temperature.gpu", "driver_version")
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return dict(zip(fields, (part.strip() for part in answer.strip().split(",")), strict=False))
+    found = dict(zip(fields, (part.strip() for part in answer.strip().split(",")), strict=False))
+    return found | {dependent_launch.VARIABLE: "on" if dependent_launch.is_on() else "off"}
 
 
 def heading(benchmark: str, device: torch.device, ceilings: Ceilings) -> dict[str, object]:

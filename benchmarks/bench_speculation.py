@@ -46,7 +46,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from serve_profile import busy_us, decode_events
+from serve_profile import busy_us, decode_events, gpu_work
 from servers import Server, running, versions
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, Shape, hf_config, write_checkpoint
@@ -127,7 +127,7 @@ class Steps:
 
 
 def replays(events: Sequence[dict]) -> list[Replay]:
-    """The graphs of a trace in order: kernels of one launch on the host have its number."""
+    """The graphs of what a GPU did, in order: kernels of one launch on the host have its number."""
     launches: dict[Any, list[dict]] = collections.defaultdict(list)
     for event in events:
         launches[event.get("args", {}).get("correlation")].append(event)
@@ -151,6 +151,7 @@ def steps(events: Sequence[dict]) -> Steps:
     Raises:
         RuntimeError: it has less than three replays of a graph.
     """
+    events = gpu_work(events)
     found = replays(events)
     sizes = collections.Counter()
     for replay in found:

@@ -233,26 +233,19 @@ def indexer(d: Dimensions, device: torch.device, most: int) -> Iterator[Operator
     visible = (context // 4 - torch.arange(most, device=device) % 512 % (context // 8)).int()
     top_k = min(512, context // 16)
 
-    def choose(rows: slice, name: str, required: bool) -> Tensor:
+    def choose(rows: slice, name: str) -> Tensor:
         count = rows.stop - rows.start
         of_rows = torch.zeros(count, dtype=torch.int32, device=device), visible[rows].contiguous()
-        registry.require_batch_invariance(required)
-        try:
-            return index_topk(
-                q[rows], weights[rows], keys, table, 64, *of_rows, top_k, prefill=count > DECODED, impl=name
-            )
-        finally:
-            registry.require_batch_invariance(False)
+        return index_topk(q[rows], weights[rows], keys, table, 64, *of_rows, top_k, prefill=count > DECODED, impl=name)
 
     for chosen in implementations("index_topk", device):
-        for required in (True, False):
-            yield Operator(
-                f"index_topk{'' if required else ' without the flag'}",
-                chosen.name,
-                f"{context // 4} entries",
-                required and chosen.is_batch_invariant(device),
-                lambda rows, name=chosen.name, required=required: choose(rows, name, required),
-            )
+        yield Operator(
+            "index_topk",
+            chosen.name,
+            f"{context // 4} entries",
+            chosen.is_batch_invariant(device),
+            lambda rows, name=chosen.name: choose(rows, name),
+        )
 
 
 def packed_experts(d: Dimensions, device: torch.device, most: int) -> Iterator[Operator]:

@@ -71,6 +71,7 @@ SWITCHES = (
     "SGLANG_DSV4_WO_A",
 )  # of ours, which change how a step runs
 PRINTED_KERNELS = 30
+PRINTED_HOST_CALLS = 5
 REPEATS = (71, 72, 73)  # seeds of the short works; their medians count
 MOST_RUNS = 3  # of a load, beside the first, because of stalls
 
@@ -159,6 +160,8 @@ def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
 def _of_step(found: Profile) -> dict[str, float]:
     for name, launches, us in found.kernels[:PRINTED_KERNELS]:
         print(f"    {us:9.1f} us {launches:7.1f} x  {name[:120]}")
+    for name, calls, us in found.host_calls[:PRINTED_HOST_CALLS]:
+        print(f"    {us:9.1f} us {calls:7.1f} x  by the host: {name}")
     host = {"host_launches_per_step": found.host_launches} if found.host_launches else {}  # if the trace has them
     times = {"busy_us_per_step": found.busy_us, "span_us_per_step": found.span_us}
     return {"launches_per_step": found.launches, **times, **host}

@@ -7,7 +7,7 @@
 With --trace FOLDER the profiler's trace stays there, with what the host did. A step's busy time is that in which some
 kernel runs: what several share (side streams, launches that begin while the one before ends) counts once, and gaps do
 not. Its span, from one step to the next, has the gaps, too. In the table a kernel's own time is from its first CTA to
-its last, so with DSV4_DEPENDENT_LAUNCH=on also what it waits: only busy time and span compare.
+its last, so with launches that begin early also what it waits: only busy time and span compare.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST_CALLS = ("cuda_runtime", "cuda_driver")
 ENQUEUES = ("Launch", "Memcpy", "Memset")
 """In the names of those that give the GPU work; each takes the host some microseconds, a graph's as one of them."""
+HOST_ROWS = 8
+"""Of the host's table: what it waits for, and what launching takes it."""
 TRACE_TIMEOUT_S = 120
 
 
@@ -49,6 +51,7 @@ class Profile:
     span_us: float
     kernels: tuple[tuple[str, float, float], ...]  # name, launches, microseconds (overlaps in each), the longest first
     host_launches: float = 0.0  # calls with which the host gave it this work, a graph's replay being one
+    host_calls: tuple[tuple[str, float, float], ...] = ()  # of CUDA: name, calls, microseconds, the longest first
 
 
 def profile_decode(url: str, requests: int, context: int) -> Profile:
@@ -61,7 +64,7 @@ def profile_decode(url: str, requests: int, context: int) -> Profile:
 
 
 def decode_events(url: str, requests: int, context: int) -> list[dict]:
-    """What the GPU did in STEPS decode steps (of a server that speculates, draft and verify steps): the trace's events.
+    """STEPS decode steps (of a server that speculates, draft and verify steps): what the GPU did, and the host's calls.
 
     Raises:
         RuntimeError: the server wrote no trace with GPU work.
@@ -162,15 +165,25 @@ def _trace(folder: Path) -> list[dict]:
 
 
 def _read(events: list[dict], steps: int) -> Profile:
-    calls = sum(e["cat"] in HOST_CALLS and any(part in e["name"] for part in ENQUEUES) for e in events)
-    events = [event for event in events if event["cat"] in GPU_WORK]
+    calls = [event for event in events if event["cat"] in HOST_CALLS]
+    launches = sum(any(part in call["name"] for part in ENQUEUES) for call in calls) / steps
+    work = gpu_work(events)
+    begin, end = min(e["ts"] for e in work), max(e["ts"] + e["dur"] for e in work)
+    times = busy_us(work) / steps, (end - begin) / steps
+    return Profile(len(work) / steps, *times, _by_name(work, steps), launches, _by_name(calls, steps))
+
+
+def _by_name(events: Sequence[dict], steps: int) -> tuple[tuple[str, float, float], ...]:
+    """(name, number, microseconds) a step, the longest first."""
     times: dict[str, list[float]] = collections.defaultdict(list)
     for event in events:
         times[event["name"]].append(event["dur"])
-    kernels = sorted(((n, len(t) / steps, sum(t) / steps) for n, t in times.items()), key=lambda row: -row[2])
-    begin, end = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events)
-    span = (end - begin) / steps
-    return Profile(len(events) / steps, busy_us(events) / steps, span, tuple(kernels), calls / steps)
+    return tuple(sorted(((n, len(t) / steps, sum(t) / steps) for n, t in times.items()), key=lambda row: -row[2]))
+
+
+def gpu_work(events: Sequence[dict]) -> list[dict]:
+    """Of a trace's events those of the GPU: a call of the host has the same correlation, and lies before."""
+    return [event for event in events if event["cat"] in GPU_WORK]
 
 
 def busy_us(events: Sequence[dict]) -> float:
@@ -206,6 +219,8 @@ def main() -> int:
     )
     for name, launches, us in found.kernels[: arguments.rows]:
         print(f"{us:9.1f} us {launches:8.1f} x {100 * us / found.busy_us:5.1f} %  {name[:140]}")
+    for name, calls, us in found.host_calls[:HOST_ROWS]:
+        print(f"{us:9.1f} us {calls:8.1f} x  by the host: {name}")
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(vars(found)) + "\n")
     return 0

@@ -125,7 +125,7 @@ def load_or_compile(name: str, config: Hashable, arch: str, compile: Callable[[]
     key = (name, (config, early), arch)
     function = _in_memory.get(key)
     if function is None:
-        text = f"{config!r}, dependent launch" if early else repr(config)
+        text = repr(config) if early else f"{config!r}, no dependent launch"
         if " at 0x" in text:
             raise ValueError(f"the configuration of {name} prints an address: {text}. Use a frozen dataclass of values")
         found = _from_disk_or_compiler(name, text, arch, compile) if _may_compile else _from_disk(name, text, arch)

@@ -1,11 +1,10 @@
 """Programmatic dependent launch: the CTAs of a kernel take their places while the kernel before it in the stream still
 runs, and wait there for its end. So what lies between two kernels, the launch and the set-up, takes no time of its own.
 
-    DSV4_DEPENDENT_LAUNCH    on: as said, for every kernel of this package that may; off (default). Timed only for
-                             Hopper's experts, which have it for up to 32 tokens in either case (moe/sm90/launch.py).
+    DSV4_DEPENDENT_LAUNCH    on (default): as said, for every kernel of this package that may; off: for none.
 
 Here alone it is decided. A launch passes `use_pdl=is_on()`, its kernel calls `begin`, and `wait` where one is needed
-before that; while it is off these leave no instruction, so the machine code is that of a kernel which knows nothing of
+before that; where it is off these leave no instruction, so the machine code is that of a kernel which knows nothing of
 it. It is part of the key of `compile_cache`. The rules, of which `tests/emulator` checks 1, 2 and 5 in every launch
 with the attribute:
 
@@ -61,11 +60,11 @@ _chosen: bool | None = None
 
 @functools.cache
 def _in_environment() -> bool:
-    value = os.environ.get(VARIABLE, "off").strip().lower()
+    value = os.environ.get(VARIABLE, "on").strip().lower()
     if value not in ("on", "off"):
         raise ValueError(f"{VARIABLE} must be 'on' or 'off', got {value!r}")
-    if value == "on":
-        logger.info("%s=on: kernels are launched while the one before still runs, and wait for its end", VARIABLE)
+    if value == "off":
+        logger.info("%s=off: a kernel is launched when the one before has ended", VARIABLE)
     return value == "on"
 
 

@@ -278,8 +278,8 @@ _BF16_KERNELS = {
 # Of fp32 logits, whatever dtype the model computes in.
 _ROUTER_KERNELS = {"route_hash_logits": "router.gpu:{}_hash", "route_topk_logits": "router.gpu:{}_topk"}
 
-# On Hopper as fast as cuBLAS (benchmarks/results/invariant_linear_h200.json); on Blackwell chosen where batch invariance
-# is required: the kernel of both generations is slower where cuBLAS splits and tiles by the number of rows.
+# On Hopper as fast as cuBLAS (benchmarks/results/invariant_linear_h200.json). On Blackwell chosen where batch
+# invariance is required: the kernel of both generations is slower where cuBLAS splits K and tiles by number of rows.
 _PRODUCTS = {function: f"linear.gpu:{{}}_{function}" for function in ("linear_fp32", "grouped_linear")}
 
 for _name, _generation, _priority in (("sm90", 9, 20), ("sm100", 10, 5)):

@@ -101,7 +101,8 @@ def kernels(config: Config, geometry: PoolGeometry, device: torch.device) -> lis
         found += [("grouped_linear_fp8_weight", compile) for compile in grouped_projection.kernels("sm_90a")]
     if device.type == "cuda" and packed_experts.is_chosen():
         found += [("experts", compile) for compile in packed_experts.kernels(config, get_parallel().tp_size)]
-    if device.type == "cuda" and fp8_linear.is_on():
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    if on_gpu and fp8_linear.is_on(quantises_once_on(torch.cuda.get_device_capability(device)[0], config)):
         found += [("linear_fp8", compile) for compile in fp8_linear.kernels()]
     return found
 

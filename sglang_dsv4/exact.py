@@ -7,13 +7,13 @@ What keeps the promise is one rule: every operator of a forward is batch-invaria
 
 * Ours come through the registry, which gives no other implementation from then on (:func:`start`).
 * SGLang's are in :data:`SGLANG_OPERATORS` (:func:`check_model` looks at what a model was built of): FP8 products by
-  DeepGEMM, whose order of summation its block of K decides; bf16 linear layers by SGLang's replacements of PyTorch's
-  products, which it installs under this flag. No MoE runner of SGLang's is in it: they choose tiles by the number of
-  tokens, and order these by atomics. Ours (`layers.packed_experts`) sums in an order that K alone decides.
+  DeepGEMM, whose order of summation its block of K decides (ours of few tokens has its bits: `layers.fp8_linear`); bf16
+  linear layers by SGLang's replacements of PyTorch's products, which it installs under this flag. No MoE runner of
+  SGLang's is in it: they choose tiles by the number of tokens, and order these by atomics. Ours
+  (`layers.packed_experts`) sums in an order that K alone decides.
 * Sums over ranks are made in the order of the ranks (`layers.rank_sum`).
 * A token that was decoded and one that is computed again in a prefill are one token: a forward of a prefill divides
-  keys as one of decode does (`ForwardMetadata.split_keys`), and on Hopper both take the prefill's kernel for index
-  scores (`dsv4_kernels.indexer.gpu`).
+  keys as one of decode does (`ForwardMetadata.split_keys`).
 * Draws are keyed by the request's seed (`sampling`), which SGLang takes to be 42 where a request names none.
 
 What can't be kept gets a 400 (:func:`reason_against`).
@@ -21,7 +21,7 @@ What can't be kept gets a 400 (:func:`reason_against`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,6 +60,15 @@ WHAT_TO_DO = {
 }
 
 
+def is_deep_gemm(product: Callable[..., object]) -> bool:
+    """Whether a product of SGLang's FP8 linear layers is DeepGEMM's, by itself or with arguments bound to it."""
+    return _name_of(product) == DEEP_GEMM
+
+
+def _name_of(product: Callable[..., object]) -> str:
+    return getattr(product, "func", product).__name__
+
+
 def lift_refusal(backend: str) -> None:
     """Let SGLang accept the flag with this attention backend, and keep its radix cache on."""
     from sglang.srt.arg_groups import choices
@@ -89,7 +98,6 @@ def start(runner: ModelRunner) -> None:
     from sglang.srt.runtime_context import get_exec
 
     from sglang_dsv4.attention import comparison
-    from sglang_dsv4.layers import fp8_linear
 
     asked = bool(get_exec().deterministic.enable_deterministic_inference)
     registry.require_batch_invariance(asked)
@@ -99,11 +107,6 @@ def start(runner: ModelRunner) -> None:
         if comparison.file_of_rank(0) is not None:
             variable = comparison.FILE_VARIABLE
             problems.append(f"{variable} has the reference compute every attention a second time: unset it")
-        if fp8_linear.is_on():
-            problems.append(
-                f"{fp8_linear.VARIABLE}=sm90 has another product compute FP8 linear layers of few tokens than those of "
-                f"more than {fp8_linear.MOST_TOKENS}, and that both have the same bits was not shown: unset it"
-            )
         refuse(problems)
 
 
@@ -116,9 +119,13 @@ def problems_of_ops(device: torch.device, dtype: torch.dtype, head_dim: int | No
         head_dim: of the attention, which decides over its kernel; None leaves that to the registry.
     """
     from sglang_dsv4.attention.implementation import chosen_implementation
+    from sglang_dsv4.layers import fp8_linear
 
+    ops = {*FORWARD_OPS, *(CPU_OPS if device.type == "cpu" else GPU_OPS)}
+    if fp8_linear.is_on(device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9):
+        ops.add("linear_fp8")
     problems = []
-    for op in sorted({*FORWARD_OPS, *(CPU_OPS if device.type == "cpu" else GPU_OPS)}):
+    for op in sorted(ops):
         try:
             if op == "sparse_attention" and head_dim is not None:
                 chosen_implementation(device, dtype, head_dim)
@@ -174,7 +181,7 @@ def sglang_operators(module: nn.Module) -> Iterator[tuple[str, str]]:
         if product is None:
             yield "linear layer", type(method).__name__
             return
-        name = getattr(product, "func", product).__name__
+        name = _name_of(product)
         if name == DEEP_GEMM and not compat.deep_gemm_serves(
             tuple(module.weight.shape), method.weight_block_size, torch.get_default_dtype()
         ):

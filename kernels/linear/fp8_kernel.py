@@ -3,7 +3,7 @@
 Memory bounds it: a weight is read once, at 4.3 TB/s of an H200, which is 33 GB/s or some 19 bytes a clock for each
 multiprocessor.
 
-The order of summation is DeepGEMM's, so the bits are meant to be: four instructions of 32 channels follow each other
+The order of summation is DeepGEMM's, and so are the bits: four instructions of 32 channels follow each other
 in one accumulator, that of a block of 128 channels; it is multiplied by (scale of the token * scale of the weight) and
 added, `sum = fma(block, scale, sum)`, in the order of K; the sum is rounded to bf16 once. As there, tokens are the left
 operand of `wgmma` and weights the right one. So K can't be divided, unless what is summed is exchanged: four bytes a

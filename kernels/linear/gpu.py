@@ -3,8 +3,8 @@
 `kernel` has the one of both generations, `wgmma` one of the same bits for Hopper, faster from some 32 tokens on.
 
 bf16 operands, whose products are exact in fp32. `linear_fp32` takes them into fp32 (gate, compressors, indexer,
-logits), `grouped_linear` into bf16 (the first half of the output projection). cuBLAS is faster where it may split K and
-choose its instruction by the number of rows, so these serve where batch invariance is required.
+logits), `grouped_linear` into bf16 (the first half of the output projection). On Hopper they serve; on Blackwell where
+batch invariance is required, since cuBLAS is faster where it may split K and choose its tile by the number of rows.
 """
 
 import functools

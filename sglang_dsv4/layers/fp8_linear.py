@@ -1,6 +1,7 @@
 """FP8 linear layers of few tokens by this package's product (`dsv4_kernels.linear.linear_fp8`), of more by SGLang's.
 
-    SGLANG_DSV4_FP8_LINEAR    sm90: as said, on Hopper; deepgemm (default): SGLang's for any number. Not timed yet.
+    SGLANG_DSV4_FP8_LINEAR    sm90: as said, on Hopper. deepgemm: SGLang's for any number. Unset it is sm90 on Hopper
+                              where SGLang's is DeepGEMM's, whose bits are ours, and deepgemm elsewhere.
 
 A layer, its parameters and its loading stay SGLang's. `FewTokensConfig` hands it SGLang's own quantisation method; only
 what that method multiplies with is another one.
@@ -14,45 +15,80 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from torch import Tensor, nn
 
 from dsv4_kernels.linear import linear_fp8
+from sglang_dsv4 import exact
+from sglang_dsv4.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_DSV4_FP8_LINEAR"
 MOST_TOKENS = 64
-"""From here on SGLang's."""
+"""Of ours. Launched early, a layer's products of Flash take 44, 47 and 54 us at 1, 16 and 64 tokens, DeepGEMM's 64, 58
+and 56; at 128 they take 75 and 61 (benchmarks/results/linear_fp8_h200.json)."""
 PRODUCT = "w8a8_block_fp8_linear"
 """The attribute of SGLang's `Fp8LinearMethod` that holds its product."""
 
 
 @functools.cache
-def is_on() -> bool:
-    """Whether the environment asks for it.
+def named() -> str | None:
+    """What the environment asks for, if anything.
 
     Raises:
         ValueError: neither sm90 nor deepgemm.
     """
-    value = os.environ.get(VARIABLE, "deepgemm").strip().lower()
+    value = os.environ.get(VARIABLE)
+    if value is None:
+        return None
+    value = value.strip().lower()
     if value not in ("sm90", "deepgemm"):
         raise ValueError(f"{VARIABLE} must be 'sm90' or 'deepgemm', got {value!r}")
-    if value == "sm90":
-        logger.info("%s=sm90: FP8 linear layers of at most %d tokens by dsv4_kernels.linear", VARIABLE, MOST_TOKENS)
-    return value == "sm90"
+    return value
+
+
+def is_on(possible: bool) -> bool:
+    """Whether few tokens are ours.
+
+    Args:
+        possible: whether this is a Hopper GPU and inputs are quantised for FP8 products: `linear.quantises_once`.
+
+    Raises:
+        ConfigError: ours is asked for, and can't be.
+    """
+    if named() == "sm90" and not possible:
+        raise ConfigError(VARIABLE, "sm90", "'deepgemm' where weights are not FP8, or not on a Hopper GPU")
+    return possible and named() != "deepgemm"
+
+
+@functools.cache
+def say(who: str) -> None:
+    """A log line, once, on who multiplies."""
+    logger.info("FP8 linear layers: %s", who)
+
+
+def takes(weight: Tensor, block_size: list[int], weight_scale: Tensor) -> bool:
+    """Whether the kernel is made for a layer."""
+    fits = weight.shape[0] % 8 == 0 and weight.shape[1] % 128 == 0
+    return fits and list(block_size) == [128, 128] and weight_scale.dtype == torch.float32
 
 
 class FewTokensProduct:
     """What `Fp8LinearMethod` calls in place of SGLang's product.
 
+    A layer's first product is SGLang's in any case: there it compiles DeepGEMM's kernels of a shape, for all numbers of
+    tokens. Else it would when the first long prompt comes.
+
     Args:
-        many: SGLang's, for more tokens and for inputs that are not quantised.
+        many: SGLang's, for more tokens, for inputs that are not quantised and for layers that ours is not made for.
     """
 
     def __init__(self, many: Callable[..., Tensor]) -> None:
         self.many = many
         self.func = getattr(many, "func", many)  # SGLang looks there for how weights are to be arranged
+        self.takes_few: bool | None = None  # None before the first product
 
     def __call__(
         self,
@@ -65,7 +101,10 @@ class FewTokensProduct:
         **others: Any,  # noqa: ANN401 - SGLang's
     ) -> Tensor:
         """`input [T, K]` times `weight [N, K]`, both e4m3 with scales: [T, N] bf16."""
-        if input_scale is None or input.shape[0] > MOST_TOKENS:
+        first = self.takes_few is None
+        if first:
+            self.takes_few = takes(weight, block_size, weight_scale)
+        if first or not self.takes_few or input_scale is None or input.shape[0] > MOST_TOKENS:
             return self.many(input, weight, block_size, weight_scale, input_scale, bias, **others)
         assert bias is None, "DeepSeek-V4 has no linear layer with a bias"
         return linear_fp8(input, input_scale, weight, weight_scale)
@@ -87,8 +126,13 @@ class FewTokensConfig(QuantizationConfig):
         """SGLang's method of a linear layer."""
         method = self.of_checkpoint.get_quant_method(layer, prefix)
         many = getattr(method, PRODUCT, None)
-        if many is not None:
+        if many is None:
+            return method
+        if named() == "sm90" or exact.is_deep_gemm(many):
+            say(f"at most {MOST_TOKENS} tokens by dsv4_kernels.linear, more by SGLang's product")
             setattr(method, PRODUCT, FewTokensProduct(many))
+        else:
+            say("by SGLang's product, which is not DeepGEMM")
         return method
 
     def get_name(self) -> str:

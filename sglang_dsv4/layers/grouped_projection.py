@@ -7,10 +7,10 @@ one of two places:
                         fp8: where it is multiplied, on Hopper; it then takes half the memory, and half the bytes of a
                         decode step. Few tokens are turned back, multiplied and quantised in one launch
                         (`dsv4_kernels.linear.grouped_linear_fp8_weight`). For many tokens it is expanded into a buffer
-                        that all layers share, and multiplied as the other one is. Not timed yet.
+                        that all layers share, and multiplied as the other one is. It is faster than cuBLAS in bf16
+                        up to 16 tokens, and slower beyond (benchmarks/results/grouped_linear_h200.json).
 
-Both have the same bits where products do not depend on the batch (`--enable-deterministic-inference`), so there a token
-of a prefill has those of a decode step; cuBLAS sums in another order. On a CPU the variable changes nothing.
+Both have the same bits, those of `dsv4_kernels.linear.grouped_linear` on Hopper. On a CPU the variable changes nothing.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from sglang_dsv4.layers.rope import Rotation
 
 VARIABLE = "SGLANG_DSV4_WO_A"
 MOST_TOKENS = 512
-"""Of a forward that multiplies FP8. By arithmetic 64 more tokens cost it some 9 us for Flash, and cuBLAS 6; expanding
-moves seven times the weight's bytes, 55 us."""
+"""Of a forward that multiplies FP8. For Flash's 8 groups that takes 46 us at 64 tokens and 73 at 128; expanding, cuBLAS
+and what is beside it take 244 and 247. On lines through these both take as long at 590 tokens; with 4 and 2 groups of a
+rank at 480 and 600, with Pro's 16 at 630."""
 
 
 @functools.cache

@@ -168,8 +168,7 @@ def quantised_linear_config(config: Config, quant_config: QuantizationConfig | N
         ConfigError: FP8 weights on a GPU with the activations' quantiser switched off: SGLang's FP8 products always
             quantise their input. Or products of ours were asked for where there are none.
     """
-    if fp8_linear.is_on() and not quantises_once(config):
-        raise ConfigError(fp8_linear.VARIABLE, "sm90", "'deepgemm' where weights are not FP8, or not on a Hopper GPU")
+    few_are_ours = fp8_linear.is_on(quantises_once(config))
     if builds_on_cpu():
         return ReferenceLinearConfig(config.activation_block)
     if (quant_config is not None) != config.qat.activations_fp8:
@@ -178,7 +177,12 @@ def quantised_linear_config(config: Config, quant_config: QuantizationConfig | N
             config.qat.activations_fp8,
             "True with FP8 weights and False without on a GPU (leave SGLANG_DSV4_QAT unset there)",
         )
-    return FewTokensConfig(quant_config) if fp8_linear.is_on() else quant_config
+    if quant_config is None:
+        return None
+    if few_are_ours:
+        return FewTokensConfig(quant_config)
+    fp8_linear.say("by SGLang's product")
+    return quant_config
 
 
 class StackedProjection(nn.Module):

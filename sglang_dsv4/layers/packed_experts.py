@@ -164,22 +164,14 @@ class _Arrangement(QuantizeMethodBase):
 
 def kernels(config: Config, tp_size: int) -> list[Callable[[], object]]:
     """What compiles the kernels of a forward, ahead of it."""
-    from dsv4_kernels import dependent_launch
     from dsv4_kernels.moe.sm90 import launch, rows, work_list
-    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Plan, Product, Shape
+    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Plan, Product
 
     # On a GPU parts of several ranks are fp32 under the flag only: `rank_sum.dtype_of_parts`.
     fp32 = tp_size > 1 and exact.is_on()
     summed = rows.Sum(config.num_experts_per_tok, fp32=fp32, adds_shared=True)
 
-    def of(shapes: list[Shape], early: bool) -> list[Callable[[], object]]:
-        compiles = [partial(launch.compile, Plan(product, shape)) for shape in shapes for product in Product]
-        compiles += [partial(rows.compile_quantise, chooses, launch.ARCH) for chooses in (True, False)]
-        compiles += [partial(rows.compile_sum, summed, launch.ARCH), partial(work_list.compile, launch.ARCH)]
-        return [partial(dependent_launch.compiled, compile, early) for compile in compiles]
-
-    found: list[Callable[[], object]] = []
-    for early in (True, False):
-        shapes = [shape for shape in (NARROW, PAIRED, WIDE) if launch.begins_early(shape) == early]
-        found += of(shapes, early) if shapes else []
-    return found
+    shapes = (NARROW, PAIRED, WIDE)
+    compiles = [partial(launch.compile, Plan(product, shape)) for shape in shapes for product in Product]
+    compiles += [partial(rows.compile_quantise, chooses, launch.ARCH) for chooses in (True, False)]
+    return [*compiles, partial(rows.compile_sum, summed, launch.ARCH), partial(work_list.compile, launch.ARCH)]

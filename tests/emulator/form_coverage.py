@@ -59,6 +59,11 @@ BY_DEFINITION = {
     "cvt.rn.scaled::n2::ue8m0.bf16x2.e4m3x2": "what cvt.rn.f16x2.e4m3x2 converts times the factors that "
     "cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.s2f6x2 takes, rounded once (PTX 9.2); foreign kernels execute both, "
     "and test_convert.py compares every code with every factor",
+    **dict.fromkeys(
+        ("ld.global.v2.s32", "ld.global.v4.s32"),
+        "what foreign kernels execute with .nc, a promise that changes no value; they execute ld.global.s32, "
+        "ld.global.v2.b64 and ld.global.v4.b32, too",
+    ),
 }
 """Form -> why the emulator is trusted with it; hardware has not confirmed these."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +23,21 @@ N, K = 256, 384
 
 
 @pytest.fixture
-def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_linear, "is_on", lambda: True)
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
+    """Sets the variable."""
+
+    def set_to(value: str | None) -> None:
+        monkeypatch.delenv(fp8_linear.VARIABLE, raising=False)
+        if value is not None:
+            monkeypatch.setenv(fp8_linear.VARIABLE, value)
+        fp8_linear.named.cache_clear()
+
+    set_to(None)
+    yield set_to
+    fp8_linear.named.cache_clear()
+
+
+Asked = Callable[[str | None], None]
 
 
 @pytest.fixture
@@ -41,15 +55,19 @@ def config() -> Config:
     return Config.from_hf(SimpleNamespace(**hf_config(PRESETS["flash"])))
 
 
-@pytest.mark.parametrize(("value", "on"), [(None, False), ("deepgemm", False), (" SM90 ", True)])
-def test_the_switch(value: str | None, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(fp8_linear.VARIABLE, raising=False)
-    if value is not None:
-        monkeypatch.setenv(fp8_linear.VARIABLE, value)
-    assert fp8_linear.is_on.__wrapped__() is on
-    monkeypatch.setenv(fp8_linear.VARIABLE, "on")
+@pytest.mark.parametrize(("value", "on"), [(None, True), ("deepgemm", False), (" SM90 ", True)])
+def test_the_switch(value: str | None, on: bool, asked_for: Asked) -> None:
+    """Where ours can't be, only who asks for it is told so."""
+    asked_for(value)
+    assert fp8_linear.is_on(possible=True) is on
+    if value == " SM90 ":
+        with pytest.raises(ConfigError, match=r"SGLANG_DSV4_FP8_LINEAR.*not on a Hopper GPU"):
+            fp8_linear.is_on(possible=False)
+    else:
+        assert not fp8_linear.is_on(possible=False)
+    asked_for("on")
     with pytest.raises(ValueError, match="must be 'sm90' or 'deepgemm', got 'on'"):
-        fp8_linear.is_on.__wrapped__()
+        fp8_linear.is_on(possible=True)
 
 
 # ---- the product
@@ -63,11 +81,47 @@ def operands(tokens: int) -> tuple[Fp8Input, Tensor, Tensor]:
 
 
 def multiplies(calls: list[dict[str, Any]]) -> fp8_linear.FewTokensProduct:
+    """Behind its first product."""
+
     def many(*arguments: object, **others: object) -> str:
         calls.append({"arguments": arguments, "others": others})
         return "SGLang's"
 
-    return fp8_linear.FewTokensProduct(many)
+    product = fp8_linear.FewTokensProduct(many)
+    product.takes_few = True
+    return product
+
+
+def test_the_first_product_is_sglang_s() -> None:
+    """Which compiles DeepGEMM's kernels of a shape then."""
+    calls: list[dict[str, Any]] = []
+    x, weight, scale = operands(3)
+    product = fp8_linear.FewTokensProduct(multiplies(calls).many)
+    call = functools.partial(product, x.codes, weight, [128, 128], scale, x.scales)
+    assert call() == "SGLang's" and isinstance(call(), Tensor) and isinstance(call(), Tensor)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "channels", "block", "dtype"),
+    [
+        (N + 4, K, [128, 128], torch.float32),
+        (N, K - 64, [128, 128], torch.float32),
+        (N, K, [32, 32], torch.float32),
+        (N, K, [128, 128], torch.int32),
+    ],
+    ids=["rows", "channels", "blocks", "scales"],
+)
+def test_layers_that_the_kernel_is_not_made_for_are_sglang_s(
+    rows: int, channels: int, block: list[int], dtype: torch.dtype
+) -> None:
+    calls: list[dict[str, Any]] = []
+    x, _, scale = operands(3)
+    product = fp8_linear.FewTokensProduct(multiplies(calls).many)
+    weight = torch.zeros(rows, channels).to(torch.float8_e4m3fn)
+    for _ in range(3):
+        assert product(x.codes[:, :channels], weight, block, scale.to(dtype), x.scales) == "SGLang's"
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64])
@@ -123,9 +177,10 @@ class Checkpoints:
         return self.method
 
 
-def test_the_method_stays_sglang_s_but_for_its_product() -> None:
+def test_the_method_stays_sglang_s_but_for_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
     def product() -> None: ...
 
+    monkeypatch.setattr(product, "__name__", exact.DEEP_GEMM)
     inner, layer = Checkpoints(w8a8_block_fp8_linear=product), nn.Module()
     wrapped = fp8_linear.FewTokensConfig(inner)
     assert wrapped.get_quant_method(layer, "wq_b") is inner.method and inner.asked == (layer, "wq_b")
@@ -161,21 +216,45 @@ def test_a_real_method_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(a is b for a, b in zip(seen[0], expected, strict=True))
 
 
+def test_another_product_is_replaced_only_if_that_is_asked_for(
+    asked_for: Asked, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By default nobody's bits change."""
+
+    def triton() -> None: ...
+
+    caplog.set_level("INFO", fp8_linear.__name__)
+    fp8_linear.say.cache_clear()
+    inner = Checkpoints(w8a8_block_fp8_linear=triton)
+    wrapped = fp8_linear.FewTokensConfig(inner)
+    for _ in range(2):
+        assert wrapped.get_quant_method(nn.Module(), "wq_b").w8a8_block_fp8_linear is triton
+    assert caplog.messages == ["FP8 linear layers: by SGLang's product, which is not DeepGEMM"]
+    asked_for("sm90")
+    assert wrapped.get_quant_method(nn.Module(), "wq_b").w8a8_block_fp8_linear.many is triton
+
+
 @pytest.mark.usefixtures("hopper")
-def test_linear_layers_get_it_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_layers_get_it_on_hopper(asked_for: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = Checkpoints()
+    for value in (None, "sm90"):
+        asked_for(value)
+        wrapped = quantised_linear_config(config(), inner)
+        assert isinstance(wrapped, fp8_linear.FewTokensConfig) and wrapped.of_checkpoint is inner
+    asked_for("deepgemm")
     assert quantised_linear_config(config(), inner) is inner
-    monkeypatch.setattr(fp8_linear, "is_on", lambda: True)
-    wrapped = quantised_linear_config(config(), inner)
-    assert isinstance(wrapped, fp8_linear.FewTokensConfig) and wrapped.of_checkpoint is inner
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    assert quantised_linear_config(config(), inner) is inner
+    asked_for(None)
+    assert quantised_linear_config(config(), inner) is inner
+    asked_for("sm90")
     with pytest.raises(ConfigError, match=r"SGLANG_DSV4_FP8_LINEAR.*not on a Hopper GPU"):
         quantised_linear_config(config(), inner)
 
 
-def test_a_cpu_has_no_such_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_has_no_such_product(asked_for: Asked) -> None:
     assert isinstance(quantised_linear_config(config(), None), ReferenceLinearConfig)
-    monkeypatch.setattr(fp8_linear, "is_on", lambda: True)
+    asked_for("sm90")
     with pytest.raises(ConfigError, match="'deepgemm' where weights are not FP8"):
         quantised_linear_config(config(), None)
 
@@ -183,26 +262,47 @@ def test_a_cpu_has_no_such_product(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- the flag, and what is compiled ahead
 
 
-@pytest.mark.usefixtures("switched_on")
-def test_it_stops_a_server_whose_bits_must_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt's tokens come in other numbers than an answer's."""
-    from sglang.srt import runtime_context
-
-    flag = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=True))
-    monkeypatch.setattr(runtime_context, "get_exec", lambda: flag)
-    runner = SimpleNamespace(
-        device="cpu",
-        model_config=SimpleNamespace(dtype=torch.bfloat16, hf_config=SimpleNamespace(head_dim=64)),
-    )
-    try:
-        with pytest.raises(compat.StartupError, match=r"SGLANG_DSV4_FP8_LINEAR=sm90 has another product.*unset it"):
-            exact.start(runner)
-    finally:
-        registry.require_batch_invariance(False)
+@pytest.fixture
+def required() -> Iterator[None]:
+    registry.require_batch_invariance()
+    yield
+    registry.require_batch_invariance(False)
 
 
-@pytest.mark.usefixtures("switched_on", "hopper")
-def test_its_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("hopper", "required")
+def test_under_the_flag_its_op_must_be_batch_invariant(asked_for: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Hopper's kernel is."""
+    dims = torch.device("cuda", 0), torch.bfloat16, 512
+    assert not exact.problems_of_ops(*dims)
+    assert registry.chosen("linear_fp8", *dims[:2]).name == "sm90"
+    of_op = registry._table["linear_fp8"]
+    monkeypatch.setitem(of_op, "sm90", replace(of_op["sm90"], batch_invariant=False))
+    (problem,) = exact.problems_of_ops(*dims)
+    assert "op 'linear_fp8' has no batch-invariant implementation" in problem
+    asked_for("deepgemm")
+    assert not exact.problems_of_ops(*dims)
+
+
+def test_under_the_flag_more_tokens_must_be_deep_gemm_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose bits ours has: a prompt's tokens come in other numbers than an answer's."""
+    from sglang.srt.layers.linear import LinearBase
+    from sglang.srt.layers.quantization import fp8_utils
+
+    monkeypatch.setattr(compat, "deep_gemm_serves", lambda *arguments: True)
+    layer = LinearBase.__new__(LinearBase)
+    nn.Module.__init__(layer)
+    layer.weight, model = torch.empty(N, K), nn.Module()
+    model.wq_b = layer
+    for name, problems in ((exact.DEEP_GEMM, 0), ("triton_w8a8_block_fp8_linear", 1)):
+        product = fp8_linear.FewTokensProduct(getattr(fp8_utils, name))
+        method = SimpleNamespace(w8a8_block_fp8_linear=product, weight_block_size=[128, 128])
+        layer.quant_method = method
+        found = exact.problems_of_modules(model)
+        assert len(found) == problems and all(name in problem for problem in found)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_its_kernels_are_compiled_ahead(asked_for: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """For any weight and up to 64 tokens; those of calls, which the tests of the kernel compare."""
     from ops.test_compile_ahead import CUDA, GEOMETRY
 
@@ -218,5 +318,5 @@ def test_its_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None
         compile()
     calls = {fp8_plan.chosen(tokens, width, 132) for tokens in (1, 9, 17, 64) for width in (1536, 4096, 32768)}
     assert {plan for _, plan, _ in made} == calls and {rest[::2] for rest in made} == {("linear_fp8", "sm_90a")}
-    monkeypatch.setattr(fp8_linear, "is_on", lambda: False)
+    asked_for("deepgemm")
     assert not compile_ahead.kernels(config(), GEOMETRY, CUDA)

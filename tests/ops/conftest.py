@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from dsv4_kernels import compile_cache, registry
+from dsv4_kernels import compile_cache, dependent_launch, registry
 from dsv4_kernels.sparse_attention import scratch
 
 
@@ -22,6 +22,13 @@ def compiled_here() -> Iterator[None]:
         patch.setattr(scratch, "_by_stream", {})
         patch.setattr(scratch, "_graph_counters", {})
         patch.setattr(compile_cache, "_in_memory", {})
+        yield
+
+
+@pytest.fixture
+def in_turns() -> Iterator[None]:
+    """Launches do not begin early: what is said of deletions (emulator/results) names lines of such kernels' PTX."""
+    with dependent_launch.switched(False):
         yield
 
 

@@ -58,6 +58,7 @@ def modules() -> list[object]:
     from dsv4_kernels.compressor import gpu as compressor
     from dsv4_kernels.hyper_connection import gpu as hyper_connection
     from dsv4_kernels.indexer import prefill_scores, query, scores, topk
+    from dsv4_kernels.linear import fp8 as linear_fp8
     from dsv4_kernels.linear import gpu as linear
     from dsv4_kernels.moe import gpu as moe
     from dsv4_kernels.norm import gpu as norm
@@ -68,7 +69,7 @@ def modules() -> list[object]:
     from dsv4_kernels.step_mapping import gpu as step_mapping
 
     first = [compressor, hyper_connection, prefill_scores, query, scores, topk]
-    return [*first, linear, moe, norm, norm_rope_store, quant, rope, router, step_mapping]
+    return [*first, linear, linear_fp8, moe, norm, norm_rope_store, quant, rope, router, step_mapping]
 
 
 def test_every_op_of_a_step_is_in_the_table() -> None:
@@ -77,7 +78,7 @@ def test_every_op_of_a_step_is_in_the_table() -> None:
     unused = {"apply_rope", "hc_head", "hc_post", "hc_pre"}  # no forward calls these
     unused.add("mxfp4_experts_forward")  # by its layer, not by the registry: tests/model/test_packed_experts.py
     unused.add("grouped_linear_fp8_weight")  # only if it is asked for: tests/model/test_grouped_projection.py
-    unused.add("linear_fp8")  # in SGLang's layers, where the environment asks: tests/model/test_fp8_linear.py
+    unused.add("linear_fp8")  # in SGLang's layers: tests/model/test_fp8_linear.py
     assert ours - unused - BESIDE_THE_TABLE - {"unpack_pages"} == set(compile_ahead._KERNELS)
 
 
@@ -128,7 +129,7 @@ def test_products_are_compiled(hopper: dict[tuple, bool]) -> None:
 
     for _, compile in compile_ahead.kernels(config(), GEOMETRY, CUDA):
         compile()
-    found = {text for name, text, _ in hopper if name.startswith("linear")}
+    found = {text for name, text, _ in hopper if name in ("linear", "linear_wgmma")}
     expected = {repr(gpu.configuration(tile, fp32)) for tile in gpu.tiles("sm_90a") for fp32 in (True, False)}
     assert found == expected
 

@@ -3,7 +3,7 @@ whose checks know what may stand before them; the same bits as without.
 
 The emulator runs one launch after the other, so it cannot see two of them meet. What makes that harmless is checked in
 every launch (emulator/core/griddep.cpp): nothing that another kernel may use is touched before the wait, by any lane,
-and every CTA waits. All other tests of kernels can be run so, too: DSV4_DEPENDENT_LAUNCH=on.
+and every CTA waits. All other tests of kernels are run so, too; DSV4_DEPENDENT_LAUNCH=off runs them without.
 """
 
 from __future__ import annotations
@@ -238,30 +238,32 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
                 dependent_launch.is_on()
         else:
             assert dependent_launch.is_on() is expected
-    assert [record.getMessage()[:24] for record in caplog.records] == ["DSV4_DEPENDENT_LAUNCH=on"]
+    assert [record.getMessage()[:25] for record in caplog.records] == ["DSV4_DEPENDENT_LAUNCH=off"]
     monkeypatch.delenv(dependent_launch.VARIABLE)
     dependent_launch._in_environment.cache_clear()
-    assert not dependent_launch.is_on()
+    assert dependent_launch.is_on()
     with dependent_launch.switched(True):
         assert dependent_launch.may_begin_early() and not dependent_launch.may_begin_early(cooperative=True)
         with dependent_launch.switched(False):
             assert not dependent_launch.may_begin_early()
         assert dependent_launch.is_on()
-    assert not dependent_launch.is_on()
+    with dependent_launch.switched(False):
+        assert not dependent_launch.is_on()
+    assert dependent_launch.is_on()
 
 
 def test_both_are_kept_beside_each_other(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """In memory and on disk: the switch is part of a kernel's name."""
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, str(tmp_path))
-    off = compile_cache._Stored.at(compile_cache.folder(), "a", "1", "sm_90a")
+    by_default = compile_cache._Stored.at(compile_cache.folder(), "a", "1", "sm_90a")
     made = []
     monkeypatch.setattr(compile_cache, "_from_disk_or_compiler", lambda *arguments: made.append(arguments) or id)
     for on in (False, True, False, True):
         with dependent_launch.switched(on):
             compile_cache.load_or_compile("a", 1, "sm_90a", lambda: None)
-    (name, config, arch, _), (_, config_of_on, _, _) = made
-    assert compile_cache._Stored.at(compile_cache.folder(), name, config, arch).object == off.object
-    assert compile_cache._Stored.at(compile_cache.folder(), name, config_of_on, arch).object != off.object
+    (name, config_of_off, arch, _), (_, config, _, _) = made
+    assert compile_cache._Stored.at(compile_cache.folder(), name, config, arch).object == by_default.object
+    assert compile_cache._Stored.at(compile_cache.folder(), name, config_of_off, arch).object != by_default.object
 
 
 # ---- places: rules 3 and 4 of `dependent_launch`, as a model of what a GPU may do, since launches do not meet here

@@ -392,6 +392,7 @@ def test_forms_are_those_of_known_right_kernels() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_turns")
 @pytest.mark.parametrize("product", [0, 1], ids=["gate-up", "down"])
 def test_deleted_synchronisation_is_noticed(product: int) -> None:
     """Every deletion but those explained in emulator/results/mutation_reasons.json."""

@@ -244,6 +244,7 @@ def test_both_architectures_run_one_program(num_tokens: int, tokens: int, teams:
     programs, i = {}, inputs(num_tokens, 1024, seed=3)
     for name, arch in ARCHES.items():
         with emulated(arch=arch, record=True, multiprocessors=16) as device:
+            device.memory.constant(i.fn)
             options = (i.weight, NORM_EPS, HC_EPS, ITERATIONS, tokens, teams, fp8)
             gpu.run(arch, "hc_boundary", 24, i.streams, (i.y, i.post, i.comb), (i.fn, i.base, i.scale), *options)
         (launched,) = device.recordings
@@ -343,7 +344,7 @@ MUTATED = {
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_here")
+@pytest.mark.usefixtures("compiled_here", "in_turns")
 @pytest.mark.parametrize("name", MUTATED)
 def test_deleted_synchronisation_is_noticed(name: str) -> None:
     """Every deletion but those explained in emulator/results/mutation_reasons.json."""

@@ -58,7 +58,8 @@ def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         i = made(case, 0, cpu)
         device.memory.constant(i.weight)
         device.memory.constant(i.weight_scale)
-        contenders = {"ours": bench_linear.ours, "ours_early": functools.partial(bench_linear.early, bench_linear.ours)}
+        of_launch = {"ours": bench_linear.in_turns, "ours_early": bench_linear.early}
+        contenders = {name: functools.partial(of, bench_linear.ours) for name, of in of_launch.items()}
         contenders |= {f"plan {at}": functools.partial(bench_linear.ours_by, plans[at]) for at in (1, 40)}
         found = bench_linear.run_case(case, contenders | {"deepgemm": bench_linear.deepgemm}, cpu, 4e12)
         assert (

@@ -82,8 +82,8 @@ def assert_products(got: Tensor, x: Tensor, weight: Tensor) -> None:
 @EACH_TILE
 @pytest.mark.parametrize("channels", [8, 64, 264, 520], ids="K{}".format)
 def test_it_multiplies(kernel: str, tile: str, channels: int) -> None:
-    """Two groups, 65 rows and 17 tokens: one beyond a tile (of `wgmma`, which writes pairs, 66 and one beyond). What lies
-    between rows is NaN, as are missing channels."""
+    """Two groups, 65 rows and 17 tokens: one beyond a tile; of `wgmma`, which writes pairs, 66 and a token beyond. What
+    lies between rows is NaN, as are missing channels."""
     rows, tokens = (66, tile_named(tile).tokens + 1) if "wgmma" in tile else (65, 17)
     x = strided(normal(tokens, 2, channels, seed=0), 1, 1, 8)
     weight = strided(normal(2, rows, channels, seed=1), 1, 3, 16)

@@ -375,6 +375,7 @@ MUTATED = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_turns")
 @pytest.mark.parametrize("name", MUTATED)
 def test_deleted_synchronisation_is_noticed(name: str) -> None:
     spec, parts, multiprocessors = MUTATED[name]

@@ -211,6 +211,7 @@ MUTATED = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_turns")
 @pytest.mark.parametrize("name", MUTATED)
 def test_deleted_synchronisation_is_noticed(name: str) -> None:
     """Every deletion but those explained in emulator/results/mutation_reasons.json."""

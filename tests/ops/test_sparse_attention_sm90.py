@@ -420,6 +420,7 @@ MUTATED = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_turns")
 @pytest.mark.parametrize("name", MUTATED)
 def test_deleted_synchronisation_is_noticed(name: str) -> None:
     """All but the proxy fence between cp.async and wgmma, which the emulator does not ask for."""

@@ -58,7 +58,7 @@ def test_only_the_server_that_is_asked_for_is_taken(url: str, tmp_path: Path, mo
     assert servers.already_running("builtin", tmp_path, FLAGS, env) is None
     assert servers.already_running("ours", tmp_path / "other", FLAGS, env) is None
     assert servers.already_running("ours", tmp_path, FLAGS[:-1], env) is None
-    assert servers.already_running("ours", tmp_path, FLAGS, {**env, "DSV4_DEPENDENT_LAUNCH": "on"}) is None
+    assert servers.already_running("ours", tmp_path, FLAGS, {**env, "DSV4_DEPENDENT_LAUNCH": "off"}) is None
     assert servers.already_running("ours", tmp_path, FLAGS, {}) is None
     (tmp_path / servers.LIST).write_text(json.dumps({"one": {**found, "url": "http://127.0.0.1:1"}}))
     assert servers.already_running("ours", tmp_path, FLAGS, env) is None

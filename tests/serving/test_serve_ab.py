@@ -162,6 +162,7 @@ def test_a_graph_is_one_launch_of_the_host() -> None:
     found = serve_profile._read(events, 2)
     assert (found.launches, found.host_launches, found.busy_us) == (5, 3, 20)
     assert found.kernels[0] == ("attention", 3, 12)
+    assert ("cudaGraphLaunch", 1, 5) in found.host_calls and len(found.host_calls) == 4
     of_step = {"launches_per_step": 5, "busy_us_per_step": 20, "span_us_per_step": 72, "host_launches_per_step": 3}
     assert serve_ab._of_step(found) == of_step
 

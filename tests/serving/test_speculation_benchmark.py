@@ -7,37 +7,45 @@ from pathlib import Path
 import bench_speculation
 import pytest
 from bench_speculation import Results, Steps, compared, replays, rows_of, steps, write_config
+from serve_profile import gpu_work
 
 from sglang_dsv4.config import Config
 
 
 def trace(verify_us: float, draft_us: float, extend_us: float, gap_us: float, count: int = 4) -> list[dict]:
-    """Steps of a chain of drafts, a verify step, an eager launch and an extend step; a GPU's trace is in no order."""
+    """Steps of a chain of drafts, a verify step, an eager launch and an extend step; a GPU's trace is in no order. The
+    host is a step ahead."""
     events, now, launch = [], 1000.0, 7
 
-    def graph(kernels: int, total: float) -> None:
-        nonlocal now, launch
+    def call(name: str) -> dict[str, int]:
+        nonlocal launch
         launch += 1
+        about = {"correlation": launch}
+        events.append({"cat": "cuda_runtime", "name": name, "ts": now - 900.0, "dur": 60.0, "args": about})
+        return about
+
+    def graph(kernels: int, total: float) -> None:
+        nonlocal now
+        about = call("cudaGraphLaunch")
         for _ in range(kernels):
             busy = total / kernels
-            events.append({"ts": now, "dur": busy * 0.75, "args": {"correlation": launch}})
+            events.append({"cat": "kernel", "ts": now, "dur": busy * 0.75, "args": about})
             now += busy
 
     for _ in range(count):
         graph(30, draft_us)
         graph(200, verify_us)
-        launch += 1
-        events.append({"ts": now, "dur": 8.0, "args": {"correlation": launch}})
+        events.append({"cat": "kernel", "ts": now, "dur": 8.0, "args": call("cudaLaunchKernel")})
         now += 8
         graph(30, extend_us)
-        events.append({"ts": now, "dur": 2.0})  # a copy without a launch
+        events.append({"cat": "gpu_memcpy", "ts": now, "dur": 2.0})  # a copy without a launch
         now += gap_us
     return events[::-1]
 
 
 def test_steps_of_a_trace() -> None:
     events = trace(verify_us=1000, draft_us=200, extend_us=120, gap_us=50)
-    assert [replay.kernels for replay in replays(events)] == [30, 200, 30] * 4
+    assert [replay.kernels for replay in replays(gpu_work(events))] == [30, 200, 30] * 4
     found = steps(events)
     assert found.largest == pytest.approx(1000 - 5 * 0.25)  # the last kernel's share of a gap is behind its end
     assert found.others == pytest.approx(0.75 * 320 + 10)
@@ -48,7 +56,7 @@ def test_steps_of_a_trace() -> None:
 
 def test_a_trace_without_graphs_is_refused() -> None:
     with pytest.raises(RuntimeError, match="0 replays of a CUDA graph"):
-        steps([{"ts": i, "dur": 1.0, "args": {"correlation": i}} for i in range(100)])
+        steps([{"cat": "kernel", "ts": i, "dur": 1.0, "args": {"correlation": i}} for i in range(100)])
     with pytest.raises(RuntimeError, match="2 of the largest"):
         steps(trace(1000, 200, 120, 50, count=2))
 

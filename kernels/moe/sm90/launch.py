@@ -28,9 +28,6 @@ from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS, most_groups
 ARCH = "sm_90a"
 NARROW_SLOTS = 32
 """Slots that an expert may have in the mean for decode's kernel to take them."""
-OVERLAPPING = (NARROW,)
-"""Shapes whose launches begin early (`dependent_launch`) also where others don't. With more tokens there is nothing to
-gain, and what waits takes memory and issue slots from what runs."""
 _NEVER = (1 << 31) - 1
 
 
@@ -61,11 +58,6 @@ def shape_for(tokens: int, chosen: int, num_experts: int) -> Shape:
     if tokens * chosen > NARROW_SLOTS * num_experts:
         return WIDE
     return NARROW if tokens <= NARROW.slots else PAIRED
-
-
-def begins_early(shape: Shape) -> bool:
-    """Whether a call's launches do, see `OVERLAPPING`."""
-    return dependent_launch.is_on() or shape in OVERLAPPING
 
 
 def least_paired_tiles(packed: HopperExperts, multiprocessors: int) -> int:
@@ -253,7 +245,7 @@ def experts_forward(
         dtype: of the result, fp32 or bf16.
         shared: [T, d] bf16 of the shared expert, added to the result: in bf16 to the rounded sum, as a layer would.
         shape: of the products; None chooses by the numbers of tokens and experts. The bits are the same.
-        overlaps: whether launches begin early; None goes by `begins_early`.
+        overlaps: whether launches begin early; None goes by `dependent_launch.is_on`.
 
     Returns:
         [T, d] in `dtype`.
@@ -273,7 +265,7 @@ def experts_forward(
     weights, experts = weights.float().contiguous(), experts.int().contiguous()
     shape = shape or shape_for(*experts.shape, packed.num_experts)
     least_paired = least_paired_tiles(packed, multiprocessors(x.device))
-    with dependent_launch.switched(begins_early(shape) if overlaps is None else overlaps):
+    with dependent_launch.switched(dependent_launch.is_on() if overlaps is None else overlaps):
         listed = list_work(weights, experts, packed.num_experts, expert_offset, shape, least_paired)
         quantised = quantise(x, listed, chooses=True)
         hidden = multiply(Plan(Product.GATE_UP, shape), listed, *quantised, packed.w13, swiglu_limit)
