@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import requests
 import torch
-from serving.server import VOCAB_SIZE, Server, output_logprobs, running_server
+from serving.server import VOCAB_SIZE, Server, free_port, output_logprobs, running_server, start, stop
 from torch import Tensor
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
@@ -58,3 +58,24 @@ def test_two_ranks_answer_as_one(quantised: bool, tmp_path: Path) -> None:
     else:
         assert two["output_ids"] == one["output_ids"]
         assert output_logprobs(two) == pytest.approx(output_logprobs(one), abs=1e-3)
+
+
+@pytest.mark.slow
+def test_two_nodes_answer_as_two_ranks(tmp_path: Path) -> None:
+    """A rank each, started by themselves: the bits of two ranks of one node, cold and behind a reused prefix."""
+    model = tmp_path / "model"
+    write_checkpoint(model, PRESETS["tiny"])
+    nodes = ("--tp", "2", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}", "--node-rank")
+    env = {"GLOO_SOCKET_IFNAME": "lo"}
+    other, _ = start(model, tmp_path / "log1", (*nodes, "1"), env, from_command=False)
+    try:
+        with running_server(model, tmp_path / "log0", *nodes, "0", env=env) as server:
+            found = [server.generate(PROMPT, max_new_tokens=24) for _ in range(2)]
+    finally:
+        stop(other)
+    assert found[1]["meta_info"]["cached_tokens"] > 0
+    assert "is live on SGLang" in (tmp_path / "log1").read_text()
+    with running_server(model, tmp_path / "log", "--tp", "2") as server:
+        expected = server.generate(PROMPT, max_new_tokens=24)
+    for answer in found:
+        assert (answer["output_ids"], output_logprobs(answer)) == (expected["output_ids"], output_logprobs(expected))
