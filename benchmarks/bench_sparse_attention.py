@@ -1,7 +1,9 @@
 """The attention kernels against FlashMLA (and on Blackwell flashinfer's trtllm-gen), and against the card's limits.
 
     python benchmarks/bench_sparse_attention.py [--cases REGEX] [--quick] [--impl sm90] [--out FILE.json]
-    python benchmarks/bench_sparse_attention.py --few-heads [...]       8 and 16 heads, beside 64
+    python benchmarks/bench_sparse_attention.py --few-heads [...]       8, 16 and 32 heads, beside 64
+    python benchmarks/bench_sparse_attention.py --few-heads --alone --seconds 0.08 --minutes 0.9 \
+        --cases '^decode-(csa|hca-32k).*-b(1|4|64|128|256)$'            the same within a minute, without FlashMLA
     python benchmarks/bench_sparse_attention.py --plot FILE.json        a picture of a result, FILE.png
 
 Every case runs on the same inputs in the same process: ours by the public function with the kernel forced by name,
@@ -12,8 +14,9 @@ Beside it, as `flashmla_unpacked`, FlashMLA's sparse prefill, which SGLang calls
 unpacking. FlashMLA takes 64 heads or 128; fewer are padded, as SGLang does, outside of the timed part.
 
 With `--few-heads` our kernel for few heads and those for many (`many_heads`) are contenders, too, whichever the rule
-chooses, and at the end the former is compared with the latter and with the same case of 64 heads. `--early-groups N`
-adds it with another number of early channel groups (few_heads/plan.py), as `few_heads_other`.
+chooses (it is timed once, `ours`), and at the end the former is compared with the latter and with the same case of 64
+heads. `--early-groups N` adds it with another number of early channel groups (few_heads/plan.py), as `few_heads_other`.
+`--alone` leaves FlashMLA and trtllm-gen out.
 
 First each output is compared with fp64 on up to four tokens, in the Frobenius norm; a result that is off by more than
 WRONG is not timed. Then each contender's calls over all sets of inputs (`attention_inputs`: cold L2) are captured in a
@@ -64,6 +67,7 @@ from torch import Tensor
 from dsv4_kernels import compile_cache, dependent_launch, registry
 from dsv4_kernels.kv_layout import PAGE_ROWS, ROW_BYTES, ROW_DIM, KVRows
 from dsv4_kernels.sparse_attention import sparse_attention
+from dsv4_kernels.sparse_attention.problem import FEW_HEADS
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
 from dsv4_kernels.unpack import Pages, choice, unpack_pages
 
@@ -72,7 +76,7 @@ LARGE_US = 25.0
 """Cases with a floor of at least so many microseconds are the large ones."""
 FLASHMLA_HEADS = 64
 """At least."""
-MOST_FEW_HEADS = 16
+MOST_FEW_HEADS = 32
 """That our kernel for few heads can compute."""
 HOPPER_KERNELS = ("few_heads", "few_heads_other", "many_heads")
 """Contenders of `--few-heads`; the second one with `--early-groups` only."""
@@ -435,6 +439,8 @@ def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> 
             continue
         if name == "few_heads_other" and options.early_groups is None:
             continue
+        if name == "few_heads" and case.heads <= FEW_HEADS:
+            continue  # that is ours
         try:
             calls = makers[name]()
             outputs[name] = calls[0]()
@@ -452,6 +458,9 @@ def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> 
         row[f"{name}_us"] = round(times[name].median_us, 3) if name in times else None
         row[f"{prefix}rel_err"] = float(f"{errors[name]:.3e}") if name in errors else None
         row[f"{name}_spread"] = round(times[name].spread, 4) if name in times else None
+    if "few_heads" in options.opponents and case.heads <= FEW_HEADS:
+        row |= {"few_heads_us": row["ours_us"], "few_heads_rel_err": row["rel_err"]}
+        row["few_heads_spread"] = row["ours_spread"]
     return row
 
 
@@ -706,7 +715,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default="", help="regular expression over the cases' names")
     parser.add_argument("--quick", action="store_true", help="about 50 cases instead of about 200")
-    parser.add_argument("--few-heads", action="store_true", help="8, 16 and 64 heads; on Hopper by either kernel")
+    parser.add_argument("--few-heads", action="store_true", help="8 to 64 heads; on Hopper by either kernel")
+    parser.add_argument("--alone", action="store_true", help="nothing but our kernels")
     parser.add_argument("--early-groups", type=int, help="of one more contender of --few-heads, on Hopper")
     parser.add_argument("--impl", help="kernel by name; default: the registry's choice")
     parser.add_argument("--split-keys", type=int, default=DECODE_SPLIT_KEYS, help="of decode; 0: no split")
@@ -734,7 +744,8 @@ def main() -> int:
         arguments.split_keys or None,
         device,
         arguments.seconds,
-        opponents_here(device) + (HOPPER_KERNELS if arguments.few_heads and impl == "sm90" else ()),
+        (() if arguments.alone else opponents_here(device))
+        + (HOPPER_KERNELS if arguments.few_heads and impl == "sm90" else ()),
         60 * arguments.minutes,
         not arguments.no_unpack,
         arguments.early_groups,

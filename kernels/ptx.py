@@ -112,6 +112,11 @@ def store_shared(address: Int32, words: tuple) -> None:
     asm("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
 
 
+def store_shared_u32(address: Int32, x: Uint32) -> None:
+    """32 bits to shared memory."""
+    asm("st.shared.b32 [{$r0}], {$r1};", [], address, x)
+
+
 def store_shared_f32(address: Int32, x: Float32) -> None:
     """An fp32 to shared memory."""
     asm("st.shared.f32 [{$r0}], {$r1};", [], address, x)

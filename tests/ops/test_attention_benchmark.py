@@ -265,7 +265,7 @@ def test_the_list_of_cases() -> None:
 
 def test_few_heads_are_compared_with_64() -> None:
     names = [case.name for case in few_heads_cases()]
-    assert len(names) == len(set(names)) == 3 * (5 * 6 + 3 * 2)
+    assert len(names) == len(set(names)) == 4 * (5 * 6 + 3 * 2)
     assert {name.replace("-h16-", "-h64-") for name in names if "-h16-" in name} <= set(names)
     rows = [
         {"name": "decode-csa512-32k-h64-b64", "ours_us": 30.0},

@@ -25,11 +25,18 @@ from dsv4_kernels.sparse_attention.scratch import NUM_COUNTERS, Scratch
 from dsv4_kernels.sparse_attention.sm90 import cluster, persistent
 from dsv4_kernels.sparse_attention.sm90.cluster import MAX_CLUSTER
 from dsv4_kernels.sparse_attention.sm90.few_heads import kernel as few_heads
-from dsv4_kernels.sparse_attention.sm90.few_heads.plan import CTAS, EARLY_GROUPS, MAX_ELEMENTS, PARTS, PIECES, FewHeads
+from dsv4_kernels.sparse_attention.sm90.few_heads.plan import (
+    COLUMNS,
+    EARLY_GROUPS,
+    MAX_ELEMENTS,
+    MICROSECONDS,
+    PARTS,
+    PIECES,
+    FewHeads,
+)
 from dsv4_kernels.sparse_attention.sm90.plan import (
     CHANNEL_SPLITS,
     HEADS,
-    KEY_TILE,
     LOG2_E,
     MAX_CTAS,
     MAX_SPLIT_TOKENS,
@@ -62,13 +69,18 @@ def configurations() -> tuple[Configuration, ...]:
 
 def configurations_of_few_heads() -> tuple[FewHeads, ...]:
     """The same with few heads."""
-    return tuple(FewHeads(fp8_rows, entries) for fp8_rows in (True, False) for entries in Entries)
+    return tuple(
+        FewHeads(fp8_rows, entries, columns=columns)
+        for columns in COLUMNS
+        for fp8_rows in (True, False)
+        for entries in Entries
+    )
 
 
 def compile(configuration: Configuration | FewHeads) -> Callable[..., None]:
     """The launcher of a configuration, from memory, from disk or from the compiler: (arguments, CTAs, stream).
 
-    CTAs of the launch, or of a cluster if a token's keys are divided by steps or heads are few.
+    CTAs of the launch; of a cluster if a token's keys are divided by steps; clusters of the launch if heads are few.
     """
 
     def from_compiler() -> Callable[..., None]:
@@ -214,32 +226,41 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
 def _launch_few_heads(problem: Problem) -> None:
     _check_divisions(problem)
     configuration = _configuration_of_few_heads(problem)
-    parts = _parts(problem)
+    parts = _parts(problem, configuration)
     for first in range(0, problem.num_tokens, MAX_TOKENS):
         tokens = slice(first, min(first + MAX_TOKENS, problem.num_tokens))
-        arguments = _arguments(problem, tokens)
+        arguments = _arguments(problem, tokens, ctas_per_token=parts)
         if problem.split_keys is not None:
             arguments = arguments._replace(steps_per_kv_split=problem.split_keys // STEP_KEYS)
-        compile(configuration)(arguments, Int32(parts), _stream(problem))
+        clusters = tokens.stop - tokens.start
+        if parts == 1:
+            clusters = min(clusters, num_multiprocessors(problem.q.device) * configuration.ctas)
+        compile(configuration)(arguments, Int32(clusters), _stream(problem))
 
 
 def _configuration_of_few_heads(problem: Problem) -> FewHeads:
-    return FewHeads(problem.row_format is RowFormat.FP8, _entries(problem), EARLY_GROUPS)
+    columns = min(n for n in COLUMNS if problem.num_heads <= n)
+    return FewHeads(problem.row_format is RowFormat.FP8, _entries(problem), EARLY_GROUPS, columns)
 
 
-def _parts(problem: Problem) -> int:
-    """Among how many CTAs to divide a token's leaves: as many as find room at once, of all tokens."""
-    tiles = problem.max_steps * STEP_KEYS // KEY_TILE
+def _parts(problem: Problem, configuration: FewHeads) -> int:
+    """Among how many CTAs to divide a token's leaves: what takes least, by what was measured of other calls."""
+    tiles = problem.max_steps * configuration.tiles_of_step
+    elements = max(problem.max_kv_splits, min(PIECES, tiles))  # of any token of this call, however short
     clusters = num_clusters(problem.q.device)
 
-    def divides(n: int) -> bool:
-        elements = max(problem.max_kv_splits, min(PIECES, tiles))  # of any token of this call, however short
-        if PIECES < n and elements < tiles <= MAX_ELEMENTS * n and problem.max_kv_splits == 1:
-            return True  # each tile by itself
-        return n <= elements <= MAX_ELEMENTS * n
+    def by_tiles(n: int) -> bool:
+        return PIECES < n and elements < tiles <= MAX_ELEMENTS * n and problem.max_kv_splits == 1
 
-    possible = (n for n in PARTS if divides(n) and problem.num_tokens <= clusters[n] * CTAS)
-    return max(possible, default=1)
+    def microseconds(n: int) -> float:
+        ctas = configuration.ctas if problem.num_tokens > clusters[n] else 1
+        beginning, of_a_tile = MICROSECONDS[ctas]
+        leaves = tiles if by_tiles(n) else elements
+        tiles_of_part = -(-tiles * -(-leaves // n) // leaves)
+        return -(-problem.num_tokens // (clusters[n] * ctas)) * (beginning + of_a_tile * tiles_of_part)
+
+    divided = (n for n in PARTS[1:] if by_tiles(n) or n <= elements <= MAX_ELEMENTS * n)
+    return min((1, *(n for n in divided if clusters[n])), key=microseconds)
 
 
 def _entries(problem: Problem) -> Entries:

@@ -1,4 +1,4 @@
-"""Attention on Hopper with 16 heads or less, where gathering and converting rows is the work.
+"""Attention on Hopper with 32 heads or less, where gathering and converting rows is the work.
 
 The other kernels multiply 64 heads by the keys, as many as there are or not. Here keys are the rows of both products
 and heads the columns, so that the tensor core's time and what is read for it shrink with the heads:
@@ -7,7 +7,7 @@ and heads the columns, so that the tensor core's time and what is read for it sh
     O^T[64 channels, heads] = V^T P^T    values from shared memory, where the same threads have stored them
 
 Every row is loaded, converted and stored once. A thread has two rows, of which it has 16 adjacent channels of every
-group; those are its part of four operands of `wgmma` if the channels of Q are put into their order (`rows.copy_q`), so
+group; those are its part of four operands of `wgmma` if the channels of Q are put into their order (`rows.store_q`), so
 nothing is exchanged for the scores. The operands go to shared memory as they are, so values have that order, too, and O
 until it leaves the registers. Row numbers, holes and scales are the thread's own and need no shared memory.
 
@@ -15,14 +15,20 @@ What a thread converts it has asked for a tile ahead, by `cp.async`: e4m3 to a p
 and asks to be filled again; bf16 (the last 64 channels of an FP8 row) to where the values are, as soon as the previous
 tile's have been multiplied. So a tile's rows are on their way during the whole tile before, in no registers.
 
-A work tile is a token, or a part of its keys; a CTA has one and ends. There are no roles: all threads load, convert,
-multiply and merge. A CTA is one warpgroup, of which two find room on a multiprocessor: while one waits, the other one
-works.
+A work tile is a token, or a part of its keys. There are no roles: all threads load, convert, multiply and merge. With
+up to 16 heads a CTA is one warpgroup, of which two find room on a multiprocessor: while one waits, the other one works.
+With 17 to 32 O has no room in its registers. Then a CTA is two teams and has the multiprocessor to itself: each team
+has 64 of the keys for the scores and half of the channels for O, as the consumers of persistent.py, and reads the other
+one's values and P.
 
-Keys come in tiles of 64. Each is computed as if it were alone, with its own maximum and products that begin at zero,
-and then merged, lazily as in persistent.py. The order of the merges follows from the token's own length: tiles are
-merged to elements, and elements to the token's result. Elements are its KV splits (split.py); if it has a single one,
-PIECES of that. So whoever computes an element, the bits are the same.
+Whole tokens, of which there may be many, are computed by as many CTAs as find room, one after the other: a token's
+first rows, Q and row numbers are asked for while the elements of the one before are merged. The parts of a token have a
+CTA each, which ends.
+
+Keys come in tiles of 64, or of 128 for two teams. Each is computed as if it were alone, with its own maximum and
+products that begin at zero, and then merged, lazily as in persistent.py. The order of the merges follows from the
+token's own length: tiles are merged to elements, and elements to the token's result. Elements are its KV splits
+(split.py); if it has a single one, PIECES of that. So whoever computes an element, the bits are the same.
 
 Where tokens are few, `parts` CTAs share the elements of a token, at most two each (but the first CTA, which may merge
 those it has). They are a cluster: each leaves its elements in its own shared memory, all meet, and each merges all
@@ -32,13 +38,16 @@ together, and there are no counters or scratch memory; so nothing depends on wha
 
     who waits         for what                                                      at
     a thread          16 channels of its rows, of the group it converts next        cp.async group
-    the warpgroup     maxima of its warps                                           TEAM
-    the warpgroup     P, values and sums                                            TEAM
-    the warpgroup     its products have read the values                             TEAM
-    the warpgroup     the last copies, which were zeros, to where elements go       TEAM
+    all teams         maxima of their warps                                         TEAM
+    all teams         P, values and sums                                            TEAM
+    all teams         their products have read the values                           TEAM
+    all teams         the last copies, which were zeros, to where elements go       TEAM
     the CTA           Q; reads of the statistics that an element changes            barrier 0
     the cluster       leaves of all parts; that all have been read                  cluster barrier
+    the CTA           the same of a whole token, before the next one                barrier 0
 """
+
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -50,15 +59,15 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.sparse_attention.sm90 import tile_scheduler as scheduler
 from dsv4_kernels.sparse_attention.sm90.barriers import sync
+from dsv4_kernels.sparse_attention.sm90.epilogue import load_sink
 from dsv4_kernels.sparse_attention.sm90.few_heads import elements, rows, softmax
 from dsv4_kernels.sparse_attention.sm90.few_heads.plan import (
-    COLUMNS,
-    CTAS,
     PRODUCTS,
     ROWS,
-    STATISTICS,
     TEAM,
     WARPGROUP,
+    WARPS,
+    FewHeads,
     shared_memory,
 )
 from dsv4_kernels.sparse_attention.sm90.plan import GROUP, GROUPS, KEY_TILE, NO_ROW_MAX, Arguments
@@ -67,39 +76,54 @@ from dsv4_kernels.sparse_attention.sm90.tma import swizzled_layout
 
 
 @cute.jit
-def launch(config: cutlass.Constexpr, arguments: Arguments, parts: Int32, stream: cuda.CUstream) -> None:
+def launch(config: cutlass.Constexpr, arguments: Arguments, clusters: Int32, stream: cuda.CUstream) -> None:
     """As many CTAs as a token has parts are a cluster."""
     kernel(config, arguments).launch(
-        grid=[parts, arguments.num_tokens, 1],
-        cluster=[parts, 1, 1],
-        block=[WARPGROUP, 1, 1],
+        grid=[arguments.ctas_per_token, clusters, 1],
+        cluster=[arguments.ctas_per_token, 1, 1],
+        block=[config.threads, 1, 1],
         stream=stream,
-        min_blocks_per_mp=CTAS,
-        preferred_smem_carveout=100,  # for two CTAs
+        min_blocks_per_mp=config.ctas,
+        preferred_smem_carveout=100,
         use_pdl=dependent_launch.is_on(),
     )
 
 
 @cute.kernel
 def kernel(config: cutlass.Constexpr, args: Arguments) -> None:
-    """One part of a token's keys, and one part of its channels."""
+    """One part of the keys of some tokens, and one part of their channels."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     part, token, _ = cute.arch.block_idx()
-    parts, _, _ = cute.arch.grid_dim()
+    parts, clusters, _ = cute.arch.grid_dim()
     shared = cutlass.utils.SmemAllocator().allocate(shared_memory(config))
-    rows.copy_q(args, shared, thread, token)
-    visible = scheduler.visible_entries(config, args, token)
-    keys = elements.divide_keys(args, scheduler.count_steps(args, visible), parts)
-    attend(config, args, shared, thread, token, visible, keys, part, parts)
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()  # all elements of the token are there
-    elements.combine(args, shared, thread, token, keys, part, parts)
-    cute.arch.cluster_arrive_relaxed()
-    cute.arch.cluster_wait()  # nobody reads this CTA's any more
+    attend(config, args, shared, thread, token, clusters, part, parts)
 
 
-# A part of the keys
+class Leaves(NamedTuple):
+    """What a part computes of a token."""
+
+    keys: elements.Keys
+    begin: Int32
+    end: Int32
+    tile: Int32
+    last: Int32
+    """Tiles of all its leaves: from one to behind the other."""
+
+
+@cute.jit
+def leaves_of(
+    config: cutlass.Constexpr, args: Arguments, token: Int32, visible: Int32, part: Int32, parts: Int32
+) -> Leaves:
+    """Of a part of a token; no tiles if there is no such token."""
+    keys = elements.divide_keys(config, args, scheduler.count_steps(args, visible), parts)
+    begin, end, tile, last = Int32(0), keys.leaves, Int32(0), keys.steps * config.tiles_of_step
+    if parts > 1:
+        begin, end = elements.first_leaf(keys, part, parts), elements.first_leaf(keys, part + 1, parts)
+        tile, last = elements.first_tile(keys, begin), elements.first_tile(keys, end)
+    if token >= args.num_tokens:
+        last = tile
+    return Leaves(keys, begin, end, tile, last)
 
 
 @cute.jit
@@ -109,123 +133,169 @@ def attend(
     shared: cutlass.Constexpr,
     thread: Int32,
     token: Int32,
-    visible: Int32,
-    keys: elements.Keys,
+    clusters: Int32,
     part: Int32,
     parts: Int32,
 ) -> None:
-    """Computes this part's leaves and leaves them in shared memory, the first elements of the token as one."""
+    """Computes this part's leaves of every token of the cluster's and leaves them in shared memory, the first elements
+    of the token as one; and merges them."""
     lane, warp = thread % 32, thread // 32
     row, quad = warp * 16 + lane // 4, lane % 4
     early = min(config.early_groups, config.staged_groups)
-    places = rows.Places.of(shared, thread, row)
-    scores_mma, out_mma, q_operand, value_operand, p_operand = mma_operands(shared, thread)
+    places = rows.Places.of(shared, thread)
+    scores_mma, out_mma, q_operand, value_operand, p_operand = mma_operands(config, shared, thread)
+    first_group = 0
+    if const_expr(config.teams > 1):
+        first_group = cute.arch.make_warp_uniform(warp // WARPS) * config.out_groups
 
-    out = cute.make_rmem_tensor((GROUPS * COLUMNS // 2,), Float32)
-    total = cute.make_rmem_tensor((GROUPS * COLUMNS // 2,), Float32)
-    scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((KEY_TILE, COLUMNS)), Float32)
-    shape = out_mma.partition_shape_C((GROUP, COLUMNS))
+    q = cute.make_rmem_tensor((4 * GROUPS,), Uint32)
+    out = cute.make_rmem_tensor((config.out_groups * config.columns // 2,), Float32)
+    total = cute.make_rmem_tensor((config.out_groups * config.columns // 2,), Float32)
+    scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((KEY_TILE, config.columns)), Float32)
+    shape = out_mma.partition_shape_C((GROUP, config.columns))
     products = [cute.make_rmem_tensor(shape, Float32) for _ in range(PRODUCTS)]
     shape = scores_mma.partition_shape_A((KEY_TILE, GROUP // 2))
     operands = [cute.make_rmem_tensor(shape, BFloat16) for _ in range(2)]
     scales, next_scales = (cute.make_rmem_tensor((2 * ROWS,), Uint32) for _ in range(2))
     indices, next_indices = (cute.make_rmem_tensor((ROWS,), Int32) for _ in range(2))
     addresses = cute.make_rmem_tensor((ROWS,), Int64)
-    row_max, row_sum, weight = (cute.make_rmem_tensor((STATISTICS,), Float32) for _ in range(3))
+    row_max, row_sum, weight = (cute.make_rmem_tensor((config.statistics,), Float32) for _ in range(3))
 
-    begin, end = elements.first_leaf(keys, part, parts), elements.first_leaf(keys, part + 1, parts)
-    merges_all = (begin == 0) & (keys.leaves == keys.elements)
-    tile, last = elements.first_tile(keys, begin), elements.first_tile(keys, end)
-    rows.load_indices(config, args, token, visible, tile, last, row, indices)
-    rows.load_indices(config, args, token, visible, tile + 1, last, row, next_indices)
-    rows.locate(config, args, tile, quad, indices, addresses, scales)
-    for i in cutlass.range_constexpr(GROUPS):
-        rows.copy_group(config, addresses, places, quad, i)
-    elements.clear(row_max, row_sum, out)
-    total.fill(0.0)
-    if thread < COLUMNS:
-        ptx.store_shared_f32x2(Int32(shared.stats.data_ptr().toint()) + thread * 8, (Float32(NO_ROW_MAX), Float32(0.0)))
-    leaf, leaf_end = begin, elements.first_tile(keys, begin + 1)
-    cute.arch.cp_async_wait_group(GROUPS)  # for Q
+    visible = scheduler.visible_entries(config, args, token)
+    rows.prefetch_lists(config, args, thread, token)
+    rows.load_q(config, args, thread, token, q)
+    leaves = leaves_of(config, args, token, visible, part, parts)
+    rows.load_indices(config, args, token, visible, leaves.tile, leaves.last, row, indices)
+    rows.load_indices(config, args, token, visible, leaves.tile + 1, leaves.last, row, next_indices)
+    # Behind the requests for row numbers, in front of those for rows: the fence may wait for all that is under way.
+    rows.store_q(config, shared, thread, q)
     cute.arch.fence_view_async_shared()
-    cute.arch.barrier()  # Q is there, and statistics of no element
-    while tile < last:
-        rows.locate(config, args, tile + 1, quad, next_indices, addresses, next_scales)
-        is_hole = (indices[0] < 0, indices[1] < 0)
-        for i in cutlass.range_constexpr(ROWS):
-            indices[i] = next_indices[i]
-        rows.load_indices(config, args, token, visible, tile + 2, last, row, next_indices)
-        rows.wait_for_group(config, 0)
-        words = rows.load_group(config, places, 0)
-        for i in cutlass.range_constexpr(GROUPS):
-            next_words = words
-            if const_expr(i + 1 < GROUPS):
-                rows.wait_for_group(config, i + 1)
-                next_words = rows.load_group(config, places, i + 1)
-            for j in cutlass.range_constexpr(2):
-                if const_expr(2 * i + j > 1):
-                    warpgroup.wait_group(1)  # what the operand was before has been multiplied
-                packed = cute.recast_tensor(operands[j], Uint32)
-                rows.convert_half_group(config, i, j, words, scales, packed)
-                rows.store_values(config, places, i, j, packed)
-                rows.multiply_half_group(scores_mma, scores, operands[j], q_operand[None, None, None, i], j, i + j > 0)
-            if const_expr(i == early - 1):
-                for group in cutlass.range_constexpr(early):
-                    rows.copy_group(config, addresses, places, quad, group)
-            words = next_words
-        warpgroup.wait_group(0)
-        tile_max = softmax.find_tile_max(args, shared, warp, lane, is_hole, scores)
-        softmax.exponentiate(args, shared, warp, lane, tile_max, scores)
-        softmax.rescale_out(shared, quad, tile_max, row_max, row_sum, weight, out)
-        ahead = PRODUCTS - 1
-        for i in cutlass.range_constexpr(GROUPS + ahead):
-            if const_expr(i < GROUPS):
-                multiply(out_mma, products[i % PRODUCTS], value_operand[None, None, None, i], p_operand, 0, False)
-                warpgroup.commit_group()
-            if const_expr(i == 0):
-                for group in cutlass.range_constexpr(early, config.staged_groups):
-                    rows.copy_group(config, addresses, places, quad, group)
-            if const_expr(i >= ahead):
-                warpgroup.wait_group(ahead if i < GROUPS else 0)
-                softmax.add_product(out, products[(i - ahead) % PRODUCTS], weight, i - ahead)
-        sync(TEAM, WARPGROUP)  # all of it has been read
+    rows.locate(config, args, leaves.tile, quad, indices, addresses, scales)
+    for i in cutlass.range_constexpr(config.staged_groups):
+        rows.copy_group(config, addresses, places, quad, i)
+    while token < args.num_tokens:
         for i in cutlass.range_constexpr(config.staged_groups, GROUPS):
             rows.copy_group(config, addresses, places, quad, i)
-        if const_expr(config.fp8_rows):
-            for i in cutlass.range_constexpr(cute.size(scales)):
-                scales[i] = next_scales[i]
-        tile += 1
-        if tile == leaf_end:
-            if merges_all | (leaf == begin):
-                elements.merge_element(shared, warp, lane, total, row_max, row_sum, out)
-                elements.clear(row_max, row_sum, out)
-            leaf += 1
-            leaf_end = elements.first_tile(keys, leaf + 1)
-    # Elements go where the values were. What was asked for behind the last tile were zeros, of all threads.
-    cute.arch.cp_async_wait_group(0)
-    sync(TEAM, WARPGROUP)
-    if end > begin:
-        elements.leave_element(config, shared, warp, lane, 0, total)
-    if (end > begin + 1) & (merges_all == 0):
-        elements.leave_element(config, shared, warp, lane, 1, out)
-        elements.store_stats(shared, warp, lane, 1, row_max, row_sum)
+        next_token = token + clusters
+        rows.prefetch_lists(config, args, thread, next_token)
+        keys, begin, end, tile, last = leaves
+        merges_all = (begin == 0) & (keys.leaves == keys.elements)
+        elements.clear(row_max, row_sum, out)
+        total.fill(0.0)
+        if thread < config.columns:
+            ptx.store_shared_f32x2(
+                Int32(shared.stats.data_ptr().toint()) + thread * 8, (Float32(NO_ROW_MAX), Float32(0.0))
+            )
+        leaf, leaf_end = begin, elements.first_tile(keys, begin + 1)
+        cute.arch.barrier()  # the first Q is there, and statistics of no element
+        while tile < last:
+            rows.locate(config, args, tile + 1, quad, next_indices, addresses, next_scales)
+            is_hole = (indices[0] < 0, indices[1] < 0)
+            for i in cutlass.range_constexpr(ROWS):
+                indices[i] = next_indices[i]
+            rows.load_indices(config, args, token, visible, tile + 2, last, row, next_indices)
+            rows.wait_for_group(config, 0)
+            words = rows.load_group(config, places, 0)
+            for i in cutlass.range_constexpr(GROUPS):
+                next_words = words
+                if const_expr(i + 1 < GROUPS):
+                    rows.wait_for_group(config, i + 1)
+                    next_words = rows.load_group(config, places, i + 1)
+                for j in cutlass.range_constexpr(2):
+                    if const_expr(2 * i + j > 1):
+                        warpgroup.wait_group(1)  # what the operand was before has been multiplied
+                    packed = cute.recast_tensor(operands[j], Uint32)
+                    rows.convert_half_group(config, i, j, words, scales, packed)
+                    rows.store_values(config, places, i, j, packed)
+                    of_group = q_operand[None, None, None, i]
+                    rows.multiply_half_group(scores_mma, scores, operands[j], of_group, j, i + j > 0)
+                if const_expr(i == early - 1):
+                    for group in cutlass.range_constexpr(early):
+                        rows.copy_group(config, addresses, places, quad, group)
+                words = next_words
+            warpgroup.wait_group(0)
+            tile_max = softmax.find_tile_max(config, args, shared, warp, lane, is_hole, scores)
+            softmax.exponentiate(config, args, shared, warp, lane, tile_max, scores)
+            softmax.rescale_out(config, shared, warp, quad, tile_max, row_max, row_sum, weight, out)
+            ahead = PRODUCTS - 1
+            for i in cutlass.range_constexpr(config.out_groups + ahead):
+                if const_expr(i < config.out_groups):
+                    for team in cutlass.range_constexpr(config.teams):
+                        values = value_operand[None, None, None, first_group + (team * GROUPS + i)]
+                        p = p_operand[None, None, None, team]
+                        multiply(out_mma, products[i % PRODUCTS], values, p, 0, team > 0)
+                    warpgroup.commit_group()
+                if const_expr(i == 0):
+                    for group in cutlass.range_constexpr(early, config.staged_groups):
+                        rows.copy_group(config, addresses, places, quad, group)
+                if const_expr(i >= ahead):
+                    warpgroup.wait_group(ahead if i < config.out_groups else 0)
+                    softmax.add_product(config, out, products[(i - ahead) % PRODUCTS], weight, i - ahead)
+            sync(TEAM, config.threads)  # all of it has been read
+            for i in cutlass.range_constexpr(config.staged_groups, GROUPS):
+                rows.copy_group(config, addresses, places, quad, i)
+            if const_expr(config.fp8_rows):
+                for i in cutlass.range_constexpr(cute.size(scales)):
+                    scales[i] = next_scales[i]
+            tile += 1
+            if tile == leaf_end:
+                if merges_all | (leaf == begin):
+                    elements.merge_element(config, shared, warp, lane, total, row_max, row_sum, out)
+                    elements.clear(row_max, row_sum, out)
+                leaf += 1
+                leaf_end = elements.first_tile(keys, leaf + 1)
+        sink = load_sink(args, thread % config.columns)
+        next_visible = Int32(0)
+        if next_token < args.num_tokens:
+            next_visible = scheduler.visible_entries(config, args, next_token)
+        # Elements go where the values were. What was asked for behind the last tile were zeros, of all threads.
+        cute.arch.cp_async_wait_group(0)
+        sync(TEAM, config.threads)
+        if end > begin:
+            elements.leave_element(config, shared, warp, lane, 0, total)
+        if (end > begin + 1) & (merges_all == 0):
+            elements.leave_element(config, shared, warp, lane, 1, out)
+            elements.store_stats(config, shared, warp, lane, 1, row_max, row_sum)
+        cute.arch.cluster_arrive()
+        # The next token's first rows, but for those that go to the values, are on their way while this one's elements
+        # are merged.
+        rows.load_q(config, args, thread, next_token, q)
+        leaves = leaves_of(config, args, next_token, next_visible, part, parts)
+        first, behind = leaves.tile, leaves.last
+        rows.load_indices(config, args, next_token, next_visible, first, behind, row, indices)
+        rows.load_indices(config, args, next_token, next_visible, first + 1, behind, row, next_indices)
+        cute.arch.cluster_wait()  # all elements of the token are there
+        if next_token < args.num_tokens:
+            rows.locate(config, args, first, quad, indices, addresses, scales)
+            for i in cutlass.range_constexpr(config.staged_groups):
+                rows.copy_group(config, addresses, places, quad, i)
+        elements.combine(config, args, shared, thread, token, keys, part, parts, sink)
+        if next_token < args.num_tokens:
+            rows.store_q(config, shared, thread, q)
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier()  # Q is there, and nobody reads elements any more: tokens with a next one have one part
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()  # nobody reads this CTA's any more
+        token = next_token
+        visible = next_visible
 
 
-def mma_operands(shared: cutlass.Constexpr, thread: Int32) -> tuple:
-    """The products of a thread (scores, O) and what they read from shared memory: Q, values, P."""
-    q = shared.q.get_tensor(*swizzled_layout((COLUMNS, GROUP, GROUPS)))
-    keys = shared.values.get_tensor(*swizzled_layout((KEY_TILE, GROUP, GROUPS)))
-    values = cute.composition(keys, cute.make_ordered_layout((GROUP, KEY_TILE, GROUPS), order=(1, 0, 2)))
-    p = shared.p.get_tensor(*swizzled_layout((COLUMNS, KEY_TILE)))
+def mma_operands(config: FewHeads, shared: cutlass.Constexpr, thread: Int32) -> tuple:
+    """The products of a thread (scores, O) and what they read from shared memory: Q, values and P of all teams."""
+    columns, blocks = config.columns, config.teams * GROUPS
+    q = shared.q.get_tensor(*swizzled_layout((columns, GROUP, GROUPS)))
+    keys = shared.values.get_tensor(*swizzled_layout((KEY_TILE, GROUP, blocks)))
+    values = cute.composition(keys, cute.make_ordered_layout((GROUP, KEY_TILE, blocks), order=(1, 0, 2)))
+    p = shared.p.get_tensor(*swizzled_layout((columns, KEY_TILE, config.teams)))
     k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
     types, one = (BFloat16, BFloat16), (1, 1, 1)
     scores_mma = hopper.make_trivial_tiled_mma(
-        *types, k_major, k_major, Float32, one, (KEY_TILE, COLUMNS), warpgroup.OperandSource.RMEM
+        *types, k_major, k_major, Float32, one, (KEY_TILE, columns), warpgroup.OperandSource.RMEM
     )
-    out_mma = hopper.make_trivial_tiled_mma(*types, mn_major, k_major, Float32, one, (GROUP, COLUMNS))
-    thread_mma = scores_mma.get_slice(thread)
+    out_mma = hopper.make_trivial_tiled_mma(*types, mn_major, k_major, Float32, one, (GROUP, columns))
+    thread_mma = scores_mma.get_slice(thread % WARPGROUP)
     q_operand = thread_mma.make_fragment_B(thread_mma.partition_B(q))
-    thread_mma = out_mma.get_slice(thread)
+    thread_mma = out_mma.get_slice(thread % WARPGROUP)
     value_operand = thread_mma.make_fragment_A(thread_mma.partition_A(values))
     p_operand = thread_mma.make_fragment_B(thread_mma.partition_B(p))
     return scores_mma, out_mma, q_operand, value_operand, p_operand

@@ -4,18 +4,18 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from dsv4_kernels import ptx
 from dsv4_kernels.kv_layout import NOPE_DIM, PAGE_ROWS, ROW_DATA_BYTES, ROW_SCALE_BYTES
 from dsv4_kernels.sparse_attention.sm90 import gather
-from dsv4_kernels.sparse_attention.sm90.few_heads.plan import COLUMNS, ROWS, STAGE_BYTES, WARPGROUP, FewHeads
+from dsv4_kernels.sparse_attention.sm90.few_heads.plan import ROWS, WARPGROUP, FewHeads
 from dsv4_kernels.sparse_attention.sm90.plan import (
     BLOCK_BYTES,
     GROUP,
     GROUPS,
-    KEY_TILE,
+    KEY_TILE_BYTES,
     ROW_STRIDE,
     STEP,
     Arguments,
@@ -37,19 +37,19 @@ def load_indices(
     indices: cute.Tensor,
 ) -> None:
     """Numbers of this thread's rows of a tile, -1 for holes and beyond the last tile."""
-    window_tiles = (args.window_width + STEP - 1) // STEP * (STEP // KEY_TILE)
+    window_tiles = (args.window_width + STEP - 1) // STEP * config.tiles_of_step
     indices.fill(-1)
     if tile < end:
         if tile < window_tiles:
-            slot = tile * KEY_TILE + row
+            slot = tile * config.tile_keys + row
             first = args.window_rows + (Int64(token) * args.window_rows_stride + slot) * 4
             load_listed(first, args.window_width - slot, indices)
         elif const_expr(config.entries == Entries.LIST):
-            slot = (tile - window_tiles) * KEY_TILE + row
+            slot = (tile - window_tiles) * config.tile_keys + row
             first = args.entry_list + (Int64(token) * args.entry_list_stride + slot) * 4
             load_listed(first, visible - slot, indices)
         elif const_expr(config.entries == Entries.PAGES):
-            slot = (tile - window_tiles) * KEY_TILE + row
+            slot = (tile - window_tiles) * config.tile_keys + row
             request = ptx.load_i32(args.token_to_request + Int64(token) * 4)
             pages = args.entry_list + Int64(request) * args.entry_list_stride * 4
             for i in cutlass.range_constexpr(ROWS):
@@ -77,7 +77,7 @@ def locate(
     scales: cute.Tensor,
 ) -> None:
     """Addresses of this thread's first channels of its rows, and their scales. Without branches."""
-    table, page_bytes = gather.table_of_step(config, args, tile // (STEP // KEY_TILE))
+    table, page_bytes = gather.table_of_step(config, args, tile // config.tiles_of_step)
     first = quad * (16 if config.fp8_rows else 32)
     for i in cutlass.range_constexpr(ROWS):
         number = ptx.imax(indices[i], Int32(0))
@@ -100,20 +100,21 @@ class Places(NamedTuple):
     stage: Int32
     """Its 16 bytes of the first stage."""
     chunks: tuple
-    """Its two chunks of its first row in the first block of values."""
+    """Its two chunks of its first row in its team's first block of values."""
     matrix: Int32
-    """Its row of the four matrices that the warp stores at once to the first block of values."""
+    """Its row of the four matrices that the warp stores at once to its team's first block of values."""
 
     @staticmethod
-    def of(shared: cutlass.Constexpr, in_group: Int32, row: Int32) -> "Places":
-        """Of a thread whose first row that is."""
-        values = Int32(shared.values.data_ptr().toint())
-        lane, quad = in_group % 32, in_group % 4
+    def of(shared: cutlass.Constexpr, thread: Int32) -> "Places":
+        """Of a thread of the CTA."""
+        values = Int32(shared.values.data_ptr().toint()) + thread // WARPGROUP * KEY_TILE_BYTES
+        lane, quad, first = thread % 32, thread % 4, thread % WARPGROUP // 32 * 16
+        row = first + lane // 4
         chunks = tuple(values + row * ROW_STRIDE + ((quad * 2 + j) ^ (row & 7)) * 16 for j in range(2))
         # Lane l has row l % 8 of matrix l // 8: keys of the first or second half of 16, channels of either half.
-        matrix_row = in_group // 32 * 16 + lane // 8 % 2 * 8 + lane % 8
+        matrix_row = first + lane // 8 % 2 * 8 + lane % 8
         matrix = values + matrix_row * ROW_STRIDE + ((lane // 16) ^ (lane & 7)) * 16
-        return Places(Int32(shared.stages.data_ptr().toint()) + in_group * 16, chunks, matrix)
+        return Places(Int32(shared.stages.data_ptr().toint()) + thread * 16, chunks, matrix)
 
 
 def copy_group(config: FewHeads, addresses: cute.Tensor, places: Places, quad: Int32, group: int) -> None:
@@ -121,7 +122,7 @@ def copy_group(config: FewHeads, addresses: cute.Tensor, places: Places, quad: I
     are asked for in their order, so that `wait_for_group` can count them."""
     for row in range(ROWS):
         if group < config.staged_groups:
-            ptx.copy_row_async(places.stage + (group * ROWS + row) * STAGE_BYTES, addresses[row], group * GROUP)
+            ptx.copy_row_async(places.stage + (group * ROWS + row) * config.stage_bytes, addresses[row], group * GROUP)
             continue
         offset = group * ROW_STRIDE
         if config.fp8_rows:  # behind the e4m3; addresses have 16 bytes a thread, not 32
@@ -143,7 +144,7 @@ def wait_for_group(config: FewHeads, group: int) -> None:
 def load_group(config: FewHeads, places: Places, group: int) -> list:
     """[row][word] of what has come."""
     if group < config.staged_groups:
-        stages = [places.stage + (group * ROWS + row) * STAGE_BYTES for row in range(ROWS)]
+        stages = [places.stage + (group * ROWS + row) * config.stage_bytes for row in range(ROWS)]
         return [list(ptx.load_shared_16_bytes(stage)) for stage in stages]
     chunks = [[chunk + (group * BLOCK_BYTES + row * 8 * ROW_STRIDE) for chunk in places.chunks] for row in range(ROWS)]
     return [[word for chunk in of_row for word in ptx.load_shared_16_bytes(chunk)] for of_row in chunks]
@@ -168,7 +169,7 @@ def convert_half_group(
 
 
 def store_values(config: FewHeads, places: Places, group: int, j: int, operand: cute.Tensor) -> None:
-    """What was e4m3 to its block, as the operands have it: channels in the order of Q's (`copy_q`). What is bf16 is
+    """What was e4m3 to its block, as the operands have it: channels in the order of Q's (`store_q`). What is bf16 is
     there, in its own order."""
     if group < config.staged_groups:
         for b in range(2):
@@ -191,22 +192,40 @@ def multiply_half_group(
 # Q
 
 
-@cute.jit
-def copy_q(args: Arguments, shared: cutlass.Constexpr, thread: Int32, token: Int32) -> None:
-    """Asks for Q in shared memory by cp.async, zeros where there are no heads.
+def load_q(config: FewHeads, args: Arguments, thread: Int32, token: Int32, words: cute.Tensor) -> None:
+    """This thread's 16 bytes of every channel group of Q, zeros where there is no head or token, for `store_q`: a warp
+    loads 128 bytes of four heads at a time."""
+    head, chunk = thread // 8, thread % 8
+    source = Int64(token) * args.q_token_stride + Int64(head) * args.q_head_stride
+    address = args.q + source * 2 + chunk * 16
+    exists = cutlass.select_(token < args.num_tokens, args.num_heads - head, Int32(0))
+    for group in range(GROUPS):
+        loaded = ptx.load_or_zeros(Uint32, 4, address + group * ROW_STRIDE, exists, "gt.s32")
+        for k in range(4):
+            words[4 * group + k] = loaded[k]
+
+
+def store_q(config: FewHeads, shared: cutlass.Constexpr, thread: Int32, words: cute.Tensor) -> None:
+    """Q to shared memory, its channels in the order that the operands of the scores have.
 
     A thread's 16 channels of a group are, four at a time, in one of the group's four operands: columns 2 q, 2 q + 1,
     2 q + 8 and 2 q + 9 of it if the thread is the q-th of four. So channel 16 q + 4 b + 2 h + j is at 16 b + 8 h + 2 q
-    + j, and 16 bytes of shared memory are four words of Q, 32 bytes apart.
+    + j: what was 16 bytes are four words, 16 bytes apart but for the swizzle.
     """
-    base = Int32(shared.q.data_ptr().toint())
-    for i in cutlass.range_constexpr(COLUMNS * GROUPS * 8 // WARPGROUP):
-        number = i * WARPGROUP + thread
-        chunk, group, head = number % 8, number // 8 % GROUPS, number // (8 * GROUPS)
-        num_bytes = cutlass.select_(head < args.num_heads, Int32(4), Int32(0))
-        source = Int64(token) * args.q_token_stride + Int64(head) * args.q_head_stride
-        address = args.q + source * 2 + (group * ROW_STRIDE + chunk * 4)
-        block = base + group * (COLUMNS * ROW_STRIDE) + head * ROW_STRIDE + ((chunk ^ (head & 7)) * 16)
-        for q in cutlass.range_constexpr(4):
-            ptx.copy_4_bytes_async(block + 4 * q, address + 32 * q, num_bytes)
-    cute.arch.cp_async_commit_group()
+    head, chunk = thread // 8, thread % 8
+    row = Int32(shared.q.data_ptr().toint()) + (head * ROW_STRIDE + chunk // 2 * 4)
+    places = [row + ((chunk % 2 * 4 + k) ^ (head & 7)) * 16 for k in range(4)]
+    for group in range(GROUPS):
+        for k in range(4):
+            ptx.store_shared_u32(places[k] + group * (config.columns * ROW_STRIDE), words[4 * group + k])
+
+
+@cute.jit
+def prefetch_lists(config: cutlass.Constexpr, args: Arguments, thread: Int32, token: Int32) -> None:
+    """Asks for the token's lists in L2, a line a thread, while it is loaded how much of them counts."""
+    place = thread * 32
+    if (place < args.window_width) & (token < args.num_tokens):
+        ptx.prefetch(args.window_rows + Int64(token) * args.window_rows_stride * 4, place * 4)
+    if const_expr(config.entries == Entries.LIST):
+        if (place < args.num_entries) & (token < args.num_tokens):
+            ptx.prefetch(args.entry_list + Int64(token) * args.entry_list_stride * 4, place * 4)
