@@ -1,4 +1,4 @@
-"""Attention on Hopper with 32 heads or less, where gathering and converting rows is the work.
+"""Attention on Hopper with few heads, 32 at the most, where gathering and converting rows is the work.
 
 The other kernels multiply 64 heads by the keys, as many as there are or not. Here keys are the rows of both products
 and heads the columns, so that the tensor core's time and what is read for it shrink with the heads:
