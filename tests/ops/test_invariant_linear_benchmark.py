@@ -1,0 +1,39 @@
+"""The benchmark of the invariant products without a GPU: what it compares before it times anything."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import bench_invariant_linear as bench
+import pytest
+import torch
+from ops.row_kernels import emulated_row_kernel
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_all_tiles_are_compared(groups: int, compiled_here: None) -> None:
+    """By the chosen tile and by each; one that is off in one element is not timed, nor is what is wrong alike."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from dsv4_kernels.linear import gpu
+
+    torch.manual_seed(0)
+    inputs = torch.randn(5, groups, 128).bfloat16(), torch.randn(groups, 70, 128).bfloat16()
+    few = [tile for tile in bench.swept(gpu) if tile.rows * tile.tokens <= 2048]
+    calls = {bench.name_of(tile): partial(bench.by_tile, tile) for tile in few}
+    assert len(calls) == 3 and "ours_by_w64x32x10" in calls
+    calls["ours"] = partial(bench.by_tile, None)
+    with emulated_row_kernel("sm90"):
+        assert bench.check(inputs, calls) <= bench.WRONG
+        right = calls["ours_by_w64x32x10"]
+        with pytest.raises(AssertionError, match="ours_by_w64x32x10 has other bits"):
+            bench.check(inputs, calls | {"ours_by_w64x32x10": lambda i: right(i).index_fill(0, torch.tensor(3), 0.5)})
+        with pytest.raises(AssertionError, match="the product is off by"):
+            bench.check(inputs, {"ours": lambda i: right(i) * 1.01})
+
+
+def test_every_tile_has_a_name_of_its_own() -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from dsv4_kernels.linear import gpu
+
+    tiles = bench.swept(gpu)
+    assert len({bench.name_of(tile) for tile in tiles}) == len(tiles) and set(gpu.tiles("sm_90a")) <= set(tiles)
