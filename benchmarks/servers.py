@@ -9,7 +9,8 @@ benchmark that finds FOLDER in the variable BENCHMARK_SERVERS takes such a serve
 contender, model, flags and SGLang's and our variables are those that it asks for; otherwise it starts its own. An idle
 one must not take a core from the one that is measured: give all of them --sleep-on-idle. It is meant for answers, and
 for times that the GPU bounds: a step of one request, which the host bounds, took twice as long beside three idle
-servers as by itself. SERVERS.json, where a server's own model, flags and env are optional:
+servers as by itself. With --nnodes N in its flags a server is N nodes on this machine: on one GPU that shows whether
+ranks agree, not how fast they are. SERVERS.json, where a server's own model, flags and env are optional:
 
     {"model": FOLDER, "flags": [of all], "servers": {name: {"contender": "ours", "model": …, "flags": […], "env": {…}}}}
 """
@@ -21,6 +22,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -33,6 +35,7 @@ from pathlib import Path
 CONTENDERS = ("builtin", "ours")
 HCA_GROUP = 128  # tokens of an entry there, and rows of a request's state in the built-in
 READY_TIMEOUT_S = 900
+NODES_PORT, NODE_PORTS = 4000, 1000  # above a server's port: where its nodes meet, and from a node's port to the next
 STALL_S = 2.0  # twice what the longest forward takes, a chunk's of the prefill of 64K
 FOLDER_VARIABLE = "BENCHMARK_SERVERS"
 LIST = "servers.json"
@@ -126,10 +129,27 @@ def environment_of(contender: str, more: Mapping[str, str] | None = None) -> dic
 
 
 def start(contender: str, model: Path, flags: Sequence[str], port: int, log: Path, env: Mapping[str, str]) -> Process:
-    """A server's process, in a session of its own."""
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port), *flags]
+    """A server's process, in a session of its own; with --nnodes a shell, which becomes the first node's."""
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *flags]
+    if "--nnodes" in flags:
+        command = ["sh", "-c", nodes_script(command, int(flags[flags.index("--nnodes") + 1]), port, log)]
+    else:
+        command += ["--port", str(port)]
     with log.open("wb") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True)
+
+
+def nodes_script(command: Sequence[str], nodes: int, port: int, log: Path) -> str:
+    """A shell's command that starts nodes on this machine, in one session. NCCL takes them for machines, so their ranks
+    may share a GPU, and it connects them by sockets."""
+    command = [*command, "--dist-init-addr", f"127.0.0.1:{port + NODES_PORT}"]
+    lines = []
+    for node in reversed(range(nodes)):
+        names = {"NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+        own = ["env", *(f"{name}={value}" for name, value in names.items()), *command]
+        line = shlex.join([*own, "--node-rank", str(node), "--port", str(port + node * NODE_PORTS)])
+        lines.append(f"{line} > {shlex.quote(f'{log}.node{node}')} 2>&1 &" if node else f"exec {line}")
+    return "\n".join(lines)
 
 
 def wait(contender: str, process: Process, url: str, log: Path, begin: float) -> float:

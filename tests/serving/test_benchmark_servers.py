@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -62,3 +65,18 @@ def test_only_the_server_that_is_asked_for_is_taken(url: str, tmp_path: Path, mo
     assert servers.already_running("ours", tmp_path, FLAGS, {}) is None
     (tmp_path / servers.LIST).write_text(json.dumps({"one": {**found, "url": "http://127.0.0.1:1"}}))
     assert servers.already_running("ours", tmp_path, FLAGS, env) is None
+
+
+def test_nodes_of_one_machine(tmp_path: Path) -> None:
+    """Each with the flags of all and its own; the first one is the process that was started."""
+    program = "import os, sys; print(os.environ['NCCL_HOSTID'], os.getpid(), *sys.argv[1:])"
+    script = servers.nodes_script([sys.executable, "-c", program, "--tp", "2 x"], 2, 31_000, tmp_path / "log")
+    process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True)
+    first = process.communicate(timeout=60)[0]
+    meet = "--tp 2 x --dist-init-addr 127.0.0.1:35000"
+    assert first == f"node0 {process.pid} {meet} --node-rank 0 --port 31000\n"
+    deadline = time.monotonic() + 60
+    while not (second := (tmp_path / "log.node1").read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    name, _, rest = second.split(" ", 2)
+    assert (name, rest) == ("node1", f"{meet} --node-rank 1 --port 32000\n")
