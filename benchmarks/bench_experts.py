@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bench_sparse_attention import heading, interleaved, measure_ceilings
+from bench_sparse_attention import heading, interleaved
 from torch import Tensor, nn
 
 from dsv4_kernels.moe import Mxfp4Experts
@@ -297,13 +297,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU")
     device = torch.device("cuda")
-    ceilings = measure_ceilings(device)
-    gpu = torch.cuda.get_device_name(device)
-    print(f"{gpu}: {ceilings.bytes_per_second / 1e12:.2f} TB/s, {ceilings.flops_per_second / 1e12:.0f} TFLOP/s in bf16")
+    ceilings, result = heading("experts", device)
     heads = ("ours", "Marlin", "ratio", "floor", "of it", "release", "error", "its")
     widths = (9, 9, 6, 9, 6, 9, 9, 9)
     print(f"{'case':24} " + " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
-    result = heading("experts", device, ceilings)
     rows: list[dict] = result["cases"]
     for model_name in options.models.split(","):
         for ranks in map(int, options.slices.split(",")):

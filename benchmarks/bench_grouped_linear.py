@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_sparse_attention import heading, interleaved, l2_bytes, measure_ceilings
+from bench_sparse_attention import heading, interleaved, l2_bytes
 from torch import Tensor
 
 from dsv4_kernels import dependent_launch
@@ -223,12 +223,9 @@ def main() -> None:
         parser.error("torch sees no GPU")
     device = torch.device("cuda")
     compile_all(options.sweep)
-    ceilings = measure_ceilings(device)
-    gpu = torch.cuda.get_device_name(device)
-    print(f"{gpu}: {ceilings.bytes_per_second / 1e12:.2f} TB/s, {ceilings.flops_per_second / 1e12:.0f} TFLOP/s in bf16")
+    ceilings, result = heading("grouped_linear", device)
     heads = ("ours", "today", "product", "cublas", "invariant", "expanded")
     print(f"{'case':14} " + " ".join(f"{head:>9}" for head in heads) + f" {'ratio':>6} {'floor':>8} {'of it':>6}")
-    result = heading("grouped_linear", device, ceilings)
     rows: list[dict] = result["cases"]
     for model in options.models.split(","):
         groups = GROUPS[model]

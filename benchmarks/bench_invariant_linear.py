@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from bench_sparse_attention import Ceilings, heading, interleaved, l2_bytes, measure_ceilings
+from bench_sparse_attention import Ceilings, heading, interleaved, l2_bytes
 from torch import Tensor
 
 from dsv4_kernels import compile_pool
@@ -158,11 +158,7 @@ def main() -> None:
         parser.error("torch sees no GPU")
     device = torch.device("cuda")
     compile_all(options.sweep)
-    ceilings = measure_ceilings(device)
-    result = heading("invariant_linear", device, ceilings)
-    print(
-        f"{result['gpu']}: {ceilings.bytes_per_second / 1e12:.2f} TB/s, {ceilings.flops_per_second / 1e12:.0f} TFLOP/s"
-    )
+    ceilings, result = heading("invariant_linear", device)
     print(f"{'case':14} {'ours':>9} {'cublas':>9} {'ratio':>6} {'floor':>9} {'of it':>6}")
     for name in (name for name in LAYERS if re.search(options.layers, name)):
         for tokens in map(int, options.tokens.split(",")):

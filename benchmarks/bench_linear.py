@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bench_sparse_attention import heading, interleaved, l2_bytes, measure_ceilings
+from bench_sparse_attention import heading, interleaved, l2_bytes
 from torch import Tensor
 
 from dsv4_kernels import compile_pool, dependent_launch
@@ -336,13 +336,10 @@ def main() -> None:
         compile_deepgemm([case for case in cases if case.name in options.compile], device)
         return
     compile_all(cases, options, device)
-    ceilings = measure_ceilings(device)
-    gpu = torch.cuda.get_device_name(device)
-    print(f"{gpu}: {ceilings.bytes_per_second / 1e12:.2f} TB/s")
+    ceilings, result = heading("linear_fp8", device)
     heads = ("ours", "early", "DeepGEMM", "ratio", "early", "floor", "of it", "error", "bits")
     widths = (8, 8, 8, 6, 6, 8, 6, 8, 6)
     print(f"{'case':26} " + " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
-    result = heading("linear_fp8", device, ceilings)
     rows: list[dict] = result["cases"]
     for case in cases:
         of_launch = {"ours": in_turns, "ours_early": early}

@@ -620,11 +620,14 @@ def gpu_state() -> dict[str, str] | None:
     return found | {dependent_launch.VARIABLE: "on" if dependent_launch.is_on() else "off"}
 
 
-def heading(benchmark: str, device: torch.device, ceilings: Ceilings) -> dict[str, object]:
-    """What a result of products begins with: what it is of, the card and its state, versions, and no case yet."""
-    return {
+def heading(benchmark: str, device: torch.device) -> tuple[Ceilings, dict[str, object]]:
+    """The card's limits, printed, and what a result of products begins with: what it is of, the card and its state,
+    versions, and no case yet."""
+    ceilings, gpu = measure_ceilings(device), torch.cuda.get_device_name(device)
+    print(f"{gpu}: {ceilings.bytes_per_second / 1e12:.2f} TB/s, {ceilings.flops_per_second / 1e12:.0f} TFLOP/s in bf16")
+    return ceilings, {
         "benchmark": benchmark,
-        "gpu": torch.cuda.get_device_name(device),
+        "gpu": gpu,
         "copy_tb_s": round(ceilings.bytes_per_second / 1e12, 3),
         "versions": versions(),
         "state": gpu_state(),

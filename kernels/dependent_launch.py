@@ -45,9 +45,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar
+
+from dsv4_kernels.environment import one_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +61,7 @@ _chosen: bool | None = None
 
 @functools.cache
 def _in_environment() -> bool:
-    value = os.environ.get(VARIABLE, "on").strip().lower()
-    if value not in ("on", "off"):
-        raise ValueError(f"{VARIABLE} must be 'on' or 'off', got {value!r}")
+    value = one_of(VARIABLE, ("on", "off"), "on")
     if value == "off":
         logger.info("%s=off: a kernel is launched when the one before has ended", VARIABLE)
     return value == "on"

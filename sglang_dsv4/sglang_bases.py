@@ -13,6 +13,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.attention.verify_mask import TreeMaskMode, VerifyMask, tree_mask_numel
 from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_cache.components import EvictLayer, TreeComponent
@@ -54,6 +55,24 @@ class SnapshotAttentionBackend(AttentionBackend):
 
     def _snapshot_prefill_shared_reads(self, forward_batch: ForwardBatch, *, num_qo_tokens: int) -> SharedReadEnds:
         return SharedReadEnds.PRE_REPLAY
+
+
+class ModelBuiltConfig(QuantizationConfig):
+    """A quantisation config that the model builds, and no checkpoint names."""
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Nothing to read."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ModelBuiltConfig:
+        """Not how such a config comes to be.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(f"{cls.__name__} is built by the model, not from a checkpoint")
 
 
 class LogitsProcessorWithHead(LogitsProcessor):

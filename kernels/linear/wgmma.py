@@ -190,10 +190,8 @@ def place_of(args: Arguments, work: Work, turn: Int32) -> Place:
 
 def boxes_of(tma: TmaTensor, start: cute.Pointer, rows: int, stages: int) -> tuple:
     """(shared memory, global memory) of TMA copies, a box first: stages, and [rows' box, chunk, group]."""
-    outer, swizzle = swizzled_layout((rows, CHUNK, stages))
-    places = cute.make_tensor(cute.recast_ptr(start, swizzle, dtype=BFloat16), outer)
     boxes = cute.local_tile(tma.tensor, (rows, CHUNK), (None, None, None))
-    both = cute.group_modes(places, 0, 2), cute.group_modes(boxes, 0, 2)
+    both = cute.group_modes(operand(start, rows, stages), 0, 2), cute.group_modes(boxes, 0, 2)
     return cpasync.tma_partition(tma.atom, 0, cute.make_layout(1), *both)
 
 

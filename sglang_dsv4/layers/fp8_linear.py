@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +18,11 @@ import torch
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from torch import Tensor, nn
 
+from dsv4_kernels.environment import one_of
 from dsv4_kernels.linear import linear_fp8
 from sglang_dsv4 import exact
 from sglang_dsv4.config import ConfigError
+from sglang_dsv4.sglang_bases import ModelBuiltConfig
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +41,7 @@ def named() -> str | None:
     Raises:
         ValueError: neither sm90 nor deepgemm.
     """
-    value = os.environ.get(VARIABLE)
-    if value is None:
-        return None
-    value = value.strip().lower()
-    if value not in ("sm90", "deepgemm"):
-        raise ValueError(f"{VARIABLE} must be 'sm90' or 'deepgemm', got {value!r}")
-    return value
+    return one_of(VARIABLE, ("sm90", "deepgemm"), None)
 
 
 def is_on(possible: bool) -> bool:
@@ -110,7 +105,7 @@ class FewTokensProduct:
         return linear_fp8(input, input_scale, weight, weight_scale)
 
 
-class FewTokensConfig(QuantizationConfig):
+class FewTokensConfig(ModelBuiltConfig):
     """SGLang's config of a checkpoint, whose FP8 linear layers multiply by `FewTokensProduct`.
 
     Args:
@@ -146,20 +141,6 @@ class FewTokensConfig(QuantizationConfig):
     def get_min_capability(self) -> int:
         """As SGLang's."""
         return self.of_checkpoint.get_min_capability()
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """Nothing to read: the model builds this config."""
-        return []
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> FewTokensConfig:
-        """Not how this config comes to be.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError("FewTokensConfig is built by the model, not from a checkpoint")
 
     def get_scaled_act_names(self) -> list[str]:
         """As SGLang's."""

@@ -16,7 +16,6 @@ Both have the same bits, those of `dsv4_kernels.linear.grouped_linear` on Hopper
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -25,6 +24,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
+from dsv4_kernels.environment import one_of
 from dsv4_kernels.linear import HeadRotation, expand_fp8_weight, grouped_linear, grouped_linear_fp8_weight
 from sglang_dsv4.config import WEIGHT_BLOCK, Config, ConfigError
 from sglang_dsv4.layers.linear import Fp8Input, builds_on_cpu, load_row_shard
@@ -44,10 +44,7 @@ def is_chosen() -> bool:
     Raises:
         ValueError: neither bf16 nor fp8.
     """
-    value = os.environ.get(VARIABLE, "bf16").strip().lower()
-    if value not in ("bf16", "fp8"):
-        raise ValueError(f"{VARIABLE} must be 'bf16' or 'fp8', got {value!r}")
-    return value == "fp8"
+    return one_of(VARIABLE, ("bf16", "fp8"), "bf16") == "fp8"
 
 
 def reason_against(config: Config, generation: int) -> str | None:

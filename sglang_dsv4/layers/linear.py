@@ -20,6 +20,7 @@ from dsv4_kernels.quant import fp8_quantise
 from sglang_dsv4.config import ACTIVATION_BLOCK, Config, ConfigError
 from sglang_dsv4.layers import fp8_linear
 from sglang_dsv4.layers.fp8_linear import FewTokensConfig
+from sglang_dsv4.sglang_bases import ModelBuiltConfig
 
 
 def builds_on_cpu() -> bool:
@@ -110,7 +111,7 @@ class ReferenceLinearMethod(LinearMethodBase):
         return linear(x, layer.weight, act_qdq_block=self.activation_block)
 
 
-class ReferenceLinearConfig(QuantizationConfig):
+class ReferenceLinearConfig(ModelBuiltConfig):
     """Hands `ReferenceLinearMethod` to SGLang's linear layers.
 
     Args:
@@ -133,20 +134,6 @@ class ReferenceLinearConfig(QuantizationConfig):
     def get_min_capability(cls) -> int:
         """No GPU is needed."""
         return 0
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """Nothing to read: the model builds this config."""
-        return []
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> ReferenceLinearConfig:
-        """Not how this config comes to be.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError("ReferenceLinearConfig is built by the model, not from a checkpoint")
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> ReferenceLinearMethod:
         """The method for any linear layer."""

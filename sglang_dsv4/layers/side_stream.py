@@ -9,11 +9,12 @@ runs two chains of them at once. Not in a prefill, whose kernels fill the GPU. B
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+
+from dsv4_kernels.environment import one_of
 
 VARIABLE = "SGLANG_DSV4_SIDE_STREAM"
 
@@ -28,10 +29,7 @@ def is_on() -> bool:
     Raises:
         ValueError: neither on nor off.
     """
-    value = os.environ.get(VARIABLE, "off").strip().lower()
-    if value not in ("on", "off"):
-        raise ValueError(f"{VARIABLE} must be 'on' or 'off', got {value!r}")
-    return value == "on"
+    return one_of(VARIABLE, ("on", "off"), "off") == "on"
 
 
 @functools.cache
