@@ -99,9 +99,9 @@ def all_cases() -> list[Case]:
 
 
 def few_heads_cases() -> list[Case]:
-    """Ranks of tensor parallelism with 8, 16 and 32 heads, and 64 to compare them with."""
+    """Ranks of tensor parallelism with 8 and 16 heads, and 64 to compare them with."""
     kinds = [("swa", "4k"), ("csa512", "32k"), ("csa1024", "32k"), ("hca", "32k"), ("hca", "1m")]
-    heads = (64, 32, 16, 8)
+    heads = (64, 16, 8)
     cases = [
         Case(False, kind, CONTEXTS[context], h, batch)
         for (kind, context), batch, h in itertools.product(kinds, (1, 4, 16, 64, 128, 256), heads)

@@ -1,7 +1,7 @@
 """The attention kernels against FlashMLA (and on Blackwell flashinfer's trtllm-gen), and against the card's limits.
 
     python benchmarks/bench_sparse_attention.py [--cases REGEX] [--quick] [--impl sm90] [--out FILE.json]
-    python benchmarks/bench_sparse_attention.py --few-heads [...]       8, 16 and 32 heads, beside 64
+    python benchmarks/bench_sparse_attention.py --few-heads [...]       8 and 16 heads, beside 64
     python benchmarks/bench_sparse_attention.py --few-heads --alone --seconds 0.08 --minutes 0.9 \
         --cases '^decode-(csa|hca-32k).*-b(1|4|64|128|256)$'            the same within a minute, without FlashMLA
     python benchmarks/bench_sparse_attention.py --plot FILE.json        a picture of a result, FILE.png
@@ -13,10 +13,8 @@ its request's pages are unpacked first, in the timed part ("rows" of the result:
 Beside it, as `flashmla_unpacked`, FlashMLA's sparse prefill, which SGLang calls for bf16 rows only, after the same
 unpacking. FlashMLA takes 64 heads or 128; fewer are padded, as SGLang does, outside of the timed part.
 
-With `--few-heads` our kernel for few heads and those for many (`many_heads`) are contenders, too, whichever the rule
-chooses (it is timed once, `ours`), and at the end the former is compared with the latter and with the same case of 64
-heads. `--early-groups N` adds it with another number of early channel groups (few_heads/plan.py), as `few_heads_other`.
-`--alone` leaves FlashMLA and trtllm-gen out.
+With `--few-heads` our kernels for many heads are contenders, too (`many_heads`), and at the end ours for few heads is
+compared with them and with the same case of 64 heads. `--alone` leaves FlashMLA and trtllm-gen out.
 
 First each output is compared with fp64 on up to four tokens, in the Frobenius norm; a result that is off by more than
 WRONG is not timed. Then each contender's calls over all sets of inputs (`attention_inputs`: cold L2) are captured in a
@@ -76,10 +74,6 @@ LARGE_US = 25.0
 """Cases with a floor of at least so many microseconds are the large ones."""
 FLASHMLA_HEADS = 64
 """At least."""
-MOST_FEW_HEADS = 32
-"""That our kernel for few heads can compute."""
-HOPPER_KERNELS = ("few_heads", "few_heads_other", "many_heads")
-"""Contenders of `--few-heads`; the second one with `--early-groups` only."""
 SECONDS_PER_CASE = 0.12
 L2_BYTES_WITHOUT_GPU = 1 << 16
 Call = Callable[[], Tensor]
@@ -99,20 +93,16 @@ def ours(sets: list[Inputs], impl: str, split_keys: int | None) -> list[Call]:
     return [call(inputs) for inputs in sets]
 
 
-def ours_with(
-    few_heads: int, sets: list[Inputs], impl: str, split_keys: int | None, early_groups: int | None = None
-) -> list[Call]:
-    """The same where Hopper's kernel for few heads computes up to so many, with so many early groups or its own."""
+def many_heads(sets: list[Inputs], impl: str, split_keys: int | None) -> list[Call]:
+    """The same by Hopper's kernels for many heads, however few there are."""
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
-    early_groups = sm90.EARLY_GROUPS if early_groups is None else early_groups
-
     def call(ordinary: Call) -> Call:
-        def with_few_heads() -> Tensor:
-            with mock.patch.multiple(sm90, FEW_HEADS=few_heads, EARLY_GROUPS=early_groups):
+        def without_few_heads() -> Tensor:
+            with mock.patch.object(sm90, "FEW_HEADS", 0):
                 return ordinary()
 
-        return with_few_heads
+        return without_few_heads
 
     return [call(ordinary) for ordinary in ours(sets, impl, split_keys)]
 
@@ -403,8 +393,6 @@ class Options:
     """Of the whole run; cases that have not begun by then are left out, and named."""
     unpack: bool = True
     """Whether we unpack FP8 rows of a chunk where that pays."""
-    early_groups: int | None = None
-    """Of `few_heads_other`."""
 
 
 def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> dict[str, object]:
@@ -427,19 +415,13 @@ def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> 
     makers: dict[str, Callable[[], list[Call]]] = {
         "flashmla": lambda: flashmla(sets, case),
         "flashmla_unpacked": lambda: flashmla_unpacked(chunks),
-        "few_heads": lambda: ours_with(MOST_FEW_HEADS, sets, options.impl, split_keys),
-        "few_heads_other": lambda: ours_with(MOST_FEW_HEADS, sets, options.impl, split_keys, options.early_groups),
-        "many_heads": lambda: ours_with(0, sets, options.impl, split_keys),
+        "many_heads": lambda: many_heads(sets, options.impl, split_keys),
         "trtllm": lambda: trtllm_gen(sets, case),
     }
     for name in options.opponents:
         if (name == "trtllm" and case.prefill) or (name == "flashmla_unpacked" and not chunks):
             continue
-        if name in HOPPER_KERNELS and case.heads > MOST_FEW_HEADS:
-            continue
-        if name == "few_heads_other" and options.early_groups is None:
-            continue
-        if name == "few_heads" and case.heads <= FEW_HEADS:
+        if name == "many_heads" and case.heads > FEW_HEADS:
             continue  # that is ours
         try:
             calls = makers[name]()
@@ -458,9 +440,6 @@ def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> 
         row[f"{name}_us"] = round(times[name].median_us, 3) if name in times else None
         row[f"{prefix}rel_err"] = float(f"{errors[name]:.3e}") if name in errors else None
         row[f"{name}_spread"] = round(times[name].spread, 4) if name in times else None
-    if "few_heads" in options.opponents and case.heads <= FEW_HEADS:
-        row |= {"few_heads_us": row["ours_us"], "few_heads_rel_err": row["rel_err"]}
-        row["few_heads_spread"] = row["ours_spread"]
     return row
 
 
@@ -501,14 +480,14 @@ def summary(rows: list[dict]) -> dict[str, object]:
 
 
 def compare_few_heads(rows: list[dict]) -> list[dict[str, object]]:
-    """Of every case with few heads: the time of their kernel over that of 64 heads, and over the other kernels'."""
+    """Of every case with few heads: its time over that of 64 heads, and over that of the kernels for many."""
     by_name = {row["name"]: row for row in rows}
     compared = []
     for name, row in by_name.items():
         heads = int(re.search(r"-h(\d+)-", name)[1])
-        of_64, us = by_name.get(name.replace(f"-h{heads}-", "-h64-")), row.get("few_heads_us")
-        if of_64 and us:
-            many = row.get("many_heads_us")
+        of_64 = by_name.get(name.replace(f"-h{heads}-", "-h64-"))
+        if of_64 and heads <= FEW_HEADS:
+            us, many = row["ours_us"], row.get("many_heads_us")
             times = {"us": us, "us_of_64": of_64["ours_us"], "us_as_many": many}
             ratios = {"ratio_to_64": round(us / of_64["ours_us"], 3), "ratio_to_many": many and round(us / many, 3)}
             compared.append({"name": name, "heads": heads, **times, **ratios})
@@ -550,10 +529,8 @@ def line(row: dict) -> str:
         text += (
             f"   FlashMLA, unpacked: {row['flashmla_unpacked_us']:.1f} us, error {row['flashmla_unpacked_rel_err']:.1e}"
         )
-    if row.get("few_heads_us"):
-        text += f"   few heads {row['few_heads_us']:.1f} us, many heads {row['many_heads_us'] or math.nan:.1f} us"
-    if row.get("few_heads_other_us"):
-        text += f", few heads with other early groups {row['few_heads_other_us']:.1f} us"
+    if row.get("many_heads_us"):
+        text += f"   by the kernels for many heads {row['many_heads_us']:.1f} us"
     if row.get("trtllm_us"):
         text += f"   trtllm-gen {row['trtllm_us']:.1f} us, error {row['trtllm_rel_err']:.1e}"
     return text + "".join(f"\n    {key}: {row[key]}" for key in row if key.endswith("_error"))
@@ -718,9 +695,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default="", help="regular expression over the cases' names")
     parser.add_argument("--quick", action="store_true", help="about 50 cases instead of about 200")
-    parser.add_argument("--few-heads", action="store_true", help="8 to 64 heads; on Hopper by either kernel")
+    parser.add_argument("--few-heads", action="store_true", help="8, 16 and 64 heads; on Hopper by either kernel")
     parser.add_argument("--alone", action="store_true", help="nothing but our kernels")
-    parser.add_argument("--early-groups", type=int, help="of one more contender of --few-heads, on Hopper")
     parser.add_argument("--impl", help="kernel by name; default: the registry's choice")
     parser.add_argument("--split-keys", type=int, default=DECODE_SPLIT_KEYS, help="of decode; 0: no split")
     parser.add_argument("--no-unpack", action="store_true", help="chunks read FP8 rows as they are")
@@ -748,10 +724,9 @@ def main() -> int:
         device,
         arguments.seconds,
         (() if arguments.alone else opponents_here(device))
-        + (HOPPER_KERNELS if arguments.few_heads and impl == "sm90" else ()),
+        + (("many_heads",) if arguments.few_heads and impl == "sm90" else ()),
         60 * arguments.minutes,
         not arguments.no_unpack,
-        arguments.early_groups,
     )
     cases = few_heads_cases() if arguments.few_heads else quick_cases() if arguments.quick else all_cases()
     cases = [case for case in cases if re.search(arguments.cases, case.name)]

@@ -265,13 +265,14 @@ def test_the_list_of_cases() -> None:
 
 def test_few_heads_are_compared_with_64() -> None:
     names = [case.name for case in few_heads_cases()]
-    assert len(names) == len(set(names)) == 4 * (5 * 6 + 3 * 2)
+    assert len(names) == len(set(names)) == 3 * (5 * 6 + 3 * 2)
     assert {name.replace("-h16-", "-h64-") for name in names if "-h16-" in name} <= set(names)
     rows = [
         {"name": "decode-csa512-32k-h64-b64", "ours_us": 30.0},
-        {"name": "decode-csa512-32k-h16-b64", "ours_us": 99.0, "few_heads_us": 12.0, "many_heads_us": 24.0},
-        {"name": "decode-csa512-32k-h8-b128", "ours_us": 10.0, "few_heads_us": 9.0},  # of 64 heads there is none
-        {"name": "decode-csa512-32k-h8-b64", "ours_us": 99.0, "few_heads_us": 15.0, "many_heads_us": None},
+        {"name": "decode-csa512-32k-h16-b64", "ours_us": 12.0, "many_heads_us": 24.0},
+        {"name": "decode-csa512-32k-h8-b128", "ours_us": 9.0},  # of 64 heads there is none
+        {"name": "decode-csa512-32k-h8-b64", "ours_us": 15.0, "many_heads_us": None},
+        {"name": "decode-csa512-32k-h128-b64", "ours_us": 60.0},  # not few
     ]
     found = compare_few_heads(rows)
     assert [(r["heads"], r["ratio_to_64"], r["ratio_to_many"]) for r in found] == [(16, 0.4, 0.5), (8, 0.5, None)]
