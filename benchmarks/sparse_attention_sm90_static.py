@@ -28,7 +28,7 @@ from dsv4_kernels.kv_layout import ROW_BYTES, ROW_DIM, KVRows, RowFormat
 from dsv4_kernels.sparse_attention.problem import Problem
 from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 from dsv4_kernels.sparse_attention.sm90.cluster import ClusterShared
-from dsv4_kernels.sparse_attention.sm90.few_heads.plan import COLUMNS, FewHeads, shared_memory
+from dsv4_kernels.sparse_attention.sm90.few_heads.plan import FewHeads, shared_memory
 from dsv4_kernels.sparse_attention.sm90.plan import Configuration, Shared, Split
 from dsv4_kernels.sparse_attention.split import STEP_KEYS
 
@@ -78,9 +78,8 @@ def bounds_of_a_step(heads: int, row_format: RowFormat) -> dict[str, float]:
         problem = Problem.of(q, rows, *lists, None, 0, None, None, None, scale=ROW_DIM**-0.5, out=None, split_keys=None)
         whole = mock.patch.object(sm90, "_parts", lambda *_: 1)
         whole_too = mock.patch.object(sm90, "_channel_splits_of_clusters", lambda problem: 0)
-        with whole, whole_too, mock.patch.object(sm90, "FEW_HEADS", max(COLUMNS)):
-            with emulated(arch=sm90.ARCH, checks=Checks(order=False)) as device:
-                sm90.sparse_attention(problem)
+        with whole, whole_too, emulated(arch=sm90.ARCH, checks=Checks(order=False)) as device:
+            sm90.sparse_attention(problem)
         cycles.append(device.reports[0].cycles)
     steps = (ENTRIES[1] - ENTRIES[0]) // STEP_KEYS
     units = {name: (cycles[1][name] - cycles[0][name]) / steps for name in UNITS}
@@ -94,7 +93,7 @@ def print_bounds() -> None:
     columns = (*UNITS, "port", "hbm")
     print(f"{'cycles a step':24}" + "".join(f"{name:>10}" for name in columns))
     for row_format in RowFormat.FP8, RowFormat.PLAIN:
-        for heads in (64, 32, 16):
+        for heads in (64, 16):
             found = bounds_of_a_step(heads, row_format)
             numbers = "".join(f"{found[name]:10,.0f}" for name in columns)
             print(f"{f'{heads} heads, {row_format.value}':24}{numbers}", flush=True)

@@ -17,10 +17,9 @@ from dsv4_kernels.sparse_attention.split import num_kv_splits, num_steps
 
 MAX_HEADS = 128
 FEW_HEADS = 16
-"""Hopper computes calls of at most so many heads by a kernel of their own (sm90/few_heads); 0: none, 32 at most.
+"""Hopper computes calls of at most so many heads by a kernel of their own (sm90/few_heads); 0: none, 16 at most.
 
-benchmarks/LOG.md has what was measured and expected: with 17 to 32 nothing was timed yet. Rows are not unpacked for it
-(`dsv4_kernels.unpack.choice`).
+benchmarks/LOG.md has what was measured. Rows are not unpacked for it (`dsv4_kernels.unpack.choice`).
 """
 VECTOR_BYTES = 16
 """Rows of q, of the tables and of the output begin at multiples of this: kernels move 16 bytes at a time."""

@@ -108,8 +108,8 @@ def attention_by_clusters(kernel: str) -> None:
     check(case, attention_sm90.launch_on(case, 132, clusters=True)[0])
 
 
-def attention_of_few_heads(heads: int, kernel: str) -> None:
-    case = build(Spec(tokens=2, heads=heads, entry_lengths=(300, 5)))
+def attention_of_few_heads(kernel: str) -> None:
+    case = build(Spec(tokens=2, heads=16, entry_lengths=(300, 5)))
     check(case, attention_few_heads.launch(case))
 
 
@@ -131,8 +131,7 @@ WORKS: dict[str, Work] = {
 }
 ON_HOPPER: dict[str, Work] = {
     "attention_by_clusters": attention_by_clusters,
-    "attention_of_16_heads": partial(attention_of_few_heads, 16),
-    "attention_of_32_heads": partial(attention_of_few_heads, 32),
+    "attention_of_few_heads": attention_of_few_heads,
     "index_prefill": lambda kernel: indexer.test_scores_and_choice("sm90, prefill", "random"),
     "linear_fp8_weight": multiply_fp8_weight,
     "experts": lambda kernel: experts.test_the_sum_is_the_definition_s("few", "narrow"),

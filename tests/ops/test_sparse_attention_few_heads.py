@@ -1,4 +1,4 @@
-"""Hopper's attention kernel for 32 heads or less in the emulator, over the hard cases of attention_cases.py.
+"""Hopper's attention kernel for 16 heads or less in the emulator, over the hard cases of attention_cases.py.
 
 As test_sparse_attention_sm90.py, whose kernels compute the others: every launch with all checks on, schedules that
 change from case to case, the same bits in every batch and however a token's keys are divided; and the compile gate.
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 pytestmark = pytest.mark.usefixtures("compiled_here")
 
-HEADS = (8, 16, 24, 32, 1, 15, 17)
-"""Of the cases, in turns: more than 16 are computed by two teams."""
+HEADS = (8, 16, 1, 15)
+"""Of the cases, in turns."""
 QUICK = ((True, "LIST"), (False, "PAGES"))
 """(FP8 rows, entries): what is not slow needs these kernels."""
 
@@ -70,7 +70,7 @@ def allowed_parts(case: Case) -> list[int]:
         found = set()
         for clusters in ((0, 9**9, *(0,) * 8), (0, 9**9, 9**9, *(0,) * 7), (0, *(9**9,) * 4, *(0,) * 5), (9**9,) * 10):
             patch.setattr(sm90, "num_clusters", lambda device, clusters=clusters: clusters)
-            found.add(sm90._parts(problem, sm90._configuration_of_few_heads(problem)))
+            found.add(sm90._parts(problem))
     return sorted(found)
 
 
@@ -127,7 +127,7 @@ def test_random_case(spec: Spec, seed: int) -> None:
     assert same_bits(results[0], results[-1])
 
 
-@pytest.mark.parametrize("heads", [1, 15, 17, 31])
+@pytest.mark.parametrize("heads", [1, 15])
 def test_nothing_is_written_beside_the_output(heads: int) -> None:
     case = build(Spec(tokens=2, heads=heads, entry_lengths=(200, 0)))
     check_surroundings(case, launch)
@@ -137,8 +137,6 @@ POOLS = {
     "list_fp8": Spec(tokens=4, heads=16, entry_lengths=(70, 3)),
     "list_fp8_split": Spec(tokens=4, heads=8, entry_lengths=(70, 130), split_keys=128),
     "pages_bf16": Spec(tokens=4, heads=16, entry_lengths=(70, 3), dense=True, fp8=False),
-    "32_list_fp8": Spec(tokens=4, heads=32, entry_lengths=(70, 3)),
-    "24_pages_bf16": Spec(tokens=4, heads=24, entry_lengths=(70, 3), dense=True, fp8=False),
 }
 
 
@@ -159,7 +157,7 @@ def test_q_and_outputs_beyond_32_bits(name: str) -> None:
 # ---- which kernel, and in how many parts
 
 
-@pytest.mark.parametrize(("heads", "few", "expected"), [(1, 32, 1), (32, 32, 1), (33, 32, 0), (17, 16, 0), (1, 0, 0)])
+@pytest.mark.parametrize(("heads", "few", "expected"), [(1, 16, 1), (16, 16, 1), (17, 16, 0), (9, 8, 0), (1, 0, 0)])
 @pytest.mark.parametrize("tokens", [1, 500])
 def test_the_number_of_heads_chooses_the_kernel(
     monkeypatch: pytest.MonkeyPatch, heads: int, few: int, expected: bool, tokens: int
@@ -178,77 +176,54 @@ def test_the_number_of_heads_chooses_the_kernel(
     assert called == [expected] * 2
 
 
-def test_few_heads_is_32_at_most() -> None:
+def test_few_heads_are_16_at_most() -> None:
     from dsv4_kernels.sparse_attention.problem import FEW_HEADS
+    from dsv4_kernels.sparse_attention.sm90.few_heads.plan import COLUMNS
 
-    assert FEW_HEADS <= max(HEADS)
-
-
-@pytest.mark.parametrize(("heads", "columns"), [(1, 16), (8, 16), (16, 16), (17, 32), (24, 32), (32, 32)])
-def test_more_than_16_heads_have_two_teams(heads: int, columns: int) -> None:
-    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
-
-    configuration = sm90._configuration_of_few_heads(build(Spec(tokens=1, heads=heads)).problem())
-    assert (configuration.columns, configuration.teams) == (columns, columns // 16)
-    assert configuration in sm90.configurations_of_few_heads()
+    assert FEW_HEADS <= COLUMNS == max(HEADS)
 
 
 @pytest.mark.parametrize(
-    ("heads", "window", "entries", "split_keys", "parts"),
+    ("window", "entries", "split_keys", "parts"),
     [
         # (tokens, parts): as many clusters of 1, 2, 4 and 8 find room as 132, 66, 33 and 16, and twice as many if two
         # CTAs share a multiprocessor, which costs more than a tile or two.
-        (16, 128, 512, None, ((1, 8), (16, 8), (17, 4), (33, 4), (34, 2), (132, 2), (133, 1))),  # ten tiles
-        (16, 128, 896, None, ((1, 8), (16, 8), (17, 4), (66, 4), (67, 2))),  # sixteen: two for each of eight CTAs
-        (16, 128, 1024, None, ((1, 4), (66, 4), (67, 2), (132, 2), (133, 1), (4096, 1))),  # eighteen
-        (16, 128, 256, None, ((1, 8), (16, 8), (17, 4), (33, 4), (34, 2))),  # six
-        (16, 128, 128, None, ((1, 4), (33, 4), (34, 2), (66, 2), (67, 1))),  # four: elements are tiles
-        (16, 128, 0, None, ((1, 2), (66, 2), (67, 1), (4096, 1))),  # two tiles: no more elements
+        (128, 512, None, ((1, 8), (16, 8), (17, 4), (33, 4), (34, 2), (132, 2), (133, 1))),  # ten tiles
+        (128, 896, None, ((1, 8), (16, 8), (17, 4), (66, 4), (67, 2))),  # sixteen: two for each of eight CTAs
+        (128, 1024, None, ((1, 4), (66, 4), (67, 2), (132, 2), (133, 1), (4096, 1))),  # eighteen
+        (128, 256, None, ((1, 8), (16, 8), (17, 4), (33, 4), (34, 2))),  # six
+        (128, 128, None, ((1, 4), (33, 4), (34, 2), (66, 2), (67, 1))),  # four: elements are tiles
+        (128, 0, None, ((1, 2), (66, 2), (67, 1), (4096, 1))),  # two tiles: no more elements
         # Eight KV splits: two for each of four CTAs, but not four for each of two. Rather one cluster after the other
         # than a CTA alone with all of a token.
-        (16, 128, 8192, 1152, ((1, 8), (32, 8), (33, 4), (66, 4), (67, 8), (4096, 1))),
-        (16, 128, 4992, 128, ((1, 1),)),  # forty
-        # Of two teams as many as 132, 66, 33 and 16; tiles are steps.
-        (32, 128, 512, None, ((1, 8), (16, 8), (17, 4), (33, 4), (34, 2), (66, 2), (67, 1))),  # five tiles
-        (32, 128, 1024, None, ((1, 8), (16, 8), (17, 4), (33, 4), (34, 2), (66, 2), (67, 1), (4096, 1))),  # nine
-        (32, 128, 256, None, ((1, 2), (66, 2), (67, 1))),  # three: elements are tiles, too few for four CTAs
-        (32, 128, 0, None, ((1, 1),)),
-        (32, 128, 8192, 1152, ((1, 8), (16, 8), (17, 4), (33, 4), (34, 8), (100, 1))),
+        (128, 8192, 1152, ((1, 8), (32, 8), (33, 4), (66, 4), (67, 8), (4096, 1))),
+        (128, 4992, 128, ((1, 1),)),  # forty
     ],
-    ids=[
-        *("csa_512", "sixteen_tiles", "csa_1024", "hca_32k", "four_tiles", "window", "hca_1m", "many_kv_splits"),
-        *("32_csa_512", "32_csa_1024", "32_three_tiles", "32_window", "32_hca_1m"),
-    ],
+    ids=["csa_512", "sixteen_tiles", "csa_1024", "hca_32k", "four_tiles", "window", "hca_1m", "many_kv_splits"],
 )
 def test_parts_are_as_many_as_pay(
     monkeypatch: pytest.MonkeyPatch,
-    heads: int,
     window: int,
     entries: int,
     split_keys: int | None,
     parts: tuple[tuple[int, int], ...],
 ) -> None:
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
-    from dsv4_kernels.sparse_attention.sm90.few_heads.plan import FewHeads
-    from dsv4_kernels.sparse_attention.sm90.plan import Entries
 
     monkeypatch.setattr(sm90, "num_clusters", lambda device: (0, *(132 // n for n in range(1, 10))))
     steps = num_steps(window, entries)
     sizes = {"max_steps": steps, "max_kv_splits": num_kv_splits(steps, split_keys), "q": torch.empty(0)}
     for tokens, expected in parts:
         problem = SimpleNamespace(num_tokens=tokens, **sizes)
-        assert sm90._parts(problem, FewHeads(True, Entries.LIST, columns=heads)) == expected, tokens
+        assert sm90._parts(problem) == expected, tokens
 
 
-def test_whole_tokens_are_computed_by_as_many_ctas_as_find_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_tokens_are_computed_by_as_many_ctas_as_find_room() -> None:
     """One after the other; the parts of a token have a CTA each, however many."""
-    spec = Spec(tokens=11, entry_lengths=(5, 200, 0))
-    for heads, expected in ((16, 4), (32, 2)):
-        case = build(replace(spec, heads=heads))
-        _, device = launch_on(case, multiprocessors=2, parts=1)
-        assert device.reports[0].grid == (1, expected, 1)
-        _, device = launch_on(case, multiprocessors=2, parts=2)
-        assert device.reports[0].grid == (2, 11, 1)
+    case = build(Spec(tokens=11, heads=16, entry_lengths=(5, 200, 0)))
+    for parts, grid in ((1, (1, 4, 1)), (2, (2, 11, 1))):
+        _, device = launch_on(case, multiprocessors=2, parts=parts)
+        assert device.reports[0].grid == grid
 
 
 def test_nobody_can_wait_for_a_cta_that_has_not_begun() -> None:
@@ -269,9 +244,7 @@ def test_nobody_can_wait_for_a_cta_that_has_not_begun() -> None:
 
 DIVIDED = {
     "one_kv_split": Spec(tokens=3, heads=16, entry_lengths=(512, 5, 130)),
-    "32_one_kv_split": Spec(tokens=3, heads=32, entry_lengths=(512, 5, 130)),
     "kv_splits": Spec(tokens=3, heads=8, entry_lengths=(700, 3, 300), split_keys=128, sink="mixed"),
-    "32_kv_splits": Spec(tokens=3, heads=24, entry_lengths=(700, 3, 300), split_keys=128, sink="mixed"),
     "kv_splits_beside_one": Spec(tokens=2, heads=16, entry_lengths=(2800, 200), split_keys=384),
     "holes_only": Spec(tokens=3, heads=16, window_lengths=(0,), entry_lengths=(0, 1, 0), entries=512, split_keys=128),
     "bf16": Spec(tokens=2, heads=16, entry_lengths=(300, 30), dense=True, fp8=False),
@@ -293,7 +266,7 @@ def test_the_same_bits_in_any_parts_under_every_schedule(name: str) -> None:
             assert device.reports[0].grid == (n, case.spec.tokens, 1)
 
 
-@pytest.mark.parametrize("name", ["one_kv_split", "32_one_kv_split", "kv_splits", "32_kv_splits", "bf16"])
+@pytest.mark.parametrize("name", ["one_kv_split", "kv_splits", "bf16"])
 def test_a_token_has_the_same_bits_in_any_batch(name: str) -> None:
     """In another order, at every place, with others beside it, on other numbers of multiprocessors."""
     case = build(DIVIDED[name])
@@ -307,19 +280,6 @@ def test_split_keys_are_not_seen_by_a_token_of_one_kv_split() -> None:
     """Decode and prefill agree, where keys are not divided."""
     divided = build(Spec(tokens=2, heads=16, entry_lengths=(1024, 300), split_keys=1152))
     assert same_bits(launch(divided), launch(replace(divided, spec=replace(divided.spec, split_keys=None)), parts=1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("early", [0, 1, 7])
-def test_early_groups_are_not_seen(monkeypatch: pytest.MonkeyPatch, early: int) -> None:
-    """Only when rows are asked for depends on them; the benchmark may ask for another number."""
-    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
-
-    case = build(DIVIDED["one_kv_split"], seed=2)
-    expected = launch(case, parts=1)
-    monkeypatch.setattr(sm90, "EARLY_GROUPS", early)
-    for seed, schedule in enumerate(SCHEDULES):
-        assert same_bits(launch(case, parts=2, schedule=schedule, seed=seed), expected), schedule
 
 
 UNPACKED = [
@@ -366,11 +326,10 @@ def test_divisions_beyond_what_the_kernel_can_count_are_refused() -> None:
 
 
 # Tokens of one to four elements. In two parts: so the first part merges those it has and the second one leaves up to
-# two. By two teams in whole tokens, on one multiprocessor, so that a CTA has several; and in two parts.
+# two. In whole tokens, on one multiprocessor: so each of its two CTAs has several.
 MUTATED = {
     "sparse_attention_few_heads": (Spec(tokens=4, heads=16, entry_lengths=(200, 5, 0)), 2, 132),
-    "sparse_attention_few_heads_teams": (Spec(tokens=3, heads=32, entry_lengths=(300, 5, 0)), 1, 1),
-    "sparse_attention_few_heads_teams_parts": (Spec(tokens=2, heads=32, entry_lengths=(300, 5)), 2, 132),
+    "sparse_attention_few_heads_whole": (Spec(tokens=4, heads=16, entry_lengths=(200, 5, 0)), 1, 1),
 }
 
 
@@ -386,31 +345,29 @@ def test_deleted_synchronisation_is_noticed(name: str) -> None:
 
 # ---- compile gate
 
-CONFIGURATIONS = [
-    (columns, fp8, entries) for columns in (16, 32) for fp8 in (True, False) for entries in ("NONE", "LIST", "PAGES")
-]
+CONFIGURATIONS = [(fp8, entries) for fp8 in (True, False) for entries in ("NONE", "LIST", "PAGES")]
 
 
 @pytest.mark.parametrize(
-    ("columns", "fp8_rows", "entries"),
-    [pytest.param(*c, marks=() if c[1:] in QUICK else pytest.mark.slow) for c in CONFIGURATIONS],
+    ("fp8_rows", "entries"),
+    [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in CONFIGURATIONS],
 )
-def test_compiled(columns: int, fp8_rows: bool, entries: str) -> None:
+def test_compiled(fp8_rows: bool, entries: str) -> None:
     """No register, byte of the stack or of code more than benchmarks/results says; wgmma runs asynchronously."""
     from host import emulated
     from sparse_attention_sm90_static import RESULTS, static_numbers
 
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
-    from dsv4_kernels.sparse_attention.sm90.few_heads.plan import FewHeads
+    from dsv4_kernels.sparse_attention.sm90.few_heads.plan import CTAS, WARPGROUP, FewHeads
     from dsv4_kernels.sparse_attention.sm90.plan import Entries
 
-    configuration = FewHeads(fp8_rows, Entries[entries], columns=columns)
+    configuration = FewHeads(fp8_rows, Entries[entries])
     with emulated(arch=sm90.ARCH):
         found = static_numbers(configuration)
     recorded = json.loads(RESULTS.read_text())[str(configuration)]
     over = {name: value for name, value in found.items() if value > recorded[name]}
     assert found.keys() == recorded.keys() and not over, f"{configuration} needs more than {recorded}: {over}"
-    assert found["registers"] <= 65536 // (configuration.threads * configuration.ctas)
+    assert found["registers"] <= 65536 // (WARPGROUP * CTAS)
     # A kibibyte of each CTA is the system's.
-    assert configuration.ctas * (found["shared_memory_bytes"] + 1024) <= 228 * 1024
+    assert CTAS * (found["shared_memory_bytes"] + 1024) <= 228 * 1024
     assert found["stack_bytes"] == 0, "spills"

@@ -92,7 +92,7 @@ def test_clusters_have_the_bits_of_the_other_kernel(kernel: str, name: str) -> N
     assert same_bits(expected, result)
 
 
-@pytest.mark.parametrize("heads", [1, 5, 8, 16, 24, 32])
+@pytest.mark.parametrize("heads", [1, 5, 8, 16])
 @pytest.mark.parametrize("name", CASES)
 def test_few_heads(kernel: str, name: str, heads: int) -> None:
     """Hopper's kernel for them, whatever the rule is; with the same bits in whole tokens, in a batch of many."""
@@ -103,7 +103,7 @@ def test_few_heads(kernel: str, name: str, heads: int) -> None:
     spec = replace(CASES[name], heads=heads)
     case = build(spec, "cuda")
     order = [(7 * t) % spec.tokens for t in range(300)]
-    with mock.patch.object(sm90, "FEW_HEADS", 32):
+    with mock.patch.object(sm90, "FEW_HEADS", 16):
         poison(case)
         out = case.run(impl=kernel)
         torch.cuda.synchronize()

@@ -26,12 +26,12 @@ from dsv4_kernels.sparse_attention.sm90 import cluster, persistent
 from dsv4_kernels.sparse_attention.sm90.cluster import MAX_CLUSTER
 from dsv4_kernels.sparse_attention.sm90.few_heads import kernel as few_heads
 from dsv4_kernels.sparse_attention.sm90.few_heads.plan import (
-    COLUMNS,
-    EARLY_GROUPS,
+    CTAS,
     MAX_ELEMENTS,
     MICROSECONDS,
     PARTS,
     PIECES,
+    TILES_OF_STEP,
     FewHeads,
 )
 from dsv4_kernels.sparse_attention.sm90.plan import (
@@ -69,12 +69,7 @@ def configurations() -> tuple[Configuration, ...]:
 
 def configurations_of_few_heads() -> tuple[FewHeads, ...]:
     """The same with few heads."""
-    return tuple(
-        FewHeads(fp8_rows, entries, columns=columns)
-        for columns in COLUMNS
-        for fp8_rows in (True, False)
-        for entries in Entries
-    )
+    return tuple(FewHeads(fp8_rows, entries) for fp8_rows in (True, False) for entries in Entries)
 
 
 def compile(configuration: Configuration | FewHeads) -> Callable[..., None]:
@@ -226,7 +221,7 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
 def _launch_few_heads(problem: Problem) -> None:
     _check_divisions(problem)
     configuration = _configuration_of_few_heads(problem)
-    parts = _parts(problem, configuration)
+    parts = _parts(problem)
     for first in range(0, problem.num_tokens, MAX_TOKENS):
         tokens = slice(first, min(first + MAX_TOKENS, problem.num_tokens))
         arguments = _arguments(problem, tokens, ctas_per_token=parts)
@@ -234,18 +229,17 @@ def _launch_few_heads(problem: Problem) -> None:
             arguments = arguments._replace(steps_per_kv_split=problem.split_keys // STEP_KEYS)
         clusters = tokens.stop - tokens.start
         if parts == 1:
-            clusters = min(clusters, num_multiprocessors(problem.q.device) * configuration.ctas)
+            clusters = min(clusters, num_multiprocessors(problem.q.device) * CTAS)
         compile(configuration)(arguments, Int32(clusters), _stream(problem))
 
 
 def _configuration_of_few_heads(problem: Problem) -> FewHeads:
-    columns = min(n for n in COLUMNS if problem.num_heads <= n)
-    return FewHeads(problem.row_format is RowFormat.FP8, _entries(problem), EARLY_GROUPS, columns)
+    return FewHeads(problem.row_format is RowFormat.FP8, _entries(problem))
 
 
-def _parts(problem: Problem, configuration: FewHeads) -> int:
+def _parts(problem: Problem) -> int:
     """Among how many CTAs to divide a token's leaves: what takes least, by what was measured of other calls."""
-    tiles = problem.max_steps * configuration.tiles_of_step
+    tiles = problem.max_steps * TILES_OF_STEP
     elements = max(problem.max_kv_splits, min(PIECES, tiles))  # of any token of this call, however short
     clusters = num_clusters(problem.q.device)
 
@@ -253,7 +247,7 @@ def _parts(problem: Problem, configuration: FewHeads) -> int:
         return PIECES < n and elements < tiles <= MAX_ELEMENTS * n and problem.max_kv_splits == 1
 
     def microseconds(n: int) -> float:
-        ctas = configuration.ctas if problem.num_tokens > clusters[n] else 1
+        ctas = CTAS if problem.num_tokens > clusters[n] else 1
         beginning, of_a_tile = MICROSECONDS[ctas]
         leaves = tiles if by_tiles(n) else elements
         tiles_of_part = -(-tiles * -(-leaves // n) // leaves)

@@ -9,7 +9,14 @@ from cutlass import Float32, Int32, Int64, const_expr
 from dsv4_kernels import ptx
 from dsv4_kernels.sparse_attention.sm90 import tile_scheduler as scheduler
 from dsv4_kernels.sparse_attention.sm90.epilogue import inverse_sum
-from dsv4_kernels.sparse_attention.sm90.few_heads.plan import MAX_ELEMENTS, PIECES, WARPS, FewHeads
+from dsv4_kernels.sparse_attention.sm90.few_heads.plan import (
+    COLUMNS,
+    ELEMENT_BYTES,
+    MAX_ELEMENTS,
+    PIECES,
+    STATISTICS,
+    TILES_OF_STEP,
+)
 from dsv4_kernels.sparse_attention.sm90.few_heads.softmax import column_of
 from dsv4_kernels.sparse_attention.sm90.plan import DIM, GROUP, GROUPS, NO_ROW_MAX, Arguments
 from dsv4_kernels.sparse_attention.sm90.softmax import rescale_factors
@@ -21,7 +28,6 @@ class Keys(NamedTuple):
     """How a token's keys are divided."""
 
     steps: Int32
-    tiles_of_step: Int32
     kv_splits: Int32
     elements: Int32
     leaves: Int32
@@ -29,7 +35,7 @@ class Keys(NamedTuple):
 
 
 @cute.jit
-def divide_keys(config: cutlass.Constexpr, args: Arguments, steps: Int32, parts: Int32) -> Keys:
+def divide_keys(args: Arguments, steps: Int32, parts: Int32) -> Keys:
     """Of a token with so many steps."""
     kv_splits = Int32(1)
     if args.steps_per_kv_split > 0:
@@ -37,12 +43,12 @@ def divide_keys(config: cutlass.Constexpr, args: Arguments, steps: Int32, parts:
             kv_splits = scheduler.count_kv_splits(args, steps)
     elements, leaves = kv_splits, kv_splits
     if kv_splits == 1:
-        tiles = steps * config.tiles_of_step
+        tiles = steps * TILES_OF_STEP
         elements = ptx.imin(tiles, Int32(PIECES))
         leaves = elements
         if (parts > PIECES) & (tiles <= MAX_ELEMENTS * parts):
             leaves = tiles
-    return Keys(steps, Int32(config.tiles_of_step), kv_splits, elements, leaves)
+    return Keys(steps, kv_splits, elements, leaves)
 
 
 @cute.jit
@@ -50,9 +56,9 @@ def first_tile(keys: Keys, leaf: Int32) -> Int32:
     """Of a leaf, or behind the last one; KV splits begin at steps, pieces of one at any tile."""
     tile = Int32(0)
     if keys.kv_splits > 1:
-        tile = ptx.divide(leaf * keys.steps, keys.leaves) * keys.tiles_of_step
+        tile = ptx.divide(leaf * keys.steps, keys.leaves) * TILES_OF_STEP
     else:
-        tile = ptx.divide(leaf * keys.steps * keys.tiles_of_step, keys.leaves)
+        tile = ptx.divide(leaf * keys.steps * TILES_OF_STEP, keys.leaves)
     return tile
 
 
@@ -82,7 +88,6 @@ def merge_factors(before: Float32, joining: Float32) -> tuple:
 
 @cute.jit
 def merge_element(
-    config: cutlass.Constexpr,
     shared: cutlass.Constexpr,
     warp: Int32,
     lane: Int32,
@@ -92,23 +97,22 @@ def merge_element(
     out: cute.Tensor,
 ) -> None:
     """Merges an element into those before it, as `combine` does with all; their statistics are in shared memory."""
-    stats, statistics = Int32(shared.stats.data_ptr().toint()) + lane % 4 * 16, config.statistics
-    total_max, total_sum = (cute.make_rmem_tensor((statistics,), Float32) for _ in range(2))
-    before, joining = (cute.make_rmem_tensor((statistics,), Float32) for _ in range(2))
-    for c in cutlass.range_constexpr(statistics):
+    stats = Int32(shared.stats.data_ptr().toint()) + lane % 4 * 16
+    total_max, total_sum = (cute.make_rmem_tensor((STATISTICS,), Float32) for _ in range(2))
+    before, joining = (cute.make_rmem_tensor((STATISTICS,), Float32) for _ in range(2))
+    for c in cutlass.range_constexpr(STATISTICS):
         total_max[c], total_sum[c] = ptx.load_shared_f32x2(stats + (c // 2 * 8 + c % 2) * 8)
         total_max[c], before[c], joining[c] = merge_factors(total_max[c], row_max[c])
         total_sum[c] = ptx.fma(row_sum[c], joining[c], total_sum[c] * before[c])
     for at in cutlass.range_constexpr(cute.size(out)):
-        c = column_of(config, at)
+        c = column_of(at)
         total[at] = ptx.fma(out[at], joining[c], total[at] * before[c])
     cute.arch.barrier()  # all have read them
-    store_stats(config, shared, warp, lane, 0, total_max, total_sum)
+    store_stats(shared, warp, lane, 0, total_max, total_sum)
 
 
 @cute.jit
 def store_stats(
-    config: cutlass.Constexpr,
     shared: cutlass.Constexpr,
     warp: Int32,
     lane: Int32,
@@ -118,21 +122,19 @@ def store_stats(
 ) -> None:
     """Statistics of an element to shared memory, by four lanes."""
     if (warp == 0) & (lane < 4):
-        stats = Int32(shared.stats.data_ptr().toint()) + (place * config.columns + lane * 2) * 8
-        for c in cutlass.range_constexpr(config.statistics):
+        stats = Int32(shared.stats.data_ptr().toint()) + (place * COLUMNS + lane * 2) * 8
+        for c in cutlass.range_constexpr(STATISTICS):
             ptx.store_shared_f32x2(stats + (c // 2 * 8 + c % 2) * 8, (row_max[c], row_sum[c]))
 
 
 # Elements of all parts
 
 
-def place_of(config: FewHeads, channel: Int32, head: Int32) -> Int32:
+def place_of(channel: Int32, head: Int32) -> Int32:
     """Where an element has a channel of a head, in bytes: [512 channels][heads] in fp32, heads and channels swapped by
     eights and ones so that threads of a warp find different banks, those that leave and those that merge."""
     other = (channel // 16 ^ channel // 2) & 1
-    if config.columns == 16:
-        return ((channel ^ (channel // 8 & 1)) * 16 + (head ^ (other * 8))) * 4
-    return (channel * config.columns + (head ^ ((channel & 1) * 8 + other * 16))) * 4
+    return ((channel ^ (channel // 8 & 1)) * COLUMNS + (head ^ (other * 8))) * 4
 
 
 @cute.jit
@@ -146,31 +148,24 @@ def leave_element(
 ) -> None:
     """An element to shared memory, where all CTAs of the cluster read it, its channels in their own order."""
     lane = ptx.opaque(lane)  # places are computed here, not kept in registers since before the loops
-    team, in_team, quad = warp // WARPS, warp % WARPS, lane % 4
-    group_bytes = GROUP * config.columns * 4
-    base = Int32(shared.values.data_ptr().toint()) + (place * config.element_bytes)
-    base += team * (config.out_groups * group_bytes)
-    plain = [in_team * 16 + lane // 4 + 8 * i for i in range(2)]
+    quad, group_bytes = lane % 4, GROUP * COLUMNS * 4
+    base = Int32(shared.values.data_ptr().toint()) + (place * ELEMENT_BYTES)
+    plain = [warp * 16 + lane // 4 + 8 * i for i in range(2)]
     # 16 b + 8 h + 2 q + j of `rows.store_q`
-    staged = [lane // 8 * 16 + in_team * 4 + 2 * i + lane // 4 % 2 for i in range(2)]
-    for group in cutlass.range_constexpr(config.out_groups):
-        channels = plain
-        if const_expr(group < config.staged_groups):
-            channels = staged
-            if const_expr(group + (config.teams - 1) * config.out_groups >= config.staged_groups):
-                # The last team's is in its own order.
-                channels = [cutlass.select_(team == config.teams - 1, plain[i], staged[i]) for i in range(2)]
-        places = [base + place_of(config, channels[i], 2 * quad) for i in range(2)]
-        for j in cutlass.range_constexpr(config.columns // 8):
+    staged = [lane // 8 * 16 + warp * 4 + 2 * i + lane // 4 % 2 for i in range(2)]
+    for group in cutlass.range_constexpr(GROUPS):
+        channels = staged if group < config.staged_groups else plain
+        places = [base + place_of(channels[i], 2 * quad) for i in range(2)]
+        for j in cutlass.range_constexpr(COLUMNS // 8):
             for i in cutlass.range_constexpr(2):
-                at = (group * (config.columns // 8) + j) * 4 + 2 * i
+                at = (group * (COLUMNS // 8) + j) * 4 + 2 * i
                 ptx.store_shared_f32x2((places[i] ^ (32 * j)) + group * group_bytes, (out[at], out[at + 1]))
 
 
-def load_channels(config: FewHeads, groups: int, values: list, parts: Int32) -> list:
+def load_channels(groups: int, values: list, parts: Int32) -> list:
     """Eight adjacent channels of every 64 that a CTA has, of a head: of `groups` times 64, or of half as many. `values`
     is where the first four are; the others are as far apart."""
-    offsets = [(group * GROUP + j) * config.columns * 4 for group in range(groups) for j in (0, 0, 0, 0, 4, 4, 4, 4)]
+    offsets = [(group * GROUP + j) * COLUMNS * 4 for group in range(groups) for j in (0, 0, 0, 0, 4, 4, 4, 4)]
     if groups == GROUPS:  # of one CTA, this one
         return [ptx.load_shared_f32(values[n % 4] + offset) for n, offset in enumerate(offsets)]
     exists = [Int32(GROUPS - 1) - group * parts for group in range(groups)]
@@ -179,7 +174,6 @@ def load_channels(config: FewHeads, groups: int, values: list, parts: Int32) -> 
 
 @cute.jit
 def merge_all(
-    config: cutlass.Constexpr,
     groups: cutlass.Constexpr,
     own: tuple,
     own_stats: Int32,
@@ -202,14 +196,14 @@ def merge_all(
         if (begin == 0) & (keys.leaves == keys.elements):
             end = Int32(1)  # it has merged its own
         for i in cutlass.range(end - begin, unroll=1):
-            values = [place + i * config.element_bytes for place in own]
-            stats = own_stats + i * (config.columns * 8)
+            values = [place + i * ELEMENT_BYTES for place in own]
+            stats = own_stats + i * (COLUMNS * 8)
             if const_expr(groups < GROUPS):
                 values, stats = [ptx.remote(place, other) for place in values], ptx.remote(stats, other)
                 joining_max, joining_sum = ptx.load_cluster_f32x2(stats)
             else:
                 joining_max, joining_sum = ptx.load_shared_f32x2(stats)
-            joining = load_channels(config, groups, values, parts)
+            joining = load_channels(groups, values, parts)
             if const_expr(groups > GROUPS // PIECES):  # parts are not more than pieces: leaves are elements
                 merge_into(row_max, row_sum, out, joining_max, joining_sum, joining)
             else:
@@ -241,7 +235,6 @@ def merge_into(
 
 @cute.jit
 def combine(
-    config: cutlass.Constexpr,
     args: Arguments,
     shared: cutlass.Constexpr,
     thread: Int32,
@@ -255,21 +248,21 @@ def combine(
 
     A thread has a head, and of every 64 channels eight.
     """
-    head, chunk = thread % config.columns, thread // config.columns
+    head, chunk = thread % COLUMNS, thread // COLUMNS
     first = part * ptx.divide(Int32(DIM), parts)
     channel = first + chunk * 8
-    base = Int32(shared.values.data_ptr().toint()) + first * (config.columns * 4)
-    own = tuple(base + place_of(config, chunk * 8 + j, head) for j in range(4))
+    base = Int32(shared.values.data_ptr().toint()) + first * (COLUMNS * 4)
+    own = tuple(base + place_of(chunk * 8 + j, head) for j in range(4))
     own_stats = Int32(shared.stats.data_ptr().toint()) + head * 8
     row_max, row_sum = (cute.make_rmem_tensor((1,), Float32) for _ in range(2))
     out = cute.make_rmem_tensor((DIM // 8,), Float32)
     clear(row_max, row_sum, out)
     if parts == 1:
-        merge_all(config, GROUPS, own, own_stats, keys, parts, row_max, row_sum, out)
+        merge_all(GROUPS, own, own_stats, keys, parts, row_max, row_sum, out)
     elif parts == 2:
-        merge_all(config, GROUPS // 2, own, own_stats, keys, parts, row_max, row_sum, out)
+        merge_all(GROUPS // 2, own, own_stats, keys, parts, row_max, row_sum, out)
     else:
-        merge_all(config, GROUPS // 4, own, own_stats, keys, parts, row_max, row_sum, out)
+        merge_all(GROUPS // 4, own, own_stats, keys, parts, row_max, row_sum, out)
     inverse = inverse_sum(sink, row_max[0], row_sum[0])
     if head < args.num_heads:
         at = Int64(token) * args.out_token_stride + Int64(head) * args.out_head_stride + channel

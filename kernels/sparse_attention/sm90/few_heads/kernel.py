@@ -1,4 +1,4 @@
-"""Attention on Hopper with few heads, 32 at the most, where gathering and converting rows is the work.
+"""Attention on Hopper with 16 heads or less, where gathering and converting rows is the work.
 
 The other kernels multiply 64 heads by the keys, as many as there are or not. Here keys are the rows of both products
 and heads the columns, so that the tensor core's time and what is read for it shrink with the heads:
@@ -15,20 +15,17 @@ What a thread converts it has asked for a tile ahead, by `cp.async`: e4m3 to a p
 and asks to be filled again; bf16 (the last 64 channels of an FP8 row) to where the values are, as soon as the previous
 tile's have been multiplied. So a tile's rows are on their way during the whole tile before, in no registers.
 
-A work tile is a token, or a part of its keys. There are no roles: all threads load, convert, multiply and merge. With
-up to 16 heads a CTA is one warpgroup, of which two find room on a multiprocessor: while one waits, the other one works.
-With 17 to 32 O has no room in its registers. Then a CTA is two teams and has the multiprocessor to itself: each team
-has 64 of the keys for the scores and half of the channels for O, as the consumers of persistent.py, and reads the other
-one's values and P.
+A work tile is a token, or a part of its keys. There are no roles: all threads load, convert, multiply and merge. A CTA
+is one warpgroup, of which two find room on a multiprocessor: while one waits, the other one works.
 
 Whole tokens, of which there may be many, are computed by as many CTAs as find room, one after the other: a token's
 first rows, Q and row numbers are asked for while the elements of the one before are merged. The parts of a token have a
 CTA each, which ends.
 
-Keys come in tiles of 64, or of 128 for two teams. Each is computed as if it were alone, with its own maximum and
-products that begin at zero, and then merged, lazily as in persistent.py. The order of the merges follows from the
-token's own length: tiles are merged to elements, and elements to the token's result. Elements are its KV splits
-(split.py); if it has a single one, PIECES of that. So whoever computes an element, the bits are the same.
+Keys come in tiles of 64. Each is computed as if it were alone, with its own maximum and products that begin at zero,
+and then merged, lazily as in persistent.py. The order of the merges follows from the token's own length: tiles are
+merged to elements, and elements to the token's result. Elements are its KV splits (split.py); if it has a single one,
+PIECES of that. So whoever computes an element, the bits are the same.
 
 Where tokens are few, `parts` CTAs share the elements of a token, at most two each (but the first CTA, which may merge
 those it has). They are a cluster: each leaves its elements in its own shared memory, all meet, and each merges all
@@ -38,10 +35,10 @@ together, and there are no counters or scratch memory; so nothing depends on wha
 
     who waits         for what                                                      at
     a thread          16 channels of its rows, of the group it converts next        cp.async group
-    all teams         maxima of their warps                                         TEAM
-    all teams         P, values and sums                                            TEAM
-    all teams         their products have read the values                           TEAM
-    all teams         the last copies, which were zeros, to where elements go       TEAM
+    the CTA           maxima of its warps                                           TILE_BARRIER
+    the CTA           P, values and sums                                            TILE_BARRIER
+    the CTA           its products have read the values                             TILE_BARRIER
+    the CTA           the last copies, which were zeros, to where elements go       TILE_BARRIER
     the CTA           Q; reads of the statistics that an element changes            barrier 0
     the cluster       leaves of all parts; that all have been read                  cluster barrier
     the CTA           the same of a whole token, before the next one                barrier 0
@@ -62,12 +59,14 @@ from dsv4_kernels.sparse_attention.sm90.barriers import sync
 from dsv4_kernels.sparse_attention.sm90.epilogue import load_sink
 from dsv4_kernels.sparse_attention.sm90.few_heads import elements, rows, softmax
 from dsv4_kernels.sparse_attention.sm90.few_heads.plan import (
+    COLUMNS,
+    CTAS,
     PRODUCTS,
     ROWS,
-    TEAM,
+    STATISTICS,
+    TILE_BARRIER,
+    TILES_OF_STEP,
     WARPGROUP,
-    WARPS,
-    FewHeads,
     shared_memory,
 )
 from dsv4_kernels.sparse_attention.sm90.plan import GROUP, GROUPS, KEY_TILE, NO_ROW_MAX, Arguments
@@ -81,9 +80,9 @@ def launch(config: cutlass.Constexpr, arguments: Arguments, clusters: Int32, str
     kernel(config, arguments).launch(
         grid=[arguments.ctas_per_token, clusters, 1],
         cluster=[arguments.ctas_per_token, 1, 1],
-        block=[config.threads, 1, 1],
+        block=[WARPGROUP, 1, 1],
         stream=stream,
-        min_blocks_per_mp=config.ctas,
+        min_blocks_per_mp=CTAS,
         preferred_smem_carveout=100,
         use_pdl=dependent_launch.is_on(),
     )
@@ -116,8 +115,8 @@ def leaves_of(
     config: cutlass.Constexpr, args: Arguments, token: Int32, visible: Int32, part: Int32, parts: Int32
 ) -> Leaves:
     """Of a part of a token; no tiles if there is no such token."""
-    keys = elements.divide_keys(config, args, scheduler.count_steps(args, visible), parts)
-    begin, end, tile, last = Int32(0), keys.leaves, Int32(0), keys.steps * config.tiles_of_step
+    keys = elements.divide_keys(args, scheduler.count_steps(args, visible), parts)
+    begin, end, tile, last = Int32(0), keys.leaves, Int32(0), keys.steps * TILES_OF_STEP
     if parts > 1:
         begin, end = elements.first_leaf(keys, part, parts), elements.first_leaf(keys, part + 1, parts)
         tile, last = elements.first_tile(keys, begin), elements.first_tile(keys, end)
@@ -141,34 +140,30 @@ def attend(
     of the token as one; and merges them."""
     lane, warp = thread % 32, thread // 32
     row, quad = warp * 16 + lane // 4, lane % 4
-    early = min(config.early_groups, config.staged_groups)
     places = rows.Places.of(shared, thread)
-    scores_mma, out_mma, q_operand, value_operand, p_operand = mma_operands(config, shared, thread)
-    first_group = 0
-    if const_expr(config.teams > 1):
-        first_group = cute.arch.make_warp_uniform(warp // WARPS) * config.out_groups
+    scores_mma, out_mma, q_operand, value_operand, p_operand = mma_operands(shared, thread)
 
     q = cute.make_rmem_tensor((4 * GROUPS,), Uint32)
-    out = cute.make_rmem_tensor((config.out_groups * config.columns // 2,), Float32)
-    total = cute.make_rmem_tensor((config.out_groups * config.columns // 2,), Float32)
-    scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((KEY_TILE, config.columns)), Float32)
-    shape = out_mma.partition_shape_C((GROUP, config.columns))
+    out = cute.make_rmem_tensor((GROUPS * COLUMNS // 2,), Float32)
+    total = cute.make_rmem_tensor((GROUPS * COLUMNS // 2,), Float32)
+    scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((KEY_TILE, COLUMNS)), Float32)
+    shape = out_mma.partition_shape_C((GROUP, COLUMNS))
     products = [cute.make_rmem_tensor(shape, Float32) for _ in range(PRODUCTS)]
     shape = scores_mma.partition_shape_A((KEY_TILE, GROUP // 2))
     operands = [cute.make_rmem_tensor(shape, BFloat16) for _ in range(2)]
     scales, next_scales = (cute.make_rmem_tensor((2 * ROWS,), Uint32) for _ in range(2))
     indices, next_indices = (cute.make_rmem_tensor((ROWS,), Int32) for _ in range(2))
     addresses = cute.make_rmem_tensor((ROWS,), Int64)
-    row_max, row_sum, weight = (cute.make_rmem_tensor((config.statistics,), Float32) for _ in range(3))
+    row_max, row_sum, weight = (cute.make_rmem_tensor((STATISTICS,), Float32) for _ in range(3))
 
     visible = scheduler.visible_entries(config, args, token)
     rows.prefetch_lists(config, args, thread, token)
-    rows.load_q(config, args, thread, token, q)
+    rows.load_q(args, thread, token, q)
     leaves = leaves_of(config, args, token, visible, part, parts)
     rows.load_indices(config, args, token, visible, leaves.tile, leaves.last, row, indices)
     rows.load_indices(config, args, token, visible, leaves.tile + 1, leaves.last, row, next_indices)
     # Behind the requests for row numbers, in front of those for rows: the fence may wait for all that is under way.
-    rows.store_q(config, shared, thread, q)
+    rows.store_q(shared, thread, q)
     cute.arch.fence_view_async_shared()
     rows.locate(config, args, leaves.tile, quad, indices, addresses, scales)
     for i in cutlass.range_constexpr(config.staged_groups):
@@ -182,7 +177,7 @@ def attend(
         merges_all = (begin == 0) & (keys.leaves == keys.elements)
         elements.clear(row_max, row_sum, out)
         total.fill(0.0)
-        if thread < config.columns:
+        if thread < COLUMNS:
             ptx.store_shared_f32x2(
                 Int32(shared.stats.data_ptr().toint()) + thread * 8, (Float32(NO_ROW_MAX), Float32(0.0))
             )
@@ -209,29 +204,27 @@ def attend(
                     rows.store_values(config, places, i, j, packed)
                     of_group = q_operand[None, None, None, i]
                     rows.multiply_half_group(scores_mma, scores, operands[j], of_group, j, i + j > 0)
-                if const_expr(i == early - 1):
-                    for group in cutlass.range_constexpr(early):
+                if const_expr(i == config.early_groups - 1):
+                    for group in cutlass.range_constexpr(config.early_groups):
                         rows.copy_group(config, addresses, places, quad, group)
                 words = next_words
             warpgroup.wait_group(0)
-            tile_max = softmax.find_tile_max(config, args, shared, warp, lane, is_hole, scores)
-            softmax.exponentiate(config, args, shared, warp, lane, tile_max, scores)
-            softmax.rescale_out(config, shared, warp, quad, tile_max, row_max, row_sum, weight, out)
+            tile_max = softmax.find_tile_max(args, shared, warp, lane, is_hole, scores)
+            softmax.exponentiate(args, shared, warp, lane, tile_max, scores)
+            softmax.rescale_out(shared, warp, quad, tile_max, row_max, row_sum, weight, out)
             ahead = PRODUCTS - 1
-            for i in cutlass.range_constexpr(config.out_groups + ahead):
-                if const_expr(i < config.out_groups):
-                    for team in cutlass.range_constexpr(config.teams):
-                        values = value_operand[None, None, None, first_group + (team * GROUPS + i)]
-                        p = p_operand[None, None, None, team]
-                        multiply(out_mma, products[i % PRODUCTS], values, p, 0, team > 0)
+            for i in cutlass.range_constexpr(GROUPS + ahead):
+                if const_expr(i < GROUPS):
+                    values = value_operand[None, None, None, i]
+                    multiply(out_mma, products[i % PRODUCTS], values, p_operand, 0, False)
                     warpgroup.commit_group()
                 if const_expr(i == 0):
-                    for group in cutlass.range_constexpr(early, config.staged_groups):
+                    for group in cutlass.range_constexpr(config.early_groups, config.staged_groups):
                         rows.copy_group(config, addresses, places, quad, group)
                 if const_expr(i >= ahead):
-                    warpgroup.wait_group(ahead if i < config.out_groups else 0)
-                    softmax.add_product(config, out, products[(i - ahead) % PRODUCTS], weight, i - ahead)
-            sync(TEAM, config.threads)  # all of it has been read
+                    warpgroup.wait_group(ahead if i < GROUPS else 0)
+                    softmax.add_product(out, products[(i - ahead) % PRODUCTS], weight, i - ahead)
+            sync(TILE_BARRIER, WARPGROUP)  # all of it has been read
             for i in cutlass.range_constexpr(config.staged_groups, GROUPS):
                 rows.copy_group(config, addresses, places, quad, i)
             if const_expr(config.fp8_rows):
@@ -240,26 +233,26 @@ def attend(
             tile += 1
             if tile == leaf_end:
                 if merges_all | (leaf == begin):
-                    elements.merge_element(config, shared, warp, lane, total, row_max, row_sum, out)
+                    elements.merge_element(shared, warp, lane, total, row_max, row_sum, out)
                     elements.clear(row_max, row_sum, out)
                 leaf += 1
                 leaf_end = elements.first_tile(keys, leaf + 1)
-        sink = load_sink(args, thread % config.columns)
+        sink = load_sink(args, thread % COLUMNS)
         next_visible = Int32(0)
         if next_token < args.num_tokens:
             next_visible = scheduler.visible_entries(config, args, next_token)
         # Elements go where the values were. What was asked for behind the last tile were zeros, of all threads.
         cute.arch.cp_async_wait_group(0)
-        sync(TEAM, config.threads)
+        sync(TILE_BARRIER, WARPGROUP)
         if end > begin:
             elements.leave_element(config, shared, warp, lane, 0, total)
         if (end > begin + 1) & (merges_all == 0):
             elements.leave_element(config, shared, warp, lane, 1, out)
-            elements.store_stats(config, shared, warp, lane, 1, row_max, row_sum)
+            elements.store_stats(shared, warp, lane, 1, row_max, row_sum)
         cute.arch.cluster_arrive()
         # The next token's first rows, but for those that go to the values, are on their way while this one's elements
         # are merged.
-        rows.load_q(config, args, thread, next_token, q)
+        rows.load_q(args, thread, next_token, q)
         leaves = leaves_of(config, args, next_token, next_visible, part, parts)
         first, behind = leaves.tile, leaves.last
         rows.load_indices(config, args, next_token, next_visible, first, behind, row, indices)
@@ -269,9 +262,9 @@ def attend(
             rows.locate(config, args, first, quad, indices, addresses, scales)
             for i in cutlass.range_constexpr(config.staged_groups):
                 rows.copy_group(config, addresses, places, quad, i)
-        elements.combine(config, args, shared, thread, token, keys, part, parts, sink)
+        elements.combine(args, shared, thread, token, keys, part, parts, sink)
         if next_token < args.num_tokens:
-            rows.store_q(config, shared, thread, q)
+            rows.store_q(shared, thread, q)
             cute.arch.fence_view_async_shared()
             cute.arch.barrier()  # Q is there, and nobody reads elements any more: tokens with a next one have one part
         cute.arch.cluster_arrive_relaxed()
@@ -280,22 +273,21 @@ def attend(
         visible = next_visible
 
 
-def mma_operands(config: FewHeads, shared: cutlass.Constexpr, thread: Int32) -> tuple:
-    """The products of a thread (scores, O) and what they read from shared memory: Q, values and P of all teams."""
-    columns, blocks = config.columns, config.teams * GROUPS
-    q = shared.q.get_tensor(*swizzled_layout((columns, GROUP, GROUPS)))
-    keys = shared.values.get_tensor(*swizzled_layout((KEY_TILE, GROUP, blocks)))
-    values = cute.composition(keys, cute.make_ordered_layout((GROUP, KEY_TILE, blocks), order=(1, 0, 2)))
-    p = shared.p.get_tensor(*swizzled_layout((columns, KEY_TILE, config.teams)))
+def mma_operands(shared: cutlass.Constexpr, thread: Int32) -> tuple:
+    """The products of a thread (scores, O) and what they read from shared memory: Q, values, P."""
+    q = shared.q.get_tensor(*swizzled_layout((COLUMNS, GROUP, GROUPS)))
+    keys = shared.values.get_tensor(*swizzled_layout((KEY_TILE, GROUP, GROUPS)))
+    values = cute.composition(keys, cute.make_ordered_layout((GROUP, KEY_TILE, GROUPS), order=(1, 0, 2)))
+    p = shared.p.get_tensor(*swizzled_layout((COLUMNS, KEY_TILE)))
     k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
     types, one = (BFloat16, BFloat16), (1, 1, 1)
     scores_mma = hopper.make_trivial_tiled_mma(
-        *types, k_major, k_major, Float32, one, (KEY_TILE, columns), warpgroup.OperandSource.RMEM
+        *types, k_major, k_major, Float32, one, (KEY_TILE, COLUMNS), warpgroup.OperandSource.RMEM
     )
-    out_mma = hopper.make_trivial_tiled_mma(*types, mn_major, k_major, Float32, one, (GROUP, columns))
-    thread_mma = scores_mma.get_slice(thread % WARPGROUP)
+    out_mma = hopper.make_trivial_tiled_mma(*types, mn_major, k_major, Float32, one, (GROUP, COLUMNS))
+    thread_mma = scores_mma.get_slice(thread)
     q_operand = thread_mma.make_fragment_B(thread_mma.partition_B(q))
-    thread_mma = out_mma.get_slice(thread % WARPGROUP)
+    thread_mma = out_mma.get_slice(thread)
     value_operand = thread_mma.make_fragment_A(thread_mma.partition_A(values))
     p_operand = thread_mma.make_fragment_B(thread_mma.partition_B(p))
     return scores_mma, out_mma, q_operand, value_operand, p_operand

@@ -10,12 +10,19 @@ from cutlass.cute.nvgpu import warpgroup
 from dsv4_kernels import ptx
 from dsv4_kernels.kv_layout import NOPE_DIM, PAGE_ROWS, ROW_DATA_BYTES, ROW_SCALE_BYTES
 from dsv4_kernels.sparse_attention.sm90 import gather
-from dsv4_kernels.sparse_attention.sm90.few_heads.plan import ROWS, WARPGROUP, FewHeads
+from dsv4_kernels.sparse_attention.sm90.few_heads.plan import (
+    COLUMNS,
+    ROWS,
+    STAGE_BYTES,
+    TILES_OF_STEP,
+    WARPGROUP,
+    FewHeads,
+)
 from dsv4_kernels.sparse_attention.sm90.plan import (
     BLOCK_BYTES,
     GROUP,
     GROUPS,
-    KEY_TILE_BYTES,
+    KEY_TILE,
     ROW_STRIDE,
     STEP,
     Arguments,
@@ -37,19 +44,19 @@ def load_indices(
     indices: cute.Tensor,
 ) -> None:
     """Numbers of this thread's rows of a tile, -1 for holes and beyond the last tile."""
-    window_tiles = (args.window_width + STEP - 1) // STEP * config.tiles_of_step
+    window_tiles = (args.window_width + STEP - 1) // STEP * TILES_OF_STEP
     indices.fill(-1)
     if tile < end:
         if tile < window_tiles:
-            slot = tile * config.tile_keys + row
+            slot = tile * KEY_TILE + row
             first = args.window_rows + (Int64(token) * args.window_rows_stride + slot) * 4
             load_listed(first, args.window_width - slot, indices)
         elif const_expr(config.entries == Entries.LIST):
-            slot = (tile - window_tiles) * config.tile_keys + row
+            slot = (tile - window_tiles) * KEY_TILE + row
             first = args.entry_list + (Int64(token) * args.entry_list_stride + slot) * 4
             load_listed(first, visible - slot, indices)
         elif const_expr(config.entries == Entries.PAGES):
-            slot = (tile - window_tiles) * config.tile_keys + row
+            slot = (tile - window_tiles) * KEY_TILE + row
             request = ptx.load_i32(args.token_to_request + Int64(token) * 4)
             pages = args.entry_list + Int64(request) * args.entry_list_stride * 4
             for i in cutlass.range_constexpr(ROWS):
@@ -77,7 +84,7 @@ def locate(
     scales: cute.Tensor,
 ) -> None:
     """Addresses of this thread's first channels of its rows, and their scales. Without branches."""
-    table, page_bytes = gather.table_of_step(config, args, tile // config.tiles_of_step)
+    table, page_bytes = gather.table_of_step(config, args, tile // TILES_OF_STEP)
     first = quad * (16 if config.fp8_rows else 32)
     for i in cutlass.range_constexpr(ROWS):
         number = ptx.imax(indices[i], Int32(0))
@@ -100,14 +107,14 @@ class Places(NamedTuple):
     stage: Int32
     """Its 16 bytes of the first stage."""
     chunks: tuple
-    """Its two chunks of its first row in its team's first block of values."""
+    """Its two chunks of its first row in the first block of values."""
     matrix: Int32
-    """Its row of the four matrices that the warp stores at once to its team's first block of values."""
+    """Its row of the four matrices that the warp stores at once to the first block of values."""
 
     @staticmethod
     def of(shared: cutlass.Constexpr, thread: Int32) -> "Places":
         """Of a thread of the CTA."""
-        values = Int32(shared.values.data_ptr().toint()) + thread // WARPGROUP * KEY_TILE_BYTES
+        values = Int32(shared.values.data_ptr().toint())
         lane, quad, first = thread % 32, thread % 4, thread % WARPGROUP // 32 * 16
         row = first + lane // 4
         chunks = tuple(values + row * ROW_STRIDE + ((quad * 2 + j) ^ (row & 7)) * 16 for j in range(2))
@@ -122,7 +129,7 @@ def copy_group(config: FewHeads, addresses: cute.Tensor, places: Places, quad: I
     are asked for in their order, so that `wait_for_group` can count them."""
     for row in range(ROWS):
         if group < config.staged_groups:
-            ptx.copy_row_async(places.stage + (group * ROWS + row) * config.stage_bytes, addresses[row], group * GROUP)
+            ptx.copy_row_async(places.stage + (group * ROWS + row) * STAGE_BYTES, addresses[row], group * GROUP)
             continue
         offset = group * ROW_STRIDE
         if config.fp8_rows:  # behind the e4m3; addresses have 16 bytes a thread, not 32
@@ -136,15 +143,14 @@ def copy_group(config: FewHeads, addresses: cute.Tensor, places: Places, quad: I
 def wait_for_group(config: FewHeads, group: int) -> None:
     """Waits for what this thread has asked for of a group of this tile: until so many requests are left as were made
     since, of this tile's later groups and, if this one is not early, of the next tile's early ones."""
-    early = min(config.early_groups, config.staged_groups)
-    asked_for_again = early if group > early else 0
+    asked_for_again = config.early_groups if group > config.early_groups else 0
     cute.arch.cp_async_wait_group(GROUPS - 1 - group + asked_for_again)
 
 
 def load_group(config: FewHeads, places: Places, group: int) -> list:
     """[row][word] of what has come."""
     if group < config.staged_groups:
-        stages = [places.stage + (group * ROWS + row) * config.stage_bytes for row in range(ROWS)]
+        stages = [places.stage + (group * ROWS + row) * STAGE_BYTES for row in range(ROWS)]
         return [list(ptx.load_shared_16_bytes(stage)) for stage in stages]
     chunks = [[chunk + (group * BLOCK_BYTES + row * 8 * ROW_STRIDE) for chunk in places.chunks] for row in range(ROWS)]
     return [[word for chunk in of_row for word in ptx.load_shared_16_bytes(chunk)] for of_row in chunks]
@@ -192,7 +198,7 @@ def multiply_half_group(
 # Q
 
 
-def load_q(config: FewHeads, args: Arguments, thread: Int32, token: Int32, words: cute.Tensor) -> None:
+def load_q(args: Arguments, thread: Int32, token: Int32, words: cute.Tensor) -> None:
     """This thread's 16 bytes of every channel group of Q, zeros where there is no head or token, for `store_q`: a warp
     loads 128 bytes of four heads at a time."""
     head, chunk = thread // 8, thread % 8
@@ -205,7 +211,7 @@ def load_q(config: FewHeads, args: Arguments, thread: Int32, token: Int32, words
             words[4 * group + k] = loaded[k]
 
 
-def store_q(config: FewHeads, shared: cutlass.Constexpr, thread: Int32, words: cute.Tensor) -> None:
+def store_q(shared: cutlass.Constexpr, thread: Int32, words: cute.Tensor) -> None:
     """Q to shared memory, its channels in the order that the operands of the scores have.
 
     A thread's 16 channels of a group are, four at a time, in one of the group's four operands: columns 2 q, 2 q + 1,
@@ -217,7 +223,7 @@ def store_q(config: FewHeads, shared: cutlass.Constexpr, thread: Int32, words: c
     places = [row + ((chunk % 2 * 4 + k) ^ (head & 7)) * 16 for k in range(4)]
     for group in range(GROUPS):
         for k in range(4):
-            ptx.store_shared_u32(places[k] + group * (config.columns * ROW_STRIDE), words[4 * group + k])
+            ptx.store_shared_u32(places[k] + group * (COLUMNS * ROW_STRIDE), words[4 * group + k])
 
 
 @cute.jit

@@ -8,7 +8,15 @@ from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 
 from dsv4_kernels import ptx
 from dsv4_kernels.sparse_attention.sm90.barriers import sync
-from dsv4_kernels.sparse_attention.sm90.few_heads.plan import ROWS, TEAM, WARPS, FewHeads
+from dsv4_kernels.sparse_attention.sm90.few_heads.plan import (
+    COLUMNS,
+    ROWS,
+    SCORES,
+    STATISTICS,
+    TILE_BARRIER,
+    WARPGROUP,
+    WARPS,
+)
 from dsv4_kernels.sparse_attention.sm90.plan import NO_ROW_MAX, ROW_STRIDE, Arguments
 from dsv4_kernels.sparse_attention.sm90.softmax import rescale_factors
 
@@ -18,7 +26,6 @@ from dsv4_kernels.sparse_attention.sm90.softmax import rescale_factors
 
 @cute.jit
 def find_tile_max(
-    config: cutlass.Constexpr,
     args: Arguments,
     shared: cutlass.Constexpr,
     warp: Int32,
@@ -29,47 +36,42 @@ def find_tile_max(
     """Largest score of this thread's columns over the tile, in units of log2; NO_ROW_MAX if all keys are holes."""
     for i in cutlass.range_constexpr(ROWS):
         if is_hole[i]:
-            for at in cutlass.range_constexpr(config.scores):
+            for at in cutlass.range_constexpr(SCORES):
                 if const_expr(at // 2 % 2 == i):
                     scores[at] = -Float32.inf
     largest = []
-    for c in cutlass.range_constexpr(config.statistics):
+    for c in cutlass.range_constexpr(STATISTICS):
         at = 4 * (c // 2) + c % 2
         x = ptx.fmax(scores[at], scores[at + 2])
         for offset in (4, 8, 16):
             x = ptx.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
         largest.append(ptx.fmax(x * args.scale_log2, Float32(NO_ROW_MAX)))
-    first = place_of_columns(config, shared.row_max, lane % 4)
-    store_of_warp(config, first, warp, lane, tuple(largest))
-    sync(TEAM, config.threads)
-    return tuple(functools.reduce(ptx.fmax, values) for values in load_of_warps(config, first))
+    first = place_of_columns(shared.row_max, lane % 4)
+    store_of_warp(first, warp, lane, tuple(largest))
+    sync(TILE_BARRIER, WARPGROUP)
+    return tuple(functools.reduce(ptx.fmax, values) for values in load_of_warps(first))
 
 
-def place_of_columns(config: FewHeads, statistics: object, quad: Int32) -> Int32:
+def place_of_columns(statistics: object, quad: Int32) -> Int32:
     """Where the first warp's of a thread's columns are."""
-    return Int32(statistics.data_ptr().toint()) + quad * (config.statistics * 4)
+    return Int32(statistics.data_ptr().toint()) + quad * (STATISTICS * 4)
 
 
 @cute.jit
-def store_of_warp(config: cutlass.Constexpr, first: Int32, warp: Int32, lane: Int32, values: tuple) -> None:
+def store_of_warp(first: Int32, warp: Int32, lane: Int32, values: tuple) -> None:
     """A statistic of the warp's keys, which all lanes of a column have; `first` is the first warp's place."""
     if lane < 4:
-        for c in cutlass.range_constexpr(0, len(values), 4):
-            ptx.store_shared_f32x4(first + (warp * (config.columns * 4) + c * 4), values[c : c + 4])
+        ptx.store_shared_f32x4(first + warp * (COLUMNS * 4), values)
 
 
-def load_of_warps(config: FewHeads, first: Int32) -> list:
+def load_of_warps(first: Int32) -> list:
     """[column][warp] of what `store_of_warp` stored."""
-    loaded = [
-        [ptx.load_shared_f32x4(first + (warp * config.columns + c) * 4) for warp in range(config.warps)]
-        for c in range(0, config.statistics, 4)
-    ]
-    return [[of_warp[c % 4] for of_warp in loaded[c // 4]] for c in range(config.statistics)]
+    loaded = [ptx.load_shared_f32x4(first + warp * (COLUMNS * 4)) for warp in range(WARPS)]
+    return [[of_warp[c] for of_warp in loaded] for c in range(STATISTICS)]
 
 
 @cute.jit
 def exponentiate(
-    config: cutlass.Constexpr,
     args: Arguments,
     shared: cutlass.Constexpr,
     warp: Int32,
@@ -82,29 +84,26 @@ def exponentiate(
     The sum is that of what is multiplied: rounding then cancels in O / sum.
     """
     packed, sums = [], [Float32(0.0)] * len(tile_max)
-    for at in cutlass.range_constexpr(0, config.scores, 2):
+    for at in cutlass.range_constexpr(0, SCORES, 2):
         c = at // 4 * 2
         pair = ptx.pack_bf16(*(ptx.exp2(ptx.fma(scores[at + k], args.scale_log2, -tile_max[c + k])) for k in range(2)))
         packed.append(pair)
         sums[c] = sums[c] + ptx.as_f32(pair << 16)
         sums[c + 1] = sums[c + 1] + ptx.as_f32(pair & Uint32(0xFFFF0000))
     # Four matrices of 8 keys x 8 heads, transposed: lane l has the address of head l % 8 of matrix l // 8.
-    head, chunk = lane // 16 * 8 + lane % 8, 2 * (warp % WARPS) + lane // 8 % 2
-    row = warp // WARPS * config.columns + head
-    place = Int32(shared.p.data_ptr().toint()) + row * ROW_STRIDE + (chunk ^ (lane & 7)) * 16
-    for first in cutlass.range_constexpr(0, len(packed), 4):
-        ptx.store_matrices_transposed(place + first * 4 * ROW_STRIDE, tuple(packed[first : first + 4]))
+    head, chunk = lane // 16 * 8 + lane % 8, 2 * warp + lane // 8 % 2
+    place = Int32(shared.p.data_ptr().toint()) + head * ROW_STRIDE + (chunk ^ (lane & 7)) * 16
+    ptx.store_matrices_transposed(place, tuple(packed))
     for c in cutlass.range_constexpr(len(tile_max)):
         for offset in (4, 8, 16):
             sums[c] = sums[c] + cute.arch.shuffle_sync_bfly(sums[c], offset=offset)
-    store_of_warp(config, place_of_columns(config, shared.row_sums, lane % 4), warp, lane, tuple(sums))
+    store_of_warp(place_of_columns(shared.row_sums, lane % 4), warp, lane, tuple(sums))
     cute.arch.fence_view_async_shared()  # P and values, read by wgmma
-    sync(TEAM, config.threads)
+    sync(TILE_BARRIER, WARPGROUP)
 
 
 @cute.jit
 def rescale_out(
-    config: cutlass.Constexpr,
     shared: cutlass.Constexpr,
     warp: Int32,
     quad: Int32,
@@ -119,35 +118,28 @@ def rescale_out(
     Row sums are right in the first warp only, which stores them (`elements.store_stats`): to load the tile's and to add
     them up is a twentieth of the loop's instructions.
     """
-    before, changed = cute.make_rmem_tensor((config.statistics,), Float32), Boolean(False)
-    for c in cutlass.range_constexpr(config.statistics):
+    before, changed = cute.make_rmem_tensor((STATISTICS,), Float32), Boolean(False)
+    for c in cutlass.range_constexpr(STATISTICS):
         before[c], weight[c] = rescale_factors(row_max, tile_max[c], c)
         changed = changed | (before[c] != 1.0)
     if warp == 0:
-        sums = load_of_warps(config, place_of_columns(config, shared.row_sums, quad))
-        for c in cutlass.range_constexpr(config.statistics):
-            row_sum[c] = ptx.fma(sum_of_warps(sums[c]), weight[c], row_sum[c] * before[c])
+        sums = load_of_warps(place_of_columns(shared.row_sums, quad))
+        for c in cutlass.range_constexpr(STATISTICS):
+            s0, s1, s2, s3 = sums[c]
+            row_sum[c] = ptx.fma((s0 + s1) + (s2 + s3), weight[c], row_sum[c] * before[c])
     if cute.arch.vote_any_sync(changed):
         for at in cutlass.range_constexpr(cute.size(out)):
-            out[at] = out[at] * before[column_of(config, at)]
+            out[at] = out[at] * before[column_of(at)]
 
 
-def sum_of_warps(sums: list) -> Float32:
-    """In one order: of halves, each of halves."""
-    if len(sums) == 1:
-        return sums[0]
-    half = len(sums) // 2
-    return sum_of_warps(sums[:half]) + sum_of_warps(sums[half:])
-
-
-def column_of(config: FewHeads, at: int) -> int:
+def column_of(at: int) -> int:
     """Of an element of O, whose groups follow each other."""
-    at %= config.columns // 2
+    at %= COLUMNS // 2
     return at // 4 * 2 + at % 2
 
 
-def add_product(config: FewHeads, out: cute.Tensor, product: cute.Tensor, weight: cute.Tensor, i: int) -> None:
+def add_product(out: cute.Tensor, product: cute.Tensor, weight: cute.Tensor, i: int) -> None:
     """Adds 64 channels of a tile's product to O."""
     for j in range(cute.size(product)):
         at = i * cute.size(product) + j
-        out[at] = ptx.fma(product[j], weight[column_of(config, j)], out[at])
+        out[at] = ptx.fma(product[j], weight[column_of(j)], out[at])
