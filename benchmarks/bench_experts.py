@@ -141,7 +141,7 @@ Contender = Callable[[Inputs], Tensor]
 def ours(packed: Mxfp4Experts, sweep: bool) -> dict[str, Contender]:
     """Our kernels, by the shape that they choose, and by either."""
     from dsv4_kernels.moe.sm90 import launch
-    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, WIDE_BY_FOUR
+    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
 
     arranged = packed.for_hopper()
 
@@ -153,7 +153,6 @@ def ours(packed: Mxfp4Experts, sweep: bool) -> dict[str, Contender]:
     found = {"ours": by(None)}
     if sweep:
         found |= {"ours_by_narrow": by(NARROW), "ours_by_paired": by(PAIRED), "ours_by_wide": by(WIDE)}
-        found["ours_by_four"] = by(WIDE_BY_FOUR)
         found |= {"ours_by_overlap": by(None, overlaps=True), "ours_by_turns": by(None, overlaps=False)}
     return found
 

@@ -164,6 +164,7 @@ class _Arrangement(QuantizeMethodBase):
 
 def kernels(config: Config, tp_size: int) -> list[Callable[[], object]]:
     """What compiles the kernels of a forward, ahead of it."""
+    from dsv4_kernels import dependent_launch
     from dsv4_kernels.moe.sm90 import launch, rows, work_list
     from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Plan, Product
 
@@ -171,7 +172,13 @@ def kernels(config: Config, tp_size: int) -> list[Callable[[], object]]:
     fp32 = tp_size > 1 and exact.is_on()
     summed = rows.Sum(config.num_experts_per_tok, fp32=fp32, adds_shared=True)
 
-    shapes = (NARROW, PAIRED, WIDE)
-    compiles = [partial(launch.compile, Plan(product, shape)) for shape in shapes for product in Product]
-    compiles += [partial(rows.compile_quantise, chooses, launch.ARCH) for chooses in (True, False)]
-    return [*compiles, partial(rows.compile_sum, summed, launch.ARCH), partial(work_list.compile, launch.ARCH)]
+    of_calls: list[Callable[[], object]] = [
+        *(partial(launch.compile, Plan(product, shape)) for shape in (PAIRED, WIDE) for product in Product),
+        *(partial(rows.compile_quantise, chooses, launch.ARCH) for chooses in (True, False)),
+        partial(rows.compile_sum, summed, launch.ARCH),
+        partial(work_list.compile, launch.ARCH),
+    ]
+    of_few = [partial(launch.compile, Plan(product, NARROW)) for product in Product]
+    # Calls of many tokens launch nothing early: `launch.EARLY_TOKENS`.
+    early = dict.fromkeys((dependent_launch.is_on(), False))
+    return [*of_few, *(partial(dependent_launch.compiled, compile, on) for on in early for compile in of_calls)]

@@ -46,9 +46,9 @@ SLOW = {
 
 
 def shapes() -> dict[str, Any]:
-    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, WIDE_BY_FOUR
+    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
 
-    return {"narrow": NARROW, "paired": PAIRED, "wide": WIDE, "by-four": WIDE_BY_FOUR}
+    return {"narrow": NARROW, "paired": PAIRED, "wide": WIDE}
 
 
 @pytest.fixture(autouse=True)
@@ -110,13 +110,21 @@ PAIRED = {
     "pairs-between-singles": Case(48, chosen=2, experts=3, d=512, channels=256, multiprocessors=1),
 }
 """Tiles of more than 32 slots, whose steps take two stages each, in front of and behind those whose steps take one."""
+WIDE_PAIRS = {
+    "wide-pairs-beyond-the-stages": Case(
+        170, chosen=1, experts=2, d=1280, channels=256, one_expert=True, multiprocessors=1
+    ),
+    "wide-pairs-between-singles": Case(174, chosen=2, experts=3, d=512, channels=256, multiprocessors=1),
+}
+"""The same of a prefill: of more than 128 slots."""
 
 
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        *((name, shape) for name in CASES for shape in ("narrow", "wide", "by-four")),
+        *((name, shape) for name in CASES for shape in ("narrow", "wide")),
         *((name, "paired") for name in PAIRED),
+        *((name, "wide") for name in WIDE_PAIRS),
         *(pytest.param(name, shape, marks=pytest.mark.slow) for name in SLOW for shape in shape_names()),
     ],
 )
@@ -124,7 +132,7 @@ def test_the_sum_is_the_definition_s(name: str, shape: str) -> None:
     """To one rounding of bf16 a row, and a flipped code now and then."""
     from emulator import Checks
 
-    case = (CASES | PAIRED | SLOW)[name]
+    case = (CASES | PAIRED | WIDE_PAIRS | SLOW)[name]
     x, weights, ids, packed = case.inputs()
     expected = ref.mxfp4_experts_forward(x, weights, ids, packed, LIMIT, case.offset)
     out, device = launched(case, shape, schedule="late", checks=Checks.strict())
@@ -132,8 +140,9 @@ def test_the_sum_is_the_definition_s(name: str, shape: str) -> None:
     assert (out - expected).norm() <= 2.0**-9 * expected.norm()
     most = case.multiprocessors * shapes()[shape].ctas_per_sm
     assert all(report.grid[0] <= most for report in products_of(device))
-    if name in PAIRED:
-        assert max(listed_widths(case)) > 32 >= min(listed_widths(case)) or case.one_expert
+    if name in PAIRED | WIDE_PAIRS:
+        room, widths = shapes()[shape].room, listed_widths(case, shape)
+        assert max(widths) > room >= min(widths) or (case.one_expert and max(widths) > room)
     if name == "only-other-ranks":
         assert not out.any()
 
@@ -187,8 +196,9 @@ def test_a_token_s_bits_do_not_depend_on_its_batch(shape: str) -> None:
 
 @functools.cache
 def of_many_tokens() -> Tensor:
-    """Both products of 128 tokens of one expert, in four tiles of 32."""
-    case = Case(128, chosen=1, experts=2, channels=256, one_expert=True, multiprocessors=3)
+    """Both products of as many tokens of one expert as the widest tile has, in tiles of 32."""
+    most = shapes()["wide"].slots
+    case = Case(most, chosen=1, experts=2, channels=256, one_expert=True, multiprocessors=3)
     return launched(case, "narrow")[0]
 
 
@@ -311,7 +321,7 @@ def test_sizes_follow_from_shapes() -> None:
 
     assert [workspace.most_groups(pairs, 256) for pairs in (6, 24, 1536, 49152)] == [6, 24, 416, 6368]
     shape = shapes()
-    chosen = {tokens: launch.shape_for(tokens, 6, 256) for tokens in (1, 32, 33, 1365, 1366, 8192)}
+    chosen = {tokens: launch.shape_for(tokens, 6, 256) for tokens in (1, 32, 33, 2730, 2731, 8192)}
     names = {tokens: name for tokens, found in chosen.items() for name, of_name in shape.items() if found is of_name}
     assert list(names.values()) == ["narrow", "narrow", "paired", "paired", "wide", "wide"]
     # What a call allocates, and says beforehand.
@@ -540,7 +550,7 @@ def test_no_configuration_spills(shape: str) -> None:
     from host import emulated
 
     from dsv4_kernels.moe.sm90 import launch
-    from dsv4_kernels.moe.sm90.plan import Plan, Product
+    from dsv4_kernels.moe.sm90.plan import CONSUMER_WARPS, Plan, Product
 
     chosen = shapes()[shape]
     with emulated(arch="sm_90a"):
@@ -551,7 +561,7 @@ def test_no_configuration_spills(shape: str) -> None:
             assert of_warp * (chosen.threads // 32) * chosen.ctas_per_sm <= 65_536
             if chosen.registers is not None:
                 of_consumer, of_producer = chosen.registers
-                assert chosen.consumer_warps * 32 * of_consumer + 128 * of_producer <= 65_536
+                assert CONSUMER_WARPS * 32 * of_consumer + 128 * of_producer <= 65_536
             assert chosen.ctas_per_sm * (Plan(product, chosen).smem_bytes + 2048) <= 228 * 1024
 
 

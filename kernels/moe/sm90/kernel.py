@@ -6,7 +6,7 @@ scales in them (weights.py); slots are the narrow right one. Everything that is 
 shared memory, so one thread copies all of it by bulk copies, some stages ahead of the products and across work tiles:
 
     PRODUCER (1 thread)      waits empty[stage]; weights, slots and their scales arrive at full[stage]
-    CONSUMER (2 warpgroups)  64 rows each: waits full[stage], arrives at empty[stage]; or 4, with half the slots each
+    CONSUMER (2 warpgroups)  64 rows each: waits full[stage], arrives at empty[stage]
 
 A step takes a stage; of a shape with pairs those of a tile that is wider than a stage has room for take two, which
 begin at an even one (such tiles are listed only if products have an even number of steps).
@@ -21,21 +21,21 @@ in fp32. N changes nothing for a column, so a slot's bits depend neither on its 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from dsv4_kernels import dependent_launch, ptx
 from dsv4_kernels.bf16_rows import add, at_least, at_most, exp, mul, reciprocal
 from dsv4_kernels.linear.kernel import store_bf16
 from dsv4_kernels.moe.sm90.plan import (
     CHANNELS,
+    CONSUMER_WARPS,
     GROUP_BYTES,
-    ROW_WARPS,
     WARP,
     Arguments,
     Product,
     TileField,
 )
-from dsv4_kernels.moe.sm90.products import fragments, multiply
+from dsv4_kernels.moe.sm90.products import LEFT_WORDS, fragments, multiply, multiply_and_convert
 from dsv4_kernels.moe.sm90.weights import (
     CODE_BYTES,
     SHIFT_BYTES,
@@ -75,7 +75,7 @@ def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
     if thread == 0:
         for stage in cutlass.range_constexpr(plan.shape.stages):
             cute.arch.mbarrier_init(full + stage, 1)
-            cute.arch.mbarrier_init(empty + stage, plan.shape.consumer_warps)
+            cute.arch.mbarrier_init(empty + stage, CONSUMER_WARPS)
     # Columns of an instruction behind a work tile's last slot multiply what lies there: it must be something.
     for at in cutlass.range(thread * 16, plan.codes_offset, plan.shape.threads * 16, unroll=1):
         ptx.store_shared(base + at, (Uint32(0),) * 4)
@@ -84,14 +84,14 @@ def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
     dependent_launch.begin()
     end = ptx.load_i32(args.num_tiles) * args.row_tiles
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    if warp < plan.shape.consumer_warps:
+    if warp < CONSUMER_WARPS:
         if cutlass.const_expr(plan.shape.registers is not None):
             cute.arch.setmaxregister_increase(plan.shape.registers[0])
         consume(args, plan, base, full, empty, thread, first, stride, end)
     else:
         if cutlass.const_expr(plan.shape.registers is not None):
             cute.arch.setmaxregister_decrease(plan.shape.registers[1])
-        if warp == plan.shape.consumer_warps:
+        if warp == CONSUMER_WARPS:
             with cute.arch.elect_one():
                 produce(args, plan, base, full, empty, first, stride, end)
 
@@ -201,8 +201,9 @@ def consume(
     stride: Int32,
     end: Int32,
 ) -> None:
-    """A consumer warpgroup: 64 rows of every work tile, and all its slots or a part."""
-    unit, part = thread // WARP % ROW_WARPS, thread // (WARP * ROW_WARPS)
+    """A consumer warpgroup: 64 rows of every work tile."""
+    lane, unit = thread % WARP, thread // WARP
+    sum_all = sum_products_ahead if plan.shape.ahead else sum_products
     stage, phase = Int32(0), Int32(0)
     for index in cutlass.range(first, end, stride, unroll=1):
         row_tile, expert, first_group, groups = work_tile(args, index)
@@ -210,14 +211,10 @@ def consume(
         for width in cutlass.range_constexpr(len(plan.shape.widths)):
             slots = plan.shape.widths[width]
             if (groups * GROUP > least) & (groups * GROUP <= slots):
-                own = slots // plan.shape.slot_parts
-                sums = cute.make_rmem_tensor((own // 2,), Float32)
+                sums = cute.make_rmem_tensor((slots // 2,), Float32)
                 sums.fill(0.0)
-                first_slot = part * own
-                sum_products(args, plan, own, base, full, empty, thread % WARP, unit, first_slot, stage, phase, sums)
-                others = first_slot // GROUP
-                place = row_tile, expert, first_group + others, groups - others
-                finish(args, plan, own, thread % WARP, unit, place, sums)
+                sum_all(args, plan, slots, base, full, empty, lane, unit, stage, phase, sums)
+                finish(args, plan, slots, lane, unit, (row_tile, expert, first_group, groups), sums)
             least = slots
         passed = stage + args.steps
         if cutlass.const_expr(plan.shape.paired):
@@ -237,34 +234,108 @@ def sum_products(
     empty: cute.Pointer,
     lane: Int32,
     unit: Int32,
-    first_slot: Int32,
     stage: Int32,
     phase: Int32,
     sums: cute.Tensor,
 ) -> None:
     """Adds all of K. Element 4 j + 2 h + b of a lane is of its warp's unit row lane // 4 + 8 h, and of the work tile
-    slot first_slot + 8 j + 2 (lane % 4) + b."""
+    slot 8 j + 2 (lane % 4) + b."""
     codes = base + plan.codes_offset + unit * UNIT_BYTES
     shifts = base + plan.shifts_offset + unit * UNIT_SHIFT_BYTES
-    scales = base + plan.scales_offset + first_slot * 4 + lane % 4 * 8
-    tokens = base + first_slot * STEP
+    scales = base + plan.scales_offset + lane % 4 * 8
     for _ in cutlass.range(args.steps, unroll=1):
         cute.arch.mbarrier_wait(full + stage, phase)
         left = fragments(codes + stage * CODE_BYTES, shifts + stage * SHIFT_BYTES, lane)
         of_slots = scales + stage * (4 * plan.shape.room)
         # Both halves of a tile that takes two stages one after the other: registers do not hold all its products.
-        width = min(slots, plan.shape.room)
+        width = slots // plan.shape.stages_of(slots)
         for first in cutlass.range_constexpr(0, slots, width):
-            products = multiply(left, width, tokens + stage * plan.token_bytes + first * STEP)
+            products = multiply(left, width, base + stage * plan.token_bytes + first * STEP)
             add_scaled(sums, products, first, of_slots)
-        cute.arch.fence_view_async_shared()  # generic loads, before a bulk copy writes there
-        cute.arch.sync_warp()
-        if lane == 0:
-            for i in cutlass.range_constexpr(plan.shape.stages_of(slots)):
-                cute.arch.mbarrier_arrive(empty + stage + i)
+        give_back(plan, empty, lane, stage, plan.shape.stages_of(slots))
         stage += plan.shape.stages_of(slots)
         if stage == plan.shape.stages:
             stage, phase = Int32(0), phase ^ 1
+
+
+@cute.jit
+def sum_products_ahead(
+    args: Arguments,
+    plan: cutlass.Constexpr,
+    slots: cutlass.Constexpr[int],
+    base: Int32,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    lane: Int32,
+    unit: Int32,
+    stage: Int32,
+    phase: Int32,
+    sums: cute.Tensor,
+) -> None:
+    """As `sum_products`, with the codes of a step converted while the products of the one before run."""
+    codes = base + plan.codes_offset + unit * UNIT_BYTES
+    shifts = base + plan.shifts_offset + unit * UNIT_SHIFT_BYTES
+    places = base, codes, shifts, full, empty
+    even, odd = (cute.make_rmem_tensor((LEFT_WORDS,), Uint32) for _ in range(2))
+    cute.arch.mbarrier_wait(full + stage, phase)
+    converted = fragments(codes + stage * CODE_BYTES, shifts + stage * SHIFT_BYTES, lane)
+    for i in cutlass.range_constexpr(LEFT_WORDS):
+        even[i] = converted[i]
+    for pair in cutlass.range((args.steps + 1) // 2, unroll=1):
+        # Two sets of registers in turns: of one set ptxas would make every instruction wait for the one before.
+        left = args.steps - 2 * pair - 1
+        stage, phase = step_ahead(plan, slots, places, lane, stage, phase, sums, even, odd, left > 0)
+        if left > 0:
+            stage, phase = step_ahead(plan, slots, places, lane, stage, phase, sums, odd, even, left > 1)
+
+
+@cute.jit
+def step_ahead(
+    plan: cutlass.Constexpr,
+    slots: cutlass.Constexpr[int],
+    places: tuple,
+    lane: Int32,
+    stage: Int32,
+    phase: Int32,
+    sums: cute.Tensor,
+    left: cute.Tensor,
+    following_left: cute.Tensor,
+    has_following: Boolean,
+) -> tuple:
+    """A step's products, and the next one's codes; returns the next stage and phase."""
+    base, codes, shifts, full, empty = places
+    following, following_phase = stage + plan.shape.stages_of(slots), phase
+    if following == plan.shape.stages:
+        following, following_phase = Int32(0), phase ^ 1
+    source = stage  # behind the last step there is nothing to convert: these codes again, for nobody
+    if has_following:
+        cute.arch.mbarrier_wait(full + following, following_phase)
+        source = following
+    converted = multiply_and_convert(
+        [left[i] for i in range(LEFT_WORDS)],
+        slots,
+        base + stage * plan.token_bytes,
+        base + plan.scales_offset + lane % 4 * 8 + stage * (4 * plan.shape.room),
+        codes + source * CODE_BYTES + lane * 16,
+        shifts + source * SHIFT_BYTES + lane // 4 * 4,
+        sums,
+    )
+    for i in cutlass.range_constexpr(LEFT_WORDS):
+        following_left[i] = converted[i]
+    give_back(plan, empty, lane, stage, plan.shape.stages_of(slots))
+    return following, following_phase
+
+
+@cute.jit
+def give_back(
+    plan: cutlass.Constexpr, empty: cute.Pointer, lane: Int32, stage: Int32, stages: cutlass.Constexpr[int]
+) -> None:
+    """A warp has read so many stages."""
+    cute.arch.fence_view_async_shared()  # generic loads, before a bulk copy writes there
+    cute.arch.sync_warp()
+    if lane == 0:
+        for i in cutlass.range_constexpr(stages):
+            cute.arch.mbarrier_arrive(empty + stage + i)
 
 
 def add_scaled(sums: cute.Tensor, products: list, first: int, scales: Int32) -> None:
@@ -290,9 +361,9 @@ def finish(
 
     Args:
         args, plan: of the kernel.
-        slots: that the warpgroup has at the most.
+        slots: that there are at the most.
         lane, unit: of the warp.
-        place: row tile, expert, the warpgroup's first group, and how many it has (or fewer than none).
+        place: row tile, expert, first group, and how many there are.
         sums: of `sum_products`.
     """
     row_tile, expert, first_group, groups = place

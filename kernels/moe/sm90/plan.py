@@ -13,9 +13,8 @@ GROUP_BYTES = GROUP * STEP
 """Of a group in a step."""
 WARP = 32
 WARPGROUP = 128
-ROW_WARPGROUPS = TILE_ROWS // 64
-ROW_WARPS = ROW_WARPGROUPS * WARPGROUP // WARP
-"""Of the consumers that have all rows of a work tile once."""
+CONSUMER_WARPS = TILE_ROWS // 64 * WARPGROUP // WARP
+"""64 rows for each four."""
 CHANNELS = TILE_ROWS // 2
 """Of h in a work tile of gate and up."""
 
@@ -39,23 +38,16 @@ class Shape:
     ctas_per_sm: int
     paired: bool = False
     """Whether the widest tiles' steps take two neighbouring stages, each with room for half of their slots."""
-    slot_parts: int = 1
-    """Of a work tile's slots, each with consumers of its own; widths are multiples of 8 for each."""
-
-    @property
-    def consumer_warps(self) -> int:
-        """64 rows and a part of the slots for each four."""
-        return ROW_WARPS * self.slot_parts
-
-    @property
-    def registers(self) -> tuple[int, int] | None:
-        """Of a thread of four consumers, and of a producer: a fifth warp of a partition would leave all of them 96."""
-        return (112, 24) if self.slot_parts > 1 else None
+    ahead: bool = False
+    """Whether the next step's codes are converted while this step's products run; takes registers."""
+    registers: tuple[int, int] | None = None
+    """Of a thread of the consumers, and of the producer, which then has a warpgroup of its own: a third warp of a partition
+    leaves all of them 168."""
 
     @property
     def threads(self) -> int:
         """Consumers, and a producer warp, in a warpgroup of its own where registers are handed over."""
-        return self.consumer_warps * WARP + (WARPGROUP if self.registers else WARP)
+        return CONSUMER_WARPS * WARP + (WARPGROUP if self.registers else WARP)
 
     @property
     def slots(self) -> int:
@@ -77,11 +69,8 @@ NARROW = Shape((8, 16, 32), 8, 2)
 PAIRED = Shape((8, 16, 32, 64), 8, 2, paired=True)
 """Decode of so many tokens that an expert may have more than NARROW's slots: then its codes are read and converted once
 for 64 of them. The stages, and what is in flight for others, stay as they are."""
-WIDE = Shape((16, 32, 64, 96, 128), 8, 1)
-"""Prefill: a step's conversion, products and sums one after the other."""
-WIDE_BY_FOUR = Shape((16, 32, 64, 96, 128), 8, 1, slot_parts=2)
-"""The same with four consumers: codes are converted twice, and each one's chain is shorter. Not timed yet, so nobody
-chooses it (`bench_experts.py --sweep`)."""
+WIDE = Shape((16, 32, 64, 96, 112, 128, 160, 192, 224), 8, 1, paired=True, ahead=True, registers=(240, 24))
+"""Prefill: the more slots share a step's codes the better, as far as registers hold their sums."""
 
 
 @dataclass(frozen=True)
