@@ -305,9 +305,8 @@ def run(arguments: argparse.Namespace, results: Results) -> None:
             more = SPECULATION.get(work, ())
             own = shlex.split(arguments.builtin_flags) if contender == "builtin" else ()
             model, log = arguments.models / MODEL_OF[work], arguments.logs / f"{work}_{contender}.log"
-            with running(
-                contender, model, (*common, *graphs, *arguments.flags, *more, *own), arguments.port, log
-            ) as server:
+            flags = (*common, *graphs, *arguments.flags, *more, *own)
+            with running(contender, model, flags, arguments.port, log, alone=True) as server:
                 for requests in arguments.requests:
                     results.note(contender, requests, measure(server, work, requests))
                     save(arguments.out, results)

@@ -234,7 +234,7 @@ def compare(
         missing = [work for work in ample if not any(key[0] in WORKS_OF[work] for key in figures[name])]
         if missing:
             print(f"{name}, ample memory", flush=True)
-            with running(name, model, flags_of[name], port, logs / f"{name}.log") as server:
+            with running(name, model, flags_of[name], port, logs / f"{name}.log", alone=True) as server:
                 for work, found in with_ample_memory(server, missing):
                     keep_figures(kept, name, work, found)
                     figures[name].update(found)
@@ -256,7 +256,8 @@ def compare(
             if name == "builtin":
                 tokens = _builtin_tokens(model, flags_of[name], size, port, logs)
             limit = ("--max-total-tokens", str(tokens))
-            with running(name, model, (*flags_of[name], *limit), port, logs / f"{name}_churn.log") as server:
+            flags = (*flags_of[name], *limit)
+            with running(name, model, flags, port, logs / f"{name}_churn.log", alone=True) as server:
                 used, held = server.kv_memory()
                 _note(figures[name], "memory_churn", 1, {"kv_bytes": used, "kv_tokens": held})
                 if name == "builtin":

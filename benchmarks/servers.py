@@ -6,11 +6,11 @@
 A benchmark starts the servers that it needs, one after the other, and a start takes a minute in which the GPU has next
 to nothing to do. Where several fit its memory, `start` starts them at once and returns when all of them answer. A
 benchmark that finds FOLDER in the variable BENCHMARK_SERVERS takes such a server in place of starting one, if
-contender, model, flags and SGLang's and our variables are those that it asks for; otherwise it starts its own. An idle
-one must not take a core from the one that is measured: give all of them --sleep-on-idle. It is meant for answers, and
-for times that the GPU bounds: a step of one request, which the host bounds, took twice as long beside three idle
-servers as by itself. With --nnodes N in its flags a server is N nodes on this machine: on one GPU that shows whether
-ranks agree, not how fast they are. SERVERS.json, where a server's own model, flags and env are optional:
+contender, model, flags and SGLang's and our variables are those that it asks for; otherwise it starts its own. A step
+of one request, which the host bounds, took twice as long beside three idle servers as by itself: a benchmark that
+measures times suspends the others meanwhile. Give all of them --sleep-on-idle. With --nnodes N in its flags a server is
+N nodes on this machine: on one GPU that shows whether ranks agree, not how fast they are. SERVERS.json, where a
+server's own model, flags and env are optional:
 
     {"model": FOLDER, "flags": [of all], "servers": {name: {"contender": "ours", "model": …, "flags": […], "env": {…}}}}
 """
@@ -170,9 +170,11 @@ def wait(contender: str, process: Process, url: str, log: Path, begin: float) ->
 
 
 @contextlib.contextmanager
-def running(contender: str, model: Path, flags: Sequence[str], port: int, log: Path) -> Iterator[Server]:
+def running(
+    contender: str, model: Path, flags: Sequence[str], port: int, log: Path, alone: bool = False
+) -> Iterator[Server]:
     """Start a server, wait until it answers, stop it with all its processes; or take one that runs (see above), which
-    stays.
+    stays. With `alone` the processes of all others in that folder are suspended meanwhile: for times.
 
     Raises:
         RuntimeError: see `wait`.
@@ -180,7 +182,8 @@ def running(contender: str, model: Path, flags: Sequence[str], port: int, log: P
     here = already_running(contender, model, flags, os.environ)
     if here is not None:
         print(f"{contender}: taking the server that runs at {here.url}, ready after {here.ready_s:.0f} s", flush=True)
-        yield here
+        with others_suspended(Path(os.environ[FOLDER_VARIABLE]), here.url) if alone else contextlib.nullcontext():
+            yield here
         return
     begin = time.monotonic()
     process = start(contender, model, flags, port, log, environment_of(contender))
@@ -195,6 +198,20 @@ def running(contender: str, model: Path, flags: Sequence[str], port: int, log: P
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@contextlib.contextmanager
+def others_suspended(folder: Path, url: str) -> Iterator[None]:
+    """Stops the processes of the servers of `folder` but the one at `url`; they go on behind it."""
+    sessions = [found["pid"] for found in _listed(folder).values() if found["url"] != url]
+    try:
+        for session in sessions:
+            os.killpg(session, signal.SIGSTOP)
+        yield
+    finally:
+        for session in sessions:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(session, signal.SIGCONT)
 
 
 def _answers(url: str) -> bool:
@@ -243,7 +260,11 @@ def already_running(contender: str, model: Path, flags: Sequence[str], env: Mapp
         return None
     wanted = identity(contender, model, flags, env)
     for found in json.loads((Path(env[FOLDER_VARIABLE]) / LIST).read_text()).values():
-        if found["identity"] == wanted and _answers(found["url"]):
+        if found["identity"] != wanted:
+            continue
+        with contextlib.suppress(ProcessLookupError):  # a benchmark that was killed may have left it suspended
+            os.killpg(found["pid"], signal.SIGCONT)
+        if _answers(found["url"]):
             return Server(contender, model, found["url"], Path(found["log"]), found["ready_s"])
     return None
 

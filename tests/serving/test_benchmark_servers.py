@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -49,7 +50,10 @@ def test_only_the_server_that_is_asked_for_is_taken(url: str, tmp_path: Path, mo
     monkeypatch.setenv(servers.FOLDER_VARIABLE, str(tmp_path))
     env = dict(os.environ)
     then = {**env, "SGLANG_DSV4": "", "HOME": "/elsewhere"}
-    found = {"identity": servers.identity("ours", tmp_path, FLAGS, then), "url": url, "log": "log", "ready_s": 3.0}
+    suspended = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    os.killpg(suspended.pid, signal.SIGSTOP)
+    about = {"url": url, "log": "log", "ready_s": 3.0, "pid": suspended.pid}
+    found = {"identity": servers.identity("ours", tmp_path, FLAGS, then), **about}
     (tmp_path / servers.LIST).write_text(json.dumps({"one": found}))
 
     taken = servers.already_running("ours", tmp_path, FLAGS, env)
@@ -58,6 +62,9 @@ def test_only_the_server_that_is_asked_for_is_taken(url: str, tmp_path: Path, mo
         assert running.url == url
     assert not (tmp_path / "own.log").exists()
 
+    os.killpg(suspended.pid, signal.SIGTERM)  # which waits for as long as a process is suspended
+    assert suspended.wait(timeout=10) == -signal.SIGTERM
+
     assert servers.already_running("builtin", tmp_path, FLAGS, env) is None
     assert servers.already_running("ours", tmp_path / "other", FLAGS, env) is None
     assert servers.already_running("ours", tmp_path, FLAGS[:-1], env) is None
@@ -65,6 +72,34 @@ def test_only_the_server_that_is_asked_for_is_taken(url: str, tmp_path: Path, mo
     assert servers.already_running("ours", tmp_path, FLAGS, {}) is None
     (tmp_path / servers.LIST).write_text(json.dumps({"one": {**found, "url": "http://127.0.0.1:1"}}))
     assert servers.already_running("ours", tmp_path, FLAGS, env) is None
+
+
+def test_others_are_suspended_while_one_is_measured(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(servers.FOLDER_VARIABLE, str(tmp_path))
+    other = subprocess.Popen(["sh", "-c", "sleep 60; true"], start_new_session=True)
+
+    def states() -> set[str]:
+        """Of all processes of its session: R, S, T for stopped, …"""
+        stats = [Path(f"/proc/{pid}/stat") for pid in os.listdir("/proc") if pid.isdigit()]
+        fields = [stat.read_text().rpartition(")")[2].split() for stat in stats if stat.exists()]
+        return {state for state, _, group, *_ in fields if int(group) == other.pid}
+
+    try:
+        about = {"identity": servers.identity("ours", tmp_path, FLAGS, os.environ), "log": "log", "ready_s": 3.0}
+        idle = {"identity": {}, "url": "http://127.0.0.1:1", "pid": other.pid}
+        (tmp_path / servers.LIST).write_text(
+            json.dumps({"idle": idle, "one": {**about, "url": url, "pid": os.getpgid(0)}})
+        )
+        with servers.running("ours", tmp_path, FLAGS, 1, tmp_path / "log"):
+            assert "T" not in states()
+        with servers.running("ours", tmp_path, FLAGS, 1, tmp_path / "log", alone=True):
+            time.sleep(0.2)
+            assert states() == {"T"}
+        time.sleep(0.2)
+        assert "T" not in states()
+    finally:
+        os.killpg(other.pid, signal.SIGKILL)
+        other.wait()
 
 
 def test_nodes_of_one_machine(tmp_path: Path) -> None:

@@ -116,7 +116,8 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: py
     started: list[str] = []
 
     class Running:
-        def __init__(self, name: str, *arguments: object) -> None:
+        def __init__(self, name: str, *arguments: object, alone: bool) -> None:
+            assert alone
             started.append(name)
             self.name = name
 

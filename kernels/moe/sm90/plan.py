@@ -41,8 +41,8 @@ class Shape:
     ahead: bool = False
     """Whether the next step's codes are converted while this step's products run; takes registers."""
     registers: tuple[int, int] | None = None
-    """Of a thread of the consumers, and of the producer, which then has a warpgroup of its own: a third warp of a partition
-    leaves all of them 168."""
+    """Of a thread of the consumers, and of the producer, which then has a warpgroup of its own: where a partition has a
+    third warp, all of them have 168 otherwise."""
 
     @property
     def threads(self) -> int:
