@@ -114,7 +114,7 @@ WIDE_PAIRS = {
     "wide-pairs-beyond-the-stages": Case(
         170, chosen=1, experts=2, d=1280, channels=256, one_expert=True, multiprocessors=1
     ),
-    "wide-pairs-between-singles": Case(174, chosen=2, experts=3, d=512, channels=256, multiprocessors=1),
+    "singles-between-wide-pairs": Case(169, chosen=2, experts=3, d=512, channels=256, multiprocessors=3),
 }
 """The same of a prefill: of more than 128 slots."""
 
@@ -566,16 +566,18 @@ def test_no_configuration_spills(shape: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["narrow", "paired"])
+@pytest.mark.parametrize("shape", ["narrow", "paired", "wide"])
 @pytest.mark.parametrize("product", [0, 1], ids=["gate-up", "down"])
 def test_deleted_synchronisation_is_noticed(product: int, shape: str) -> None:
     """Every deletion but those explained in emulator/results/mutation_reasons.json."""
     from emulator import Checks
 
     case = replace(CASES["k-longer-than-the-stages"], tokens=2, channels=384)
-    if shape == "paired":  # tiles whose steps take two stages, and such whose steps take one
-        case = replace(PAIRED["pairs-between-singles"], d=1280, channels=1280)
-        assert max(listed_widths(case)) > 32 >= min(listed_widths(case))
+    pairs = {"paired": PAIRED["pairs-between-singles"], "wide": WIDE_PAIRS["singles-between-wide-pairs"]}
+    if shape in pairs:  # tiles whose steps take two stages, and such whose steps take one
+        case = replace(pairs[shape], d=1280, channels=1280)
+        widths, room = listed_widths(case, shape), shapes()[shape].room
+        assert max(widths) > room >= min(widths)
     _, device = launched(case, shape, checks=Checks.strict(), record=True)
     name = f"experts_sm90_{('gate_up', 'down')[product]}" + ("" if shape == "narrow" else f"_{shape}")
     rates = delete_synchronisation(name, device, 2 + 2 * product)

@@ -1,9 +1,10 @@
 """Routed experts on Hopper (sm_90a): e4m3 activations times MXFP4 weights, grouped by expert.
 
-A slot is a pair of token and expert; eight slots of one expert are a group, and up to 4 or 16 groups share a work tile
-with 128 weight rows. Weights are the left operand of `wgmma`, unpacked in registers from four bits to e4m3 with their
-scales in them (weights.py); slots are the narrow right one. Everything that is read lies in global memory as it will in
-shared memory, so one thread copies all of it by bulk copies, some stages ahead of the products and across work tiles:
+A slot is a pair of token and expert; eight slots of one expert are a group, and up to 4, 8 or 28 groups share a work
+tile with 128 weight rows. Weights are the left operand of `wgmma`, unpacked in registers from four bits to e4m3 with
+their scales in them (weights.py); slots are the narrow right one. Everything that is read lies in global memory as it
+will in shared memory, so one thread copies all of it by bulk copies, some stages ahead of the products and across work
+tiles:
 
     PRODUCER (1 thread)      waits empty[stage]; weights, slots and their scales arrive at full[stage]
     CONSUMER (2 warpgroups)  64 rows each: waits full[stage], arrives at empty[stage]

@@ -27,8 +27,8 @@ from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS, most_groups
 
 ARCH = "sm_90a"
 PAIRED_SLOTS = 56
-"""Slots that an expert may have in the mean for decode's kernels to take them: with 48 they take 0.8 of WIDE's time, with
-64 more than that (`benchmarks/results/experts_prefill_h200.json`)."""
+"""Slots that an expert may have in the mean for decode's kernels to take them: with 48 they take 0.8 of WIDE's time,
+with 64 more than WIDE (`benchmarks/results/experts_prefill_h200.json`)."""
 EARLY_TOKENS = 512
 """Of a call whose launches may begin early. With more a launch is a small part, and what waits holds memory and issue
 slots: 0.97 of the time without, measured from 1,024 tokens on."""
