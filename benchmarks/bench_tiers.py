@@ -211,7 +211,7 @@ def ttft(contender: str, args: argparse.Namespace, flags: Sequence[str], keep: C
     fillers = -(-3 * args.pool // (2 * args.prefix))
     with tempfile.TemporaryDirectory() as folder, _environment(STORE_VARIABLE, folder):
         log = args.logs / f"{contender}_tiers.log"
-        with servers.running(contender, args.model, flags, args.port, log) as server:
+        with servers.running(contender, args.model, flags, args.port, log, alone=True) as server:
             begin = time.monotonic()
             for measured in range(-1, args.repeats):
                 asked = prompt()

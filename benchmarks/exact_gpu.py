@@ -127,10 +127,13 @@ class Proof:
             self.uniques, self.rows = before["sglang_test_deterministic"], before["rows"]
 
     @contextlib.contextmanager
-    def server(self, name: str, *flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-        """A running server of ours; its log is `name.log`."""
+    def server(
+        self, name: str, *flags: str, env: dict[str, str] | None = None, alone: bool = False
+    ) -> Iterator[Server]:
+        """A running server of ours; its log is `name.log`. `alone` as in `servers.running`."""
+        log = self.logs / f"{name}.log"
         with mock.patch.dict(os.environ, env or {}):
-            with running("ours", self.model, (*self.flags, *flags), self.port, self.logs / f"{name}.log") as server:
+            with running("ours", self.model, (*self.flags, *flags), self.port, log, alone) as server:
                 yield server
 
     def ask(self, name: str, server: Server, sizes: Sizes) -> None:
@@ -155,7 +158,8 @@ class Proof:
                 self.ask("proof", server, self.sizes)
             yield "proof"
         if {"chunks", "sglang", "price"} & set(works):
-            with self.server("exact", FLAG, "--chunked-prefill-size", str(other_chunk)) as server:
+            alone = "price" in works
+            with self.server("exact", FLAG, "--chunked-prefill-size", str(other_chunk), alone=alone) as server:
                 if "chunks" in works:
                     self.ask("chunks", server, once_each(self.sizes))
                     yield "chunks"
@@ -164,7 +168,7 @@ class Proof:
                     yield "sglang"
                 exact = speeds(server.url, self.small) if "price" in works else {}
         if "price" in works:
-            with self.server("default", "--chunked-prefill-size", str(other_chunk)) as server:
+            with self.server("default", "--chunked-prefill-size", str(other_chunk), alone=True) as server:
                 self.rows = rows_of(speeds(server.url, self.small), exact)
             yield "price"
         if "speculation" in works:  # sampled requests are refused there, so none is asked

@@ -11,7 +11,8 @@ A multiprocessor's CTAs take their tiles in the order of the list. Of two that r
 bytes take (L2_BYTES_US), or what one step of a CTA takes by itself (STEP_US, STEP_SLOT_US), whichever is longer. These
 constants were fitted to a run of narrow tiles; beside a case that was measured by shape of work tiles (see
 `results/experts_h200.json`) the measured time is printed. Narrow tiles are within 6 % of it; pairs took up to 13 %
-longer than estimated. The last line is JSON.
+longer than estimated. Wide ones take less: their constants and measured times are of steps that convert no codes ahead
+(`results/experts_prefill_h200.json` has newer times). The last line is JSON.
 """
 
 from __future__ import annotations

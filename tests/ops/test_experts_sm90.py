@@ -116,7 +116,7 @@ WIDE_PAIRS = {
     ),
     "singles-between-wide-pairs": Case(169, chosen=2, experts=3, d=512, channels=256, multiprocessors=3),
 }
-"""The same of a prefill: of more than 128 slots."""
+"""The same of a prefill: of more than 112 slots."""
 
 
 @pytest.mark.parametrize(

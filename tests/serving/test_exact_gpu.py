@@ -68,6 +68,7 @@ class Servers:
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.started: list[tuple[str, ...]] = []
+        self.alone: list[bool] = []
         self.folder = folder
         (folder / "config.json").write_text('{"vocab_size": 512}')
         patch.setattr(exact_gpu, "running", self.running)
@@ -77,9 +78,12 @@ class Servers:
         patch.setattr(exact_gpu.subprocess, "run", lambda command, **_: said)
 
     @contextlib.contextmanager
-    def running(self, contender: str, model: Path, flags: tuple[str, ...], port: int, log: Path) -> Iterator[object]:
+    def running(
+        self, contender: str, model: Path, flags: tuple[str, ...], port: int, log: Path, alone: bool
+    ) -> Iterator[object]:
         assert contender == "ours"
         self.started.append(flags)
+        self.alone.append(alone)
         log.write_text("#retracted_reqs: 2," if "SGLANG_TEST_RETRACT" in os.environ else "")
         yield SimpleNamespace(url="http://nowhere:1", log=log)
 
@@ -104,6 +108,7 @@ def test_three_starts_do_all_but_speculation(servers: Servers) -> None:
     status, result = servers.run()
     flags = [exact_gpu.FLAG in started for started in servers.started]
     assert status == 0 and flags == [True, True, False] and not result["not_run"]
+    assert servers.alone == [False, True, True]
     assert result["by_kind"]["trace"] == result["by_kind"]["chunks trace"] == [1, 0]
     assert result["seen"]["retracted"] == 2
     assert result["sglang_test_deterministic"] == {"single": [1], "prefix": [1], "p_vs_d": [1]}

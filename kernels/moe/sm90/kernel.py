@@ -33,6 +33,7 @@ from dsv4_kernels.moe.sm90.plan import (
     GROUP_BYTES,
     WARP,
     Arguments,
+    Plan,
     Product,
     TileField,
 )
@@ -204,6 +205,7 @@ def consume(
 ) -> None:
     """A consumer warpgroup: 64 rows of every work tile."""
     lane, unit = thread % WARP, thread // WARP
+    barriers = full, empty
     sum_all = sum_products_ahead if plan.shape.ahead else sum_products
     stage, phase = Int32(0), Int32(0)
     for index in cutlass.range(first, end, stride, unroll=1):
@@ -214,7 +216,7 @@ def consume(
             if (groups * GROUP > least) & (groups * GROUP <= slots):
                 sums = cute.make_rmem_tensor((slots // 2,), Float32)
                 sums.fill(0.0)
-                sum_all(args, plan, slots, base, full, empty, lane, unit, stage, phase, sums)
+                sum_all(args.steps, plan, slots, base, barriers, lane, unit, stage, phase, sums)
                 finish(args, plan, slots, lane, unit, (row_tile, expert, first_group, groups), sums)
             least = slots
         passed = stage + args.steps
@@ -225,14 +227,20 @@ def consume(
         stage = passed % plan.shape.stages
 
 
+def places_of(plan: Plan, base: Int32, lane: Int32, unit: Int32) -> tuple:
+    """Of the first stage: a warp's codes and shifts, a lane's scales of its slots."""
+    codes = base + plan.codes_offset + unit * UNIT_BYTES
+    shifts = base + plan.shifts_offset + unit * UNIT_SHIFT_BYTES
+    return codes, shifts, base + plan.scales_offset + lane % 4 * 8
+
+
 @cute.jit
 def sum_products(
-    args: Arguments,
+    steps: Int32,
     plan: cutlass.Constexpr,
     slots: cutlass.Constexpr[int],
     base: Int32,
-    full: cute.Pointer,
-    empty: cute.Pointer,
+    barriers: tuple,
     lane: Int32,
     unit: Int32,
     stage: Int32,
@@ -241,10 +249,9 @@ def sum_products(
 ) -> None:
     """Adds all of K. Element 4 j + 2 h + b of a lane is of its warp's unit row lane // 4 + 8 h, and of the work tile
     slot 8 j + 2 (lane % 4) + b."""
-    codes = base + plan.codes_offset + unit * UNIT_BYTES
-    shifts = base + plan.shifts_offset + unit * UNIT_SHIFT_BYTES
-    scales = base + plan.scales_offset + lane % 4 * 8
-    for _ in cutlass.range(args.steps, unroll=1):
+    full, empty = barriers
+    codes, shifts, scales = places_of(plan, base, lane, unit)
+    for _ in cutlass.range(steps, unroll=1):
         cute.arch.mbarrier_wait(full + stage, phase)
         left = fragments(codes + stage * CODE_BYTES, shifts + stage * SHIFT_BYTES, lane)
         of_slots = scales + stage * (4 * plan.shape.room)
@@ -261,12 +268,11 @@ def sum_products(
 
 @cute.jit
 def sum_products_ahead(
-    args: Arguments,
+    steps: Int32,
     plan: cutlass.Constexpr,
     slots: cutlass.Constexpr[int],
     base: Int32,
-    full: cute.Pointer,
-    empty: cute.Pointer,
+    barriers: tuple,
     lane: Int32,
     unit: Int32,
     stage: Int32,
@@ -274,27 +280,30 @@ def sum_products_ahead(
     sums: cute.Tensor,
 ) -> None:
     """As `sum_products`, with the codes of a step converted while the products of the one before run."""
-    codes = base + plan.codes_offset + unit * UNIT_BYTES
-    shifts = base + plan.shifts_offset + unit * UNIT_SHIFT_BYTES
-    places = base, codes, shifts, full, empty
+    full = barriers[0]
+    codes, shifts, _ = places = places_of(plan, base, lane, unit)
     even, odd = (cute.make_rmem_tensor((LEFT_WORDS,), Uint32) for _ in range(2))
     cute.arch.mbarrier_wait(full + stage, phase)
     converted = fragments(codes + stage * CODE_BYTES, shifts + stage * SHIFT_BYTES, lane)
     for i in cutlass.range_constexpr(LEFT_WORDS):
         even[i] = converted[i]
-    for pair in cutlass.range((args.steps + 1) // 2, unroll=1):
+    for pair in cutlass.range((steps + 1) // 2, unroll=1):
         # Two sets of registers in turns: of one set ptxas would make every instruction wait for the one before.
-        left = args.steps - 2 * pair - 1
-        stage, phase = step_ahead(plan, slots, places, lane, stage, phase, sums, even, odd, left > 0)
+        left = steps - 2 * pair - 1
+        stage, phase = step_ahead(plan, slots, base, places, barriers, lane, stage, phase, sums, even, odd, left > 0)
         if left > 0:
-            stage, phase = step_ahead(plan, slots, places, lane, stage, phase, sums, odd, even, left > 1)
+            stage, phase = step_ahead(
+                plan, slots, base, places, barriers, lane, stage, phase, sums, odd, even, left > 1
+            )
 
 
 @cute.jit
 def step_ahead(
     plan: cutlass.Constexpr,
     slots: cutlass.Constexpr[int],
+    base: Int32,
     places: tuple,
+    barriers: tuple,
     lane: Int32,
     stage: Int32,
     phase: Int32,
@@ -304,7 +313,7 @@ def step_ahead(
     has_following: Boolean,
 ) -> tuple:
     """A step's products, and the next one's codes; returns the next stage and phase."""
-    base, codes, shifts, full, empty = places
+    (codes, shifts, scales), (full, empty) = places, barriers
     following, following_phase = stage + plan.shape.stages_of(slots), phase
     if following == plan.shape.stages:
         following, following_phase = Int32(0), phase ^ 1
@@ -316,7 +325,7 @@ def step_ahead(
         [left[i] for i in range(LEFT_WORDS)],
         slots,
         base + stage * plan.token_bytes,
-        base + plan.scales_offset + lane % 4 * 8 + stage * (4 * plan.shape.room),
+        scales + stage * (4 * plan.shape.room),
         codes + source * CODE_BYTES + lane * 16,
         shifts + source * SHIFT_BYTES + lane // 4 * 4,
         sums,

@@ -120,7 +120,7 @@ def multiply_and_convert(
 
 
 def columns_of(slots: int) -> int:
-    """Of a piece: the fewest pieces, two at least, of whole groups of eight slots."""
+    """Of a piece: the fewest pieces, two at least, of whole groups of eight slots and at most MOST_COLUMNS."""
     return next(slots // n for n in range(2, slots) if slots % (8 * n) == 0 and slots // n <= MOST_COLUMNS)
 
 
