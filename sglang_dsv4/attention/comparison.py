@@ -26,6 +26,7 @@ from sglang_dsv4.layer_kinds import LayerKind
 
 if TYPE_CHECKING:
     from sglang_dsv4.attention.backend import Dsv4AttentionBackend
+    from sglang_dsv4.layers.row_shards import RowShards
 
 FILE_VARIABLE = "SGLANG_DSV4_COMPARE_ATTENTION"
 
@@ -53,15 +54,15 @@ def install(backend: Dsv4AttentionBackend, model: nn.Module, file: Path) -> Call
             backend.attention_impl = named
         return out
 
-    def after(module: nn.Module, arguments: tuple[object, Tensor], output: Tensor) -> None:
-        _, positions = arguments
+    def after(module: nn.Module, arguments: tuple[object, Tensor, RowShards], output: Tensor) -> None:
+        _, positions, rows = arguments
         out, reference = results.pop(module.layer_id)
         line = {
             "layer": module.layer_id,
             "kind": LayerKind(backend.token_to_kv_pool.geometry.layer_ratio(module.layer_id)).name,
             "mode": "decode" if backend.metadata.window_in_ring else "prefill",
             "attended": relative_distances(out, reference),
-            "sublayer": relative_distances(output, module.project(reference, positions)),
+            "sublayer": relative_distances(output, module.project(reference, positions, rows)),
         }
         with file.open("a") as lines:
             lines.write(json.dumps(line) + "\n")

@@ -23,6 +23,7 @@ from sglang_dsv4.layers.linear import Fp8Input, StackedProjection, SublayerInput
 from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.layers.rank_sum import sum_over_ranks
 from sglang_dsv4.layers.rope import Rotation
+from sglang_dsv4.layers.row_shards import ALL_ROWS, RowShards
 from sglang_dsv4.layers.side_stream import side_by_side
 
 if TYPE_CHECKING:
@@ -94,8 +95,8 @@ class Attention(nn.Module):
                 self.indexer = Indexer(config, layer_id, *of_indexer, quant_config, f"{prefix}.indexer")
         self.rope = Rotation(config, kind)
 
-    def forward(self, x: SublayerInput, positions: Tensor) -> Tensor:
-        """`positions [T]` int64 -> [T, d] in the model's dtype."""
+    def forward(self, x: SublayerInput, positions: Tensor, rows: RowShards = ALL_ROWS) -> Tensor:
+        """`positions [T]` int64 -> [T, d] in the model's dtype, of this rank's rows."""
         backend = get_attn_backend()
         q_latent, kv = self.wqkv_a(x.of_linear)[0].split((self.config.q_lora_rank, self.config.head_dim), -1)
         q_latent = self.q_norm.of_linear(q_latent, self.quantises)
@@ -115,7 +116,7 @@ class Attention(nn.Module):
 
         q, selected = side_by_side(query, lambda: self.compress(x.rows, q_latent, positions))
         o = backend.attend(self.layer_id, q, window, selected, self.attn_sink, self.config.softmax_scale)
-        return self.project(o, positions)
+        return self.project(o, positions, rows)
 
     def compress(self, x: Tensor, q_latent: Tensor | Fp8Input, positions: Tensor) -> Tensor | None:
         """Store the entries of the groups that this forward closes, and choose among all: `select`'s rows, if any."""
@@ -151,6 +152,6 @@ class Attention(nn.Module):
             qat=self.config.qat.kv_fp8,
         )
 
-    def project(self, o: Tensor, positions: Tensor) -> Tensor:
-        """What was attended, `[T, local heads, head_dim]`, to the sublayer's output `[T, d]`."""
-        return sum_over_ranks(self.wo_b(self.wo_a(o, positions, self.rope, self.quantises))[0])
+    def project(self, o: Tensor, positions: Tensor, rows: RowShards) -> Tensor:
+        """What was attended, `[T, local heads, head_dim]`, to the sublayer's output `[T, d]`, of this rank's rows."""
+        return sum_over_ranks(self.wo_b(self.wo_a(o, positions, self.rope, self.quantises))[0], rows)

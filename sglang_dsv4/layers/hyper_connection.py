@@ -15,12 +15,13 @@ from dsv4_kernels.hyper_connection import hc_boundary, hc_enter, hc_finish
 from sglang_dsv4.config import Config
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
+from sglang_dsv4.layers.row_shards import RowShards
 
 
 class Pending(NamedTuple):
     """Streams that a sublayer has read, and what it writes back to them; nothing before the first sublayer."""
 
-    streams: Tensor  # [T, n, d] model dtype
+    streams: Tensor  # [T, n, d] model dtype; T: the tokens of this rank's rows, see `row_shards`
     output: Tensor | None = None  # [T, d] model dtype, the sublayer's
     post: Tensor | None = None  # [T, n] fp32
     comb: Tensor | None = None  # [T, n, n] fp32
@@ -47,23 +48,28 @@ class HyperConnection(nn.Module):
         self.iterations = config.hc_sinkhorn_iters
         self.quantises = quantises_once(config)
 
-    def forward(self, pending: Pending, norm: RMSNorm) -> tuple[SublayerInput, Pending]:
+    def forward(self, pending: Pending, norm: RMSNorm, rows: RowShards) -> tuple[SublayerInput, Pending]:
         """Write the last sublayer's output back and mix the streams into this sublayer's input (sections 2.2, 2.3).
 
         Args:
             pending: of the last sublayer.
             norm: of this sublayer's input.
+            rows: those that this rank has of what is pending.
 
         Returns:
-            the normed input, and what is pending while this sublayer has no output yet.
+            the normed input, of all tokens, and what is pending while this sublayer has no output yet.
         """
+        fp8 = self.quantises and rows.is_whole  # else rows are gathered before, which is half of what both would take
         coefficients = (self.fn, self.base, self.scale, norm.weight, norm.eps, self.hc_eps, self.iterations)
         streams, output, post, comb = pending
         if output is None:
-            made = hc_enter(streams, *coefficients, fp8=self.quantises)
+            made = hc_enter(streams, *coefficients, fp8=fp8)
         else:
-            streams, *made = hc_boundary(output, streams, post, comb, *coefficients, fp8=self.quantises)
+            streams, *made = hc_boundary(output, streams, post, comb, *coefficients, fp8=fp8)
         x, post, comb, *codes = made
+        x = rows.gather(x)
+        if self.quantises and not codes:
+            codes = Fp8Input.of(x)
         return SublayerInput(x, Fp8Input(*codes) if codes else None), Pending(streams, None, post, comb)
 
 

@@ -21,6 +21,7 @@ from sglang_dsv4.layers import packed_experts
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, builds_on_cpu, fp32_product_dtype, quantises_once
 from sglang_dsv4.layers.packed_experts import PackedExperts
 from sglang_dsv4.layers.rank_sum import dtype_of_parts, sum_over_ranks
+from sglang_dsv4.layers.row_shards import ALL_ROWS, RowShards
 from sglang_dsv4.layers.side_stream import side_by_side
 
 if TYPE_CHECKING:
@@ -231,8 +232,9 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(config, quant_config, f"{prefix}.shared_experts")
         self.tp_size = get_parallel().tp_size
 
-    def forward(self, given: SublayerInput, input_ids: Tensor) -> Tensor:
-        """`input_ids [T]` -> [T, d] in the model's dtype; the sum over experts is fp32, see `rank_sum`."""
+    def forward(self, given: SublayerInput, input_ids: Tensor, rows: RowShards = ALL_ROWS) -> Tensor:
+        """`input_ids [T]` -> [T, d] in the model's dtype, of this rank's rows; the sum over experts is fp32, see
+        `rank_sum`."""
         x = given.rows
         (weights, experts), shared = side_by_side(lambda: self.gate(x, input_ids), lambda: self.shared_experts(given))
         dtype = dtype_of_parts(x.device, x.dtype) if self.tp_size > 1 else x.dtype
@@ -241,4 +243,4 @@ class MoE(nn.Module):
         else:
             # Of two bf16 rows this is their fp32 sum, rounded once if that is to be bf16.
             both = torch.add(self.experts(x, weights, experts), shared.to(dtype)).to(dtype)
-        return sum_over_ranks(both).to(x.dtype) if self.tp_size > 1 else both
+        return sum_over_ranks(both, rows).to(x.dtype) if self.tp_size > 1 else both

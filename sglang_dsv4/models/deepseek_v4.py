@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from sglang_dsv4 import exact
 from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.layer_kinds import LayerKind
-from sglang_dsv4.layers import side_stream
+from sglang_dsv4.layers import row_shards, side_stream
 from sglang_dsv4.layers.attention import Attention
 from sglang_dsv4.layers.hyper_connection import HyperConnection, HyperConnectionHead, Pending
 from sglang_dsv4.layers.linear import quantised_linear_config
 from sglang_dsv4.layers.logits import Fp32LogitsProcessor, build_lm_head
 from sglang_dsv4.layers.moe import MoE
 from sglang_dsv4.layers.norm import RMSNorm
+from sglang_dsv4.layers.row_shards import ALL_ROWS, RowShards
 from sglang_dsv4.tensor_table import main_model_tensors
 from sglang_dsv4.weights import load_checkpoint
 
@@ -41,6 +42,7 @@ def check_server_options() -> None:
         ValueError: a variable that has none of its values.
     """
     side_stream.is_on()
+    row_shards.is_on()
     dtype = torch.get_default_dtype()  # SGLang's loader builds a model under its dtype
     if dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError("dtype", str(dtype), "bfloat16 or float32 (--dtype; auto makes float16 of float32 weights)")
@@ -80,18 +82,23 @@ class Block(nn.Module):
         self.ffn = MoE(config, layer_id, hashed, linear_config, quant_config, f"{prefix}.ffn")
 
     def forward(
-        self, pending: Pending, positions: Tensor, input_ids: Tensor, taps: list[Tensor] | None = None
+        self,
+        pending: Pending,
+        positions: Tensor,
+        input_ids: Tensor,
+        rows: RowShards = ALL_ROWS,
+        taps: list[Tensor] | None = None,
     ) -> Pending:
-        """Both sublayers: `positions [T]` int64, `input_ids [T]`; what is pending before and behind them.
+        """Both sublayers: `positions [T]` int64, `input_ids [T]`; what is pending of this rank's rows before and behind.
 
-        `taps` gets the mean [T, d] of the streams that the layer before has left.
+        `taps` gets the mean of the streams that the layer before has left, of this rank's rows.
         """
-        x, pending = self.hc_attn(pending, self.attn_norm)
+        x, pending = self.hc_attn(pending, self.attn_norm, rows)
         if taps is not None:
             taps.append(mean_of_streams(pending.streams))
-        pending = pending.with_output(self.attn(x, positions))
-        x, pending = self.hc_ffn(pending, self.ffn_norm)
-        return pending.with_output(self.ffn(x, input_ids))
+        pending = pending.with_output(self.attn(x, positions, rows))
+        x, pending = self.hc_ffn(pending, self.ffn_norm, rows)
+        return pending.with_output(self.ffn(x, input_ids, rows))
 
 
 class DeepseekV4Model(nn.Module):
@@ -118,23 +125,24 @@ class DeepseekV4Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, input_embeds: Tensor | None
+        self, input_ids: Tensor, positions: Tensor, input_embeds: Tensor | None, rows: RowShards
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Run all layers.
 
         Returns:
-            the normed row [T, d] that the logits are made of, the streams [T, n * d] it was mixed from, which an MTP
-            draft reads, and the means [T, d] of the tapped layers' streams, which a DSpark draft reads.
+            the normed row [T, d] that the logits are made of, the streams it was mixed from, which an MTP draft reads,
+            of this rank's rows, [T, n * d] if these are all, and the means [T, d] of the tapped layers' streams, which
+            a DSpark draft reads.
         """
-        embedded = self.embed(input_ids) if input_embeds is None else input_embeds
+        embedded = rows.take(self.embed(input_ids) if input_embeds is None else input_embeds)
         pending, taps = Pending(embedded.unsqueeze(1).repeat(1, self.hc_mult, 1)), []
         for layer_id, layer in enumerate(self.layers):
             # A layer's last write-back is the next one's first step.
-            pending = layer(pending, positions, input_ids, taps if layer_id - 1 in self.tapped_layers else None)
+            pending = layer(pending, positions, input_ids, rows, taps if layer_id - 1 in self.tapped_layers else None)
         streams, row = self.hc_head(pending, self.norm)
         if len(self.layers) - 1 in self.tapped_layers:
             taps.append(mean_of_streams(streams))
-        return row, streams.flatten(1), taps
+        return rows.gather(row), streams.flatten(1), [rows.gather(tap) for tap in taps]
 
 
 class DeepseekV4ForCausalLM(nn.Module):
@@ -174,11 +182,16 @@ class DeepseekV4ForCausalLM(nn.Module):
         Args:
             input_ids: [T] integer.
             positions: [T] int64, each token's place in its sequence.
-            forward_batch: SGLang's; read by its logits processor only.
+            forward_batch: SGLang's; read by its logits processor, and for its mode.
             input_embeds: [T, d], in place of the embedding's rows; hash-routed layers still read `input_ids`.
         """
-        hidden_states, streams, taps = self.model(input_ids, positions, input_embeds)
-        for_draft = {"aux_hidden_states": taps} if taps else {"hidden_states_before_norm": streams}
+        rows = row_shards.of_forward(forward_batch.forward_mode, positions.shape[0])
+        hidden_states, streams, taps = self.model(input_ids, positions, input_embeds, rows)
+        for_draft = {}
+        if taps:
+            for_draft["aux_hidden_states"] = taps
+        elif forward_batch.capture_hidden_mode.need_capture():  # somebody reads them: a draft, or who asked for them
+            for_draft["hidden_states_before_norm"] = rows.gather(streams)
         return self.logits_processor(input_ids, hidden_states, self.lm_head, forward_batch, **for_draft)
 
     def set_dspark_layers_to_capture(self, layer_ids: list[int]) -> None:

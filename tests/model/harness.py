@@ -45,6 +45,8 @@ class Harness:
         qat: fake-quantisers to run ("off", "kv", "full"), or None for the checkpoint's default.
         max_total_tokens: FULL token slots in the pool (a multiple of 256).
         max_requests: request slots.
+        rank: of the process, with `tp_size` among the fields.
+        port: where its ranks meet; None for one rank.
         server_args: further fields of SGLang's ServerArgs.
     """
 
@@ -55,6 +57,8 @@ class Harness:
         qat: str | None = None,
         max_total_tokens: int = 8192,
         max_requests: int = 8,
+        rank: int = 0,
+        port: int | None = None,
         **server_args: Any,
     ) -> None:
         # As in a scheduler process: the scheduler's module is there before the plugins are loaded.
@@ -66,7 +70,7 @@ class Harness:
         from sglang.srt.platforms import current_platform
 
         with mock.patch.object(type(current_platform), "supports_speculative_algorithm", lambda *_: True):
-            self._load(checkpoint, dtype, qat, max_total_tokens, max_requests, server_args)
+            self._load(checkpoint, dtype, qat, max_total_tokens, max_requests, rank, port, server_args)
 
     def _load(
         self,
@@ -75,6 +79,8 @@ class Harness:
         qat: str | None,
         max_total_tokens: int,
         max_requests: int,
+        rank: int,
+        port: int | None,
         server_args: dict[str, Any],
     ) -> None:
         from sglang.srt.configs.model_config import ModelConfig
@@ -98,9 +104,9 @@ class Harness:
         )
         arguments.update(server_args)
         self.server_args = ServerArgs(**arguments)
-        self._context = create_context(self.server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+        self._context = create_context(self.server_args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
         with self._active():
-            _prepare_process(self.server_args)
+            _prepare_process(self.server_args, port)
             self.model_config = ModelConfig.from_server_args(self.server_args)
             self.runner = _load_runner(self.server_args, self.model_config)
         self.model = self.runner.model
@@ -366,7 +372,7 @@ class Draft:
         ]
 
 
-def _prepare_process(server_args: Any) -> None:
+def _prepare_process(server_args: Any, port: int | None) -> None:
     """What one scheduler process sets up: the process groups once, the per-config globals for every harness."""
     from sglang.srt.distributed import bootstrap
     from sglang.srt.layers.moe import initialize_moe_config
@@ -382,9 +388,10 @@ def _prepare_process(server_args: Any) -> None:
     if _process_groups:
         get_parallel().override_permanently(**_process_groups)
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    if port is None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
     bootstrap.init_parallel_runtime(server_args=server_args, device=get_device().device, dist_port=port)
     stamped = get_parallel()._stamp
     _process_groups.update({name: group for name, group in stamped.items() if name.endswith("_group")})

@@ -19,6 +19,7 @@ from dsv4_kernels.invariant import sum_in_order
 from sglang_dsv4 import compat, exact
 from sglang_dsv4.attention.metadata import ForwardMetadata
 from sglang_dsv4.layers import rank_sum
+from sglang_dsv4.layers.row_shards import ALL_ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -368,10 +369,10 @@ def test_under_the_flag_parts_are_gathered(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(rank_sum, "get_parallel", lambda: SimpleNamespace(tp_size=2))
     monkeypatch.setattr(rank_sum, "tensor_model_parallel_all_reduce", lambda x: x * 100)
     monkeypatch.setattr(rank_sum, "tensor_model_parallel_all_gather", lambda x, dim: torch.cat([x, other], dim))
-    assert torch.equal(rank_sum.sum_over_ranks(part), part * 100)
+    assert torch.equal(rank_sum.sum_over_ranks(part, ALL_ROWS), part * 100)
     registry.require_batch_invariance()
     try:
-        assert torch.equal(rank_sum.sum_over_ranks(part), part + other)
+        assert torch.equal(rank_sum.sum_over_ranks(part, ALL_ROWS), part + other)
     finally:
         registry.require_batch_invariance(False)
 

@@ -195,7 +195,7 @@ def test_the_layer_adds_the_shared_expert(
     layer.gate, layer.shared_experts, layer.tp_size = Summed((weights, ids)), Summed(shared), tp_size
     layer.experts = rank()
     summed: list[Tensor] = []
-    monkeypatch.setattr(moe, "sum_over_ranks", lambda part: summed.append(part) or 2 * part)
+    monkeypatch.setattr(moe, "sum_over_ranks", lambda part, rows: summed.append(part) or 2 * part)
     monkeypatch.setattr(moe, "dtype_of_parts", lambda device, dtype: parts)
     routed = forward(layer.experts)
     with emulated(arch="sm_90a", multiprocessors=3):
