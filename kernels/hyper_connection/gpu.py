@@ -61,20 +61,21 @@ def compile(plan: Plan, arch: str) -> Callable[..., None]:
     return load_or_compile("hyper_connection", plan, arch, from_compiler)
 
 
-def plans(dim: int, fp8: bool, bf16_weight: bool = False) -> list[Plan]:
+def plans(dim: int, fp8: bool, bf16_weight: bool = False, fewest: int = 1) -> list[Plan]:
     """All that a model of this width runs, to compile them ahead.
 
     Args:
         dim: d.
         fp8: whether sublayers take their input as e4m3, too.
         bf16_weight: of the norms; otherwise they are fp32.
+        fewest: tokens of its forwards.
     """
     forms = {  # of the functions that a model calls: rows of fn, post, and whether a sublayer follows
         "hc_boundary": (PRE_ROWS, True, True),
         "hc_enter": (PRE_ROWS, False, True),
         "hc_finish": (HEAD_ROWS, True, False),
     }
-    sizes = (*MOST_TOKENS.values(), max(MOST_TOKENS.values()) + 1)
+    sizes = (*(most for most in MOST_TOKENS.values() if most >= fewest), max(MOST_TOKENS.values()) + 1)
     made = (
         chosen(size, dim, rows, post, True, bf16_weight, fp8 and follows)
         for rows, post, follows in forms.values()

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
+ALL_TOKENS = slice(None)
+
+
 class Window(NamedTuple):
     """Window rows of this forward's queries."""
 
@@ -355,13 +358,22 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             return CompressorStorage(pool.indexer_state(layer_id), pool.index_keys(layer_id), overlap)
         return CompressorStorage(pool.compressor_state(layer_id), pool.entries(layer_id), overlap)
 
-    def select(self, layer_id: int, q: Tensor, head_weights: Tensor, top_k: int, num_heads: int) -> Tensor:
+    def select(
+        self,
+        layer_id: int,
+        q: Tensor,
+        head_weights: Tensor,
+        top_k: int,
+        num_heads: int,
+        tokens: slice = ALL_TOKENS,
+    ) -> Tensor:
         """The entry rows [T, top_k] int32 that the lightning indexer picks, -1 padded, as `attend` takes them.
 
         Args:
             q: [T, index_heads, index_dim].
             head_weights: [T, index_heads] fp32.
             num_heads: of the queries that `attend` will get: whether rows are unpacked depends on it.
+            tokens: those of the forward that q has.
         """
         meta = self.metadata
         return index_topk(
@@ -370,8 +382,8 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             self.token_to_kv_pool.index_keys(layer_id),
             meta.page_table,
             entries_per_page(CSA_RATIO),
-            meta.token_to_request,
-            meta.visible[CSA_RATIO],
+            meta.token_to_request[tokens],
+            meta.visible[CSA_RATIO][tokens],
             top_k,
             row_pages=meta.unpack.page_table if self._unpacks(CSA_RATIO, top_k, num_heads) else None,
             prefill=not meta.window_in_ring,

@@ -114,11 +114,11 @@ class Attention(nn.Module):
                 qat=self.config.qat.kv_fp8,
             )
 
-        q, selected = side_by_side(query, lambda: self.compress(x.rows, q_latent, positions))
+        q, selected = side_by_side(query, lambda: self.compress(x.rows, q_latent, positions, rows))
         o = backend.attend(self.layer_id, q, window, selected, self.attn_sink, self.config.softmax_scale)
         return self.project(o, positions, rows)
 
-    def compress(self, x: Tensor, q_latent: Tensor | Fp8Input, positions: Tensor) -> Tensor | None:
+    def compress(self, x: Tensor, q_latent: Tensor | Fp8Input, positions: Tensor, rows: RowShards) -> Tensor | None:
         """Store the entries of the groups that this forward closes, and choose among all: `select`'s rows, if any."""
         if self.projection is None:
             return None
@@ -130,7 +130,7 @@ class Attention(nn.Module):
         compress_store(get_attn_backend().groups(self.layer_id), compressions, x.dtype)
         if self.indexer is None:
             return None
-        return self.indexer(head_weights, q_latent, positions, self.num_local_heads)
+        return self.indexer(head_weights, q_latent, positions, self.num_local_heads, rows)
 
     def store_context(self, x: Tensor | Fp8Input, positions: Tensor, destinations: Sequence[Destination]) -> None:
         """Store the window rows of tokens that this layer does not see itself: of a DSpark draft's context.

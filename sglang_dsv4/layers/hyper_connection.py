@@ -59,7 +59,7 @@ class HyperConnection(nn.Module):
         Returns:
             the normed input, of all tokens, and what is pending while this sublayer has no output yet.
         """
-        fp8 = self.quantises and rows.is_whole  # else rows are gathered before, which is half of what both would take
+        fp8 = self.quantises and rows.is_whole  # of own rows bf16 is gathered, and quantised behind that
         coefficients = (self.fn, self.base, self.scale, norm.weight, norm.eps, self.hc_eps, self.iterations)
         streams, output, post, comb = pending
         if output is None:

@@ -13,13 +13,17 @@ from sglang_dsv4.config import Config
 from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.compressor import Compressor
 from sglang_dsv4.layers.linear import Fp8Input
+from sglang_dsv4.layers.row_shards import RowShards
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
 
 
 class Indexer(nn.Module):
-    """Scores every visible entry of a CSA layer and keeps the best `index_topk` (section 3.5). Replicated under TP."""
+    """Scores every visible entry of a CSA layer and keeps the best `index_topk` (section 3.5).
+
+    Replicated under tensor parallelism; where rows are sharded a rank chooses for its own tokens.
+    """
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class Indexer(nn.Module):
         q_latent: Tensor | Fp8Input,
         positions: Tensor,
         num_heads: int,
+        rows: RowShards,
     ) -> Tensor:
         """Select, once this forward's keys are written.
 
@@ -62,11 +67,15 @@ class Indexer(nn.Module):
             q_latent: [T, q_lora_rank], the normed query latent of the main attention.
             positions: [T] int64.
             num_heads: of the main attention, on this rank.
+            rows: those that this rank chooses for.
 
         Returns:
             [T, index_topk] int32 rows of the layer's entries, -1 = hole.
         """
+        own = rows.own
+        q_latent = q_latent.of_tokens(own) if isinstance(q_latent, Fp8Input) else q_latent[own]
         q = self.wq_b(q_latent)[0].unflatten(-1, (self.config.index_n_heads, self.config.index_head_dim))
         frequencies, quantise = self.compressor.rope.frequencies, self.config.qat.indexer_fp4
-        q, head_weights = index_query(q, head_weights, positions, frequencies, self.weight_scale, quantise)
-        return get_attn_backend().select(self.layer_id, q, head_weights, self.config.index_topk, num_heads)
+        q, weights = index_query(q, head_weights[own], positions[own], frequencies, self.weight_scale, quantise)
+        chosen = get_attn_backend().select(self.layer_id, q, weights, self.config.index_topk, num_heads, own)
+        return rows.gather(chosen)

@@ -47,6 +47,14 @@ class Fp8Input(NamedTuple):
         """Quantise `x [T, k]` as the release does (section 4.2)."""
         return cls(*fp8_quantise(x, ACTIVATION_BLOCK, column_major=True))
 
+    def of_tokens(self, tokens: slice) -> Fp8Input:
+        """Of some of the tokens; scales are laid out anew, as products demand that are given those tokens alone."""
+        if tokens == slice(None):
+            return self
+        codes, scales = self.codes[tokens], self.scales[tokens]
+        columns = scales.new_empty(scales.shape[1], -(-len(scales) // 4) * 4)
+        return Fp8Input(codes, columns.T[: len(scales)].copy_(scales))
+
 
 class SublayerInput(NamedTuple):
     """A sublayer's normed input, and the same as its FP8 products take it, if `quantises_once` says so."""

@@ -47,6 +47,11 @@ def is_on() -> bool:
     return one_of(VARIABLE, ("on", "off"), DEFAULT) == "on"
 
 
+def may_be() -> bool:
+    """Whether this process will meet forwards whose rows are sharded."""
+    return get_parallel().tp_size > 1 and is_on()
+
+
 @dataclass(frozen=True)
 class RowShards:
     """The rows of a forward in `count` shards of one size, of which this rank has one; by default all rows.
@@ -108,14 +113,14 @@ def _padded(rows: Tensor, size: int) -> Tensor:
 def of_forward(mode: ForwardMode, tokens: int) -> RowShards:
     """This rank's rows of a forward: decided by what all ranks know alike.
 
-    Prefills only, whatever the number of tokens: what a CUDA graph may hold (decode, verify and draft steps) is the same
-    in capture, in replay and without graphs.
+    Prefills only, however many tokens others have: what a CUDA graph may hold (decode, verify and draft steps) is the
+    same in capture, in replay and without graphs.
 
     Args:
         mode: of the forward.
         tokens: T, padding included.
     """
-    parallel = get_parallel()
-    if parallel.tp_size == 1 or tokens < FEWEST_TOKENS or not (mode.is_extend_without_speculative() and is_on()):
+    if tokens < FEWEST_TOKENS or not mode.is_extend_without_speculative() or not may_be():
         return ALL_ROWS
+    parallel = get_parallel()
     return RowShards(tokens, parallel.tp_size, parallel.tp_rank)

@@ -89,9 +89,9 @@ class Block(nn.Module):
         rows: RowShards = ALL_ROWS,
         taps: list[Tensor] | None = None,
     ) -> Pending:
-        """Both sublayers: `positions [T]` int64, `input_ids [T]`; what is pending of this rank's rows before and behind.
+        """Both sublayers: `positions [T]` int64, `input_ids [T]`; what is pending before and behind them, of `rows`.
 
-        `taps` gets the mean of the streams that the layer before has left, of this rank's rows.
+        `taps` gets the means of the streams that the layer before has left, of `rows` as well.
         """
         x, pending = self.hc_attn(pending, self.attn_norm, rows)
         if taps is not None:

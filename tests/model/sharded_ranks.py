@@ -140,7 +140,7 @@ def model(rank: int, ranks: int, port: int, folder: str, algorithm: str, flag: s
     for length in LENGTHS:
         compared.check(f"prompt of {length}", lambda length=length: compared.prompt(length), 1)
     compared.check("chunks", lambda: compared.prompt(300, 77), 4)
-    compared.check("batch", compared.batch, 7)
+    compared.check("batch", compared.batch, 5)
     return compared.found
 
 

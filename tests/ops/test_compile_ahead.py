@@ -54,6 +54,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[tuple, bool]:
     return compiled
 
 
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_ahead.row_shards, "may_be", lambda: False)
+
+
 def modules() -> list[object]:
     from dsv4_kernels.compressor import gpu as compressor
     from dsv4_kernels.hyper_connection import gpu as hyper_connection
@@ -100,6 +105,28 @@ def test_what_forwards_of_any_size_run_is_compiled(hopper: dict[tuple, bool]) ->
     kinds = {"compress_store_entries": 2, "compress_store_keep": 2, "index_scores": 1, "index_prefill_scores": 1}
     for name, count in kinds.items():
         assert sum(one == name for one, _ in found) == count, name
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_what_forwards_with_sharded_rows_run_is_compiled(
+    hopper: dict[tuple, bool], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a rank's own rows no codes are made; fewer rows than in the smallest such forward need no kernel."""
+    from dsv4_kernels.hyper_connection import gpu as hyper_connection
+
+    def compiled() -> set[str]:
+        hopper.clear()
+        for _, compile in compile_ahead.kernels(config(), GEOMETRY, CUDA):
+            compile()
+        return {text for name, text, _ in hopper if name == "hyper_connection"}
+
+    whole = compiled()
+    monkeypatch.setattr(compile_ahead.row_shards, "may_be", lambda: True)
+    monkeypatch.setattr(compile_ahead, "get_parallel", lambda: SimpleNamespace(tp_size=ranks))
+    sizes = range(compile_ahead.row_shards.FEWEST_TOKENS // ranks, 1000)
+    forms = ((24, True), (24, False))
+    own = {repr(hyper_connection.chosen(n, 4096, *form, True, False, fp8=False)) for n in sizes for form in forms}
+    assert compiled() == whole | own and not own & whole
 
 
 @pytest.mark.parametrize(("preset", "blocks"), [("flash", False), ("flash-0731", True)], ids=["mtp", "dspark"])
