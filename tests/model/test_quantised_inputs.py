@@ -11,11 +11,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from model.oracle import QUANTISABLE
+from model.quantised_inputs import as_on_hopper
 from model.served import Served
-from torch import Tensor, nn
-
-from dsv4_kernels.linear import linear
-from sglang_dsv4.layers.linear import Fp8Input, ReferenceLinearMethod
+from torch import Tensor
 
 PROMPT, CHUNK, DECODE_FROM = 150, 64, 140
 
@@ -28,23 +26,7 @@ def served(serve: Callable[..., Served]) -> Served:
 @pytest.fixture
 def taken(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """All modules as on Hopper; the products that took codes and scales."""
-    model, names = served.harness.runner.model, []
-    quantising = [module for module in model.modules() if hasattr(module, "quantises")]
-    assert {type(module).__name__ for module in quantising} == {"Attention", "HyperConnection", "SharedExpert"}
-    for module in quantising:
-        monkeypatch.setattr(module, "quantises", True)
-    of = {id(module): name for name, module in model.named_modules()}
-
-    def apply(method: ReferenceLinearMethod, layer: nn.Module, x: Fp8Input, bias: None = None) -> Tensor:
-        assert isinstance(x, tuple), f"{of[id(layer)]} quantises by itself"
-        names.append(of[id(layer)])
-        codes, scales = x
-        blocks = codes.unflatten(1, (-1, 128)) if codes.shape[1] % 128 == 0 else codes.unsqueeze(1)
-        rows = (blocks.float() * scales.unsqueeze(2)).flatten(1).bfloat16()
-        return linear(rows, layer.weight)
-
-    monkeypatch.setattr(ReferenceLinearMethod, "apply", apply)
-    return names
+    return as_on_hopper(served.harness.runner.model, monkeypatch)
 
 
 def run(served: Served) -> Tensor:

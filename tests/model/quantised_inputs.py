@@ -1,0 +1,30 @@
+"""A model on a CPU whose inputs of FP8 products are quantised before them, as on Hopper."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor, nn
+
+from dsv4_kernels.linear import linear
+from sglang_dsv4.layers.linear import Fp8Input, ReferenceLinearMethod
+
+
+def as_on_hopper(model: nn.Module, patch: pytest.MonkeyPatch) -> list[str]:
+    """All modules of a bf16 model as on Hopper. Gets the names of the products that took codes and scales."""
+    names: list[str] = []
+    quantising = [module for module in model.modules() if hasattr(module, "quantises")]
+    assert {type(module).__name__ for module in quantising} == {"Attention", "HyperConnection", "SharedExpert"}
+    for module in quantising:
+        patch.setattr(module, "quantises", True)
+    of = {id(module): name for name, module in model.named_modules()}
+
+    def apply(method: ReferenceLinearMethod, layer: nn.Module, x: Fp8Input, bias: None = None) -> Tensor:
+        assert isinstance(x, tuple), f"{of[id(layer)]} quantises by itself"
+        names.append(of[id(layer)])
+        codes, scales = x
+        blocks = codes.unflatten(1, (-1, 128)) if codes.shape[1] % 128 == 0 else codes.unsqueeze(1)
+        rows = (blocks.float() * scales.unsqueeze(2)).flatten(1).bfloat16()
+        return linear(rows, layer.weight)
+
+    patch.setattr(ReferenceLinearMethod, "apply", apply)
+    return names
