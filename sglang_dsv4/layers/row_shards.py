@@ -7,7 +7,7 @@ computed of these, and the normed rows are gathered in front of the next sublaye
 all-reduce. Indexers choose for a rank's own tokens, and what they chose is gathered. Whatever is stored (rows, entries,
 keys, raw rows of compressors) is computed for all tokens on every rank, whose pools are whole.
 
-A row is computed by itself, and parts are summed in the same order either way, so that bits don't change.
+A row is computed by itself, so that bits don't change, but for sums of more than two ranks, unless under the flag.
 
     SGLANG_DSV4_ROW_SHARDS    on (default): as said; off: every rank computes all rows.
 """
@@ -33,8 +33,8 @@ VARIABLE = "SGLANG_DSV4_ROW_SHARDS"
 DEFAULT = "on"
 
 FEWEST_TOKENS = 512
-"""Of a forward that is sharded. A boundary of that many takes some 30 us, of which sharding saves at least half, and
-costs as much: a reduce-scatter and a gather are a collective more than an all-reduce."""
+"""Of a forward that is sharded. A boundary of that many takes some 30 us on an H200, of which sharding saves half or
+more, and costs about that: a reduce-scatter and a gather are one collective more than an all-reduce."""
 
 
 @functools.cache

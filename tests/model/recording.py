@@ -94,8 +94,8 @@ def recording(harness: Harness) -> Iterator[Recording]:
 
     select, attend = backend.select, backend.attend
 
-    def recorded_select(layer: int, q: Tensor, weights: Tensor, top_k: int, num_heads: int) -> Tensor:
-        rows = select(layer, q, weights, top_k, num_heads)
+    def recorded_select(layer: int, q: Tensor, weights: Tensor, top_k: int, num_heads: int, tokens: slice) -> Tensor:
+        rows = select(layer, q, weights, top_k, num_heads, tokens)
         record.add("index_q", layer, q)
         record.add("index_weights", layer, weights)
         rows_of = backend.metadata.unpack if backend._unpacks(4, top_k, num_heads) else backend.metadata

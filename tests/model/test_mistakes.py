@@ -290,13 +290,15 @@ def two_sided_gate_clamp(plant: Plant) -> None:
 
 def top_k_all(plant: Plant) -> None:
     plant.backend(
-        "select", lambda original: lambda layer, q, weights, top_k, heads: original(layer, q, weights, PROMPT, heads)
+        "select",
+        lambda original: lambda layer, q, weights, top_k, *others: original(layer, q, weights, PROMPT, *others),
     )
 
 
 def top_k_minus_one(plant: Plant) -> None:
     plant.backend(
-        "select", lambda original: lambda layer, q, weights, top_k, heads: original(layer, q, weights, top_k - 1, heads)
+        "select",
+        lambda original: lambda layer, q, weights, top_k, *others: original(layer, q, weights, top_k - 1, *others),
     )
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
 import torch
 from serving.server import VOCAB_SIZE, Server, free_port, output_logprobs, running_server, start, stop
+from serving.test_speculation import ALGORITHMS
 from torch import Tensor
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.layers import row_shards
 
 PROMPT = [0, *range(40, 340)]
 
@@ -79,3 +84,29 @@ def test_two_nodes_answer_as_two_ranks(tmp_path: Path) -> None:
         expected = server.generate(PROMPT, max_new_tokens=24)
     for answer in found:
         assert (answer["output_ids"], output_logprobs(answer)) == (expected["output_ids"], output_logprobs(expected))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["EAGLE", "DSPARK"])
+def test_drafts_behind_sharded_rows(tmp_path: Path, algorithm: str) -> None:
+    """Two ranks with rows in shards and without: prompts alone, together, in chunks and behind a prefix."""
+    shape, drafts, flags = ALGORITHMS[algorithm]
+    write_checkpoint(tmp_path / "model", shape)
+    flags += ("--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", str(drafts + 1))
+    flags += ("--tp", "2", "--chunked-prefill-size", "768", "--max-total-tokens", "8192", "--max-running-requests", "4")
+    rng = random.Random(5)
+    prompts = [[rng.randrange(10, 1000) for _ in range(n)] for n in (513, 1100, 700, 350)]
+    prompts.append(prompts[1][:1024] + prompts[2])
+
+    def answers(switch: str) -> list[dict[str, Any]]:
+        env = {row_shards.VARIABLE: switch}
+        with running_server(tmp_path / "model", tmp_path / switch, *flags, env=env) as server:
+            alone = [server.generate(prompt, max_new_tokens=12) for prompt in prompts[:2]]
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                return [*alone, *pool.map(lambda prompt: server.generate(prompt, max_new_tokens=12), prompts)]
+
+    sharded, whole = answers("on"), answers("off")
+    assert sharded[-1]["meta_info"]["cached_tokens"] > 0
+    for one, other in zip(sharded, whole, strict=True):
+        assert (one["output_ids"], output_logprobs(one)) == (other["output_ids"], output_logprobs(other))
+        assert one["meta_info"]["spec_verify_ct"] == other["meta_info"]["spec_verify_ct"]
