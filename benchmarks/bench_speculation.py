@@ -19,11 +19,12 @@ Under FOLDER there are `april` and `dspark`, six layers of V4-Flash with all 256
 written there if they are missing, the weights are --load-format dummy. `--tiny` writes small checkpoints with weights
 in their place, which a CPU serves, too: for the agreement.
 
-Of a step (medians over the steps of SGLang's profiler, in microseconds on the GPU):
+Of a step, in microseconds, medians:
 
-    *_verify    the graph that holds the target, from its first kernel to the end of its last
+    *_verify    the graph that holds the target, from its first kernel to the end of its last, by SGLang's profiler
     *_draft     busy time of everything else: drafts, acceptance, and what the draft stores of tokens that were kept
-    *_step      from one verify step to the next, gaps and host included
+    *_step      from one verify step to the next, gaps and host included, without the profiler: tokens a step that
+                requests got, over their tok/s while all of them decode
     decode, decode_step     the same of a server without speculation
 
 `--resume` adds to what `--out` holds: works can run one after the other. A row has null for a contender that has not
@@ -46,6 +47,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import serve_load
 from serve_profile import busy_us, decode_events, gpu_work
 from servers import Server, running, versions
 
@@ -54,7 +56,8 @@ from sglang_dsv4.cpu.random_tokenizer import write_tokenizer
 
 WORKS = ("graphs", "agreement", "decode", "eagle", "dspark")
 CONTENDERS = ("ours", "builtin")
-CONTEXT = 4608
+CONTEXT, NEW_TOKENS = 4608, 192
+SEEDS = (81, 82, 83)
 REQUESTS = (1, 16, 64)
 SMALLEST_GRAPH = 12
 """Kernels of one launch on the host above which it is a graph's replay; nothing else launches several."""
@@ -123,7 +126,6 @@ class Steps:
     """Of the largest graph of a step, from its first kernel to the end of its last: of the target."""
     others: float
     """Busy time of a step outside of it."""
-    period: float
 
 
 def replays(events: Sequence[dict]) -> list[Replay]:
@@ -171,15 +173,20 @@ def steps(events: Sequence[dict]) -> Steps:
     return Steps(
         largest=statistics.median(r.end - r.begin for r in of_target),
         others=statistics.median(others),
-        period=statistics.median(b.begin - a.begin for a, b in itertools.pairwise(of_target)),
     )
 
 
-def rows_of(work: str, found: Steps) -> dict[str, float]:
+def rows_of(work: str, found: Steps, step_us: float) -> dict[str, float]:
     """Row name -> microseconds."""
     if work == "decode":
-        return {"decode": found.largest, "decode_step": found.period}
-    return {f"{work}_verify": found.largest, f"{work}_draft": found.others, f"{work}_step": found.period}
+        return {"decode": found.largest, "decode_step": step_us}
+    return {f"{work}_verify": found.largest, f"{work}_draft": found.others, f"{work}_step": step_us}
+
+
+def step_us(url: str, requests: int) -> float:
+    """A whole step's time by what clients get, the median of a few runs."""
+    runs = [serve_load.run(url, serve_load.decode(requests, CONTEXT, NEW_TOKENS, seed)) for seed in SEEDS]
+    return statistics.median(1e6 * requests * run.get("tokens_a_step", 1.0) / run["tok_s"] for run in runs)
 
 
 # ------------------------------------------------------------------------------------------------ the results
@@ -230,7 +237,8 @@ class Results:
 def measure(server: Server, work: str, requests: int) -> dict[str, float]:
     """A step's times; the first profile, unmeasured, compiles what is left."""
     decode_events(server.url, requests, CONTEXT)
-    return rows_of(work, steps(decode_events(server.url, requests, CONTEXT)))
+    found = steps(decode_events(server.url, requests, CONTEXT))
+    return rows_of(work, found, step_us(server.url, requests))
 
 
 # ------------------------------------------------------------------------------------------------ agreement

@@ -35,6 +35,7 @@ class Reply:
     prompt_tokens: int
     cached_tokens: int
     output_ids: tuple[int, ...]
+    verify_steps: int = 0  # of a server that speculates
 
     @property
     def ttft(self) -> float:
@@ -53,8 +54,10 @@ class Client:
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self.session, self.url = session, url
 
-    async def generate(self, input_ids: Sequence[int], new_tokens: int) -> Reply:
-        """One request to its end.
+    async def generate(
+        self, input_ids: Sequence[int], new_tokens: int, begun: Callable[[], object] | None = None
+    ) -> Reply:
+        """One request to its end; `begun` is called at its first token.
 
         Raises:
             RuntimeError: the server answered with an error; its text.
@@ -70,6 +73,8 @@ class Client:
                 found = COMPLETION_TOKENS.search(line)
                 if found is not None:
                     now, last = time.perf_counter(), line
+                    if begun is not None and not times:
+                        begun()
                     begin, count = times[-1] if times else now, int(found[1]) - len(times)
                     times.extend(begin + (now - begin) * (i + 1) / count for i in range(count))
         if not times:
@@ -82,7 +87,8 @@ class Client:
                 f"the last event has {len(ids)} of {len(times)} output ids: start the server without "
                 "--incremental-streaming-output"
             )
-        return Reply(sent, tuple(times), len(input_ids), int(meta.get("cached_tokens") or 0), ids)
+        cached, steps = (int(meta.get(name) or 0) for name in ("cached_tokens", "spec_verify_ct"))
+        return Reply(sent, tuple(times), len(input_ids), cached, ids, steps)
 
     async def flush(self) -> None:
         """Empty the prefix cache; a server that has just answered refuses for a moment."""
@@ -132,7 +138,8 @@ def longest_silence(replies: Sequence[Reply]) -> float:
 
 
 def decode(requests: int, context: int, new_tokens: int, seed: int) -> Load:
-    """`requests` different prompts at once. tok_s is that of the time in which all of them decode."""
+    """`requests` different prompts at once. tok_s is that of the time in which all of them decode; tokens_a_step, of a
+    server that speculates, what a request gets from a verify step."""
 
     async def load(client: Client) -> dict[str, float]:
         rng = random.Random(seed)
@@ -144,7 +151,10 @@ def decode(requests: int, context: int, new_tokens: int, seed: int) -> Load:
             raise RuntimeError(f"{requests} requests never decoded at once: ask for more than {new_tokens} tokens each")
         steady = sum(begin < moment <= end for reply in replies for moment in reply.token_times)
         gaps = [b - a for reply in replies for a, b in itertools.pairwise(reply.token_times) if begin <= a and b <= end]
-        return {"tok_s": steady / (end - begin), SILENCE: longest_silence(replies), **_milliseconds("itl", gaps)}
+        figures = {"tok_s": steady / (end - begin), SILENCE: longest_silence(replies), **_milliseconds("itl", gaps)}
+        if steps := sum(reply.verify_steps for reply in replies):  # each one's first token is its prefill's
+            figures["tokens_a_step"] = sum(len(reply.token_times) - 1 for reply in replies) / steps
+        return figures
 
     return load
 

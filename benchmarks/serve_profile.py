@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import collections
 import gzip
+import itertools
 import json
 import random
 import sys
@@ -123,9 +124,17 @@ async def _decode_under_profile(url: str, requests: int, context: int, folder: s
         client = Client(session, url)
         prompts = [[rng.randrange(FIRST_ID, LAST_ID) for _ in range(context)] for _ in range(requests)]
         await asyncio.gather(*(client.generate(prompt, 1) for prompt in prompts))  # their prefixes are cached now
-        # Long enough to be under way when the profiler starts, whatever a step takes.
-        decoding = asyncio.gather(*(client.generate(prompt, 480 if requests > 4 else 2000) for prompt in prompts))
-        await asyncio.sleep(1.0)
+        begun, all_begun = itertools.count(1), asyncio.Event()
+
+        def first_token() -> None:
+            if next(begun) == requests:
+                all_begun.set()
+
+        # Prefixes may be lost, and computed again, whatever that takes. Tokens enough until the profiler has started.
+        new_tokens = 480 if requests > 4 else 2000
+        decoding = asyncio.gather(*(client.generate(prompt, new_tokens, first_token) for prompt in prompts))
+        await asyncio.wait({asyncio.ensure_future(all_begun.wait()), decoding}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.sleep(0.1)
         await _start(session, url, folder, STEPS)
         await decoding
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import bench_speculation
 import pytest
+import serve_load
 from bench_speculation import Results, Steps, compared, replays, rows_of, steps, write_config
+from serve_load import Reply
 from serve_profile import gpu_work
 
 from sglang_dsv4.config import Config
@@ -49,9 +52,21 @@ def test_steps_of_a_trace() -> None:
     found = steps(events)
     assert found.largest == pytest.approx(1000 - 5 * 0.25)  # the last kernel's share of a gap is behind its end
     assert found.others == pytest.approx(0.75 * 320 + 10)
-    assert found.period == pytest.approx(1000 + 320 + 8 + 50)
-    assert set(rows_of("eagle", found)) == {"eagle_verify", "eagle_draft", "eagle_step"}
-    assert rows_of("decode", found) == {"decode": found.largest, "decode_step": found.period}
+    assert set(rows_of("eagle", found, 1400.0)) == {"eagle_verify", "eagle_draft", "eagle_step"}
+    assert rows_of("decode", found, 1400.0) == {"decode": found.largest, "decode_step": 1400.0}
+
+
+@pytest.mark.parametrize(("verify_steps", "step_us"), [(0, 1e4), (10, 2e4)], ids=["decode", "two tokens a step"])
+def test_a_step_lasts_as_clients_see_it(verify_steps: int, step_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests that get a token every 10 ms, the first one their prefill's; drafting, two of them by one step."""
+
+    class Client:
+        async def generate(self, prompt: list[int], new_tokens: int) -> Reply:
+            times = tuple(1.0 + 0.01 * i for i in range(21))
+            return Reply(0.0, times, len(prompt), 0, tuple(range(21)), verify_steps)
+
+    monkeypatch.setattr(serve_load, "run", lambda url, load: asyncio.run(load(Client())))
+    assert bench_speculation.step_us("", requests=2) == pytest.approx(step_us)
 
 
 def test_a_trace_without_graphs_is_refused() -> None:
@@ -63,15 +78,15 @@ def test_a_trace_without_graphs_is_refused() -> None:
 
 def test_where_speculation_pays(tmp_path: Path) -> None:
     results = Results({})
-    results.note("ours", 16, rows_of("decode", Steps(2000.0, 10.0, 2500.0)))
-    results.note("ours", 16, rows_of("dspark", Steps(2400.0, 900.0, 5000.0)))
-    results.note("builtin", 16, rows_of("dspark", Steps(2500.0, 900.0, 6000.0)))
-    results.note("ours", 1, rows_of("dspark", Steps(1.0, 2.0, 3.0)))  # nothing to divide by
+    results.note("ours", 16, rows_of("decode", Steps(2000.0, 10.0), 2500.0))
+    results.note("ours", 16, rows_of("dspark", Steps(2400.0, 900.0), 5000.0))
+    results.note("builtin", 16, rows_of("dspark", Steps(2500.0, 900.0), 6000.0))
+    results.note("ours", 1, rows_of("dspark", Steps(1.0, 2.0), 3.0))  # nothing to divide by
     written = results.as_json()
     assert written["pays"] == [{"algorithm": "dspark", "requests": 16, "ours": 2.0, "builtin": None}]
     assert {"work": "decode", "requests": 16, "ours_us": 2000.0, "builtin_us": None} in written["rows"]
     again = Results(written)
-    again.note("builtin", 16, rows_of("decode", Steps(2000.0, 10.0, 3000.0)))
+    again.note("builtin", 16, rows_of("decode", Steps(2000.0, 10.0), 3000.0))
     assert again.as_json()["pays"][0] == {"algorithm": "dspark", "requests": 16, "ours": 2.0, "builtin": 2.0}
 
 
