@@ -67,7 +67,7 @@ LESS_IS_BETTER = ("ttft", "itl", "bytes", "launches", "busy", "span", "recompute
 SWITCHES = (
     "DSV4_DEPENDENT_LAUNCH",
     "SGLANG_DSV4_FP8_LINEAR",
-    "SGLANG_DSV4_ROW_SHARDS",
+    "SGLANG_DSV4_SEQUENCE_PARALLEL",
     "SGLANG_DSV4_SIDE_STREAM",
     "SGLANG_DSV4_WO_A",
 )  # of ours, which change how a step runs

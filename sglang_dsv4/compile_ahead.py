@@ -23,7 +23,7 @@ from sglang_dsv4.attention.metadata import step_layout
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.config import Config
 from sglang_dsv4.layer_kinds import CSA_RATIO
-from sglang_dsv4.layers import fp8_linear, grouped_projection, packed_experts, row_shards
+from sglang_dsv4.layers import fp8_linear, grouped_projection, packed_experts, sequence_parallel
 from sglang_dsv4.layers.linear import quantises_once_on
 
 logger = logging.getLogger(__name__)
@@ -129,8 +129,8 @@ def _hyper_connection(config: Config, geometry: PoolGeometry, arch: str) -> list
     from dsv4_kernels.hyper_connection import gpu
 
     plans = gpu.plans(config.hidden_size, _quantises(config, arch))
-    if row_shards.may_be():  # a rank's own rows are quantised once they are gathered
-        plans += gpu.plans(config.hidden_size, False, fewest=row_shards.FEWEST_TOKENS // get_parallel().tp_size)
+    if sequence_parallel.may_be():  # a rank's own rows are quantised once they are gathered
+        plans += gpu.plans(config.hidden_size, False, fewest=sequence_parallel.FEWEST_TOKENS // get_parallel().tp_size)
     return [partial(gpu.compile, plan, arch) for plan in dict.fromkeys(plans)]
 
 

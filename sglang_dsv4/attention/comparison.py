@@ -26,7 +26,7 @@ from sglang_dsv4.layer_kinds import LayerKind
 
 if TYPE_CHECKING:
     from sglang_dsv4.attention.backend import Dsv4AttentionBackend
-    from sglang_dsv4.layers.row_shards import RowShards
+    from sglang_dsv4.layers.sequence_parallel import RowShards
 
 FILE_VARIABLE = "SGLANG_DSV4_COMPARE_ATTENTION"
 

@@ -23,7 +23,7 @@ from sglang_dsv4.layers.linear import Fp8Input, StackedProjection, SublayerInput
 from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.layers.rank_sum import sum_over_ranks
 from sglang_dsv4.layers.rope import Rotation
-from sglang_dsv4.layers.row_shards import ALL_ROWS, RowShards
+from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.layers.side_stream import side_by_side
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ from dsv4_kernels.hyper_connection import hc_boundary, hc_enter, hc_finish
 from sglang_dsv4.config import Config
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
-from sglang_dsv4.layers.row_shards import RowShards
+from sglang_dsv4.layers.sequence_parallel import RowShards
 
 
 class Pending(NamedTuple):
     """Streams that a sublayer has read, and what it writes back to them; nothing before the first sublayer."""
 
-    streams: Tensor  # [T, n, d] model dtype; T: the tokens of this rank's rows, see `row_shards`
+    streams: Tensor  # [T, n, d] model dtype; T: the tokens of this rank's rows, see `sequence_parallel`
     output: Tensor | None = None  # [T, d] model dtype, the sublayer's
     post: Tensor | None = None  # [T, n] fp32
     comb: Tensor | None = None  # [T, n, n] fp32

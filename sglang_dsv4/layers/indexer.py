@@ -13,7 +13,7 @@ from sglang_dsv4.config import Config
 from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.compressor import Compressor
 from sglang_dsv4.layers.linear import Fp8Input
-from sglang_dsv4.layers.row_shards import RowShards
+from sglang_dsv4.layers.sequence_parallel import RowShards
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig

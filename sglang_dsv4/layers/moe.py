@@ -21,7 +21,7 @@ from sglang_dsv4.layers import packed_experts
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, builds_on_cpu, fp32_product_dtype, quantises_once
 from sglang_dsv4.layers.packed_experts import PackedExperts
 from sglang_dsv4.layers.rank_sum import dtype_of_parts, sum_over_ranks
-from sglang_dsv4.layers.row_shards import ALL_ROWS, RowShards
+from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.layers.side_stream import side_by_side
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ and rounds, once without the shared expert and once with it, as one rank alone d
 fp32, for some 0.3 % of a token's row, where the specification (section 11.1) gives bf16 activations 1.4 % of this
 sublayer. A CPU's parts are fp32, and so are those under the flag.
 
-Where rows are sharded (`row_shards`) a rank gets the sums of its own rows: by a reduce-scatter, and under the flag by
-an exchange, in which it gets all parts of its rows and adds them in the order of the ranks: the same bits.
+Where rows are sharded (`sequence_parallel`) a rank gets the sums of its own rows: by a reduce-scatter, and under the
+flag by an exchange, in which it gets all parts of its rows and adds them in the order of the ranks: the same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dsv4_kernels.invariant import sum_in_order
 from sglang_dsv4 import exact
-from sglang_dsv4.layers.row_shards import RowShards
+from sglang_dsv4.layers.sequence_parallel import RowShards
 
 
 def dtype_of_parts(device: torch.device, dtype: torch.dtype) -> torch.dtype:

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from sglang_dsv4 import exact
 from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.layer_kinds import LayerKind
-from sglang_dsv4.layers import row_shards, side_stream
+from sglang_dsv4.layers import sequence_parallel, side_stream
 from sglang_dsv4.layers.attention import Attention
 from sglang_dsv4.layers.hyper_connection import HyperConnection, HyperConnectionHead, Pending
 from sglang_dsv4.layers.linear import quantised_linear_config
 from sglang_dsv4.layers.logits import Fp32LogitsProcessor, build_lm_head
 from sglang_dsv4.layers.moe import MoE
 from sglang_dsv4.layers.norm import RMSNorm
-from sglang_dsv4.layers.row_shards import ALL_ROWS, RowShards
+from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.tensor_table import main_model_tensors
 from sglang_dsv4.weights import load_checkpoint
 
@@ -42,7 +42,7 @@ def check_server_options() -> None:
         ValueError: a variable that has none of its values.
     """
     side_stream.is_on()
-    row_shards.is_on()
+    sequence_parallel.is_on()
     dtype = torch.get_default_dtype()  # SGLang's loader builds a model under its dtype
     if dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError("dtype", str(dtype), "bfloat16 or float32 (--dtype; auto makes float16 of float32 weights)")
@@ -185,7 +185,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             forward_batch: SGLang's; read by its logits processor, and for its mode.
             input_embeds: [T, d], in place of the embedding's rows; hash-routed layers still read `input_ids`.
         """
-        rows = row_shards.of_forward(forward_batch.forward_mode, positions.shape[0])
+        rows = sequence_parallel.of_forward(forward_batch.forward_mode, positions.shape[0])
         hidden_states, streams, taps = self.model(input_ids, positions, input_embeds, rows)
         for_draft = {}
         if taps:

@@ -1,4 +1,4 @@
-"""One rank of several over gloo, for `test_row_shards.py`: python -m model.sharded_ranks WHAT RANK RANKS PORT ...
+"""One rank of several over gloo, for `test_sequence_parallel.py`: python -m model.sharded_ranks WHAT RANK RANKS PORT …
 
 Rows are computed with shards and without, in the same process, and compared. Prints RESULT and, as JSON, what each
 comparison found.
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from dsv4_kernels import registry
 from dsv4_kernels.invariant import sum_in_order
-from sglang_dsv4.layers import rank_sum, row_shards
-from sglang_dsv4.layers.row_shards import ALL_ROWS, RowShards
+from sglang_dsv4.layers import rank_sum, sequence_parallel
+from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.models import deepseek_v4
 from sglang_dsv4.models.deepseek_v4 import mean_of_streams
 
@@ -66,7 +66,7 @@ def module(rank: int, ranks: int, port: int) -> dict[str, bool]:
         return torch.cat(parts, dim)
 
     rank_sum.get_parallel = lambda: parallel
-    rank_sum.get_tp_group = row_shards.get_tp_group = lambda: group
+    rank_sum.get_tp_group = sequence_parallel.get_tp_group = lambda: group
     rank_sum.tensor_model_parallel_all_reduce, rank_sum.tensor_model_parallel_all_gather = all_reduce, all_gather
     found: dict[str, bool] = {}
     for tokens in tokens_of(ranks):
@@ -126,8 +126,8 @@ class Compared:
             chosen.append(of_forward(*arguments))
             return chosen[-1]
 
-        of_forward = row_shards.of_forward
-        with mock.patch.object(row_shards, "of_forward", counted), mock.patch.object(row_shards, "FEWEST_TOKENS", 1):
+        of_forward = sequence_parallel.of_forward
+        with mock.patch.multiple(sequence_parallel, of_forward=counted, FEWEST_TOKENS=1, is_on=lambda: True):
             sharded = forwards()
         return sharded, forwards(), sum(not rows.is_whole for rows in chosen)
 
@@ -194,7 +194,7 @@ def plant_mistakes(compared: Compared) -> None:
 
     compared.plant("rows of another rank", mock.patch.object(cls, "own", property(neighbour)))
     compared.plant("the first rows on every rank", mock.patch.object(cls, "own", property(begin)))
-    compared.plant("padding in front", mock.patch.object(row_shards, "_padded", _padded_in_front))
+    compared.plant("padding in front", mock.patch.object(sequence_parallel, "_padded", _padded_in_front))
     compared.plant(
         "choice by the first rows' visible entries",
         mock.patch.object(backend, "select", lambda *a: select(*a[:5], slice(0, len(a[1])))),
@@ -204,7 +204,7 @@ def plant_mistakes(compared: Compared) -> None:
         def gathered(rows: RowShards, x: Tensor) -> Tensor:
             if rows.is_whole or not is_one(x):
                 return gather(rows, x)
-            return torch.cat([row_shards._padded(x, rows.size)] * rows.count)[: rows.tokens]
+            return torch.cat([sequence_parallel._padded(x, rows.size)] * rows.count)[: rows.tokens]
 
         return gathered
 

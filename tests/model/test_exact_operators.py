@@ -19,7 +19,7 @@ from dsv4_kernels.invariant import sum_in_order
 from sglang_dsv4 import compat, exact
 from sglang_dsv4.attention.metadata import ForwardMetadata
 from sglang_dsv4.layers import rank_sum
-from sglang_dsv4.layers.row_shards import ALL_ROWS
+from sglang_dsv4.layers.sequence_parallel import ALL_ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -56,7 +56,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[tuple, bool]:
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_ahead.row_shards, "may_be", lambda: False)
+    monkeypatch.setattr(compile_ahead.sequence_parallel, "may_be", lambda: False)
 
 
 def modules() -> list[object]:
@@ -121,9 +121,9 @@ def test_what_forwards_with_sharded_rows_run_is_compiled(
         return {text for name, text, _ in hopper if name == "hyper_connection"}
 
     whole = compiled()
-    monkeypatch.setattr(compile_ahead.row_shards, "may_be", lambda: True)
+    monkeypatch.setattr(compile_ahead.sequence_parallel, "may_be", lambda: True)
     monkeypatch.setattr(compile_ahead, "get_parallel", lambda: SimpleNamespace(tp_size=ranks))
-    sizes = range(compile_ahead.row_shards.FEWEST_TOKENS // ranks, 1000)
+    sizes = range(compile_ahead.sequence_parallel.FEWEST_TOKENS // ranks, 1000)
     forms = ((24, True), (24, False))
     own = {repr(hyper_connection.chosen(n, 4096, *form, True, False, fp8=False)) for n in sizes for form in forms}
     assert compiled() == whole | own and not own & whole

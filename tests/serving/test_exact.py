@@ -17,6 +17,7 @@ from serving.planted.planted_ops import FILE_VARIABLE
 from serving.server import MAX_RUNNING, POOL_TOKENS, SLEEP_ON_IDLE, TAILS, Server, run_until_it_stops, running_server
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.layers import sequence_parallel
 from sglang_dsv4.plugin import cores_of_ranks
 
 FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING), SLEEP_ON_IDLE)
@@ -114,15 +115,17 @@ def test_under_the_flag_everything_is_exact(checkpoint: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_are_exact_under_the_flag(checkpoint: Path, tmp_path: Path, ranks: int) -> None:
-    """Two add alike in any order; four do not, and gloo's order depends on a row's place in the batch."""
+@pytest.mark.parametrize(("ranks", "switch"), [(2, "off"), (4, "off"), (4, "on")], ids=["2", "4", "4-shards"])
+def test_ranks_are_exact_under_the_flag(checkpoint: Path, tmp_path: Path, ranks: int, switch: str) -> None:
+    """Two add alike in any order; four do not, and gloo's order depends on a row's place in the batch. Chunks are of
+    512 tokens, as many as sequence parallelism begins with."""
     if ranks == 4:
         checkpoint = tmp_path / "model"
         write_checkpoint(checkpoint, dataclasses.replace(PRESETS["tiny"], o_groups=4, moe_intermediate_size=512))
     # Other tests of this process may have left the cores of one rank.
-    cores = {"SGLANG_CPU_OMP_THREADS_BIND": cores_of_ranks(ranks, sorted(os.sched_getaffinity(0)))}
-    with running_server(checkpoint, tmp_path / "log", *FLAGS, "--tp-size", str(ranks), env=TAILS | cores) as server:
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": cores_of_ranks(ranks, sorted(os.sched_getaffinity(0)))}
+    env[sequence_parallel.VARIABLE] = switch
+    with running_server(checkpoint, tmp_path / "log", *FLAGS, "--tp-size", str(ranks), env=TAILS | env) as server:
         found = exact_trace.prove(server.url, SMALL)
         assert not found.mismatches, "\n".join(exact_trace.describe(found))
         assert server.log.count("is live on SGLang") == ranks

@@ -15,7 +15,7 @@ from serving.test_speculation import ALGORITHMS
 from torch import Tensor
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
-from sglang_dsv4.layers import row_shards
+from sglang_dsv4.layers import sequence_parallel
 
 PROMPT = [0, *range(40, 340)]
 
@@ -99,7 +99,7 @@ def test_drafts_behind_sharded_rows(tmp_path: Path, algorithm: str) -> None:
     prompts.append(prompts[1][:1024] + prompts[2])
 
     def answers(switch: str) -> list[dict[str, Any]]:
-        env = {row_shards.VARIABLE: switch}
+        env = {sequence_parallel.VARIABLE: switch}
         with running_server(tmp_path / "model", tmp_path / switch, *flags, env=env) as server:
             alone = [server.generate(prompt, max_new_tokens=12) for prompt in prompts[:2]]
             with ThreadPoolExecutor(len(prompts)) as pool:

@@ -16,9 +16,9 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from torch import nn
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
-from sglang_dsv4.layers import row_shards
+from sglang_dsv4.layers import sequence_parallel
 from sglang_dsv4.layers.linear import Fp8Input
-from sglang_dsv4.layers.row_shards import ALL_ROWS, FEWEST_TOKENS, RowShards
+from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, FEWEST_TOKENS, RowShards
 from sglang_dsv4.models.deepseek_v4 import DeepseekV4ForCausalLM
 from sglang_dsv4.plugin import cores_of_ranks
 
@@ -71,39 +71,39 @@ def test_models(ranks: int, preset: str, dtype: str, algorithm: str, flag: str, 
 
 @pytest.fixture
 def second_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_shards, "get_parallel", lambda: SimpleNamespace(tp_size=2, tp_rank=1))
-    monkeypatch.setattr(row_shards, "is_on", lambda: True)
+    monkeypatch.setattr(sequence_parallel, "get_parallel", lambda: SimpleNamespace(tp_size=2, tp_rank=1))
+    monkeypatch.setattr(sequence_parallel, "is_on", lambda: True)
 
 
 def test_prefills_of_many_tokens_are_sharded(second_of_two: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
-        assert row_shards.of_forward(mode, FEWEST_TOKENS) == RowShards(FEWEST_TOKENS, 2, 1)
+        assert sequence_parallel.of_forward(mode, FEWEST_TOKENS) == RowShards(FEWEST_TOKENS, 2, 1)
         for tokens in (0, 1, FEWEST_TOKENS - 1):
-            assert row_shards.of_forward(mode, tokens) is ALL_ROWS
-    monkeypatch.setattr(row_shards, "is_on", lambda: False)
-    assert row_shards.of_forward(ForwardMode.EXTEND, 8192) is ALL_ROWS
-    monkeypatch.setattr(row_shards, "is_on", lambda: True)
-    monkeypatch.setattr(row_shards, "get_parallel", lambda: SimpleNamespace(tp_size=1, tp_rank=0))
-    assert row_shards.of_forward(ForwardMode.EXTEND, 8192) is ALL_ROWS
+            assert sequence_parallel.of_forward(mode, tokens) is ALL_ROWS
+    monkeypatch.setattr(sequence_parallel, "is_on", lambda: False)
+    assert sequence_parallel.of_forward(ForwardMode.EXTEND, 8192) is ALL_ROWS
+    monkeypatch.setattr(sequence_parallel, "is_on", lambda: True)
+    monkeypatch.setattr(sequence_parallel, "get_parallel", lambda: SimpleNamespace(tp_size=1, tp_rank=0))
+    assert sequence_parallel.of_forward(ForwardMode.EXTEND, 8192) is ALL_ROWS
 
 
 def test_what_cuda_graphs_may_hold_is_not(second_of_two: None) -> None:
     """Also where many requests verify many drafts."""
     of_graphs = [mode for mode in ForwardMode if mode.is_cuda_graph() and not mode.is_dllm_extend()]
     for mode in (*of_graphs, ForwardMode.DRAFT_EXTEND_V2):
-        assert row_shards.of_forward(mode, 8192) is ALL_ROWS
+        assert sequence_parallel.of_forward(mode, 8192) is ALL_ROWS
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, expected in (("on", True), ("off", False), (None, row_shards.DEFAULT == "on")):
+    for value, expected in (("on", True), ("off", False), (None, False)):
         if value is None:
-            monkeypatch.delenv(row_shards.VARIABLE)
+            monkeypatch.delenv(sequence_parallel.VARIABLE)
         else:
-            monkeypatch.setenv(row_shards.VARIABLE, value)
-        assert row_shards.is_on.__wrapped__() is expected
-    monkeypatch.setenv(row_shards.VARIABLE, "2")
-    with pytest.raises(ValueError, match="SGLANG_DSV4_ROW_SHARDS must be 'on' or 'off'"):
-        row_shards.is_on.__wrapped__()
+            monkeypatch.setenv(sequence_parallel.VARIABLE, value)
+        assert sequence_parallel.is_on.__wrapped__() is expected
+    monkeypatch.setenv(sequence_parallel.VARIABLE, "2")
+    with pytest.raises(ValueError, match="SGLANG_DSV4_SEQUENCE_PARALLEL must be 'on' or 'off'"):
+        sequence_parallel.is_on.__wrapped__()
 
 
 @pytest.mark.parametrize("mode", list(CaptureHiddenMode))
@@ -120,7 +120,7 @@ def test_streams_are_gathered_for_who_reads_them(mode: CaptureHiddenMode, monkey
     nn.Module.__init__(model)
     model.model, model.lm_head = lambda *arguments: (row, streams, []), None
     model.logits_processor = lambda *arguments, **for_draft: given.update(for_draft)
-    monkeypatch.setattr(row_shards, "of_forward", lambda mode, tokens: Rows(tokens, 2, 0))
+    monkeypatch.setattr(sequence_parallel, "of_forward", lambda mode, tokens: Rows(tokens, 2, 0))
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND, capture_hidden_mode=mode)
     model(torch.zeros(6), torch.zeros(6), batch)
     if mode is CaptureHiddenMode.NULL:

@@ -1,15 +1,16 @@
-"""Under tensor parallelism: a rank's share of a forward's rows, for what is computed token by token.
+"""Sequence parallelism beside tensor parallelism: a rank's share of a forward's rows, for what is computed by token.
 
 Heads and experts are sharded; the boundary between two sublayers (mHC and the norm) and the choice of the indexer are
-not, and every rank would repeat them for all tokens. In a large prefill a rank has the streams of its own tokens only:
-a sublayer's parts are summed for these (`rank_sum`, a reduce-scatter in place of the all-reduce), its boundary is
-computed of these, and the normed rows are gathered in front of the next sublayer. Together that moves the bytes of the
-all-reduce. Indexers choose for a rank's own tokens, and what they chose is gathered. Whatever is stored (rows, entries,
-keys, raw rows of compressors) is computed for all tokens on every rank, whose pools are whole.
+not, and every rank repeats them for all tokens. Switched on, a rank has, in a large prefill, the streams of its own
+tokens only: a sublayer's parts are summed for these (`rank_sum`, a reduce-scatter in place of the all-reduce), its
+boundary is computed of these, and the normed rows are gathered in front of the next sublayer (Korthikanti et al., 2022,
+arXiv 2205.05198, section 4.2.2). Together that moves the bytes of the all-reduce. Indexers choose for a rank's own
+tokens, and what they chose is gathered. Whatever is stored (rows, entries, keys, raw rows of compressors) is computed
+for all tokens on every rank, whose pools are whole.
 
 A row is computed by itself, so that bits don't change, but for sums of more than two ranks, unless under the flag.
 
-    SGLANG_DSV4_ROW_SHARDS    on (default): as said; off: every rank computes all rows.
+    SGLANG_DSV4_SEQUENCE_PARALLEL    on: as said; off (default): every rank computes all rows.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ from dsv4_kernels.environment import one_of
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-VARIABLE = "SGLANG_DSV4_ROW_SHARDS"
-DEFAULT = "on"
+VARIABLE = "SGLANG_DSV4_SEQUENCE_PARALLEL"
 
 FEWEST_TOKENS = 512
 """Of a forward that is sharded. A boundary of that many takes some 30 us on an H200, of which sharding saves half or
@@ -44,7 +44,7 @@ def is_on() -> bool:
     Raises:
         ValueError: neither on nor off.
     """
-    return one_of(VARIABLE, ("on", "off"), DEFAULT) == "on"
+    return one_of(VARIABLE, ("on", "off"), "off") == "on"
 
 
 def may_be() -> bool:
