@@ -35,7 +35,9 @@ from pathlib import Path
 CONTENDERS = ("builtin", "ours")
 HCA_GROUP = 128  # tokens of an entry there, and rows of a request's state in the built-in
 READY_TIMEOUT_S = 900
-NODES_PORT, NODE_PORTS = 4000, 1000  # above a server's port: where its nodes meet, and from a node's port to the next
+NODES_PORT, NODE_PORTS = 500, 1000  # above a server's port: where its nodes meet, and from a node's port to the next
+PORT_TAKEN = "address already in use"
+"""What a server says that then answers nobody. Ports from 32768 on Linux gives to whoever asks for any."""
 STALL_S = 2.0  # twice what the longest forward takes, a chunk's of the prefill of 64K
 FOLDER_VARIABLE = "BENCHMARK_SERVERS"
 LIST = "servers.json"
@@ -159,7 +161,8 @@ def wait(contender: str, process: Process, url: str, log: Path, begin: float) ->
         RuntimeError: it ended or was not ready in time, or ours is not live although it was asked for; the log's end.
     """
     while not _answers(url):
-        if process.poll() is not None or time.monotonic() - begin > READY_TIMEOUT_S:
+        taken = PORT_TAKEN in log.read_text(errors="replace")  # its warm-up asks for two minutes all the same
+        if taken or process.poll() is not None or time.monotonic() - begin > READY_TIMEOUT_S:
             raise RuntimeError(f"the {contender} server did not come up; {log} ends:\n{_end_of(log)}")
         time.sleep(0.5)
     text = log.read_text(errors="replace")

@@ -108,10 +108,20 @@ def test_nodes_of_one_machine(tmp_path: Path) -> None:
     script = servers.nodes_script([sys.executable, "-c", program, "--tp", "2 x"], 2, 31_000, tmp_path / "log")
     process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True)
     first = process.communicate(timeout=60)[0]
-    meet = "--tp 2 x --dist-init-addr 127.0.0.1:35000"
+    meet = "--tp 2 x --dist-init-addr 127.0.0.1:31500"
     assert first == f"node0 {process.pid} {meet} --node-rank 0 --port 31000\n"
     deadline = time.monotonic() + 60
     while not (second := (tmp_path / "log.node1").read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
     name, _, rest = second.split(" ", 2)
     assert (name, rest) == ("node1", f"{meet} --node-rank 1 --port 32000\n")
+
+
+def test_a_server_without_its_port_is_not_waited_for(tmp_path: Path) -> None:
+    """It lives on, and says so."""
+    log = tmp_path / "log"
+    log.write_text("ERROR:    [Errno 98] error while attempting to bind on (...): address already in use")
+    process = subprocess.Popen(["sleep", "60"])
+    with pytest.raises(RuntimeError, match="address already in use"):
+        servers.wait("ours", process, "http://127.0.0.1:1", log, time.monotonic())
+    process.kill()
