@@ -49,7 +49,8 @@ def in_ranks(what: str, ranks: int, *arguments: object) -> None:
             process.kill()
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow  # the models' test has two ranks' sums
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_rows_and_sums(ranks: int) -> None:
     in_ranks("module", ranks)
 
