@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,34 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: py
     assert compare(["decode", "prefill"], "builtin", "ours") == both and len(started) == 5
     with pytest.raises(ValueError, match="run that first"):
         compare(["churn"], "ours")
+
+
+def test_a_decode_profile_begins_when_all_decode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One request is prefilled long after the others; none ends before the profiler has begun."""
+    began: list[int] = []
+    ended: list[int] = []
+
+    class Client:
+        def __init__(self, *_: object) -> None:
+            self.turn = 0
+
+        async def generate(self, prompt: list[int], tokens: int, begun: Callable[[], object] | None = None) -> None:
+            if begun is None:
+                return
+            self.turn += 1
+            await asyncio.sleep(0.4 if self.turn == 3 else 0.0)
+            begun()
+            began.append(self.turn)
+            await asyncio.sleep(0.4)
+            ended.append(self.turn)
+
+    async def start(*_: object) -> None:
+        assert len(began) == 3 and len(ended) < 3
+
+    monkeypatch.setattr(serve_profile, "Client", Client)
+    monkeypatch.setattr(serve_profile, "_start", start)
+    asyncio.run(serve_profile._decode_under_profile("", 3, 10, str(tmp_path)))
+    assert len(ended) == 3
 
 
 def test_a_graph_is_one_launch_of_the_host() -> None:
