@@ -9,10 +9,9 @@ used.
 Two ways through a forward:
 
 * eager: `init_forward_metadata(batch)`, every mode;
-* CUDA graph: `init_forward_metadata_in_graph` derives everything with fixed shapes from two tensors that stay where
-  they are, and is recorded. Those of a decode step are SGLang's own, which its runner has filled; for others
-  `init_forward_metadata_out_graph` copies the batch's into buffers. Decode, verify and draft-extend are such batches:
-  every request appends the same number of tokens.
+* CUDA graph: `init_forward_metadata_in_graph` derives everything with fixed shapes from the lengths and request slots
+  of the batch, and is recorded. It reads them in the buffers that SGLang's runners fill before every replay. Decode,
+  verify and draft-extend steps are such batches: every request appends the same number of tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from sglang_dsv4.prefix.tails import HostBatch, Tails
 from sglang_dsv4.sglang_bases import SnapshotAttentionBackend
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
@@ -64,7 +63,7 @@ class CompressorStorage(NamedTuple):
 
 @dataclass(frozen=True)
 class UniformInputs:
-    """What `uniform_metadata` is computed from; in a CUDA graph, views of buffers with fixed addresses."""
+    """What `uniform_metadata` is computed from."""
 
     first_positions: Tensor  # [B] int64
     req_slots: Tensor  # [B] int64
@@ -112,9 +111,8 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         self._workspace_rows: Tensor | None = None  # [rows] int64: 0, 1, 2, ...
         self._unpacked_rows: Tensor | None = None  # [rows, row_dim] bf16
         self._tail_rows: TailRows | None = None
-        self._graph_buffers: UniformInputs | None = None
-        self._graph_inputs: UniformInputs | None = None
-        self._captured: dict[int, tuple[Tensor, Tensor]] = {}  # lengths and slots that a decode step's graph reads
+        # Lengths and slots that a graph reads, by the mode and the number of requests that it was recorded with.
+        self._captured: dict[tuple[ForwardMode, int], tuple[Tensor, Tensor]] = {}
 
     # -- once a forward ----------------------------------------------------------------------------------------------
 
@@ -152,9 +150,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             raise NotImplementedError(f"sglang-dsv4 does not support forward mode {mode.name}")
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate the buffers that captured graphs read."""
-        zeros = torch.zeros((2, max_bs), dtype=torch.int64, device=self.device)
-        self._graph_buffers = UniformInputs(zeros[0], zeros[1], tokens_per_request=1)
+        """Note how many requests and draft tokens captured graphs have at most."""
         self.describe_drafts(max_bs, max(1, max_num_tokens // max_bs), self.device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -162,7 +158,8 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Copy the batch's inputs to the graph's buffers, if they aren't there; the rest is done in the graph.
+        """What the host does before a graph's replay. The graph reads what SGLang's runner has filled, so nothing is
+        launched here, but for tail checkpoints.
 
         Args:
             forward_batch: in a replay, SGLang's view of the batch, padded to the graph's size.
@@ -171,52 +168,23 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         self._tail_rows = None  # of a prefill before it; these steps save rings
         if self.token_to_kv_pool.draft is not None:
             self.token_to_kv_pool.draft.tail_rows = None
-        if self._reads_in_place(forward_batch, in_capture):
-            if not in_capture:
-                self._before_forward(forward_batch)
+        key = forward_batch.forward_mode, forward_batch.batch_size
+        given = forward_batch.seq_lens, forward_batch.req_pool_indices
+        if in_capture:
+            self._captured[key] = given
             return
-        buffers, bs = self._graph_buffers, forward_batch.batch_size
-        assert buffers is not None, "init_cuda_graph_state has not run"
-        inputs = UniformInputs(buffers.first_positions[:bs], buffers.req_slots[:bs], 1)
-        if forward_batch.forward_mode.is_idle():
-            k = 1
-            inputs.first_positions.zero_()
-            inputs.req_slots.zero_()
-        else:
-            live = self._uniform_inputs(forward_batch)
-            k = live.tokens_per_request
-            inputs.first_positions.copy_(live.first_positions[:bs])
-            inputs.req_slots.copy_(live.req_slots[:bs])
-            if not in_capture:
-                self._before_forward(forward_batch)
-        self._graph_inputs = UniformInputs(inputs.first_positions, inputs.req_slots, k)
-
-    def share_graph_inputs(self, leader: Dsv4AttentionBackend) -> None:
-        """Read those of another step of the same draft chain: one copy serves all steps."""
-        self._graph_inputs = leader._graph_inputs
+        for there, here in zip(self._captured.get(key, ()), given, strict=False):
+            if there.data_ptr() != here.data_ptr():  # a runner that replays with other tensors than it has captured
+                there.copy_(here[: forward_batch.batch_size])
+        self._before_forward(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """Derive the metadata from the graph's buffers: fixed shapes, no host synchronisation."""
+        """Derive the metadata from the batch's lengths and slots: fixed shapes, no host synchronisation."""
         self._workspace = self._unpacked_rows = None
-        inputs = self._graph_inputs or self._uniform_inputs(forward_batch)
-        self.forward_metadata = self._uniform(inputs, self._max_pages)
-
-    def _reads_in_place(self, batch: ForwardBatch, in_capture: bool) -> bool:
-        """Whether it is a decode step's graph, which reads what SGLang's runner has filled: nothing is launched."""
-        if not batch.forward_mode.is_decode() or self.draft_step is not None:
-            return False
-        if in_capture:
-            self._captured[batch.batch_size] = batch.seq_lens, batch.req_pool_indices
-            self._graph_inputs = None
-            return True
-        captured = self._captured.get(batch.batch_size, ())
-        for there, given in zip(captured, (batch.seq_lens, batch.req_pool_indices), strict=False):
-            if there.data_ptr() != given.data_ptr():  # a runner that replays with other tensors than it has captured
-                there.copy_(given[: batch.batch_size])
-        return bool(captured)
+        self.forward_metadata = self._uniform(self._uniform_inputs(forward_batch), self._max_pages)
 
     def draft_extend_metadata_captured_in_graph(self) -> bool:
-        """The out-graph half copies the inputs, so a replay may not skip it."""
+        """The out-graph half has the host's part, so a replay may not skip it."""
         return False
 
     def _is_uniform(self, batch: ForwardBatch) -> bool:

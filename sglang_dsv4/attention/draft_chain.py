@@ -30,15 +30,12 @@ class Dsv4DraftBackend:
             backend.init_forward_metadata(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate the buffers that all steps' graphs read."""
+        """Note how many requests a graph has at most; all steps are in one."""
         self.attn_backends[0].init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Copy the inputs to the graph's buffers, once for all steps."""
-        first = self.attn_backends[0]
-        first.init_forward_metadata_out_graph(forward_batch, in_capture)
-        for backend in self._running:
-            backend.share_graph_inputs(first)
+        """What the host does before a replay, once for all steps: they read the same lengths and slots."""
+        self.attn_backends[0].init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Derive every step's metadata."""

@@ -25,7 +25,12 @@ from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.tail_options import TailSizes
 
 EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
-GEOMETRY = PoolGeometry(ratios=(0, 4, 128), row_dim=16, rope_dim=4, index_dim=8, dtype=torch.float32)
+VERIFY, DRAFT_EXTEND = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2
+DRAFTS = 3
+"""Tokens of a request in a verify step, and in a draft's extend step."""
+GEOMETRY = PoolGeometry(
+    ratios=(0, 4, 128), row_dim=16, rope_dim=4, index_dim=8, dtype=torch.float32, draft_tokens=DRAFTS
+)
 PADDED = 3
 
 
@@ -93,7 +98,7 @@ class Prepared:
         self.engine = Engine(GEOMETRY, Sequences(GEOMETRY, 8), tails=TailSizes(device_slots=6, host_slots=2))
         self.backend = self.engine.backend
         self.backend.req_to_token = self.engine.req_to_token.as_subclass(OnDevice)
-        self.backend.init_cuda_graph_state(max_bs=PADDED, max_num_tokens=PADDED)
+        self.backend.init_cuda_graph_state(max_bs=PADDED, max_num_tokens=PADDED * DRAFTS)
         self.lengths = torch.ones(PADDED, dtype=torch.int64).as_subclass(OnDevice)  # a runner's buffers
         self.slots = torch.zeros(PADDED, dtype=torch.int64).as_subclass(OnDevice)
         monkeypatch.setattr(metadata, "arrays_to_device", marked(metadata.arrays_to_device))
@@ -128,27 +133,32 @@ class Prepared:
         self.done(work)
         return waiting
 
-    def capture(self) -> SimpleNamespace:
+    def capture(self, mode: ForwardMode) -> SimpleNamespace:
         """A graph of `PADDED` requests, over the runner's buffers; what it is captured with."""
         batch = SimpleNamespace(
-            forward_mode=DECODE, batch_size=PADDED, seq_lens=self.lengths, req_pool_indices=self.slots
+            forward_mode=mode,
+            batch_size=PADDED,
+            seq_lens=self.lengths,
+            req_pool_indices=self.slots,
+            spec_info=SimpleNamespace(draft_token_num=DRAFTS, num_tokens_per_req=DRAFTS),
         )
         self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
         return batch
 
-    def view(self, work: list[tuple[int, int]]) -> SimpleNamespace:
+    def view(self, mode: ForwardMode, work: list[tuple[int, int]]) -> SimpleNamespace:
         """Of a replay: the buffers, filled by the runner."""
-        batch, count = self.engine.batch(DECODE, work), len(work)
+        batch, count = self.engine.batch(mode, work), len(work)
         self.lengths.fill_(1)
         self.slots.zero_()
         self.lengths[:count], self.slots[:count] = batch.seq_lens, batch.req_pool_indices
         return SimpleNamespace(
-            forward_mode=DECODE,
+            forward_mode=mode,
             batch_size=PADDED,
             seq_lens=self.lengths[:PADDED],
             req_pool_indices=self.slots[:PADDED],
             seq_lens_cpu=torch.tensor([*batch.seq_lens.tolist(), 1, 1])[:PADDED],
             req_pool_indices_cpu=batch.req_pool_indices_cpu,
+            spec_info=batch.spec_info,
         )
 
 
@@ -170,38 +180,43 @@ def test_a_decode_step_is_prepared_without_waiting(prepared: Prepared) -> None:
         prepared.eager(DECODE, [(0, 1), (1, 1)])
 
 
-def test_a_replay_launches_nothing_before_its_graph(prepared: Prepared) -> None:
-    """Its graph reads the runner's buffers. In the steps in which a ring is saved, that is all that is launched."""
+@pytest.mark.parametrize("mode", [DECODE, VERIFY, DRAFT_EXTEND], ids=lambda mode: mode.name.lower())
+def test_a_replay_launches_nothing_before_its_graph(prepared: Prepared, mode: ForwardMode) -> None:
+    """Its graph reads the runner's buffers. (What saves a ring moves the pool's own bytes, which are not marked.)"""
     prepared.eager(EXTEND, [(0, 250), (1, 100)])
-    captured = prepared.capture()
-    work = [(0, 1), (1, 1)]
+    captured = prepared.capture(mode)
+    new = 1 if mode is DECODE else DRAFTS
+    work = [(0, new), (1, new)]
     for step in range(8):
-        view = prepared.view(work)
+        view = prepared.view(mode, work)
         with NoWaiting() as waiting:
             prepared.backend.init_forward_metadata_out_graph(view)
             assert not waiting.launched, f"step {step}"
             prepared.backend.init_forward_metadata_in_graph(captured)
-        assert_same(prepared.backend.metadata, eager_metadata(prepared, work))
+        assert_same(prepared.backend.metadata, eager_metadata(prepared, mode, work))
         prepared.done(work)
 
 
 def test_a_replay_with_other_tensors_copies_them(prepared: Prepared) -> None:
     """A runner that hands over the batch's own tensors where no padding is needed, as EAGLE's draft runner does."""
     prepared.eager(EXTEND, [(0, 250), (1, 100), (2, 7)])
-    captured, work = prepared.capture(), [(0, 1), (1, 1), (2, 1)]
-    view = prepared.view(work)
+    captured, work = prepared.capture(DECODE), [(0, 1), (1, 1), (2, 1)]
+    view = prepared.view(DECODE, work)
     view.seq_lens, view.req_pool_indices = view.seq_lens.clone(), view.req_pool_indices.clone()
     prepared.lengths.fill_(9)
     prepared.slots.fill_(1)
     with NoWaiting():
         prepared.backend.init_forward_metadata_out_graph(view)
         prepared.backend.init_forward_metadata_in_graph(captured)
-    assert_same(prepared.backend.metadata, eager_metadata(prepared, work))
+    assert_same(prepared.backend.metadata, eager_metadata(prepared, DECODE, work))
 
 
-def eager_metadata(prepared: Prepared, work: list[tuple[int, int]]) -> ForwardMetadata:
+def eager_metadata(prepared: Prepared, mode: ForwardMode, work: list[tuple[int, int]]) -> ForwardMetadata:
     """Of the same step, padded, computed from tensors of its own."""
-    batch = prepared.engine.batch(DECODE, work, padding=PADDED - len(work))
+    batch = prepared.engine.batch(mode, work)
+    padding = PADDED - len(work)
+    batch.seq_lens = torch.cat((batch.seq_lens, torch.ones(padding, dtype=torch.int64)))
+    batch.req_pool_indices = torch.cat((batch.req_pool_indices, torch.zeros(padding, dtype=torch.int64)))
     backend = prepared.backend
     return backend._uniform(backend._uniform_inputs(batch), backend._max_pages)
 
