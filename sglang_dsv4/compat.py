@@ -65,6 +65,7 @@ SGLANG_HOOKS: dict[str, str] = {
     "make a draft's decode backend": f"{_DRAFTS}._create_dsv4_decode_backend",
     "make a draft's prefill backend": f"{_DRAFTS}._create_dsv4_prefill_backend",
     "capture a draft's graphs": "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._capture_cuda_graphs",
+    "name DSpark's target": "sglang.srt.speculative.dspark_components.dspark_worker_v2.target_model_type",
     "render a prompt": "sglang.srt.parser.deepseek_recipe_renderer.DeepSeekRecipe.encode",
     "normalise a request": "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
     "normalise sampling parameters": "sglang.srt.sampling.sampling_params.SamplingParams.normalize",

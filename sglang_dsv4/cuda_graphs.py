@@ -2,13 +2,17 @@
 
 Of a decode, verify or draft forward a graph holds everything from
 `Dsv4AttentionBackend.init_forward_metadata_in_graph`, which derives all addresses from the lengths and request slots of
-the batch, to the logits. Outside stay what needs the host: the copies of those two inputs
-(`init_forward_metadata_out_graph`; a decode step's graph reads them where SGLang's runner has them), tail checkpoints
-(`prefix.tails`), sampling. A prefill is not captured: its sizes are the batch's. Nor is what DSpark's worker stores of
-tokens that were kept.
+the batch where SGLang's runner has filled them, to the logits. Outside stay what needs the host: tail checkpoints
+(`prefix.tails`), sampling. A prefill is not captured: its sizes are the batch's.
 
 With speculation there are graphs of the target's verify step (all drafts of a request and the token before them), of a
-DSpark draft's block with its Markov head, and of an MTP draft's chain of steps and its extend step.
+DSpark draft's block with its Markov head, and of an MTP draft's chain of steps and its extend step. What DSpark's
+worker does behind a verify step, some forty launches, can be in that step's graph, too:
+
+    SGLANG_DSV4_VERIFY_EPILOGUE    on: which drafts are kept, and the context rows of the tokens that are, are the end
+                                   of the verify step's graph, for batches that are greedy, without penalties, biases
+                                   and grammars; the same bits. off (default): the host launches them. It was not run on
+                                   a GPU yet
 
 An op can be captured if it reads nothing back to the host; the registry knows which (`graph_safe`). References do, so
 there are no graphs until every op of a decode step has a kernel.
@@ -21,13 +25,17 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from dsv4_kernels.environment import one_of
 from sglang_dsv4 import compat
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
 logger = logging.getLogger(__name__)
+
+VERIFY_EPILOGUE = "SGLANG_DSV4_VERIFY_EPILOGUE"
 
 STEP_OPS = (
     "apply_rope_in_place",
@@ -99,3 +107,21 @@ def capture_draft_extend(worker: EagleDraftWorker) -> None:
         begin = time.perf_counter()
         worker.cuda_graph_runner_for_draft_extend = EAGLEDraftExtendCudaGraphRunner(worker)
         logger.info("CUDA graphs of the draft's extend step: %.1f s", time.perf_counter() - begin)
+
+
+def model_type_for_epilogue(model_type: str | None, target_worker: TpModelWorker) -> str | None:
+    """After DSpark's worker has asked for its target's model type: the one for which SGLang ends a verify step's graph
+    with `DsparkVerifyEpilogue`, if that is asked for.
+
+    SGLang asks there for nothing else. Its epilogue stores context rows by the draft's `write_target_hidden_kv`, as it
+    does without a graph; with -1 in place of the ring rows of tokens that are not kept, and of all tokens where the
+    epilogue does not serve the batch.
+
+    Raises:
+        ValueError: the switch is neither on nor off.
+    """
+    architectures = target_worker.model_runner.model_config.hf_config.architectures
+    if compat.is_ours(architectures) and one_of(VERIFY_EPILOGUE, ("on", "off"), "off") == "on":
+        logger.info("sglang_dsv4: graphs of verify steps end with which of DSpark's drafts are kept")
+        return "deepseek_v41"
+    return model_type

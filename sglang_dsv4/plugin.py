@@ -253,7 +253,7 @@ def _install_scheduler_hooks() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_dsv4 import experts_runner, penalties, request_checks, request_guards, sampling, startup
+    from sglang_dsv4 import cuda_graphs, experts_runner, penalties, request_checks, request_guards, sampling, startup
     from sglang_dsv4.prefix import storage, tails
 
     experts_runner.register()
@@ -273,6 +273,7 @@ def _install_scheduler_hooks() -> None:
     _hook("make a draft's decode backend", _create_draft_decode_backend, "AROUND")
     _hook("make a draft's prefill backend", _create_draft_extend_backend, "AROUND")
     _hook("capture a draft's graphs", _capture_draft_extend, "AFTER")
+    _hook("name DSpark's target", cuda_graphs.model_type_for_epilogue, "AFTER")
     _hook("check a request", request_checks.refuse_unknown_token_ids, "AFTER")
     _hook("make a grammar", request_guards.refuse_empty_grammar, "AFTER")
     _hook("update weights", request_guards.keep_weights, "AROUND")

@@ -2,7 +2,9 @@
 
 After the real draft has run, its proposals are replaced. What a request will answer stands in the file that
 `ORACLE_FILE` names, JSON {prompt as text: tokens}; a request that is not in it keeps what was drafted. Step n of a
-request gets n % (k + 1) right drafts of k, and a wrong one behind them.
+request gets n % (k + 1) right drafts of k, and a wrong one behind them. What the draft itself proposed for a request
+that the file knows is appended to DRAFTED beside it, a line of JSON a step: [prompt as text, tokens in the cache,
+tokens].
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 ANSWERS = "answers.json"
+DRAFTED = "drafted.jsonl"
 ENTRY_POINT = "[sglang.srt.plugins]\noracle_drafts = oracle_drafts:setup\n"
 DSPARK = "sglang.srt.speculative.dspark_components.dspark_draft.DraftBlockProposer.propose"
 EAGLE = "sglang.srt.speculative.eagle_worker_common.build_eagle_verify_input"
@@ -57,11 +60,14 @@ def improved(batch: Any, drafts: Tensor) -> Tensor:
 
     How many tokens a request has is asked of the device: with overlapped scheduling `req.output_ids` is a step late.
     """
-    drafts, k = drafts.clone(), drafts.shape[1]
+    proposed, drafts, k = drafts.tolist(), drafts.clone(), drafts.shape[1]
     for row, (req, in_cache) in enumerate(zip(batch.reqs, batch.seq_lens.tolist(), strict=True)):
-        answer = answers().get(" ".join(map(str, req.origin_input_ids)))
+        prompt = " ".join(map(str, req.origin_input_ids))
+        answer = answers().get(prompt)
         if answer is None:
             continue
+        with Path(os.environ["ORACLE_FILE"]).with_name(DRAFTED).open("a") as file:
+            file.write(json.dumps([prompt, in_cache, proposed[row]]) + "\n")
         step = _steps[req.rid] = _steps.get(req.rid, len(req.origin_input_ids)) + 1
         known = in_cache + 1 - len(req.origin_input_ids)  # the last one is not in the cache yet
         right = answer[known:][:k]

@@ -27,7 +27,9 @@ WORKERS = (
     "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2",
     "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2",
 )
+COMMIT = "sglang.srt.speculative.dspark_components.dspark_verify.TargetVerifyExecutor.commit_hidden"
 LINE = "replayed graphs: {} of {} tokens a request"
+COMMIT_LINE = "replayed graphs: context rows are stored outside of them"
 
 
 def install(folder: Path) -> dict[str, str]:
@@ -146,12 +148,14 @@ def setup() -> None:
     from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
     from sglang.srt.platforms.interface import PlatformCapabilities
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.speculative.dspark_components import dspark_worker_v2
 
     from dsv4_kernels import registry
     from sglang_dsv4.cpu.platform import CpuPlatform
 
     for worker in WORKERS:
         HookRegistry.register(f"{worker}.forward_batch_generation", without_host_lengths, HookType.AROUND)
+    HookRegistry.register(COMMIT, lambda *args, **kwargs: print(COMMIT_LINE, flush=True), HookType.BEFORE)
     registry._resolved = References()
     # SGLang records on a CPU what torch.compile compiles, and nothing but decode steps.
     torch_compile = SimpleNamespace(capture=SimpleNamespace(enable_torch_compile=True))
@@ -162,6 +166,7 @@ def setup() -> None:
     CpuPlatform.get_graph_runner_cls = lambda self: decode_runner()
     CpuPlatform.get_full_graph_backend_cls = lambda self: ReplayedGraphs
     CpuPlatform.get_speculative_graph_runner_cls = draft_runner
+    dspark_worker_v2.is_cuda = lambda: True  # what it asks before it makes a verify step's epilogue
 
 
 def without_host_lengths(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:

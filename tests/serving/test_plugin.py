@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -178,6 +179,35 @@ def test_cuda_graphs_wait_for_kernels() -> None:
             "index_topk", name, "nowhere:nothing", lambda device, dtype: True, priority, graph_safe=graph_safe
         )
         assert ("index_topk" in cuda_graphs.uncapturable_ops("cuda", 512)) == (not graph_safe)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "switch", "named"),
+    [
+        ("DeepseekV4ForCausalLM", None, "deepseek_v4"),
+        ("DeepseekV4ForCausalLM", "off", "deepseek_v4"),
+        ("DeepseekV4ForCausalLM", "on", "deepseek_v41"),
+        ("DeepseekV3ForCausalLM", "on", "deepseek_v4"),
+    ],
+)
+def test_verify_steps_end_as_asked(
+    architecture: str, switch: str | None, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The type by which SGLang decides, of ours only, and only where SGLang asks for that."""
+    from sglang.srt.speculative.dspark_components import dspark_worker_v2
+
+    monkeypatch.delenv(cuda_graphs.VERIFY_EPILOGUE, raising=False)
+    if switch is not None:
+        monkeypatch.setenv(cuda_graphs.VERIFY_EPILOGUE, switch)
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model_config=config))
+    assert cuda_graphs.model_type_for_epilogue("deepseek_v4", worker) == named
+    monkeypatch.setenv(cuda_graphs.VERIFY_EPILOGUE, "perhaps")
+    if architecture == "DeepseekV4ForCausalLM":
+        with pytest.raises(ValueError, match=r"SGLANG_DSV4_VERIFY_EPILOGUE must be 'on' or 'off', got 'perhaps'"):
+            cuda_graphs.model_type_for_epilogue("deepseek_v4", worker)
+    asked = [line for line in inspect.getsource(dspark_worker_v2).splitlines() if "target_model_type(" in line]
+    assert asked == ['        target_is_dsv41 = target_model_type(self.target_worker) == "deepseek_v41"']
 
 
 def test_cuda_graphs_do_not_wait_for_an_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from serving import oracle_drafts, replayed_graphs
-from serving.server import TAILS, Server, running_server
+from serving.server import TAILS, Server, flush, running_server
 from serving.test_speculation import (
     ALGORITHMS,
     FLAGS,
@@ -21,6 +21,7 @@ from serving.test_speculation import (
 )
 
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
+from sglang_dsv4.cuda_graphs import VERIFY_EPILOGUE
 
 RUNNERS = {
     "EAGLE": {"DecodeCudaGraphRunner": 4, "EAGLEDraftCudaGraphRunner": 1, "EAGLEDraftExtendCudaGraphRunner": 4},
@@ -28,19 +29,27 @@ RUNNERS = {
 }
 
 
-@pytest.fixture(scope="module", params=list(ALGORITHMS))
+EPILOGUE = "DSPARK, acceptance in the graph"
+
+
+@pytest.fixture(scope="module", params=[*ALGORITHMS, EPILOGUE])
 def replaying(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speculating]:
-    shape, drafts, flags = ALGORITHMS[request.param]
+    algorithm = request.param.partition(",")[0]
+    shape, drafts, flags = ALGORITHMS[algorithm]
     folder = tmp_path_factory.mktemp("replaying")
     write_checkpoint(folder / "checkpoint", shape)
     with pytest.MonkeyPatch.context() as environment:
         oracle = oracle_drafts.install(folder)
         environment.setenv("PYTHONPATH", oracle["PYTHONPATH"])
         env = {**TAILS, **oracle, **replayed_graphs.install(folder / "graphs")}
-    flags += ("--speculative-algorithm", request.param, "--speculative-num-draft-tokens", str(drafts + 1))
+    if request.param == EPILOGUE:
+        env[VERIFY_EPILOGUE] = "on"
+    flags += ("--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", str(drafts + 1))
     flags += ("--cuda-graph-bs-decode", "1", "4", "16")
     with running_server(folder / "checkpoint", folder / "log", *FLAGS, *flags, env=env) as running:
-        yield Speculating(running, request.param, folder)
+        found = Speculating(running, algorithm, folder)
+        found.ends_in_the_graph = request.param == EPILOGUE
+        yield found
 
 
 @pytest.mark.parametrize("at_once", [1, 11])
@@ -71,6 +80,25 @@ def test_a_page_that_was_filled_by_drafts_is_reused(server: Server, replaying: S
     drafted = ask(replaying.server, turns, 2, max_new_tokens=20)
     assert_same(plain, drafted)
     assert [result["meta_info"]["cached_tokens"] for result in drafted] == [256, 256]
+
+
+def test_the_next_drafts_are_the_same_outside_of_the_graph(server: Server, replaying: Speculating) -> None:
+    """A logit bias, of zero here, has SGLang accept drafts and store their context outside of the verify step's graph.
+    What is drafted then depends on the rows of all tokens that were kept."""
+    prompts = random_prompts(60, [7, 131, 250])
+    replaying.will_answer(prompts, ask(server, prompts, 3, max_new_tokens=40))
+    drafted, commits = [], []
+    for sampling in ({}, {"logit_bias": {"3": 0.0}}):
+        flush(replaying.server)
+        replaying.drafted()
+        before = replaying.server.log.count(replayed_graphs.COMMIT_LINE)
+        ask(replaying.server, prompts, 3, max_new_tokens=40, **sampling)
+        drafted.append(replaying.drafted())
+        commits.append(replaying.server.log.count(replayed_graphs.COMMIT_LINE) - before)
+    assert len(drafted[0]) >= 3 * 40 / (replaying.drafts + 1)
+    assert drafted[0] == drafted[1]
+    if replaying.algorithm == "DSPARK":
+        assert (commits[0] == 0) == replaying.ends_in_the_graph and commits[1] > 0
 
 
 def test_every_kind_of_graph_was_replayed(replaying: Speculating) -> None:

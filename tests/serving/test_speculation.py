@@ -68,6 +68,13 @@ class Speculating:
         written.write_text(json.dumps(self._answers))
         written.rename(self._file)
 
+    def drafted(self) -> list[list[Any]]:
+        """What the draft proposed for requests that the oracle knows since this was last asked, by prompt and place."""
+        file = self._file.with_name(oracle_drafts.DRAFTED)
+        lines = file.read_text().splitlines() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return sorted(json.loads(line) for line in lines)
+
 
 @pytest.fixture(scope="module", params=list(ALGORITHMS))
 def speculating(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speculating]:

@@ -9,6 +9,7 @@ speculation.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from serving.server import running_server
 from serving.test_speculation import ALGORITHMS, Speculating, ask, random_prompts, tokens_a_step
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.cuda_graphs import VERIFY_EPILOGUE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,11 +43,15 @@ SHORT = [1, 3, 126, 127, 128, 150, 165]
 """Prefills in which no runner of SGLang's orders tokens by atomics; the answers end behind a page."""
 LENGTHS = [1, 3, 126, 127, 128, 250, 253, 255, 256, 511, 600, 770]
 GRAPH_LINES = {"EAGLE": ("target verify", "draft decode", "extend step"), "DSPARK": ("target verify", "draft verify")}
+EPILOGUE_LINE = "graphs of verify steps end with which of DSpark's drafts are kept"
+EPILOGUE = "DSPARK, acceptance in the graph"
 
 
-@pytest.fixture(scope="module", params=list(SHAPES))
-def algorithm(request: pytest.FixtureRequest) -> str:
-    return request.param
+@pytest.fixture(scope="module", params=[*SHAPES, EPILOGUE])
+def algorithm(request: pytest.FixtureRequest) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(VERIFY_EPILOGUE, "on" if request.param == EPILOGUE else "off")
+        yield request.param.partition(",")[0]
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +71,8 @@ def serving(checkpoint: Path, name: str, algorithm: str | None, *flags: str) -> 
         flags += (*of_algorithm, "--speculative-algorithm", algorithm)
         flags += ("--speculative-num-draft-tokens", str(drafts + 1))
     with running_server(checkpoint, folder / "log", *FLAGS, *flags, env=env) as running:
+        asked = algorithm == "DSPARK" and os.environ[VERIFY_EPILOGUE] == "on"
+        assert (EPILOGUE_LINE in running.log) == asked
         yield Speculating(running, algorithm or "", folder)
 
 
