@@ -2,7 +2,8 @@
 
     python benchmarks/bench_speculation.py --models FOLDER --out benchmarks/results/speculation_h200.json \\
         [--works graphs agreement decode eagle dspark] [--algorithms eagle dspark] [--contenders ours builtin] \\
-        [--requests 1 16 64] [--resume] [--builtin-flags "--moe-runner-backend marlin"] [-- further server flags]
+        [--requests 1 16 64] [--turns 3] [--resume] [--builtin-flags "--moe-runner-backend marlin"] \\
+        [-- further server flags]
 
 Random weights accept next to nothing, so what is measured is cost. Each work starts servers of its own:
 
@@ -19,13 +20,17 @@ Under FOLDER there are `april` and `dspark`, six layers of V4-Flash with all 256
 written there if they are missing, the weights are --load-format dummy. `--tiny` writes small checkpoints with weights
 in their place, which a CPU serves, too: for the agreement.
 
-Of a step, in microseconds, medians:
+Of a step, in microseconds, medians but for the last:
 
     *_verify    the graph that holds the target, from its first kernel to the end of its last, by SGLang's profiler
     *_draft     busy time of everything else: drafts, acceptance, and what the draft stores of tokens that were kept
     *_step      from one verify step to the next, gaps and host included, without the profiler: tokens a step that
-                requests got, over their tok/s while all of them decode
+                requests got, over their tok/s while all of them decode; the shortest of a few runs, since whatever else
+                the machine does only adds to it
     decode, decode_step     the same of a server without speculation
+
+With few requests the host bounds a step, and a machine's host may change its speed by half within seconds. `--turns`
+measures steps again, one server after the other, as often as that: for servers that run already (`servers.py`).
 
 `--resume` adds to what `--out` holds: works can run one after the other. A row has null for a contender that has not
 been measured. `pays` has tokens a step above which speculation pays: a step's time over a decode step's.
@@ -37,6 +42,7 @@ import argparse
 import collections
 import itertools
 import json
+import os
 import random
 import shlex
 import statistics
@@ -49,7 +55,7 @@ from typing import Any
 
 import serve_load
 from serve_profile import busy_us, decode_events, gpu_work
-from servers import Server, running, versions
+from servers import SWITCHES, Server, running, versions
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, Shape, hf_config, write_checkpoint
 from sglang_dsv4.cpu.random_tokenizer import write_tokenizer
@@ -184,9 +190,9 @@ def rows_of(work: str, found: Steps, step_us: float) -> dict[str, float]:
 
 
 def step_us(url: str, requests: int) -> float:
-    """A whole step's time by what clients get, the median of a few runs."""
+    """A whole step's time by what clients get, the shortest of a few runs."""
     runs = [serve_load.run(url, serve_load.decode(requests, CONTEXT, NEW_TOKENS, seed)) for seed in SEEDS]
-    return statistics.median(1e6 * requests * run.get("tokens_a_step", 1.0) / run["tok_s"] for run in runs)
+    return min(1e6 * requests * run.get("tokens_a_step", 1.0) / run["tok_s"] for run in runs)
 
 
 # ------------------------------------------------------------------------------------------------ the results
@@ -203,11 +209,12 @@ class Results:
         self.agreement: list[dict[str, Any]] = before.get("agreement", [])
         self.about: dict[str, Any] = before.get("about", {})
 
-    def note(self, contender: str, requests: int, figures: dict[str, float]) -> None:
-        """Add a contender's figures."""
+    def note(self, contender: str, requests: int, figures: dict[str, float], *, again: bool = False) -> None:
+        """Add a contender's figures; of those that are measured again the shorter ones stay."""
         for work, us in figures.items():
             row = self.times.setdefault((work, requests), dict.fromkeys(CONTENDERS))
-            row[contender] = us
+            before = row[contender]
+            row[contender] = min(us, before) if again and before is not None else us
             print(f"  {contender:8} {work:14} {requests:4} requests {us:10.0f} us", flush=True)
 
     def pays(self) -> list[dict[str, Any]]:
@@ -309,14 +316,18 @@ def run(arguments: argparse.Namespace, results: Results) -> None:
     largest = max(arguments.requests)
     graphs = ("--max-running-requests", str(largest + 8), "--cuda-graph-bs-decode", *map(str, arguments.requests))
     for work in [work for work in arguments.works if work == "decode" or work in arguments.algorithms]:
-        for contender in arguments.contenders:
+        for turn, contender in itertools.product(range(arguments.turns), arguments.contenders):
             more = SPECULATION.get(work, ())
             own = shlex.split(arguments.builtin_flags) if contender == "builtin" else ()
             model, log = arguments.models / MODEL_OF[work], arguments.logs / f"{work}_{contender}.log"
             flags = (*common, *graphs, *arguments.flags, *more, *own)
             with running(contender, model, flags, arguments.port, log, alone=True) as server:
                 for requests in arguments.requests:
-                    results.note(contender, requests, measure(server, work, requests))
+                    if turn:
+                        found = {f"{work}_step": step_us(server.url, requests)}
+                    else:
+                        found = measure(server, work, requests)
+                    results.note(contender, requests, found, again=turn > 0)
                     save(arguments.out, results)
 
 
@@ -334,6 +345,7 @@ def main() -> int:
     parser.add_argument("--algorithms", nargs="+", choices=list(SPECULATION), default=list(SPECULATION))
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--requests", nargs="+", type=int, default=REQUESTS)
+    parser.add_argument("--turns", type=int, default=1, help="how often steps are measured, in turns with the other")
     parser.add_argument("--new-tokens", type=int, default=64, help="of an answer of the agreement")
     parser.add_argument("--exact", action="store_true", help=f"the agreement under {EXACT}")
     parser.add_argument("--tiny", action="store_true", help="small checkpoints with weights")
@@ -354,7 +366,9 @@ def main() -> int:
     arguments.logs.mkdir(parents=True, exist_ok=True)
     results = Results(before)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    results.about = {"gpu": gpus, "versions": versions(), "flags": [*arguments.flags, arguments.builtin_flags]}
+    switches = {name: os.environ[name] for name in SWITCHES if name in os.environ}
+    flags = [*arguments.flags, arguments.builtin_flags]
+    results.about = {"gpu": gpus, "versions": versions(), "flags": flags, "switches": switches}
     run(arguments, results)
     print(json.dumps(results.as_json()["pays"], indent=1))
     must_agree = [row for row in results.agreement if row["work"] == "graphs" or row["exact"] or not gpus]

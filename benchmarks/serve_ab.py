@@ -49,7 +49,7 @@ from pathlib import Path
 
 import serve_load
 from serve_profile import Profile, profile_decode, profile_prefill
-from servers import CONTENDERS, STALL_S, Server, running, versions
+from servers import CONTENDERS, STALL_S, SWITCHES, Server, running, versions
 
 WORKS = ("decode", "prefill", "multi_turn", "profile", "churn", "agreement")
 WORKS_OF = {  # how the rows are named that only this work has
@@ -64,13 +64,6 @@ CHURN = {"long": (16_384, 256, 32), "short": (1_536, 64, 32)}  # prefix, user an
 CHURN_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the sessions that ours holds
 CHURN_AT_ONCE = 16
 LESS_IS_BETTER = ("ttft", "itl", "bytes", "launches", "busy", "span", "recomputed", "distance", "silence")
-SWITCHES = (
-    "DSV4_DEPENDENT_LAUNCH",
-    "SGLANG_DSV4_FP8_LINEAR",
-    "SGLANG_DSV4_SEQUENCE_PARALLEL",
-    "SGLANG_DSV4_SIDE_STREAM",
-    "SGLANG_DSV4_WO_A",
-)  # of ours, which change how a step runs
 PRINTED_KERNELS = 30
 PRINTED_HOST_CALLS = 5
 REPEATS = (71, 72, 73)  # seeds of the short works; their medians count

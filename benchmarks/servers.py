@@ -39,6 +39,15 @@ NODES_PORT, NODE_PORTS = 500, 1000  # above a server's port: where its nodes mee
 PORT_TAKEN = "address already in use"
 """What a server says that then answers nobody. Ports from 32768 on Linux gives to whoever asks for any."""
 STALL_S = 2.0  # twice what the longest forward takes, a chunk's of the prefill of 64K
+SWITCHES = (
+    "DSV4_DEPENDENT_LAUNCH",
+    "SGLANG_DSV4_FP8_LINEAR",
+    "SGLANG_DSV4_SEQUENCE_PARALLEL",
+    "SGLANG_DSV4_SIDE_STREAM",
+    "SGLANG_DSV4_VERIFY_EPILOGUE",
+    "SGLANG_DSV4_WO_A",
+)
+"""Of ours, which change how a step runs."""
 FOLDER_VARIABLE = "BENCHMARK_SERVERS"
 LIST = "servers.json"
 """In that folder: what runs."""
