@@ -318,7 +318,8 @@ def tokens_that_fit(model: Path, size: float, flags: Sequence[str]) -> int:
 
 
 def agreement(model: Path, flags_of: Mapping[str, Sequence[str]], port: int, logs: Path) -> list[Row]:
-    """Ours against the built-in, and the built-in against itself in another batch; the mean absolute difference."""
+    """Of log-probabilities the mean absolute difference: ours against the built-in, beside the built-in against itself
+    in another batch; and each against itself."""
     found = {}
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     for name in CONTENDERS:
@@ -328,8 +329,13 @@ def agreement(model: Path, flags_of: Mapping[str, Sequence[str]], port: int, log
             found[name] = logprobs(server, vocab, prompts=8, length=700)
     ours, builtin = found["ours"][0], found["builtin"][0]
     apart = statistics.mean(abs(a - b) for a, b in zip(ours, builtin, strict=True))
-    itself = statistics.mean(abs(a - b) for a, b in zip(*found["builtin"], strict=True))
-    return [Row("agreement", 8, "logprob_distance", ours=apart, builtin=itself)]
+    itself = {
+        name: statistics.mean(abs(a - b) for a, b in zip(*values, strict=True)) for name, values in found.items()
+    }
+    return [
+        Row("agreement", 8, "logprob_distance", ours=apart, builtin=itself["builtin"]),
+        Row("agreement", 8, "logprob_distance_itself", **itself),
+    ]
 
 
 def best_third_of(rows: Sequence[Row]) -> list[Row]:

@@ -30,9 +30,11 @@ RUNNERS = {
 
 
 EPILOGUE = "DSPARK, acceptance in the graph"
+# A server more, for what is off by default.
+PARAMS = [*ALGORITHMS, pytest.param(EPILOGUE, marks=pytest.mark.slow)]
 
 
-@pytest.fixture(scope="module", params=[*ALGORITHMS, EPILOGUE])
+@pytest.fixture(scope="module", params=PARAMS)
 def replaying(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speculating]:
     algorithm = request.param.partition(",")[0]
     shape, drafts, flags = ALGORITHMS[algorithm]
