@@ -126,7 +126,6 @@ LONG = (
     "tests/radix/test_draft_tails.py",
     "tests/model/test_state.py",
     "tests/model/test_logits.py",
-    "tests/model/test_sequence_parallel.py",
     "tests/model/test_invariance.py",
     "tests/ops/test_hyper_connection_gpu.py",
     "tests/ops/test_sparse_attention_sm100.py",

@@ -49,18 +49,19 @@ def in_ranks(what: str, ranks: int, *arguments: object) -> None:
             process.kill()
 
 
-@pytest.mark.slow  # the models' test has two ranks' sums
+@pytest.mark.slow  # ranks are processes
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rows_and_sums(ranks: int) -> None:
     in_ranks("module", ranks)
 
 
+@pytest.mark.slow  # ranks are processes
 @pytest.mark.parametrize(
     ("ranks", "preset", "dtype", "algorithm", "flag"),
     [
         pytest.param(2, "tiny", "bfloat16", "EAGLE", "none", id="2-mtp"),
-        pytest.param(2, "flash-0731", "float32", "DSPARK", "flag", id="2-dspark-flag", marks=pytest.mark.slow),
-        pytest.param(4, "tiny", "float32", "EAGLE", "flag", id="4-mtp-flag", marks=pytest.mark.slow),
+        pytest.param(2, "flash-0731", "float32", "DSPARK", "flag", id="2-dspark-flag"),
+        pytest.param(4, "tiny", "float32", "EAGLE", "flag", id="4-mtp-flag"),
     ],
 )
 def test_models(ranks: int, preset: str, dtype: str, algorithm: str, flag: str, tmp_path: Path) -> None:
