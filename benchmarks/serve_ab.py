@@ -329,9 +329,7 @@ def agreement(model: Path, flags_of: Mapping[str, Sequence[str]], port: int, log
             found[name] = logprobs(server, vocab, prompts=8, length=700)
     ours, builtin = found["ours"][0], found["builtin"][0]
     apart = statistics.mean(abs(a - b) for a, b in zip(ours, builtin, strict=True))
-    itself = {
-        name: statistics.mean(abs(a - b) for a, b in zip(*values, strict=True)) for name, values in found.items()
-    }
+    itself = {name: statistics.mean(abs(a - b) for a, b in zip(*values, strict=True)) for name, values in found.items()}
     return [
         Row("agreement", 8, "logprob_distance", ours=apart, builtin=itself["builtin"]),
         Row("agreement", 8, "logprob_distance_itself", **itself),

@@ -38,7 +38,7 @@ from sglang_dsv4.prefix.tails import HostBatch, Tails
 from sglang_dsv4.sglang_bases import SnapshotAttentionBackend
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
@@ -111,8 +111,6 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         self._workspace_rows: Tensor | None = None  # [rows] int64: 0, 1, 2, ...
         self._unpacked_rows: Tensor | None = None  # [rows, row_dim] bf16
         self._tail_rows: TailRows | None = None
-        # Lengths and slots that a graph reads, by the mode and the number of requests that it was recorded with.
-        self._captured: dict[tuple[ForwardMode, int], tuple[Tensor, Tensor]] = {}
 
     # -- once a forward ----------------------------------------------------------------------------------------------
 
@@ -162,21 +160,15 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         launched here, but for tail checkpoints.
 
         Args:
-            forward_batch: in a replay, SGLang's view of the batch, padded to the graph's size.
+            forward_batch: in a replay, SGLang's view of the batch. Its tensors need not be those that the graph reads:
+                EAGLE's draft runner fills its buffers and hands over the batch's own.
             in_capture: the graph is being recorded, of requests that do not exist.
         """
         self._tail_rows = None  # of a prefill before it; these steps save rings
         if self.token_to_kv_pool.draft is not None:
             self.token_to_kv_pool.draft.tail_rows = None
-        key = forward_batch.forward_mode, forward_batch.batch_size
-        given = forward_batch.seq_lens, forward_batch.req_pool_indices
-        if in_capture:
-            self._captured[key] = given
-            return
-        for there, here in zip(self._captured.get(key, ()), given, strict=False):
-            if there.data_ptr() != here.data_ptr():  # a runner that replays with other tensors than it has captured
-                there.copy_(here[: forward_batch.batch_size])
-        self._before_forward(forward_batch)
+        if not in_capture:
+            self._before_forward(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Derive the metadata from the batch's lengths and slots: fixed shapes, no host synchronisation."""

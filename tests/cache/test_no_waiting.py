@@ -180,35 +180,25 @@ def test_a_decode_step_is_prepared_without_waiting(prepared: Prepared) -> None:
         prepared.eager(DECODE, [(0, 1), (1, 1)])
 
 
+@pytest.mark.parametrize("own_tensors", [False, True], ids=["view", "own tensors"])
 @pytest.mark.parametrize("mode", [DECODE, VERIFY, DRAFT_EXTEND], ids=lambda mode: mode.name.lower())
-def test_a_replay_launches_nothing_before_its_graph(prepared: Prepared, mode: ForwardMode) -> None:
-    """Its graph reads the runner's buffers. (What saves a ring moves the pool's own bytes, which are not marked.)"""
+def test_a_replay_launches_nothing_before_its_graph(prepared: Prepared, mode: ForwardMode, own_tensors: bool) -> None:
+    """Its graph reads the runner's buffers, also where the runner hands over the batch's own tensors, as EAGLE's draft
+    runner does where no padding is needed. (What saves a ring moves the pool's own bytes, which are not marked.)"""
     prepared.eager(EXTEND, [(0, 250), (1, 100)])
     captured = prepared.capture(mode)
     new = 1 if mode is DECODE else DRAFTS
     work = [(0, new), (1, new)]
     for step in range(8):
         view = prepared.view(mode, work)
+        if own_tensors:
+            view.seq_lens, view.req_pool_indices = view.seq_lens.clone(), view.req_pool_indices.clone()
         with NoWaiting() as waiting:
             prepared.backend.init_forward_metadata_out_graph(view)
             assert not waiting.launched, f"step {step}"
             prepared.backend.init_forward_metadata_in_graph(captured)
         assert_same(prepared.backend.metadata, eager_metadata(prepared, mode, work))
         prepared.done(work)
-
-
-def test_a_replay_with_other_tensors_copies_them(prepared: Prepared) -> None:
-    """A runner that hands over the batch's own tensors where no padding is needed, as EAGLE's draft runner does."""
-    prepared.eager(EXTEND, [(0, 250), (1, 100), (2, 7)])
-    captured, work = prepared.capture(DECODE), [(0, 1), (1, 1), (2, 1)]
-    view = prepared.view(DECODE, work)
-    view.seq_lens, view.req_pool_indices = view.seq_lens.clone(), view.req_pool_indices.clone()
-    prepared.lengths.fill_(9)
-    prepared.slots.fill_(1)
-    with NoWaiting():
-        prepared.backend.init_forward_metadata_out_graph(view)
-        prepared.backend.init_forward_metadata_in_graph(captured)
-    assert_same(prepared.backend.metadata, eager_metadata(prepared, DECODE, work))
 
 
 def eager_metadata(prepared: Prepared, mode: ForwardMode, work: list[tuple[int, int]]) -> ForwardMetadata:
