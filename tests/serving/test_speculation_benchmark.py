@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import bench_speculation
 import pytest
@@ -72,6 +76,35 @@ def test_a_step_lasts_as_clients_see_it(verify_steps: int, step_us: float, monke
 
     monkeypatch.setattr(serve_load, "run", lambda url, load: asyncio.run(load(Client())))
     assert bench_speculation.step_us("", requests=2) == pytest.approx(step_us)
+
+
+def test_servers_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs once each; steps in every turn, of which the shortest stays."""
+    asked, steps_us = [], iter([5.0, 6.0, 4.0, 7.0])
+
+    @contextlib.contextmanager
+    def running(contender: str, *arguments: object, **options: object) -> Iterator[SimpleNamespace]:
+        asked.append(contender)
+        yield SimpleNamespace(url="")
+
+    monkeypatch.setattr(bench_speculation, "running", running)
+    monkeypatch.setattr(bench_speculation, "write_models", lambda folder, tiny: None)
+    monkeypatch.setattr(bench_speculation, "step_us", lambda url, requests: next(steps_us))
+    monkeypatch.setattr(
+        bench_speculation,
+        "measure",
+        lambda server, work, requests: rows_of(work, Steps(3.0, 1.0), bench_speculation.step_us("", requests)),
+    )
+    arguments = argparse.Namespace(
+        **{"models": tmp_path, "tiny": True, "exact": False, "works": ["dspark"], "algorithms": ["dspark"]},
+        **{"requests": [1], "turns": 2, "contenders": ["ours", "builtin"], "builtin_flags": "", "flags": []},
+        **{"port": 1, "logs": tmp_path, "out": tmp_path / "out.json"},
+    )
+    results = Results({})
+    bench_speculation.run(arguments, results)
+    assert asked == ["ours", "builtin", "ours", "builtin"]
+    assert results.times["dspark_verify", 1] == {"ours": 3.0, "builtin": 3.0}
+    assert results.times["dspark_step", 1] == {"ours": 4.0, "builtin": 6.0}
 
 
 def test_a_trace_without_graphs_is_refused() -> None:
