@@ -7,7 +7,7 @@ the batch where SGLang's runner has filled them, to the logits. Outside stay wha
 
 With speculation there are graphs of the target's verify step (all drafts of a request and the token before them), of a
 DSpark draft's block with its Markov head, and of an MTP draft's chain of steps and its extend step. What DSpark's
-worker does behind a verify step, some forty launches, can be in that step's graph, too:
+worker does behind a verify step can be in that step's graph, too:
 
     SGLANG_DSV4_VERIFY_EPILOGUE    on: which drafts are kept, and the context rows of the tokens that are, are the end
                                    of the verify step's graph, for batches that are greedy, without penalties, biases

@@ -12,8 +12,10 @@ from serving import oracle_drafts, replayed_graphs
 from serving.server import TAILS, Server, flush, running_server
 from serving.test_speculation import (
     ALGORITHMS,
+    EPILOGUE,
     FLAGS,
     Speculating,
+    algorithm_and_switch,
     ask,
     assert_same,
     random_prompts,
@@ -21,37 +23,30 @@ from serving.test_speculation import (
 )
 
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
-from sglang_dsv4.cuda_graphs import VERIFY_EPILOGUE
 
 RUNNERS = {
     "EAGLE": {"DecodeCudaGraphRunner": 4, "EAGLEDraftCudaGraphRunner": 1, "EAGLEDraftExtendCudaGraphRunner": 4},
     "DSPARK": {"DecodeCudaGraphRunner": 6, "DraftDecodeCudaGraphRunner": 5},
 }
 
-
-EPILOGUE = "DSPARK, acceptance in the graph"
 # A server more, for what is off by default.
 PARAMS = [*ALGORITHMS, pytest.param(EPILOGUE, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module", params=PARAMS)
 def replaying(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speculating]:
-    algorithm = request.param.partition(",")[0]
+    algorithm, switch = algorithm_and_switch(request.param)
     shape, drafts, flags = ALGORITHMS[algorithm]
     folder = tmp_path_factory.mktemp("replaying")
     write_checkpoint(folder / "checkpoint", shape)
     with pytest.MonkeyPatch.context() as environment:
         oracle = oracle_drafts.install(folder)
         environment.setenv("PYTHONPATH", oracle["PYTHONPATH"])
-        env = {**TAILS, **oracle, **replayed_graphs.install(folder / "graphs")}
-    if request.param == EPILOGUE:
-        env[VERIFY_EPILOGUE] = "on"
+        env = {**TAILS, **oracle, **replayed_graphs.install(folder / "graphs"), **switch}
     flags += ("--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", str(drafts + 1))
     flags += ("--cuda-graph-bs-decode", "1", "4", "16")
     with running_server(folder / "checkpoint", folder / "log", *FLAGS, *flags, env=env) as running:
-        found = Speculating(running, algorithm, folder)
-        found.ends_in_the_graph = request.param == EPILOGUE
-        yield found
+        yield Speculating(running, request.param, folder)
 
 
 @pytest.mark.parametrize("at_once", [1, 11])

@@ -33,6 +33,7 @@ from serving.server import (
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.cuda_graphs import VERIFY_EPILOGUE
 
 # Requests are let in as if they answered with a token or two, so that the pool runs out while they decode.
 OPTIMISTIC = ("--schedule-conservativeness", "0.01")
@@ -46,12 +47,21 @@ ALGORITHMS = {
     "DSPARK": (replace(PRESETS["tiny"], dspark_markov_rank=32, dspark_target_layer_ids=(1, 2, 3)), 5, ()),
 }
 
+EPILOGUE = "DSPARK, acceptance in the graph"
+"""In place of an algorithm's name: that one, and a verify step's graph ends with what is accepted."""
+
+
+def algorithm_and_switch(name: str) -> tuple[str, dict[str, str]]:
+    """SGLang's name of an algorithm or of `EPILOGUE`, and the environment that its server is to have."""
+    return name.partition(",")[0], {VERIFY_EPILOGUE: "on" if name == EPILOGUE else "off"}
+
 
 class Speculating:
     """A server that drafts, and the answers that its oracle knows, in a file of the folder that it was installed to."""
 
-    def __init__(self, server: Server, algorithm: str, folder: Path) -> None:
-        self.server, self.algorithm, self.prefixes = server, algorithm, folder / "prefixes"
+    def __init__(self, server: Server, name: str, folder: Path) -> None:
+        self.server, self.algorithm, self.prefixes = server, algorithm_and_switch(name)[0], folder / "prefixes"
+        self.ends_in_the_graph = name == EPILOGUE
         self._file = folder / oracle_drafts.ANSWERS
         self._answers: dict[str, list[int]] = {}
 

@@ -19,7 +19,15 @@ import pytest
 import torch
 from serving import oracle_drafts
 from serving.server import running_server
-from serving.test_speculation import ALGORITHMS, Speculating, ask, random_prompts, tokens_a_step
+from serving.test_speculation import (
+    ALGORITHMS,
+    EPILOGUE,
+    Speculating,
+    algorithm_and_switch,
+    ask,
+    random_prompts,
+    tokens_a_step,
+)
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.cuda_graphs import VERIFY_EPILOGUE
@@ -44,14 +52,14 @@ SHORT = [1, 3, 126, 127, 128, 150, 165]
 LENGTHS = [1, 3, 126, 127, 128, 250, 253, 255, 256, 511, 600, 770]
 GRAPH_LINES = {"EAGLE": ("target verify", "draft decode", "extend step"), "DSPARK": ("target verify", "draft verify")}
 EPILOGUE_LINE = "graphs of verify steps end with which of DSpark's drafts are kept"
-EPILOGUE = "DSPARK, acceptance in the graph"
 
 
 @pytest.fixture(scope="module", params=[*SHAPES, EPILOGUE])
 def algorithm(request: pytest.FixtureRequest) -> Iterator[str]:
+    algorithm, switch = algorithm_and_switch(request.param)
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(VERIFY_EPILOGUE, "on" if request.param == EPILOGUE else "off")
-        yield request.param.partition(",")[0]
+        environment.setenv(VERIFY_EPILOGUE, switch[VERIFY_EPILOGUE])
+        yield algorithm
 
 
 @pytest.fixture(scope="module")
