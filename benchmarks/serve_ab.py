@@ -12,7 +12,7 @@ Works (loads are `serve_load.py`'s):
     profile      launches, busy time and span of a decode step and of a prefill chunk, and how often the host had to
                  give the GPU work for it (a graph is one time); KV bytes a token
     churn        sessions that come back, under equal bytes of KV memory: their number from a quarter of what ours holds
-                 to twice that, with prefixes of 16K and of 1.5K tokens
+                 to twice that, with prefixes of 16K and of 1.5K tokens (rows: churn_sweep; churn has the best third)
     agreement    log-probabilities of given tokens, both servers and the built-in in another batch (needs a checkpoint
                  with weights: two random initialisations differ)
 
@@ -60,7 +60,7 @@ WORKS_OF = {  # how the rows are named that only this work has
 }
 DECODE_REQUESTS = (1, 16, 64, 128)
 CONTEXT = 4608
-CHURN = {"long": (16_384, 256, 32), "short": (1_536, 64, 32)}  # prefix, user and new tokens of a session
+CHURN = {16_384: (256, 32), 1_536: (64, 32)}  # prefix -> user and new tokens of a session, all in tokens
 CHURN_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the sessions that ours holds
 CHURN_AT_ONCE = 16
 LESS_IS_BETTER = ("ttft", "itl", "bytes", "launches", "busy", "span", "recomputed", "distance", "silence")
@@ -79,6 +79,15 @@ class Row:
     metric: str
     ours: float
     builtin: float
+    prefix: int | None = None
+    """Of the churn sweep: tokens that a session begins with; `requests` are the sessions."""
+
+    @classmethod
+    def of(cls, key: tuple[str, int, str], ours: float, builtin: float) -> Row:
+        """Of a figure that both have shown."""
+        work, requests, metric = key
+        prefix = next((prefix for prefix in CHURN if work == _sweep(prefix)), None)
+        return cls("churn_sweep" if prefix else work, requests, metric, ours, builtin, prefix)
 
     @property
     def ratio(self) -> float | None:
@@ -161,19 +170,23 @@ def _of_step(found: Profile) -> dict[str, float]:
     return {"launches_per_step": found.launches, **times, **host}
 
 
-def under_churn(server: Server, sessions: dict[str, list[int]]) -> Figures:
-    """Every number of sessions, in both lengths; the smallest number of each runs unmeasured first."""
+def _sweep(prefix: int) -> str:
+    return f"churn_sweep_{prefix}"
+
+
+def under_churn(server: Server, sessions: dict[int, list[int]]) -> Figures:
+    """Every number of sessions, with either prefix; the smallest number of each runs unmeasured first."""
     figures: Figures = {}
-    for length, counts in sessions.items():
-        prefix, user, new_tokens = CHURN[length]
-        rounds = 3 if length == "short" else 2
+    for prefix, counts in sessions.items():
+        user, new_tokens = CHURN[prefix]
+        rounds = 2 if prefix == max(CHURN) else 3
 
         def load(count: int, seed: int, of: tuple[int, ...] = (rounds, prefix, user, new_tokens)) -> serve_load.Load:
             return serve_load.churn(count, *of, CHURN_AT_ONCE, seed=seed)
 
         serve_load.run(server.url, load(min(counts), seed=1000))
         for count in counts:
-            _note(figures, f"churn_{length}", count, _steady(server, load(count, seed=count)))
+            _note(figures, _sweep(prefix), count, _steady(server, load(count, seed=count)))
     return figures
 
 
@@ -260,7 +273,7 @@ def compare(
                 figures[name].update(under_churn(server, sessions))
             keep_figures(kept, name, "churn", {k: v for k, v in figures[name].items() if "churn" in k[0]})
     rows = [
-        Row(*key, ours=figures["ours"][key], builtin=value)
+        Row.of(key, ours=figures["ours"][key], builtin=value)
         for key, value in figures["builtin"].items()
         if key in figures["ours"]
     ]
@@ -294,10 +307,10 @@ def _builtin_tokens(model: Path, flags: Sequence[str], size: float, port: int, l
     return max(4096, int(held * size / used) // 256 * 256)
 
 
-def _sessions(tokens: int) -> dict[str, list[int]]:
+def _sessions(tokens: int) -> dict[int, list[int]]:
     return {
-        length: [max(2, round(share * tokens / (prefix + 2 * (user + new)))) for share in CHURN_SHARES]
-        for length, (prefix, user, new) in CHURN.items()
+        prefix: [max(2, round(share * tokens / (prefix + 2 * (user + new)))) for share in CHURN_SHARES]
+        for prefix, (user, new) in CHURN.items()
     }
 
 
@@ -337,11 +350,11 @@ def agreement(model: Path, flags_of: Mapping[str, Sequence[str]], port: int, log
 
 
 def best_third_of(rows: Sequence[Row]) -> list[Row]:
-    """Of each length of the churn sweep, the third of the numbers of sessions with the best tok/s against the
-    built-in: work "churn", the mean of both lengths' rows."""
+    """With either prefix of the churn sweep, the third of the numbers of sessions with the best tok/s against the
+    built-in: work "churn", the mean of both prefixes' rows."""
     chosen: dict[str, list[Row]] = {}
-    for length in CHURN:
-        sweep = [row for row in rows if row.work == f"churn_{length}"]
+    for prefix in CHURN:
+        sweep = [row for row in rows if row.prefix == prefix]
         speeds = sorted((r for r in sweep if r.metric == "tok_s"), key=lambda r: -(r.ratio or 0))
         best = {row.requests for row in speeds[: max(1, len(speeds) // 3)]}
         for row in sweep:
@@ -359,10 +372,11 @@ def best_third_of(rows: Sequence[Row]) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows for people."""
-    lines = [f"{'work':14}{'requests':>9}  {'metric':20}{'ours':>14}{'built-in':>14}{'ratio':>8}"]
+    lines = [f"{'work':18}{'requests':>9}  {'metric':20}{'ours':>14}{'built-in':>14}{'ratio':>8}"]
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        lines.append(f"{row.work:14}{row.requests:9}  {row.metric:20}{row.ours:14,.4g}{row.builtin:14,.4g}{ratio:>8}")
+        work = row.work if row.prefix is None else _sweep(row.prefix)
+        lines.append(f"{work:18}{row.requests:9}  {row.metric:20}{row.ours:14,.4g}{row.builtin:14,.4g}{ratio:>8}")
     return "\n".join(lines)
 
 
@@ -373,20 +387,29 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = [("decode", "tok_s")] + [
-        (f"churn_{length}", metric) for length in CHURN for metric in ("hit_rate", "tok_s")
+    panels = [("decode", None, "tok_s")] + [
+        ("churn_sweep", prefix, metric) for prefix in CHURN for metric in ("hit_rate", "tok_s")
     ]
-    panels = [p for p in panels if any((row.work, row.metric) == p for row in rows)]
+    panels = [p for p in panels if any((row.work, row.prefix, row.metric) == p for row in rows)]
     figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3.4), squeeze=False)
-    for axis, (work, metric) in zip(axes[0], panels, strict=True):
-        found = sorted((r for r in rows if (r.work, r.metric) == (work, metric)), key=lambda r: r.requests)
+    for axis, (work, prefix, metric) in zip(axes[0], panels, strict=True):
+        found = sorted(
+            (r for r in rows if (r.work, r.prefix, r.metric) == (work, prefix, metric)), key=lambda r: r.requests
+        )
         for name, style in (("ours", "o-"), ("builtin", "s--")):
             axis.plot([r.requests for r in found], [getattr(r, name) for r in found], style, label=name)
-        axis.set(title=f"{work}: {metric}", xlabel="sessions" if "churn" in work else "requests")
+        title = f"{work}: {metric}" if prefix is None else f"prefixes of {prefix:,}: {metric}"
+        axis.set(title=title, xlabel="requests" if prefix is None else "sessions")
         axis.set_ylim(bottom=0)
         axis.legend()
     figure.tight_layout()
     figure.savefig(file, dpi=120)
+
+
+def as_json(row: Row) -> dict:
+    """For the file; a prefix where there is one."""
+    fields = {**vars(row), "ratio": row.ratio}
+    return {name: value for name, value in fields.items() if name != "prefix" or value is not None}
 
 
 def main() -> int:
@@ -423,7 +446,7 @@ def main() -> int:
         "model": json.loads((arguments.model / "config.json").read_text()),
         "flags": flags_of,
         "switches": {name: os.environ.get(name, "") for name in SWITCHES},
-        "rows": [{**vars(row), "ratio": row.ratio} for row in rows],
+        "rows": [as_json(row) for row in rows],
     }
     text = json.dumps(result)
     if arguments.out is not None:
