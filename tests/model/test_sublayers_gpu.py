@@ -1,9 +1,9 @@
 """Sublayers on a GPU, with its kernels: each from the input that ours had, against the equations in fp32.
 
-A checkpoint in the released format (FP8, MXFP4) whose attention has the released dimensions; the narrowest hidden size
-and experts that the kernels take. Choices of the indexer and of the router are handed to the reference. On random
-weights bf16 differs from fp32 by some 4e-2 in an attention sublayer, with the quantisers on (specification, section
-11.1). So ours may not differ more than the reference's own equations do when every activation is rounded to bf16.
+A checkpoint in the released format (FP8, MXFP4) with the released dimensions, but for fewer layers and experts. Choices
+of the indexer and of the router are handed to the reference. On random weights bf16 differs from fp32 by some 4e-2 in
+an attention sublayer, with the quantisers on (specification, section 11.1). So ours may not differ more than the
+reference's own equations do when every activation is rounded to bf16.
 
 On a CPU the same code runs over the references: that the test itself is right.
 """
@@ -25,10 +25,11 @@ from torch import Tensor
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config, write_checkpoint
 
-SHAPES = {
-    "flash": replace(PRESETS["flash"], hidden_size=1024, compress_ratios=(0, 4, 128), num_hash_layers=1),
-    "pro": replace(PRESETS["pro"], hidden_size=1024, compress_ratios=(128, 4), num_hash_layers=1),
-}
+# A layer of each kind; of the experts those that the top-k needs, and two more.
+FEW = {"num_hash_layers": 1, "n_routed_experts": 8, "num_nextn_predict_layers": 0}
+FLASH = {"hidden_size": 4096, "moe_intermediate_size": 2048, "compress_ratios": (0, 4, 128)}
+PRO = {"hidden_size": 7168, "moe_intermediate_size": 3072, "compress_ratios": (128, 4)}
+SHAPES = {"flash": replace(PRESETS["flash"], **FLASH, **FEW), "pro": replace(PRESETS["pro"], **PRO, **FEW)}
 PROMPT, CHUNK, DECODE_FROM = 300, 150, 290
 
 
