@@ -76,8 +76,9 @@ def test_thinking_mode_ends_the_prompt_with_a_think_token(server: Server) -> Non
     assert thinking.usage.prompt_tokens >= plain.usage.prompt_tokens
 
 
-def test_reasoning_is_parsed(server: Server, checkpoint: Path) -> None:
-    """The model is made to say one word, to end its thought, and then what a regular expression leaves it.
+def reasoned(server: Server, checkpoint: Path) -> tuple[str, str]:
+    """What the model is made to think and to say: one word, the end of its thought, and then what a regular expression
+    leaves it. Streamed, too.
 
     The word's bias is the highest by 4; once it is said its penalties of 4 and the logits themselves, or a second time,
     make `</think>` the likeliest. The expression begins after it: SGLang knows that by its reasoning parser alone.
@@ -92,10 +93,15 @@ def test_reasoning_is_parsed(server: Server, checkpoint: Path) -> None:
         "extra_body": {**THINKING, "regex": "It is 42[.]"},
     }
     message = server.chat("ponder", **forced).choices[0].message
-    assert (message.reasoning_content, message.content) == (" because", "It is 42.")
     streamed = [chunk.choices[0].delta for chunk in server.chat("ponder", stream=True, **forced) if chunk.choices]
-    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in streamed) == " because"
-    assert "".join(delta.content or "" for delta in streamed) == "It is 42."
+    thought = "".join(getattr(delta, "reasoning_content", None) or "" for delta in streamed)
+    said = "".join(delta.content or "" for delta in streamed)
+    assert (message.reasoning_content, message.content) == (thought, said)
+    return thought, said
+
+
+def test_reasoning_is_parsed(server: Server, checkpoint: Path) -> None:
+    assert reasoned(server, checkpoint) == (" because", "It is 42.")
 
 
 WEATHER = {

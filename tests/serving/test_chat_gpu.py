@@ -1,0 +1,59 @@
+"""Chat, reasoning, tools and JSON through a server on a GPU: what test_chat.py asks of one on a CPU.
+
+A small checkpoint of random weights with the released attention, CUDA graphs on, default flags but for the pool's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from serving.server import Server, running_server
+from serving.test_chat import (  # noqa: F401 - collected here, with the server below
+    reasoned,
+    test_a_tool_call_is_parsed,
+    test_chat_answers_with_the_tokens_asked_for,
+    test_constrained_output_is_valid_json,
+    test_conversation_of_several_turns_is_reproducible,
+    test_logprobs_are_of_the_tokens_and_ordered,
+    test_stream_gives_the_same_text_in_pieces,
+    test_stream_reports_usage_last,
+    test_thinking_mode_ends_the_prompt_with_a_think_token,
+)
+
+from sglang_dsv4.cpu.quickstart import parser_flags
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU with SGLang on it"),
+]
+# The least widths that the kernels take, and the vocabulary whose tokens the tests count.
+SHAPE = replace(
+    PRESETS["flash"], compress_ratios=(0, 4, 128), num_hash_layers=1, hidden_size=1024, q_lora_rank=512, vocab_size=1024
+)
+FLAGS = ("--max-total-tokens", "65536", "--max-running-requests", "16", "--chunked-prefill-size", "512")
+FLAGS += ("--context-length", "8192", "--mem-fraction-static", "0.9", "--cuda-graph-bs-decode", "1", "4", "16")
+FLAGS += ("--constrained-json-disable-any-whitespace",)  # a random model would fill it without end
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat") / "checkpoint"
+    write_checkpoint(folder, SHAPE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Server]:
+    with running_server(checkpoint, checkpoint.parent / "log", *FLAGS, *parser_flags([])) as running:
+        yield running
+
+
+def test_reasoning_is_parsed(server: Server, checkpoint: Path) -> None:
+    """With overlapped steps SGLang's penalties come a step or two late, so the word is said more than once."""
+    thought, said = reasoned(server, checkpoint)
+    assert set(thought.split()) == {"because"} and said == "It is 42."
