@@ -184,7 +184,7 @@ def test_cuda_graphs_wait_for_kernels() -> None:
 @pytest.mark.parametrize(
     ("architecture", "switch", "named"),
     [
-        ("DeepseekV4ForCausalLM", None, "deepseek_v4"),
+        ("DeepseekV4ForCausalLM", None, "deepseek_v41"),
         ("DeepseekV4ForCausalLM", "off", "deepseek_v4"),
         ("DeepseekV4ForCausalLM", "on", "deepseek_v41"),
         ("DeepseekV3ForCausalLM", "on", "deepseek_v4"),

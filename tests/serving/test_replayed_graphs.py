@@ -12,8 +12,8 @@ from serving import oracle_drafts, replayed_graphs
 from serving.server import TAILS, Server, flush, running_server
 from serving.test_speculation import (
     ALGORITHMS,
-    EPILOGUE,
     FLAGS,
+    NO_EPILOGUE,
     Speculating,
     algorithm_and_switch,
     ask,
@@ -29,8 +29,8 @@ RUNNERS = {
     "DSPARK": {"DecodeCudaGraphRunner": 6, "DraftDecodeCudaGraphRunner": 5},
 }
 
-# A server more, for what is off by default.
-PARAMS = [*ALGORITHMS, pytest.param(EPILOGUE, marks=pytest.mark.slow)]
+# A server more, for what is switched off.
+PARAMS = [*ALGORITHMS, pytest.param(NO_EPILOGUE, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module", params=PARAMS)

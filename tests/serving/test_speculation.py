@@ -47,13 +47,13 @@ ALGORITHMS = {
     "DSPARK": (replace(PRESETS["tiny"], dspark_markov_rank=32, dspark_target_layer_ids=(1, 2, 3)), 5, ()),
 }
 
-EPILOGUE = "DSPARK, acceptance in the graph"
-"""In place of an algorithm's name: that one, and a verify step's graph ends with what is accepted."""
+NO_EPILOGUE = "DSPARK, acceptance outside of the graph"
+"""In place of an algorithm's name: that one, and the host launches what DSpark does behind a verify step."""
 
 
 def algorithm_and_switch(name: str) -> tuple[str, dict[str, str]]:
-    """SGLang's name of an algorithm or of `EPILOGUE`, and the environment that its server is to have."""
-    return name.partition(",")[0], {VERIFY_EPILOGUE: "on" if name == EPILOGUE else "off"}
+    """SGLang's name of an algorithm or of `NO_EPILOGUE`, and the environment that its server is to have."""
+    return name.partition(",")[0], {VERIFY_EPILOGUE: "off"} if name == NO_EPILOGUE else {}
 
 
 class Speculating:
@@ -61,7 +61,7 @@ class Speculating:
 
     def __init__(self, server: Server, name: str, folder: Path) -> None:
         self.server, self.algorithm, self.prefixes = server, algorithm_and_switch(name)[0], folder / "prefixes"
-        self.ends_in_the_graph = name == EPILOGUE
+        self.ends_in_the_graph = name == "DSPARK"
         self._file = folder / oracle_drafts.ANSWERS
         self._answers: dict[str, list[int]] = {}
 

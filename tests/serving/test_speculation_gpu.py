@@ -21,7 +21,7 @@ from serving import oracle_drafts
 from serving.server import running_server
 from serving.test_speculation import (
     ALGORITHMS,
-    EPILOGUE,
+    NO_EPILOGUE,
     Speculating,
     algorithm_and_switch,
     ask,
@@ -44,7 +44,7 @@ SHAPES = {
     "DSPARK": replace(SMALL, dspark_markov_rank=256, dspark_target_layer_ids=(1, 2, 3)),
 }
 FLAGS = ("--max-total-tokens", "65536", "--max-running-requests", "20", "--chunked-prefill-size", "512")
-FLAGS += ("--context-length", "8192", "--mem-fraction-static", "0.5", "--random-seed", "1")
+FLAGS += ("--context-length", "8192", "--mem-fraction-static", "0.9", "--random-seed", "1")
 GRAPHS = ("--cuda-graph-bs-decode", "1", "4", "16")
 EXACT = "--enable-deterministic-inference"
 SHORT = [1, 3, 126, 127, 128, 150, 165]
@@ -54,11 +54,13 @@ GRAPH_LINES = {"EAGLE": ("target verify", "draft decode", "extend step"), "DSPAR
 EPILOGUE_LINE = "graphs of verify steps end with which of DSpark's drafts are kept"
 
 
-@pytest.fixture(scope="module", params=[*SHAPES, EPILOGUE])
+@pytest.fixture(scope="module", params=[*SHAPES, NO_EPILOGUE])
 def algorithm(request: pytest.FixtureRequest) -> Iterator[str]:
     algorithm, switch = algorithm_and_switch(request.param)
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(VERIFY_EPILOGUE, switch[VERIFY_EPILOGUE])
+        environment.delenv(VERIFY_EPILOGUE, raising=False)
+        for name, value in switch.items():
+            environment.setenv(name, value)
         yield algorithm
 
 
@@ -79,8 +81,7 @@ def serving(checkpoint: Path, name: str, algorithm: str | None, *flags: str) -> 
         flags += (*of_algorithm, "--speculative-algorithm", algorithm)
         flags += ("--speculative-num-draft-tokens", str(drafts + 1))
     with running_server(checkpoint, folder / "log", *FLAGS, *flags, env=env) as running:
-        asked = algorithm == "DSPARK" and os.environ[VERIFY_EPILOGUE] == "on"
-        assert (EPILOGUE_LINE in running.log) == asked
+        assert (EPILOGUE_LINE in running.log) == (algorithm == "DSPARK" and VERIFY_EPILOGUE not in os.environ)
         yield Speculating(running, algorithm or "", folder)
 
 
