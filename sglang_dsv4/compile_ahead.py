@@ -97,13 +97,14 @@ def kernels(config: Config, geometry: PoolGeometry, device: torch.device) -> lis
 
             arch = architecture(name, device)
             found += [(op, compile) for compile in of_arch(config, geometry, arch)]
-    if device.type == "cuda" and grouped_projection.is_chosen():
-        found += [("grouped_linear_fp8_weight", compile) for compile in grouped_projection.kernels("sm_90a")]
     if device.type == "cuda" and packed_experts.is_chosen():
         found += [("experts", compile) for compile in packed_experts.kernels(config, get_parallel().tp_size)]
-    on_gpu = device.type == "cuda" and torch.cuda.is_available()
-    if on_gpu and fp8_linear.is_on(quantises_once_on(torch.cuda.get_device_capability(device)[0], config)):
-        found += [("linear_fp8", compile) for compile in fp8_linear.kernels()]
+    if device.type == "cuda" and torch.cuda.is_available():
+        generation = torch.cuda.get_device_capability(device)[0]
+        kept = grouped_projection.kept(config, generation, geometry.dtype)
+        found += [("grouped_linear_fp8_weight", compile) for compile in grouped_projection.kernels(kept)]
+        if fp8_linear.is_on(quantises_once_on(generation, config)):
+            found += [("linear_fp8", compile) for compile in fp8_linear.kernels()]
     return found
 
 

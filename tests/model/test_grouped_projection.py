@@ -1,4 +1,4 @@
-"""wo_a kept in FP8: loaded as it is, by ranks too, and multiplied by the emulator with the bits of the dequantised one.
+"""wo_a kept in FP8, too: loaded as it is, by ranks too, and multiplied by the emulator with the dequantised one's bits.
 
 On a CPU nothing keeps FP8; here modules are built as on Hopper.
 """
@@ -16,7 +16,6 @@ from ops.row_kernels import poisoned
 from torch import Tensor, nn
 
 from dsv4_kernels import compile_cache, registry
-from dsv4_kernels.linear import expand_fp8_weight
 from dsv4_kernels.quant import quantise_fp8_weight
 from dsv4_kernels.rope import rope_frequencies
 from sglang_dsv4 import compile_ahead
@@ -42,7 +41,8 @@ CONFIG = SimpleNamespace(
 NAME = "attn.wo_a.weight"
 SPEC = TensorSpec(NAME, (GROUPS * ROWS, CHANNELS), Format.LINEAR, NAME)
 TABLE = TensorTable({NAME: SPEC}, lambda name: True)
-MOST_TOKENS = 9
+MOST_TOKENS, FEW_TOKENS = 9, 3
+IN_FP8 = ("fp8", "both")
 
 Build = Callable[..., nn.Module]
 
@@ -53,18 +53,26 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Build:
     torch.set_default_dtype(torch.bfloat16)
     monkeypatch.setattr(grouped_projection, "_expanded", grouped_projection._expanded.__wrapped__)
 
-    def build(fp8: bool, tp_size: int = 1, tp_rank: int = 0, weights: dict[str, Tensor] | None = None) -> nn.Module:
+    def build(kept: str, tp_size: int = 1, tp_rank: int = 0, weights: dict[str, Tensor] | None = None) -> nn.Module:
         parallel = SimpleNamespace(tp_size=tp_size, tp_rank=tp_rank)
         monkeypatch.setattr(grouped_projection, "get_parallel", lambda: parallel)
-        monkeypatch.setattr(grouped_projection, "keeps_fp8", lambda config: fp8)
+        monkeypatch.setattr(grouped_projection, "kept", lambda *_: kept)
         model = nn.Module()
         model.attn, model.config = nn.Module(), None
         model.attn.wo_a = GroupedProjection(CONFIG)
-        load_checkpoint(model, CONFIG, TABLE, iter((weights or checkpoint()).items()))
+        load(model, weights or checkpoint())
         return model
 
     yield build
     torch.set_default_dtype(torch.float32)
+
+
+def load(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """As SGLang's loaders do it."""
+    load_checkpoint(model, CONFIG, TABLE, iter(weights.items()))
+    for module in model.modules():
+        if hasattr(module, "quant_method"):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def checkpoint(seed: int = 0) -> dict[str, Tensor]:
@@ -76,14 +84,16 @@ def checkpoint(seed: int = 0) -> dict[str, Tensor]:
 
 
 def expanded(model: nn.Module) -> Tensor:
+    """What many tokens are multiplied with: of `both` made once, behind loading."""
     layer = model.attn.wo_a
-    return expand_fp8_weight(layer.weight.data, layer.weight_scale_inv.data, layer.expanded)
+    return layer.expanded if layer.kept == "both" else layer.expand()
 
 
+@pytest.mark.parametrize("in_fp8", IN_FP8)
 @pytest.mark.parametrize(("tp_size", "tp_rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
-def test_what_is_kept_is_the_dequantised_weight(build: Build, tp_size: int, tp_rank: int) -> None:
+def test_what_is_kept_is_the_dequantised_weight(build: Build, tp_size: int, tp_rank: int, in_fp8: str) -> None:
     """To the bit, of a rank's own groups; the codes are the file's."""
-    kept, plain = build(True, tp_size, tp_rank), build(False, tp_size, tp_rank)
+    kept, plain = build(in_fp8, tp_size, tp_rank), build("bf16", tp_size, tp_rank)
     assert kept.attn.wo_a.weight.dtype == torch.float8_e4m3fn and plain.attn.wo_a.weight.dtype == torch.bfloat16
     assert kept.attn.wo_a.weight.shape == (GROUPS // tp_size, ROWS, CHANNELS)
     assert same_bits(expanded(kept), plain.attn.wo_a.weight.data)
@@ -96,64 +106,81 @@ def test_what_is_kept_is_the_dequantised_weight(build: Build, tp_size: int, tp_r
 def test_scales_may_be_fp32_and_come_first(build: Build) -> None:
     first = checkpoint()
     turned = {name: first[name].float() if name.endswith("scale") else first[name] for name in reversed(first)}
-    assert same_bits(expanded(build(True, weights=turned)), expanded(build(True)))
+    assert same_bits(expanded(build("fp8", weights=turned)), expanded(build("fp8")))
 
 
-def test_loading_again_replaces_all(build: Build) -> None:
-    model = build(True)
-    pointers = [parameter.data_ptr() for parameter in model.parameters()]
-    load_checkpoint(model, CONFIG, TABLE, iter(checkpoint(1).items()))
-    assert pointers == [parameter.data_ptr() for parameter in model.parameters()]  # what a CUDA graph reads
-    assert same_bits(expanded(model), build(False, weights=checkpoint(1)).attn.wo_a.weight.data)
+@pytest.mark.parametrize("in_fp8", IN_FP8)
+def test_loading_again_replaces_all(build: Build, in_fp8: str) -> None:
+    model = build(in_fp8)
+    read = [*model.parameters(), model.attn.wo_a.expanded]  # by a CUDA graph
+    pointers = [tensor.data_ptr() for tensor in read]
+    load(model, checkpoint(1))
+    assert pointers == [tensor.data_ptr() for tensor in (*model.parameters(), model.attn.wo_a.expanded)]
+    assert same_bits(expanded(model), build("bf16", weights=checkpoint(1)).attn.wo_a.weight.data)
+
+
+def test_what_is_made_of_the_weight_is_no_tensor_of_the_checkpoint(build: Build) -> None:
+    """But a buffer, which SGLang keeps while a server sleeps."""
+    model = build("both")
+    assert "attn.wo_a.expanded" not in model.state_dict()
+    assert "attn.wo_a.expanded" in dict(model.named_buffers())
 
 
 def test_what_can_not_be_kept_is_said(build: Build) -> None:
     with pytest.raises(CheckpointError, match=r"wo_a.weight' is bfloat16; its layer was built for quantised weights"):
-        build(True, weights={NAME: torch.zeros(SPEC.shape, dtype=torch.bfloat16)})
+        build("both", weights={NAME: torch.zeros(SPEC.shape, dtype=torch.bfloat16)})
     odd = checkpoint()
     odd["attn.wo_a.scale"] = odd["attn.wo_a.scale"].float() * 1.5
     with pytest.raises(ValueError, match=r"no powers of two: SGLANG_DSV4_WO_A=bf16 takes any"):
-        build(True, weights=odd)
+        build("both", weights=odd)
 
 
 def test_dummy_weights(build: Build) -> None:
     """SGLang's `--load-format dummy`: scales are ones, as those of its own FP8 layers."""
     from sglang.srt.model_loader.weight_utils import initialize_dummy_weights
 
-    model = build(True)
+    model = build("fp8")
     initialize_dummy_weights(model)
     assert (model.attn.wo_a.weight_scale_inv == 1).all()
     assert model.attn.wo_a.weight.float().isfinite().all()
 
 
-# ---- which of the two
+# ---- which of them
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], bool]]:
-    def ask(value: str) -> bool:
-        monkeypatch.setenv(grouped_projection.VARIABLE, value)
-        grouped_projection.is_chosen.cache_clear()
-        return grouped_projection.is_chosen()
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], str]]:
+    def ask(value: str | None) -> str:
+        monkeypatch.delenv(grouped_projection.VARIABLE, raising=False)
+        if value is not None:
+            monkeypatch.setenv(grouped_projection.VARIABLE, value)
+        grouped_projection.asked.cache_clear()
+        return grouped_projection.asked()
 
     yield ask
-    grouped_projection.is_chosen.cache_clear()
+    grouped_projection.asked.cache_clear()
 
 
-def test_the_variable(asked: Callable[[str], bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not asked("bf16") and asked(" FP8 ")
-    with pytest.raises(ValueError, match="SGLANG_DSV4_WO_A must be 'bf16' or 'fp8', got 'on'"):
+def test_the_variable(asked: Callable[[str | None], str]) -> None:
+    assert [asked(value) for value in (None, "bf16", " FP8 ", "both")] == ["auto", "bf16", "fp8", "both"]
+    with pytest.raises(ValueError, match="SGLANG_DSV4_WO_A must be 'bf16' or 'fp8' or 'both' or 'auto', got 'on'"):
         asked("on")
-    asked("fp8")
-    assert not grouped_projection.keeps_fp8(CONFIG)  # a CPU
-    monkeypatch.setattr(grouped_projection, "builds_on_cpu", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    assert grouped_projection.keeps_fp8(CONFIG)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
-    with pytest.raises(ConfigError, match="'SGLANG_DSV4_WO_A' is 'fp8'; accepted: bf16: its kernel is Hopper's"):
-        grouped_projection.keeps_fp8(CONFIG)
-    asked("bf16")
-    assert not grouped_projection.keeps_fp8(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("value", "on_hopper"), [(None, "both"), ("auto", "both"), ("bf16", "bf16"), ("fp8", "fp8"), ("both", "both")]
+)
+def test_what_is_kept_where(asked: Callable[[str | None], str], value: str | None, on_hopper: str) -> None:
+    """FP8 that was asked for by name and can't be kept is an error, but on a CPU."""
+    asked(value)
+    assert grouped_projection.kept(CONFIG, 9, torch.bfloat16) == on_hopper
+    assert grouped_projection.kept(CONFIG, None, torch.bfloat16) == "bf16"
+    if value in IN_FP8:
+        message = f"'SGLANG_DSV4_WO_A' is '{value}'; accepted: bf16, auto: its kernel is Hopper's"
+        with pytest.raises(ConfigError, match=message):
+            grouped_projection.kept(CONFIG, 10, torch.bfloat16)
+    else:
+        assert grouped_projection.kept(CONFIG, 10, torch.bfloat16) == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -167,8 +194,9 @@ def test_the_variable(asked: Callable[[str], bool], monkeypatch: pytest.MonkeyPa
     ids=["plain", "rows", "channels", "rope"],
 )
 def test_what_the_kernel_does_not_take(change: dict, reason: str) -> None:
-    assert reason in grouped_projection.reason_against(SimpleNamespace(**vars(CONFIG) | change), 9)
-    assert grouped_projection.reason_against(CONFIG, 9) is None
+    assert reason in grouped_projection.reason_against(SimpleNamespace(**vars(CONFIG) | change), 9, torch.bfloat16)
+    assert grouped_projection.reason_against(CONFIG, 9, torch.bfloat16) is None
+    assert "not torch.float16" in grouped_projection.reason_against(CONFIG, 9, torch.float16)
 
 
 # ---- products
@@ -180,6 +208,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
     monkeypatch.setattr(grouped_projection, "MOST_TOKENS", MOST_TOKENS)
+    monkeypatch.setattr(grouped_projection, "FEW_TOKENS", FEW_TOKENS)
     monkeypatch.setattr(registry, "chosen", lambda op, device, dtype, impl: registry._implementation(op, "sm90"))
     monkeypatch.setattr(registry, "_resolved", {})
 
@@ -204,13 +233,19 @@ def projected(model: nn.Module, tokens: int, quantises: bool) -> tuple[Tensor | 
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("quantises", [True, False])
-@pytest.mark.parametrize("tokens", [1, MOST_TOKENS, MOST_TOKENS + 1])
-def test_both_have_the_same_bits(build: Build, tokens: int, quantises: bool) -> None:
-    """Few tokens take one launch; many those of the other one, behind an expansion."""
-    expected, launches = projected(build(False), tokens, quantises)
-    got, few_launches = projected(build(True), tokens, quantises)
+@pytest.mark.parametrize(
+    ("in_fp8", "tokens", "one_launch"),
+    [
+        *(("fp8", 1, True), ("fp8", MOST_TOKENS, True), ("fp8", MOST_TOKENS + 1, False)),
+        *(("both", FEW_TOKENS, True), ("both", FEW_TOKENS + 1, False)),
+    ],
+)
+def test_all_have_the_same_bits(build: Build, in_fp8: str, tokens: int, one_launch: bool, quantises: bool) -> None:
+    """Few tokens take one launch; many those of bf16, behind an expansion where bf16 is not kept."""
+    expected, launches = projected(build("bf16"), tokens, quantises)
+    got, few_launches = projected(build(in_fp8), tokens, quantises)
     assert launches == (3 if quantises else 2)
-    assert few_launches == (1 if tokens <= MOST_TOKENS else launches)
+    assert few_launches == (1 if one_launch else launches)
     if quantises:
         assert isinstance(got, Fp8Input)
         assert same_bits(got.codes, expected.codes) and same_bits(got.scales, expected.scales)
@@ -221,8 +256,8 @@ def test_both_have_the_same_bits(build: Build, tokens: int, quantises: bool) -> 
 
 @pytest.mark.usefixtures("on_hopper")
 def test_ranks_have_their_groups(build: Build) -> None:
-    whole, _ = projected(build(True), 3, False)
-    part, _ = projected(build(True, 2, 0), 3, False)
+    whole, _ = projected(build("both"), 3, False)
+    part, _ = projected(build("both", 2, 0), 3, False)
     assert same_bits(part, whole[:, : GROUPS * ROWS // 2].contiguous())
 
 
@@ -232,20 +267,27 @@ def test_the_buffer_is_one_for_all_layers() -> None:
     grouped_projection._expanded.cache_clear()
 
 
-def test_its_kernels_are_compiled_ahead(asked: Callable[[str], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_kernels_are_compiled_ahead(asked: Callable[[str | None], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the numbers of tokens that are multiplied so."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from dsv4_kernels.linear import fp8_weight_gpu
+    from dsv4_kernels.linear import fp8_weight_gpu as gpu
 
     monkeypatch.setattr(compile_ahead, "_KERNELS", {})
     monkeypatch.setattr(compile_ahead.packed_experts, "is_chosen", lambda: False)
+    monkeypatch.setattr(compile_ahead, "quantises_once_on", lambda generation, config: False)
+    monkeypatch.setattr(compile_ahead.fp8_linear, "is_on", lambda quantises_once: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     compiled = []
-    monkeypatch.setattr(fp8_weight_gpu, "compile", lambda configuration, arch: compiled.append((configuration, arch)))
+    monkeypatch.setattr(gpu, "compile", lambda configuration, arch: compiled.append((configuration, arch)))
     geometry = SimpleNamespace(dtype=torch.bfloat16)
-    for value, count in (("bf16", 0), ("fp8", len(fp8_weight_gpu.TILES))):
+    for value, most in (("bf16", 0), ("fp8", 512), ("both", 16), (None, 16)):
         asked(value)
-        found = compile_ahead.kernels(CONFIG, geometry, torch.device("cuda", 0))
-        assert [op for op, _ in found] == ["grouped_linear_fp8_weight"] * count
-        for _, compile in found:
+        compiled.clear()
+        for op, compile in compile_ahead.kernels(CONFIG, geometry, torch.device("cuda", 0)):
+            assert op == "grouped_linear_fp8_weight"
             compile()
-    assert {arch for _, arch in compiled} == {"sm_90a"}
-    assert all(configuration.rotates and configuration.quantises for configuration, _ in compiled)
+        tiles = {gpu.chosen(tokens) for tokens in range(1, most + 1)}
+        assert {configuration.tile for configuration, _ in compiled} == tiles and len(compiled) == len(tiles)
+        assert {arch for _, arch in compiled} <= {"sm_90a"}
+        assert all(configuration.rotates and configuration.quantises for configuration, _ in compiled)

@@ -82,7 +82,7 @@ def test_every_op_of_a_step_is_in_the_table() -> None:
     ours = {op for op in registry.ops() if "sm90" in registry.available(op)}
     unused = {"apply_rope", "hc_head", "hc_post", "hc_pre"}  # no forward calls these
     unused.add("mxfp4_experts_forward")  # by its layer, not by the registry: tests/model/test_packed_experts.py
-    unused.add("grouped_linear_fp8_weight")  # only if it is asked for: tests/model/test_grouped_projection.py
+    unused.add("grouped_linear_fp8_weight")  # where a GPU is there: tests/model/test_grouped_projection.py
     unused.add("linear_fp8")  # in SGLang's layers: tests/model/test_fp8_linear.py
     assert ours - unused - BESIDE_THE_TABLE - {"unpack_pages"} == set(compile_ahead._KERNELS)
 
