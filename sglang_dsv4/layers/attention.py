@@ -114,7 +114,7 @@ class Attention(nn.Module):
                 qat=self.config.qat.kv_fp8,
             )
 
-        q, selected = side_by_side(query, lambda: self.compress(x.rows, q_latent, positions, rows))
+        q, selected = side_by_side(query, lambda: self.compress(x.rows, q_latent, positions, rows), len(positions))
         o = backend.attend(self.layer_id, q, window, selected, self.attn_sink, self.config.softmax_scale)
         return self.project(o, positions, rows)
 

@@ -236,7 +236,9 @@ class MoE(nn.Module):
         """`input_ids [T]` -> [T, d] in the model's dtype, of this rank's rows; the sum over experts is fp32, see
         `rank_sum`."""
         x = given.rows
-        (weights, experts), shared = side_by_side(lambda: self.gate(x, input_ids), lambda: self.shared_experts(given))
+        (weights, experts), shared = side_by_side(
+            lambda: self.gate(x, input_ids), lambda: self.shared_experts(given), len(input_ids)
+        )
         dtype = dtype_of_parts(x.device, x.dtype) if self.tp_size > 1 else x.dtype
         if isinstance(self.experts, PackedExperts):
             both = self.experts(x, weights, experts, shared, dtype)

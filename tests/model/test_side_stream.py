@@ -92,7 +92,7 @@ class Races(TorchDispatchMode):
             known = current.knows(other.event)
             if other.begin < end and begin < other.end and (writes or other.writes) and not known:
                 self.found.append(f"{what} on {current.name} beside {other.event}")
-            if not known:
+            if not known or (other.writes and not writes):  # a write is one to other streams, whoever has read it
                 kept.append(other)
         self.accesses = [*kept, Access(begin, end, writes, event)]
 
@@ -172,8 +172,15 @@ def test_a_missing_wait_is_found(
 def test_outside_of_a_graph_one_follows_the_other(streams: list[Stream], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     order = []
-    assert side_stream.side_by_side(lambda: order.append(1) or "a", lambda: order.append(2) or "b") == ("a", "b")
+    assert side_stream.side_by_side(lambda: order.append(1) or "a", lambda: order.append(2) or "b", 1) == ("a", "b")
     assert order == [1, 2] and not streams[0].clock
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_many_tokens_stay_on_one_stream(streams: list[Stream], more: int) -> None:
+    used = []
+    side_stream.side_by_side(lambda: None, lambda: used.append(streams[-1].name), side_stream.MOST_TOKENS + more)
+    assert used == [["side", "main"][more]]
 
 
 @pytest.mark.parametrize(("value", "on"), [(None, False), ("off", False), (" On ", True)])

@@ -1,0 +1,72 @@
+"""Switches that change how a step runs on a GPU change no bit of an answer: its tokens and their log-probabilities.
+
+A small checkpoint of random weights with the released attention: two starts have the same weights, whatever they keep.
+Answers of one request at a time, of 16 and of 40 at once, so that graphs of several sizes and steps on either side of
+what the switches do by the number of tokens are in it; prefixes are reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from serving.server import output_logprobs, running_server
+from serving.test_chat_gpu import FLAGS, SHAPE
+from serving.test_speculation import ask, random_prompts
+
+from dsv4_kernels import dependent_launch
+from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
+from sglang_dsv4.layers import fp8_linear, grouped_projection, side_stream
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU with SGLang on it"),
+]
+MORE = ("--max-running-requests", "40", "--cuda-graph-bs-decode", "1", "16", "40", "--enable-deterministic-inference")
+SWITCHES = (
+    (side_stream.VARIABLE, "on"),
+    (grouped_projection.VARIABLE, "bf16"),
+    (grouped_projection.VARIABLE, "fp8"),
+    (fp8_linear.VARIABLE, "deepgemm"),
+    (dependent_launch.VARIABLE, "off"),
+)
+LENGTHS = [1, 3, 127, 128, 130, 254, 300, 511]
+
+Answers = list[tuple[list[int], list[float]]]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, str]], Answers]:
+    folder = tmp_path_factory.mktemp("switches")
+    write_checkpoint(folder / "checkpoint", SHAPE)
+    prompts = random_prompts(3, LENGTHS * 5)
+
+    def of_server(env: dict[str, str]) -> Answers:
+        log = folder / "_".join(["log", *env, *env.values()])
+        with running_server(folder / "checkpoint", Path(log), *FLAGS, *MORE, env=env) as running:
+            found = [
+                result
+                for at_once in (1, 16, 40)
+                for result in ask(running, prompts[: at_once + 8], at_once, max_new_tokens=40)
+            ]
+        return [(result["output_ids"], output_logprobs(result)) for result in found]
+
+    return of_server
+
+
+@pytest.fixture(scope="module")
+def by_default(answers: Callable[[dict[str, str]], Answers]) -> Answers:
+    return answers({})
+
+
+@pytest.mark.parametrize(("variable", "value"), SWITCHES)
+def test_no_bit_changes(
+    answers: Callable[[dict[str, str]], Answers], by_default: Answers, variable: str, value: str
+) -> None:
+    assert answers({variable: value}) == by_default
+
+
+def test_answers_differ_from_each_other(by_default: Answers) -> None:
+    assert len({tuple(ids) for ids, _ in by_default}) > len(LENGTHS) / 2
