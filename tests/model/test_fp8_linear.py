@@ -16,7 +16,7 @@ from dsv4_kernels import compile_cache, registry
 from sglang_dsv4 import compat, compile_ahead, exact
 from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
-from sglang_dsv4.layers import fp8_linear
+from sglang_dsv4.layers import fp8_linear, grouped_projection
 from sglang_dsv4.layers.linear import Fp8Input, ReferenceLinearConfig, quantised_linear_config
 
 N, K = 256, 384
@@ -313,6 +313,8 @@ def test_its_kernels_are_compiled_ahead(asked_for: Asked, monkeypatch: pytest.Mo
     monkeypatch.setattr(fp8, "load_or_compile", lambda name, plan, arch, compile: made.append((name, plan, arch)))
     monkeypatch.setattr(compile_ahead, "_KERNELS", {})
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
+    monkeypatch.setenv(grouped_projection.VARIABLE, "bf16")  # which has kernels for FP8 weights of its own
+    monkeypatch.setattr(grouped_projection, "asked", grouped_projection.asked.__wrapped__)
     for op, compile in compile_ahead.kernels(config(), GEOMETRY, CUDA):
         assert op == "linear_fp8"
         compile()

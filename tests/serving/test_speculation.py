@@ -86,6 +86,12 @@ class Speculating:
         return sorted(json.loads(line) for line in lines)
 
 
+ONE_OF_BOTH = pytest.mark.parametrize(
+    "speculating", [pytest.param("EAGLE", marks=pytest.mark.slow), "DSPARK"], indirect=True, scope="module"
+)
+"""What takes half a minute, and is of the scheduler and of the tiers rather than of a draft."""
+
+
 @pytest.fixture(scope="module", params=list(ALGORITHMS))
 def speculating(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speculating]:
     shape, drafts, flags = ALGORITHMS[request.param]
@@ -155,6 +161,7 @@ def test_hits_answer_the_same_bits(server: Server, speculating: Speculating) -> 
     assert [result["meta_info"]["cached_tokens"] for result in drafted] == [512] * 4 + [256] * 2
 
 
+@ONE_OF_BOTH
 def test_prefixes_from_host_memory_and_files_answer_the_same_bits(server: Server, speculating: Speculating) -> None:
     """Of prefills, and of a conversation whose last page decoding filled: first others take the pool, then it is
     flushed. That the draft's own proposals are the same there is `test_draft_tails`' matter."""
@@ -176,6 +183,7 @@ def test_prefixes_from_host_memory_and_files_answer_the_same_bits(server: Server
         assert accounts[0]["pages_from"] == {tier: 1024} and accounts[2]["pages_from"] == {tier: 256}, accounts
 
 
+@ONE_OF_BOTH
 def test_answers_end_inside_a_block(server: Server, speculating: Speculating) -> None:
     """By a stop token, a stop string or the limit, at each place of a block."""
     prompts = random_prompts(4, [40] * 4)
@@ -243,6 +251,7 @@ def test_draws_of_the_only_likely_token_are_greedy(server: Server, speculating: 
     assert drawn == [result["output_ids"] for result in plain]
 
 
+@ONE_OF_BOTH
 def test_retracted_and_aborted_requests_leave_no_trace(server: Server, speculating: Speculating) -> None:
     """The pool runs out at page boundaries; others are aborted, and their slots go to who waits."""
     prompts = random_prompts(7, [480, 490, 495, 500, 500, 3, 485, 499, 488, 501, 491, 492])
