@@ -9,9 +9,11 @@ With speculation there are graphs of the target's verify step (all drafts of a r
 DSpark draft's block with its Markov head, and of an MTP draft's chain of steps and its extend step. What DSpark's
 worker does behind a verify step is in that step's graph, too:
 
-    SGLANG_DSV4_VERIFY_EPILOGUE    on (default): which drafts are kept, and the context rows of the tokens that are, are
-                                   the end of the verify step's graph, for batches that are greedy, without penalties,
-                                   biases and grammars. off: the host launches them; the same bits.
+    SGLANG_DSV4_VERIFY_EPILOGUE    on: which drafts are kept, and the context rows of the tokens that are, are the end
+                                   of the verify step's graph, for batches that are greedy, without penalties, biases
+                                   and grammars. off: the host launches them; the same bits. Default: on with one rank,
+                                   off with several, whose graphs would have SGLang's broadcast of rank 0's choice in
+                                   them, which has not run here.
 
 An op can be captured if it reads nothing back to the host; the registry knows which (`graph_safe`). References do, so
 there are no graphs until every op of a decode step has a kernel.
@@ -110,7 +112,7 @@ def capture_draft_extend(worker: EagleDraftWorker) -> None:
 
 def model_type_for_epilogue(model_type: str | None, target_worker: TpModelWorker) -> str | None:
     """After DSpark's worker has asked for its target's model type: the one for which SGLang ends a verify step's graph
-    with `DsparkVerifyEpilogue`, unless that is switched off.
+    with `DsparkVerifyEpilogue`, if that is to be.
 
     SGLang asks there for nothing else. Its epilogue stores context rows by the draft's `write_target_hidden_kv`, as it
     does without a graph; with -1 in place of the ring rows of tokens that are not kept, and of all tokens where the
@@ -119,8 +121,12 @@ def model_type_for_epilogue(model_type: str | None, target_worker: TpModelWorker
     Raises:
         ValueError: the switch is neither on nor off.
     """
-    architectures = target_worker.model_runner.model_config.hf_config.architectures
-    if compat.is_ours(architectures) and one_of(VERIFY_EPILOGUE, ("on", "off"), "on") == "on":
+    from sglang.srt.runtime_context import get_parallel
+
+    if not compat.is_ours(target_worker.model_runner.model_config.hf_config.architectures):
+        return model_type
+    by_default = "on" if get_parallel().tp_size == 1 else "off"
+    if one_of(VERIFY_EPILOGUE, ("on", "off"), by_default) == "on":
         logger.info("sglang_dsv4: graphs of verify steps end with which of DSpark's drafts are kept")
         return "deepseek_v41"
     return model_type

@@ -182,19 +182,23 @@ def test_cuda_graphs_wait_for_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "switch", "named"),
+    ("architecture", "switch", "ranks", "named"),
     [
-        ("DeepseekV4ForCausalLM", None, "deepseek_v41"),
-        ("DeepseekV4ForCausalLM", "off", "deepseek_v4"),
-        ("DeepseekV4ForCausalLM", "on", "deepseek_v41"),
-        ("DeepseekV3ForCausalLM", "on", "deepseek_v4"),
+        ("DeepseekV4ForCausalLM", None, 1, "deepseek_v41"),
+        ("DeepseekV4ForCausalLM", None, 2, "deepseek_v4"),
+        ("DeepseekV4ForCausalLM", "off", 1, "deepseek_v4"),
+        ("DeepseekV4ForCausalLM", "on", 2, "deepseek_v41"),
+        ("DeepseekV3ForCausalLM", "on", 1, "deepseek_v4"),
     ],
 )
 def test_verify_steps_end_as_asked(
-    architecture: str, switch: str | None, named: str, monkeypatch: pytest.MonkeyPatch
+    architecture: str, switch: str | None, ranks: int, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The type by which SGLang decides, of ours only, and only where SGLang asks for that."""
+    from sglang.srt import runtime_context
     from sglang.srt.speculative.dspark_components import dspark_worker_v2
+
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(tp_size=ranks))
 
     monkeypatch.delenv(cuda_graphs.VERIFY_EPILOGUE, raising=False)
     if switch is not None:
