@@ -6,6 +6,8 @@ Graphs of 1, 4 and 16 requests: batches are padded. The host knows the lengths o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from serving import oracle_drafts, replayed_graphs
@@ -23,6 +25,7 @@ from serving.test_speculation import (
 )
 
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
+from sglang_dsv4.cuda_graphs import VERIFY_EPILOGUE
 
 RUNNERS = {
     "EAGLE": {"DecodeCudaGraphRunner": 4, "EAGLEDraftCudaGraphRunner": 1, "EAGLEDraftExtendCudaGraphRunner": 4},
@@ -33,20 +36,28 @@ RUNNERS = {
 PARAMS = [*ALGORITHMS, pytest.param(NO_EPILOGUE, marks=pytest.mark.slow)]
 
 
-@pytest.fixture(scope="module", params=PARAMS)
-def replaying(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speculating]:
-    algorithm, switch = algorithm_and_switch(request.param)
+@contextmanager
+def replaying_server(
+    name: str, folder: Path, *more: str, env: dict[str, str] | None = None
+) -> Iterator[tuple[Speculating, Path]]:
+    """That drafts by what is named, and its checkpoint."""
+    algorithm, switch = algorithm_and_switch(name)
     shape, drafts, flags = ALGORITHMS[algorithm]
-    folder = tmp_path_factory.mktemp("replaying")
     write_checkpoint(folder / "checkpoint", shape)
     with pytest.MonkeyPatch.context() as environment:
         oracle = oracle_drafts.install(folder)
         environment.setenv("PYTHONPATH", oracle["PYTHONPATH"])
-        env = {**TAILS, **oracle, **replayed_graphs.install(folder / "graphs"), **switch}
+        env = {**TAILS, **oracle, **replayed_graphs.install(folder / "graphs"), **switch, **(env or {})}
     flags += ("--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", str(drafts + 1))
     flags += ("--cuda-graph-bs-decode", "1", "4", "16")
-    with running_server(folder / "checkpoint", folder / "log", *FLAGS, *flags, env=env) as running:
-        yield Speculating(running, request.param, folder)
+    with running_server(folder / "checkpoint", folder / "log", *FLAGS, *flags, *more, env=env) as running:
+        yield Speculating(running, name, folder), folder / "checkpoint"
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def replaying(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speculating]:
+    with replaying_server(request.param, tmp_path_factory.mktemp("replaying")) as (running, _):
+        yield running
 
 
 @pytest.mark.parametrize("at_once", [1, 11])
@@ -104,3 +115,19 @@ def test_every_kind_of_graph_was_replayed(replaying: Speculating) -> None:
         assert replayed_graphs.LINE.format(runner, width) in replaying.server.log
     assert replaying.server.is_alive()
     assert "Traceback" not in replaying.server.log
+
+
+@pytest.mark.slow
+def test_ranks_answer_the_same_bits(tmp_path: Path) -> None:
+    """With the epilogue, in which rank 0 tells the other one what is kept."""
+    ranks = ("--tp", "2")
+    prompts = random_prompts(31, [1, 2, 3, 4, 123, 126, 253, 254])
+    with replaying_server("DSPARK", tmp_path, *ranks, env={VERIFY_EPILOGUE: "on"}) as (drafting, checkpoint):
+        with running_server(checkpoint, tmp_path / "plain", *FLAGS, *ranks) as server:
+            plain = ask(server, prompts, 8, max_new_tokens=12)
+        drafting.will_answer(prompts, plain)
+        for at_once in (8, 1):
+            drafted = ask(drafting.server, prompts, at_once, max_new_tokens=12)
+            assert_same(plain, drafted)
+            assert tokens_a_step(drafted) > 1 + 0.3 * drafting.drafts
+        assert replayed_graphs.COMMIT_LINE not in drafting.server.log
