@@ -21,6 +21,7 @@ there are no graphs until every op of a decode step has a kernel.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -111,12 +112,14 @@ def capture_draft_extend(worker: EagleDraftWorker) -> None:
 
 
 def model_type_for_epilogue(model_type: str | None, target_worker: TpModelWorker) -> str | None:
-    """After DSpark's worker has asked for its target's model type: the one for which SGLang ends a verify step's graph
-    with `DsparkVerifyEpilogue`, if that is to be.
+    """After SGLang has asked for the model type of DSpark's target: the one for which `DsparkVerifyEpilogue` ends a
+    verify step's graph, if that is to be.
 
-    SGLang asks there for nothing else. Its epilogue stores context rows by the draft's `write_target_hidden_kv`, as it
-    does without a graph; with -1 in place of the ring rows of tokens that are not kept, and of all tokens where the
-    epilogue does not serve the batch.
+    Two things more follow from that type. The argmax of verify logits is by `row_argmax` of
+    `sglang.kernels.ops.speculative`, with torch's ties and in less time; and requests' lengths are bounded for a
+    backend that asks for it, as ours does not. The epilogue stores context rows by the draft's
+    `write_target_hidden_kv`, as is done without a graph; with -1 in place of the ring rows of tokens that are not kept,
+    and of all tokens where the epilogue does not serve the batch.
 
     Raises:
         ValueError: the switch is neither on nor off.
@@ -126,7 +129,12 @@ def model_type_for_epilogue(model_type: str | None, target_worker: TpModelWorker
     if not compat.is_ours(target_worker.model_runner.model_config.hf_config.architectures):
         return model_type
     by_default = "on" if get_parallel().tp_size == 1 else "off"
-    if one_of(VERIFY_EPILOGUE, ("on", "off"), by_default) == "on":
-        logger.info("sglang_dsv4: graphs of verify steps end with which of DSpark's drafts are kept")
-        return "deepseek_v41"
-    return model_type
+    if one_of(VERIFY_EPILOGUE, ("on", "off"), by_default) == "off":
+        return model_type
+    _say_once("sglang_dsv4: graphs of verify steps end with which of DSpark's drafts are kept")
+    return "deepseek_v41"
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    logger.info(line)

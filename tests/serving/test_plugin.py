@@ -194,9 +194,9 @@ def test_cuda_graphs_wait_for_kernels() -> None:
 def test_verify_steps_end_as_asked(
     architecture: str, switch: str | None, ranks: int, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The type by which SGLang decides, of ours only, and only where SGLang asks for that."""
+    """The type by which SGLang decides, of ours only, and what else it decides by that."""
     from sglang.srt import runtime_context
-    from sglang.srt.speculative.dspark_components import dspark_worker_v2
+    from sglang.srt.speculative.dspark_components import dspark_verify, dspark_worker_v2
 
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(tp_size=ranks))
 
@@ -210,8 +210,14 @@ def test_verify_steps_end_as_asked(
     if architecture == "DeepseekV4ForCausalLM":
         with pytest.raises(ValueError, match=r"SGLANG_DSV4_VERIFY_EPILOGUE must be 'on' or 'off', got 'perhaps'"):
             cuda_graphs.model_type_for_epilogue("deepseek_v4", worker)
-    asked = [line for line in inspect.getsource(dspark_worker_v2).splitlines() if "target_model_type(" in line]
-    assert asked == ['        target_is_dsv41 = target_model_type(self.target_worker) == "deepseek_v41"']
+    sources = (inspect.getsource(module) for module in (dspark_worker_v2, dspark_verify))
+    asked = [line.strip() for source in sources for line in source.splitlines() if "target_model_type(" in line]
+    assert asked == [
+        'target_is_dsv41 = target_model_type(self.target_worker) == "deepseek_v41"',
+        "def target_model_type(target_worker) -> Optional[str]:",
+        "return target_model_type(target_worker) in _FUSED_ARGMAX_TARGETS",
+        'self._target_is_dsv41 = target_model_type(target_worker) == "deepseek_v41"',
+    ]
 
 
 def test_cuda_graphs_do_not_wait_for_an_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
