@@ -64,6 +64,7 @@ def modules() -> list[object]:
     from dsv4_kernels.hyper_connection import gpu as hyper_connection
     from dsv4_kernels.indexer import prefill_scores, query, scores, topk
     from dsv4_kernels.linear import fp8 as linear_fp8
+    from dsv4_kernels.linear import fp8_weight_gpu
     from dsv4_kernels.linear import gpu as linear
     from dsv4_kernels.moe import gpu as moe
     from dsv4_kernels.norm import gpu as norm
@@ -74,7 +75,7 @@ def modules() -> list[object]:
     from dsv4_kernels.step_mapping import gpu as step_mapping
 
     first = [compressor, hyper_connection, prefill_scores, query, scores, topk]
-    return [*first, linear, linear_fp8, moe, norm, norm_rope_store, quant, rope, router, step_mapping]
+    return [*first, fp8_weight_gpu, linear, linear_fp8, moe, norm, norm_rope_store, quant, rope, router, step_mapping]
 
 
 def test_every_op_of_a_step_is_in_the_table() -> None:
