@@ -18,7 +18,11 @@ Random weights accept next to nothing, so what is measured is cost. Each work st
 
 Under FOLDER there are `april` and `dspark`, six layers of V4-Flash with all 256 experts; configs and tokenizers are
 written there if they are missing, the weights are --load-format dummy. `--tiny` writes small checkpoints with weights
-in their place, which a CPU serves, too: for the agreement.
+in their place, which a CPU serves, too: for the agreement. `--full-size` writes all 43 layers, for two GPUs:
+
+    python benchmarks/bench_speculation.py --models FOLDER --full-size --works decode eagle dspark --turns 3 \\
+        --out benchmarks/results/speculation_h200_x2.json --builtin-flags "--moe-runner-backend marlin" \\
+        -- --tp 2 --mem-fraction-static 0.85
 
 Of a step, in microseconds, medians but for the last:
 
@@ -76,6 +80,11 @@ MODELS = {
     "dspark": replace(FLASH, dspark_markov_rank=256, dspark_target_layer_ids=(3, 4, 5), dspark_noise_token_id=128_799),
 }
 TINY = {"april": PRESETS["flash-april"], "dspark": PRESETS["flash-0731"]}
+ALL_LAYERS = (0, 0, *(4, 128) * 20, 4)
+FULL_SIZE = {
+    "april": replace(MODELS["april"], compress_ratios=ALL_LAYERS),
+    "dspark": replace(MODELS["dspark"], compress_ratios=ALL_LAYERS, dspark_target_layer_ids=(40, 41, 42)),
+}
 SPECULATION = {
     "eagle": (
         *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
@@ -92,9 +101,9 @@ FEW_GRAPHS = ("--max-running-requests", "24", "--cuda-graph-bs-decode", "1", "4"
 EXACT = "--enable-deterministic-inference"
 
 
-def write_models(folder: Path, tiny: bool) -> None:
+def write_models(folder: Path, tiny: bool, full_size: bool = False) -> None:
     """The two models, unless they are there."""
-    for name, shape in (TINY if tiny else MODELS).items():
+    for name, shape in (TINY if tiny else FULL_SIZE if full_size else MODELS).items():
         model = folder / name
         if (model / "config.json").exists():
             continue
@@ -303,7 +312,7 @@ def agreement(arguments: argparse.Namespace, algorithm: str, flags: Sequence[str
 
 def run(arguments: argparse.Namespace, results: Results) -> None:
     """The works, one after the other; results are written after each server."""
-    write_models(arguments.models, arguments.tiny)
+    write_models(arguments.models, arguments.tiny, arguments.full_size)
     common = [*([] if arguments.tiny else DUMMY_FLAGS), "--random-seed", "1"]
     exact = (EXACT,) if arguments.exact else ()
     for work in [work for work in arguments.works if work in ("graphs", "agreement")]:
@@ -349,6 +358,7 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=64, help="of an answer of the agreement")
     parser.add_argument("--exact", action="store_true", help=f"the agreement under {EXACT}")
     parser.add_argument("--tiny", action="store_true", help="small checkpoints with weights")
+    parser.add_argument("--full-size", action="store_true", help="all 43 layers of V4-Flash")
     parser.add_argument("--resume", action="store_true", help="add to what --out holds")
     parser.add_argument("--port", type=int, default=30_200)
     parser.add_argument("--logs", type=Path, default=Path("."), help="folder of the servers' logs")

@@ -8,15 +8,18 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import bench_speculation
 import pytest
 import serve_load
 from bench_speculation import Results, Steps, compared, replays, rows_of, steps, write_config
+from model.test_config import FLASH, FLASH_0731
 from serve_load import Reply
 from serve_profile import gpu_work
 
 from sglang_dsv4.config import Config
+from sglang_dsv4.cpu.random_checkpoint import hf_config
 
 
 def trace(verify_us: float, draft_us: float, extend_us: float, gap_us: float, count: int = 4) -> list[dict]:
@@ -88,7 +91,7 @@ def test_servers_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.Monke
         yield SimpleNamespace(url="")
 
     monkeypatch.setattr(bench_speculation, "running", running)
-    monkeypatch.setattr(bench_speculation, "write_models", lambda folder, tiny: None)
+    monkeypatch.setattr(bench_speculation, "write_models", lambda folder, tiny, full_size: None)
     monkeypatch.setattr(bench_speculation, "step_us", lambda url, requests: next(steps_us))
     monkeypatch.setattr(
         bench_speculation,
@@ -96,7 +99,8 @@ def test_servers_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.Monke
         lambda server, work, requests: rows_of(work, Steps(3.0, 1.0), bench_speculation.step_us("", requests)),
     )
     arguments = argparse.Namespace(
-        **{"models": tmp_path, "tiny": True, "exact": False, "works": ["dspark"], "algorithms": ["dspark"]},
+        **{"models": tmp_path, "tiny": True, "full_size": False, "exact": False, "works": ["dspark"]},
+        **{"algorithms": ["dspark"]},
         **{"requests": [1], "turns": 2, "contenders": ["ours", "builtin"], "builtin_flags": "", "flags": []},
         **{"port": 1, "logs": tmp_path, "out": tmp_path / "out.json"},
     )
@@ -136,6 +140,12 @@ def test_answers_that_differ_are_counted() -> None:
     assert compared(plain, plain)["mismatches"] == 0
     found = compared(plain, [[1, 2, 3], [4, 0, 6], [0, 8, 9]])
     assert (found["mismatches"], found["after"]) == (2, [0, 1])
+
+
+@pytest.mark.parametrize(("name", "release"), [("april", FLASH), ("dspark", FLASH_0731)])
+def test_the_full_size_is_the_releases(name: str, release: dict[str, Any]) -> None:
+    written = hf_config(bench_speculation.FULL_SIZE[name])
+    assert {field: list(v) if isinstance(v := written[field], tuple) else v for field in release} == release
 
 
 @pytest.mark.parametrize("name", bench_speculation.MODELS)
