@@ -60,7 +60,8 @@ WORKS_OF = {  # how the rows are named that only this work has
 }
 DECODE_REQUESTS = (1, 16, 64, 128)
 CONTEXT = 4608
-CHURN = {16_384: (256, 32), 1_536: (64, 32)}  # prefix -> user and new tokens of a session, all in tokens
+CHURN = {16_384: (2, 256, 32), 1_536: (3, 64, 32)}  # prefix of a session -> turns, user and new tokens of each
+SWEEP = "churn_sweep"
 CHURN_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the sessions that ours holds
 CHURN_AT_ONCE = 16
 LESS_IS_BETTER = ("ttft", "itl", "bytes", "launches", "busy", "span", "recomputed", "distance", "silence")
@@ -83,11 +84,10 @@ class Row:
     """Of the churn sweep: tokens that a session begins with; `requests` are the sessions."""
 
     @classmethod
-    def of(cls, key: tuple[str, int, str], ours: float, builtin: float) -> Row:
+    def of(cls, key: Key, ours: float, builtin: float) -> Row:
         """Of a figure that both have shown."""
-        work, requests, metric = key
-        prefix = next((prefix for prefix in CHURN if work == _sweep(prefix)), None)
-        return cls("churn_sweep" if prefix else work, requests, metric, ours, builtin, prefix)
+        work, requests, metric, *prefix = key
+        return cls(work, requests, metric, ours, builtin, *prefix)
 
     @property
     def ratio(self) -> float | None:
@@ -99,7 +99,8 @@ class Row:
 
 # ------------------------------------------------------------------------------------------------ works
 
-Figures = dict[tuple[str, int, str], float]  # (work, requests, metric) -> value
+Key = tuple[str, int, str] | tuple[str, int, str, int]  # work, requests, metric, and the prefix of a churn sweep
+Figures = dict[Key, float]
 
 
 def with_ample_memory(server: Server, works: Sequence[str]) -> Iterator[tuple[str, Figures]]:
@@ -170,23 +171,18 @@ def _of_step(found: Profile) -> dict[str, float]:
     return {"launches_per_step": found.launches, **times, **host}
 
 
-def _sweep(prefix: int) -> str:
-    return f"churn_sweep_{prefix}"
-
-
 def under_churn(server: Server, sessions: dict[int, list[int]]) -> Figures:
     """Every number of sessions, with either prefix; the smallest number of each runs unmeasured first."""
     figures: Figures = {}
     for prefix, counts in sessions.items():
-        user, new_tokens = CHURN[prefix]
-        rounds = 2 if prefix == max(CHURN) else 3
+        rounds, user, new_tokens = CHURN[prefix]
 
         def load(count: int, seed: int, of: tuple[int, ...] = (rounds, prefix, user, new_tokens)) -> serve_load.Load:
             return serve_load.churn(count, *of, CHURN_AT_ONCE, seed=seed)
 
         serve_load.run(server.url, load(min(counts), seed=1000))
         for count in counts:
-            _note(figures, _sweep(prefix), count, _steady(server, load(count, seed=count)))
+            _note(figures, SWEEP, count, _steady(server, load(count, seed=count)), prefix)
     return figures
 
 
@@ -204,10 +200,17 @@ def logprobs(server: Server, vocab: int, prompts: int, length: int) -> tuple[lis
     return alone, together
 
 
-def _note(figures: Figures, work: str, requests: int, found: dict[str, float]) -> None:
+def _note(figures: Figures, work: str, requests: int, found: dict[str, float], *prefix: int) -> None:
     for metric, value in found.items():
-        figures[work, requests, metric] = value
-    print(f"  {work:12} {requests:5}  " + "  ".join(f"{k} {v:,.4g}" for k, v in found.items()), flush=True)
+        figures[work, requests, metric, *prefix] = value
+    print(
+        f"  {_label(work, *prefix):18} {requests:5}  " + "  ".join(f"{k} {v:,.4g}" for k, v in found.items()),
+        flush=True,
+    )
+
+
+def _label(work: str, prefix: int | None = None) -> str:
+    return work if prefix is None else f"{work} {prefix}"
 
 
 # ------------------------------------------------------------------------------------------------ both servers
@@ -295,7 +298,7 @@ def read_figures(folder: Path | None) -> Iterator[tuple[str, str, Figures]]:
     for path in sorted(folder.glob("*.json")) if folder is not None and folder.is_dir() else ():
         name, stage, _ = path.name.split(".")
         rows = json.loads(path.read_text())
-        yield name, stage, {(work, requests, metric): value for work, requests, metric, value in rows}
+        yield name, stage, {tuple(key): value for *key, value in rows}
 
 
 def _builtin_tokens(model: Path, flags: Sequence[str], size: float, port: int, logs: Path) -> int:
@@ -310,7 +313,7 @@ def _builtin_tokens(model: Path, flags: Sequence[str], size: float, port: int, l
 def _sessions(tokens: int) -> dict[int, list[int]]:
     return {
         prefix: [max(2, round(share * tokens / (prefix + 2 * (user + new)))) for share in CHURN_SHARES]
-        for prefix, (user, new) in CHURN.items()
+        for prefix, (_, user, new) in CHURN.items()
     }
 
 
@@ -375,7 +378,7 @@ def table(rows: Sequence[Row]) -> str:
     lines = [f"{'work':18}{'requests':>9}  {'metric':20}{'ours':>14}{'built-in':>14}{'ratio':>8}"]
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        work = row.work if row.prefix is None else _sweep(row.prefix)
+        work = _label(row.work, row.prefix)
         lines.append(f"{work:18}{row.requests:9}  {row.metric:20}{row.ours:14,.4g}{row.builtin:14,.4g}{ratio:>8}")
     return "\n".join(lines)
 
@@ -388,7 +391,7 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     from matplotlib import pyplot
 
     panels = [("decode", None, "tok_s")] + [
-        ("churn_sweep", prefix, metric) for prefix in CHURN for metric in ("hit_rate", "tok_s")
+        (SWEEP, prefix, metric) for prefix in CHURN for metric in ("hit_rate", "tok_s")
     ]
     panels = [p for p in panels if any((row.work, row.prefix, row.metric) == p for row in rows)]
     figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3.4), squeeze=False)

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from dsv4_kernels.environment import one_of
 from dsv4_kernels.linear import HeadRotation, expand_fp8_weight, grouped_linear, grouped_linear_fp8_weight
 from sglang_dsv4.config import WEIGHT_BLOCK, Config, ConfigError
+from sglang_dsv4.layers.after_loading import AfterLoading
 from sglang_dsv4.layers.linear import Fp8Input, builds_on_cpu, load_row_shard
 from sglang_dsv4.layers.rope import Rotation
 
@@ -42,7 +42,6 @@ FEW_TOKENS = 16
 """The same, where the weight is there in bf16 as well."""
 
 
-@functools.cache
 def asked() -> str:
     """What the environment asks for: bf16, fp8, both or auto.
 
@@ -139,7 +138,7 @@ class GroupedProjection(nn.Module):
             self.expanded = _expanded(shape, torch.get_default_dtype(), torch.get_default_device())
         elif self.kept == "both":
             self.register_buffer("expanded", torch.empty(shape), persistent=False)
-            self.quant_method = _Expansion()
+            self.quant_method = AfterLoading(self.expand)
         set_weight_attrs(self.weight, {"weight_loader": load_own_rows})
 
     def expand(self) -> Tensor:
@@ -182,17 +181,6 @@ def _load_powers_of_two(load: Callable[[nn.Parameter, Tensor], None], param: nn.
     if loaded.dtype == torch.float32 and not (torch.frexp(loaded).mantissa == 0.5).all():
         raise ValueError(f"scales of wo_a are no powers of two: {VARIABLE}=bf16 takes any")
     load(param, loaded)
-
-
-class _Expansion(QuantizeMethodBase):
-    """What SGLang's loaders call once weights are there."""
-
-    def apply(self, layer: nn.Module, *args: object, **kwargs: object) -> Tensor:
-        raise NotImplementedError("GroupedProjection.forward is what computes")
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        assert isinstance(layer, GroupedProjection)
-        layer.expand()
 
 
 def kernels(kept: str) -> list[Callable[[], object]]:

@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 from sglang.srt.layers.moe import get_moe_runner_backend
-from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from sglang_dsv4 import exact
 from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.experts_runner import RUNNER, reason_against
+from sglang_dsv4.layers.after_loading import AfterLoading
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class PackedExperts(nn.Module):
                 parameter = nn.Parameter(tensor, requires_grad=False)
                 set_weight_attrs(parameter, {"weight_loader": self.weight_loader})
                 self.register_parameter(name + suffix, parameter)
-        self.quant_method = _Arrangement()
+        self.quant_method = AfterLoading(self.arrange)
         self.arranged, self.seconds = None, 0.0
 
     def weight_loader(self, param: nn.Parameter, loaded: Tensor, name: str, shard_id: str, expert_id: int) -> None:
@@ -149,17 +149,6 @@ def random_codes(*shape: int) -> Tensor:
     words = codes.view(-1).view(torch.int64)  # of all values equally likely
     words.random_(torch.iinfo(torch.int64).min, None, generator=torch.Generator(codes.device).manual_seed(shape[0]))
     return codes
-
-
-class _Arrangement(QuantizeMethodBase):
-    """What SGLang's loaders call once weights are there."""
-
-    def apply(self, layer: nn.Module, *args: object, **kwargs: object) -> Tensor:
-        raise NotImplementedError("PackedExperts.forward is what computes")
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        assert isinstance(layer, PackedExperts)
-        layer.arrange()
 
 
 def kernels(config: Config, tp_size: int) -> list[Callable[[], object]]:

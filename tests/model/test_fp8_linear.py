@@ -314,7 +314,6 @@ def test_its_kernels_are_compiled_ahead(asked_for: Asked, monkeypatch: pytest.Mo
     monkeypatch.setattr(compile_ahead, "_KERNELS", {})
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
     monkeypatch.setenv(grouped_projection.VARIABLE, "bf16")  # which has kernels for FP8 weights of its own
-    monkeypatch.setattr(grouped_projection, "asked", grouped_projection.asked.__wrapped__)
     for op, compile in compile_ahead.kernels(config(), GEOMETRY, CUDA):
         assert op == "linear_fp8"
         compile()

@@ -20,6 +20,7 @@ from serving.test_speculation import (
     algorithm_and_switch,
     ask,
     assert_same,
+    drafting_flags,
     random_prompts,
     tokens_a_step,
 )
@@ -37,26 +38,22 @@ PARAMS = [*ALGORITHMS, pytest.param(NO_EPILOGUE, marks=pytest.mark.slow)]
 
 
 @contextmanager
-def replaying_server(
-    name: str, folder: Path, *more: str, env: dict[str, str] | None = None
-) -> Iterator[tuple[Speculating, Path]]:
-    """That drafts by what is named, and its checkpoint."""
+def replaying_server(name: str, folder: Path, *more: str, env: dict[str, str] | None = None) -> Iterator[Speculating]:
+    """That drafts by what is named, with the checkpoint that is written to the folder."""
     algorithm, switch = algorithm_and_switch(name)
-    shape, drafts, flags = ALGORITHMS[algorithm]
-    write_checkpoint(folder / "checkpoint", shape)
+    write_checkpoint(folder / "checkpoint", ALGORITHMS[algorithm][0])
     with pytest.MonkeyPatch.context() as environment:
         oracle = oracle_drafts.install(folder)
         environment.setenv("PYTHONPATH", oracle["PYTHONPATH"])
         env = {**TAILS, **oracle, **replayed_graphs.install(folder / "graphs"), **switch, **(env or {})}
-    flags += ("--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", str(drafts + 1))
-    flags += ("--cuda-graph-bs-decode", "1", "4", "16")
+    flags = (*drafting_flags(algorithm), "--cuda-graph-bs-decode", "1", "4", "16")
     with running_server(folder / "checkpoint", folder / "log", *FLAGS, *flags, *more, env=env) as running:
-        yield Speculating(running, name, folder), folder / "checkpoint"
+        yield Speculating(running, name, folder)
 
 
 @pytest.fixture(scope="module", params=PARAMS)
 def replaying(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speculating]:
-    with replaying_server(request.param, tmp_path_factory.mktemp("replaying")) as (running, _):
+    with replaying_server(request.param, tmp_path_factory.mktemp("replaying")) as running:
         yield running
 
 
@@ -122,8 +119,8 @@ def test_ranks_answer_the_same_bits(tmp_path: Path) -> None:
     """With the epilogue, in which rank 0 tells the other one what is kept."""
     ranks = ("--tp", "2")
     prompts = random_prompts(31, [1, 2, 3, 4, 123, 126, 253, 254])
-    with replaying_server("DSPARK", tmp_path, *ranks, env={VERIFY_EPILOGUE: "on"}) as (drafting, checkpoint):
-        with running_server(checkpoint, tmp_path / "plain", *FLAGS, *ranks) as server:
+    with replaying_server("DSPARK", tmp_path, *ranks, env={VERIFY_EPILOGUE: "on"}) as drafting:
+        with running_server(tmp_path / "checkpoint", tmp_path / "plain", *FLAGS, *ranks) as server:
             plain = ask(server, prompts, 8, max_new_tokens=12)
         drafting.will_answer(prompts, plain)
         for at_once in (8, 1):

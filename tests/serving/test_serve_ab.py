@@ -63,8 +63,8 @@ def test_the_best_third_is_chosen_by_speed() -> None:
     rows = []
     for prefix in serve_ab.CHURN:
         for i in range(6):
-            rows.append(Row.of((serve_ab._sweep(prefix), 10 + i, "tok_s"), ours=1.0 + i, builtin=1.0))
-            rows.append(Row.of((serve_ab._sweep(prefix), 10 + i, "hit_rate"), ours=0.1 * i, builtin=0.1))
+            rows.append(Row.of((serve_ab.SWEEP, 10 + i, "tok_s", prefix), ours=1.0 + i, builtin=1.0))
+            rows.append(Row.of((serve_ab.SWEEP, 10 + i, "hit_rate", prefix), ours=0.1 * i, builtin=0.1))
     assert {(row.work, row.prefix) for row in rows} == {("churn_sweep", prefix) for prefix in serve_ab.CHURN}
     best = {row.metric: row for row in serve_ab.best_third_of(rows)}
     assert best["tok_s"].ours == 5.5 and best["hit_rate"].ours == pytest.approx(0.45)

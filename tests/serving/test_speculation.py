@@ -56,6 +56,12 @@ def algorithm_and_switch(name: str) -> tuple[str, dict[str, str]]:
     return name.partition(",")[0], {VERIFY_EPILOGUE: "off"} if name == NO_EPILOGUE else {}
 
 
+def drafting_flags(algorithm: str) -> tuple[str, ...]:
+    """Of a server that drafts by it."""
+    _, drafts, flags = ALGORITHMS[algorithm]
+    return (*flags, "--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", str(drafts + 1))
+
+
 class Speculating:
     """A server that drafts, and the answers that its oracle knows, in a file of the folder that it was installed to."""
 
@@ -94,11 +100,10 @@ ONE_OF_BOTH = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module", params=list(ALGORITHMS))
 def speculating(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speculating]:
-    shape, drafts, flags = ALGORITHMS[request.param]
     folder = tmp_path_factory.mktemp("speculation")
-    write_checkpoint(folder / "checkpoint", shape)
+    write_checkpoint(folder / "checkpoint", ALGORITHMS[request.param][0])
     env = {**TAILS, **oracle_drafts.install(folder), FOLDER_VARIABLE: str(folder / "prefixes")}
-    flags += ("--speculative-algorithm", request.param, "--speculative-num-draft-tokens", str(drafts + 1))
+    flags = drafting_flags(request.param)
     with running_server(folder / "checkpoint", folder / "log", *FLAGS, *HOST_TIERS, *flags, env=env) as running:
         yield Speculating(running, request.param, folder)
 

@@ -25,6 +25,7 @@ from serving.test_speculation import (
     Speculating,
     algorithm_and_switch,
     ask,
+    drafting_flags,
     random_prompts,
     tokens_a_step,
 )
@@ -77,9 +78,7 @@ def serving(checkpoint: Path, name: str, algorithm: str | None, *flags: str) -> 
     folder.mkdir()
     env = oracle_drafts.install(folder)
     if algorithm is not None:
-        _, drafts, of_algorithm = ALGORITHMS[algorithm]
-        flags += (*of_algorithm, "--speculative-algorithm", algorithm)
-        flags += ("--speculative-num-draft-tokens", str(drafts + 1))
+        flags += drafting_flags(algorithm)
     with running_server(checkpoint, folder / "log", *FLAGS, *flags, env=env) as running:
         assert (EPILOGUE_LINE in running.log) == (algorithm == "DSPARK" and VERIFY_EPILOGUE not in os.environ)
         yield Speculating(running, algorithm or "", folder)
