@@ -1,6 +1,6 @@
 # make serve   a server for a small random DeepSeek-V4 on this machine's CPU     make test    the test suite, but for what is slow
 #
-# Variables: PYTHON=python3.11  PORT=30000  MODEL=<checkpoint folder>  SERVE_ARGS="--tp 2 …"  TEST_ARGS="tests/ops -k …"  WORKERS=2
+# Variables: PYTHON=python3.11  PORT=30000  MODEL=<checkpoint folder>  SERVE_ARGS="--tp 2 …"  TEST_ARGS="tests/kernels -k …"  WORKERS=2
 #            PRESET=<layout of `make checkpoint`: tiny, nvfp4, flash-april, flash-0731, pro-0813, flash, pro>
 #            TORCH_INDEX=<index with CPU builds of torch; empty: only pip's configured ones>
 

@@ -34,7 +34,7 @@ import torch
 from bench_sparse_attention import heading, interleaved, l2_bytes
 from torch import Tensor
 
-from dsv4_kernels import dependent_launch
+from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.linear import HeadRotation, expand_fp8_weight, grouped_linear, grouped_linear_fp8_weight
 from dsv4_kernels.quant import fp8_quantise, quantise_fp8_weight
 from dsv4_kernels.rope import apply_rope_in_place, rope_frequencies
@@ -198,7 +198,7 @@ def line(row: dict) -> str:
 
 def compile_all(sweep: bool) -> None:
     """Kernels that are missing, by several processes."""
-    from dsv4_kernels import compile_pool
+    from dsv4_kernels.host import compile_pool
     from dsv4_kernels.linear import fp8_weight_gpu as gpu
 
     todo = []

@@ -27,7 +27,7 @@ import torch
 from bench_sparse_attention import Ceilings, heading, interleaved, l2_bytes
 from torch import Tensor
 
-from dsv4_kernels import compile_pool
+from dsv4_kernels.host import compile_pool
 from dsv4_kernels.linear import grouped_linear, linear_fp32
 
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 2048, 8192)

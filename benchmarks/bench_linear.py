@@ -6,7 +6,7 @@
 Contenders, both from quantised inputs to [T, N] in bf16, in CUDA graphs, one launch a call:
 
     ours        `dsv4_kernels.linear.linear_fp8`, sm90, each launched behind the end of the one before
-    ours_early  the same, each launched while the one before runs (`dsv4_kernels.dependent_launch`), as it is served
+    ours_early  the same, each launched while the one before runs (`device.dependent_launch`), as it is served
     deepgemm    `deep_gemm.fp8_gemm_nt` as SGLang 0.5.23 calls it
 
 First every case is held against float64 (distances `rel_err`, `deepgemm_rel_err`; if ours is above WRONG nothing is
@@ -38,7 +38,8 @@ import torch
 from bench_sparse_attention import heading, interleaved, l2_bytes
 from torch import Tensor
 
-from dsv4_kernels import compile_pool, dependent_launch
+from dsv4_kernels.device import dependent_launch
+from dsv4_kernels.host import compile_pool
 from dsv4_kernels.linear import linear_fp8
 from dsv4_kernels.quant import fp8_quantise
 

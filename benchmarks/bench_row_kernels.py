@@ -17,7 +17,7 @@ written them.
 
 times what launching so many small kernels costs: all layers' boundaries and row kernels in one CUDA graph, each reading
 what one before has written, and the same with every launch allowed to begin while the one before ends
-(`dsv4_kernels.dependent_launch`). Before that, replays of the second must have the bits of the first's kernels one by
+(`device.dependent_launch`). Before that, replays of the second must have the bits of the first's kernels one by
 one, REPLAYS times. Products and attention are left out: in a step they lie between these.
 """
 
@@ -34,7 +34,8 @@ import torch
 from bench_sparse_attention import gpu_state, interleaved, l2_bytes, measure_ceilings, versions
 from torch import Tensor
 
-from dsv4_kernels import dependent_launch, registry
+from dsv4_kernels import registry
+from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.hyper_connection import hc_boundary
 from dsv4_kernels.indexer import index_query
 from dsv4_kernels.kv_layout import ROW_BYTES, KVRows, RowFormat

@@ -62,7 +62,9 @@ from attention_inputs import (
 )
 from torch import Tensor
 
-from dsv4_kernels import compile_cache, dependent_launch, registry
+from dsv4_kernels import registry
+from dsv4_kernels.device import dependent_launch
+from dsv4_kernels.host import compile_cache
 from dsv4_kernels.kv_layout import PAGE_ROWS, ROW_BYTES, ROW_DIM, KVRows
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.sparse_attention.problem import FEW_HEADS

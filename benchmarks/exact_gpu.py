@@ -56,7 +56,14 @@ FLAG = "--enable-deterministic-inference"
 WORKS = ("proof", "chunks", "sglang", "price", "speculation")
 LENGTHS = (
     *(1, 2, 3, 4, 5, 127, 128, 129, 255, 256, 257),
-    *(512, 513, 515, 639, 641, 767),  # tests/radix/test_exact.py: every remainder by 4, 128 and 256 at which parts end
+    *(
+        512,
+        513,
+        515,
+        639,
+        641,
+        767,
+    ),  # prefix/test_exact.py: every remainder by 4, 128 and 256 at which parts end
     *(1030, 2049, 4100, 8193, 20_000),
 )
 LARGE = Sizes(

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from cubin import resources
 
-from dsv4_kernels import compile_cache
+from dsv4_kernels.host import compile_cache
 from dsv4_kernels.moe.sm100 import launch
 from dsv4_kernels.moe.sm100.plan import TILE_ROWS, Numbers, Plan, Product
 

@@ -29,7 +29,7 @@ from dsv4_radix_cache.requests import Restore, Write
 from dsv4_radix_cache.store import Copy, Tier
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.tail_storage import TailStorage
-from sglang_dsv4.layer_kinds import CSA_RATIO, HCA_RATIO
+from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, HCA_RATIO
 
 FLASH = (0, 0) + (CSA_RATIO, HCA_RATIO) * 20 + (CSA_RATIO,)
 PRO = (HCA_RATIO, HCA_RATIO) + (CSA_RATIO, HCA_RATIO) * 29 + (CSA_RATIO,)

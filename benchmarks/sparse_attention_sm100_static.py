@@ -38,7 +38,7 @@ from pathlib import Path
 import torch
 from cubin import resources
 
-from dsv4_kernels import compile_cache
+from dsv4_kernels.host import compile_cache
 from dsv4_kernels.kv_layout import ROW_DIM, KVRows, RowFormat
 from dsv4_kernels.sparse_attention.problem import Problem
 from dsv4_kernels.sparse_attention.sm100 import launch as sm100

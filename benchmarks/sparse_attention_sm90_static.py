@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from cubin import hopper_instructions, resources
 
-from dsv4_kernels import compile_cache
+from dsv4_kernels.host import compile_cache
 from dsv4_kernels.kv_layout import ROW_BYTES, ROW_DIM, KVRows, RowFormat
 from dsv4_kernels.sparse_attention.problem import Problem
 from dsv4_kernels.sparse_attention.sm90 import launch as sm90

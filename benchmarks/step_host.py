@@ -81,9 +81,9 @@ class Clock:
 
 def functions_of_ours() -> list[tuple[Any, str]]:
     """(module or class, name) of what this package runs in the scheduler's process in a decode step."""
-    from sglang_dsv4 import penalties, sampling
     from sglang_dsv4.attention.backend import Dsv4AttentionBackend
     from sglang_dsv4.prefix import tails
+    from sglang_dsv4.requests import penalties, sampling
 
     return [
         (tails, "carry_request_slots"),

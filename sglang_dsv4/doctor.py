@@ -18,18 +18,19 @@ from pathlib import Path
 
 import torch
 
-from dsv4_kernels import compile_cache, registry
+from dsv4_kernels import registry
+from dsv4_kernels.host import compile_cache
 from dsv4_kernels.indexer import SCRATCH_BYTES
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.moe.sm90.workspace import workspace_bytes
 from dsv4_kernels.unpack import choice
-from sglang_dsv4 import compat
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.tail_options import HostOptions, TailOptions
-from sglang_dsv4.checkpoint_files import stated
-from sglang_dsv4.config import Config
 from sglang_dsv4.cpu import shims
-from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.model_config.config import Config
+from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.seam import compat
+from sglang_dsv4.weights.checkpoint_files import stated
 
 CONVERSATIONS = (4_096, 32_768, 131_072, 1_048_576)
 

@@ -50,8 +50,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4 import compat, server_flags
 from sglang_dsv4.cpu.shims import is_off, require_known_switch
+from sglang_dsv4.seam import compat
+from sglang_dsv4.seam import refused_flags as server_flags
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -104,7 +105,12 @@ def setup() -> None:
 def _install_default_arguments() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-    from sglang_dsv4 import cuda_graphs, effort, exact, experts_runner, request_checks, request_guards
+    from sglang_dsv4.determinism import exact
+    from sglang_dsv4.requests import checks as request_checks
+    from sglang_dsv4.requests import guards as request_guards
+    from sglang_dsv4.requests import reasoning_effort as effort
+    from sglang_dsv4.seam import moe_runner as experts_runner
+    from sglang_dsv4.warmup import cuda_graphs
 
     exact.lift_refusal(NAME)
     experts_runner.add_choice()
@@ -125,7 +131,7 @@ def _install_default_arguments() -> None:
 
 def _install_route_hooks() -> None:
     """Where clients are answered. Not in the spawned processes, which would only pay for the imports."""
-    from sglang_dsv4 import request_guards
+    from sglang_dsv4.requests import guards as request_guards
 
     _hook("make a tokenizer manager", request_guards.answer_value_errors, "AFTER")
     _hook("decode tokens", request_guards.check_tokens_to_decode, "AROUND")
@@ -133,7 +139,7 @@ def _install_route_hooks() -> None:
 
 def _check_checkpoint(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
     """Before SGLang parses the config: what it fills in, or computes from it, would hide what the file says."""
-    from sglang_dsv4 import checkpoint_files
+    from sglang_dsv4.weights import checkpoint_files
 
     previous(server_args)
     checkpoint_files.check_checkpoint(compat.resolving_view(server_args))
@@ -149,7 +155,8 @@ def _resolve_cpu_memory(server_args: ServerArgs, previous: Callable[[ServerArgs]
 
 def _resolve_default_arguments(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
     """Chooses what the user left open; SGLang's own step for this architecture (`previous`) runs after it."""
-    from sglang_dsv4 import checkpoint_files, experts_runner
+    from sglang_dsv4.seam import moe_runner as experts_runner
+    from sglang_dsv4.weights import checkpoint_files
 
     model_config = compat.model_config_of(server_args)
     hf_config = model_config.hf_config
@@ -200,7 +207,7 @@ def choose_effort_tiers(arguments: Any, hf_config: Any) -> None:  # arguments: S
     Raises:
         ValueError: processes that load no plugin would render its prompts in another way.
     """
-    from sglang_dsv4 import effort
+    from sglang_dsv4.requests import reasoning_effort as effort
 
     has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
     tiers = effort.use_tiers_of(arguments.model_path, arguments.revision, has_dspark)
@@ -253,8 +260,13 @@ def _install_scheduler_hooks() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_dsv4 import cuda_graphs, experts_runner, penalties, request_checks, request_guards, sampling, startup
     from sglang_dsv4.prefix import storage, tails
+    from sglang_dsv4.requests import checks as request_checks
+    from sglang_dsv4.requests import guards as request_guards
+    from sglang_dsv4.requests import penalties, sampling
+    from sglang_dsv4.seam import moe_runner as experts_runner
+    from sglang_dsv4.warmup import cuda_graphs
+    from sglang_dsv4.warmup import startup_times as startup
 
     experts_runner.register()
 
@@ -343,8 +355,8 @@ def _create_attention_backend(runner: ModelRunner) -> AttentionBackend:
 
     from sglang_dsv4.attention import comparison as attention_comparison
     from sglang_dsv4.attention.backend import Dsv4AttentionBackend
-    from sglang_dsv4.compile_ahead import compile_ahead
     from sglang_dsv4.layers.packed_experts import log_arrangement
+    from sglang_dsv4.warmup.compile_ahead import compile_ahead
 
     log_arrangement(runner.model)
     backend, parallel = Dsv4AttentionBackend(runner), get_parallel()
@@ -371,8 +383,8 @@ def _create_draft_extend_backend(original: Callable[..., Any], factory: DraftBac
 
 def _capture_draft_extend(result: None, worker: EagleDraftWorker) -> None:
     """SGLang records a draft's extend step for the backends on a list of its own; ours can be recorded, too."""
-    from sglang_dsv4 import cuda_graphs
     from sglang_dsv4.attention.backend import Dsv4AttentionBackend
+    from sglang_dsv4.warmup import cuda_graphs
 
     if isinstance(worker.draft_extend_attn_backend, Dsv4AttentionBackend):
         cuda_graphs.capture_draft_extend(worker)
@@ -446,7 +458,7 @@ def _check_before_load(runner: ModelRunner) -> None:
     architectures = runner.model_config.hf_config.architectures
     compat.require_ready(architectures)
     if compat.is_ours(architectures):
-        from sglang_dsv4 import exact
+        from sglang_dsv4.determinism import exact
 
         compat.require_our_model_classes()
         exact.start(runner)
@@ -455,7 +467,9 @@ def _check_before_load(runner: ModelRunner) -> None:
 def _check_scheduler(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     if not compat.is_ours(scheduler.model_config.hf_config.architectures):
         return
-    from sglang_dsv4 import request_guards, sampling, startup
+    from sglang_dsv4.requests import guards as request_guards
+    from sglang_dsv4.requests import sampling
+    from sglang_dsv4.warmup import startup_times as startup
 
     compat.require_ready(scheduler.model_config.hf_config.architectures)
     live = compat.require_live(scheduler)

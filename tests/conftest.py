@@ -112,27 +112,25 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 SERVERS = "what starts a server"
 STARTS_A_SERVER = (
     "tests/serving/",
-    "tests/radix/test_server.py",
-    "tests/model/test_served.py",
-    "tests/model/test_tensor_parallel.py",
-    "tests/cache/test_exhaustion.py",
+    "tests/benchmarks/test_serve_attention.py",
+    "tests/benchmarks/test_benchmark_servers.py",
 )
 # Minutes, or most of one: these come first, so that no process is left with one of them when the other is done.
 # Nothing but the time depends on this list.
 LONG = (
     SERVERS,
-    "tests/ops/test_sparse_attention_sm90.py",
-    "tests/radix/test_exact.py",
-    "tests/radix/test_draft_tails.py",
-    "tests/model/test_state.py",
-    "tests/model/test_logits.py",
-    "tests/model/test_invariance.py",
-    "tests/ops/test_hyper_connection_gpu.py",
-    "tests/ops/test_sparse_attention_sm100.py",
-    "tests/radix/test_exact_tiers.py",
+    "tests/kernels/sparse_attention/test_sparse_attention_sm90.py",
+    "tests/sglang_dsv4/prefix/test_exact.py",
+    "tests/sglang_dsv4/prefix/test_draft_tails.py",
+    "tests/sglang_dsv4/models/test_state.py",
+    "tests/sglang_dsv4/models/test_logits.py",
+    "tests/sglang_dsv4/models/test_invariance.py",
+    "tests/kernels/hyper_connection/test_hyper_connection_gpu.py",
+    "tests/kernels/sparse_attention/test_sparse_attention_sm100.py",
+    "tests/sglang_dsv4/prefix/test_exact_tiers.py",
     "tests/emulator/test_wrong_semantics.py",
-    "tests/model/test_dspark.py",
-    "tests/ops/test_attention_benchmark.py",
+    "tests/sglang_dsv4/models/test_dspark.py",
+    "tests/benchmarks/test_attention_benchmark.py",
 )
 
 

@@ -61,7 +61,7 @@ def test_early_modules_need_nothing_but_python(name: str) -> None:
     assert heads(imports(ROOT / "sglang_dsv4" / name, top_level_only=True)) <= set(sys.stdlib_module_names)
 
 
-@pytest.mark.parametrize("name", ["plugin.py", "compat.py"])
+@pytest.mark.parametrize("name", ["plugin.py", "seam/compat.py"])
 def test_plugin_imports_sglang_only_inside_functions(name: str) -> None:
     """SGLang imports the plugin in every process; a failing import there would be logged and forgotten."""
     assert "sglang" not in heads(imports(ROOT / "sglang_dsv4" / name, top_level_only=True))
@@ -70,7 +70,7 @@ def test_plugin_imports_sglang_only_inside_functions(name: str) -> None:
 # SGLang's private names: functions and classes in compat, methods and attributes of its classes in sglang_bases. Two
 # exceptions: what shims take of SGLang's stand-in for triton before SGLang can be imported, and how a platform that is
 # not SGLang's says so, as SGLang asks for.
-KNOWS_PRIVATE_NAMES = {"compat.py", "sglang_bases.py", "cpu/shims.py"}
+KNOWS_PRIVATE_NAMES = {"seam/compat.py", "seam/bases.py", "cpu/shims.py"}
 ASKED_FOR = {("cpu/platform.py", "_enum")}
 
 
@@ -134,7 +134,7 @@ def test_sglangs_private_names_are_in_two_modules() -> None:
         foreign -= {private for file, private in ASKED_FOR if file == name}
         if foreign:
             wrong[name] = sorted(foreign)
-    assert not wrong, "take these from sglang_dsv4.compat or sglang_dsv4.sglang_bases"
+    assert not wrong, "take these from sglang_dsv4.seam.compat or sglang_dsv4.seam.bases"
 
 
 def test_private_names_are_seen() -> None:
@@ -154,7 +154,7 @@ def test_private_names_are_seen() -> None:
 def test_page_window_and_ratios_are_said_once() -> None:
     """256, 128 and 4 as numbers of tokens: in ring.py for the checkpoints, HCA's ratio in layer_kinds.py."""
     from dsv4_radix_cache import ring
-    from sglang_dsv4 import layer_kinds
+    from sglang_dsv4.model_config import layer_kinds
 
     assert (ring.PAGE_TOKENS, ring.WINDOW_TOKENS, ring.OVERLAP_TOKENS) == (256, 128, 4)
     assert [kind.ratio for kind in layer_kinds.LayerKind] == [0, 4, 128]
@@ -187,4 +187,4 @@ def test_sglangs_own_deepseek_v4_code_is_named_in_compat_only() -> None:
         for path in modules("sglang_dsv4")
         if (found := {name for name in imports(path) if name.startswith("sglang.") and "deepseek_v4" in name})
     }
-    assert not wrong, f"take these names from sglang_dsv4.compat: {wrong}"
+    assert not wrong, f"take these names from sglang_dsv4.seam.compat: {wrong}"

@@ -139,7 +139,7 @@ def test_requirements_are_pinned_and_name_no_index(name: str) -> None:
 
 
 def test_requirements_install_the_sglang_that_was_tested() -> None:
-    from sglang_dsv4.compat import TESTED_SGLANG, sglang_version
+    from sglang_dsv4.seam.compat import TESTED_SGLANG, sglang_version
 
     assert f"sglang=={TESTED_SGLANG}\n" in (ROOT / "requirements-cpu.txt").read_text()
     assert sglang_version() == TESTED_SGLANG

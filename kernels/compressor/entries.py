@@ -7,8 +7,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4_kernels import ptx
-from dsv4_kernels.bf16_rows import (
+from dsv4_kernels.compressor.rows import CHUNK, Batch, Problem, weights_of
+from dsv4_kernels.device import e2m1, e4m3, ptx
+from dsv4_kernels.device.bf16_rows import (
     channels,
     load_i64,
     max_over_lanes,
@@ -18,7 +19,6 @@ from dsv4_kernels.bf16_rows import (
     reciprocal_root,
     store_8_bytes,
 )
-from dsv4_kernels.compressor.rows import CHUNK, Batch, Problem, weights_of
 from dsv4_kernels.kv_layout import (
     FP4_SCALE_GROUP,
     NOPE_DIM,
@@ -29,7 +29,6 @@ from dsv4_kernels.kv_layout import (
     SCALE_GROUP,
     index_row_bytes_fp4,
 )
-from dsv4_kernels.quant import e2m1, e4m3
 from dsv4_kernels.rope.angle import cosine_and_sine, position_of, turned
 
 INDEX_DIM = 128

@@ -11,11 +11,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from dsv4_kernels import dependent_launch, ptx
-from dsv4_kernels.bf16_rows import WARP, add, sum_of_squares, sum_over_lanes
 from dsv4_kernels.compressor import entries, rows
 from dsv4_kernels.compressor.csa import load_four
 from dsv4_kernels.compressor.rows import CHUNK, Arguments, Batch, Problem
+from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device.bf16_rows import WARP, add, sum_of_squares, sum_over_lanes
 from dsv4_kernels.kv_layout import ROW_DIM, SCALE_GROUP
 
 RATIO = 128

@@ -23,8 +23,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from dsv4_kernels import ptx
-from dsv4_kernels.bf16_rows import add, load_f32x4, mul
+from dsv4_kernels.device import ptx
+from dsv4_kernels.device.bf16_rows import add, load_f32x4, mul
 
 CHUNK = 4
 """Channels of 16 bytes."""

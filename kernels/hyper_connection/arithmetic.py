@@ -3,7 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4_kernels import ptx
+from dsv4_kernels.device import ptx
 from dsv4_kernels.hyper_connection.plan import QUAD, STREAMS, WARP
 
 LOG2_E = 1.4426950408889634

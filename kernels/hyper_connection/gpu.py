@@ -13,7 +13,7 @@ import torch
 from cutlass import Int32, Int64
 from torch import Tensor
 
-from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.hyper_connection.kernel import HyperConnection
 from dsv4_kernels.hyper_connection.plan import CLUSTER, HEAD_ROWS, PRE_ROWS, STREAMS, TEAMS, TOKENS, Arguments, Plan
 from dsv4_kernels.quant.gpu import new_codes

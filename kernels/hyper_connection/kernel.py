@@ -33,7 +33,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from dsv4_kernels import dependent_launch, ptx
+from dsv4_kernels.device import dependent_launch, e4m3, ptx
 from dsv4_kernels.hyper_connection.arithmetic import (
     address_of,
     copy_bulk,
@@ -63,7 +63,6 @@ from dsv4_kernels.hyper_connection.plan import (
     shared_memory,
 )
 from dsv4_kernels.hyper_connection.products import Products
-from dsv4_kernels.quant import e4m3
 
 GATES = 2 * STREAMS
 """The rows of fn whose products become sigmoids, pre and post; those of comb follow."""

@@ -9,7 +9,7 @@ which a thread has eight neighbours: that is what it loads and stores at a time 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4_kernels import ptx
+from dsv4_kernels.device import ptx
 from dsv4_kernels.hyper_connection.arithmetic import load_words_if, load_words_or_floats, store_words_if, unpack
 from dsv4_kernels.hyper_connection.plan import CHANNELS, QUAD, STREAMS, UNITS, WARP, Arguments, Plan
 

@@ -12,7 +12,7 @@ import torch
 from cutlass import Int32, Int64
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows
+from dsv4_kernels.device import bf16_rows
 from dsv4_kernels.indexer import SCRATCH_BYTES, prefill_scores, scores, topk
 from dsv4_kernels.kv_layout import PAGE_ROWS, KVRows, RowFormat
 

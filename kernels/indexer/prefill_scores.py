@@ -15,8 +15,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32
 
-from dsv4_kernels import dependent_launch, ptx
-from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.indexer.scores import (
     HEADS_A_TILE,
     KEY_DIM,

@@ -16,13 +16,12 @@ import torch
 from cutlass import Float32, Int32, Int64, Uint32
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows, dependent_launch, ptx
-from dsv4_kernels.bf16_rows import channels, max_over_lanes, mul, packed, store_8_bytes
-from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.device import bf16_rows, dependent_launch, e2m1, e4m3, ptx
+from dsv4_kernels.device.bf16_rows import channels, max_over_lanes, mul, packed, store_8_bytes
+from dsv4_kernels.device.e2m1 import DIM
+from dsv4_kernels.device.e2m1 import LANE_CHANNELS as CHANNELS
+from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import FP4_SCALE_GROUP
-from dsv4_kernels.quant import e2m1, e4m3
-from dsv4_kernels.quant.e2m1 import DIM
-from dsv4_kernels.quant.e2m1 import LANE_CHANNELS as CHANNELS
 from dsv4_kernels.rope.angle import cosine_and_sine, position_of, turned
 
 ROTATED = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_kernels.invariant import at_least_as_many_as_threads, padded_to_full_rows, tree_sum
+from dsv4_kernels.host.invariant import at_least_as_many_as_threads, padded_to_full_rows, tree_sum
 from dsv4_kernels.kv_layout import FP4_SCALE_GROUP, KVRows, entry_rows
 from dsv4_kernels.quant import fp4_qdq, hadamard
 from dsv4_kernels.rope import apply_rope

@@ -19,9 +19,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4_kernels import dependent_launch, ptx
-from dsv4_kernels.bf16_rows import add, load_words, sum_over_lanes
-from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device.bf16_rows import add, load_words, sum_over_lanes
+from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import FP4_SCALE_GROUP, PAGE_ROWS
 
 KEY_DIM = 128

@@ -13,8 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from dsv4_kernels import dependent_launch, ptx
-from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import PAGE_ROWS
 
 THREADS = 512

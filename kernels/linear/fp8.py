@@ -10,9 +10,9 @@ import torch
 from cutlass import Int32
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows
-from dsv4_kernels.bf16_rows import stride_bytes
-from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.device import bf16_rows
+from dsv4_kernels.device.bf16_rows import stride_bytes
+from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.linear.fp8_kernel import launch
 from dsv4_kernels.linear.fp8_plan import BLOCK, MOST_TOKENS, ROWS, TOKENS, Arguments, Plan, chosen, planned
 from dsv4_kernels.linear.gpu import multiprocessors

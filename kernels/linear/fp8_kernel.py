@@ -37,7 +37,7 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from dsv4_kernels import dependent_launch, ptx
+from dsv4_kernels.device import dependent_launch, ptx
 from dsv4_kernels.linear.fp8_plan import BLOCK, WARP, Arguments
 from dsv4_kernels.linear.fp8_products import fragments, multiply_add, places_of_scales, places_of_tokens
 from dsv4_kernels.sparse_attention.sm90.tma import TmaTensor

@@ -6,7 +6,7 @@ Tokens are the left operand, in registers; weights the right one, in shared memo
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from dsv4_kernels import ptx
+from dsv4_kernels.device import ptx
 from dsv4_kernels.linear.fp8_plan import BLOCK, MMA_TOKENS, PRODUCTS, Plan
 
 ROW_BYTES = BLOCK

@@ -28,11 +28,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4_kernels import bf16_rows, dependent_launch, ptx
-from dsv4_kernels.bf16_rows import add, mul
+from dsv4_kernels.device import bf16_rows, dependent_launch, e4m3, ptx
+from dsv4_kernels.device.bf16_rows import add, mul
 from dsv4_kernels.indexer.scores import multiply
 from dsv4_kernels.linear.kernel import MMA_ROWS, MMA_TOKENS, SEGMENTS, UNITS, WARP, left_matrices
-from dsv4_kernels.quant import e4m3
 from dsv4_kernels.rope.angle import cosine_and_sine, inverted, position_of, turned
 
 ROWS = 128

@@ -10,10 +10,10 @@ import torch
 from cutlass import Int32
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows
-from dsv4_kernels.bf16_rows import stride_bytes
-from dsv4_kernels.compile_cache import load_or_compile
-from dsv4_kernels.launch_arguments import example
+from dsv4_kernels.device import bf16_rows
+from dsv4_kernels.device.bf16_rows import stride_bytes
+from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch_arguments import example
 from dsv4_kernels.linear.fp8_weight import HEAD, ROTATED, ROWS, STEP, Arguments, Configuration, Tile, launch
 from dsv4_kernels.linear.kernel import SEGMENTS
 from dsv4_kernels.linear.ref import HeadRotation

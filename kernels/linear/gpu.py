@@ -16,9 +16,9 @@ import torch
 from cutlass import Int32
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows
-from dsv4_kernels.bf16_rows import stride_bytes
-from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.device import bf16_rows
+from dsv4_kernels.device.bf16_rows import stride_bytes
+from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.linear import wgmma
 from dsv4_kernels.linear.kernel import CHUNK, SEGMENTS, Arguments, Configuration, Tile, launch
 

@@ -25,8 +25,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4_kernels import dependent_launch, ptx
-from dsv4_kernels.bf16_rows import add
+from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device.bf16_rows import add
 from dsv4_kernels.indexer.scores import multiply
 
 SEGMENTS = 4

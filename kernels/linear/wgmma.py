@@ -21,8 +21,8 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from dsv4_kernels import dependent_launch, ptx
-from dsv4_kernels.bf16_rows import add
+from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device.bf16_rows import add
 from dsv4_kernels.linear.kernel import CHUNK, ROW_BYTES, SEGMENTS, WARP, Arguments, begin_of
 from dsv4_kernels.sparse_attention.sm90.tma import TmaTensor, swizzled_atom, swizzled_layout
 

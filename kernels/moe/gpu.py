@@ -14,10 +14,10 @@ import torch
 from cutlass import Float32, Int32, Int64
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows, dependent_launch, ptx
-from dsv4_kernels.bf16_rows import CHUNK_BYTES, add, at_least, at_most, load_words_if, mul
-from dsv4_kernels.compile_cache import load_or_compile
-from dsv4_kernels.launch_arguments import example
+from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
+from dsv4_kernels.device.bf16_rows import CHUNK_BYTES, add, at_least, at_most, load_words_if, mul
+from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch_arguments import example
 from dsv4_kernels.quant.gpu import THREADS, Codes, new_codes, num_ctas, place_of_thread, plain_result, store_codes
 
 

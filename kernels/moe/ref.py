@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_kernels.invariant import silu
+from dsv4_kernels.host.invariant import silu
 from dsv4_kernels.linear import linear
 from dsv4_kernels.moe.weights import Mxfp4Experts, Nvfp4Experts
 from dsv4_kernels.quant.ref import dequantise_fp4_weight, dequantise_nvfp4_weight, encode_nvfp4, fp8_quantise

@@ -16,10 +16,10 @@ import torch
 from cutlass import Boolean, Float32, Int32, Int64
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows, dependent_launch, ptx
-from dsv4_kernels.bf16_rows import CHUNK, CHUNK_BYTES, WARP, add, mul, sum_over_lanes
-from dsv4_kernels.compile_cache import load_or_compile
-from dsv4_kernels.launch_arguments import example
+from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
+from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES, WARP, add, mul, sum_over_lanes
+from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch_arguments import example
 from dsv4_kernels.quant.gpu import Codes, new_codes, plain_result, store_codes
 
 WARP_DIM = 2048

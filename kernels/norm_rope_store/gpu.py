@@ -20,10 +20,10 @@ import torch
 from cutlass import Float32, Int32, Int64, Uint32
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows as rows_of
-from dsv4_kernels import dependent_launch, ptx
-from dsv4_kernels.bf16_rows import WARP
-from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.device import bf16_rows as rows_of
+from dsv4_kernels.device import dependent_launch, e4m3, ptx
+from dsv4_kernels.device.bf16_rows import WARP
+from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import (
     NOPE_DIM,
     PAGE_ROWS,
@@ -35,7 +35,6 @@ from dsv4_kernels.kv_layout import (
     RowFormat,
 )
 from dsv4_kernels.norm_rope_store import MAX_DESTINATIONS, Destination
-from dsv4_kernels.quant import e4m3
 from dsv4_kernels.rope.angle import cosine_and_sine, position_of, turned
 from dsv4_kernels.sparse_attention.addresses import row_bytes
 

@@ -14,11 +14,10 @@ import torch
 from cutlass import Boolean, Int32, Int64
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows, dependent_launch, ptx
-from dsv4_kernels.bf16_rows import CHUNK, CHUNK_BYTES
-from dsv4_kernels.compile_cache import load_or_compile
-from dsv4_kernels.launch_arguments import example
-from dsv4_kernels.quant import e4m3
+from dsv4_kernels.device import bf16_rows, dependent_launch, e4m3, ptx
+from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES
+from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch_arguments import example
 
 THREADS = 256
 BLOCK = 128

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_kernels.row_pieces import in_row_pieces
+from dsv4_kernels.host.row_pieces import in_row_pieces
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0

@@ -2,8 +2,8 @@
 
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, select_
 
-from dsv4_kernels import ptx
-from dsv4_kernels.bf16_rows import add, bits_of, mul
+from dsv4_kernels.device import ptx
+from dsv4_kernels.device.bf16_rows import add, bits_of, mul
 
 # pi / 2 as three fp32. The first has 24 bits, so that below 2**20 its multiple is subtracted exactly.
 _HALF_PI = (1.5707963705062866, -4.371138828673793e-08, -1.7151245100058819e-15)

@@ -15,9 +15,9 @@ import torch
 from cutlass import Int32, Int64
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows, dependent_launch, ptx
-from dsv4_kernels.bf16_rows import CHUNK, CHUNK_BYTES, load_words_if, mul
-from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
+from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES, load_words_if, mul
+from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.rope.angle import cosine_and_sine, inverted, position_of, turned
 
 THREADS = 128

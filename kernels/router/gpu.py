@@ -16,9 +16,9 @@ import torch
 from cutlass import Float32, Int32, Int64
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows, dependent_launch, ptx
-from dsv4_kernels.bf16_rows import WARP, add, at_least, bits_of, magnitude, mul
-from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
+from dsv4_kernels.device.bf16_rows import WARP, add, at_least, bits_of, magnitude, mul
+from dsv4_kernels.host.compile_cache import load_or_compile
 
 WARPS = 4
 MOST_EXPERTS = 512
@@ -114,7 +114,7 @@ def warp_min(x: Int32) -> Int32:
 
 
 def tree_sum(values: list) -> Float32:
-    """In the order of `dsv4_kernels.invariant.tree_sum`."""
+    """In the order of `dsv4_kernels.host.invariant.tree_sum`."""
     while len(values) > 1:
         half = len(values) // 2
         folded = [add(values[i], values[i + half]) for i in range(half)]

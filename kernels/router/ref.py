@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_kernels.invariant import softplus, tree_sum
+from dsv4_kernels.host.invariant import softplus, tree_sum
 from dsv4_kernels.linear import linear_fp32
 
 

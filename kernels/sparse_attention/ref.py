@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_kernels.invariant import at_least_as_many_as_threads, padded_to_full_rows
+from dsv4_kernels.host.invariant import at_least_as_many_as_threads, padded_to_full_rows
 from dsv4_kernels.kv_layout import KVRows, RowFormat, entry_rows
 
 KEY_TILE = 64

@@ -10,8 +10,8 @@ import torch
 from cutlass import Int32, Int64
 from torch import Tensor
 
-from dsv4_kernels import dependent_launch, ptx
-from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.step_mapping import GroupMapping, StepLayout, StepMapping
 
 THREADS = 128

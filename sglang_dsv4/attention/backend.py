@@ -33,9 +33,9 @@ from sglang_dsv4.attention.metadata import ForwardMetadata, block_metadata, exte
 from sglang_dsv4.cache.geometry import entries_per_page
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.cache.tail_storage import ChunkWrites, TailRows
-from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, SWA_RATIO
+from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, SWA_RATIO
 from sglang_dsv4.prefix.tails import HostBatch, Tails
-from sglang_dsv4.sglang_bases import SnapshotAttentionBackend
+from sglang_dsv4.seam.bases import SnapshotAttentionBackend
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sglang_dsv4.layer_kinds import LayerKind
+from sglang_dsv4.model_config.layer_kinds import LayerKind
 
 if TYPE_CHECKING:
     from sglang_dsv4.attention.backend import Dsv4AttentionBackend

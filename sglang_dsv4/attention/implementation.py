@@ -21,13 +21,14 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4_kernels import compile_cache, registry
+from dsv4_kernels import registry
+from dsv4_kernels.host import compile_cache
 from dsv4_kernels.kv_layout import ROW_DIM, KVRows, RowFormat
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
 from dsv4_kernels.unpack import Pages, choice, unpack_pages
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page
-from sglang_dsv4.layer_kinds import CSA_RATIO, HCA_RATIO, SWA_RATIO, LayerKind
+from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, HCA_RATIO, SWA_RATIO, LayerKind
 
 logger = logging.getLogger(__name__)
 

@@ -32,10 +32,10 @@ from dsv4_kernels.compressor import Groups
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
 from dsv4_kernels.step_mapping import GroupLayout, StepLayout, step_mapping
-from sglang_dsv4 import exact
+from sglang_dsv4.attention.to_device import arrays_to_device
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups
-from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
-from sglang_dsv4.to_device import arrays_to_device
+from sglang_dsv4.determinism import exact
+from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
 
 
 @dataclass(frozen=True)

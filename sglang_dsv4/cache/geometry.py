@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from dsv4_kernels.kv_layout import ROPE_DIM, ROW_DIM, RowFormat
-from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS, SWA_RATIO, WINDOW_TOKENS, LayerKind
+from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS, SWA_RATIO, WINDOW_TOKENS, LayerKind
 
 RATIOS = tuple(kind.ratio for kind in LayerKind)
 FP4_INDEX_DIM = 128

@@ -32,8 +32,8 @@ from sglang_dsv4.cache.pool_configurator import geometry_of, tail_slots
 from sglang_dsv4.cache.pool_plan import PoolPlan
 from sglang_dsv4.cache.tail_options import HostOptions, TailOptions, TailSizes, least_of_ranks
 from sglang_dsv4.cache.tail_storage import TailRows, TailStorage
-from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, LayerKind
-from sglang_dsv4.sglang_bases import RingWindowKVPool
+from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, LayerKind
+from sglang_dsv4.seam.bases import RingWindowKVPool
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sglang_dsv4.cache.geometry import entries_per_page
-from sglang_dsv4.layer_kinds import CSA_RATIO, HCA_RATIO
+from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, HCA_RATIO
 
 if TYPE_CHECKING:
     from sglang_dsv4.cache.kv_pool import Dsv4KVPool

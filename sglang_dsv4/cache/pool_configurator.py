@@ -17,8 +17,8 @@ from dsv4_kernels.kv_layout import RowFormat
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.pool_plan import ADMISSION_TOKENS, MIN_FULL_TOKENS, largest_plan
 from sglang_dsv4.cache.tail_options import TailOptions
-from sglang_dsv4.config import Config
-from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS, SWA_RATIO
+from sglang_dsv4.model_config.config import Config
+from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS, SWA_RATIO
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigResult, KVCacheConfigurator

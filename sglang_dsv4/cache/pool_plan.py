@@ -18,7 +18,7 @@ import torch
 
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from sglang_dsv4.cache.geometry import PoolGeometry
-from sglang_dsv4.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, WINDOW_TOKENS, LayerKind
+from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, WINDOW_TOKENS, LayerKind
 
 # SGLang admits a request only if its tokens and a page more fit (PrefillAdder.add_one_req), and lets it generate only
 # what whole pages leave after its prompt and that page (max_new_tokens_for_memory): the last two pages serve nobody.

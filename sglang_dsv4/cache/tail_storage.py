@@ -24,10 +24,10 @@ from dsv4_kernels.kv_layout import KVRows
 from dsv4_radix_cache.requests import Restore, TailRequests, Write
 from dsv4_radix_cache.ring import OVERLAP_TOKENS, WINDOW_TOKENS, chunk_rows, overlap_span, window_span
 from dsv4_radix_cache.store import Copy, Tier
+from sglang_dsv4.attention.to_device import to_device
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.pool_plan import PoolSpec, tail_specs
-from sglang_dsv4.layer_kinds import CSA_RATIO
-from sglang_dsv4.to_device import to_device
+from sglang_dsv4.model_config.layer_kinds import CSA_RATIO
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsv4_kernels.quant import E2M1_MAX, E4M3_MAX, quantise_fp4_weight, quantise_fp8_weight, quantise_nvfp4_weight
-from sglang_dsv4 import nvfp4
 from sglang_dsv4.cpu.random_tokenizer import write_tokenizer
+from sglang_dsv4.weights import nvfp4
 
 SHARD_BYTES = 256 << 20  # small enough that flash and pro have several shards, as the release has
 
@@ -49,7 +49,7 @@ class Storage(Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Nvfp4:
-    """Packed e2m1 uint8 [n, k/2], and the scales of `sglang_dsv4.nvfp4`."""
+    """Packed e2m1 uint8 [n, k/2], and the scales of `sglang_dsv4.weights.nvfp4`."""
 
     amax: float  # of the matrices that share a global scale
     input_amax: float

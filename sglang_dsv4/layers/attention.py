@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from dsv4_kernels.compressor import compress_store
 from dsv4_kernels.norm_rope_store import Destination, norm_rope_store
-from sglang_dsv4.config import Config, ConfigError
-from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.compressor import Compressor
 from sglang_dsv4.layers.grouped_projection import GroupedProjection
 from sglang_dsv4.layers.indexer import Indexer
@@ -25,6 +23,8 @@ from sglang_dsv4.layers.rank_sum import sum_over_ranks
 from sglang_dsv4.layers.rope import Rotation
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.layers.side_stream import side_by_side
+from sglang_dsv4.model_config.config import Config, ConfigError
+from sglang_dsv4.model_config.layer_kinds import LayerKind
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig

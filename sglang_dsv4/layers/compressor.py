@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from dsv4_kernels.compressor import Compression
 from dsv4_kernels.kv_layout import RowFormat
-from sglang_dsv4.config import Config
-from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.layers.rope import Rotation
+from sglang_dsv4.model_config.config import Config
+from sglang_dsv4.model_config.layer_kinds import LayerKind
 
 
 class Compressor(nn.Module):

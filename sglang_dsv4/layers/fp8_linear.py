@@ -18,11 +18,11 @@ import torch
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from torch import Tensor, nn
 
-from dsv4_kernels.environment import one_of
+from dsv4_kernels.host.environment import one_of
 from dsv4_kernels.linear import linear_fp8
-from sglang_dsv4 import exact
-from sglang_dsv4.config import ConfigError
-from sglang_dsv4.sglang_bases import ModelBuiltConfig
+from sglang_dsv4.determinism import exact
+from sglang_dsv4.model_config.config import ConfigError
+from sglang_dsv4.seam.bases import ModelBuiltConfig
 
 logger = logging.getLogger(__name__)
 

@@ -26,12 +26,12 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
-from dsv4_kernels.environment import one_of
+from dsv4_kernels.host.environment import one_of
 from dsv4_kernels.linear import HeadRotation, expand_fp8_weight, grouped_linear, grouped_linear_fp8_weight
-from sglang_dsv4.config import WEIGHT_BLOCK, Config, ConfigError
 from sglang_dsv4.layers.after_loading import AfterLoading
 from sglang_dsv4.layers.linear import Fp8Input, builds_on_cpu, load_row_shard
 from sglang_dsv4.layers.rope import Rotation
+from sglang_dsv4.model_config.config import WEIGHT_BLOCK, Config, ConfigError
 
 VARIABLE = "SGLANG_DSV4_WO_A"
 MOST_TOKENS = 512

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dsv4_kernels.hyper_connection import hc_boundary, hc_enter, hc_finish
-from sglang_dsv4.config import Config
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.layers.sequence_parallel import RowShards
+from sglang_dsv4.model_config.config import Config
 
 
 class Pending(NamedTuple):

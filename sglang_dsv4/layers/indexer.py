@@ -9,11 +9,11 @@ from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import Tensor, nn
 
 from dsv4_kernels.indexer import index_query
-from sglang_dsv4.config import Config
-from sglang_dsv4.layer_kinds import LayerKind
 from sglang_dsv4.layers.compressor import Compressor
 from sglang_dsv4.layers.linear import Fp8Input
 from sglang_dsv4.layers.sequence_parallel import RowShards
+from sglang_dsv4.model_config.config import Config
+from sglang_dsv4.model_config.layer_kinds import LayerKind
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig

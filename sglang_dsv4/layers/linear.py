@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from dsv4_kernels.linear import linear, linear_fp32
 from dsv4_kernels.quant import fp8_quantise
-from sglang_dsv4.config import ACTIVATION_BLOCK, Config, ConfigError
 from sglang_dsv4.layers import fp8_linear
 from sglang_dsv4.layers.fp8_linear import FewTokensConfig
-from sglang_dsv4.sglang_bases import ModelBuiltConfig
+from sglang_dsv4.model_config.config import ACTIVATION_BLOCK, Config, ConfigError
+from sglang_dsv4.seam.bases import ModelBuiltConfig
 
 
 def builds_on_cpu() -> bool:

@@ -7,9 +7,9 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from torch import Tensor
 
 from dsv4_kernels.linear import linear_fp32
-from sglang_dsv4.config import Config
 from sglang_dsv4.layers.linear import builds_on_cpu
-from sglang_dsv4.sglang_bases import LogitsProcessorWithHead
+from sglang_dsv4.model_config.config import Config
+from sglang_dsv4.seam.bases import LogitsProcessorWithHead
 
 
 def build_lm_head(config: Config, prefix: str) -> ParallelLMHead:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.moe import experts_forward, fused_swiglu, swiglu_fp8
 from dsv4_kernels.router import route_hash_logits, route_topk_logits
-from sglang_dsv4.config import Config, ConfigError
 from sglang_dsv4.layers import packed_experts
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, builds_on_cpu, fp32_product_dtype, quantises_once
 from sglang_dsv4.layers.packed_experts import PackedExperts
 from sglang_dsv4.layers.rank_sum import dtype_of_parts, sum_over_ranks
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.layers.side_stream import side_by_side
+from sglang_dsv4.model_config.config import Config, ConfigError
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig

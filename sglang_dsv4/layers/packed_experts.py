@@ -1,6 +1,6 @@
 """Routed experts over the checkpoint's own MXFP4 weights, by this package's kernels: the MoE runner "dsv4".
 
-On Hopper (`dsv4_kernels.moe.sm90`). When it is taken says `sglang_dsv4.experts_runner`.
+On Hopper (`dsv4_kernels.moe.sm90`). When it is taken says `sglang_dsv4.seam.moe_runner`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
-from sglang_dsv4 import exact
-from sglang_dsv4.config import Config, ConfigError
-from sglang_dsv4.experts_runner import RUNNER, reason_against
+from sglang_dsv4.determinism import exact
 from sglang_dsv4.layers.after_loading import AfterLoading
+from sglang_dsv4.model_config.config import Config, ConfigError
+from sglang_dsv4.seam.moe_runner import RUNNER, reason_against
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def random_codes(*shape: int) -> Tensor:
 
 def kernels(config: Config, tp_size: int) -> list[Callable[[], object]]:
     """What compiles the kernels of a forward, ahead of it."""
-    from dsv4_kernels import dependent_launch
+    from dsv4_kernels.device import dependent_launch
     from dsv4_kernels.moe.sm90 import launch, rows, work_list
     from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Plan, Product
 

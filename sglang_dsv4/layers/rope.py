@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from dsv4_kernels.rope import apply_rope_in_place
-from sglang_dsv4.config import Config
-from sglang_dsv4.layer_kinds import LayerKind
+from sglang_dsv4.model_config.config import Config
+from sglang_dsv4.model_config.layer_kinds import LayerKind
 
 
 class Rotation(nn.Module):

@@ -25,7 +25,7 @@ from sglang.srt.distributed.utils import all_gather_single
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from dsv4_kernels.environment import one_of
+from dsv4_kernels.host.environment import one_of
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode

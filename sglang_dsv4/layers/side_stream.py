@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from dsv4_kernels.environment import one_of
+from dsv4_kernels.host.environment import one_of
 
 VARIABLE = "SGLANG_DSV4_SIDE_STREAM"
 MOST_TOKENS = 32

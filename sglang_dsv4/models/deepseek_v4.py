@@ -14,9 +14,7 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
-from sglang_dsv4 import exact
-from sglang_dsv4.config import Config, ConfigError
-from sglang_dsv4.layer_kinds import LayerKind
+from sglang_dsv4.determinism import exact
 from sglang_dsv4.layers import sequence_parallel, side_stream
 from sglang_dsv4.layers.attention import Attention
 from sglang_dsv4.layers.hyper_connection import HyperConnection, HyperConnectionHead, Pending
@@ -25,8 +23,10 @@ from sglang_dsv4.layers.logits import Fp32LogitsProcessor, build_lm_head
 from sglang_dsv4.layers.moe import MoE
 from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
-from sglang_dsv4.tensor_table import main_model_tensors
-from sglang_dsv4.weights import load_checkpoint
+from sglang_dsv4.model_config.config import Config, ConfigError
+from sglang_dsv4.model_config.layer_kinds import LayerKind
+from sglang_dsv4.weights.loader import load_checkpoint
+from sglang_dsv4.weights.tensor_table import main_model_tensors
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput

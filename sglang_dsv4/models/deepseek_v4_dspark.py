@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from dsv4_kernels.hyper_connection import hc_head
 from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.norm_rope_store import Destination
-from sglang_dsv4 import exact
-from sglang_dsv4.config import Config, ConfigError
-from sglang_dsv4.layer_kinds import LayerKind
+from sglang_dsv4.determinism import exact
 from sglang_dsv4.layers.hyper_connection import HyperConnectionHead, Pending
 from sglang_dsv4.layers.linear import Fp8Input, fp32_product_dtype, quantised_linear_config, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
+from sglang_dsv4.model_config.config import Config, ConfigError
+from sglang_dsv4.model_config.layer_kinds import LayerKind
 from sglang_dsv4.models.deepseek_v4 import Block, check_server_options
-from sglang_dsv4.tensor_table import dspark_tensors
-from sglang_dsv4.weights import load_checkpoint
+from sglang_dsv4.weights.loader import load_checkpoint
+from sglang_dsv4.weights.tensor_table import dspark_tensors
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig

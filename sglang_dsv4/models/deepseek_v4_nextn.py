@@ -10,16 +10,16 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
-from sglang_dsv4 import exact
-from sglang_dsv4.config import Config
-from sglang_dsv4.layer_kinds import LayerKind
+from sglang_dsv4.determinism import exact
 from sglang_dsv4.layers.hyper_connection import HyperConnectionHead, Pending
 from sglang_dsv4.layers.linear import quantised_linear_config, quantises_once
 from sglang_dsv4.layers.logits import Fp32LogitsProcessor, build_lm_head
 from sglang_dsv4.layers.norm import RMSNorm
+from sglang_dsv4.model_config.config import Config
+from sglang_dsv4.model_config.layer_kinds import LayerKind
 from sglang_dsv4.models.deepseek_v4 import Block, DeepseekV4ForCausalLM, check_server_options
-from sglang_dsv4.tensor_table import mtp_tensors
-from sglang_dsv4.weights import load_checkpoint
+from sglang_dsv4.weights.loader import load_checkpoint
+from sglang_dsv4.weights.tensor_table import mtp_tensors
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import dsv4_kernels
 import sglang_dsv4
-from sglang_dsv4 import compat
 from sglang_dsv4.attention.implementation import chosen_implementation
+from sglang_dsv4.seam import compat
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

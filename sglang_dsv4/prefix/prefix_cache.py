@@ -33,13 +33,13 @@ from dsv4_radix_cache import invariants
 from dsv4_radix_cache.host_pages import HostPages
 from dsv4_radix_cache.requests import TailRequests
 from sglang_dsv4.cache.pool_plan import format_bytes
-from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
 from sglang_dsv4.prefix import tail_tree
 from sglang_dsv4.prefix.metrics import PrefixMetrics
 from sglang_dsv4.prefix.tail_component import TAIL, TailComponent
 from sglang_dsv4.prefix.tier_setup import create_tiers, open_storage
 from sglang_dsv4.prefix.tiers import PrefixTiers
-from sglang_dsv4.sglang_bases import RankedRadixCache
+from sglang_dsv4.seam.bases import RankedRadixCache
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import (

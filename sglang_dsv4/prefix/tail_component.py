@@ -33,8 +33,8 @@ from sglang.srt.mem_cache.unified_cache.components.base import LRURefreshPhase, 
 
 from dsv4_radix_cache.page_chain import PageChain
 from dsv4_radix_cache.requests import Match, TailRequests
-from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
-from sglang_dsv4.sglang_bases import PassiveTreeComponent
+from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.seam.bases import PassiveTreeComponent
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

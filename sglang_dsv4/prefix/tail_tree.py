@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_dsv4.sglang_bases import OpenTreeCore
+from sglang_dsv4.seam.bases import OpenTreeCore
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult

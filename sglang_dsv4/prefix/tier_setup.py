@@ -20,7 +20,7 @@ from sglang_dsv4.cache.host_records import HostRecords
 from sglang_dsv4.cache.page_records import PageRecords
 from sglang_dsv4.cache.pool_plan import format_bytes
 from sglang_dsv4.cache.record_files import RecordFiles, identity_digest
-from sglang_dsv4.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
 from sglang_dsv4.prefix.identity import identity_of, weights_fingerprint
 from sglang_dsv4.prefix.storage import PrefetchOptions, PrefixStorage
 from sglang_dsv4.prefix.tiers import PrefixTiers, WritePolicy

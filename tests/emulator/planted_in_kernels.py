@@ -42,7 +42,7 @@ def _compiled_for_this_device() -> Iterator[None]:
     """Nothing compiled comes from disk, and nothing is remembered of another emulated device, or for the next one."""
     import sys
 
-    from dsv4_kernels import compile_cache
+    from dsv4_kernels.host import compile_cache
     from dsv4_kernels.sparse_attention import scratch
 
     def forget() -> None:

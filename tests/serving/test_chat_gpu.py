@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from serving.server import Server, running_server
-from serving.test_chat import (  # noqa: F401 - collected here, with the server below
+
+from sglang_dsv4.cpu.quickstart import parser_flags
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+from tests.serving.test_chat import (  # noqa: F401 - collected here, with the server below
     reasoned,
     test_a_tool_call_is_parsed,
     test_chat_answers_with_the_tokens_asked_for,
@@ -23,9 +26,6 @@ from serving.test_chat import (  # noqa: F401 - collected here, with the server 
     test_stream_reports_usage_last,
     test_thinking_mode_ends_the_prompt_with_a_think_token,
 )
-
-from sglang_dsv4.cpu.quickstart import parser_flags
-from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,8 +12,9 @@ from serving.server import Server
 from sglang.srt.parser.deepseek_recipe_renderer import DeepSeekRecipe
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sglang_dsv4 import effort, plugin
+from sglang_dsv4 import plugin
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.requests import reasoning_effort as effort
 
 ABSOLUTE = (
     "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"

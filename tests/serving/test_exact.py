@@ -13,6 +13,7 @@ from pathlib import Path
 import exact_trace
 import pytest
 from exact_trace import Answer, Findings, Request, Sizes
+from serving.planted import planted_ops
 from serving.planted.planted_ops import FILE_VARIABLE
 from serving.server import MAX_RUNNING, POOL_TOKENS, SLEEP_ON_IDLE, TAILS, Server, run_until_it_stops, running_server
 
@@ -137,7 +138,7 @@ def planted_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("planted")
     file = folder / "fault"
     file.write_text("")
-    env = {**TAILS, "PYTHONPATH": str(Path(__file__).parent / "planted"), FILE_VARIABLE: str(file)}
+    env = {**TAILS, "PYTHONPATH": str(Path(planted_ops.__file__).parent), FILE_VARIABLE: str(file)}
     with running_server(checkpoint, folder / "log", *FLAGS, env=env) as server:
         yield server, file
 
@@ -179,7 +180,7 @@ def test_a_planted_fault_is_found(planted_server: tuple[Server, Path], fault: st
 def test_an_operator_that_is_not_batch_invariant_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
     """As if nobody had marked the CPU's products."""
     (tmp_path / "sitecustomize.py").write_text(
-        (Path(__file__).parent / "planted" / "sitecustomize.py").read_text().replace("planted_ops", "unmarked")
+        (Path(planted_ops.__file__).parent / "sitecustomize.py").read_text().replace("planted_ops", "unmarked")
     )
     (tmp_path / "unmarked.py").write_text(
         "import dataclasses\n"

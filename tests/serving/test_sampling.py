@@ -10,7 +10,8 @@ import pytest
 import torch
 from serving.server import Server, output_logprobs
 
-from sglang_dsv4 import compat, penalties, sampling
+from sglang_dsv4.requests import penalties, sampling
+from sglang_dsv4.seam import compat
 
 PROMPT = [0, *range(40, 90)]
 LIMITS = [{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}, {"frequency_penalty": 1.0}]

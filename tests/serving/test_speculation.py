@@ -33,7 +33,7 @@ from serving.server import (
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
-from sglang_dsv4.cuda_graphs import VERIFY_EPILOGUE
+from sglang_dsv4.warmup.cuda_graphs import VERIFY_EPILOGUE
 
 # Requests are let in as if they answered with a token or two, so that the pool runs out while they decode.
 OPTIMISTIC = ("--schedule-conservativeness", "0.01")

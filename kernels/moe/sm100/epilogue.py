@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.experimental import primitives as prims
 
-from dsv4_kernels import bf16_rows, ptx
+from dsv4_kernels.device import bf16_rows, e4m3, ptx
 from dsv4_kernels.moe.sm100.plan import (
     CHUNK,
     GROUP_THREADS,
@@ -17,7 +17,6 @@ from dsv4_kernels.moe.sm100.plan import (
     Numbers,
     Product,
 )
-from dsv4_kernels.quant import e4m3
 from dsv4_kernels.sparse_attention.sm100.barriers import arrive, wait
 from dsv4_kernels.sparse_attention.sm100.memory import as_float, load_tmem, tmem_columns
 

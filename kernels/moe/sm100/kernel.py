@@ -28,7 +28,7 @@ import cutlass.experimental.cuda as experimental_cuda
 from cutlass import Float32, Int32, Int64
 from cutlass.experimental import primitives as prims
 
-from dsv4_kernels import dependent_launch, ptx
+from dsv4_kernels.device import dependent_launch, ptx
 from dsv4_kernels.moe.sm100.epilogue import finish_tiles
 from dsv4_kernels.moe.sm100.plan import (
     CHUNK,

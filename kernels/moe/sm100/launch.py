@@ -11,7 +11,7 @@ import torch
 from cutlass import Int32
 from torch import Tensor
 
-from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.moe.sm100.kernel import launch
 from dsv4_kernels.moe.sm100.plan import TILE_ROWS, Arguments, Numbers, Plan, Product
 from dsv4_kernels.moe.weights import Mxfp4Experts, Nvfp4Experts

@@ -24,8 +24,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-from dsv4_kernels import dependent_launch, ptx
-from dsv4_kernels.bf16_rows import add, at_least, at_most, exp, mul, reciprocal
+from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device.bf16_rows import add, at_least, at_most, exp, mul, reciprocal
 from dsv4_kernels.linear.kernel import store_bf16
 from dsv4_kernels.moe.sm90.plan import (
     CHANNELS,

@@ -17,8 +17,8 @@ import torch
 from cutlass import Int32
 from torch import Tensor
 
-from dsv4_kernels import bf16_rows, dependent_launch
-from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.device import bf16_rows, dependent_launch
+from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.moe.sm90 import rows, work_list
 from dsv4_kernels.moe.sm90.kernel import launch
 from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Arguments, Plan, Product, Shape

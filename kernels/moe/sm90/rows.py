@@ -14,13 +14,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from dsv4_kernels import bf16_rows, dependent_launch, ptx
-from dsv4_kernels.bf16_rows import CHUNK, CHUNK_BYTES, add
-from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.device import bf16_rows, dependent_launch, e4m3, ptx
+from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES, add
+from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.moe.sm90.plan import GROUP_BYTES, TileField
 from dsv4_kernels.moe.sm90.weights import STEP
 from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS
-from dsv4_kernels.quant import e4m3
 
 THREADS = 128
 STEP_LANES = STEP // CHUNK

@@ -32,7 +32,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.experimental import primitives as prims
 
-from dsv4_kernels import dependent_launch
+from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.sparse_attention.sm100.barriers import arrive, of_first_cta, sync_all, wait, wait_for_tile
 from dsv4_kernels.sparse_attention.sm100.epilogue import finish_work_tile
 from dsv4_kernels.sparse_attention.sm100.gather import load_row, row_addresses, row_bits, store_row

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 import torch
 from cutlass import Int32
 
-from dsv4_kernels.compile_cache import load_or_compile
+from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import ROW_DIM, RowFormat
 from dsv4_kernels.sparse_attention.addresses import address, row_bytes, row_stride
 from dsv4_kernels.sparse_attention.problem import Problem

@@ -5,7 +5,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.experimental import primitives as prims
 
-from dsv4_kernels import dependent_launch
+from dsv4_kernels.device import dependent_launch
 
 
 def gmem(address: Int64, dtype: type) -> cutlass.Pointer:

@@ -28,7 +28,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from dsv4_kernels import dependent_launch, ptx
+from dsv4_kernels.device import dependent_launch, ptx
 from dsv4_kernels.kv_layout import NOPE_DIM
 from dsv4_kernels.sparse_attention.sm90 import epilogue, gather, softmax, tma
 from dsv4_kernels.sparse_attention.sm90 import tile_scheduler as scheduler

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from dsv4_kernels import ptx
+from dsv4_kernels.device import ptx
 from dsv4_kernels.sparse_attention.sm90.barriers import sync
 from dsv4_kernels.sparse_attention.sm90.plan import (
     BLOCK_BYTES,

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint8, Uint32, const_expr
 
-from dsv4_kernels import ptx
+from dsv4_kernels.device import ptx
 from dsv4_kernels.kv_layout import PAGE_ROWS, ROW_DATA_BYTES, ROW_SCALE_BYTES
 from dsv4_kernels.sparse_attention.sm90.barriers import arrive_for_warp
 from dsv4_kernels.sparse_attention.sm90.plan import (

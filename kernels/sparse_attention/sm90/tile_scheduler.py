@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from dsv4_kernels import ptx
+from dsv4_kernels.device import ptx
 from dsv4_kernels.sparse_attention.sm90.plan import (
     HALF_GROUPS,
     HEADS,

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from dsv4_kernels import ptx
+from dsv4_kernels.device import ptx
 from dsv4_kernels.kv_layout import NOPE_DIM, PAGE_ROWS, ROW_DATA_BYTES, ROW_SCALE_BYTES
 from dsv4_kernels.sparse_attention.sm90 import gather
 from dsv4_kernels.sparse_attention.sm90.few_heads.plan import (

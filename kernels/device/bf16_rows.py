@@ -1,0 +1,216 @@
+"""What kernels over rows of bf16 share: 16 bytes as eight channels, fp32 rounded where it says so, reductions of lanes.
+
+Every operation here names its rounding. The compiler contracts a plain product and sum into one rounding where it
+likes, and not alike in two configurations of one kernel; a row's bits must not depend on which of them a batch takes.
+"""
+
+from collections.abc import Callable, Sequence
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64, Uint32
+from torch import Tensor
+
+from dsv4_kernels.device import ptx
+
+CHUNK = 8
+"""Channels of 16 bytes."""
+CHUNK_BYTES = 16
+WARP = 32
+
+
+# ---- device side
+
+
+def load_words(address: Int64) -> tuple:
+    """16 bytes from global memory that are read once, as four words: channel 2i is the low half of word i."""
+    code = "ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    return ptx.asm(code, [Uint32] * 4, address)
+
+
+def load_words_if(exists: Int32, address: Int64) -> tuple:
+    """The same, or zeros."""
+    return ptx.load_or_zeros(Uint32, 4, address, Int32(exists))
+
+
+def load_f32x4(address: Int64) -> tuple:
+    """Four fp32 from global memory that others read too."""
+    return ptx.asm("ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Float32] * 4, address)
+
+
+def load_i64(address: Int64) -> Int64:
+    """An int64 from global memory."""
+    return ptx.asm("ld.global.b64 {$w0}, [{$r0}];", [Int64], address)
+
+
+def store_8_bytes(address: Int64, words: tuple) -> None:
+    """8 bytes to global memory."""
+    ptx.asm("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", [], address, *words)
+
+
+def low(word: Uint32) -> Float32:
+    """The even channel of a word."""
+    return ptx.as_f32(word << 16)
+
+
+def high(word: Uint32) -> Float32:
+    """The odd channel of a word."""
+    return ptx.as_f32(word & 0xFFFF0000)
+
+
+def channels(words: Sequence[Uint32]) -> list:
+    """The channels of words, in order."""
+    return [half(word) for word in words for half in (low, high)]
+
+
+def packed(values: Sequence[Float32]) -> tuple:
+    """The inverse of `channels`, rounded to bf16."""
+    return tuple(ptx.pack_bf16(a, b) for a, b in zip(values[::2], values[1::2], strict=True))
+
+
+def bits_of(x: Float32) -> Uint32:
+    """The bits of an fp32."""
+    return ptx.asm("mov.b32 {$w0}, {$r0};", [Uint32], x)
+
+
+def add(a: Float32, b: Float32) -> Float32:
+    """a + b."""
+    return ptx.asm("add.rn.f32 {$w0}, {$r0}, {$r1};", [Float32], a, b)
+
+
+def mul(a: Float32, b: Float32) -> Float32:
+    """a * b."""
+    return ptx.asm("mul.rn.f32 {$w0}, {$r0}, {$r1};", [Float32], a, b)
+
+
+def divide(a: Float32, b: Float32) -> Float32:
+    """a / b, correctly rounded."""
+    return ptx.asm("div.rn.f32 {$w0}, {$r0}, {$r1};", [Float32], a, b)
+
+
+def reciprocal(x: Float32) -> Float32:
+    """1 / x to an ulp; of infinity 0."""
+    return ptx.asm("rcp.approx.f32 {$w0}, {$r0};", [Float32], x)
+
+
+def reciprocal_root(x: Float32) -> Float32:
+    """1 / sqrt(x), to a relative 2**-22.9."""
+    return ptx.asm("rsqrt.approx.f32 {$w0}, {$r0};", [Float32], x)
+
+
+def root(x: Float32) -> Float32:
+    """sqrt(x), correctly rounded."""
+    return ptx.asm("sqrt.rn.f32 {$w0}, {$r0};", [Float32], x)
+
+
+def magnitude(x: Float32) -> Float32:
+    """|x|."""
+    return ptx.asm("abs.f32 {$w0}, {$r0};", [Float32], x)
+
+
+def at_most(x: Float32, bound: Float32) -> Float32:
+    """The smaller one; NaN if x is."""
+    return ptx.asm("min.NaN.f32 {$w0}, {$r0}, {$r1};", [Float32], x, bound)
+
+
+def at_least(x: Float32, bound: Float32) -> Float32:
+    """The larger one; NaN if x is."""
+    return ptx.asm("max.NaN.f32 {$w0}, {$r0}, {$r1};", [Float32], x, bound)
+
+
+def umin(a: Uint32, b: Uint32 | int) -> Uint32:
+    """The smaller one."""
+    return ptx.asm("min.u32 {$w0}, {$r0}, {$r1};", [Uint32], a, Uint32(b))
+
+
+def exp(x: Float32) -> Float32:
+    """e**x, to a relative 2**-21.8: x * log2(e) is split into a whole number, exactly, and at most a half.
+
+    2**n is multiplied in two halves, so that no result of a subnormal or of infinity comes too early.
+    """
+    rounder = Float32(12582912.0)  # 1.5 * 2**23: what is added to it is rounded to a whole number
+    bounded = at_most(at_least(x, Float32(-150.0)), Float32(150.0))
+    whole = add(ptx.fma(bounded, Float32(1.4426950216293335), rounder), Float32(-12582912.0))
+    rest = ptx.fma(bounded, Float32(1.4426950216293335), -whole)
+    rest = ptx.fma(bounded, Float32(1.925963033500011e-08), rest)
+    n = Int32(whole)
+    first = n >> 1
+    scaled = mul(ptx.exp2(rest), ptx.as_f32(Uint32((first + 127) << 23)))
+    return mul(scaled, ptx.as_f32(Uint32((n - first + 127) << 23)))
+
+
+def _over_lanes(x: Float32, lanes: int, join: Callable) -> Float32:
+    """A power of two of neighbouring lanes, as a butterfly: all get the same bits."""
+    step = 1
+    while step < lanes:
+        x = join(x, cute.arch.shuffle_sync_bfly(x, offset=step))
+        step *= 2
+    return x
+
+
+def sum_over_lanes(x: Float32, lanes: int = WARP) -> Float32:
+    """Sum over each group of `lanes` lanes."""
+    return _over_lanes(x, lanes, add)
+
+
+def max_over_lanes(x: Float32, lanes: int = WARP) -> Float32:
+    """Largest of each group of `lanes` lanes; NaN only if all are."""
+    return _over_lanes(x, lanes, ptx.fmax)
+
+
+def or_over_warp(x: Uint32) -> Uint32:
+    """The bits that any lane of the warp has."""
+    return ptx.asm("redux.sync.or.b32 {$w0}, {$r0}, 0xffffffff;", [Uint32], x)
+
+
+def sum_of_squares(values: Sequence[Float32]) -> Float32:
+    """Of one lane's channels, in order."""
+    total = mul(values[0], values[0])
+    for value in values[1:]:
+        total = ptx.fma(value, value, total)
+    return total
+
+
+# ---- host side
+
+ARCHITECTURES = {"sm90": "sm_90a", "sm100": "sm_100a"}
+
+
+def architecture(name: str, device: torch.device) -> str:
+    """What to compile for, of an implementation "sm90" or "sm100"."""
+    if name == "sm90" or device.type != "cuda":
+        return ARCHITECTURES[name]
+    return f"sm_10{torch.cuda.get_device_capability(device)[1]}a"
+
+
+def current_stream(device: torch.device) -> cuda.CUstream:
+    """The stream that PyTorch enqueues to."""
+    return cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+
+
+def check_rows(what: str, x: Tensor, dim: int | None = None) -> None:
+    """Whether a kernel can read rows 16 bytes at a time.
+
+    Args:
+        what: of the message: "rms_norm: x".
+        x: [..., d].
+        dim: what d must be; None for any multiple of 8.
+
+    Raises:
+        ValueError: another dtype than bf16, another d, channels that are not neighbours, or rows at other addresses.
+    """
+    fits = x.dtype == torch.bfloat16 and x.dim() > 0 and (x.shape[-1] == dim if dim else x.shape[-1] % CHUNK == 0)
+    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    fits = fits and (x.shape[-1] == 1 or x.stride(-1) == 1) and not any(stride % CHUNK for stride in strides)
+    if not fits or x.data_ptr() % CHUNK_BYTES:
+        raise ValueError(
+            f"{what} must be torch.bfloat16 [..., {dim or 'a multiple of 8'}] with contiguous channels and rows at "
+            f"multiples of {CHUNK_BYTES} bytes; got {x.dtype} {tuple(x.shape)} with strides {x.stride()} at address "
+            f'{x.data_ptr():#x}. The implementation "ref" takes any'
+        )
+
+
+def stride_bytes(x: Tensor, dim: int) -> int:
+    """Bytes from one index of a dimension to the next."""
+    return x.stride(dim) * x.element_size()

@@ -1,0 +1,71 @@
+"""Blocks of e4m3 with one power-of-two scale on a GPU, to the bits of `encode_fp8` (specification, section 4.2)."""
+
+from collections.abc import Sequence
+
+from cutlass import Float32, Uint32
+
+from dsv4_kernels.device import ptx
+from dsv4_kernels.device.bf16_rows import bits_of, magnitude, mul, umin
+
+_AMAX_FLOOR = 1e-4
+_PER_LARGEST = 1 / 448
+_MANTISSA = 0x7FFFFF
+
+
+def largest(values: Sequence[Float32]) -> Float32:
+    """Largest magnitude of one lane's channels; NaN only if all are."""
+    found = magnitude(values[0])
+    for value in values[1:]:
+        found = ptx.fmax(found, magnitude(value))
+    return found
+
+
+def scale_exponent(amax: Float32) -> Uint32:
+    """The byte of a block's ue8m0 scale: `2**ceil(log2(max(amax, 1e-4) / 448))`. Of infinity 255, which is NaN."""
+    bits = bits_of(mul(ptx.fmax(amax, Float32(_AMAX_FLOOR)), Float32(_PER_LARGEST)))
+    return (bits + _MANTISSA) >> 23
+
+
+def scale_of(exponent: Uint32) -> Float32:
+    """The scale itself."""
+    return ptx.as_f32(exponent << 23)
+
+
+def codes(values: Sequence[Float32], exponent: Uint32) -> tuple:
+    """e4m3 codes of four channels a word, the first one in the lowest byte.
+
+    Multiplying by the power of two's inverse is exact, and rounds where the quotient is subnormal as dividing does.
+    """
+    inverse = ptx.as_f32((254 - umin(exponent, 254)) << 23)
+    scaled = [mul(value, inverse) for value in values]
+    return tuple(_word(*scaled[i : i + 4]) for i in range(0, len(scaled), 4))
+
+
+def _word(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
+    return ptx.asm(
+        "{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};\nmov.b32 {$w0}, {low, high};\n}",
+        [Uint32],
+        *(a, b, c, d),
+    )
+
+
+def as_bf16(codes: Uint32, factor: Uint32) -> list:
+    """Four e4m3 codes times a power of two (twice, in bf16) as two words of two bf16, exactly.
+
+    A code becomes bf16 with its sign at the top and the rest where bf16 has the last bits of the exponent and the first
+    of the mantissa: it lacks 2^120, subnormal codes too. The factor comes by itself, as both together may be too large.
+    """
+    return [_two_as_bf16(codes, which, factor) for which in (0x9180, 0xB3A2)]
+
+
+def _two_as_bf16(codes: Uint32, which: int, factor: Uint32) -> Uint32:
+    """Of four codes two. `prmt` puts each into the low byte of a half, its sign in all bits of the high one."""
+    return ptx.asm(
+        f"{{\n.reg .b32 x, y;\nprmt.b32 x, {{$r0}}, 0, {which:#x};\nshl.b32 x, x, 4;\nand.b32 x, x, 0x87F087F0;\n"
+        "mov.b32 y, 0x7B807B80;\n"  # 2^120, twice
+        "mul.rn.bf16x2 x, x, y;\nmul.rn.bf16x2 {$w0}, x, {$r1};\n}",
+        [Uint32],
+        codes,
+        factor,
+    )

@@ -1,0 +1,325 @@
+"""Compiled CuTe DSL kernels, kept in memory and on disk: a kernel takes seconds to compile and milliseconds to load.
+
+`load_or_compile` returns the function of one configuration: from memory, else from disk, else from the compiler, whose
+result it puts on disk as an object file (host code with the cubin inside). An object's name is a hash of everything
+that can change it: all source files of this package (a kernel takes constants from several), the DSL's version and
+environment, Python's minor version, the architecture, the configuration and the switch of `dependent_launch`. Beside
+it lies a JSON file with the object's SHA-256; an object that does not have that hash is compiled again, and a log line
+says so. Files appear under their names whole or not at all, and of several processes that need the same kernel one
+compiles while the others wait, LOCK_SECONDS at most. Whoever adds a kernel deletes those that nobody has loaded for
+KEEP_DAYS: they are of older versions, mostly. Only files that begin with PREFIX are ours to delete.
+
+`DSV4_KERNEL_CACHE` names the folder, or is `off` for none; unset it is `~/.cache/sglang-dsv4/kernels` (under
+`XDG_CACHE_HOME` if that is set). Whoever can write to it can run code in this process.
+
+Compiling, exporting and loading need no GPU; calling does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from dsv4_kernels.device import dependent_launch
+from dsv4_kernels.host.launch_arguments import Launcher
+
+logger = logging.getLogger(__name__)
+
+FOLDER_VARIABLE = "DSV4_KERNEL_CACHE"
+ARCH_VARIABLE = "CUTE_DSL_ARCH"
+"""The DSL's: the architecture to compile for, in place of that of the GPU that it finds."""
+KEEP_DAYS = 90
+PREFIX = "dsv4-kernel-"
+"""How the names of our files begin: the folder may hold others."""
+LOCK_SECONDS = 600.0
+"""So long a process waits for another one that compiles the same kernel; then it compiles for itself."""
+_LOCK_POLL_SECONDS = 0.05
+_SYMBOL = "dsv4_kernel"
+"""Name of the function inside an object file."""
+
+_in_memory: dict[tuple[str, Hashable, str], Any] = {}
+_may_compile = True
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a kernel came from, and how long that took."""
+
+    name: str
+    config: str
+    source: str
+    """Either "compiled" or "disk"."""
+    seconds: float
+    kept: bool
+    """Whether it is on disk now."""
+
+
+class KernelMissing(Exception):
+    """A kernel that is not on disk was asked for inside `only_stored`."""
+
+    def __init__(self, name: str, config: Hashable, arch: str) -> None:
+        super().__init__(f"{name} for {arch} is not on disk: {config!r}")
+        self.name, self.config, self.arch = name, config, arch
+
+
+_origins: list[Origin] = []
+
+
+def origins() -> tuple[Origin, ...]:
+    """Every kernel that this process compiled or loaded, in order."""
+    return tuple(_origins)
+
+
+def folder() -> Path | None:
+    """Where objects are kept, None if nowhere."""
+    chosen = os.environ.get(FOLDER_VARIABLE, "").strip()
+    if chosen.lower() == "off":
+        return None
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-dsv4" / "kernels"
+
+
+@contextlib.contextmanager
+def only_stored() -> Iterator[None]:
+    """Inside, what is not in memory or on disk is not compiled: `load_or_compile` raises `KernelMissing`."""
+    global _may_compile
+    before, _may_compile = _may_compile, False
+    try:
+        yield
+    finally:
+        _may_compile = before
+
+
+def load_or_compile(name: str, config: Hashable, arch: str, compile: Callable[[], Any]) -> Callable[..., Any]:
+    """The compiled function of one configuration of a kernel.
+
+    Call it with positional arguments only: what is loaded from disk does not know the names. NamedTuples may have
+    Python's numbers in place of the DSL's.
+
+    Args:
+        name: of the kernel, a word for file names and log lines ("sparse_attention_sm90").
+        config: what `compile` specialises on besides `arch`; its repr must say all of it.
+        arch: "sm_90a".
+        compile: returns what `cute.compile` returns.
+
+    Raises:
+        ValueError: `config` prints an address, so it would never be found again.
+        KernelMissing: inside `only_stored`.
+    """
+    early = dependent_launch.is_on()
+    key = (name, (config, early), arch)
+    function = _in_memory.get(key)
+    if function is None:
+        text = repr(config) if early else f"{config!r}, no dependent launch"
+        if " at 0x" in text:
+            raise ValueError(f"the configuration of {name} prints an address: {text}. Use a frozen dataclass of values")
+        found = _from_disk_or_compiler(name, text, arch, compile) if _may_compile else _from_disk(name, text, arch)
+        if found is None:
+            raise KernelMissing(name, config, arch)
+        function = _in_memory[key] = Launcher(found)
+    return function
+
+
+def _from_disk_or_compiler(name: str, config: str, arch: str, compile: Callable[[], Any]) -> Callable[..., Any]:
+    stored = _Stored.at(folder(), name, config, arch)
+    with stored.locked() if stored else contextlib.nullcontext():
+        function = _loaded_from(stored, name, config, arch)
+        if function is None:
+            logger.info("compiling %s for %s: %s", name, arch, config)
+            begin = time.perf_counter()
+            function = compile()
+            seconds = time.perf_counter() - begin
+            kept = stored is not None and stored.save(function, seconds)
+            _origins.append(Origin(name, config, "compiled", seconds, kept))
+            where = f"kept in {stored.object}" if kept else "kept in memory only"
+            logger.info("compiled %s for %s in %.1f s, %s", name, arch, seconds, where)
+    return function
+
+
+def _from_disk(name: str, config: str, arch: str) -> Callable[..., Any] | None:
+    """Without a lock: files appear whole, and a pair of them whose hashes differ counts as missing."""
+    return _loaded_from(_Stored.at(folder(), name, config, arch), name, config, arch)
+
+
+def _loaded_from(stored: _Stored | None, name: str, config: str, arch: str) -> Callable[..., Any] | None:
+    begin = time.perf_counter()
+    function = stored.load() if stored else None
+    if function is not None:
+        seconds = time.perf_counter() - begin
+        _origins.append(Origin(name, config, "disk", seconds, kept=True))
+        logger.info("loaded %s for %s in %.0f ms from %s", name, arch, 1e3 * seconds, stored.object)
+    return function
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The files of one kernel."""
+
+    object: Path
+    facts: dict[str, Any]
+    """What the object was made from; its hash is in the object's name."""
+
+    @staticmethod
+    def at(folder: Path | None, name: str, config: str, arch: str) -> _Stored | None:
+        """None if nothing can be kept there."""
+        if folder is None:
+            return None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            logger.warning("compiled kernels are not kept: %s (%s names another folder)", error, FOLDER_VARIABLE)
+            return None
+        facts = {"config": config, "arch": arch, "environment": _environment(arch)}
+        key = hashlib.sha256(json.dumps([facts, _source_hash()]).encode()).hexdigest()
+        return _Stored(folder / f"{PREFIX}{name}-{arch}-{key[:24]}.o", facts)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Alone with these files, unless another process keeps the lock for longer than LOCK_SECONDS.
+
+        Then both compile, and the files are the later one's: they are replaced in one step. The lock ends with the
+        process that holds it.
+        """
+        with contextlib.ExitStack() as stack:
+            path = self.object.with_suffix(".lock")
+            try:
+                file = stack.enter_context(path.open("w"))
+                if not locks(file, LOCK_SECONDS):
+                    logger.warning(
+                        "another process has held %s for %.0f s: this one no longer waits for its kernel. If no other "
+                        "process compiles kernels, one that hangs holds it (`fuser %s` names it)",
+                        *(path, LOCK_SECONDS, path),
+                    )
+            except OSError as error:  # a read-only folder, or a file system without locks
+                logger.warning("no lock on %s: %s", self.object, error)
+            yield
+
+    def load(self) -> Callable[..., Any] | None:
+        """The function, or None if it must be compiled."""
+        try:
+            facts, contents = json.loads(self.object.with_suffix(".json").read_text()), self.object.read_bytes()
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            return self._unusable(error)
+        found = hashlib.sha256(contents).hexdigest()
+        if not isinstance(facts, dict) or facts.get("sha256") != found:  # the loader would crash on a damaged object
+            return self._unusable(f"its SHA-256 is {found}, not the recorded one")
+        try:
+            function = _loaded(self.object)
+        except Exception as error:
+            return self._unusable(repr(error))
+        with contextlib.suppress(OSError):
+            os.utime(self.object)  # when it was used last
+        return function
+
+    def _unusable(self, reason: object) -> None:
+        logger.warning("%s cannot be used and is compiled again: %s", self.object, reason)
+
+    def save(self, function: Any, seconds: float) -> bool:  # noqa: ANN401 - what cute.compile returns
+        """Writes the files; whether that was possible."""
+        try:
+            contents = _exported(function)
+            facts = {"sha256": hashlib.sha256(contents).hexdigest(), "compile_seconds": round(seconds, 3)}
+            _write(self.object, contents)
+            _write(self.object.with_suffix(".json"), (json.dumps(self.facts | facts, indent=1) + "\n").encode())
+            _delete_unused(self.object.parent)
+        except Exception as error:  # the function works all the same
+            logger.warning("%s is not kept: %s", self.object, error)
+            return False
+        return True
+
+
+def locks(file: IO[str], seconds: float) -> bool:
+    """Whether the lock on a file could be had within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOCK_POLL_SECONDS)
+        else:
+            return True
+
+
+def _exported(function: Any) -> bytes:  # noqa: ANN401
+    """A compiled function's object file."""
+    from cutlass import cute
+
+    # The exporter looks these symbols up in the process; a kernel compiled for another device has not loaded them.
+    for library in cute.runtime.find_runtime_libraries(enable_tvm_ffi=False):
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    return function.dump_to_object(_SYMBOL)
+
+
+def _loaded(path: Path) -> Callable[..., Any]:
+    """The function in an object file."""
+    from cutlass import cute
+
+    return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=False), _SYMBOL)
+
+
+def _delete_unused(folder: Path) -> None:
+    """Deletes kernels of ours that have not been loaded for KEEP_DAYS."""
+    since = time.time() - KEEP_DAYS * 24 * 3600
+    for object in folder.glob(f"{PREFIX}*.o"):
+        with contextlib.suppress(OSError):  # another process does the same
+            if object.stat().st_mtime < since:
+                for suffix in (".json", ".o", ".lock"):
+                    object.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def _write(path: Path, contents: bytes) -> None:
+    """Replaces a file in one step."""
+    descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(contents)
+        os.replace(scratch, path)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+
+
+def _environment(arch: str) -> list[str]:
+    """Versions, and the variables that the DSL reads (some change the code: line information, options of ptxas).
+
+    Not the one that names the architecture, if it names `arch`: a process without a GPU needs it to compile the same.
+    """
+    import cutlass
+
+    chosen = f"{ARCH_VARIABLE}={arch}"
+    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("CUTE_DSL_")]
+    variables = [variable for variable in variables if variable != chosen]
+    return [
+        f"cutlass {cutlass.__version__} for CUDA {cutlass.CUDA_VERSION}",
+        f"python {sys.version_info.major}.{sys.version_info.minor} on {platform.machine()}",
+        *variables,
+    ]
+
+
+@functools.cache
+def _source_hash() -> str:
+    package = Path(__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\n{path.stat().st_size}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

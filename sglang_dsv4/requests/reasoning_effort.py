@@ -1,0 +1,108 @@
+"""Which reasoning effort a checkpoint was trained with, and how SGLang's renderer is told.
+
+A thinking prompt begins with a text that the requested effort stands for. The releases differ in nothing else of their
+chat encoding:
+
+============  ========================  ====================================
+effort        April 2026, and -DSpark   0731, 0813
+============  ========================  ====================================
+none given    nothing                   nothing (its encoder's default, low)
+low           -                         nothing
+high          nothing                   "Absolute maximum ..."
+max           "Absolute maximum ..."    "Beyond maximum ..."
+============  ========================  ====================================
+
+SGLang 0.5.23 renders the right-hand column for all of them, and "high" where no effort is given. Its words are mapped
+here, before it renders: minimal is rendered as low, medium and xhigh as high.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "SGLANG_DSV4_EFFORT_TIERS"
+SGLANG_DEFAULT_VARIABLE = "SGLANG_DSV4_REASONING_EFFORT"  # SGLang's: of requests that name no effort
+ENCODER_FILE = "encoding/encoding_dsv4.py"
+
+
+class Tiers(Enum):
+    """Efforts that a checkpoint's own encoder knows."""
+
+    APRIL = "april"  # high, max
+    LATER = "later"  # low, high, max
+
+
+_tiers = Tiers.LATER  # of the model that this process serves
+
+
+def use_tiers_of(model_path: str, revision: str | None, has_dspark: bool) -> Tiers:
+    """Render prompts of this process with the efforts of a checkpoint; the launcher calls it.
+
+    Raises:
+        ValueError: the environment variable holds another word.
+    """
+    global _tiers
+    _tiers, why = tiers_of(model_path, revision, has_dspark)
+    os.environ.setdefault(SGLANG_DEFAULT_VARIABLE, "low")
+    logger.info("sglang_dsv4: reasoning efforts of the %s encoding (%s)", _tiers.value, why)
+    return _tiers
+
+
+def tiers_of(model_path: str, revision: str | None, has_dspark: bool) -> tuple[Tiers, str]:
+    """The efforts of a checkpoint, and how that is known.
+
+    By the environment variable; by the encoder in the checkpoint, where it was downloaded with it; else by the draft:
+    no April checkpoint but those named -DSpark has DSpark's.
+
+    Args:
+        model_path: a folder, or a repository's name.
+        revision: of the repository.
+        has_dspark: `config.json` has the fields of a DSpark draft.
+    """
+    word = os.environ.get(VARIABLE, "").strip().lower()
+    if word:
+        known = [tiers.value for tiers in Tiers]
+        if word not in known:
+            raise ValueError(f"{VARIABLE} is {word!r}; expected {' or '.join(known)}, or no such variable")
+        return Tiers(word), VARIABLE
+    encoder = _encoder_of(model_path, revision)
+    for constant, tiers in (("REASONING_EFFORT_PROMPTS", Tiers.LATER), ("REASONING_EFFORT_MAX", Tiers.APRIL)):
+        if encoder is not None and constant in encoder:
+            return tiers, f"{ENCODER_FILE} has {constant}"
+    if not has_dspark:
+        return Tiers.APRIL, "no DSpark draft"
+    return Tiers.LATER, f"a DSpark draft; {VARIABLE}=april for V4-Flash-DSpark and V4-Pro-DSpark of June 2026"
+
+
+def _encoder_of(model_path: str, revision: str | None) -> str | None:
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(model_path, ENCODER_FILE, revision=revision)
+    except OSError:  # not there, or no network to look for it
+        return None
+    return None if found is None else Path(found).read_text(errors="replace")
+
+
+def render(original: Callable[..., list[int]], recipe: Any, body: dict[str, Any], **options: Any) -> list[int]:
+    """AROUND `DeepSeekRecipe.encode`: the prompt's token ids, with the tiers of this process's checkpoint.
+
+    Args:
+        original: SGLang's method.
+        recipe: SGLang's renderer, of this encoding or another model's.
+        body: the request; `reasoning_effort` is missing where none is given and none is the server's default.
+        options: SGLang's.
+    """
+    if recipe.model == "DeepSeek-V4-Pro":  # SGLang's name for every model of this encoding
+        effort = body.get("reasoning_effort", "low")
+        if _tiers is Tiers.APRIL:
+            effort = "high" if effort == "max" else "low" if effort in ("medium", "high", "xhigh") else effort
+        body = {**body, "reasoning_effort": effort}
+    return original(recipe, body, **options)

@@ -1,0 +1,235 @@
+"""Base classes between SGLang's and ours: with `compat`, the only place that knows SGLang's private names.
+
+Each gives our classes public methods to call or to override in place of private ones. Names are those of SGLang 0.5.23;
+`tests/test_layering.py` holds every other file to them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
+from sglang.srt.layers.attention.verify_mask import TreeMaskMode, VerifyMask, tree_mask_numel
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
+from sglang.srt.mem_cache.memory_pool import KVCache
+from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
+from sglang.srt.mem_cache.unified_cache.components import EvictLayer, TreeComponent
+
+from sglang_dsv4.seam.compat import DeepSeekV4TokenToKVPool, UnifiedRadixCache, UnifiedTreeCore
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.unified_cache.cache_action import CacheAction, ComponentAction
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+
+class SnapshotAttentionBackend(AttentionBackend):
+    """A backend whose metadata holds copies of all that it reads of SGLang's tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.describe_drafts(0, 1, "cpu")
+
+    def describe_drafts(self, requests: int, draft_tokens: int, device: torch.device | str) -> None:
+        """SGLang hands a backend the tree of its drafts as a mask, by default one over the whole context. Chains need
+        none: let it be the smallest there is, with room for the requests of the largest graph."""
+        cells = tree_mask_numel(TreeMaskMode.QLEN_ONLY, requests, draft_tokens, 0)
+        buffer = torch.zeros(cells, dtype=torch.bool, device=device)
+        self._verify_mask = VerifyMask(buffer, TreeMaskMode.QLEN_ONLY, max_bs=requests, is_read=False)
+
+    @property
+    def verify_mask(self) -> VerifyMask:
+        """What SGLang writes the mask into."""
+        return self._verify_mask
+
+    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
+        """Where SGLang may write into its tables again. Its draft-extend runner knows no end inside a graph."""
+        return SharedReadEnds.POST_REPLAY if fm.is_draft_extend_v2() else super().shared_read_ends(fm)
+
+    def _snapshot_prefill_shared_reads(self, forward_batch: ForwardBatch, *, num_qo_tokens: int) -> SharedReadEnds:
+        return SharedReadEnds.PRE_REPLAY
+
+
+class ModelBuiltConfig(QuantizationConfig):
+    """A quantisation config that the model builds, and no checkpoint names."""
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Nothing to read."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ModelBuiltConfig:
+        """Not how such a config comes to be.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(f"{cls.__name__} is built by the model, not from a checkpoint")
+
+
+class LogitsProcessorWithHead(LogitsProcessor):
+    """SGLang's logits processor; a subclass computes the product with the head."""
+
+    def lm_head_logits(self, hidden_states: torch.Tensor, lm_head: ParallelLMHead) -> torch.Tensor:
+        """Logits [T, V of this rank] of `hidden_states [T, d]`."""
+        raise NotImplementedError
+
+    def _compute_lm_head(
+        self,
+        hidden_states: torch.Tensor,
+        lm_head: ParallelLMHead,
+        embedding_bias: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        return self.lm_head_logits(hidden_states, lm_head)
+
+
+class RingWindowKVPool(DeepSeekV4TokenToKVPool):
+    """SGLang's DeepSeek-V4 pool by type only: it allocates nothing, and says that it has no paged sliding window.
+
+    With `needs_paged_swa_allocator` False SGLang uses its plain paged allocator over FULL tokens and a radix tree of
+    FULL pages. The constructor of `DeepSeekV4TokenToKVPool`, which would allocate the paged pools, is not called.
+    """
+
+    def __init__(self, request_slots: int, window_tokens: int, ratios: tuple[int, ...], **sizes: Any) -> None:
+        """`sizes` are `KVCache`'s; `ratios` the compression ratios above 0 that occur."""
+        KVCache.__init__(self, **sizes)
+        # What SGLang's DSV4 code asks of a pool before it decides who owns the sliding window.
+        self.needs_paged_swa_allocator = False
+        self.request_window = None
+        self.swa_kv_pool = None
+        self.swa_req_ring_size = None
+        self.full_to_swa_index_mapping = None
+        self.swa_valid_from = None
+        self._unified_kv = False
+        self._unified_kv_fp8 = False
+        self.num_req_slots = request_slots
+        self.sliding_window = window_tokens
+        self.present_ratios = ratios
+
+
+class OpenTreeCore(UnifiedTreeCore):
+    """SGLang's Python tree core, with what a component and another walk need of it."""
+
+    def match_page_aligned(self, key: RadixKey, params: MatchPrefixParams) -> MatchResult:
+        """The match of a page-aligned key that is not empty; a subclass may walk in another way."""
+        return super()._match_prefix_helper(key, params)
+
+    def _match_prefix_helper(self, key: RadixKey, params: MatchPrefixParams) -> MatchResult:
+        return self.match_page_aligned(key, params)
+
+    def split(
+        self, child: UnifiedTreeNode, length: int
+    ) -> tuple[UnifiedTreeNode, CacheAction | ComponentAction | None]:
+        """Split a node `length` tokens behind its beginning: its new parent, and what the cache has to do about it."""
+        return self._split_node(child.key, child, length)
+
+    def match_result(
+        self,
+        params: MatchPrefixParams,
+        *,
+        node: UnifiedTreeNode,
+        matched_tokens: int,
+        block_tokens: int,
+        last_visited: UnifiedTreeNode,
+        action: CacheAction | ComponentAction | None,
+    ) -> MatchResult:
+        """SGLang's result of a walk on the device.
+
+        Args:
+            node: where the match ends, `matched_tokens` behind the root.
+            block_tokens: how far the key's blocks are stored.
+            last_visited: the node in which the walk ended.
+            action: of a split, if there was one.
+        """
+        return self._match_post_processor(
+            params,
+            [range(matched_tokens)],  # only its length is read
+            node,
+            node,
+            1,
+            block_tokens,
+            action,
+            last_visited_node_id=None if last_visited is self.root_node else last_visited.id,
+            device_validators=tuple(part.create_match_validator(match_device_only=True) for part in self.components),
+        )
+
+    @staticmethod
+    def with_host_hit(result: MatchResult, tokens: int) -> MatchResult:
+        """A match that goes on for so many tokens beyond the device."""
+        return result._replace(host_hit_length=tokens)
+
+    def before_eviction(self, node: UnifiedTreeNode) -> None:
+        """The tree is about to give up the node's FULL slots; their bytes are still there."""
+
+    def _evict_component_and_detach_lru(
+        self,
+        node: UnifiedTreeNode,
+        comp: TreeComponent,
+        device_frees: dict[ComponentType, list[torch.Tensor]],
+        host_frees: dict[ComponentType, list[torch.Tensor]],
+        cache_actions: list[CacheAction | ComponentAction],
+        target: EvictLayer = EvictLayer.DEVICE,
+        tracker: dict[ComponentType, int] | None = None,
+    ) -> tuple[int, int]:
+        if comp.component_type == BASE_COMPONENT_TYPE and EvictLayer.DEVICE in target and not node.evicted:
+            self.before_eviction(node)
+        return super()._evict_component_and_detach_lru(
+            node, comp, device_frees, host_frees, cache_actions, target, tracker
+        )
+
+    def take_off(self, node_id: int, component: TreeComponent) -> None:
+        """Take a component's value off a node, which keeps its blocks."""
+        self._evict_component_and_detach_lru(
+            self.node_by_id(node_id), component, defaultdict(list), defaultdict(list), cache_actions=[]
+        )
+
+
+class RankedRadixCache(UnifiedRadixCache):
+    """SGLang's radix cache, which can ask the other ranks."""
+
+    def least_of_ranks(self, values: list[int]) -> list[int]:
+        """The least of each value over the ranks that keep equal trees; all of them must call it."""
+        agreed = torch.tensor(values, dtype=torch.int64)
+        self._all_reduce_attn_groups(agreed, torch.distributed.ReduceOp.MIN)
+        return agreed.tolist()
+
+
+class PassiveTreeComponent(TreeComponent):
+    """A component for which SGLang evicts nothing of its own accord, and which pins nothing for sessions."""
+
+    def _evict_device_start(self, request_cnt: int) -> None:
+        return None
+
+    def _evict_device_next_node(
+        self,
+        tracker: dict[ComponentType, int],
+        device_frees: dict[ComponentType, list[torch.Tensor]],
+        host_frees: dict[ComponentType, list[torch.Tensor]],
+        cache_actions: list[CacheAction | ComponentAction],
+    ) -> None:
+        return None
+
+    def _evict_device_end(self) -> None:
+        return None
+
+    def _dec_session_coverage(self, session_id: str, leaf: UnifiedTreeNode) -> None:
+        return None
+
+    def _advance_session_coverage(
+        self, session_id: str, leaf: UnifiedTreeNode, old_ancestor: UnifiedTreeNode | None
+    ) -> None:
+        return None
+
+    def _recede_session_coverage(
+        self, session_id: str, leaf: UnifiedTreeNode, fallback: UnifiedTreeNode | None
+    ) -> None:
+        return None

@@ -1,0 +1,75 @@
+"""The MoE runner "dsv4", beside SGLang's: its name, and whether `--moe-runner-backend auto` takes it.
+
+It does where it serves (:func:`reason_against`), since it is the fastest that was measured there
+(`benchmarks/results/experts_h200.json`). SGLang's runners stay selectable by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+RUNNER = "dsv4"
+LEAST_CHANNELS = 256
+"""Columns of a matrix whose rows' factors fit where its scales were."""
+
+
+def add_choice() -> None:
+    """Let SGLang's launcher accept `--moe-runner-backend dsv4`."""
+    from sglang.srt.arg_groups import choices
+
+    if RUNNER not in choices.MOE_RUNNER_BACKEND_CHOICES:
+        choices.add_moe_runner_backend_choices([RUNNER])
+
+
+def register() -> None:
+    """Let the processes that hold a model look the name up."""
+    from sglang.srt.layers.moe.utils import register_moe_runner_backend_name
+
+    register_moe_runner_backend_name(RUNNER)
+
+
+def reason_against(
+    capability: tuple[int, int] | None, mxfp4: bool, hidden_size: int, channels: int, ranks: int
+) -> str | None:
+    """Why our experts do not serve; None if they do.
+
+    Args:
+        capability: of the GPU; None for a CPU.
+        mxfp4: whether the checkpoint's experts are MXFP4.
+        hidden_size: d.
+        channels: I, of all ranks.
+        ranks: that share the channels.
+    """
+    if capability is None or capability[0] != 9:
+        return f"it is for GPUs of compute capability 9 (Hopper); this one has {capability}"
+    if not mxfp4:
+        return "it is for MXFP4 experts"
+    share = channels // ranks
+    if hidden_size % 128 or share % 128 or min(hidden_size, share) < LEAST_CHANNELS:
+        return (
+            f"hidden size {hidden_size} and {share} intermediate channels of a rank must be multiples of 128, at least "
+            f"{LEAST_CHANNELS}"
+        )
+    return None
+
+
+def serves(arguments: Any, model_config: Any) -> bool:
+    """Whether the routed experts' runner, which the user left open, is ours."""
+    import torch
+
+    if arguments.device != "cuda":
+        return False
+    config = model_config.hf_config
+    reason = reason_against(
+        torch.cuda.get_device_capability(),
+        bool(model_config.is_fp4_experts) and model_config.nvfp4_moe_meta is None,
+        config.hidden_size,
+        config.moe_intermediate_size,
+        arguments.tp_size // arguments.ep_size,
+    )
+    if reason is not None:
+        logger.info("routed experts: SGLang's runner, not %s: %s", RUNNER, reason)
+    return reason is None

@@ -1,0 +1,49 @@
+"""Where kernels run: in the emulator or on a GPU; and fixtures of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from dsv4_kernels import registry
+from dsv4_kernels.device import dependent_launch
+from dsv4_kernels.host import compile_cache
+from dsv4_kernels.sparse_attention import scratch
+
+
+@pytest.fixture(scope="module")
+def compiled_here() -> Iterator[None]:
+    """Kernels are compiled in the emulator, which needs their PTX: none from disk, and none is left behind.
+
+    Nor is memory of one kernel's launches, which the emulator would copy for the other's.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(compile_cache.FOLDER_VARIABLE, "off")
+        patch.setattr(scratch, "_by_stream", {})
+        patch.setattr(scratch, "_graph_counters", {})
+        patch.setattr(compile_cache, "_in_memory", {})
+        yield
+
+
+@pytest.fixture
+def in_turns() -> Iterator[None]:
+    """Launches do not begin early: what is said of deletions (emulator/results) names lines of such kernels' PTX."""
+    with dependent_launch.switched(False):
+        yield
+
+
+@pytest.fixture(scope="session")
+def kernel_on_gpu() -> Callable[[str], str]:
+    """op -> name of the kernel that serves this GPU; skips where there is none."""
+
+    def name_of(op: str) -> str:
+        if not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU: torch sees none")
+        name = registry.chosen(op, torch.device("cuda"), torch.bfloat16).name
+        if name == "ref":
+            pytest.skip(f"no kernel of {op} for {torch.cuda.get_device_name()}")
+        return name
+
+    return name_of

@@ -1,0 +1,432 @@
+"""Blackwell's experts (MXFP4 weights, e4m3 activations, block-scaled tcgen05), emulated, against their definition.
+
+Regimes: one token and many; experts with none, with a few and with several tiles of slots; every width of a tile; K of
+one step and of more steps than there are stages; experts of other ranks; weights and activations whose scales differ
+from block to block by 2^8; clamped and zero gates. The work list is held against counting by hand.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from ops.attention_launch import delete_synchronisation
+from ops.number_formats import same_bits
+from torch import Tensor
+
+from dsv4_kernels import moe
+from dsv4_kernels.moe import Mxfp4Experts, ref
+from dsv4_kernels.quant import dequantise_fp4_weight, quantise_fp4_weight
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+LIMIT = 10.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. Weights are of `experts` experts, of which the first is expert `offset` of `all_experts`."""
+
+    tokens: int
+    chosen: int = 2
+    experts: int = 3
+    d: int = 256
+    channels: int = 128
+    offset: int = 0
+    all_experts: int | None = None
+    one_expert: bool = False
+    multiprocessors: int = 4
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Mxfp4Experts]:
+        """x, routing weights, expert ids, and the packed weights."""
+        generator = torch.Generator().manual_seed(self.tokens + 7 * self.d)
+        x = torch.randn(self.tokens, self.d, generator=generator)
+        spread = torch.exp2(torch.randint(-4, 5, (self.tokens, self.d // 128), generator=generator))
+        x *= spread.repeat_interleave(128, 1)
+        x[0] = 0
+        of_all = self.all_experts or self.experts
+        ids = torch.rand(self.tokens, of_all, generator=generator).topk(self.chosen).indices
+        if self.one_expert:
+            ids[:] = torch.arange(self.chosen)
+        weights = torch.rand(self.tokens, self.chosen, generator=generator)
+        return x.bfloat16(), weights, ids.int(), packed_experts(self.experts, self.d, self.channels)
+
+
+@functools.cache
+def packed_experts(experts: int, d: int, channels: int) -> Mxfp4Experts:
+    generator = torch.Generator().manual_seed(d + channels)
+
+    def matrix(rows: int, columns: int, gain: float) -> tuple[Tensor, Tensor]:
+        codes, scales = [], []
+        for _ in range(experts):
+            spread = torch.exp2(torch.randint(-4, 5, (rows, columns // 32), generator=generator))
+            weight = torch.randn(rows, columns, generator=generator) * spread.repeat_interleave(32, 1)
+            code, scale = quantise_fp4_weight(weight * (gain / math.sqrt(columns)))
+            codes.append(code)
+            scales.append(scale.view(torch.uint8))
+        return torch.stack(codes), torch.stack(scales).view(torch.float8_e8m0fnu)
+
+    return Mxfp4Experts(*matrix(2 * channels, d, 2.0), *matrix(d, channels, 1.0))
+
+
+CASES = {
+    "few": Case(5),
+    "one-token": Case(1, chosen=3),
+    "several-tiles-of-one-expert": Case(40, chosen=1, one_expert=True, channels=256, multiprocessors=3),
+    "k-longer-than-the-stages": Case(3, d=1280, channels=256, experts=2, multiprocessors=2),
+    "tiles-of-32": Case(40, experts=4, multiprocessors=3),
+    "other-ranks": Case(12, chosen=3, experts=2, offset=3, all_experts=7),
+}
+SLOW = {
+    "tiles-of-64": Case(70, experts=3, channels=256),
+    "tiles-of-96": Case(150, chosen=2, experts=3),
+    "six-of-many": Case(9, chosen=6, experts=12, d=512, channels=384, multiprocessors=148),
+    "only-other-ranks": Case(4, experts=2, offset=5, all_experts=5),
+    "wide-and-deep": Case(33, chosen=2, experts=2, d=2048, channels=1280, multiprocessors=5),
+}
+
+
+@pytest.fixture(autouse=True)
+def compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator needs the PTX that compiling gives; kernels compiled in one test serve the others."""
+    from dsv4_kernels.host import compile_cache
+
+    monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
+
+
+@contextmanager
+def emulated_on(multiprocessors: int, **options: object) -> Iterator[Any]:
+    """`emulated`, whose number of multiprocessors the kernel asks for once and remembers."""
+    from host import emulated
+
+    from dsv4_kernels.sparse_attention.sm100.launch import device_facts
+
+    device_facts.cache_clear()
+    try:
+        with emulated(multiprocessors=multiprocessors, **options) as device:
+            yield device
+    finally:
+        device_facts.cache_clear()
+
+
+def launched(case: Case, **options: object) -> tuple[Tensor, Any]:
+    """The kernel's result, and the emulated device."""
+    from dsv4_kernels.moe.sm100 import launch
+
+    x, weights, ids, packed = case.inputs()
+    with emulated_on(case.multiprocessors, **options) as device:
+        out = launch.mxfp4_experts_forward(x, weights, ids, packed.tiled(), LIMIT, case.offset)
+    assert len(device.reports) == 2
+    assert all(report.grid[0] <= case.multiprocessors and not report.warnings for report in device.reports)
+    return out, device
+
+
+def assert_right(case: Case, **options: object) -> None:
+    """Both products against fp64 of the dequantised numbers, each from the same input as the kernel's."""
+    from dsv4_kernels.moe.sm100 import launch
+
+    x, weights, ids, packed = case.inputs()
+    tokens = launch.tokens_of_a_tile(ids.numel(), packed.num_experts)
+    listed = launch.work_list(weights, ids, packed.num_experts, case.offset, tokens)
+    with emulated_on(case.multiprocessors, **options) as device:
+        hidden, scales = launch.hidden_rows(x, packed.tiled(), listed, LIMIT, tokens)
+        rows = launch.output_rows(hidden, scales, packed.tiled(), listed, tokens)
+    assert not any(report.warnings for report in device.reports)
+    here = int(listed.tile_count[: int(listed.num_tiles)].sum())  # the others are not written
+    hidden, scales = hidden[:here], scales[:here]
+    of_blocks = (scales & 0xFF).repeat_interleave(128, 1).sub(127).double().exp2()
+    assert torch.equal(scales, (scales & 0xFF) * 0x01010101)
+    stored = hidden.double() * of_blocks
+    for token, choice in ((t, c) for t in range(case.tokens) for c in range(case.chosen)):
+        expert = int(ids[token, choice]) - case.offset
+        if not 0 <= expert < packed.num_experts:
+            continue
+        slot = slot_of(listed, token, weights[token, choice])
+        w13, w2 = (
+            dequantise_fp4_weight(codes[expert], scale[expert], torch.float64)
+            for codes, scale in ((packed.w13, packed.w13_scale), (packed.w2, packed.w2_scale))
+        )
+        rounded_x = moe.ref.fp8_quantise(x[token : token + 1], 128, False)
+        exact_x = (rounded_x[0].double() * rounded_x[1].double().repeat_interleave(128, 1))[0]
+        gate, up = (w13 @ exact_x).bfloat16().float().chunk(2)
+        wanted = (weights[token, choice] * ref.swiglu(gate, up, LIMIT)).bfloat16()[None]
+        codes, wanted_scales = moe.ref.fp8_quantise(wanted, 128, False)
+        assert torch.equal(wanted_scales.log2().int() + 127, scales[slot : slot + 1] & 0xFF)
+        # A sum in another order may round to the next bf16, and so to the next code.
+        steps = (ordered(codes[0]) - ordered(hidden[slot])).abs()
+        assert steps.max() <= 1 and (steps > 0).double().mean() <= 0.01, (token, choice, steps.max())
+        exact = w2 @ stored[slot]
+        bound = 2.0**-8 * exact.abs() + case.channels * 2.0**-23 * (w2.abs() @ stored[slot].abs())
+        assert ((rows[slot].double() - exact).abs() <= bound).all(), (token, choice)
+
+
+def slot_of(listed: object, token: int, weight: Tensor) -> int:
+    """The slot of a pair, by what the work list says of it."""
+    found = ((listed.source == token) & (listed.routing == weight)).nonzero()
+    return int(found[0])
+
+
+def ordered(codes: Tensor) -> Tensor:
+    """e4m3 codes as integers in the order of their values."""
+    bits = codes.view(torch.uint8).int()
+    return torch.where(bits > 127, 128 - bits, bits)
+
+
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW if name != "only-other-ranks")]
+)
+def test_both_products_are_right(name: str) -> None:
+    from emulator import Checks
+
+    assert_right((CASES | SLOW)[name], schedule="late", checks=Checks.strict())
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_the_sum_is_the_definition_s(name: str) -> None:
+    """To one rounding of bf16 a row, and a flipped code now and then."""
+    case = (CASES | SLOW)[name]
+    x, weights, ids, packed = case.inputs()
+    expected = ref.mxfp4_experts_forward(x, weights, ids, packed, LIMIT, case.offset)
+    out, _ = launched(case)
+    assert out.dtype == torch.float32 and out.shape == expected.shape
+    assert (out - expected).norm() <= 2.0**-9 * expected.norm()
+    if name == "only-other-ranks":
+        assert not out.any()
+
+
+SCHEDULES = [
+    (name, schedule, seed)
+    for name in ("few", "several-tiles-of-one-expert", "k-longer-than-the-stages")
+    for schedule in ("late", "random", "random_warps")
+    for seed in (1, 2)
+]
+QUICK = [("few", "random", 1), ("k-longer-than-the-stages", "random_warps", 1), ("few", "late", 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "seed"),
+    [pytest.param(*point, marks=() if point in QUICK else pytest.mark.slow) for point in SCHEDULES],
+)
+def test_bits_do_not_depend_on_the_schedule(name: str, schedule: str, seed: int) -> None:
+    from emulator import Checks
+
+    expected, _ = launched(CASES[name], schedule="eager")
+    out, _ = launched(CASES[name], schedule=schedule, seed=seed, checks=Checks.strict())
+    assert same_bits(out, expected)
+
+
+def test_a_token_s_bits_do_not_depend_on_its_batch() -> None:
+    """Alone in tiles of 16, among 40 tokens in tiles of 32, and on another number of multiprocessors."""
+    from dsv4_kernels.moe.sm100 import launch
+
+    case = CASES["tiles-of-32"]
+    x, weights, ids, packed = case.inputs()
+    out, _ = launched(case)
+    assert launch.tokens_of_a_tile(ids.numel(), case.experts) == 32
+    for rows in (slice(7, 8), slice(20, 26)):
+        with emulated_on(1):
+            alone = launch.mxfp4_experts_forward(x[rows], weights[rows], ids[rows], packed.tiled(), LIMIT, 0)
+        assert same_bits(alone, out[rows])
+
+
+def test_zeros_and_clamps() -> None:
+    """A token of zeros gives zeros; gates and ups of thousands are clamped, not infinite."""
+    case = CASES["few"]
+    x, weights, ids, packed = case.inputs()
+    out, _ = launched(case)
+    assert not out[0].any()
+    from dsv4_kernels.moe.sm100 import launch
+
+    large = (x.float() * 2.0**12).bfloat16()
+    with emulated_on(4):
+        out = launch.mxfp4_experts_forward(large, weights, ids, packed.tiled(), LIMIT, 0)
+    expected = ref.mxfp4_experts_forward(large, weights, ids, packed, LIMIT, 0)
+    assert out.isfinite().all() and (out - expected).norm() <= 2.0**-9 * expected.norm()
+
+
+# ---- the work list, and the arrangement of scales
+
+
+LISTS = {
+    "uniform": (13, 2, 5, 0, 5),
+    "other-ranks": (30, 3, 4, 2, 9),
+    "none-here": (6, 2, 3, 8, 8),
+    "one-pair": (1, 1, 4, 0, 4),
+}
+
+
+@pytest.mark.parametrize("case", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize("width", [16, 32])
+def test_the_work_list_covers_every_slot_once(case: tuple[int, ...], width: int) -> None:
+    from dsv4_kernels.moe.sm100.launch import work_list
+
+    tokens, chosen, held, offset, of_all = case
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.rand(tokens, of_all, generator=generator).topk(chosen).indices.int()
+    if tokens > 10:
+        ids[:, 0] = offset  # more than a tile of one expert
+        ids[:, 1:] = torch.where(ids[:, 1:] == offset, offset + 1, ids[:, 1:])
+    weights = torch.rand(tokens, chosen, generator=generator)
+    listed = work_list(weights, ids, held, offset, width)
+    covered = Counter()
+    for tile in range(int(listed.num_tiles)):
+        expert, first, count = (
+            int(field[tile]) for field in (listed.tile_expert, listed.tile_first, listed.tile_count)
+        )
+        assert 0 < count <= width
+        for slot in range(first, first + count):
+            token = int(listed.source[slot])
+            choice = (ids[token] == expert + offset).nonzero()[0, 0]
+            assert listed.routing[slot] == weights[token, choice]
+            assert slot in listed.slots[token].tolist()
+            covered[slot] += 1
+    here = int(((ids >= offset) & (ids < offset + held)).sum())
+    assert set(covered) == set(range(here)) and set(covered.values()) <= {1}
+    absent = listed.slots == ids.numel()
+    assert int(absent.sum()) == ids.numel() - here
+    assert len(listed.tile_expert) >= int(listed.num_tiles)
+    assert torch.equal(listed.slots.sort(1).values, listed.slots)  # rising slots are rising experts
+
+
+def test_scales_in_tiles_lie_where_the_tensor_core_looks() -> None:
+    scale = torch.randint(0, 255, (2, 256, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    plain = packed_experts(2, 256, 128)
+    packed = replace(plain, w13_scale=scale.view(torch.float8_e8m0fnu))
+    tiles = packed.tiled().w13_scale
+    assert tiles.shape == (2, 2, 2, 512)
+    for row, block in ((0, 0), (31, 3), (32, 4), (255, 7), (133, 6)):
+        byte = 16 * (row % 32) + 4 * (row % 128 // 32) + block % 4
+        assert torch.equal(tiles[:, row // 128, block // 4, byte], scale[:, row, block])
+    assert same_bits(packed.tiled().in_rows().w13_scale, packed.w13_scale)
+    assert packed.tiled().tiled() is not packed and packed.in_rows() is packed
+
+
+# ---- what is refused, and how it is chosen
+
+
+def test_errors_say_what_is_expected() -> None:
+    from dsv4_kernels.moe.sm100 import launch
+    from dsv4_kernels.moe.sm100.plan import Plan, Product
+
+    x, weights, ids, packed = CASES["few"].inputs()
+    with pytest.raises(ValueError, match=r"needs scales in tiles; call Mxfp4Experts\.tiled"):
+        launch.mxfp4_experts_forward(x, weights, ids, packed, LIMIT, 0)
+    with pytest.raises(ValueError, match=r"x is \(5, 128\); expected \[T, 256\]"):
+        moe.mxfp4_experts_forward(x[:, :128], weights, ids, packed, LIMIT)
+    with pytest.raises(ValueError, match=r"needs weights and experts \[5, k\]"):
+        moe.mxfp4_experts_forward(x, weights[:2], ids, packed, LIMIT)
+    with pytest.raises(ValueError, match="swiglu_limit is 0"):
+        moe.mxfp4_experts_forward(x, weights, ids, packed, 0)
+    with pytest.raises(ValueError, match="multiples of 128"):
+        replace(packed, w2_scale=packed.w2_scale[:, :100]).tiled()
+    with pytest.raises(ValueError, match="multiple of 16 from 16 to 96"):
+        Plan(Product.DOWN, 128)
+
+
+def test_it_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsv4_kernels import registry
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    blackwell = torch.device("cuda")
+    assert registry.chosen("mxfp4_experts_forward", blackwell, torch.bfloat16).name == "ref"
+    assert registry.chosen("mxfp4_experts_forward", blackwell, torch.bfloat16, "sm100").name == "sm100"
+
+
+@pytest.fixture
+def nothing_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No tensor is read back on the host."""
+
+    def refused(self: Tensor) -> None:
+        raise AssertionError("a tensor is read back")
+
+    for method in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
+        monkeypatch.setattr(Tensor, method, refused)
+    yield
+
+
+def test_the_work_list_is_made_without_the_host(nothing_waits: None) -> None:
+    from dsv4_kernels.moe.sm100.launch import work_list
+
+    ids = torch.zeros(4, 2, dtype=torch.int32)
+    assert work_list(torch.ones(4, 2), ids, 3, 0, 16).tile_expert.shape == (3,)
+
+
+# ---- the kernel itself
+
+
+def test_no_configuration_spills() -> None:
+    """And the table of bounds is of this kernel."""
+    from experts_sm100_static import PLANS, RESULTS, resources_of
+    from host import emulated
+
+    recorded = json.loads(RESULTS.read_text())["resources"]
+    assert recorded.keys() == {str(plan) for plan in PLANS}
+    with emulated():
+        for plan in PLANS[::3]:
+            found = resources_of(plan)
+            assert found["stack_bytes"] == 0, str(plan)
+            for what in ("registers", "dynamic_smem_bytes", "stages", "tmem_columns"):
+                assert found[what] == recorded[str(plan)][what], (str(plan), what)
+
+
+ARITHMETIC = {"add.rn.f32", "cvt.rzi.s32.f32", "min.NaN.f32", "mul.rn.f32", "rcp.approx.f32"}
+
+
+def test_forms_are_those_of_known_right_kernels() -> None:
+    from form_coverage import foreign_forms, forms_of, uncovered
+
+    _, device = launched(CASES["few"], record=True)
+    for recording in device.recordings:
+        missing = set(uncovered(forms_of(recording), foreign_forms()))
+        # Known right are N of 64 to 192. The rest is arithmetic, which test_alu.py holds against NumPy.
+        assert missing <= ARITHMETIC | {"tcgen05.mma kind::mxf8f6f4 cta_group::1 SS KK m128 n16 k32"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_turns")
+@pytest.mark.parametrize("product", [0, 1], ids=["gate-up", "down"])
+def test_deleted_synchronisation_is_noticed(product: int) -> None:
+    """Every deletion but those explained in emulator/results/mutation_reasons.json."""
+    from emulator import Checks
+
+    case = replace(CASES["k-longer-than-the-stages"], tokens=2, channels=384)
+    _, device = launched(case, checks=Checks.strict(), record=True)
+    rates = delete_synchronisation(f"experts_sm100_{('gate_up', 'down')[product]}", device, product)
+    assert rates.pop("fence") == 2 / 3  # the proxy fence behind the last cp.async is not enforced
+    assert rates and set(rates.values()) == {1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 64, 300, 4096])
+def test_a_blackwell_gpu_makes_the_sum(tokens: int) -> None:
+    """Flash's shapes with fewer experts; a token alone has the bits that it has in the batch; a graph repeats them."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10:
+        pytest.skip("needs a Blackwell GPU of data centres (sm_100a)")
+    case = Case(tokens, chosen=6, experts=16, d=4096, channels=2048)
+    x, weights, ids, packed = case.inputs()
+    x, weights, ids = x.cuda(), weights.cuda(), ids.cuda()
+    packed = Mxfp4Experts(*(matrix.cuda() for matrix in (packed.w13, packed.w13_scale, packed.w2, packed.w2_scale)))
+    tiled = packed.tiled()
+
+    def run(rows: slice) -> Tensor:
+        return moe.mxfp4_experts_forward(x[rows], weights[rows], ids[rows], tiled, LIMIT, impl="sm100")
+
+    out = run(slice(None))
+    few = slice(0, min(tokens, 64))
+    expected = moe.mxfp4_experts_forward(x[few], weights[few], ids[few], packed, LIMIT, impl="ref")
+    assert (out[few] - expected).norm() <= 2.0**-8 * expected.norm()
+    assert same_bits(run(slice(tokens - 1, tokens)), out[-1:])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = run(slice(None))
+    graph.replay()
+    assert same_bits(again, out)

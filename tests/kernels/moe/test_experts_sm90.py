@@ -1,0 +1,623 @@
+"""Hopper's experts (MXFP4 weights as e4m3 in registers, e4m3 activations, wgmma), emulated, against their definition.
+
+Regimes: one token and many; experts with none, with a few slots and with several work tiles; every width of a tile,
+full and not; K of one step and of more steps than there are stages; experts of other ranks; more work tiles than CTAs;
+scales of a row that differ by 2^11, and by more; clamped and zero gates. The arrangement of the weights is held against
+one that is written down number by number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ops.attention_launch import delete_synchronisation
+from ops.number_formats import same_bits
+from torch import Tensor
+
+from dsv4_kernels import moe
+from dsv4_kernels.device import dependent_launch
+from dsv4_kernels.moe import Mxfp4Experts, ref
+from dsv4_kernels.moe.sm90 import weights as arrangement
+from dsv4_kernels.moe.sm90 import workspace
+from dsv4_kernels.quant import dequantise_fp4_weight
+from tests.kernels.moe.test_experts_sm100 import LIMIT, Case, packed_experts
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+CASES = {
+    "few": Case(5),
+    "one-token": Case(1, chosen=3),
+    "several-tiles-of-one-expert": Case(70, chosen=1, one_expert=True, channels=256, multiprocessors=3),
+    "k-longer-than-the-stages": Case(3, d=1280, channels=256, experts=2, multiprocessors=2),
+    "uneven-tiles": Case(45, chosen=2, experts=2, multiprocessors=1),
+    "other-ranks": Case(12, chosen=3, experts=2, offset=3, all_experts=7),
+}
+SLOW = {
+    "wide-tiles": Case(300, chosen=2, experts=3, multiprocessors=5),
+    "six-of-many": Case(9, chosen=6, experts=12, d=512, channels=384, multiprocessors=132),
+    "only-other-ranks": Case(4, experts=2, offset=5, all_experts=5),
+    "wide-and-deep": Case(33, chosen=2, experts=2, d=2048, channels=1280, multiprocessors=5),
+}
+
+
+def shapes() -> dict[str, Any]:
+    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
+
+    return {"narrow": NARROW, "paired": PAIRED, "wide": WIDE}
+
+
+@pytest.fixture(autouse=True)
+def compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator needs the PTX that compiling gives; kernels compiled in one test serve the others."""
+    from dsv4_kernels.host import compile_cache
+
+    monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
+
+
+@functools.cache
+def arranged(experts: int, d: int, channels: int) -> arrangement.HopperExperts:
+    return packed_experts(experts, d, channels).for_hopper()
+
+
+def launched(case: Case, shape: str = "narrow", **options: object) -> tuple[Tensor, Any]:
+    """The kernels' result, and the emulated device."""
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+
+    x, weights, ids, _ = case.inputs()
+    packed = arranged(case.experts, case.d, case.channels)
+    launch.multiprocessors.cache_clear()
+    try:
+        with emulated(arch="sm_90a", multiprocessors=case.multiprocessors, **options) as device:
+            out = launch.experts_forward(x, weights, ids, packed, LIMIT, case.offset, shape=shapes()[shape])
+    finally:
+        launch.multiprocessors.cache_clear()
+    assert len(device.reports) == 6 and not any(report.warnings for report in device.reports)
+    return out, device
+
+
+def shape_names() -> list[str]:
+    return list(shapes())
+
+
+def listed_widths(case: Case, shape: str = "paired") -> list[int]:
+    """Slots of the work tiles that a call lists, fillers included."""
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+
+    _, weights, ids, _ = case.inputs()
+    packed = arranged(case.experts, case.d, case.channels)
+    with emulated(arch="sm_90a", multiprocessors=case.multiprocessors):
+        least = launch.least_paired_tiles(packed, case.multiprocessors)
+        listed = launch.list_work(weights, ids, case.experts, case.offset, shapes()[shape], least)
+    return (8 * listed.tiles[: int(listed.totals[0]), 2]).tolist()
+
+
+def products_of(device: Any) -> list[Any]:
+    """The reports of both products."""
+    return [device.reports[2], device.reports[4]]
+
+
+PAIRED = {
+    "pairs-beyond-the-stages": Case(41, chosen=1, experts=2, d=1280, channels=256, one_expert=True, multiprocessors=1),
+    "pairs-between-singles": Case(48, chosen=2, experts=3, d=512, channels=256, multiprocessors=1),
+}
+"""Tiles of more than 32 slots, whose steps take two stages each, in front of and behind those whose steps take one."""
+WIDE_PAIRS = {
+    "wide-pairs-beyond-the-stages": Case(
+        170, chosen=1, experts=2, d=1280, channels=256, one_expert=True, multiprocessors=1
+    ),
+    "singles-between-wide-pairs": Case(169, chosen=2, experts=3, d=512, channels=256, multiprocessors=3),
+}
+"""The same of a prefill: of more than 112 slots."""
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, shape) for name in CASES for shape in ("narrow", "wide")),
+        *((name, "paired") for name in PAIRED),
+        *((name, "wide") for name in WIDE_PAIRS),
+        *(pytest.param(name, shape, marks=pytest.mark.slow) for name in SLOW for shape in shape_names()),
+    ],
+)
+def test_the_sum_is_the_definition_s(name: str, shape: str) -> None:
+    """To one rounding of bf16 a row, and a flipped code now and then."""
+    from emulator import Checks
+
+    case = (CASES | PAIRED | WIDE_PAIRS | SLOW)[name]
+    x, weights, ids, packed = case.inputs()
+    expected = ref.mxfp4_experts_forward(x, weights, ids, packed, LIMIT, case.offset)
+    out, device = launched(case, shape, schedule="late", checks=Checks.strict())
+    assert out.dtype == torch.float32 and out.shape == expected.shape
+    assert (out - expected).norm() <= 2.0**-9 * expected.norm()
+    most = case.multiprocessors * shapes()[shape].ctas_per_sm
+    assert all(report.grid[0] <= most for report in products_of(device))
+    if name in PAIRED | WIDE_PAIRS:
+        room, widths = shapes()[shape].room, listed_widths(case, shape)
+        assert max(widths) > room >= min(widths) or (case.one_expert and max(widths) > room)
+    if name == "only-other-ranks":
+        assert not out.any()
+
+
+SCHEDULES = [
+    (name, schedule, seed)
+    for name in ("few", "several-tiles-of-one-expert", "k-longer-than-the-stages")
+    for schedule in ("late", "random", "random_warps")
+    for seed in (1, 2)
+]
+QUICK = [("few", "random", 1), ("k-longer-than-the-stages", "random_warps", 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "seed"),
+    [pytest.param(*point, marks=() if point in QUICK else pytest.mark.slow) for point in SCHEDULES],
+)
+def test_bits_do_not_depend_on_the_schedule(name: str, schedule: str, seed: int) -> None:
+    """Nor on which slot a pair gets, which is the schedule's choice."""
+    from emulator import Checks
+
+    expected, _ = launched(CASES[name], schedule="eager")
+    out, _ = launched(CASES[name], schedule=schedule, seed=seed, checks=Checks.strict())
+    assert same_bits(out, expected)
+
+
+@pytest.mark.parametrize("shape", shape_names())
+def test_a_token_s_bits_do_not_depend_on_its_batch(shape: str) -> None:
+    """Alone, in tiles of every width that there is code for, in the other shapes, on another number of multiprocessors.
+
+    One expert has all tokens, so that their number is the width of its tile.
+    """
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+
+    most = shapes()["wide"].slots
+    case = Case(most, chosen=1, experts=2, channels=256, one_expert=True, multiprocessors=3)
+    expected = of_many_tokens()
+    x, weights, ids, _ = case.inputs()
+    packed = arranged(case.experts, case.d, case.channels)
+    for width in shapes()[shape].widths:
+        launch.multiprocessors.cache_clear()
+        rows = slice(most - width, most)
+        with emulated(arch="sm_90a", multiprocessors=1):
+            out = launch.experts_forward(x[rows], weights[rows], ids[rows], packed, LIMIT, shape=shapes()[shape])
+        assert listed_widths(replace(case, tokens=width, multiprocessors=1), shape) == [width]
+        assert same_bits(out, expected[rows]), width
+    launch.multiprocessors.cache_clear()
+
+
+@functools.cache
+def of_many_tokens() -> Tensor:
+    """Both products of as many tokens of one expert as the widest tile has, in tiles of 32."""
+    most = shapes()["wide"].slots
+    case = Case(most, chosen=1, experts=2, channels=256, one_expert=True, multiprocessors=3)
+    return launched(case, "narrow")[0]
+
+
+def test_a_token_s_bits_are_its_own_in_a_mixed_batch() -> None:
+    """Beside tokens of other experts, at other places, in tiles that take one stage a step and two."""
+    case = PAIRED["pairs-between-singles"]
+    expected, _ = launched(case, "wide")
+    assert same_bits(launched(case, "narrow")[0], expected) and same_bits(launched(case, "paired")[0], expected)
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+
+    x, weights, ids, _ = case.inputs()
+    packed = arranged(case.experts, case.d, case.channels)
+    for rows in (slice(7, 8), slice(20, 34)):
+        launch.multiprocessors.cache_clear()
+        with emulated(arch="sm_90a", multiprocessors=5):
+            out = launch.experts_forward(x[rows], weights[rows], ids[rows], packed, LIMIT)
+        assert same_bits(out, expected[rows])
+    launch.multiprocessors.cache_clear()
+
+
+def test_zeros_and_clamps() -> None:
+    """A token of zeros gives zeros; gates and ups of thousands are clamped, not infinite."""
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+
+    case = CASES["few"]
+    x, weights, ids, packed = case.inputs()
+    out, _ = launched(case)
+    assert not out[0].any()
+    large = (x.float() * 2.0**12).bfloat16()
+    with emulated(arch="sm_90a", multiprocessors=4):
+        out = launch.experts_forward(large, weights, ids, packed.for_hopper(), LIMIT)
+    expected = ref.mxfp4_experts_forward(large, weights, ids, packed, LIMIT, 0)
+    assert out.isfinite().all() and (out - expected).norm() <= 2.0**-9 * expected.norm()
+
+
+def test_the_shared_expert_is_added_as_a_layer_would() -> None:
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+
+    case = CASES["few"]
+    x, weights, ids, packed = case.inputs()
+    shared = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    plain, _ = launched(case)
+    with emulated(arch="sm_90a", multiprocessors=4):
+        arguments = (x, weights, ids, packed.for_hopper(), LIMIT, 0)
+        alone = launch.experts_forward(*arguments, torch.bfloat16)
+        both = launch.experts_forward(*arguments, torch.bfloat16, shared)
+        in_fp32 = launch.experts_forward(*arguments, torch.float32, shared)
+        none = launch.experts_forward(x[:0], weights[:0], ids[:0], packed.for_hopper(), LIMIT)
+    assert same_bits(alone, plain.bfloat16())
+    assert same_bits(both, alone + shared)
+    assert same_bits(in_fp32, plain + shared.float())
+    assert none.shape == (0, case.d) and none.dtype == torch.float32
+
+
+# ---- the work list
+
+
+LISTS = {
+    "uniform": (13, 2, 5, 0, 5),
+    "other-ranks": (30, 3, 4, 2, 9),
+    "none-here": (6, 2, 3, 8, 8),
+    "one-pair": (1, 1, 4, 0, 4),
+    "long-runs": (200, 2, 2, 0, 2),
+    "many-experts": (40, 6, 200, 30, 300),
+}
+
+
+@pytest.mark.parametrize("case", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize(("shape", "least"), [("narrow", 0), ("wide", 0), ("paired", 3), ("paired", 10**9)])
+def test_the_work_list_covers_every_slot_once(case: tuple[int, ...], shape: str, least: int) -> None:
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+    from dsv4_kernels.moe.sm90.plan import GROUP
+
+    tokens, chosen, held, offset, of_all = case
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.rand(tokens, of_all, generator=generator).topk(chosen).indices.int()
+    weights = torch.rand(tokens, chosen, generator=generator)
+    with emulated(arch="sm_90a", multiprocessors=4, schedule="random", seed=5):
+        listed = launch.list_work(weights, ids, held, offset, shapes()[shape], least)
+    num_tiles, num_groups = listed.totals.tolist()
+    groups = [-(-int((ids == offset + expert).sum()) // GROUP) for expert in range(held)]
+    assert num_groups == sum(groups) <= listed.groups
+    chosen_shape = shapes()[shape]
+    paired = sum(-(-n * GROUP // chosen_shape.slots) for n in groups)
+    room = chosen_shape.slots if paired >= least else chosen_shape.room
+    assert num_tiles == sum(-(-n * GROUP // room) for n in groups)
+    following, covered = 0, Counter()
+    for tile in range(num_tiles):
+        expert, first, width, run_first, run_tiles = listed.tiles[tile, :5].tolist()
+        assert first == following and 0 < width <= room // GROUP
+        assert (listed.group_tile[first : first + width] == tile).all()
+        assert run_first <= tile < run_first + run_tiles
+        assert (listed.tiles[run_first : run_first + run_tiles, 0] == expert).all()
+        following += width
+        for slot in range(first * GROUP, (first + width) * GROUP):
+            token = int(listed.source[slot])
+            if token >= 0:
+                choice = (ids[token] == expert + offset).nonzero()[0, 0]
+                assert listed.routing[slot] == weights[token, choice]
+                assert int(listed.slot_of_pair[token, choice]) == slot
+                covered[slot] += 1
+            else:
+                assert listed.routing[slot] == 0
+    assert following == num_groups
+    here = (ids >= offset) & (ids < offset + held)
+    assert len(covered) == int(here.sum()) and set(covered.values()) <= {1}
+    assert (listed.slot_of_pair[~here] < 0).all()
+
+
+def test_sizes_follow_from_shapes() -> None:
+    from dsv4_kernels.moe.sm90 import launch
+
+    assert [workspace.most_groups(pairs, 256) for pairs in (6, 24, 1536, 49152)] == [6, 24, 416, 6368]
+    shape = shapes()
+    chosen = {tokens: launch.shape_for(tokens, 6, 256) for tokens in (1, 32, 33, 2389, 2390, 8192)}
+    names = {tokens: name for tokens, found in chosen.items() for name, of_name in shape.items() if found is of_name}
+    assert list(names.values()) == ["narrow", "narrow", "paired", "paired", "wide", "wide"]
+    # What a call allocates, and says beforehand.
+    allocated = 0
+
+    def empty(*size: object, **options: Any) -> Tensor:
+        nonlocal allocated
+        made = original(*size, **options)
+        allocated += made.nbytes
+        return made
+
+    original = torch.empty
+    case = CASES["few"]
+    from host import emulated
+
+    x, weights, ids, packed = case.inputs()
+    hopper = packed.for_hopper()
+    with emulated(arch="sm_90a", multiprocessors=4), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        out = launch.experts_forward(x, weights, ids, hopper, LIMIT)
+    said = workspace.workspace_bytes(case.tokens, case.chosen, case.experts, case.d, case.channels)
+    # Codes of h take the place of x's, which nobody reads any more.
+    assert said <= allocated - out.nbytes <= said + 8 * workspace.most_groups(10, 3) * case.channels * 33 // 32 + 8
+
+
+@pytest.mark.parametrize("shape", shape_names())
+def test_the_estimate_counts_what_is_listed(shape: str) -> None:
+    import experts_sm90_static as static
+
+    for case in (*PAIRED.values(), CASES["several-tiles-of-one-expert"], Case(300, chosen=2, experts=3, d=512)):
+        slots = torch.bincount(case.inputs()[2].flatten(), minlength=case.experts).tolist()
+        packed = arranged(case.experts, case.d, case.channels)
+        from dsv4_kernels.moe.sm90 import launch
+
+        found = static.widths(slots, shapes()[shape], launch.least_paired_tiles(packed, case.multiprocessors))
+        assert [width for of_expert in found for width in of_expert] == listed_widths(case, shape)
+
+
+def test_the_estimate_is_near_what_was_measured() -> None:
+    """Of an H200 with all tokens at six experts; and pairs are worth having there."""
+    import experts_sm90_static as static
+
+    measured, model = static.measured_us(), static.MODELS["flash"]
+    for tokens in (16, 64, 128, 256, 1024):
+        slots = [tokens] * 6 + [0] * (model.experts - 6)
+        by_shape = {name: static.estimate(slots, model, shapes()[name]).us for name in ("narrow", "paired")}
+        for shape, least in (("narrow", 0.94), ("paired", 0.88)):
+            assert least < by_shape[shape] / measured[f"flash-six-t{tokens}", shape] < 1.05
+        assert by_shape["paired"] <= by_shape["narrow"] * (0.85 if tokens > 32 else 1.0)
+
+
+# ---- the arrangement of weights
+
+
+def decoded(matrix: arrangement.HopperMatrix, row: int, k: int) -> float:
+    """The weight in arranged row `row` and column `k` of expert 0, by the layout that weights.py describes."""
+    tile, unit, within = row // 128, row % 128 // 16, row % 16
+    half, g = within // 8, within % 8
+    step, group, channel = k // 128, k % 128 // 32, k % 32
+    words = matrix.codes[0, tile, step].view(torch.int32)
+    lane = g * 4 + channel % 16 // 4
+    word = int(words[unit * 256 + group // 2 * 128 + lane * 4 + group % 2 * 2 + half]) & 0xFFFFFFFF
+    i, second = channel % 4, channel // 16
+    magnitude = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)[word >> (16 * second + 4 * i) & 7]
+    sign = word >> (8 * i + (3 if second else 7)) & 1
+    shifts = int(matrix.shifts[0, tile, step].view(torch.int32)[unit * 8 + g]) & 0xFFFFFFFF
+    shift = shifts >> (4 * (2 * group + half)) & 15
+    return (-1) ** sign * magnitude * 2.0 ** (shift - 5) * float(matrix.factors[0, row])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_every_weight_lies_where_a_lane_looks(in_place: bool) -> None:
+    packed = packed_experts(2, 256, 256)
+    matrices = {
+        "w13": (packed.w13.clone(), packed.w13_scale.clone(), True),
+        "w2": (packed.w2.clone(), packed.w2_scale.clone(), False),
+    }
+    for name, (codes, scale, gate_up) in matrices.items():
+        plain = dequantise_fp4_weight(codes[0].clone(), scale[0].clone(), torch.float64)
+        found = arrangement.arrange(codes, scale, gate_up=gate_up, in_place=in_place)
+        assert found.rounded == 0
+        if in_place:
+            assert found.codes.data_ptr() == codes.data_ptr() and found.shifts.data_ptr() == scale.data_ptr()
+        for row in range(0, plain.shape[0], 5):
+            unit, within = divmod(row, 16)
+            if gate_up:  # 8 channels of the gate, and the same of up
+                origin = unit * 8 + within % 8 + (plain.shape[0] // 2 if within >= 8 else 0)
+            else:
+                origin = unit * 16 + within % 8 * 2 + within // 8
+            for k in (*range(0, 40, 3), 127, 128, 255):
+                assert decoded(found, row, k) == plain[origin, k], (name, row, k)
+
+
+def scales_apart(by: int) -> Mxfp4Experts:
+    """Two groups of row 3 of w2 lie `by` powers of two below the others of that row."""
+    packed = packed_experts(1, 256, 256)
+    scale = torch.full_like(packed.w2_scale.view(torch.uint8), 130)
+    scale[0, 3, 1:3] -= by
+    return replace(packed, w2_scale=scale.view(torch.float8_e8m0fnu))
+
+
+def test_scales_of_a_row_may_differ_by_2_to_the_11() -> None:
+    packed = scales_apart(11)
+    found = packed.for_hopper().w2
+    assert found.rounded == 0
+    plain = dequantise_fp4_weight(packed.w2[0], packed.w2_scale[0], torch.float64)
+    row = 8 + 1  # of the odd ones the second
+    assert [decoded(found, row, k) for k in range(256)] == plain[3].tolist()
+
+
+@pytest.mark.parametrize("by", [12, 13, 30])
+def test_what_lies_lower_is_rounded_and_counted(by: int) -> None:
+    """To the nearest multiple that e4m3 has beside the row's largest, ties to even."""
+    packed = scales_apart(by)
+    found = packed.for_hopper().w2
+    plain = dequantise_fp4_weight(packed.w2[0], packed.w2_scale[0], torch.float64)[3]
+    values = torch.tensor([decoded(found, 9, k) for k in range(256)], dtype=torch.float64)
+    small = torch.zeros(256, dtype=torch.bool)
+    small[32:96] = True
+    assert torch.equal(values[~small], plain[~small])
+    assert found.rounded == int((values != plain).sum()) > 0
+    unit = 2.0 ** (130 - 127 - 11)
+    wanted = dequantise_fp4_weight(
+        *moe_quantised((plain[small] / unit).float()), torch.float64
+    ).flatten() * unit  # fmt: skip
+    assert torch.equal(values[small].abs(), wanted.abs())
+    assert (values[small] - plain[small]).abs().max() <= 2.0**-12 * 2 * 2.0 ** (130 - 127)
+
+
+def moe_quantised(values: Tensor) -> tuple[Tensor, Tensor]:
+    """e2m1 of values that need no scale, rounded to the nearest even by arithmetic on its own grid."""
+    step = torch.where(values.abs() < 2, 0.5, torch.where(values.abs() < 4, 1.0, 2.0))
+    rounded = (values / step).round() * step  # torch rounds ties to even
+    grid = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    codes = torch.tensor([grid.index(abs(float(v))) | (8 if v < 0 else 0) for v in rounded])
+    packed = (codes[0::2] | (codes[1::2] << 4)).to(torch.uint8).view(torch.int8)
+    return packed[None], torch.full((1, len(values) // 32), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def test_a_group_of_zeros_has_no_say() -> None:
+    packed = packed_experts(1, 256, 256)
+    scale = torch.full_like(packed.w2_scale.view(torch.uint8), 110)
+    codes = packed.w2.clone().view(torch.uint8)
+    scale[0, 3, 2], codes[0, 3, 32:48] = 250, 0x80  # +0 and -0
+    found = replace(packed, w2=codes.view(packed.w2.dtype), w2_scale=scale.view(torch.float8_e8m0fnu)).for_hopper().w2
+    assert found.rounded == 0 and found.factors.unique().numel() == 1
+
+
+# ---- what is refused, and how it is chosen
+
+
+def test_errors_say_what_is_expected() -> None:
+    from dsv4_kernels.moe.sm90 import launch
+
+    x, weights, ids, packed = CASES["few"].inputs()
+    with pytest.raises(ValueError, match=r"needs arranged weights; call Mxfp4Experts\.for_hopper"):
+        launch.mxfp4_experts_forward(x, weights, ids, packed, LIMIT, 0)
+    hopper = packed.for_hopper()
+    with pytest.raises(ValueError, match=r"x is \(5, 128\); expected \[T, 256\]"):
+        moe.mxfp4_experts_forward(x[:, :128], weights, ids, hopper, LIMIT)
+    with pytest.raises(ValueError, match=r"x must be torch\.bfloat16"):
+        launch.experts_forward(x.float(), weights, ids, hopper, LIMIT)
+    with pytest.raises(ValueError, match="multiples of 128 rows"):
+        arrangement.arrange(packed.w2[:, :100], packed.w2_scale[:, :100], gate_up=False)
+    with pytest.raises(ValueError, match="at least 256"):
+        arrangement.arrange(packed.w2, packed.w2_scale, gate_up=False, in_place=True)
+    damaged = packed.w2_scale.clone()
+    damaged.view(torch.uint8)[0, 5, 1] = 255
+    with pytest.raises(ValueError, match="scale is NaN"):
+        replace(packed, w2_scale=damaged).for_hopper()
+
+
+def test_it_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights must have been arranged for it, which the registry does not see."""
+    from dsv4_kernels import registry
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    hopper = torch.device("cuda")
+    assert registry.chosen("mxfp4_experts_forward", hopper, torch.bfloat16).name == "ref"
+    assert registry.chosen("mxfp4_experts_forward", hopper, torch.bfloat16, "sm90").name == "sm90"
+
+
+@pytest.fixture
+def nothing_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No tensor is read back on the host."""
+
+    def refused(self: Tensor) -> None:
+        raise AssertionError("a tensor is read back")
+
+    for method in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
+        monkeypatch.setattr(Tensor, method, refused)
+    yield
+
+
+def test_nothing_waits_for_the_device(nothing_waits: None) -> None:
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+
+    x = torch.zeros(4, 256, dtype=torch.bfloat16)
+    packed = arranged(3, 256, 128)
+    with emulated(arch="sm_90a", multiprocessors=2):
+        launch.experts_forward(x, torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.int32), packed, LIMIT)
+
+
+# ---- the kernels themselves
+
+
+def test_pairs_are_taken_where_multiprocessors_stay_busy() -> None:
+    """As many tiles as multiprocessors at least; never where a product has an odd number of steps."""
+    from dsv4_kernels.moe.sm90 import launch
+
+    packed = arranged(2, 512, 256)  # four row tiles in both products
+    assert [launch.least_paired_tiles(packed, n) for n in (1, 4, 5, 132)] == [1, 1, 2, 33]
+    assert launch.least_paired_tiles(arranged(2, 256, 128), 1) > 10**9
+    crowd = Case(40, chosen=1, experts=2, d=512, channels=256, one_expert=True)
+    assert listed_widths(replace(crowd, multiprocessors=4)) == [40]
+    assert listed_widths(replace(crowd, multiprocessors=5)) == [24, 16]
+    assert listed_widths(replace(crowd, d=384, multiprocessors=4)) == [24, 16]
+
+
+@pytest.mark.parametrize("shape", shape_names())
+def test_no_configuration_spills(shape: str) -> None:
+    from cubin import resources
+    from host import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+    from dsv4_kernels.moe.sm90.plan import CONSUMER_WARPS, Plan, Product
+
+    chosen = shapes()[shape]
+    with emulated(arch="sm_90a"):
+        for product in Product:
+            found = resources(launch.compile(Plan(product, chosen)).__cubin__)
+            assert found["stack_bytes"] == 0
+            of_warp = -(-found["registers"] // 8) * 8 * 32
+            assert of_warp * (chosen.threads // 32) * chosen.ctas_per_sm <= 65_536
+            if chosen.registers is not None:
+                of_consumer, of_producer = chosen.registers
+                assert CONSUMER_WARPS * 32 * of_consumer + 128 * of_producer <= 65_536
+            assert chosen.ctas_per_sm * (Plan(product, chosen).smem_bytes + 2048) <= 228 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["narrow", "paired", "wide"])
+@pytest.mark.parametrize("product", [0, 1], ids=["gate-up", "down"])
+def test_deleted_synchronisation_is_noticed(product: int, shape: str) -> None:
+    """Every deletion but those explained in emulator/results/mutation_reasons.json."""
+    from emulator import Checks
+
+    case = replace(CASES["k-longer-than-the-stages"], tokens=2, channels=384)
+    pairs = {"paired": PAIRED["pairs-between-singles"], "wide": WIDE_PAIRS["singles-between-wide-pairs"]}
+    if shape in pairs:  # tiles whose steps take two stages, and such whose steps take one
+        case = replace(pairs[shape], d=1280, channels=1280)
+        widths, room = listed_widths(case, shape), shapes()[shape].room
+        assert max(widths) > room >= min(widths)
+    _, device = launched(case, shape, checks=Checks.strict(), record=True)
+    name = f"experts_sm90_{('gate_up', 'down')[product]}" + ("" if shape == "narrow" else f"_{shape}")
+    rates = delete_synchronisation(name, device, 2 + 2 * product)
+    assert rates and set(rates.values()) == {1}, rates
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 64, 300, 4096])
+def test_a_hopper_gpu_makes_the_sum(tokens: int) -> None:
+    """Flash's shapes with fewer experts; a token alone has the bits that it has in the batch; a graph repeats them."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU (sm_90a)")
+    case = Case(tokens, chosen=6, experts=16, d=4096, channels=2048)
+    x, weights, ids, packed = case.inputs()
+    x, weights, ids = x.cuda(), weights.cuda(), ids.cuda()
+    packed = Mxfp4Experts(*(matrix.cuda() for matrix in (packed.w13, packed.w13_scale, packed.w2, packed.w2_scale)))
+    hopper = packed.for_hopper()
+
+    def run(rows: slice) -> Tensor:
+        return moe.mxfp4_experts_forward(x[rows], weights[rows], ids[rows], hopper, LIMIT, impl="sm90")
+
+    with dependent_launch.switched(False):
+        out = run(slice(None))
+    few = slice(0, min(tokens, 64))
+    expected = moe.mxfp4_experts_forward(x[few], weights[few], ids[few], packed, LIMIT, impl="ref")
+    assert (out[few] - expected).norm() <= 2.0**-7 * expected.norm()
+    assert same_bits(run(slice(tokens - 1, tokens)), out[-1:])
+    from dsv4_kernels.moe.sm90 import launch
+
+    for shape in shapes().values():
+        assert same_bits(launch.experts_forward(x, weights, ids, hopper, LIMIT, shape=shape), out)
+    with dependent_launch.switched(True):
+        for _ in range(20):  # what reads before it waits is wrong now and then
+            assert same_bits(launch.experts_forward(x, weights, ids, hopper, LIMIT), out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with dependent_launch.switched(False):
+            in_turns = run(slice(None))
+        with dependent_launch.switched(True):
+            overlapping = launch.experts_forward(x, weights, ids, hopper, LIMIT)
+    graph.replay()
+    assert same_bits(in_turns, out) and same_bits(overlapping, out)

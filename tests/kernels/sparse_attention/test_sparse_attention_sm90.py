@@ -1,0 +1,510 @@
+"""The Hopper attention kernel in the emulator (tests/emulator), over the hard cases of attention_cases.py.
+
+Every launch runs with all checks of the emulator on: races, missing proxy fences, registers that wgmma still uses,
+reads of what nobody wrote, accesses outside of tensors. The adversary's schedule changes from case to case; the same
+bits under every schedule, in every batch and on any number of multiprocessors are tested by themselves. Beside it the
+compile gate: registers, stack, shared memory and asynchrony of the cubins.
+
+What is not slow needs few kernels, because compiling takes the time. On a GPU the same cases run with
+test_sparse_attention_gpu.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import pytest
+import torch
+from ops import attention_launch
+from ops.attention_cases import CASES, Case, Spec, build, check, check_surroundings
+from ops.attention_launch import LONG, SCHEDULES
+from ops.memory_layout import far_apart
+from ops.number_formats import same_bits
+from ops.random_attention import random_spec
+
+if TYPE_CHECKING:
+    from host import Device
+    from torch import Tensor
+
+    from dsv4_kernels.sparse_attention.sm90.plan import Configuration
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+pytestmark = pytest.mark.usefixtures("compiled_here")
+
+QUICK = ((True, "LIST", False), (True, "LIST", True), (False, "PAGES", False))
+"""(FP8 rows, entries, divided): compiling one takes longer than all its cases."""
+
+
+def is_quick(spec: Spec) -> bool:
+    entries = "NONE" if not spec.entry_lengths else "PAGES" if spec.dense else "LIST"
+    configuration = (spec.fp8, entries, spec.split_keys is not None)
+    return configuration in QUICK
+
+
+def with_marks(names: Collection[str]) -> list:
+    """Parameters; slow are the long ones and those that need further kernels."""
+    return with_slow_marks(names, [n for n in names if is_quick(CASES[n]) and not n.startswith(LONG)])
+
+
+def with_slow_marks(values: Iterable, quick: Collection) -> list:
+    """Parameters; slow are all that are not quick."""
+    return [pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values]
+
+
+def launch(case: Case, multiprocessors: int = 132, **options: object) -> Tensor:
+    """The result of one call, see `attention_launch.launch`."""
+    return launch_on(case, multiprocessors, **options)[0]
+
+
+def launch_on(case: Case, multiprocessors: int, clusters: bool = False, **options: object) -> tuple[Tensor, Device]:
+    """The same, and the emulated device. Few tokens have the kernel of clusters only if asked for, and few heads the
+    kernels of many (their own: test_sparse_attention_few_heads.py)."""
+    from emulator import Checks
+
+    from dsv4_kernels.sparse_attention.sm90 import cluster
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+
+    sm90.num_clusters.cache_clear()
+    sm90.num_multiprocessors.cache_clear()  # this device has another number
+    options = {"checks": Checks.strict(), "arch": sm90.ARCH, **options}
+    clusters_up_to = mock.patch.object(sm90, "MAX_CLUSTER", cluster.MAX_CLUSTER if clusters else 0)
+    with clusters_up_to, mock.patch.object(sm90, "FEW_HEADS", 0):
+        return attention_launch.launch(sm90.sparse_attention, case, multiprocessors, **options)
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("name", with_marks(CASES))
+def test_case(name: str) -> None:
+    case = build(CASES[name])
+    seed = list(CASES).index(name)
+    check(case, launch(case, schedule=SCHEDULES[seed % len(SCHEDULES)], seed=seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_case_under_another_schedule(name: str) -> None:
+    """Other contents, too."""
+    case = build(CASES[name], seed=1)
+    seed = list(CASES).index(name)
+    check(case, launch(case, schedule=SCHEDULES[(seed + 1) % len(SCHEDULES)], seed=1000 + seed))
+
+
+RANDOM = range(120)
+
+
+@pytest.mark.parametrize("seed", with_slow_marks(RANDOM, [n for n in RANDOM if is_quick(random_spec(n))][:20]))
+def test_random_case(seed: int) -> None:
+    """With the same bits on few multiprocessors, and by clusters or not."""
+    case = build(random_spec(seed), seed=seed)
+    result, _ = launch_on(case, 132, clusters=seed % 2 == 0, schedule=SCHEDULES[seed % len(SCHEDULES)], seed=seed)
+    check(case, result)
+    _, fewest, _ = multiprocessors_for(case)
+    other = launch(case, fewest + seed % 17, schedule=SCHEDULES[(seed + 1) % len(SCHEDULES)], seed=seed)
+    assert same_bits(result, other)
+
+
+@pytest.mark.parametrize("heads", [1, 63, 65, 128])
+@pytest.mark.parametrize("split_keys", [None, 128], ids=["one_kv_split", "split"])
+def test_nothing_is_written_beside_the_output(heads: int, split_keys: int | None) -> None:
+    case = build(Spec(tokens=2, heads=heads, entry_lengths=(200, 0), split_keys=split_keys))
+    check_surroundings(case, launch)
+
+
+POOLS = {
+    "list_fp8": (Spec(tokens=4, heads=16, entry_lengths=(70, 3)), False),
+    "list_fp8_split": (Spec(tokens=4, heads=16, entry_lengths=(70, 130), split_keys=128), False),
+    "list_fp8_clusters": (Spec(tokens=4, heads=16, entry_lengths=(70, 3)), True),
+    "pages_bf16": (Spec(tokens=4, heads=16, entry_lengths=(70, 3), dense=True, fp8=False), False),
+}
+"""And whether clusters compute it."""
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_rows_beyond_32_bits(name: str) -> None:
+    """Neither their bytes nor their elements can be counted in 32 bits, in the window's table and in the entries'."""
+    spec, clusters = POOLS[name]
+    case = build(spec)
+    result, _ = launch_on(case.spread(), 132 if clusters else 4, clusters)
+    check(case, result)
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_q_and_outputs_beyond_32_bits(name: str) -> None:
+    spec, clusters = POOLS[name]
+    case = build(spec)
+    out = far_apart(torch.empty(case.q.shape, dtype=torch.bfloat16))
+    result, _ = launch_on(replace(case, q=far_apart(case.q)), 132 if clusters else 4, clusters, out=out)
+    check(case, result)
+
+
+def test_more_kv_splits_than_multiprocessors_are_refused() -> None:
+    """The CTAs that combine a token wait for each other, so they must all be resident."""
+    case = build(Spec(tokens=1, heads=65, entry_lengths=(200,), split_keys=128))
+    with pytest.raises(ValueError, match="into 3 KV splits, times 2 blocks of heads; expected at most 5 CTAs"):
+        launch(case, multiprocessors=5)
+    check(case, launch(case, multiprocessors=6))
+
+
+# ---- bits
+
+
+def multiprocessors_for(case: Case) -> tuple[int, ...]:
+    """Plenty, as few as can be, and a number that divides nothing."""
+    problem = case.problem()
+    fewest = problem.max_kv_splits * -(-problem.num_heads // 64) if problem.max_kv_splits > 1 else 1
+    return 132, fewest, fewest + 2
+
+
+UNPACKED = [
+    *("csa_512-fp8", "list_lengths-fp8", "holes-fp8", "heads_65-fp8", "scales_at_the_extremes-fp8", "sinks_mixed-fp8"),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("window_lengths-fp8", "hca_32k-fp8", "dense_lengths-fp8")
+    ),
+]
+"""Of lists the kernels are compiled for other cases, but one; the slow ones need others."""
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+def test_unpacked_rows_give_the_same_bits(name: str) -> None:
+    """A chunk may read FP8 rows, or bf16 rows that were made of them: nobody can tell by the results."""
+    case = build(CASES[name])
+    plain = case.unpacked(functools.partial(attention_launch.unpack_emulated, "sm90"))
+    assert same_bits(launch(case), launch(plain))
+
+
+# ---- clusters
+
+
+def fits_a_cluster(spec: Spec) -> bool:
+    """Whether a token of the case may have a CTA for every step, and not several KV splits."""
+    problem = build(spec).problem()
+    return problem.max_kv_splits == 1 and problem.max_steps <= 9
+
+
+CLUSTERED = [name for name, spec in CASES.items() if fits_a_cluster(spec)]
+QUICK_CLUSTERED = (
+    "csa_512-fp8",
+    "list_lengths-fp8",
+    "lengths_of_both-fp8",
+    "heads_65-fp8",
+    "scales_at_the_extremes-fp8",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK_CLUSTERED else pytest.mark.slow) for n in CLUSTERED]
+)
+def test_clusters_have_the_bits_of_the_other_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """With any channel split, and more clusters than multiprocessors have room for."""
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+    from dsv4_kernels.sparse_attention.sm90.plan import CHANNEL_SPLITS, Split
+
+    case, seed = build(CASES[name]), list(CASES).index(name)
+    expected = launch(case)
+    for channel_splits in CHANNEL_SPLITS[Split.STEPS]:  # the emulator takes its time where every st.async may come late
+        monkeypatch.setattr(sm90, "_channel_splits_of_clusters", lambda problem, n=channel_splits: n)
+        result, device = launch_on(case, 132, clusters=True, schedule="random_warps", seed=seed)
+        assert same_bits(expected, result), channel_splits
+        (report,) = device.reports
+        problem = case.problem()
+        assert report.grid == (problem.max_steps, channel_splits, problem.num_tokens * -(-problem.num_heads // 64))
+    check(case, result)
+
+
+@pytest.mark.parametrize(("name", "waits"), [("split_512-fp8", True), ("csa_512-fp8", False)])
+def test_ctas_that_wait_for_each_other_are_launched_together(
+    monkeypatch: pytest.MonkeyPatch, name: str, waits: bool
+) -> None:
+    """A cooperative launch: else some could wait, on all of what another kernel left, for others that find no place."""
+    from cutlass.cutlass_dsl import cutlass as dsl
+
+    from dsv4_kernels.host import compile_cache
+
+    cooperative: list[bool] = []
+    configure = dsl.cuda_dialect.launch_cfg_cooperative
+
+    def remembered(config: object, value: object, **options: object) -> object:
+        cooperative.append("1 : i32" in str(value.owner))
+        return configure(config, value, **options)
+
+    monkeypatch.setattr(dsl.cuda_dialect, "launch_cfg_cooperative", remembered)
+    monkeypatch.setattr(compile_cache, "_in_memory", {})
+    launch(build(CASES[name]))
+    assert cooperative == [waits]
+
+
+def test_few_tokens_with_few_keys_are_computed_by_clusters() -> None:
+    """As many channel splits as have room at once; with less room, fewer of them or the other kernel."""
+    case = build(Spec(tokens=2, heads=65, entry_lengths=(300, 5)))  # 4 steps
+    grids = {}
+    for multiprocessors in (64, 63, 32, 31):
+        result, device = launch_on(case, multiprocessors, clusters=True)
+        check(case, result)
+        grids[multiprocessors] = device.reports[0].grid
+    assert grids == {64: (4, 4, 4), 63: (4, 2, 4), 32: (4, 2, 4), 31: (4, 1, 1)}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(tokens=2, heads=16, entry_lengths=(129, 5)),
+        *(
+            pytest.param(CASES[name], marks=pytest.mark.slow)
+            for name in ("csa_512-fp8", "list_lengths-bf16", "csa_1024-fp8")
+        ),
+    ],
+    ids=["three_steps", "csa_512-fp8", "list_lengths-bf16", "csa_1024-fp8"],
+)
+def test_clusters_under_every_schedule(spec: Spec, schedule: str) -> None:
+    """Three CTAs of which one has nothing to do, or as many as there can be."""
+    case = build(spec, seed=2)
+    expected = launch(case)
+    for seed in range(2):
+        result, _ = launch_on(case, 132, clusters=True, schedule=schedule, seed=seed)
+        assert same_bits(expected, result), seed
+
+
+SAME_BITS = (
+    *("heads_65-fp8", "split_128-fp8", "split_128_heads-fp8"),
+    *("whole_tokens_of_kv_splits-fp8", "sub_splits-fp8", "sub_splits_of_kv_splits-fp8"),
+)
+"""The second one: more than three work tiles a CTA, so that scratch slots are used again. The last three: on few
+multiprocessors tokens are left whole, or KV splits, on many they are divided into sub-splits."""
+
+
+@pytest.mark.parametrize("name", SAME_BITS)
+def test_the_same_bits_under_every_schedule(name: str) -> None:
+    """Whoever comes first or last, on however many multiprocessors."""
+    case = build(CASES[name])
+    expected = launch(case)
+    for schedule, multiprocessors in zip(SCHEDULES, multiprocessors_for(case)[::-1], strict=True):
+        result = launch(case, multiprocessors, schedule=schedule, seed=multiprocessors)
+        assert same_bits(expected, result), (schedule, multiprocessors)
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 20, 8])
+def test_sub_splits_have_the_bits_of_the_whole(multiprocessors: int) -> None:
+    """Sub-splits of one step, of several, and none, against the kernel that does not divide tokens."""
+    divided = build(Spec(tokens=2, entry_lengths=(1024, 300), split_keys=1280))
+    whole = replace(divided, spec=replace(divided.spec, split_keys=None))
+    assert same_bits(launch(divided, multiprocessors), launch(whole))
+
+
+@pytest.mark.parametrize(
+    "spec, multiprocessors, ctas, results",
+    [
+        # [2, 1, 1, 1] steps: three CTAs prefetch three partial results, and not the first one.
+        (Spec(tokens=1, heads=16, entry_lengths=(512,), split_keys=1280), 4, 3, 3),
+        # [2] and seven of one step; two blocks of heads.
+        (Spec(tokens=1, heads=65, entry_lengths=(1024,), split_keys=1280), 16, 7, 7),
+        # No room: [3, 2, 2, 2] steps, six results of eleven columns. All of one step.
+        (Spec(tokens=1, heads=16, entry_lengths=(1024,), split_keys=1280), 4, 0, 0),
+        (Spec(tokens=1, heads=16, entry_lengths=(512,), split_keys=1280), 5, 0, 0),
+    ],
+    ids=["longer_by_one_of_two", "two_blocks_of_heads", "no_room", "none_longer"],
+)
+def test_partials_are_prefetched_before_a_longer_first_sub_split_is_written(
+    spec: Spec, multiprocessors: int, ctas: int, results: int
+) -> None:
+    """The bits of the whole under every schedule; and it is seen by the copies of consumers, of 16 bytes a lane: a
+    partial result's columns and, for every CTA, its row maxima and row sums."""
+    case = build(spec)
+    whole = launch(replace(case, spec=replace(spec, split_keys=None)))
+    check(case, whole)
+    steps, blocks = 1 + spec.entry_lengths[0] // 128, -(-spec.heads // 64)
+    for seed, schedule in enumerate(SCHEDULES):
+        result, device = launch_on(case, multiprocessors, schedule=schedule, seed=seed)
+        assert same_bits(whole, result), schedule
+        of_q_and_rows = device.reports[0].grid[0] * 64 * 64 // 32 + steps * blocks * 128 * 8 // 32
+        prefetched = blocks * results * (64 * 512 * 4 // 16 // 32 + ctas * 8)
+        assert device.reports[0].by_form["cp.async.cg.shared.global"] == of_q_and_rows + prefetched
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "sub_splits"])
+@pytest.mark.parametrize("fp8", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fp8", "bf16"])
+def test_the_same_bits_for_any_channel_splits(monkeypatch: pytest.MonkeyPatch, fp8: bool, split: bool) -> None:
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+    from dsv4_kernels.sparse_attention.sm90.plan import CHANNEL_SPLITS, Split
+
+    case = build(Spec(tokens=3, heads=65, fp8=fp8, entry_lengths=(1024, 0, 300), split_keys=1280))
+    monkeypatch.setattr(sm90, "_divides", lambda problem: split)
+    results = []
+    for channel_splits in CHANNEL_SPLITS[Split.SUB_SPLITS if split else Split.NONE]:
+        monkeypatch.setattr(sm90, "_channel_splits", lambda *_, n=channel_splits: n)
+        results.append(launch(case))
+        check(case, results[-1])
+    assert all(same_bits(results[0], other) for other in results[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SAME_BITS, "csa_512-bf16", "hca_32k-bf16", "split_256-bf16", "split_of_nothing-fp8"])
+def test_the_same_bits_under_more_schedules(name: str) -> None:
+    case = build(CASES[name], seed=2)
+    expected = launch(case)
+    for (schedule, seed), multiprocessors in zip(
+        itertools.product(SCHEDULES, range(3)), multiprocessors_for(case) * 3, strict=True
+    ):
+        result = launch(case, multiprocessors, schedule=schedule, seed=10 + seed)
+        assert same_bits(expected, result), (schedule, seed, multiprocessors)
+
+
+@pytest.mark.parametrize("name", with_marks(["list_lengths-fp8", "split_8_heads-fp8", "split_512-bf16"]))
+def test_a_token_has_the_same_bits_in_any_batch(name: str) -> None:
+    """In another order, at every place, with others beside it, on other numbers of multiprocessors."""
+    case = build(CASES[name])
+    out = launch(case)
+    for batch, multiprocessors in zip((1, 3, 11), multiprocessors_for(case), strict=True):
+        order = torch.randint(0, case.spec.tokens, (batch,), generator=torch.Generator().manual_seed(batch)).tolist()
+        assert same_bits(launch(case.take(order), multiprocessors), out[order])
+
+
+def test_the_same_bits_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of more tokens than a launch may divide."""
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+
+    case = build(CASES["split_8_heads-fp8"])
+    expected = launch(case)
+    monkeypatch.setattr(sm90, "MAX_SPLIT_TOKENS", 2)
+    assert same_bits(expected, launch(case))
+
+
+def test_several_launches_of_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every launch begins at its own tokens in each list: requests, lengths, rows and results."""
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+
+    monkeypatch.setattr(sm90, "MAX_SPLIT_TOKENS", 2)
+    lengths = {"window_lengths": (128, 3, 70, 9), "entry_lengths": (5, 200, 70, 0)}
+    case = build(Spec(tokens=4, heads=8, dense=True, split_keys=128, **lengths))
+    result, device = launch_on(case, 132)
+    assert len(device.reports) == 2
+    check(case, result)
+
+
+@pytest.mark.parametrize("split_keys", [None, 128])
+@pytest.mark.parametrize("dense", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_width_of_lists_and_tables_is_not_seen(dense: bool, split_keys: int | None) -> None:
+    case = build(Spec(entry_lengths=(300, 3, 130), dense=dense, split_keys=split_keys))
+    name = "page_table" if dense else "entry_indices"
+    wide = torch.nn.functional.pad(case.entry_arguments[name], (0, 524), value=2**31 - 1)
+    wider = replace(case, entry_arguments={**case.entry_arguments, name: wide})
+    assert same_bits(launch(wider), launch(case))
+
+
+# Eight tokens of one to four KV splits on four multiprocessors, so that scratch slots are used again; one token whose
+# channels four of them divide; one token whose sub-splits prefetch partial results; whole tokens of bf16 rows, two or
+# three a multiprocessor; and clusters, of tokens with three steps, two and one. With the share of deleted fences that
+# is noticed.
+MUTATED = {
+    "sparse_attention_sm90": (
+        Spec(tokens=8, window_lengths=(128, 3), entry_lengths=(200, 5, 700), split_keys=256),
+        5 / 6,
+    ),
+    "sparse_attention_sm90_channel_splits": (Spec(tokens=1, heads=16, entry_lengths=(200,)), 3 / 4),
+    "sparse_attention_sm90_sub_splits": (Spec(tokens=1, heads=16, entry_lengths=(512,), split_keys=1280), 3 / 4),
+    "sparse_attention_sm90_bf16": (
+        Spec(tokens=10, window_lengths=(128, 3), entry_lengths=(200, 5, 300), fp8=False),
+        1,
+    ),
+    "sparse_attention_sm90_clusters": (Spec(tokens=3, heads=16, entry_lengths=(200, 5, 0)), 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_turns")
+@pytest.mark.parametrize("name", MUTATED)
+def test_deleted_synchronisation_is_noticed(name: str) -> None:
+    """All but the proxy fence between cp.async and wgmma, which the emulator does not ask for."""
+    spec, fences = MUTATED[name]
+    clusters = name.endswith("clusters")
+    _, device = launch_on(build(spec), multiprocessors=18 if clusters else 4, clusters=clusters, record=True)
+    rates = attention_launch.delete_synchronisation(name, device)
+    assert rates.pop("fence") >= fences
+    assert rates and set(rates.values()) == {1}
+
+
+# ---- compile gate
+
+
+def gate(configuration: Configuration) -> dict[str, int]:
+    """Compiles a configuration and compares it with the record, which is what it says of it."""
+    from host import emulated
+    from sparse_attention_sm90_static import RESULTS, static_numbers
+
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+
+    with emulated(arch=sm90.ARCH):
+        found = static_numbers(configuration)
+    recorded = json.loads(RESULTS.read_text())[str(configuration)]
+    over = {name: value for name, value in found.items() if value > recorded[name]}
+    assert found.keys() == recorded.keys() and not over, f"{configuration} needs more than {recorded}: {over}"
+    return found
+
+
+def registers_at_launch(threads: int) -> int:
+    """Of a thread: 65,536 are divided in eights."""
+    return 65536 // threads // 8 * 8
+
+
+def test_no_more_registers_are_moved_than_there_are() -> None:
+    """setmaxnreg would wait for ever: a CTA has what it was launched with."""
+    from dsv4_kernels.sparse_attention.sm90.launch import configurations
+
+    for configuration in configurations():
+        consumer, producer = configuration.registers
+        there_are = registers_at_launch(configuration.threads) * configuration.threads // 128
+        assert 2 * consumer + configuration.producers * producer <= there_are, configuration
+
+
+SPLITS = (
+    *(("NONE", channel_splits) for channel_splits in (1, 2)),
+    ("KV_SPLITS", 1),
+    *(("SUB_SPLITS", channel_splits) for channel_splits in (1, 2, 4)),
+    *(("STEPS", channel_splits) for channel_splits in (2, 4)),
+)
+CONFIGURATIONS = [
+    (fp8, entries, *split) for fp8 in (True, False) for entries in ("NONE", "LIST", "PAGES") for split in SPLITS
+]
+GATED = {
+    (True, "LIST", "STEPS", 4),
+    *(
+        (fp8, entries, "SUB_SPLITS" if split else "NONE", channel_splits)
+        for fp8, entries, split in QUICK
+        for channel_splits in (1, 4 if split else 2)
+    ),
+}
+"""A prefill's of CSA, and some that the quick cases compile."""
+
+
+@pytest.mark.parametrize(
+    ("fp8_rows", "entries", "split", "channel_splits"),
+    [pytest.param(*c, marks=() if c in GATED else pytest.mark.slow) for c in CONFIGURATIONS],
+)
+def test_compiled(fp8_rows: bool, entries: str, split: str, channel_splits: int) -> None:
+    """No register, byte of the stack or of code more than benchmarks/results says; wgmma runs asynchronously."""
+    from dsv4_kernels.sparse_attention.sm90.plan import Configuration, Entries, Split
+
+    configuration = Configuration(fp8_rows, Entries[entries], Split[split], channel_splits)
+    found = gate(configuration)
+    at_launch = registers_at_launch(configuration.threads)
+    assert found["registers"] == at_launch, "the threads share 65,536; setmaxnreg moves them"
+    assert found["shared_memory_bytes"] <= 227 * 1024
+    assert found["stack_bytes"] <= 32, "what is kept there is written once a work tile, not in the loop over steps"
+
+
+def test_every_configuration_is_recorded() -> None:
+    from sparse_attention_sm90_static import RESULTS
+
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+
+    configurations = (*sm90.configurations(), *sm90.configurations_of_few_heads())
+    assert list(json.loads(RESULTS.read_text())) == [*map(str, configurations)]

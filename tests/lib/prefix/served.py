@@ -1,0 +1,130 @@
+"""A prefix cache over a real model in process: SGLang's tree, request rows, page allocator and model runner, our pool,
+backend and checkpoints. Logits come back at every computed position, and what a request must not read is NaN."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from model.harness import Harness, Request
+from prefix.waiting import WithStorage
+from prefix_replay import PAGE, ReplayEngine, Running
+from torch import Tensor
+
+from dsv4_kernels.kv_layout import KVRows
+from sglang_dsv4.prefix.prefix_cache import Dsv4PrefixCache
+from sglang_dsv4.prefix.tail_component import TAIL
+from sglang_dsv4.prefix.tier_setup import create_tiers, open_storage
+
+
+class ServedEngine(WithStorage, ReplayEngine):
+    """A replay whose forwards are computed."""
+
+    def __init__(self, checkpoint: Path, chunk_tokens: int = 1024, **server_args: object) -> None:
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+        self.harness = Harness(checkpoint, **server_args)
+        runner = self.harness.runner
+        self.pool = self.harness.pool
+        with self.active():
+            params = CacheInitParams(
+                disable=False,
+                req_to_token_pool=runner.req_to_token_pool,
+                token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+                page_size=PAGE,
+                is_eagle=runner.spec_algorithm.is_eagle(),
+            )
+            tiers = create_tiers(self.pool) if self.pool.host_pages else None
+            cache = Dsv4PrefixCache(params, self.pool.tail_requests, tiers=tiers)
+            if runner.server_args.hicache_storage_backend is not None:
+                tiers.storage = open_storage(runner, tiers, cache.components[TAIL])
+        super().__init__(cache, runner.token_to_kv_pool_allocator, self.pool.tail_requests, chunk_tokens)
+        self.logits: dict[str, list[Tensor]] = defaultdict(list)
+
+    def active(self) -> AbstractContextManager[None]:
+        """SGLang's context of this engine; everything runs inside it."""
+        return self.harness._active()
+
+    def serve(self, prompt: Sequence[int], output: Sequence[int] = ()) -> tuple[int, Tensor]:
+        """One request from start to finish, its output forced: hit tokens, and logits of [hit, end)."""
+        with self.active():
+            done = self.run(prompt, [*output, 7])  # the last token is never computed
+        return done.hit_tokens, torch.cat(self.logits.pop(done.req.rid))
+
+    def prefill_chunk(self, running: Running) -> None:
+        """As SGLang does, and nothing of an earlier owner of the slot or the pages can be read unnoticed."""
+        self._fresh = not running.req.kv.holds_kv
+        super().prefill_chunk(running)
+
+    def forward_extend(self, req: object, begin: int, end: int) -> None:
+        """Compute [begin, end)."""
+        if self._fresh:
+            self.poison(req.kv.req_pool_idx)
+        self.poison_pages(req, begin, end)
+        self._forward(req, begin, end, "extend")
+
+    def forward_decode(self, req: object, position: int) -> None:
+        """Compute one token."""
+        if position % PAGE == 0:
+            self.poison_pages(req, position, position + 1)
+        self._forward(req, position, position + 1, "decode")
+
+    def _forward(self, req: object, begin: int, end: int, mode: str) -> None:
+        tokens = list(req.full_untruncated_fill_ids[begin:end])
+        row = Request(
+            req.kv.req_pool_idx, begin, end, list(req.full_untruncated_fill_ids[:begin]), req.tail_match, req.lock
+        )
+        self.logits[req.rid].extend(self.harness.step([(row, tokens)], mode))
+
+    def flush(self) -> None:
+        """As `/flush_cache`: the next request is cold."""
+        with self.active():
+            super().flush()
+
+    # NaN
+
+    def poison(self, request_slot: int) -> None:
+        """Rings and states of a request slot, the landing slot, and every checkpoint slot that nobody holds."""
+        pool, g, storage = self.pool, self.pool.geometry, self.pool.tail_storage
+        for layer in g.layers():
+            fill_rows(pool.window(layer), request_slot * g.ring_rows, g.ring_rows)
+            ratio = g.layer_ratio(layer)
+            if ratio:
+                rows = slice(request_slot * g.state_rows(ratio), (request_slot + 1) * g.state_rows(ratio))
+                pool.compressor_state(layer)[rows] = torch.nan
+                if ratio == 4:
+                    pool.indexer_state(layer)[rows] = torch.nan
+        store = self.tails.store
+        for slots, held in ((storage.device, store.device.holders()), (storage.host, store.host.holders())):
+            for slot in set(range(slots.slots)) - set(held):
+                for part in slots.parts():
+                    fill(part[:, slot])
+
+    def poison_pages(self, req: object, begin: int, end: int) -> None:
+        """Entries and keys of the pages that [begin, end) begins to fill."""
+        table = self.rows.req_to_token[req.kv.req_pool_idx]
+        for position in range(-(-begin // PAGE) * PAGE, end, PAGE):
+            page = int(table[position]) // PAGE
+            for layer in self.pool.geometry.layers():
+                ratio = self.pool.geometry.layer_ratio(layer)
+                if ratio:
+                    fill_rows(self.pool.entries(layer), page * PAGE // ratio, PAGE // ratio)
+                if ratio == 4:
+                    fill_rows(self.pool.index_keys(layer), page * PAGE // ratio, PAGE // ratio)
+
+
+def fill(storage: Tensor) -> None:
+    """NaN, in whichever format: 0xFF is NaN in e4m3, bf16 and ue8m0."""
+    storage.fill_(0xFF if storage.dtype == torch.uint8 else torch.nan)
+
+
+def fill_rows(rows: KVRows, first: int, count: int) -> None:
+    """NaN into [first, first + count), where a byte format's pages can be filled by halves too."""
+    if rows.storage.dtype != torch.uint8:
+        rows.storage[first : first + count] = torch.nan
+        return
+    poison = KVRows.allocate(count, rows.format, rows.row_dim, rows.rope_dim, rows.storage.dtype, "cpu", torch.nan)
+    rows.copy_rows(torch.arange(first, first + count), poison, torch.arange(count))

@@ -1,0 +1,236 @@
+"""A replay without a model over three tiers, in which a page's bytes are the digest of the prefix that it ends.
+
+So a page that was saved too late, loaded too early, from another slot or into another page is seen by the next request
+that reads it. Checkpoints are as in `test_tree`; the storage is a dict that may fail.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from types import SimpleNamespace
+
+import torch
+from prefix.waiting import WithStorage
+from prefix_replay import PAGE, Running, tail_engine
+from torch import Tensor
+
+from dsv4_radix_cache.host_pages import HostPages
+from dsv4_radix_cache.invariants import check
+from dsv4_radix_cache.slots import Holder
+from sglang_dsv4.cache.host_records import CopyTotals
+from sglang_dsv4.cache.record_files import Fault
+from sglang_dsv4.prefix.prefix_cache import Dsv4PrefixCache
+from sglang_dsv4.prefix.storage import PrefetchOptions, PrefixStorage
+from sglang_dsv4.prefix.tail_component import TAIL
+from sglang_dsv4.prefix.tiers import PrefixTiers, WritePolicy
+from tests.sglang_dsv4.prefix.test_tree import CheckedEngine
+
+BYTES = 16
+
+
+def name_of(tokens: Sequence[int]) -> bytes:
+    """What stands for a prefix."""
+    return blake2b(array("q", tokens).tobytes(), digest_size=BYTES).digest()
+
+
+def tensor_of(name: bytes) -> Tensor:
+    return torch.tensor(list(name), dtype=torch.uint8)
+
+
+class Records:
+    """Pages of the pool and of host memory, each with the name of its prefix."""
+
+    def __init__(self, pages: int, slots: int) -> None:
+        self.device = torch.zeros(pages, BYTES, dtype=torch.uint8)
+        self.memory = torch.zeros(slots, BYTES, dtype=torch.uint8)
+        self.saved, self.loaded = CopyTotals(), CopyTotals()
+
+    def save(self, pages: Tensor, slots: Sequence[int]) -> None:
+        pages = pages.as_subclass(Tensor)  # here nobody waits for them
+        assert len(set(slots)) == len(slots) == len(pages)
+        self.memory[list(slots)] = self.device[pages]
+        self.saved.pages += len(pages)
+
+    def load(self, slots: Sequence[int], pages: Tensor) -> None:
+        pages = pages.as_subclass(Tensor)
+        assert len(set(pages.tolist())) == len(pages) == len(slots)
+        self.device[pages] = self.memory[list(slots)]
+        self.loaded.pages += len(pages)
+
+    def mark(self) -> Callable[[], bool]:
+        return lambda: True
+
+    def collect_times(self) -> None:
+        pass
+
+
+class Backend:
+    """SGLang's storage interface over a dict. `fault_rate`: of look-ups, reads and writes that go wrong."""
+
+    batch, is_limited = 3, False
+
+    def __init__(self, fault_rate: float = 0.0, seed: int = 0) -> None:
+        self.records: dict[str, Tensor] = {}
+        self.faults: Counter[Fault] = Counter()
+        self.fault_rate, self._rng, self._lock = fault_rate, random.Random(seed), threading.Lock()
+
+    def _fails(self) -> bool:
+        with self._lock:
+            return self._rng.random() < self.fault_rate
+
+    def exists(self, key: str) -> bool:
+        return key in self.records and not self._fails()
+
+    def get(self, key: str, target: Tensor) -> Tensor | None:
+        if key not in self.records or self._fails():
+            target.fill_(0xEE)  # what a miss leaves
+            self.faults[Fault.MISSING] += 1
+            return None
+        return target.copy_(self.records[key])
+
+    def batch_exists(self, keys: Sequence[str]) -> int:
+        return next((i for i, key in enumerate(keys) if not self.exists(key)), len(keys))
+
+    def batch_get(self, keys: Sequence[str], targets: Sequence[Tensor]) -> list[Tensor | None]:
+        return [self.get(key, target) for key, target in zip(keys, targets, strict=True)]
+
+    def set(self, key: str, record: Tensor) -> bool:
+        if self._fails():
+            raise OSError("no space left")
+        self.records[key] = record.clone()
+        return True
+
+    def clear(self) -> None:
+        self.records.clear()
+
+
+class TieredEngine(WithStorage, CheckedEngine):
+    """A replay over device, host memory and, with a backend, a storage."""
+
+    tiers: PrefixTiers
+    prefixes: dict[bytes, tuple[int, ...]]  # by name, of the checkpoints that were seen
+
+    @classmethod
+    def made(
+        cls,
+        *,
+        pages: int,
+        host_pages: int,
+        policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+        backend: Backend | None = None,
+        device_slots: int = 8,
+        host_slots: int = 40,
+        options: PrefetchOptions | None = None,
+        **how: int,
+    ) -> TieredEngine:
+        plain = tail_engine(full_tokens=pages * PAGE, device_slots=device_slots, host_slots=host_slots, **how)
+        tiers = PrefixTiers(HostPages(host_pages), Records(pages + 1, host_pages), policy)
+        engine = cls(plain.cache, plain.allocator, plain.tails, plain.chunk_tokens)
+        engine.device, engine.host, engine.rings, engine.prefixes = {}, {}, {}, {}
+        cache: Dsv4PrefixCache = plain.cache
+        cache.attach_tiers(tiers)
+        engine.tiers = tiers
+        if backend is not None:
+            storage = SimpleNamespace(
+                host=SimpleNamespace(record=lambda slot: tensor_of(engine.named(engine.host[slot]))),
+                landing=Landing,
+                issue_due=lambda tails: engine.issue(),
+            )
+            tiers.land = engine.land
+            tiers.storage = PrefixStorage(
+                lambda: backend, tiers, cache.components[TAIL], storage, options=options or PrefetchOptions()
+            )
+        return engine
+
+    def named(self, prefix: tuple[int, ...]) -> bytes:
+        name = name_of(prefix)
+        self.prefixes[name] = prefix
+        return name
+
+    def land(self, landing: Landing, device_slot: int) -> None:
+        self.device[device_slot] = self.prefixes[bytes(landing.payload.tolist())]
+
+    # Forwards
+
+    def forward_extend(self, req: object, begin: int, end: int) -> None:
+        self.tiers.issue()
+        tokens = req.full_untruncated_fill_ids
+        self.verify(req, tokens, begin)
+        super().forward_extend(req, begin, end)
+        self.write(req, tokens, begin, end)
+
+    def forward_decode(self, req: object, position: int) -> None:
+        self.tiers.issue()
+        super().forward_decode(req, position)
+        tokens = [*req.origin_input_ids, *req.output_ids]
+        self.write(req, tokens, position, position + 1)
+
+    def pages(self, req: object, end: int) -> list[int]:
+        return (self.rows.req_to_token[req.kv.req_pool_idx, :end:PAGE] // PAGE).tolist()
+
+    def verify(self, req: object, tokens: Sequence[int], begin: int) -> None:
+        """Every whole page before `begin` is the prefix's."""
+        for i, page in enumerate(self.pages(req, begin // PAGE * PAGE)):
+            expected = tensor_of(name_of(tokens[: (i + 1) * PAGE]))
+            assert torch.equal(self.tiers.records.device[page], expected), f"page {i} of a request is another one's"
+
+    def write(self, req: object, tokens: Sequence[int], begin: int, end: int) -> None:
+        pages = self.pages(req, end)
+        for i in range(begin // PAGE, len(pages)):
+            whole = (i + 1) * PAGE <= end
+            self.tiers.records.device[pages[i]] = tensor_of(name_of(tokens[: (i + 1) * PAGE])) if whole else 0xEE
+
+    def flush(self) -> None:
+        super().flush()
+        assert len(self.tiers.pages) == 0 and self.tiers.idle
+
+    # Checks
+
+    def check(self) -> None:
+        check(self.tails.store)
+        self.cache.sanity_check()
+        component, store, tiers = self.cache.components[TAIL], self.tails.store, self.tiers
+        on_nodes = component.checkpoints()
+        parked = {i for i, node in component._node_of.items() if node is None}
+        assert set(on_nodes) | parked == {i for i in store.ids() if store[i].holder is Holder.TREE}
+        nodes = {n.id: n for n in self.cache.tree_core._collect_all_nodes()}
+        carriers = {i for i, node in nodes.items() if node.component_data[TAIL].value is not None}
+        assert set(on_nodes.values()) == carriers
+        for checkpoint_id, node_id in on_nodes.items():
+            assert len(self.cache.path_device_indices(node_id)) == store[checkpoint_id].position
+        for checkpoint_id in parked:
+            assert component._digest_of[checkpoint_id] in tiers.pages, "a parked checkpoint without its pages"
+        tiers.check()
+        assert set(component._end_of) == {i for i, node in nodes.items() if node.parent is not None}
+        values = [node.component_data[0].value for node in nodes.values() if node.parent is not None]
+        in_tree = [page for value in values for page in (value[::PAGE] // PAGE).tolist()]
+        assert sorted(in_tree) == sorted(page.number for page in tiers.on_device().values())
+
+    def check_idle(self) -> None:
+        self.settle()
+        super().check_idle()
+        assert all(not self.tiers.pages.get(d).pins for d in list(self.tiers.pages._pages))
+
+
+class Landing:
+    """One checkpoint on its way from the storage."""
+
+    def __init__(self) -> None:
+        self.payload = torch.zeros(BYTES, dtype=torch.uint8)
+
+    def record(self, slot: int) -> Tensor:
+        return self.payload.clone()
+
+    def set_record(self, slot: int, record: Tensor) -> None:
+        self.payload.copy_(record)
+
+
+def admit(engine: TieredEngine, prompt: Sequence[int]) -> Running:
+    """A request arrives, waits for the storage, and is admitted."""
+    engine.arrive(prompt)
+    return engine.admit(prompt)

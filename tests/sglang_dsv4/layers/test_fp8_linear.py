@@ -1,0 +1,326 @@
+"""FP8 linear layers of few tokens by our product, without a GPU: what SGLang's method is given, and who multiplies."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dsv4_kernels import registry
+from dsv4_kernels.host import compile_cache
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
+from sglang_dsv4.determinism import exact
+from sglang_dsv4.layers import fp8_linear, grouped_projection
+from sglang_dsv4.layers.linear import Fp8Input, ReferenceLinearConfig, quantised_linear_config
+from sglang_dsv4.model_config.config import Config, ConfigError
+from sglang_dsv4.seam import compat
+from sglang_dsv4.warmup import compile_ahead
+
+N, K = 256, 384
+
+
+@pytest.fixture
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
+    """Sets the variable."""
+
+    def set_to(value: str | None) -> None:
+        monkeypatch.delenv(fp8_linear.VARIABLE, raising=False)
+        if value is not None:
+            monkeypatch.setenv(fp8_linear.VARIABLE, value)
+        fp8_linear.named.cache_clear()
+
+    set_to(None)
+    yield set_to
+    fp8_linear.named.cache_clear()
+
+
+Asked = Callable[[str | None], None]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules are built for a GPU that there is not."""
+    from sglang_dsv4.layers import linear
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(linear, "builds_on_cpu", lambda: False)
+    yield
+
+
+def config() -> Config:
+    return Config.from_hf(SimpleNamespace(**hf_config(PRESETS["flash"])))
+
+
+@pytest.mark.parametrize(("value", "on"), [(None, True), ("deepgemm", False), (" SM90 ", True)])
+def test_the_switch(value: str | None, on: bool, asked_for: Asked) -> None:
+    """Where ours can't be, only who asks for it is told so."""
+    asked_for(value)
+    assert fp8_linear.is_on(possible=True) is on
+    if value == " SM90 ":
+        with pytest.raises(ConfigError, match=r"SGLANG_DSV4_FP8_LINEAR.*not on a Hopper GPU"):
+            fp8_linear.is_on(possible=False)
+    else:
+        assert not fp8_linear.is_on(possible=False)
+    asked_for("on")
+    with pytest.raises(ValueError, match="must be 'sm90' or 'deepgemm', got 'on'"):
+        fp8_linear.is_on(possible=True)
+
+
+# ---- the product
+
+
+def operands(tokens: int) -> tuple[Fp8Input, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    weight = torch.randn(N, K, generator=generator).to(torch.float8_e4m3fn)
+    scale = torch.exp2(torch.randint(-8, 0, (N // 128, K // 128), generator=generator).float())
+    return Fp8Input.of(torch.randn(tokens, K, generator=generator)), weight, scale
+
+
+def multiplies(calls: list[dict[str, Any]]) -> fp8_linear.FewTokensProduct:
+    """Behind its first product."""
+
+    def many(*arguments: object, **others: object) -> str:
+        calls.append({"arguments": arguments, "others": others})
+        return "SGLang's"
+
+    product = fp8_linear.FewTokensProduct(many)
+    product.takes_few = True
+    return product
+
+
+def test_the_first_product_is_sglang_s() -> None:
+    """Which compiles DeepGEMM's kernels of a shape then."""
+    calls: list[dict[str, Any]] = []
+    x, weight, scale = operands(3)
+    product = fp8_linear.FewTokensProduct(multiplies(calls).many)
+    call = functools.partial(product, x.codes, weight, [128, 128], scale, x.scales)
+    assert call() == "SGLang's" and isinstance(call(), Tensor) and isinstance(call(), Tensor)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "channels", "block", "dtype"),
+    [
+        (N + 4, K, [128, 128], torch.float32),
+        (N, K - 64, [128, 128], torch.float32),
+        (N, K, [32, 32], torch.float32),
+        (N, K, [128, 128], torch.int32),
+    ],
+    ids=["rows", "channels", "blocks", "scales"],
+)
+def test_layers_that_the_kernel_is_not_made_for_are_sglang_s(
+    rows: int, channels: int, block: list[int], dtype: torch.dtype
+) -> None:
+    calls: list[dict[str, Any]] = []
+    x, _, scale = operands(3)
+    product = fp8_linear.FewTokensProduct(multiplies(calls).many)
+    weight = torch.zeros(rows, channels).to(torch.float8_e4m3fn)
+    for _ in range(3):
+        assert product(x.codes[:, :channels], weight, block, scale.to(dtype), x.scales) == "SGLang's"
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64])
+def test_few_quantised_tokens_are_ours(tokens: int) -> None:
+    calls: list[dict[str, Any]] = []
+    x, weight, scale = operands(tokens)
+    out = multiplies(calls)(
+        input=x.codes, weight=weight, block_size=[128, 128], weight_scale=scale, input_scale=x.scales, bias=None
+    )
+    exact_x = x.codes.double() * x.scales.double().repeat_interleave(128, 1)
+    exact_weight = weight.double() * scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    exact_out = exact_x @ exact_weight.T
+    assert not calls and out.dtype == torch.bfloat16
+    assert (out.double() - exact_out).norm() <= 2.0**-8 * exact_out.norm()
+
+
+@pytest.mark.parametrize(("tokens", "quantised"), [(65, True), (1, False), (64, False)])
+def test_all_else_is_sglang_s(tokens: int, quantised: bool) -> None:
+    """With every argument as it came."""
+    calls: list[dict[str, Any]] = []
+    x, weight, scale = operands(tokens)
+    scales = x.scales if quantised else None
+    call = functools.partial(multiplies(calls), input=x.codes, weight=weight, block_size=[128, 128])
+    assert call(weight_scale=scale, input_scale=scales, bias=None, weight_bf16=scale) == "SGLang's"
+    (made,) = calls
+    expected = (x.codes, weight, [128, 128], scale, scales, None)
+    assert all(a is b or a == b for a, b in zip(made["arguments"], expected, strict=True))
+    assert made["others"] == {"weight_bf16": scale}
+
+
+def test_sglang_still_sees_whose_product_it_is() -> None:
+    """It arranges weights by the function underneath, with or without what is bound to it."""
+    from sglang.srt.layers.quantization import fp8_utils
+
+    deep_gemm = getattr(fp8_utils, exact.DEEP_GEMM)
+    for product in (deep_gemm, functools.partial(deep_gemm, act_scale_ue8m0=True)):
+        assert fp8_linear.FewTokensProduct(product).func is deep_gemm
+
+
+# ---- SGLang's method, by a config
+
+
+class Checkpoints:
+    """A config of SGLang's as far as it is asked."""
+
+    packed_modules_mapping = {"a": ["b"]}  # noqa: RUF012
+
+    def __init__(self, **attributes: object) -> None:
+        self.method = SimpleNamespace(**attributes)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> object:
+        self.asked = layer, prefix
+        return self.method
+
+
+def test_the_method_stays_sglang_s_but_for_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    def product() -> None: ...
+
+    monkeypatch.setattr(product, "__name__", exact.DEEP_GEMM)
+    inner, layer = Checkpoints(w8a8_block_fp8_linear=product), nn.Module()
+    wrapped = fp8_linear.FewTokensConfig(inner)
+    assert wrapped.get_quant_method(layer, "wq_b") is inner.method and inner.asked == (layer, "wq_b")
+    assert isinstance(inner.method.w8a8_block_fp8_linear, fp8_linear.FewTokensProduct)
+    assert inner.method.w8a8_block_fp8_linear.many is product
+    assert wrapped.packed_modules_mapping == {"a": ["b"]}
+    unquantised = Checkpoints()
+    method = fp8_linear.FewTokensConfig(unquantised).get_quant_method(layer, "gate")
+    assert method is unquantised.method and not vars(method)
+
+
+def test_a_real_method_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's `Fp8LinearMethod.apply`, given what our layers give: a pair. Nothing is copied on the way."""
+    from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+
+    x, weight, scale = operands(3)
+    method = Fp8LinearMethod.__new__(Fp8LinearMethod)
+    for name in ("use_marlin", "use_mxfp8", "block_fp8_as_mxfp8"):
+        setattr(method, name, False)
+    method.block_quant, method.weight_block_size = True, [128, 128]
+    seen: list[tuple[Tensor, ...]] = []
+
+    def ours(*tensors: Tensor) -> str:
+        seen.append(tensors)
+        return "ours"
+
+    monkeypatch.setattr(fp8_linear, "linear_fp8", ours)
+    method.w8a8_block_fp8_linear = multiplies([])
+    layer = nn.Module()
+    layer.weight, layer.weight_scale_inv = (nn.Parameter(tensor, requires_grad=False) for tensor in (weight, scale))
+    assert method.apply(layer, x) == "ours"
+    expected = (x.codes, x.scales, layer.weight, layer.weight_scale_inv)
+    assert all(a is b for a, b in zip(seen[0], expected, strict=True))
+
+
+def test_another_product_is_replaced_only_if_that_is_asked_for(
+    asked_for: Asked, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By default nobody's bits change."""
+
+    def triton() -> None: ...
+
+    caplog.set_level("INFO", fp8_linear.__name__)
+    fp8_linear.say.cache_clear()
+    inner = Checkpoints(w8a8_block_fp8_linear=triton)
+    wrapped = fp8_linear.FewTokensConfig(inner)
+    for _ in range(2):
+        assert wrapped.get_quant_method(nn.Module(), "wq_b").w8a8_block_fp8_linear is triton
+    assert caplog.messages == ["FP8 linear layers: by SGLang's product, which is not DeepGEMM"]
+    asked_for("sm90")
+    assert wrapped.get_quant_method(nn.Module(), "wq_b").w8a8_block_fp8_linear.many is triton
+
+
+@pytest.mark.usefixtures("hopper")
+def test_linear_layers_get_it_on_hopper(asked_for: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = Checkpoints()
+    for value in (None, "sm90"):
+        asked_for(value)
+        wrapped = quantised_linear_config(config(), inner)
+        assert isinstance(wrapped, fp8_linear.FewTokensConfig) and wrapped.of_checkpoint is inner
+    asked_for("deepgemm")
+    assert quantised_linear_config(config(), inner) is inner
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    assert quantised_linear_config(config(), inner) is inner
+    asked_for(None)
+    assert quantised_linear_config(config(), inner) is inner
+    asked_for("sm90")
+    with pytest.raises(ConfigError, match=r"SGLANG_DSV4_FP8_LINEAR.*not on a Hopper GPU"):
+        quantised_linear_config(config(), inner)
+
+
+def test_a_cpu_has_no_such_product(asked_for: Asked) -> None:
+    assert isinstance(quantised_linear_config(config(), None), ReferenceLinearConfig)
+    asked_for("sm90")
+    with pytest.raises(ConfigError, match="'deepgemm' where weights are not FP8"):
+        quantised_linear_config(config(), None)
+
+
+# ---- the flag, and what is compiled ahead
+
+
+@pytest.fixture
+def required() -> Iterator[None]:
+    registry.require_batch_invariance()
+    yield
+    registry.require_batch_invariance(False)
+
+
+@pytest.mark.usefixtures("hopper", "required")
+def test_under_the_flag_its_op_must_be_batch_invariant(asked_for: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Hopper's kernel is."""
+    dims = torch.device("cuda", 0), torch.bfloat16, 512
+    assert not exact.problems_of_ops(*dims)
+    assert registry.chosen("linear_fp8", *dims[:2]).name == "sm90"
+    of_op = registry._table["linear_fp8"]
+    monkeypatch.setitem(of_op, "sm90", replace(of_op["sm90"], batch_invariant=False))
+    (problem,) = exact.problems_of_ops(*dims)
+    assert "op 'linear_fp8' has no batch-invariant implementation" in problem
+    asked_for("deepgemm")
+    assert not exact.problems_of_ops(*dims)
+
+
+def test_under_the_flag_more_tokens_must_be_deep_gemm_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose bits ours has: a prompt's tokens come in other numbers than an answer's."""
+    from sglang.srt.layers.linear import LinearBase
+    from sglang.srt.layers.quantization import fp8_utils
+
+    monkeypatch.setattr(compat, "deep_gemm_serves", lambda *arguments: True)
+    layer = LinearBase.__new__(LinearBase)
+    nn.Module.__init__(layer)
+    layer.weight, model = torch.empty(N, K), nn.Module()
+    model.wq_b = layer
+    for name, problems in ((exact.DEEP_GEMM, 0), ("triton_w8a8_block_fp8_linear", 1)):
+        product = fp8_linear.FewTokensProduct(getattr(fp8_utils, name))
+        method = SimpleNamespace(w8a8_block_fp8_linear=product, weight_block_size=[128, 128])
+        layer.quant_method = method
+        found = exact.problems_of_modules(model)
+        assert len(found) == problems and all(name in problem for problem in found)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_its_kernels_are_compiled_ahead(asked_for: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any weight and up to 64 tokens; those of calls, which the tests of the kernel compare."""
+    from tests.sglang_dsv4.warmup.test_compile_ahead import CUDA, GEOMETRY
+
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from dsv4_kernels.linear import fp8, fp8_plan
+
+    made: list[object] = []
+    monkeypatch.setattr(fp8, "load_or_compile", lambda name, plan, arch, compile: made.append((name, plan, arch)))
+    monkeypatch.setattr(compile_ahead, "_KERNELS", {})
+    monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
+    monkeypatch.setenv(grouped_projection.VARIABLE, "bf16")  # which has kernels for FP8 weights of its own
+    for op, compile in compile_ahead.kernels(config(), GEOMETRY, CUDA):
+        assert op == "linear_fp8"
+        compile()
+    calls = {fp8_plan.chosen(tokens, width, 132) for tokens in (1, 9, 17, 64) for width in (1536, 4096, 32768)}
+    assert {plan for _, plan, _ in made} == calls and {rest[::2] for rest in made} == {("linear_fp8", "sm_90a")}
+    asked_for("deepgemm")
+    assert not compile_ahead.kernels(config(), GEOMETRY, CUDA)

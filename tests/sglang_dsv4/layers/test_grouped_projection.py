@@ -1,0 +1,292 @@
+"""wo_a kept in FP8, too: loaded as it is, by ranks too, and multiplied by the emulator with the dequantised one's bits.
+
+On a CPU nothing keeps FP8; here modules are built as on Hopper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from ops.number_formats import same_bits
+from ops.row_kernels import poisoned
+from torch import Tensor, nn
+
+from dsv4_kernels import registry
+from dsv4_kernels.host import compile_cache
+from dsv4_kernels.quant import quantise_fp8_weight
+from dsv4_kernels.rope import rope_frequencies
+from sglang_dsv4.layers import grouped_projection
+from sglang_dsv4.layers.grouped_projection import GroupedProjection
+from sglang_dsv4.layers.linear import Fp8Input
+from sglang_dsv4.layers.rope import Rotation
+from sglang_dsv4.model_config.config import ConfigError
+from sglang_dsv4.warmup import compile_ahead
+from sglang_dsv4.weights.loader import CheckpointError, load_checkpoint
+from sglang_dsv4.weights.tensor_table import Format, TensorSpec, TensorTable
+
+GROUPS, ROWS, CHANNELS, HEADS = 4, 128, 512, 4
+CONFIG = SimpleNamespace(
+    o_groups=GROUPS,
+    o_lora_rank=ROWS,
+    num_attention_heads=HEADS,
+    head_dim=512,
+    qk_rope_head_dim=64,
+    quantised_checkpoint=True,
+    n_routed_experts=1,
+    nvfp4_experts=False,
+)
+NAME = "attn.wo_a.weight"
+SPEC = TensorSpec(NAME, (GROUPS * ROWS, CHANNELS), Format.LINEAR, NAME)
+TABLE = TensorTable({NAME: SPEC}, lambda name: True)
+MOST_TOKENS, FEW_TOKENS = 9, 3
+IN_FP8 = ("fp8", "both")
+
+Build = Callable[..., nn.Module]
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Build:
+    """A model of one projection, of a rank, and loaded."""
+    torch.set_default_dtype(torch.bfloat16)
+    monkeypatch.setattr(grouped_projection, "_expanded", grouped_projection._expanded.__wrapped__)
+
+    def build(kept: str, tp_size: int = 1, tp_rank: int = 0, weights: dict[str, Tensor] | None = None) -> nn.Module:
+        parallel = SimpleNamespace(tp_size=tp_size, tp_rank=tp_rank)
+        monkeypatch.setattr(grouped_projection, "get_parallel", lambda: parallel)
+        monkeypatch.setattr(grouped_projection, "kept", lambda *_: kept)
+        model = nn.Module()
+        model.attn, model.config = nn.Module(), None
+        model.attn.wo_a = GroupedProjection(CONFIG)
+        load(model, weights or checkpoint())
+        return model
+
+    yield build
+    torch.set_default_dtype(torch.float32)
+
+
+def load(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """As SGLang's loaders do it."""
+    load_checkpoint(model, CONFIG, TABLE, iter(weights.items()))
+    for module in model.modules():
+        if hasattr(module, "quant_method"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def checkpoint(seed: int = 0) -> dict[str, Tensor]:
+    """Every block has a scale of its own."""
+    matrix = torch.randn(*SPEC.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    matrix *= torch.exp2(torch.arange(16.0).view(4, 4) - 9).repeat_interleave(128, 0).repeat_interleave(128, 1)
+    codes, scale = quantise_fp8_weight(matrix)
+    return {NAME: codes, "attn.wo_a.scale": scale}
+
+
+def expanded(model: nn.Module) -> Tensor:
+    """What many tokens are multiplied with: of `both` made once, behind loading."""
+    layer = model.attn.wo_a
+    return layer.expanded if layer.kept == "both" else layer.expand()
+
+
+@pytest.mark.parametrize("in_fp8", IN_FP8)
+@pytest.mark.parametrize(("tp_size", "tp_rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
+def test_what_is_kept_is_the_dequantised_weight(build: Build, tp_size: int, tp_rank: int, in_fp8: str) -> None:
+    """To the bit, of a rank's own groups; the codes are the file's."""
+    kept, plain = build(in_fp8, tp_size, tp_rank), build("bf16", tp_size, tp_rank)
+    assert kept.attn.wo_a.weight.dtype == torch.float8_e4m3fn and plain.attn.wo_a.weight.dtype == torch.bfloat16
+    assert kept.attn.wo_a.weight.shape == (GROUPS // tp_size, ROWS, CHANNELS)
+    assert same_bits(expanded(kept), plain.attn.wo_a.weight.data)
+    rows = slice(tp_rank * GROUPS * ROWS // tp_size, (tp_rank + 1) * GROUPS * ROWS // tp_size)
+    assert torch.equal(
+        kept.attn.wo_a.weight.flatten(0, 1).view(torch.uint8), checkpoint()[NAME][rows].view(torch.uint8)
+    )
+
+
+def test_scales_may_be_fp32_and_come_first(build: Build) -> None:
+    first = checkpoint()
+    turned = {name: first[name].float() if name.endswith("scale") else first[name] for name in reversed(first)}
+    assert same_bits(expanded(build("fp8", weights=turned)), expanded(build("fp8")))
+
+
+@pytest.mark.parametrize("in_fp8", IN_FP8)
+def test_loading_again_replaces_all(build: Build, in_fp8: str) -> None:
+    model = build(in_fp8)
+    read = [*model.parameters(), model.attn.wo_a.expanded]  # by a CUDA graph
+    pointers = [tensor.data_ptr() for tensor in read]
+    load(model, checkpoint(1))
+    assert pointers == [tensor.data_ptr() for tensor in (*model.parameters(), model.attn.wo_a.expanded)]
+    assert same_bits(expanded(model), build("bf16", weights=checkpoint(1)).attn.wo_a.weight.data)
+
+
+def test_what_is_made_of_the_weight_is_no_tensor_of_the_checkpoint(build: Build) -> None:
+    """But a buffer, which SGLang keeps while a server sleeps."""
+    model = build("both")
+    assert "attn.wo_a.expanded" not in model.state_dict()
+    assert "attn.wo_a.expanded" in dict(model.named_buffers())
+
+
+def test_what_can_not_be_kept_is_said(build: Build) -> None:
+    with pytest.raises(CheckpointError, match=r"wo_a.weight' is bfloat16; its layer was built for quantised weights"):
+        build("both", weights={NAME: torch.zeros(SPEC.shape, dtype=torch.bfloat16)})
+    odd = checkpoint()
+    odd["attn.wo_a.scale"] = odd["attn.wo_a.scale"].float() * 1.5
+    with pytest.raises(ValueError, match=r"no powers of two: SGLANG_DSV4_WO_A=bf16 takes any"):
+        build("both", weights=odd)
+
+
+def test_dummy_weights(build: Build) -> None:
+    """SGLang's `--load-format dummy`: scales are ones, as those of its own FP8 layers."""
+    from sglang.srt.model_loader.weight_utils import initialize_dummy_weights
+
+    model = build("fp8")
+    initialize_dummy_weights(model)
+    assert (model.attn.wo_a.weight_scale_inv == 1).all()
+    assert model.attn.wo_a.weight.float().isfinite().all()
+
+
+# ---- which of them
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], str]:
+    def ask(value: str | None) -> str:
+        monkeypatch.delenv(grouped_projection.VARIABLE, raising=False)
+        if value is not None:
+            monkeypatch.setenv(grouped_projection.VARIABLE, value)
+        return grouped_projection.asked()
+
+    return ask
+
+
+def test_the_variable(asked: Callable[[str | None], str]) -> None:
+    assert [asked(value) for value in (None, "bf16", " FP8 ", "both")] == ["auto", "bf16", "fp8", "both"]
+    with pytest.raises(ValueError, match="SGLANG_DSV4_WO_A must be 'bf16' or 'fp8' or 'both' or 'auto', got 'on'"):
+        asked("on")
+
+
+@pytest.mark.parametrize(
+    ("value", "on_hopper"), [(None, "both"), ("auto", "both"), ("bf16", "bf16"), ("fp8", "fp8"), ("both", "both")]
+)
+def test_what_is_kept_where(asked: Callable[[str | None], str], value: str | None, on_hopper: str) -> None:
+    """FP8 that was asked for by name and can't be kept is an error, but on a CPU."""
+    asked(value)
+    assert grouped_projection.kept(CONFIG, 9, torch.bfloat16) == on_hopper
+    assert grouped_projection.kept(CONFIG, None, torch.bfloat16) == "bf16"
+    if value in IN_FP8:
+        message = f"'SGLANG_DSV4_WO_A' is '{value}'; accepted: bf16, auto: its kernel is Hopper's"
+        with pytest.raises(ConfigError, match=message):
+            grouped_projection.kept(CONFIG, 10, torch.bfloat16)
+    else:
+        assert grouped_projection.kept(CONFIG, 10, torch.bfloat16) == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"quantised_checkpoint": False}, "not FP8"),
+        ({"o_lora_rank": 192}, "got 192, 512, 512 and 64"),
+        ({"num_attention_heads": 2}, "got 128, 256, 512 and 64"),
+        ({"qk_rope_head_dim": 32}, "got 128, 512, 512 and 32"),
+    ],
+    ids=["plain", "rows", "channels", "rope"],
+)
+def test_what_the_kernel_does_not_take(change: dict, reason: str) -> None:
+    assert reason in grouped_projection.reason_against(SimpleNamespace(**vars(CONFIG) | change), 9, torch.bfloat16)
+    assert grouped_projection.reason_against(CONFIG, 9, torch.bfloat16) is None
+    assert "not torch.float16" in grouped_projection.reason_against(CONFIG, 9, torch.float16)
+
+
+# ---- products
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops take Hopper's kernels, those that do not depend on the batch."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
+    monkeypatch.setattr(grouped_projection, "MOST_TOKENS", MOST_TOKENS)
+    monkeypatch.setattr(grouped_projection, "FEW_TOKENS", FEW_TOKENS)
+    monkeypatch.setattr(registry, "chosen", lambda op, device, dtype, impl: registry._implementation(op, "sm90"))
+    monkeypatch.setattr(registry, "_resolved", {})
+
+
+def rope() -> Rotation:
+    layer = Rotation.__new__(Rotation)
+    nn.Module.__init__(layer)
+    layer.register_buffer("frequencies", rope_frequencies(64, 10000.0, None).float())
+    return layer
+
+
+def projected(model: nn.Module, tokens: int, quantises: bool) -> tuple[Tensor | Fp8Input, int]:
+    """What wo_b would take, and launches."""
+    from host import emulated
+
+    heads = model.attn.wo_a.weight.shape[0] * CHANNELS // 512
+    o = torch.randn(tokens, HEADS, 512, generator=torch.Generator().manual_seed(2), dtype=torch.float32).bfloat16()
+    with emulated(arch="sm_90a") as device, mock.patch.object(torch, "empty", poisoned):
+        made = model.attn.wo_a(o[:, :heads].contiguous(), torch.arange(tokens) * 1000, rope(), quantises)
+    return made, len(device.reports)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("quantises", [True, False])
+@pytest.mark.parametrize(
+    ("in_fp8", "tokens", "one_launch"),
+    [
+        *(("fp8", 1, True), ("fp8", MOST_TOKENS, True), ("fp8", MOST_TOKENS + 1, False)),
+        *(("both", FEW_TOKENS, True), ("both", FEW_TOKENS + 1, False)),
+    ],
+)
+def test_all_have_the_same_bits(build: Build, in_fp8: str, tokens: int, one_launch: bool, quantises: bool) -> None:
+    """Few tokens take one launch; many those of bf16, behind an expansion where bf16 is not kept."""
+    expected, launches = projected(build("bf16"), tokens, quantises)
+    got, few_launches = projected(build(in_fp8), tokens, quantises)
+    assert launches == (3 if quantises else 2)
+    assert few_launches == (1 if one_launch else launches)
+    if quantises:
+        assert isinstance(got, Fp8Input)
+        assert same_bits(got.codes, expected.codes) and same_bits(got.scales, expected.scales)
+        assert got.scales.stride() == expected.scales.stride()
+    else:
+        assert same_bits(got, expected)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_ranks_have_their_groups(build: Build) -> None:
+    whole, _ = projected(build("both"), 3, False)
+    part, _ = projected(build("both", 2, 0), 3, False)
+    assert same_bits(part, whole[:, : GROUPS * ROWS // 2].contiguous())
+
+
+def test_the_buffer_is_one_for_all_layers() -> None:
+    shapes = [grouped_projection._expanded((2, 128, 512), torch.bfloat16, torch.device("cpu")) for _ in range(2)]
+    assert shapes[0].data_ptr() == shapes[1].data_ptr()
+    grouped_projection._expanded.cache_clear()
+
+
+def test_its_kernels_are_compiled_ahead(asked: Callable[[str | None], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the numbers of tokens that are multiplied so."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from dsv4_kernels.linear import fp8_weight_gpu as gpu
+
+    monkeypatch.setattr(compile_ahead, "_KERNELS", {})
+    monkeypatch.setattr(compile_ahead.packed_experts, "is_chosen", lambda: False)
+    monkeypatch.setattr(compile_ahead, "quantises_once_on", lambda generation, config: False)
+    monkeypatch.setattr(compile_ahead.fp8_linear, "is_on", lambda quantises_once: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    compiled = []
+    monkeypatch.setattr(gpu, "compile", lambda configuration, arch: compiled.append((configuration, arch)))
+    geometry = SimpleNamespace(dtype=torch.bfloat16)
+    for value, most in (("bf16", 0), ("fp8", 512), ("both", 16), (None, 16)):
+        asked(value)
+        compiled.clear()
+        for op, compile in compile_ahead.kernels(CONFIG, geometry, torch.device("cuda", 0)):
+            assert op == "grouped_linear_fp8_weight"
+            compile()
+        tiles = {gpu.chosen(tokens) for tokens in range(1, most + 1)}
+        assert {configuration.tile for configuration, _ in compiled} == tiles and len(compiled) == len(tiles)
+        assert {arch for _, arch in compiled} <= {"sm_90a"}
+        assert all(configuration.rotates and configuration.quantises for configuration, _ in compiled)

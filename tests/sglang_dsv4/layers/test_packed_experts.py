@@ -1,0 +1,270 @@
+"""The MoE runner "dsv4": its experts loaded a matrix at a time, as a rank of several, and computed by the emulator.
+
+Against the definition over all experts: ranks' parts sum up to it, loading again gives the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ops.number_formats import same_bits
+from torch import Tensor, nn
+
+from dsv4_kernels.host import compile_cache
+from dsv4_kernels.moe import ref
+from sglang_dsv4.determinism import exact
+from sglang_dsv4.layers import moe, packed_experts
+from sglang_dsv4.layers.linear import SublayerInput
+from sglang_dsv4.layers.packed_experts import PackedExperts
+from sglang_dsv4.model_config.config import ConfigError
+from sglang_dsv4.seam import moe_runner as experts_runner
+from sglang_dsv4.warmup import compile_ahead
+from tests.kernels.moe.test_experts_sm100 import LIMIT
+from tests.kernels.moe.test_experts_sm100 import packed_experts as random_experts
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+D, CHANNELS, EXPERTS, CHOSEN = 256, 512, 4, 2
+CONFIG = SimpleNamespace(
+    hidden_size=D,
+    moe_intermediate_size=CHANNELS,
+    n_routed_experts=EXPERTS,
+    num_experts_per_tok=CHOSEN,
+    swiglu_limit=LIMIT,
+    nvfp4_experts=False,
+)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PackedExperts]:
+    """Experts of one rank, filled from the checkpoint's tensors."""
+
+    def build(tp_size: int = 1, tp_rank: int = 0, ep_size: int = 1, ep_rank: int = 0) -> PackedExperts:
+        parallel = SimpleNamespace(moe_tp_size=tp_size, moe_tp_rank=tp_rank, moe_ep_size=ep_size, moe_ep_rank=ep_rank)
+        monkeypatch.setattr(packed_experts, "get_parallel", lambda: parallel)
+        layer = PackedExperts(CONFIG, "model.layers.0.ffn.experts")
+        load(layer)
+        return layer
+
+    return build
+
+
+def load(layer: PackedExperts) -> None:
+    """As the loader does it: one tensor after the other, w3 before w1, then what it calls at the end."""
+    packed = random_experts(EXPERTS, D, CHANNELS)
+    for expert in reversed(range(EXPERTS)):
+        for shard, matrix, rows in (("w3", "w13", slice(CHANNELS, None)), ("w2", "w2", slice(None)),
+                                    ("w1", "w13", slice(0, CHANNELS))):  # fmt: skip
+            for suffix, tensors in (("", getattr(packed, matrix)), ("_scale_inv", getattr(packed, f"{matrix}_scale"))):
+                parameter = getattr(layer, f"{matrix}_weight{suffix}")
+                parameter.weight_loader(parameter, tensors[expert, rows], "a name", shard_id=shard, expert_id=expert)
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(11, D, generator=generator).bfloat16()
+    ids = torch.rand(11, EXPERTS, generator=generator).topk(CHOSEN).indices.int()
+    return x, torch.rand(11, CHOSEN, generator=generator), ids
+
+
+def forward(layer: PackedExperts, shared: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    from host import emulated
+
+    with emulated(arch="sm_90a", multiprocessors=3):
+        return layer(*batch(), shared, dtype)
+
+
+def expected() -> Tensor:
+    return ref.mxfp4_experts_forward(*batch(), random_experts(EXPERTS, D, CHANNELS), LIMIT, 0)
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    assert (found - wanted).norm() <= 2.0**-8 * wanted.norm()
+
+
+def test_one_rank_has_the_definition_s_sum(rank: Callable[..., PackedExperts]) -> None:
+    layer = rank()
+    assert layer.arranged.w13.rounded == layer.arranged.w2.rounded == 0
+    assert_close(forward(layer), expected())
+
+
+def test_parts_of_ranks_sum_up(rank: Callable[..., PackedExperts]) -> None:
+    by_channels = sum(forward(rank(tp_size=2, tp_rank=r)) for r in range(2))
+    # h is quantised in blocks of 128 channels, which no rank cuts: only the sum's order differs.
+    assert_close(by_channels, expected())
+    by_experts = sum(forward(rank(ep_size=2, ep_rank=r)) for r in range(2))
+    assert_close(by_experts, expected())
+
+
+def test_loading_again_gives_the_same(rank: Callable[..., PackedExperts]) -> None:
+    """`/update_weights_from_disk`, and what brings the weights of before back if that fails."""
+    layer = rank()
+    before = forward(layer)
+    pointers = [parameter.data_ptr() for parameter in layer.parameters()]
+    load(layer)
+    assert same_bits(forward(layer), before)
+    assert pointers == [parameter.data_ptr() for parameter in layer.parameters()]  # what a CUDA graph reads
+
+
+def test_weights_are_arranged_where_they_lie(rank: Callable[..., PackedExperts]) -> None:
+    layer = rank()
+    for matrix in ("w13", "w2"):
+        found = getattr(layer.arranged, matrix)
+        assert found.codes.data_ptr() == getattr(layer, f"{matrix}_weight").data_ptr()
+        scale = getattr(layer, f"{matrix}_weight_scale_inv")
+        inside = range(scale.data_ptr(), scale.data_ptr() + scale.nbytes)
+        assert found.shifts.data_ptr() in inside and found.factors.data_ptr() in inside
+
+
+def test_time_and_memory_of_arranging_are_said_once(
+    rank: Callable[..., PackedExperts], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.ModuleList([rank(), rank(), nn.Linear(2, 2)])
+    assert all(layer.seconds > 0 for layer in model[:2])
+    with caplog.at_level(logging.INFO):
+        packed_experts.log_arrangement(model)
+        packed_experts.log_arrangement(nn.Linear(2, 2))
+    (line,) = caplog.messages
+    size = 2 * sum(parameter.nbytes for parameter in model[0].parameters()) / 2**30
+    assert f"the weights of 2 layers, {size:.2f} GiB, arranged for runner dsv4 in" in line
+
+
+def test_dummy_weights_say_something_and_are_the_same_at_every_start(
+    rank: Callable[..., PackedExperts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's `--load-format dummy` fills floating-point numbers and leaves packed codes as they are."""
+    from sglang.srt.model_loader.weight_utils import initialize_dummy_weights
+
+    rank()  # of a rank whose weights were loaded, only its ranks' sizes are kept
+    layers = [PackedExperts(CONFIG, "experts") for _ in range(2)]
+    for layer in layers:
+        initialize_dummy_weights(layer)
+    for name, parameter in layers[0].named_parameters():
+        assert torch.equal(parameter.view(torch.uint8), dict(layers[1].named_parameters())[name].view(torch.uint8))
+    for codes in (layers[0].w13_weight, layers[0].w2_weight):
+        counts = torch.bincount(codes.view(torch.uint8).flatten().int(), minlength=256)
+        assert (counts > codes.numel() / 512).all()
+
+
+def test_rounded_codes_are_said(rank: Callable[..., PackedExperts], caplog: pytest.LogCaptureFixture) -> None:
+    layer = rank()
+    load_without_end(layer)
+    layer.w2_weight_scale_inv.data.view(torch.uint8)[0, 0, 0] = 1
+    with caplog.at_level(logging.WARNING):
+        layer.arrange()
+    assert "codes were rounded" in caplog.text and "marlin keeps them" in caplog.text
+
+
+def load_without_end(layer: PackedExperts) -> None:
+    arranged, layer.arrange = layer.arrange, lambda: None
+    load(layer)
+    layer.arrange = arranged
+
+
+class Summed(nn.Module):
+    """In place of the gate and of the shared expert."""
+
+    def __init__(self, result: object) -> None:
+        super().__init__()
+        self.result = result
+
+    def forward(self, *inputs: Tensor) -> object:
+        return self.result
+
+
+@pytest.mark.parametrize(("tp_size", "parts"), [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
+def test_the_layer_adds_the_shared_expert(
+    rank: Callable[..., PackedExperts], tp_size: int, parts: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16 on one rank; of several in the dtype in which parts are summed, before they are."""
+    from host import emulated
+
+    x, weights, ids = batch()
+    shared = torch.randn(x.shape, generator=torch.Generator().manual_seed(4)).bfloat16()
+    layer = nn.Module.__new__(moe.MoE)
+    nn.Module.__init__(layer)
+    layer.gate, layer.shared_experts, layer.tp_size = Summed((weights, ids)), Summed(shared), tp_size
+    layer.experts = rank()
+    summed: list[Tensor] = []
+    monkeypatch.setattr(moe, "sum_over_ranks", lambda part, rows: summed.append(part) or 2 * part)
+    monkeypatch.setattr(moe, "dtype_of_parts", lambda device, dtype: parts)
+    routed = forward(layer.experts)
+    with emulated(arch="sm_90a", multiprocessors=3):
+        found = layer(SublayerInput(x, None), torch.zeros(len(x), dtype=torch.int64))
+    if tp_size == 1:
+        assert not summed and same_bits(found, routed.bfloat16() + shared)
+    else:
+        assert same_bits(summed[0], routed.to(parts) + shared.to(parts))
+        assert same_bits(found, (2 * summed[0]).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nvfp4_experts": True}, "it is for MXFP4 experts"),
+        ({"moe_intermediate_size": 192}, "192 intermediate channels of a rank must be multiples of 128"),
+        ({"hidden_size": 128}, "hidden size 128 and 512 intermediate channels of a rank must be .* at least 256"),
+    ],
+)
+def test_what_it_does_not_serve_is_named(
+    change: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parallel = SimpleNamespace(moe_tp_size=1, moe_tp_rank=0, moe_ep_size=1, moe_ep_rank=0)
+    monkeypatch.setattr(packed_experts, "get_parallel", lambda: parallel)
+    with pytest.raises(ConfigError, match=message):
+        PackedExperts(SimpleNamespace(**(vars(CONFIG) | change)), "experts")
+
+
+def test_another_gpu_gets_sglang_s_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = SimpleNamespace(device="cuda", tp_size=4, ep_size=2)
+    hf_config = SimpleNamespace(hidden_size=4096, moe_intermediate_size=2048)
+    model = SimpleNamespace(hf_config=hf_config, is_fp4_experts=True, nvfp4_moe_meta=None)
+    assert experts_runner.serves(arguments, model)
+    assert not experts_runner.serves(SimpleNamespace(device="cpu", tp_size=1, ep_size=1), model)
+    assert not experts_runner.serves(arguments, SimpleNamespace(**(vars(model) | {"nvfp4_moe_meta": object()})))
+    assert not experts_runner.serves(arguments, SimpleNamespace(**(vars(model) | {"is_fp4_experts": False})))
+    # Sixteen ranks leave 128 channels each, too few for factors beside shifts.
+    assert not experts_runner.serves(SimpleNamespace(device="cuda", tp_size=16, ep_size=1), model)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    assert not experts_runner.serves(arguments, model)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(packed_experts, "is_chosen", lambda: True)
+    monkeypatch.setattr(compile_ahead, "get_parallel", lambda: SimpleNamespace(tp_size=1))
+    yield
+
+
+def test_its_kernels_are_compiled_ahead(chosen: None, rank: Callable[..., PackedExperts]) -> None:
+    """All that a forward of few, of more or of many tokens takes."""
+    from host import emulated
+
+    with emulated(arch="sm_90a", multiprocessors=3):
+        for compile in packed_experts.kernels(CONFIG, 1):
+            compile()
+        known = len(compile_cache.origins())
+        layer = rank()
+        layer(*batch(), batch()[0], torch.bfloat16)
+        for tokens in (10 * EXPERTS, 64 * EXPERTS):
+            x = torch.zeros(tokens, D, dtype=torch.bfloat16)
+            ids = torch.arange(CHOSEN, dtype=torch.int32).expand(tokens, CHOSEN).contiguous()
+            layer(x, torch.ones(ids.shape), ids, x, torch.bfloat16)
+    assert len(compile_cache.origins()) == known
+
+
+def test_the_deterministic_flag_takes_it(rank: Callable[..., PackedExperts]) -> None:
+    model = nn.Module()
+    model.experts = rank()
+    assert exact.problems_of_modules(model) == []

@@ -1,0 +1,244 @@
+"""A hit from host memory or from files equals the cold answer, bit for bit, as `test_exact` has it for the device.
+
+The pool has eight pages: what others serve pushes a prefix out of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from prefix.served import ServedEngine, fill
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from torch import Tensor
+
+from sglang_dsv4.cache.record_files import FOLDER_VARIABLE, Fault, identity_digest
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.prefix.identity import weights_fingerprint
+from sglang_dsv4.prefix.tail_component import TAIL
+from tests.sglang_dsv4.cache.test_checked_storage import FromConfig
+from tests.sglang_dsv4.prefix.test_exact import REMAINDERS, assert_equals_cold, some
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    write_checkpoint(path, dataclasses.replace(PRESETS["tiny"], index_topk=16))
+    return path
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("bfloat16", marks=pytest.mark.slow), "fp8_e4m3"],
+    ids=["plain-rows", "fp8-rows"],
+)
+def engine(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ServedEngine:
+    return next(engines(folder, request.param, tmp_path_factory.mktemp("prefixes")))
+
+
+def engines(folder: Path, row_format: str, store: Path) -> Iterator[ServedEngine]:
+    """One server after the other, with the same storage."""
+    while True:
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("SGLANG_DSV4_TAIL_SLOTS", "4")
+            environment.setenv(FOLDER_VARIABLE, str(store))
+            yield ServedEngine(
+                folder,
+                dtype="bfloat16",
+                kv_cache_dtype=row_format,
+                max_total_tokens=2048,
+                enable_hierarchical_cache=True,
+                hicache_ratio=5.0,
+                hicache_storage_backend="file",
+            )
+
+
+def cold(engine: ServedEngine, prompt: list[int], output: list[int]) -> Tensor:
+    """Computed whole, and not kept anywhere."""
+    engine.flush()
+    storage, engine.cache.tiers.storage = engine.cache.tiers.storage, None
+    hit, logits = engine.serve(prompt, output)
+    assert hit == 0 and logits.isfinite().all()
+    engine.flush()
+    engine.cache.tiers.storage = storage
+    return logits
+
+
+def push_out(engine: ServedEngine) -> None:
+    """The tree gives up every page, as for requests that need them."""
+    with engine.active():
+        engine.cache.evict(EvictParams(num_tokens=engine.pool.size))
+    assert not engine.cache.tiers.on_device()
+
+
+def poison_free_pages(engine: ServedEngine) -> None:
+    held = {page.number for page in engine.cache.tiers.on_device().values()}
+    for part in engine.cache.tiers.records.records.parts:
+        per = part.view.shape[2]
+        for page in set(range(1 + engine.pool.size // 256)) - held:
+            part.view[:, page // per, page % per] = -1  # 0xFF: NaN in every format
+
+
+@pytest.mark.parametrize("remainder", REMAINDERS.values(), ids=REMAINDERS)
+def test_from_host_memory_and_from_files(engine: ServedEngine, remainder: int) -> None:
+    """A shared prefix of 512 + remainder tokens, another end, and decoding over a page boundary.
+
+    First nothing of it is on the device; then, flushed, neither there nor in host memory.
+    """
+    prefix, output = some(1 + remainder, 512 + remainder), some(2, 8)
+    prompt = prefix + some(3, -(len(prefix) + 5) % 256)
+    expected = cold(engine, prompt, output)
+    engine.serve(prefix, some(4, 5))
+    push_out(engine)
+    poison_free_pages(engine)
+    loaded = engine.cache.tiers.records.loaded.pages
+    hit, logits = engine.serve(prompt, output)
+    assert hit == 512 and engine.cache.tiers.records.loaded.pages == loaded + 2
+    assert_equals_cold(logits, expected, hit)
+
+    engine.settle()
+    engine.flush()
+    for slot in range(engine.pool.host_pages):
+        fill(engine.cache.tiers.records.memory[slot])
+    poison_free_pages(engine)
+    engine.arrive(prompt[: len(prefix) + 1])  # the end was stored too; a request for all of it would hit that
+    hit, logits = engine.serve(prompt, output)
+    assert hit == 512
+    assert_equals_cold(logits, expected, hit)
+
+
+def test_a_conversation_that_decoding_has_left_in_files(engine: ServedEngine) -> None:
+    """The checkpoint of the last page is one that was taken of a ring."""
+    prompt, output = some(21, 500), some(22, 20)
+    full = [*prompt, *output, *some(23, 30)]
+    expected = cold(engine, full, [])
+    engine.serve(prompt, output)
+    engine.settle()
+    engine.flush()
+    engine.arrive(full)
+    hit, logits = engine.serve(full)
+    assert hit == 512
+    assert_equals_cold(logits, expected, hit)
+
+
+@pytest.mark.slow
+def test_under_pressure(engine: ServedEngine) -> None:
+    """Requests of three times the pool, twice: the second time each comes back from host memory."""
+    prompts = [some(60 + i, 650 + 50 * i) for i in range(5)]
+    expected = [cold(engine, prompt, []) for prompt in prompts]
+    for prompt in prompts:
+        engine.serve(prompt)
+    for prompt, wanted in zip(prompts, expected, strict=True):
+        hit, logits = engine.serve(prompt)
+        assert hit == (len(prompt) - 1) // 256 * 256
+        assert_equals_cold(logits, wanted, hit)
+
+
+@pytest.mark.parametrize("lost", ["CSA entries", "HCA entries", "indexer keys"])
+def test_a_part_that_is_not_loaded_is_seen(engine: ServedEngine, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this file would not notice, it would not test."""
+    prompt = some(31, 700)
+    expected = cold(engine, prompt, [])
+    engine.serve(prompt)
+    push_out(engine)
+    poison_free_pages(engine)
+    records = engine.cache.tiers.records.records
+    kept = [part for part in records.parts if part.name != lost]
+    assert len(kept) < len(records.parts)
+    monkeypatch.setattr(records, "parts", kept)
+    hit, logits = engine.serve(prompt)
+    assert hit == 512 and not torch.equal(logits, expected[hit:])
+
+
+def test_a_damaged_file_costs_a_shorter_hit(engine: ServedEngine) -> None:
+    prompt = some(41, 1100)
+    expected = cold(engine, prompt, [])
+    engine.serve(prompt[:600])
+    engine.serve(prompt)
+    engine.settle()
+    engine.flush()
+    files = engine.cache.tiers.storage.backend
+    digests = engine.cache.components[TAIL].digests(key_of(prompt), None)
+    path = files.folder / digests[2].hex()[:2] / f"{digests[2].hex()}.page"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    engine.arrive(prompt)
+    hit, logits = engine.serve(prompt)
+    assert hit == 512 and files.faults[Fault.CORRUPT] == 1
+    assert_equals_cold(logits, expected, hit)
+
+
+def test_weights_are_told_apart(engine: ServedEngine) -> None:
+    """One weight that differs in its last bit, or two that changed places, make other weights."""
+    model = engine.harness.runner.model
+    before = weights_fingerprint(model)
+    assert weights_fingerprint(model) == before
+    for parameter in (next(model.parameters()), list(model.parameters())[-1]):
+        words = parameter.data.view(-1).view(torch.uint8)
+        words[-1] ^= 1
+        assert weights_fingerprint(model) != before
+        words[-1] ^= 1
+        words[[0, -1]] = words[[-1, 0]]
+        assert weights_fingerprint(model) != before or bool(words[0] == words[-1])
+        words[[0, -1]] = words[[-1, 0]]
+    assert weights_fingerprint(model) == before
+
+
+def test_the_identity_says_what_bytes_depend_on(engine: ServedEngine) -> None:
+    """Each of these, and the sources: two servers that differ in one of them share no folder."""
+    identity = engine.cache.tiers.storage.backend.identity
+    expected = ("model", "draft", "weights", "ranks", "quantisers", "dtype", "rows", "tails", "computed by", "device")
+    assert set(identity) == {*expected, "code", "versions"} and all(identity.values())
+    assert "fp8" in identity["rows"] or "plain" in identity["rows"]
+    digests = {identity_digest(identity | {name: "another"}) for name in identity}
+    assert len(digests | {identity_digest(identity)}) == len(identity) + 1
+
+
+def test_sources_that_change_later_are_not_the_servers(engine: ServedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = engine.cache.tiers.storage.backend.identity
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"other sources")
+    engine.flush()
+    assert engine.cache.tiers.storage.backend.identity == before
+
+
+def test_from_a_storage_that_serves_zero_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As mooncake's and nixl's, which `test_checked_storage` stands in for. Connected to once, whatever is flushed."""
+    monkeypatch.setenv("SGLANG_DSV4_TAIL_SLOTS", "4")
+    made: list[FromConfig] = []
+    monkeypatch.setattr(FromConfig, "made", made)
+    extra = {"backend_name": "fake", "module_path": FromConfig.__module__, "class_name": "FromConfig"}
+    engine = ServedEngine(
+        folder,
+        dtype="bfloat16",
+        max_total_tokens=2048,
+        enable_hierarchical_cache=True,
+        hicache_ratio=5.0,
+        hicache_storage_backend="dynamic",
+        hicache_storage_backend_extra_config=json.dumps(extra),
+    )
+    prompt = some(51, 1100)
+    expected = cold(engine, prompt, [])
+    engine.serve(prompt)
+    engine.settle()
+    for hit_tokens in (1024, 0):  # then a page of it is missing
+        engine.flush()
+        engine.arrive(prompt)
+        hit, logits = engine.serve(prompt)
+        assert hit == hit_tokens and len(made) == 1
+        assert_equals_cold(logits, expected, hit)
+        digests = engine.cache.components[TAIL].digests(key_of(prompt), None)
+        for key in list(made[0].objects):
+            if digests[2].hex() in key:
+                del made[0].objects[key]
+    assert made[0].batches and engine.cache.tiers.storage.totals.errors == 0
+
+
+def key_of(prompt: list[int]) -> RadixKey:
+    return RadixKey(array("q", prompt))

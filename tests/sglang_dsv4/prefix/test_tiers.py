@@ -1,0 +1,523 @@
+"""Prefixes beyond the device, without a model: what comes back is the prefix's, up to its deepest checkpoint.
+
+The tree is SGLang's, and its invariants and ours are checked after every step (`tiered.TieredEngine`).
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from prefix.tiered import BYTES, Backend, Records, TieredEngine, admit, name_of, tensor_of
+from prefix.waiting import handle
+from prefix_replay import PAGE, Running
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from torch import Tensor
+
+from dsv4_radix_cache.host_pages import HostPages
+from sglang_dsv4.cache.disk_limit import DiskLimit, DiskOptions
+from sglang_dsv4.cache.record_files import HEADER, RecordFiles
+from sglang_dsv4.prefix.storage import PrefetchOptions, page_key, suspend_without_flush, tail_key
+from sglang_dsv4.prefix.tail_component import TAIL
+from sglang_dsv4.prefix.tiers import PrefixTiers, WritePolicy
+from tests.sglang_dsv4.attention.test_no_waiting import READS, NoWaiting, OnDevice
+from tests.sglang_dsv4.prefix.test_tree import longest_stored, retract_all, retract_or_finish, some
+
+PROMPT = some(random.Random(1), 5 * PAGE + 100)
+OTHERS = [some(random.Random(10 + i), 6 * PAGE) for i in range(6)]
+
+
+@pytest.fixture(params=list(WritePolicy), ids=[policy.value for policy in WritePolicy])
+def policy(request: pytest.FixtureRequest) -> WritePolicy:
+    return request.param
+
+
+@pytest.fixture
+def backend() -> Backend:
+    return Backend()
+
+
+@pytest.fixture
+def engine(policy: WritePolicy) -> Iterator[TieredEngine]:
+    """Sixteen pages on the device, three times as many in host memory."""
+    made = TieredEngine.made(pages=16, host_pages=48, policy=policy, interval_tokens=2 * PAGE)
+    yield made
+    made.check_idle()
+
+
+def push_out(engine: TieredEngine) -> None:
+    """Other requests take every page of the device."""
+    for other in OTHERS[:3]:
+        engine.run(other, [7])
+        engine.check()
+
+
+def test_a_prefix_comes_back_from_host_memory(engine: TieredEngine) -> None:
+    for hits in (0, 5 * PAGE):
+        assert engine.run(PROMPT, [7]).hit_tokens == hits
+        engine.check()
+    push_out(engine)
+    again = engine.admit(PROMPT)
+    assert again.hit_tokens == 5 * PAGE
+    engine.prefill_chunk(again)
+    engine.check()
+    report = again.req.tail_match.report
+    assert report.pages_from == {"host": 5 * PAGE}
+    engine.finish(again)
+
+
+def test_selective_writes_keep_what_was_hit() -> None:
+    """A prefix that was used once is gone; one that was used twice is not."""
+    engine = TieredEngine.made(pages=16, host_pages=48, policy=WritePolicy.SELECTIVE)
+    engine.run(PROMPT, [7])
+    push_out(engine)
+    assert engine.run(PROMPT, [7]).hit_tokens == 0
+    assert len(engine.tiers.pages) == 0
+    engine.run(PROMPT, [7])
+    push_out(engine)
+    assert engine.run(PROMPT, [7]).hit_tokens == 5 * PAGE
+
+
+def test_write_back_saves_what_leaves(policy: WritePolicy) -> None:
+    engine = TieredEngine.made(pages=16, host_pages=48, policy=WritePolicy.WRITE_BACK)
+    engine.run(PROMPT, [7])
+    assert len(engine.tiers.pages) == 0
+    engine.cache.evict(EvictParams(num_tokens=PAGE))
+    engine.tiers.issue()
+    engine.check()
+    assert len(engine.tiers.pages) == 5, "the page that left, and those before it"
+
+
+def test_the_end_comes_back_behind_what_is_still_there(engine: TieredEngine) -> None:
+    """The device keeps the first checkpoint; host memory adds the rest, and no page is loaded twice."""
+    engine.run(PROMPT, [7])
+    engine.run(PROMPT, [7])
+    engine.cache.evict(EvictParams(num_tokens=PAGE))
+    engine.check()
+    loaded = engine.tiers.records.loaded.pages
+    again = engine.start(PROMPT)
+    assert again.hit_tokens == 5 * PAGE and 0 < again.req.tail_match.report.host_tokens < 5 * PAGE
+    assert engine.tiers.records.loaded.pages - loaded == again.req.tail_match.report.host_tokens // PAGE
+    engine.finish(again)
+
+
+def test_a_branch_off_a_prefix_in_host_memory(engine: TieredEngine) -> None:
+    """It starts at the checkpoint before it leaves; the tree has both ends then."""
+    for _ in range(2):
+        engine.run(PROMPT, [7])
+    push_out(engine)
+    branch = PROMPT[: 4 * PAGE + 9] + some(random.Random(2), PAGE)
+    assert engine.run(branch, [7]).hit_tokens == 4 * PAGE
+    engine.check()
+    assert engine.run(PROMPT, [7]).hit_tokens == 5 * PAGE
+
+
+def test_a_load_that_does_not_fit_is_not_begun(engine: TieredEngine) -> None:
+    for _ in range(2):
+        engine.run(PROMPT, [7])
+    push_out(engine)
+    holding = engine.start(some(random.Random(3), 12 * PAGE))
+    again = engine.admit(PROMPT)
+    assert again.hit_tokens == 0
+    engine.check()
+    engine.retract(again)
+    engine.finish(holding)
+    assert engine.run(PROMPT, [7]).hit_tokens == 5 * PAGE
+
+
+def test_host_memory_that_is_full_loses_the_oldest_prefix_with_its_checkpoints() -> None:
+    engine = TieredEngine.made(pages=16, host_pages=20)
+    for prompt in (PROMPT, *OTHERS):
+        engine.run(prompt, [7])
+        engine.check()
+    assert engine.run(PROMPT, [7]).hit_tokens == 0
+    assert engine.tiers.pages.evicted > 0
+    engine.check_idle()
+
+
+def test_a_flush_empties_host_memory(engine: TieredEngine) -> None:
+    engine.run(PROMPT, [7])
+    engine.flush()
+    engine.check_idle()
+    assert engine.run(PROMPT, [7]).hit_tokens == 0
+
+
+def test_an_abort_before_the_load_was_issued(engine: TieredEngine) -> None:
+    for _ in range(2):
+        engine.run(PROMPT, [7])
+    push_out(engine)
+    engine.retract(engine.admit(PROMPT))
+    engine.check()
+    assert not engine.tiers.idle
+    assert engine.run(PROMPT, [7]).hit_tokens == 5 * PAGE
+
+
+def test_two_requests_for_one_prefix_in_host_memory(engine: TieredEngine) -> None:
+    for _ in range(2):
+        engine.run(PROMPT, [7])
+    push_out(engine)
+    pair = [engine.admit(PROMPT), engine.admit(PROMPT)]
+    engine.check()
+    assert [running.hit_tokens for running in pair] == [5 * PAGE] * 2
+    for running in pair:
+        engine.prefill_chunk(running)
+        engine.finish(running)
+
+
+# The device
+
+
+class NoReads(NoWaiting):
+    """As `NoWaiting`, of what is read alone: SGLang's tree and allocator are within, and have tensors of their own."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if any(isinstance(a, OnDevice) for a in args):
+            assert name not in READS, f"{name} reads a tensor of the device on the host"
+            self.launched.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def watched(policy: WritePolicy, monkeypatch: pytest.MonkeyPatch) -> TieredEngine:
+    """Where slots are on the device, what the tree and the tiers do with them reads none."""
+    engine = TieredEngine.made(pages=16, host_pages=48, policy=policy)
+    engine.rows.req_to_token = engine.rows.req_to_token.as_subclass(OnDevice)
+    engine.allocator.free_pages = engine.allocator.free_pages.as_subclass(OnDevice)
+    engine.slots_seen = []
+    for name in ("insert", "init_load_back", "evict", "check_hicache_events"):
+        original = getattr(engine.cache, name)
+
+        def without_reads(*arguments: Any, original: Callable = original, **options: Any) -> Any:
+            with NoReads() as reads:
+                found = original(*arguments, **options)
+            engine.slots_seen += reads.launched
+            return found
+
+        monkeypatch.setattr(engine.cache, name, without_reads)
+    return engine
+
+
+def test_the_scheduler_does_not_wait_for_the_device(watched: TieredEngine) -> None:
+    """Prompts are stored, pushed out of the device, and come back, whole and behind what is still there."""
+    for _ in range(2):
+        watched.run(PROMPT, [7])
+    for prompt in OTHERS[:3]:
+        watched.run(prompt, [7])
+    assert watched.run(PROMPT, [7]).hit_tokens == 5 * PAGE and watched.tiers.records.loaded.pages
+    watched.run([*PROMPT[: 3 * PAGE], *OTHERS[4][: 2 * PAGE]], [7])
+    watched.round()
+    assert "__getitem__" in watched.slots_seen and watched.tiers.records.saved.pages
+
+
+@pytest.mark.parametrize("place", ["inserted", "load", "evicting"])
+def test_a_read_of_the_device_is_noticed(watched: TieredEngine, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(watched.tiers, place)
+
+    def planted(*arguments: Any) -> Any:
+        some_page = next(iter(watched.tiers.on_device().values()), None)
+        (some_page.numbers if some_page is not None else arguments[1]).tolist()
+        return original(*arguments)
+
+    monkeypatch.setattr(watched.tiers, place, planted)
+    with pytest.raises(AssertionError, match="reads a tensor of the device"):
+        test_the_scheduler_does_not_wait_for_the_device(watched)
+
+
+# The storage
+
+
+def stored(policy: WritePolicy, backend: Backend, **how: object) -> TieredEngine:
+    return TieredEngine.made(pages=16, host_pages=48, policy=policy, backend=backend, interval_tokens=2 * PAGE, **how)
+
+
+def filled(policy: WritePolicy, backend: Backend) -> None:
+    """A server that served the prompt and is gone."""
+    engine = stored(policy, backend)
+    for _ in range(2):
+        engine.run(PROMPT, [7])
+    push_out(engine)
+    engine.check_idle()
+
+
+def test_another_server_finds_the_prefix(policy: WritePolicy, backend: Backend) -> None:
+    filled(policy, backend)
+    engine = stored(policy, backend)
+    engine.prefixes = Names(PROMPT)
+    again = admit(engine, PROMPT)
+    assert again.hit_tokens == 5 * PAGE
+    engine.prefill_chunk(again)
+    engine.check()
+    assert again.req.tail_match.report.pages_from == {"storage": 5 * PAGE}
+    engine.finish(again)
+    engine.check_idle()
+    push_out(engine)
+    assert engine.run(PROMPT, [7]).req.tail_match.report.pages_from == {"host": 5 * PAGE}, "counted once"
+
+
+def bounded(folder: Path, files: int) -> tuple[DiskLimit, TieredEngine]:
+    limit = DiskLimit(folder, DiskOptions(files * (HEADER.size + BYTES), keep=1.0))
+    return limit, stored(WritePolicy.WRITE_THROUGH, RecordFiles(folder, {"of": "a test"}, limit))
+
+
+def in_files(engine: TieredEngine, prompt: list[int]) -> list[bool]:
+    """Which pages of a prompt are."""
+    digests = engine.cache.components[TAIL].digests(RadixKey(array("q", prompt)), None)
+    return [engine.tiers.storage.backend.exists(page_key(digest)) for digest in digests]
+
+
+def test_a_bounded_disk_keeps_what_was_written_to_last(tmp_path: Path) -> None:
+    """Whole prefixes: a conversation that goes on has its first pages renewed with it."""
+    limit, engine = bounded(tmp_path, 20)
+    first = PROMPT[: 4 * PAGE + 5]
+    for prompt in (first, OTHERS[0], longer := [*first, *OTHERS[2]]):
+        engine.run(prompt, [7])
+        engine.settle()
+    left = in_files(engine, OTHERS[0])
+    assert limit.deleted and all(in_files(engine, longer)) and not all(left)
+    assert left == sorted(left, reverse=True), "a page without those before it"
+
+
+def test_a_bounded_disk_keeps_what_was_read_last(tmp_path: Path) -> None:
+    limit, engine = bounded(tmp_path, 16)
+    first = PROMPT[: 4 * PAGE + 5]
+    for prompt in (first, OTHERS[0]):
+        engine.run(prompt, [7])
+        engine.settle()
+    assert not limit.deleted
+    engine.flush()
+    again = admit(engine, first)
+    assert again.hit_tokens == 4 * PAGE
+    engine.prefill_chunk(again)
+    engine.finish(again)
+    engine.run(OTHERS[1], [7])
+    engine.settle()
+    assert all(in_files(engine, first)) and all(in_files(engine, OTHERS[1])) and sum(in_files(engine, OTHERS[0])) < 3
+
+
+class Names(dict):
+    """Names of the prefixes of a prompt, which another engine has given."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        ends = range(PAGE, len(prompt) + 1, PAGE)
+        super().__init__((name_of(prompt[:end]), tuple(prompt[:end])) for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("lost", "hit"),
+    [("page 0", 0), ("page 2", 2), ("page 4", 4), ("tail 5", 4), ("tails", 0), ("nothing", 5)],
+)
+def test_a_hit_ends_before_what_is_missing(backend: Backend, lost: str, hit: int) -> None:
+    """At the deepest checkpoint whose pages are all there: with an interval of two pages at 2, 4, and the end, 5."""
+    filled(WritePolicy.WRITE_THROUGH, backend)
+    engine = stored(WritePolicy.WRITE_THROUGH, backend)
+    engine.prefixes = Names(PROMPT)
+    digests = engine.cache.components[TAIL].digests(key_of(PROMPT), None)
+    gone = {f"page {i}": [page_key(d)] for i, d in enumerate(digests)}
+    gone |= {"tail 5": [tail_key(digests[4])], "tails": [tail_key(d) for d in digests], "nothing": []}
+    for key in gone[lost]:
+        backend.records.pop(key, None)
+    again = admit(engine, PROMPT)
+    assert again.hit_tokens == hit * PAGE
+    engine.prefill_chunk(again)
+    engine.finish(again)
+    engine.check_idle()
+
+
+def key_of(prompt: list[int]) -> RadixKey:
+    return RadixKey(array("q", prompt))
+
+
+def test_what_goes_wrong_while_it_is_read_shortens_the_hit(backend: Backend) -> None:
+    """The look-up found all of it."""
+    filled(WritePolicy.WRITE_THROUGH, backend)
+    engine = stored(WritePolicy.WRITE_THROUGH, backend)
+    engine.prefixes = Names(PROMPT)
+    bad = page_key(engine.cache.components[TAIL].digests(key_of(PROMPT), None)[3])
+    get = backend.get
+    backend.get = lambda key, target: None if key == bad else get(key, target)
+    again = admit(engine, PROMPT)
+    assert again.hit_tokens == 2 * PAGE
+    engine.retract(again)
+    engine.check_idle()
+    assert len(engine.tiers.pages) == 2, "what no checkpoint follows is given back"
+
+
+def test_a_request_does_not_wait_for_ever(backend: Backend) -> None:
+    """It is computed; what was read for it serves the next one."""
+    filled(WritePolicy.WRITE_THROUGH, backend)
+    engine = stored(WritePolicy.WRITE_THROUGH, backend, options=PrefetchOptions("best_effort"))
+    engine.prefixes = Names(PROMPT)
+    again = admit(engine, PROMPT)
+    assert again.hit_tokens in (0, 5 * PAGE)
+    engine.retract(again)
+    engine.settle()
+    assert engine.tiers.storage.totals.late == (0 if again.hit_tokens else 1)
+    assert engine.admit(PROMPT).hit_tokens == 5 * PAGE
+
+
+def test_an_aborted_request_leaves_nothing_reserved(backend: Backend) -> None:
+    filled(WritePolicy.WRITE_THROUGH, backend)
+    engine = stored(WritePolicy.WRITE_THROUGH, backend, options=PrefetchOptions("wait_complete"))
+    engine.prefixes = Names(PROMPT)
+    engine.arrive(PROMPT, "gone", patience_s=0)
+    engine.cache.release_aborted_request(handle("gone"))
+    assert engine.cache.check_prefetch_progress(handle("gone"))
+    engine.check_idle()
+    assert engine.tiers.storage.reserved == 0
+
+
+def test_a_flush_while_a_prefix_is_read(backend: Backend) -> None:
+    filled(WritePolicy.WRITE_THROUGH, backend)
+    engine = stored(WritePolicy.WRITE_THROUGH, backend)
+    engine.prefixes = Names(PROMPT)
+    engine.arrive(PROMPT, patience_s=0)
+    engine.flush()
+    engine.check_idle()
+    assert admit(engine, PROMPT).hit_tokens == 5 * PAGE
+
+
+@pytest.mark.parametrize(("flushes", "flushed"), [(True, True), (True, False), (False, True)])
+def test_other_weights_without_a_flush_write_nothing(backend: Backend, flushes: bool, flushed: bool) -> None:
+    """What they compute is of no identity: neither written nor mixed with what is stored, until a flush."""
+    filled(WritePolicy.WRITE_THROUGH, backend)
+    known = dict(backend.records)
+    engine = stored(WritePolicy.WRITE_THROUGH, backend)
+    pool = SimpleNamespace(prefix_tiers=engine.tiers)
+    updater = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(token_to_kv_pool=pool)))
+    suspend_without_flush((flushed, ""), updater, SimpleNamespace(flush_cache=flushes), True, "")
+    engine.prefixes = Names(PROMPT)
+    is_on = flushes and flushed
+    again = admit(engine, PROMPT)
+    assert again.hit_tokens == (5 * PAGE if is_on else 0)
+    engine.prefill_chunk(again)
+    engine.finish(again)
+    engine.run(OTHERS[5], [7])
+    engine.settle()
+    assert (backend.records == known) is not is_on
+    engine.flush()
+    engine.run(OTHERS[4], [7])
+    engine.check_idle()
+    assert len(backend.records) > len(known)
+
+
+def test_storage_that_can_not_be_written_costs_nothing_else(policy: WritePolicy) -> None:
+    backend = Backend(fault_rate=1.0)
+    engine = stored(policy, backend)
+    for _ in range(2):
+        engine.run(PROMPT, [7])
+    push_out(engine)
+    engine.settle()
+    assert not backend.records
+    assert admit(engine, PROMPT).hit_tokens == 5 * PAGE, "from host memory"
+
+
+def test_a_page_that_went_before_its_copy_was_issued_is_not_stored() -> None:
+    """Its slot has another page's bytes by then."""
+    tiers = PrefixTiers(HostPages(1), Records(4, 1))
+    tiers.storage = SimpleNamespace(wait_for_slot=lambda slot: None, reserved=0)
+    tiers.inserted([b"a"], torch.tensor([1]))
+    tiers.inserted([b"b"], torch.tensor([2]))
+    tiers.issue()
+    assert tiers.written() == [(b"b", 0)]
+
+
+def test_a_slot_is_not_filled_anew_while_it_is_written(backend: Backend) -> None:
+    """One slot, and a disk that takes its time: the first page's record holds the first page."""
+    engine = TieredEngine.made(pages=16, host_pages=1, backend=backend)
+    begun, go, put = threading.Event(), threading.Event(), backend.set
+
+    def slow(key: str, record: Tensor) -> bool:
+        begun.set()
+        go.wait(30)
+        return put(key, record)
+
+    backend.set = slow
+    first, second = PROMPT[: PAGE + 9], OTHERS[0][: PAGE + 9]
+    engine.run(first, [7])
+    engine.round()
+    assert begun.wait(30)
+    threading.Timer(0.2, go.set).start()
+    engine.run(second, [7])
+    engine.settle()
+    digest = engine.cache.components[TAIL].digests(key_of(first), None)[0]
+    assert torch.equal(backend.records[page_key(digest)], tensor_of(name_of(first[:PAGE])))
+
+
+@pytest.mark.parametrize("policy", list(WritePolicy), ids=[policy.value for policy in WritePolicy])
+@pytest.mark.parametrize(
+    ("steps", "fault_rate"),
+    [(600, 0.05), pytest.param(10_000, 0.05, marks=pytest.mark.slow)],
+    ids=["quick", "ten-thousand"],
+)
+def test_random_requests(policy: WritePolicy, steps: int, fault_rate: float) -> None:
+    """Requests that branch off each other, run side by side, are retracted, aborted and flushed, over three tiers.
+
+    Every start compares the hit with the naive model (the longest prefix that some live checkpoint stands for), every
+    forward compares all of its pages and its checkpoint with the tokens, and the invariants hold after every step.
+    """
+    rng, backend = random.Random(steps), Backend(fault_rate)
+    engine = TieredEngine.made(
+        pages=24,
+        host_pages=40,
+        policy=policy,
+        backend=backend,
+        device_slots=6,
+        host_slots=24,
+        context_tokens=16 * PAGE,
+        requests=4,
+        chunk_tokens=3 * PAGE,
+        interval_tokens=2 * PAGE,
+    )
+    stems = [some(rng, rng.randint(2, 6) * PAGE) for _ in range(10)]
+    running: list[Running] = []
+    hits = {"host": 0, "storage": 0}
+    for step in range(steps):
+        action = rng.random()
+        if action < 0.45 and len(running) < 2:
+            stem = rng.choice(stems)
+            prompt = stem[: rng.choice([len(stem), rng.randint(1, len(stem))])] + some(
+                rng, rng.choice([1, 3, 40, 128, 256, 300, 700])
+            )
+            prompt = prompt[: 9 * PAGE]
+            patience_s = rng.choice([0, 30, 30])
+            if not engine.arrive(prompt, f"r{step}", patience_s):
+                engine.cache.release_aborted_request(handle(f"r{step}"))
+            engine.tiers.issue()
+            engine.issue()
+            expected = longest_stored(engine, prompt)
+            free = engine.allocator.available_size() + engine.cache.evictable_size()
+            request = engine.admit(prompt)
+            if request.hit_tokens != expected:
+                assert request.hit_tokens < expected and free < expected + 2 * PAGE, "it would have fitted"
+            running.append(request)
+        elif action < 0.8 and running:
+            request = rng.choice(running)
+            if request.length < request.prompt_tokens:
+                first = not request.req.kv.holds_kv
+                engine.prefill_chunk(request)
+                report = request.req.tail_match.report
+                for tier in report.pages_from if first and report else ():
+                    hits[tier] = hits.get(tier, 0) + 1
+            elif len(request.req.output_ids) < 400:
+                engine.decode(request, some(rng, rng.randint(1, 200)))
+        elif action < 0.97 and running:
+            retract_or_finish(engine, rng, running, stems)
+        elif action > 0.995:
+            retract_all(engine, running)
+            engine.flush()
+        else:
+            engine.round()
+        engine.check()
+    retract_all(engine, running)
+    engine.check_idle()
+    assert hits["host"] + hits["storage"] > steps // 200 and min(hits.values()) > steps // 1000, hits
+    engine.tiers.storage.shutdown()
