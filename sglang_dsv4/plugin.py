@@ -16,7 +16,7 @@ CUDA graphs        resolution hook ``handle_cuda_graph_config``, see ``cuda_grap
 attention backend  ``register_attention_backend("dsv4")``, replaces the in-tree factory                scheduler
 prefix cache       ``register_radix_cache_backend("dsv4")``, chosen by a default argument              scheduler
 prefixes beyond    what the scheduler asks of a hierarchical cache: methods of ``Dsv4PrefixCache``      scheduler
-prefix reuse       AFTER ``ForwardBatch.init_new`` and ``build_replay_fb_view``, see ``prefix.tails``  scheduler
+prefix reuse       AFTER ``ForwardBatch.init_new`` and ``build_replay_fb_view``, ``prefix.restore_and_save``  scheduler
 KV pool            AROUND ``KVCacheConfigurator._build_dsv4_kv_pool``: it has no registry              scheduler
 pool sizing        AROUND ``create_memory_pool_configurator``: it has no registry                      scheduler
 MTP draft          AROUND the two ``DraftBackendFactory._create_dsv4_*``: no registry                  scheduler
@@ -25,7 +25,7 @@ longest request    AFTER ``KVCacheConfigurator.configure``, see ``reserve_admiss
 reasoning effort   AROUND ``DeepSeekRecipe.encode``, see ``effort``                                    launcher
 sampling params    BEFORE ``SamplingParams.verify``, see ``request_checks``                            launcher
 other requests     seven hooks and the scheduler's dispatcher, see ``request_guards``                 both
-other weights      AFTER ``flush_cache_after_weight_update``, see ``prefix.storage``                     scheduler
+other weights      AFTER ``flush_cache_after_weight_update``, see ``prefix.storage_tier``                     scheduler
 token ids          AFTER ``scheduler.validate_input_length``, see ``request_checks``                   scheduler
 sampling           seven hooks of the sampler and its batches, see ``sampling``                        scheduler
 penalties          four hooks where tokens are counted, see ``penalties``                              scheduler
@@ -260,7 +260,7 @@ def _install_scheduler_hooks() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_dsv4.prefix import storage, tails
+    from sglang_dsv4.prefix import prefix_cache, restore_and_save
     from sglang_dsv4.requests import checks as request_checks
     from sglang_dsv4.requests import guards as request_guards
     from sglang_dsv4.requests import penalties, sampling
@@ -280,8 +280,8 @@ def _install_scheduler_hooks() -> None:
     _hook("size the pools", _size_pools, "AROUND")
     _hook("report the pools", _reserve_admission_pages, "AFTER")
     _hook("refuse a platform", _allow_our_kv_pool, "AROUND")
-    _hook("make a batch", tails.carry_request_slots, "AFTER")
-    _hook("view a batch for a replay", tails.carry_request_slots_to_replay, "AFTER")
+    _hook("make a batch", restore_and_save.carry_request_slots, "AFTER")
+    _hook("view a batch for a replay", restore_and_save.carry_request_slots_to_replay, "AFTER")
     _hook("make a draft's decode backend", _create_draft_decode_backend, "AROUND")
     _hook("make a draft's prefill backend", _create_draft_extend_backend, "AROUND")
     _hook("capture a draft's graphs", _capture_draft_extend, "AFTER")
@@ -289,7 +289,7 @@ def _install_scheduler_hooks() -> None:
     _hook("check a request", request_checks.refuse_unknown_token_ids, "AFTER")
     _hook("make a grammar", request_guards.refuse_empty_grammar, "AFTER")
     _hook("update weights", request_guards.keep_weights, "AROUND")
-    _hook("flush after an exchange of weights", storage.suspend_without_flush, "AFTER")
+    _hook("flush after an exchange of weights", prefix_cache.suspend_without_flush, "AFTER")
     _hook("make sampling info", sampling.fill_seeds, "AFTER")
     _hook("make sampling info", sampling.ignore_greedy_temperatures, "AFTER")
     _hook("make sampling info", penalties.count_earlier, "AFTER")
@@ -397,7 +397,7 @@ def _create_prefix_cache(context: TreeCacheBuildContext) -> BasePrefixCache:
 
 
 def _build_kv_pool(original: Callable[..., KVCache], configurator: KVCacheConfigurator, **sizes: Any) -> KVCache:
-    from sglang_dsv4.cache.kv_pool import build_kv_pool
+    from sglang_dsv4.prefix.pool_setup import build_kv_pool
 
     return build_kv_pool(configurator, **sizes)
 

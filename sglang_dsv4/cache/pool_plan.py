@@ -98,7 +98,7 @@ class PoolPlan:
     def of(cls, geometry: PoolGeometry, full_tokens: int, request_slots: int, tail_slots: int = 0) -> PoolPlan:
         """The plan for `full_tokens`, `request_slots` and `tail_slots`; pools without layers are left out.
 
-        `tail_slots` are the device slots of tail checkpoints (tail_storage.py). If there are any, one more is
+        `tail_slots` are the device slots of tail checkpoints (tail_memory.py). If there are any, one more is
         allocated: what is restored from the host lands there.
         """
         if full_tokens % FULL_PAGE_TOKENS:
@@ -147,7 +147,7 @@ class PoolPlan:
         return sum(p.bytes_per_unit for p in self.pools if p.per == "request")
 
     @property
-    def bytes_per_checkpoint(self) -> float:
+    def bytes_per_tail(self) -> float:
         """Bytes of one tail checkpoint."""
         return sum(p.bytes_per_unit for p in self.pools if p.per == "checkpoint")
 
@@ -155,7 +155,7 @@ class PoolPlan:
         """The plan as a table for people."""
         units = {"token": self.bytes_per_token, "request": self.bytes_per_request}
         if self.tail_slots:
-            units["checkpoint"] = self.bytes_per_checkpoint
+            units["checkpoint"] = self.bytes_per_tail
         header = ("pool", "layers", "rows/layer", "format", "bytes", *(f"bytes/{unit}" for unit in units))
         lines = [header]
         for p in self.pools:
@@ -178,7 +178,7 @@ class PoolPlan:
 
 
 def tail_specs(geometry: PoolGeometry, slots: int) -> tuple[PoolSpec, PoolSpec, PoolSpec, PoolSpec]:
-    """The four tensors of so many slots of tail checkpoints (specification, section 3.6; `tail_storage`).
+    """The four tensors of so many slots of tail checkpoints (specification, section 3.6; `tail_memory`).
 
     Of every layer the window rows; of a CSA layer's main and indexer compressor the raw rows of one group, of which the
     overlap needs the first channel half. Of a draft's layers the window rows.
