@@ -124,7 +124,7 @@ class CheckedStorage:
     is_limited = False
 
     def __init__(self, backend: HiCacheStorage, staged: StagedRecords | None, identity: Mapping[str, str]) -> None:
-        """Wrap `backend`. `staged`: the slots that it has registered (`stage`); None for a backend that takes values."""
+        """Wrap `backend`. `staged`: the slots that it has registered (`stage`); None if it takes values."""
         self._backend, self._prefix, self._staged = backend, identity_digest(identity).hex(), staged
         self.batch = 1 if staged is None else READ_SLOTS
         self.faults: Counter[Fault] = Counter()

@@ -363,8 +363,8 @@ def create_prefix_cache(ctx: TreeCacheBuildContext) -> Dsv4PrefixCache:
     ledger, memory = pool.ledger, pool.tail_memory
     if ctx.enable_hierarchical_cache and ledger is None:
         raise ValueError(
-            "sglang-dsv4 does not support --enable-hierarchical-cache without tail checkpoints, at which a prefix is "
-            "taken up again: unset SGLANG_DSV4_TAIL_SLOTS, which is 0"
+            "sglang-dsv4 does not support --enable-hierarchical-cache without tails, at which a request continues a "
+            "stored prefix: unset SGLANG_DSV4_TAIL_SLOTS, which is 0"
         )
     if ctx.disable_radix_cache or ledger is None:
         why = "--disable-radix-cache" if ctx.disable_radix_cache else "SGLANG_DSV4_TAIL_SLOTS=0"
