@@ -14,12 +14,12 @@ import bench_speculation
 import pytest
 import serve_load
 from bench_speculation import Results, Steps, compared, replays, rows_of, steps, write_config
+from model.released_configs import FLASH, FLASH_0731
 from serve_load import Reply
 from serve_profile import gpu_work
 
 from sglang_dsv4.cpu.random_checkpoint import hf_config
 from sglang_dsv4.model_config.config import Config
-from tests.sglang_dsv4.model_config.test_config import FLASH, FLASH_0731
 
 
 def trace(verify_us: float, draft_us: float, extend_us: float, gap_us: float, count: int = 4) -> list[dict]:

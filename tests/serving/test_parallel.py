@@ -11,11 +11,11 @@ import pytest
 import requests
 import torch
 from serving.server import VOCAB_SIZE, Server, free_port, output_logprobs, running_server, start, stop
+from serving.speculation import ALGORITHMS
 from torch import Tensor
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.layers import sequence_parallel
-from tests.serving.test_speculation import ALGORITHMS
 
 PROMPT = [0, *range(40, 340)]
 

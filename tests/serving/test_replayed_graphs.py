@@ -12,10 +12,7 @@ from pathlib import Path
 import pytest
 from serving import oracle_drafts, replayed_graphs
 from serving.server import TAILS, Server, flush, running_server
-
-from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
-from sglang_dsv4.warmup.cuda_graphs import VERIFY_EPILOGUE
-from tests.serving.test_speculation import (
+from serving.speculation import (
     ALGORITHMS,
     FLAGS,
     NO_EPILOGUE,
@@ -27,6 +24,9 @@ from tests.serving.test_speculation import (
     random_prompts,
     tokens_a_step,
 )
+
+from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
+from sglang_dsv4.warmup.cuda_graphs import VERIFY_EPILOGUE
 
 RUNNERS = {
     "EAGLE": {"DecodeCudaGraphRunner": 4, "EAGLEDraftCudaGraphRunner": 1, "EAGLEDraftExtendCudaGraphRunner": 4},

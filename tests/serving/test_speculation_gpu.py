@@ -19,10 +19,7 @@ import pytest
 import torch
 from serving import oracle_drafts
 from serving.server import running_server
-
-from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
-from sglang_dsv4.warmup.cuda_graphs import VERIFY_EPILOGUE
-from tests.serving.test_speculation import (
+from serving.speculation import (
     ALGORITHMS,
     NO_EPILOGUE,
     Speculating,
@@ -32,6 +29,9 @@ from tests.serving.test_speculation import (
     random_prompts,
     tokens_a_step,
 )
+
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.warmup.cuda_graphs import VERIFY_EPILOGUE
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from serving.server import output_logprobs, running_server
+from serving.small_release import FLAGS, SHAPE
+from serving.speculation import ask, random_prompts
 
 from dsv4_kernels.device import dependent_launch
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 from sglang_dsv4.layers import fp8_linear, grouped_projection, side_stream
-from tests.serving.test_chat_gpu import FLAGS, SHAPE
-from tests.serving.test_speculation import ask, random_prompts
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from types import SimpleNamespace
 
 import torch
+from prefix.checked_engine import CheckedEngine
 from prefix.waiting import WithStorage
 from prefix_replay import PAGE, Running, tail_engine
 from torch import Tensor
@@ -28,7 +29,6 @@ from sglang_dsv4.prefix.prefix_cache import Dsv4PrefixCache
 from sglang_dsv4.prefix.storage import PrefetchOptions, PrefixStorage
 from sglang_dsv4.prefix.tail_component import TAIL
 from sglang_dsv4.prefix.tiers import PrefixTiers, WritePolicy
-from tests.sglang_dsv4.prefix.test_tree import CheckedEngine
 
 BYTES = 16
 
