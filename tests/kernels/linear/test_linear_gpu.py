@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from ops.attention_launch import delete_synchronisation
+from ops.early_launches import launched_early
 from ops.memory_layout import far_apart, strided
 from ops.number_formats import same_bits
 from ops.order_of_summation import channels_that_sum_together, in_order
@@ -197,6 +198,12 @@ def test_deleted_synchronisation_is_noticed(tile: str, monkeypatch: pytest.Monke
         gpu.run("sm90", "a test", x, weight, out, tile_named(tile))
     rates = delete_synchronisation(f"linear_{tile.replace(' ', '_')}", device)
     assert rates and set(rates.values()) == {1}, rates
+
+
+def test_it_may_begin_early(kernel: str) -> None:
+    x, weight = normal(3, 2, 264, seed=1), normal(2, 40, 264, seed=2)
+    with launched_early():
+        assert_products(product(kernel, x, weight, None), x, weight)
 
 
 def test_a_result_that_has_no_pairs(compiled_here: None) -> None:

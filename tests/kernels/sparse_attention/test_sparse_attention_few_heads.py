@@ -19,6 +19,7 @@ import torch
 from ops import attention_launch
 from ops.attention_cases import CASES, Case, Spec, build, check, check_surroundings
 from ops.attention_launch import SCHEDULES
+from ops.early_launches import launched_early
 from ops.memory_layout import far_apart
 from ops.number_formats import same_bits
 from ops.random_attention import random_spec
@@ -216,6 +217,13 @@ def test_parts_are_as_many_as_pay(
     for tokens, expected in parts:
         problem = SimpleNamespace(num_tokens=tokens, **sizes)
         assert sm90._parts(problem) == expected, tokens
+
+
+def test_it_may_begin_early() -> None:
+    case = build(Spec(tokens=2, heads=16, entry_lengths=(300, 5)))
+    with launched_early():
+        out = launch(case)
+    check(case, out)
 
 
 def test_whole_tokens_are_computed_by_as_many_ctas_as_find_room() -> None:

@@ -24,6 +24,7 @@ import torch
 from ops import attention_launch
 from ops.attention_cases import CASES, Case, Spec, build, check, check_surroundings, reference, relative_error
 from ops.attention_launch import LONG, SCHEDULES
+from ops.early_launches import a_missing_wait_is_noticed, launched_early
 from ops.memory_layout import NONSENSE, far_apart, sparse
 from ops.number_formats import same_bits
 from ops.random_attention import random_spec
@@ -89,6 +90,20 @@ def test_weights_never_exceed_one() -> None:
     case = build(Spec(tokens=8, window_lengths=(3,), entry_lengths=(512,), holes=0.95, scales="extreme"))
     result, _ = launch(case)
     check(case, result)
+
+
+@pytest.mark.parametrize("name", ["csa_512-fp8", pytest.param("split_512-fp8", marks=pytest.mark.slow)])
+def test_it_may_begin_early(name: str) -> None:
+    case = build(CASES[name])
+    with launched_early():
+        out, _ = launch(case)
+    check(case, out)
+
+
+def test_a_missing_wait_is_noticed() -> None:
+    case = build(CASES["csa_512-fp8"])
+    with a_missing_wait_is_noticed():
+        launch(case)
 
 
 @pytest.mark.parametrize("heads", [1, 63, 65, 128])
