@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from bench_sparse_attention import Ceilings, interleaved, l2_bytes, measure_ceilings, versions
+from lib.measuring import Ceilings, interleaved, l2_bytes, measure_ceilings, versions
 
 from dsv4_kernels import registry
 from dsv4_kernels.compressor import Compression, Groups, compress, compress_store

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from bench_sparse_attention import gpu_state, interleaved, l2_bytes, measure_ceilings, versions
+from lib.measuring import gpu_state, interleaved, l2_bytes, measure_ceilings, versions
 from torch import Tensor
 
 from dsv4_kernels import registry

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bench_sparse_attention import gpu_state, versions
+from lib.measuring import gpu_state, versions
 from torch import Tensor
 
 from dsv4_kernels.indexer import index_topk

@@ -24,15 +24,14 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from bench_sparse_attention import Ceilings, heading, interleaved, l2_bytes
+from lib.invariant_linear_layers import LAYERS, name_of
+from lib.measuring import Ceilings, heading, interleaved, l2_bytes
 from torch import Tensor
 
 from dsv4_kernels.host import compile_pool
 from dsv4_kernels.linear import grouped_linear, linear_fp32
 
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 2048, 8192)
-LAYERS = {"gate": (1, 256), "hca": (1, 1024), "csa": (1, 2624), "wo_a": (8, 1024), "logits": (1, 129_280)}
-"""Of Flash: groups, and rows of each. More than one: `grouped_linear`."""
 CHANNELS = 4096
 MOST_LOGITS = 128
 """Tokens of a forward that need logits."""
@@ -67,12 +66,6 @@ def swept(gpu: ModuleType) -> list:
     """Tiles that there are, and others."""
     others = ((64, 64, 6), (64, 192, 6), (128, 176, 5))
     return [*gpu.HOPPER_TILES, *gpu.TILES[1:], *(gpu.wgmma.Tile(*numbers) for numbers in others)]
-
-
-def name_of(tile: object) -> str:
-    """Of a contender."""
-    kind = "" if hasattr(tile, "at_once") else "w"
-    return f"ours_by_{kind}{tile.rows}x{tile.tokens}x{tile.stages}"
 
 
 def check(inputs: Inputs, calls: dict[str, Callable[[Inputs], Tensor]]) -> float:

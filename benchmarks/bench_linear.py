@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bench_sparse_attention import heading, interleaved, l2_bytes
+from lib.measuring import heading, interleaved, l2_bytes
 from torch import Tensor
 
 from dsv4_kernels.device import dependent_launch

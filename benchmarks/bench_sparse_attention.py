@@ -30,23 +30,26 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.metadata
 import json
 import math
 import re
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
-from attention_inputs import (
-    SCALE,
-    WINDOW,
+from lib.attention_contenders import (
+    flashmla,
+    flashmla_unpacked,
+    many_heads,
+    ours,
+    ours_unpacked,
+    trtllm_gen,
+    unpacked_chunks,
+)
+from lib.attention_inputs import (
     Case,
     Inputs,
     Pools,
@@ -57,322 +60,27 @@ from attention_inputs import (
     few_heads_cases,
     number_of_sets,
     quick_cases,
-    unpacked,
     unpacked_rows,
 )
+from lib.measuring import Call, Ceilings, geometric_mean, gpu_state, interleaved, l2_bytes, measure_ceilings, versions
 from torch import Tensor
 
 from dsv4_kernels import registry
-from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.host import compile_cache
-from dsv4_kernels.kv_layout import PAGE_ROWS, ROW_BYTES, ROW_DIM, KVRows
-from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.sparse_attention.problem import FEW_HEADS
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
-from dsv4_kernels.unpack import Pages, choice, unpack_pages
+from dsv4_kernels.unpack import choice
 
 WRONG = 0.02
 LARGE_US = 25.0
 """Cases with a floor of at least so many microseconds are the large ones."""
-FLASHMLA_HEADS = 64
-"""At least."""
 SECONDS_PER_CASE = 0.12
-L2_BYTES_WITHOUT_GPU = 1 << 16
-Call = Callable[[], Tensor]
-"""Enqueues one call and returns its output [T, H, 512]."""
 
 
 # ---- contenders: inputs of all sets -> one call for each
 
 
-def ours(sets: list[Inputs], impl: str, split_keys: int | None) -> list[Call]:
-    """The public function, with the kernel forced by name."""
-
-    def call(inputs: Inputs) -> Call:
-        arguments = inputs.arguments()
-        return lambda: sparse_attention(**arguments, split_keys=split_keys, impl=impl)
-
-    return [call(inputs) for inputs in sets]
-
-
-def many_heads(sets: list[Inputs], impl: str, split_keys: int | None) -> list[Call]:
-    """The same by Hopper's kernels for many heads, however few there are."""
-    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
-
-    def call(ordinary: Call) -> Call:
-        def without_few_heads() -> Tensor:
-            with mock.patch.object(sm90, "FEW_HEADS", 0):
-                return ordinary()
-
-        return without_few_heads
-
-    return [call(ordinary) for ordinary in ours(sets, impl, split_keys)]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A set of inputs over bf16 rows, and what makes these of FP8 rows; both belong to the timed part."""
-
-    inputs: Inputs
-    fill: Callable[[], object]
-
-    def after_filling(self, call: Call) -> Call:
-        """Both as one call."""
-
-        def both() -> Tensor:
-            self.fill()
-            return call()
-
-        return both
-
-
-def unpacked_chunks(sets: list[Inputs], case: Case, impl: str) -> list[Chunk]:
-    """Of a case of FP8 rows. All use the same memory, as the layers of a forward do."""
-    device = sets[0].q.device
-    storage = torch.empty(unpacked_rows(case), ROW_DIM, dtype=torch.bfloat16, device=device)
-    window_rows = torch.arange(case.tokens + WINDOW - 1, dtype=torch.int32, device=device)
-
-    def chunk(inputs: Inputs) -> Chunk:
-        def fill() -> None:
-            parts = [Pages(inputs.window, window_rows, 1)]
-            if inputs.pages is not None:
-                parts.append(Pages(inputs.entries, inputs.pages, case.page_entries))
-            unpack_pages(parts, storage, impl)
-
-        return Chunk(unpacked(case, inputs, storage), fill)
-
-    return [chunk(inputs) for inputs in sets]
-
-
-def ours_unpacked(chunks: list[Chunk], impl: str) -> list[Call]:
-    """The public functions, with the kernels forced by name."""
-    calls = ours([chunk.inputs for chunk in chunks], impl, None)
-    return [chunk.after_filling(call) for chunk, call in zip(chunks, calls, strict=True)]
-
-
-def flashmla_unpacked(chunks: list[Chunk]) -> list[Call]:
-    """Our unpacking, and FlashMLA's sparse prefill."""
-    return [chunk.after_filling(_flashmla_prefill(chunk.inputs)) for chunk in chunks]
-
-
-def flashmla(sets: list[Inputs], case: Case) -> list[Call]:
-    """FlashMLA 1.0.0 as SGLang calls it: bf16 chunks by the sparse prefill, FP8 rows by the sparse decode."""
-    if case.prefill and not case.fp8:
-        return [_flashmla_prefill(inputs) for inputs in sets]
-    import flash_mla
-
-    schedule = flash_mla.get_mla_metadata()[0]  # filled by the first call; layers of a forward share one
-    return [_flashmla_decode(inputs, schedule) for inputs in sets]
-
-
-def padded_heads(inputs: Inputs) -> Inputs:
-    """With zeros for the heads that FlashMLA wants."""
-    missing = max(0, FLASHMLA_HEADS - inputs.q.shape[1])
-    pad = torch.nn.functional.pad
-    return replace(inputs, q=pad(inputs.q, (0, 0, 0, missing)), sink=pad(inputs.sink, (0, missing)))
-
-
-def _flashmla_decode(inputs: Inputs, schedule: object) -> Call:
-    import flash_mla
-
-    heads, inputs = inputs.q.shape[1], padded_heads(inputs)
-    T = inputs.q.shape[0]
-    arguments = {
-        "q": inputs.q[:, None],
-        "k_cache": _flashmla_table(inputs.window),
-        "block_table": None,
-        "cache_seqlens": None,
-        "head_dim_v": ROW_DIM,
-        "tile_scheduler_metadata": schedule,
-        "softmax_scale": SCALE,
-        "is_fp8_kvcache": True,
-        "indices": inputs.window_rows[:, None],
-        "topk_length": torch.full((T,), inputs.window_rows.shape[1], dtype=torch.int32, device=inputs.q.device),
-        "attn_sink": inputs.sink,
-    }
-    if inputs.entries is not None:
-        arguments |= {
-            "extra_k_cache": _flashmla_table(inputs.entries),
-            "extra_indices_in_kvcache": padded(inputs.entry_list, 64)[:, None],
-            "extra_topk_length": inputs.visible,
-        }
-    return lambda: flash_mla.flash_mla_with_kvcache(use_legacy=True, **arguments)[0][:, 0, :heads]
-
-
-def _flashmla_table(rows: KVRows) -> Tensor:
-    """[pages, 64, 1, 584] fp8 view of the same bytes; its pages are padded as ours are."""
-    pages = rows.storage.view(torch.float8_e4m3fn)  # as_strided: of a single page other views forget the padding
-    return pages.as_strided((len(pages), PAGE_ROWS, 1, ROW_BYTES), (pages.stride(0), ROW_BYTES, ROW_BYTES, 1))
-
-
-def _flashmla_prefill(inputs: Inputs) -> Call:
-    """One table: window and entries are neighbours in memory."""
-    import flash_mla
-
-    heads, inputs = inputs.q.shape[1], padded_heads(inputs)
-    lists, lengths, storage = one_list(inputs)
-    kv, q, sink = storage[:, None], inputs.q, inputs.sink
-    return lambda: flash_mla.flash_mla_sparse_fwd(q, kv, lists, SCALE, ROW_DIM, sink, lengths, use_legacy=True)[0][
-        :, :heads
-    ]
-
-
-def one_list(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Window and entries of a chunk of plain rows as one list over one table.
-
-    Returns:
-        lists [T, 1, n] int32 with n a multiple of 128 and -1 behind the end, lengths [T] int32, storage [N, 512].
-    """
-    window = inputs.window.storage
-    lists, lengths = inputs.window_rows, torch.full_like(inputs.window_rows[:, 0], inputs.window_rows.shape[1])
-    num_rows = inputs.window.num_rows
-    if inputs.entries is not None:
-        expected = window.data_ptr() + window.numel() * window.element_size()
-        assert inputs.entries.storage.data_ptr() == expected, "entries must lie behind the window's rows"
-        offset = torch.where(inputs.entry_list >= 0, inputs.entry_list + num_rows, -1)
-        lists, lengths = torch.cat([lists, offset], 1), lengths + inputs.visible
-        num_rows += inputs.entries.num_rows
-    return padded(lists, 128)[:, None], lengths, window.as_strided((num_rows, ROW_DIM), (ROW_DIM, 1))
-
-
-def padded(lists: Tensor, multiple: int) -> Tensor:
-    """[T, n] -> [T, a multiple], int32, with -1 behind."""
-    return torch.nn.functional.pad(lists, (0, -lists.shape[1] % multiple), value=-1).int().contiguous()
-
-
-def trtllm_gen(sets: list[Inputs], case: Case) -> list[Call]:
-    """flashinfer's kernel of SGLang's `--dsv4-attn-backend trtllm`: rows and queries in FP8 with one scale, 512 bytes.
-
-    Decode only. Its rows are ours, dequantised and rounded to e4m3: other bytes and less exact.
-    """
-    from flashinfer.mla import trtllm_batch_decode_sparse_mla_dsv4
-
-    window = _uniform_fp8(sets[0].window)
-    entries = window if sets[0].entries is None else _uniform_fp8(sets[0].entries)
-    workspace = torch.zeros(128 << 20, dtype=torch.int8, device=window.device)
-
-    def call(inputs: Inputs) -> Call:
-        lists = inputs.window_rows if inputs.entries is None else torch.cat([inputs.window_rows, inputs.entry_list], 1)
-        lists = torch.nn.functional.pad(lists, (0, 0, 0, -len(lists) % 64), value=-1)  # it reads tables by 64 rows
-        lengths = torch.full_like(inputs.window_rows[:, 0], inputs.window_rows.shape[1])
-        arguments = {
-            "query": inputs.q.to(torch.float8_e4m3fn)[:, None],
-            "swa_kv_cache": window,
-            "workspace_buffer": workspace,
-            "sparse_indices": lists[: len(lengths)],
-            "compressed_kv_cache": entries,
-            "sparse_topk_lens": lengths if inputs.visible is None else lengths + inputs.visible,
-            "seq_lens": torch.full_like(lengths, case.context),
-            "bmm1_scale": SCALE,
-            "bmm2_scale": 1.0,
-            "sinks": inputs.sink,
-            "kv_layout": "HND",
-            "backend": "trtllm-gen",
-        }
-        return lambda: trtllm_batch_decode_sparse_mla_dsv4(**arguments).view(inputs.q.shape)
-
-    return [call(inputs) for inputs in sets]
-
-
-_uniform_pools: dict[int, Tensor] = {}
-
-
-def _uniform_fp8(rows: KVRows) -> Tensor:
-    """[pages, 1, 64, 512] e4m3 of a pool's values, made once."""
-    key = rows.storage.data_ptr()
-    if key not in _uniform_pools:
-        made = torch.empty(rows.num_rows, ROW_DIM, dtype=torch.float8_e4m3fn, device=rows.device)
-        for part in torch.arange(rows.num_rows, device=rows.device).split(1 << 18):
-            made[part[0] : part[0] + len(part)] = rows.gather(part).to(torch.float8_e4m3fn)
-        _uniform_pools[key] = made.view(-1, 1, PAGE_ROWS, ROW_DIM)
-    return _uniform_pools[key]
-
-
 # ---- measuring
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What this card does at best."""
-
-    bytes_per_second: float
-    flops_per_second: float
-
-    def floor_us(self, inputs: Inputs) -> tuple[float, str]:
-        """The least time of a call, and which of the two bounds it."""
-        memory = 1e6 * inputs.bytes() / self.bytes_per_second
-        compute = 1e6 * inputs.flops() / self.flops_per_second
-        return (memory, "bytes") if memory >= compute else (compute, "flops")
-
-
-def measure_ceilings(device: torch.device) -> Ceilings:
-    """Copy bandwidth and matrix product rate."""
-    size, n = (1 << 30, 8192) if device.type == "cuda" else (1 << 24, 256)
-    origin = torch.randn(size // 4, device=device)
-    copy = torch.empty_like(origin)
-    a, b = torch.randn(2, n, n, device=device).bfloat16()
-    product = torch.empty_like(a)
-    # By a kernel: a graph copies by a memcpy node, 2.7 TB/s on an H200, where our attention over windows moved 3.1.
-    calls = {"copy": [lambda: torch.neg(origin, out=copy)], "matmul": [lambda: torch.mm(a, b, out=product)]}
-    times = interleaved(calls, device, 0.3 if device.type == "cuda" else 0.0)
-    return Ceilings(2e6 * size / times["copy"].median_us, 2e6 * n**3 / times["matmul"].median_us)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Microseconds of one call."""
-
-    median_us: float
-    spread: float
-    """Difference of the quartiles over the median."""
-
-
-def interleaved(contenders: dict[str, list[Call]], device: torch.device, seconds: float) -> dict[str, Timing]:
-    """Replays of each contender's calls, in turns, for `seconds` in all and at least five times."""
-    replays = {name: _prepared(calls, device) for name, calls in contenders.items()}
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < seconds or len(next(iter(samples.values()))) < 5:
-        for name, replay in replays.items():
-            samples[name].append(_elapsed_us(replay, device) / len(contenders[name]))
-    timings = {}
-    for name, taken in samples.items():
-        low, middle, high = statistics.quantiles(taken, n=4)
-        timings[name] = Timing(middle, (high - low) / middle)
-    return timings
-
-
-def _prepared(calls: list[Call], device: torch.device) -> Callable[[], object]:
-    """What runs all calls once; on a GPU one graph, its calls warmed up (compiled, scheduled) beforehand."""
-    if device.type != "cuda":
-        return lambda: [call() for call in calls]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph.replay
-
-
-def _elapsed_us(replay: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        replay()
-        return 1e6 * (time.perf_counter() - begin)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    replay()
-    end.record()
-    end.synchronize()
-    return 1e3 * begin.elapsed_time(end)
 
 
 def relative_errors(outputs: dict[str, Tensor], inputs: Inputs) -> dict[str, float]:
@@ -445,13 +153,6 @@ def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> 
     return row
 
 
-def l2_bytes(device: torch.device) -> int:
-    """Of the device's L2 cache."""
-    if device.type != "cuda":
-        return L2_BYTES_WITHOUT_GPU
-    return torch.cuda.get_device_properties(device).L2_cache_size
-
-
 # ---- what is reported
 
 
@@ -494,11 +195,6 @@ def compare_few_heads(rows: list[dict]) -> list[dict[str, object]]:
             ratios = {"ratio_to_64": round(us / of_64["ours_us"], 3), "ratio_to_many": many and round(us / many, 3)}
             compared.append({"name": name, "heads": heads, **times, **ratios})
     return compared
-
-
-def geometric_mean(values: list[float]) -> float | None:
-    """None of nothing."""
-    return round(math.exp(statistics.fmean(map(math.log, values))), 4) if values else None
 
 
 def _extreme(choose: Callable, values: dict[str, float]) -> dict[str, object] | None:
@@ -572,46 +268,6 @@ def plot(result: dict, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def versions() -> dict[str, str | None]:
-    """Of what takes part."""
-    found: dict[str, str | None] = {"torch": torch.__version__, "python": sys.version.split()[0]}
-    for package in ("nvidia-cutlass-dsl", "sgl-flash-mla", "flashinfer-python", "sglang-dsv4"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    if found["nvidia-cutlass-dsl"] is None and "cutlass" in sys.modules:  # unpacked, not installed
-        found["nvidia-cutlass-dsl"] = sys.modules["cutlass"].__version__
-    return found
-
-
-def gpu_state() -> dict[str, str] | None:
-    """Clocks, power and driver as nvidia-smi gives them, and whether launches of ours begin early by default."""
-    fields = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "temperature.gpu", "driver_version")
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    found = dict(zip(fields, (part.strip() for part in answer.strip().split(",")), strict=False))
-    return found | {dependent_launch.VARIABLE: "on" if dependent_launch.is_on() else "off"}
-
-
-def heading(benchmark: str, device: torch.device) -> tuple[Ceilings, dict[str, object]]:
-    """The card's limits, printed, and what a result of products begins with: what it is of, the card and its state,
-    versions, and no case yet."""
-    ceilings, gpu = measure_ceilings(device), torch.cuda.get_device_name(device)
-    print(f"{gpu}: {ceilings.bytes_per_second / 1e12:.2f} TB/s, {ceilings.flops_per_second / 1e12:.0f} TFLOP/s in bf16")
-    return ceilings, {
-        "benchmark": benchmark,
-        "gpu": gpu,
-        "copy_tb_s": round(ceilings.bytes_per_second / 1e12, 3),
-        "versions": versions(),
-        "state": gpu_state(),
-        "cases": [],
-    }
 
 
 def _clocks_at_work(device: torch.device) -> dict[str, str] | None:

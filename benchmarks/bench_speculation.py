@@ -57,12 +57,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import serve_load
-from serve_profile import busy_us, decode_events, gpu_work
-from servers import SWITCHES, Server, running, versions
+from lib import serve_load
+from lib.model_shapes import FLASH, write_config
+from lib.serve_profile import busy_us, decode_events, gpu_work
+from lib.servers import SWITCHES, Server, running, versions
 
-from sglang_dsv4.cpu.random_checkpoint import PRESETS, Shape, hf_config, write_checkpoint
-from sglang_dsv4.cpu.random_tokenizer import write_tokenizer
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 WORKS = ("graphs", "agreement", "decode", "eagle", "dspark")
 CONTENDERS = ("ours", "builtin")
@@ -72,9 +72,6 @@ REQUESTS = (1, 16, 64)
 SMALLEST_GRAPH = 12
 """Kernels of one launch on the host above which it is a graph's replay; nothing else launches several."""
 
-FLASH = replace(
-    PRESETS["flash"], hidden_size=4096, moe_intermediate_size=2048, n_routed_experts=256, vocab_size=129_280
-)
 MODELS = {
     "april": FLASH,
     "dspark": replace(FLASH, dspark_markov_rank=256, dspark_target_layer_ids=(3, 4, 5), dspark_noise_token_id=128_799),
@@ -111,13 +108,6 @@ def write_models(folder: Path, tiny: bool, full_size: bool = False) -> None:
             write_checkpoint(model, shape)
         else:
             write_config(model, shape)
-
-
-def write_config(model: Path, shape: Shape) -> None:
-    """A checkpoint without weights."""
-    model.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(model, shape.vocab_size, shape.max_position_embeddings)
-    (model / "config.json").write_text(json.dumps(hf_config(shape), indent=2) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------ times of steps

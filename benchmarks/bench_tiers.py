@@ -46,9 +46,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import servers
 import torch
-from bench_speculation import FLASH, write_config
+from lib import servers
+from lib.model_shapes import FLASH, write_config
 
 WORKS = ("copies", "ttft")
 TIERS = ("cold", "device", "host", "disk")

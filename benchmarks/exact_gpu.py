@@ -47,10 +47,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import exact_trace
-import serve_load
-from exact_trace import Findings, References, Sizes, read_references, write_references
-from servers import Server, running, versions
+from lib import exact_trace, serve_load
+from lib.exact_trace import Findings, References, Sizes, read_references, write_references
+from lib.servers import Server, running, versions
 
 FLAG = "--enable-deterministic-inference"
 WORKS = ("proof", "chunks", "sglang", "price", "speculation")

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-from prefix_replay import PAGE, tail_engine
+from lib.prefix_replay import PAGE, tail_engine
 
 from dsv4_radix_cache.store import CheckpointStore
 

@@ -252,7 +252,7 @@ def packed_experts(d: Dimensions, device: torch.device, most: int) -> Iterator[O
     """Hopper's routed experts, a few of them, so that tiles of all widths occur."""
     if torch.cuda.get_device_capability(device)[0] != 9:
         return
-    from bench_experts import LIMIT, Model, inputs, random_experts
+    from lib.experts_inputs import LIMIT, Model, inputs, random_experts
 
     from dsv4_kernels.moe.sm90 import launch
 

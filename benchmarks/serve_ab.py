@@ -47,9 +47,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import serve_load
-from serve_profile import Profile, profile_decode, profile_prefill
-from servers import CONTENDERS, STALL_S, SWITCHES, Server, running, versions
+from lib import serve_load
+from lib.serve_profile import Profile, profile_decode, profile_prefill
+from lib.servers import CONTENDERS, STALL_S, SWITCHES, Server, running, versions
 
 WORKS = ("decode", "prefill", "multi_turn", "profile", "churn", "agreement")
 WORKS_OF = {  # how the rows are named that only this work has

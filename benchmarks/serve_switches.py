@@ -18,9 +18,8 @@ import statistics
 import time
 from pathlib import Path
 
-import serve_load
-import servers
-from serve_profile import profile_decode
+from lib import serve_load, servers
+from lib.serve_profile import profile_decode
 
 CONTEXT = 4608
 LONG_PROMPT = 65536

@@ -11,7 +11,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from attention_inputs import (
+from bench_sparse_attention import Options, compare_few_heads, line, plot, run, summary
+from lib import attention_contenders
+from lib.attention_contenders import flashmla_table, one_list, padded, unpacked_chunks
+from lib.attention_inputs import (
     CONTEXTS,
     WINDOW,
     Case,
@@ -26,20 +29,7 @@ from attention_inputs import (
     quick_cases,
     unpacked_rows,
 )
-from bench_sparse_attention import (
-    Ceilings,
-    Options,
-    _flashmla_table,
-    compare_few_heads,
-    geometric_mean,
-    line,
-    one_list,
-    padded,
-    plot,
-    run,
-    summary,
-    unpacked_chunks,
-)
+from lib.measuring import Ceilings, geometric_mean
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import ROW_BYTES, KVRows, RowFormat
@@ -146,7 +136,7 @@ def test_flashmla_is_given_the_same_rows_as_one_list(pools: Pools, case: Case) -
 
 def test_flashmla_reads_the_same_bytes(pools: Pools) -> None:
     """Row r is page r // 64, place r % 64; within a page 64 x 576 bytes of data come before 64 x 8 of scales."""
-    table = _flashmla_table(pools.window)
+    table = flashmla_table(pools.window)
     assert table.shape[1:] == (64, 1, 584) and table.stride()[:2] == (37_440, 584)
     page = table[2].view(torch.uint8).flatten()
     data, scales = pools.window._split_pages()
@@ -318,10 +308,8 @@ def test_a_line_of_the_table() -> None:
 
 
 def test_a_wrong_output_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import bench_sparse_attention
-
-    original = bench_sparse_attention.sparse_attention
-    monkeypatch.setattr(bench_sparse_attention, "sparse_attention", lambda **kwargs: original(**kwargs) * 1.05)
+    original = attention_contenders.sparse_attention
+    monkeypatch.setattr(attention_contenders, "sparse_attention", lambda **kwargs: original(**kwargs) * 1.05)
     result = run([DECODE[0]], Options("ref", None, CPU, 0.0, ()), 12 * MIB, 8 * MIB, lambda text: None)
     assert not result["cases"] and "our output is off by 0.05" in result["wrong"][0]
 

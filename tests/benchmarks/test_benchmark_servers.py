@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-import servers
+from lib import servers
 
 FLAGS = ("--tp-size", "1", "--chunked-prefill-size", "2048", "--sleep-on-idle")
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import bench_row_kernels
 import pytest
 import torch
-from bench_row_kernels import WORKS, Chain, check_chain, distance, line, number_of_sets, run, run_chain
+from bench_row_kernels import distance, line, number_of_sets, run, run_chain
+from lib import row_kernel_chain
+from lib.row_kernel_chain import Chain, check_chain
+from lib.row_kernel_works import WORKS
 
 CPU = torch.device("cpu")
 
@@ -69,11 +72,11 @@ def test_a_chain_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> N
     from dsv4_kernels.device import dependent_launch
 
     def late(*arguments: object) -> tuple[torch.Tensor, ...]:
-        codes, scales = bench_row_kernels.rms_norm_fp8(*arguments)
+        codes, scales = row_kernel_chain.rms_norm_fp8(*arguments)
         return codes, scales + dependent_launch.is_on()
 
     chain = Chain(1, 1, CPU, "ref")
     check_chain(chain)
-    monkeypatch.setattr(bench_row_kernels, "swiglu_fp8", lambda x, *rest: late(x[:, :2048], None, 1e-6, *rest[1:]))
+    monkeypatch.setattr(row_kernel_chain, "swiglu_fp8", lambda x, *rest: late(x[:, :2048], None, 1e-6, *rest[1:]))
     with pytest.raises(AssertionError, match=r"differ in replay 0; nothing is timed"):
         check_chain(chain)

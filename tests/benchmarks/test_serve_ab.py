@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 import serve_ab
-import serve_load
-import serve_profile
-import servers
+from lib import serve_load, serve_profile, servers
+from lib.serve_load import Reply
 from serve_ab import Row
-from serve_load import Reply
 
 from sglang_dsv4.cache.pool_plan import PoolPlan
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config

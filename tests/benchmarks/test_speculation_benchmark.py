@@ -12,11 +12,11 @@ from typing import Any
 
 import bench_speculation
 import pytest
-import serve_load
 from bench_speculation import Results, Steps, compared, replays, rows_of, steps, write_config
+from lib import serve_load
+from lib.serve_load import Reply
+from lib.serve_profile import gpu_work
 from model.released_configs import FLASH, FLASH_0731
-from serve_load import Reply
-from serve_profile import gpu_work
 
 from sglang_dsv4.cpu.random_checkpoint import hf_config
 from sglang_dsv4.model_config.config import Config

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from unittest import mock
 
-import bench_row_kernels
 import pytest
 import torch
+from lib.row_kernel_chain import Chain, check_chain
+from lib.row_kernel_works import WORKS
 from ops.early_launches import a_missing_wait_is_noticed, early_flags, launched_early
 from ops.number_formats import same_bits
 from ops.row_kernels import ARCH, KERNELS, emulated_row_kernel
@@ -27,7 +28,7 @@ from dsv4_kernels.host import compile_cache
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 pytestmark = pytest.mark.usefixtures("compiled_here")
 
-ROWS = tuple(name for name in bench_row_kernels.WORKS if name != "norm_rope_store_16_heads")
+ROWS = tuple(name for name in WORKS if name != "norm_rope_store_16_heads")
 
 
 @contextlib.contextmanager
@@ -41,7 +42,7 @@ def by_name() -> Iterator[None]:
 def rows(name: str, kernel: str) -> list[Tensor]:
     """Results of one small op, whose implementation `kernel` runs in the emulator."""
     torch.manual_seed(0)
-    work = bench_row_kernels.WORKS[name](3, torch.device("cpu"))
+    work = WORKS[name](3, torch.device("cpu"))
     with by_name(), emulated_row_kernel(kernel, "random"):
         return list(work.call(kernel))
 
@@ -201,10 +202,10 @@ def test_the_benchmarks_chain(kernel: str) -> None:
     from host import emulated
 
     with by_name(), emulated(checks=Checks.strict(), arch=ARCH[kernel], schedule="random") as device:
-        chain = bench_row_kernels.Chain(2, 1, torch.device("cpu"), kernel)
+        chain = Chain(2, 1, torch.device("cpu"), kernel)
         for fn in chain.fn:
             device.memory.constant(fn)
-        bench_row_kernels.check_chain(chain)
+        check_chain(chain)
     assert (len(device.reports), device.dependent_launches) == (2 * chain.LAUNCHES, chain.LAUNCHES)
 
 
@@ -213,4 +214,4 @@ def test_the_benchmarks_chain(kernel: str) -> None:
 def test_a_graph_of_early_launches_has_the_same_bits(kernel_on_gpu: Callable[[str], str], tokens: int) -> None:
     """Replayed many times: a kernel that reads before it waits is wrong now and then."""
     device = torch.device("cuda")
-    bench_row_kernels.check_chain(bench_row_kernels.Chain(tokens, 6, device, kernel_on_gpu("norm_rope_store")))
+    check_chain(Chain(tokens, 6, device, kernel_on_gpu("norm_rope_store")))

@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import exact_trace
 import pytest
-from exact_trace import Answer, Findings, Request, Sizes
+from lib import exact_trace
+from lib.exact_trace import Answer, Findings, Request, Sizes
 from serving.planted import planted_ops
 from serving.planted.planted_ops import FILE_VARIABLE
 from serving.server import MAX_RUNNING, POOL_TOKENS, SLEEP_ON_IDLE, TAILS, Server, run_until_it_stops, running_server

@@ -437,8 +437,8 @@ MOST_REGISTERS = {"csa": 168, "hca": 128, "keep": 48}
 
 
 def test_nothing_is_spilled(kernel: str) -> None:
-    from cubin import resources
     from host import emulated
+    from lib.cubin import resources
 
     from dsv4_kernels.compressor import gpu
 

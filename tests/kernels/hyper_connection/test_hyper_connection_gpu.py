@@ -504,8 +504,8 @@ def test_the_models_widths(arch: str, d: int) -> None:
     """Right, and as planned by what the compiler says of what many tokens take, with one team and with several:
     registers and shared memory for as many CTAs of a multiprocessor. 28 words of a thread may lie on the stack, of
     some 4,300 instructions: where streams are loaded, 80 words of them and 20 coefficients are held at once."""
-    from cubin import resources
     from host import emulated
+    from lib.cubin import resources
 
     from dsv4_kernels.hyper_connection import gpu
     from dsv4_kernels.hyper_connection.plan import REGISTERS, SHARED_BYTES, Plan, shared_memory

@@ -372,8 +372,8 @@ def test_narrow_weights_have_narrow_tiles() -> None:
 
 
 def test_registers_and_shared_memory() -> None:
-    from cubin import resources
     from host import emulated
+    from lib.cubin import resources
 
     from dsv4_kernels.linear import fp8
     from dsv4_kernels.linear.fp8_plan import SMEM_BYTES

@@ -274,7 +274,7 @@ def test_the_choice_of_a_tile(rows: int, groups: int) -> None:
 def test_the_choice_is_near_the_best_that_was_measured() -> None:
     """Within 1 % of the fastest tile in the geometric mean of the committed sweep."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    import bench_invariant_linear as bench
+    from lib.invariant_linear_layers import LAYERS, name_of
 
     from dsv4_kernels.linear import gpu
 
@@ -282,9 +282,9 @@ def test_the_choice_is_near_the_best_that_was_measured() -> None:
     regrets = []
     for case in cases:
         name, _, tokens = case["name"].rpartition("-t")
-        groups, rows = bench.LAYERS[name]
+        groups, rows = LAYERS[name]
         times = {key: value for key, value in case.items() if key.startswith("ours") and key.endswith("_us")}
-        tile = bench.name_of(gpu.chosen("sm_90a", int(tokens), rows, groups, 132))
+        tile = name_of(gpu.chosen("sm_90a", int(tokens), rows, groups, 132))
         if f"{tile}_us" in times:
             regrets.append(math.log(times[f"{tile}_us"] / min(times.values())))
     assert len(regrets) > 40 and math.exp(statistics.mean(regrets)) < 1.015

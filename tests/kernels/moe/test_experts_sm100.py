@@ -298,8 +298,8 @@ def test_the_work_list_is_made_without_the_host(nothing_waits: None) -> None:
 
 def test_no_configuration_spills() -> None:
     """And the table of bounds is of this kernel."""
-    from experts_sm100_static import PLANS, RESULTS, resources_of
     from host import emulated
+    from lib.experts_sm100_static import PLANS, RESULTS, resources_of
 
     recorded = json.loads(RESULTS.read_text())["resources"]
     assert recorded.keys() == {str(plan) for plan in PLANS}

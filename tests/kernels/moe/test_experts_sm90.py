@@ -348,7 +348,7 @@ def test_sizes_follow_from_shapes() -> None:
 
 @pytest.mark.parametrize("shape", shape_names())
 def test_the_estimate_counts_what_is_listed(shape: str) -> None:
-    import experts_sm90_static as static
+    from lib import experts_sm90_static as static
 
     for case in (*PAIRED.values(), CASES["several-tiles-of-one-expert"], Case(300, chosen=2, experts=3, d=512)):
         slots = torch.bincount(case.inputs()[2].flatten(), minlength=case.experts).tolist()
@@ -361,9 +361,10 @@ def test_the_estimate_counts_what_is_listed(shape: str) -> None:
 
 def test_the_estimate_is_near_what_was_measured() -> None:
     """Of an H200 with all tokens at six experts; and pairs are worth having there."""
-    import experts_sm90_static as static
+    from lib import experts_sm90_static as static
+    from lib.experts_inputs import MODELS
 
-    measured, model = static.measured_us(), static.MODELS["flash"]
+    measured, model = static.measured_us(), MODELS["flash"]
     for tokens in (16, 64, 128, 256, 1024):
         slots = [tokens] * 6 + [0] * (model.experts - 6)
         by_shape = {name: static.estimate(slots, model, shapes()[name]).us for name in ("narrow", "paired")}
@@ -545,8 +546,8 @@ def test_pairs_are_taken_where_multiprocessors_stay_busy() -> None:
 
 @pytest.mark.parametrize("shape", shape_names())
 def test_no_configuration_spills(shape: str) -> None:
-    from cubin import resources
     from host import emulated
+    from lib.cubin import resources
 
     from dsv4_kernels.moe.sm90 import launch
     from dsv4_kernels.moe.sm90.plan import CONSUMER_WARPS, Plan, Product

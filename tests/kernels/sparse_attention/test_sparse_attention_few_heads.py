@@ -363,7 +363,7 @@ CONFIGURATIONS = [(fp8, entries) for fp8 in (True, False) for entries in ("NONE"
 def test_compiled(fp8_rows: bool, entries: str) -> None:
     """No register, byte of the stack or of code more than benchmarks/results says; wgmma runs asynchronously."""
     from host import emulated
-    from sparse_attention_sm90_static import RESULTS, static_numbers
+    from lib.sparse_attention_sm90_static import RESULTS, static_numbers
 
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
     from dsv4_kernels.sparse_attention.sm90.few_heads.plan import CTAS, WARPGROUP, FewHeads

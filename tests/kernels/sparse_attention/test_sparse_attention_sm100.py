@@ -260,7 +260,7 @@ def test_the_width_of_lists_and_tables_is_not_seen(split_keys: int | None) -> No
 
 
 def recorded() -> dict:
-    from sparse_attention_sm100_static import RESULTS
+    from lib.sparse_attention_sm100_static import RESULTS
 
     return json.loads(RESULTS.read_text())
 
@@ -268,7 +268,7 @@ def recorded() -> dict:
 def test_resources_are_the_recorded_ones() -> None:
     """No spills, and no register or byte more than benchmarks/results says (written by the script of that name)."""
     from host import emulated
-    from sparse_attention_sm100_static import all_resources
+    from lib.sparse_attention_sm100_static import all_resources
 
     with emulated():
         found = all_resources()
@@ -283,8 +283,8 @@ def test_resources_are_the_recorded_ones() -> None:
 
 def test_compiles_for_b300() -> None:
     """benchmarks/README_B200.md names it."""
-    from cubin import resources
     from host import emulated
+    from lib.cubin import resources
 
     from dsv4_kernels.sparse_attention.sm100 import launch as sm100
 
@@ -316,8 +316,8 @@ def test_static_bounds() -> None:
     For pairs of CTAs nothing on the chip takes more than 1.25 of the tensor core's floor. Nothing takes more than 1.25
     of the larger of that floor and HBM's, but for 1M tokens of HCA with 64 heads.
     """
-    from sparse_attention_sm100_static import CASES as STATIC_CASES
-    from sparse_attention_sm100_static import UNITS, cycles_of
+    from lib.sparse_attention_sm100_static import CASES as STATIC_CASES
+    from lib.sparse_attention_sm100_static import UNITS, cycles_of
 
     cycles = recorded()["cycles"]
     assert cycles.keys() == {case.name for case in STATIC_CASES}

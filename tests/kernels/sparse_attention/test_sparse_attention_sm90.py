@@ -457,7 +457,7 @@ def test_deleted_synchronisation_is_noticed(name: str) -> None:
 def gate(configuration: Configuration) -> dict[str, int]:
     """Compiles a configuration and compares it with the record, which is what it says of it."""
     from host import emulated
-    from sparse_attention_sm90_static import RESULTS, static_numbers
+    from lib.sparse_attention_sm90_static import RESULTS, static_numbers
 
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
@@ -521,7 +521,7 @@ def test_compiled(fp8_rows: bool, entries: str, split: str, channel_splits: int)
 
 
 def test_every_configuration_is_recorded() -> None:
-    from sparse_attention_sm90_static import RESULTS
+    from lib.sparse_attention_sm90_static import RESULTS
 
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 

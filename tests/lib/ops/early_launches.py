@@ -77,7 +77,7 @@ def assert_machine_code_waits(cubin: bytes, waits: bool, ahead: Sequence[str]) -
 
     Without `waits` the code has neither a wait nor a signal.
     """
-    from cubin import opcodes
+    from lib.cubin import opcodes
 
     found = [opcode for opcode in opcodes(cubin) if opcode in (WAIT, NEXT_MAY_BEGIN, *ACCESSES)]
     if not waits:

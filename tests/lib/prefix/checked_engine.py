@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from prefix_replay import ReplayEngine, Running
+from lib.prefix_replay import ReplayEngine, Running
 
 from dsv4_radix_cache.invariants import check
 from dsv4_radix_cache.slots import Holder

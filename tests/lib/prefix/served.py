@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+from lib.prefix_replay import PAGE, ReplayEngine, Running
 from model.harness import Harness, Request
 from prefix.waiting import WithStorage
-from prefix_replay import PAGE, ReplayEngine, Running
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from torch import Tensor
 

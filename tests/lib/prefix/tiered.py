@@ -15,9 +15,9 @@ from hashlib import blake2b
 from types import SimpleNamespace
 
 import torch
+from lib.prefix_replay import PAGE, Running, tail_engine
 from prefix.checked_engine import CheckedEngine
 from prefix.waiting import WithStorage
-from prefix_replay import PAGE, Running, tail_engine
 from torch import Tensor
 
 from dsv4_radix_cache.host_pages import HostPages

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 from cache.host_waits import READS, NoWaiting, OnDevice
+from lib.prefix_replay import PAGE, Running
 from prefix.checked_engine import longest_stored, retract_all, retract_or_finish, some
 from prefix.tiered import BYTES, Backend, Records, TieredEngine, admit, name_of, tensor_of
 from prefix.waiting import handle
-from prefix_replay import PAGE, Running
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from torch import Tensor

@@ -11,10 +11,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-import prefix_replay
 import pytest
+from lib import prefix_replay
+from lib.prefix_replay import PAGE, Running, tail_engine
 from prefix.checked_engine import CheckedEngine, longest_stored, retract_all, retract_or_finish, some
-from prefix_replay import PAGE, Running, tail_engine
 
 
 @pytest.fixture(scope="module")

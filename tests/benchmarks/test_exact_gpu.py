@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import exact_gpu
 import pytest
-from exact_trace import Answer, Findings, References, Request, requests_of_a_trace
+from lib.exact_trace import Answer, Findings, References, Request, requests_of_a_trace
 from serving.server import free_port
 
 PREFIX = """\

@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from serve_load import connections
+
+from lib.serve_load import connections
 
 TOP = 5
 TIMEOUT_S = 900
