@@ -1,12 +1,12 @@
-"""The kernels that work on rows, between the products of a layer, against the card's copy bandwidth.
+"""The row kernels between the products of a layer, against the card's copy bandwidth.
 
     python benchmarks/bench_row_kernels.py [--ops REGEX] [--tokens 1,64,8192] [--impl sm90] [--ref] [--out FILE.json]
 
 Flash's sizes: hidden 4096, 64 heads of 512 (and 16, a rank of four), q_lora 1024, 256 experts of which 6, 2048
-intermediate channels. Each op first runs once beside its reference (WRONG is the largest relative distance, in the
+intermediate channels. Each op is first compared with its reference (WRONG is the largest relative distance, in the
 Frobenius norm). Then its calls over several sets of inputs are captured in a CUDA graph, and the time is the median of
-a replay over its calls: launch to launch, as in a captured decode step. Sets take turns until they are twice the L2
-cache, or MOST_SETS of them: below that (few tokens) inputs come from L2, as in a forward, where a product has just
+a replay over its calls: launch to launch, as in a captured decode step. Calls alternate between sets that are twice the
+L2 cache in size, at most MOST_SETS: with few tokens inputs come from L2, as in a forward, where a product has just
 written them.
 
     floor = bytes / copy bandwidth        read once and written once; the bandwidth measured in the same run
@@ -15,10 +15,10 @@ written them.
 
     python benchmarks/bench_row_kernels.py --chain [--tokens 1,4,16,64] [--layers 43] [--out FILE.json]
 
-times what launching so many small kernels costs: all layers' boundaries and row kernels in one CUDA graph, each reading
-what one before has written, and the same with every launch allowed to begin while the one before ends
-(`device.dependent_launch`). Before that, replays of the second must have the bits of the first's kernels one by
-one, REPLAYS times. Products and attention are left out: in a step they lie between these.
+times the launches of all these small kernels: all layers' boundaries and row kernels in one CUDA graph, each reading an
+earlier kernel's result, and the same with every launch allowed to begin while the one before ends
+(`device.dependent_launch`). Before that, REPLAYS replays of the second must have the bits of the first's kernels one by
+one. Products and attention are left out: in a step they lie between these.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ WRONG = 0.01
 
 
 def distance(name: str, tokens: int, device: torch.device, impl: str) -> float:
-    """Largest relative distance of an implementation's results from the reference's, on the same inputs.
+    """Return the largest relative distance of an implementation's results from the reference's, on the same inputs.
 
     Raises:
-        AssertionError: it is more than WRONG.
+        AssertionError: the distance is above WRONG.
     """
     made = []
     for which in (impl, "ref"):
@@ -63,13 +63,13 @@ def distance(name: str, tokens: int, device: torch.device, impl: str) -> float:
 
 
 def number_of_sets(bytes_a_set: int, device: torch.device) -> int:
-    """Twice the L2 cache, within MOST_SETS and MOST_SET_BYTES."""
+    """Return the number of sets that are twice the L2 cache, within MOST_SETS and MOST_SET_BYTES."""
     wanted = -(-2 * l2_bytes(device) // bytes_a_set) + 1
     return max(1, min(wanted, MOST_SETS, MOST_SET_BYTES // bytes_a_set))
 
 
 def run_case(name: str, tokens: int, device: torch.device, impl: str, bandwidth: float, with_ref: bool) -> dict:
-    """One row of the result."""
+    """Return one row of the result."""
     error = distance(name, tokens, device, impl)
     first = WORKS[name](tokens, device)
     sets = [first] + [WORKS[name](tokens, device) for _ in range(number_of_sets(first.bytes, device) - 1)]
@@ -78,7 +78,7 @@ def run_case(name: str, tokens: int, device: torch.device, impl: str, bandwidth:
         return [lambda work=work: work.call(which) for work in sets]
 
     contenders = {"ours": calls(impl)}
-    # What reads a list back cannot be captured.
+    # A reference that copies a list to the host cannot be captured.
     if with_ref and registry.chosen(first.op, device, torch.bfloat16, "ref").graph_safe:
         contenders["ref"] = calls("ref")
     times = interleaved(contenders, device, SECONDS_PER_CASE * len(contenders) if device.type == "cuda" else 0.0)
@@ -96,7 +96,7 @@ def run_case(name: str, tokens: int, device: torch.device, impl: str, bandwidth:
 
 
 def run_chain(device: torch.device, impl: str, tokens: Sequence[int], layers: int) -> dict:
-    """The result; prints it row by row."""
+    """Measure the chain; print it row by row; return the result."""
     print(f"{'tokens':>6} {'launches':>9} {'us':>9} {'each':>7} {'early us':>9} {'each':>7} {'ratio':>7}")
     rows = []
     for count in tokens:
@@ -115,7 +115,7 @@ def run_chain(device: torch.device, impl: str, tokens: Sequence[int], layers: in
 
 
 def about(device: torch.device, impl: str) -> dict:
-    """Where it was measured."""
+    """Return the card, its state, the implementation and versions, for a result."""
     on_gpu = device.type == "cuda"
     return {
         "gpu": torch.cuda.get_device_name(device) if on_gpu else "none",
@@ -126,7 +126,7 @@ def about(device: torch.device, impl: str) -> dict:
 
 
 def line(row: dict) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     reference = f"{row['ref_us']:10.1f}" if row["ref_us"] else f"{'-':>10}"
     share = row["floor_us"] / row["us"]
     return (
@@ -136,7 +136,7 @@ def line(row: dict) -> str:
 
 
 def run(device: torch.device, impl: str, ops: str, tokens: Sequence[int], with_ref: bool) -> dict:
-    """The result; prints it row by row."""
+    """Measure the ops; print them row by row; return the result."""
     bandwidth = measure_ceilings(device).bytes_per_second
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     print(f"{'op':26} {'tokens':>6} {'us':>9} {'floor':>9} {'of it':>6} {'ref us':>10} {'error':>9}")
@@ -150,7 +150,7 @@ def run(device: torch.device, impl: str, ops: str, tokens: Sequence[int], with_r
 
 
 def main() -> None:
-    """See the module."""
+    """Run the ops or the chain; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", default="", help="a regular expression of names of rows")
     parser.add_argument("--tokens", help="of a call, separated by commas")

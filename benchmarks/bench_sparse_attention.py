@@ -1,29 +1,29 @@
 """The attention kernels against FlashMLA (and on Blackwell flashinfer's trtllm-gen), and against the card's limits.
 
     python benchmarks/bench_sparse_attention.py [--cases REGEX] [--quick] [--impl sm90] [--out FILE.json]
-    python benchmarks/bench_sparse_attention.py --few-heads [...]       8 and 16 heads, beside 64
+    python benchmarks/bench_sparse_attention.py --few-heads [...]       8 and 16 heads, and 64
     python benchmarks/bench_sparse_attention.py --few-heads --alone --seconds 0.08 --minutes 0.9 \
         --cases '^decode-(csa|hca-32k).*-b(1|4|64|128|256)$'            the same within a minute, without FlashMLA
     python benchmarks/bench_sparse_attention.py --plot FILE.json        a picture of a result, FILE.png
 
 Every case runs on the same inputs in the same process: ours by the public function with the kernel forced by name,
 FlashMLA (the `flash_mla` module of sgl-flash-mla) called as SGLang calls it, its schedule made outside the timed part.
-A chunk over FP8 rows is what the attention backend does: where `dsv4_kernels.unpack.choice` says so, its workspace and
+A chunk over FP8 rows runs as in the attention backend: where `dsv4_kernels.unpack.choice` says so, its workspace and
 its request's pages are unpacked first, in the timed part ("rows" of the result: "unpacked"; `--no-unpack` never does).
-Beside it, as `flashmla_unpacked`, FlashMLA's sparse prefill, which SGLang calls for bf16 rows only, after the same
-unpacking. FlashMLA takes 64 heads or 128; fewer are padded, as SGLang does, outside of the timed part.
+`flashmla_unpacked` is FlashMLA's sparse prefill, which SGLang calls for bf16 rows only, after the same unpacking.
+FlashMLA takes 64 heads or 128; fewer are padded, as SGLang does, outside of the timed part.
 
 With `--few-heads` our kernels for many heads are contenders, too (`many_heads`), and at the end ours for few heads is
 compared with them and with the same case of 64 heads. `--alone` leaves FlashMLA and trtllm-gen out.
 
 First each output is compared with fp64 on up to four tokens, in the Frobenius norm; a result that is off by more than
-WRONG is not timed. Then each contender's calls over all sets of inputs (`attention_inputs`: cold L2) are captured in a
-CUDA graph and the graphs are replayed in turns; the time is the median of a replay over its calls.
+WRONG is not timed. Then each contender's calls over all sets of inputs (`lib.attention_inputs`: cold L2) are captured
+in a CUDA graph and the graphs are replayed in turns; the time is the median of a replay over its calls.
 
     floor = max(bytes / copy bandwidth, flops / matmul rate)
 
-with `Inputs.bytes` and `Inputs.flops`, the bandwidth (read + written) of a kernel that negates 1 GiB and the
-rate of a bf16 matrix product of 8,192 cubed, measured in the same run. The last line is the result as JSON.
+with `Inputs.bytes` and `Inputs.flops`, the bandwidth (read + written) of a kernel that negates 1 GiB and the rate of a
+bf16 matrix product of 8,192 cubed, measured in the same run. The last line is the result as JSON.
 """
 
 from __future__ import annotations
@@ -73,18 +73,15 @@ from dsv4_kernels.unpack import choice
 
 WRONG = 0.02
 LARGE_US = 25.0
-"""Cases with a floor of at least so many microseconds are the large ones."""
+"""Cases with a floor of at least this many microseconds count as large."""
 SECONDS_PER_CASE = 0.12
-
-
-# ---- contenders: inputs of all sets -> one call for each
 
 
 # ---- measuring
 
 
 def relative_errors(outputs: dict[str, Tensor], inputs: Inputs) -> dict[str, float]:
-    """|out - exact| / |exact| over the checked tokens, for each contender."""
+    """Return |out - exact| / |exact| over the checked tokens, for each contender."""
     tokens = list(checked_tokens(inputs))
     expected = torch.stack([exact(inputs, token) for token in tokens])
     return {name: float((out[tokens].double() - expected).norm() / expected.norm()) for name, out in outputs.items()}
@@ -92,7 +89,7 @@ def relative_errors(outputs: dict[str, Tensor], inputs: Inputs) -> dict[str, flo
 
 @dataclass(frozen=True)
 class Options:
-    """Of one run."""
+    """Options of one run."""
 
     impl: str
     split_keys: int | None
@@ -100,13 +97,13 @@ class Options:
     seconds: float
     opponents: tuple[str, ...]
     limit_seconds: float = math.inf
-    """Of the whole run; cases that have not begun by then are left out, and named."""
+    """Limit of the whole run; cases that have not begun by then are left out and named."""
     unpack: bool = True
-    """Whether we unpack FP8 rows of a chunk where that pays."""
+    """Whether our contender unpacks FP8 rows of a chunk where that pays."""
 
 
 def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> dict[str, object]:
-    """One row of the result.
+    """Return one row of the result.
 
     Raises:
         AssertionError: our output is wrong.
@@ -132,12 +129,12 @@ def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> 
         if (name == "trtllm" and case.prefill) or (name == "flashmla_unpacked" and not chunks):
             continue
         if name == "many_heads" and case.heads > FEW_HEADS:
-            continue  # that is ours
+            continue  # that contender is ours
         try:
             calls = makers[name]()
             outputs[name] = calls[0]()
             contenders[name] = calls
-        except Exception as error:  # an opponent that does not take this case is a fact about it
+        except Exception as error:  # an opponent that does not support the case is reported
             row[f"{name}_error"] = f"{type(error).__name__}: {error}"[:300]
     errors = relative_errors(outputs, sets[0])
     outputs.clear()
@@ -157,7 +154,7 @@ def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> 
 
 
 def summary(rows: list[dict]) -> dict[str, object]:
-    """Means over the cases; a ratio below 1 is in our favour."""
+    """Return means over the cases; a ratio below 1 is in our favour."""
     compared = [row for row in rows if row.get("flashmla_us")]
     ratios = {row["name"]: row["ours_us"] / row["flashmla_us"] for row in compared}
     errors = [row["rel_err"] / row["flashmla_rel_err"] for row in compared if row["flashmla_rel_err"]]
@@ -183,7 +180,8 @@ def summary(rows: list[dict]) -> dict[str, object]:
 
 
 def compare_few_heads(rows: list[dict]) -> list[dict[str, object]]:
-    """Of every case with few heads: its time over that of 64 heads, and over that of the kernels for many."""
+    """Return, for every case with few heads, its time over that of 64 heads and over that of the kernels for many
+    heads."""
     by_name = {row["name"]: row for row in rows}
     compared = []
     for name, row in by_name.items():
@@ -209,7 +207,7 @@ HEADER = (
 
 
 def line(row: dict) -> str:
-    """A row of the table: microseconds, and errors against fp64."""
+    """Return a row of the table: microseconds, and errors against fp64."""
 
     def number(value: float | None, width: int, form: str) -> str:
         return f"{value:{width}{form}}" if value is not None else f"{'-':>{width}}"
@@ -235,7 +233,7 @@ def line(row: dict) -> str:
 
 
 def plot(result: dict, path: Path) -> None:
-    """Share of the floor over the batch, one panel for each kind of layer and number of heads."""
+    """Draw the share of the floor over the batch, one panel for each kind of layer and number of heads."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -274,7 +272,7 @@ def _clocks_at_work(device: torch.device) -> dict[str, str] | None:
     if device.type != "cuda":
         return None
     a = torch.randn(8192, 8192, device=device).bfloat16()
-    for _ in range(600):  # a second of matrix products, which runs while nvidia-smi looks
+    for _ in range(600):  # a second of matrix products, during which nvidia-smi reads the clocks
         torch.mm(a, a)
     state = gpu_state()
     torch.cuda.synchronize()
@@ -282,7 +280,7 @@ def _clocks_at_work(device: torch.device) -> dict[str, str] | None:
 
 
 def opponents_here(device: torch.device) -> tuple[str, ...]:
-    """Which others can be imported and run on this device; what is left out is said."""
+    """Return the opponents that can be imported and run on this device; print the others."""
     if device.type != "cuda":
         return ()
     found = []
@@ -301,7 +299,7 @@ def opponents_here(device: torch.device) -> tuple[str, ...]:
 def run(
     cases: list[Case], options: Options, entry_bytes: int, query_bytes: int, show: Callable[[str], None]
 ) -> dict[str, object]:
-    """All cases; the result as it is written to a file."""
+    """Run all cases; return the result as it is written to a file."""
     begin = time.perf_counter()
     ceilings = measure_ceilings(options.device)
     pools = Pools(options.device, entry_bytes, query_bytes)
@@ -324,7 +322,7 @@ def run(
             show(f"WRONG  {error}")
         gc.collect()
         if options.device.type == "cuda":
-            torch.cuda.empty_cache()  # of the case's graphs
+            torch.cuda.empty_cache()  # frees the case's graphs
     if left_out:
         show(f"out of time; left out: {', '.join(left_out)}")
     return {
@@ -362,14 +360,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pool-gib", type=float, default=8.0, help="bound of the pool of FP8 entries")
     parser.add_argument("--query-gib", type=float, default=1.5, help="bound of the queries of a case")
     parser.add_argument("--seconds", type=float, default=SECONDS_PER_CASE, help="of timing, for a case and contender")
-    parser.add_argument("--minutes", type=float, default=8.0, help="after which no further case begins")
-    parser.add_argument("--out", type=Path, help="JSON; the picture lies beside it")
+    parser.add_argument("--minutes", type=float, default=8.0, help="no case begins after so many minutes")
+    parser.add_argument("--out", type=Path, help="JSON; the picture has the same name with .png")
     parser.add_argument("--plot", type=Path, metavar="FILE.json", help="only draw the picture of a result")
     return parser.parse_args()
 
 
 def main() -> int:
-    """Check, measure, print the table, the summary and one line of JSON; 1 if an output was wrong."""
+    """Check, measure, print the table, the summary and one line of JSON; return 1 if an output was wrong."""
     arguments = _arguments()
     if arguments.plot is not None:
         plot(json.loads(arguments.plot.read_text()), arguments.plot.with_suffix(".png"))

@@ -1,16 +1,16 @@
-"""What is known of Blackwell's experts without a Blackwell GPU: resources, and cycles that they cannot beat.
+"""Blackwell's experts without a Blackwell GPU: resources, and lower bounds in cycles.
 
     PYTHONPATH=tests/emulator python benchmarks/experts_sm100_static.py [--write]
 
 Compiles every plan for sm_100a and reads registers, stack and code from the cubins. Then runs one work tile of either
-product with full K (V4-Flash: hidden 4096, intermediate 2048) in the emulator and divides what it did by published
+product with full K (V4-Flash: hidden 4096, intermediate 2048) in the emulator and divides its work by published
 rates (report.py there names them), as sparse_attention_sm100_static.py does. The largest quotient is a lower bound of
 the time of a work tile on one multiprocessor, not a prediction. `--write` puts everything into
 benchmarks/results/experts_sm100_static.json, which a test compares.
 
 Columns, in clock cycles of one multiprocessor for one work tile of 128 output rows and all its slots:
 
-    floor    codes and scales of its weights once, at 1/148 of 8 TB/s: what decoding cannot beat
+    floor    codes and scales of its weights once, at 1/148 of 8 TB/s: the lower bound of decoding
     tensor   products, as report.py counts them for the padded kind (8 bits a code)
     issue, alu, fma, sfu, tmem, shared, operands, port, l2    as in sparse_attention_sm100_static.py
     bound    the largest of all over the larger of floor and tensor, and its name
@@ -31,7 +31,7 @@ from dsv4_kernels.host import compile_cache
 
 
 def main() -> None:
-    """Prints the tables; the last line is JSON."""
+    """Print the tables; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()

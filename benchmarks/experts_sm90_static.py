@@ -1,17 +1,18 @@
-"""What a call of Hopper's experts moves, and about how long that takes, counted from its work list: needs no GPU.
+"""Bytes and estimated time of a call of Hopper's experts, counted from its work list without a GPU.
 
     python benchmarks/experts_sm90_static.py [--models flash] [--slices 1] [--routing six,zipf] [--tokens 64,128]
 
-For each shape of work tiles ("taken": what `launch.shape_for` takes): work tiles of both products, the most that one
-multiprocessor gets, the bytes that it reads for them (codes, scales and slots, by way of L2), and microseconds:
+For each shape of work tiles ("taken": the one that `launch.shape_for` chooses): work tiles of both products, the most
+that one multiprocessor gets, the bytes that it reads for them (codes, scales and slots, by way of L2), and
+microseconds:
 
     FIXED_US + the sum over both products of the slowest multiprocessor's time, or of DRAM's if that is longer
 
-A multiprocessor's CTAs take their tiles in the order of the list. Of two that run side by side a step takes what their
-bytes take (L2_BYTES_US), or what one step of a CTA takes by itself (STEP_US, STEP_SLOT_US), whichever is longer. These
-constants were fitted to a run of narrow tiles; beside a case that was measured by shape of work tiles (see
-`results/experts_h200.json`) the measured time is printed. Narrow tiles are within 6 % of it; pairs took up to 13 %
-longer than estimated. Wide ones take less: their constants and measured times are of steps that convert no codes ahead
+A multiprocessor's CTAs take their tiles in the order of the list. A step of two CTAs that run side by side is as long
+as their bytes from L2 (L2_BYTES_US) or as a step of one CTA alone (STEP_US, STEP_SLOT_US), whichever is longer. The
+constants were fitted to a run of narrow tiles; the measured time is printed for cases that were measured by shape of
+work tiles (`results/experts_h200.json`). Narrow tiles are within 6 % of it; pairs took up to 13 % longer than
+estimated. Wide ones take less: their constants and measured times are of steps that convert no codes ahead
 (`results/experts_prefill_h200.json` has newer times). The last line is JSON.
 """
 
@@ -28,7 +29,7 @@ from dsv4_kernels.moe.sm90 import launch
 
 
 def main() -> None:
-    """Prints the table; the last line is JSON."""
+    """Print the table; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="flash")
     parser.add_argument("--slices", default="1")

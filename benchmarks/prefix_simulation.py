@@ -1,15 +1,16 @@
-"""How much of a prompt each policy reuses, at equal device memory: tail checkpoints against SGLang's paged SWA tails.
+"""Share of a prompt that each policy reuses at equal device memory: our tails against SGLang's paged SWA.
 
     python benchmarks/prefix_simulation.py [--quick] [--json benchmarks/results/prefix_simulation.json]
 
 Both policies replay the same request traces through SGLang 0.5.23's own scheduler calls, allocators and radix tree
-(prefix_replay.py); no model is run. Memory is that of V4-Flash with fp8 rows (DeepSeek-V4 specification, section 10):
+(lib/prefix_replay.py); no model is run. Memory is that of V4-Flash with fp8 rows (DeepSeek-V4 specification, section
+10):
 
     SGLang      21 CSA x 179.25 + 20 HCA x 6.75 B a token; 43 x 585 + 21 x 320 B a paged SWA token, default ratio 0.1
-    this        21 x 179.25 + 20 x 4.5625 B a token; 3.65 MB a checkpoint; 4.9 MB of rings a request slot
+    this        21 x 179.25 + 20 x 4.5625 B a token; 3.65 MB a tail; 4.9 MB of rings a request slot
 
-HCA states (10.5 MB a request) are the same in both and left out. "bound" is an infinite cache with whole pages: what
-was ever computed before is reused up to its last page.
+HCA states (10.5 MB a request) are the same in both and left out. "bound" is an unbounded cache with whole pages: a
+prefix that was ever computed is reused up to its last page.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ HOST_SLOTS_PER_DEVICE_SLOT = 4
 
 @dataclass(frozen=True)
 class Budget:
-    """What both policies make of the same bytes."""
+    """How each policy divides the same bytes."""
 
     device_bytes: int
     sglang_tokens: int
@@ -48,7 +49,7 @@ class Budget:
 
     @classmethod
     def of(cls, sglang_tokens: int) -> Budget:
-        """The bytes that SGLang needs for `sglang_tokens`, and how this project divides them."""
+        """Return the bytes that SGLang needs for `sglang_tokens`, and how this project divides them."""
         swa = int(sglang_tokens * SGLANG_SWA_RATIO) // PAGE * PAGE
         total = sglang_tokens * SGLANG_TOKEN_BYTES + swa * SGLANG_SWA_TOKEN_BYTES
         left = total - REQUEST_SLOTS * (RING_BYTES + CHECKPOINT_BYTES)
@@ -59,7 +60,7 @@ class Budget:
 
 @dataclass
 class Result:
-    """One scenario on one policy; tokens of the measured requests."""
+    """Result of one scenario with one policy; tokens of the measured requests."""
 
     scenario: str
     policy: str
@@ -67,17 +68,17 @@ class Result:
     prompt_tokens: int
     hit_tokens: int
     bound_tokens: int
-    zero_hits: int  # requests that reused nothing although the bound did
-    recomputed_per_request: float  # beyond the bound
+    zero_hits: int  # requests that reused nothing where the bound reused something
+    recomputed_per_request: float  # more than the bound
 
     @property
     def hit_rate(self) -> float:
-        """Token-weighted."""
+        """Share of prompt tokens that came from the cache."""
         return self.hit_tokens / self.prompt_tokens
 
     @property
     def of_bound(self) -> float:
-        """Share of the bound that was reached."""
+        """Share of the bound's hits."""
         return self.hit_tokens / self.bound_tokens if self.bound_tokens else 1.0
 
 
@@ -101,7 +102,7 @@ def measure(name: str, policy: str, engine: ReplayEngine, small: bool) -> Result
 
 
 def policies(budget: Budget, chunk_tokens: int) -> dict[str, Callable[[], ReplayEngine]]:
-    """Engines of the compared policies."""
+    """Return the engines of the compared policies."""
     how = {"context_tokens": 1 << 17, "requests": 64, "chunk_tokens": chunk_tokens}
     return {
         "SGLang 0.5.23": lambda: paged_engine(budget.sglang_tokens, budget.sglang_swa_tokens, **how),
@@ -113,7 +114,7 @@ def policies(budget: Budget, chunk_tokens: int) -> dict[str, Callable[[], Replay
 
 
 def main() -> None:
-    """Print the table for people, and one line of JSON last."""
+    """Print the table, and one line of JSON last."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of the work, for a test")
     parser.add_argument("--json", type=Path, help="also write the results there")

@@ -2,12 +2,12 @@
 
     python benchmarks/serve_profile.py [URL] --requests 16 [--context 4608] [--out FILE.json]     a decode step
     python benchmarks/serve_profile.py [URL] --prefill [--context 65536]                          a chunk of a prompt
-    python benchmarks/serve_profile.py [URL] --turn [--requests 16] [--context 4608]     a turn behind reused prefixes
+    python benchmarks/serve_profile.py [URL] --turn [--requests 16] [--context 4608]     a turn after reused prefixes
 
-With --trace FOLDER the profiler's trace stays there, with what the host did. A step's busy time is that in which some
-kernel runs: what several share (side streams, launches that begin while the one before ends) counts once, and gaps do
-not. Its span, from one step to the next, has the gaps, too. In the table a kernel's own time is from its first CTA to
-its last, so with launches that begin early also what it waits: only busy time and span compare.
+--trace FOLDER keeps the profiler's trace, the host's events included. A step's busy time is the time in which at least
+one kernel runs, so overlapping kernels (side streams, launches that begin early) count once and gaps do not count. Its
+span, from one step to the next, includes the gaps. In the table a kernel's time is from its first CTA to its last; with
+launches that begin early it includes waiting, so only busy time and span can be compared.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""Servers that benchmarks load: ours, or SGLang's built-in, each a `python -m sglang.launch_server`.
+"""Starts servers for several benchmarks: ours or SGLang's built-in, each a `python -m sglang.launch_server`.
 
     python benchmarks/servers.py start SERVERS.json --folder FOLDER [--port 31000]
     python benchmarks/servers.py stop --folder FOLDER
 
-A benchmark starts the servers that it needs, one after the other, and a start takes a minute in which the GPU has next
-to nothing to do. Where several fit its memory, `start` starts them at once and returns when all of them answer. A
-benchmark that finds FOLDER in the variable BENCHMARK_SERVERS takes such a server in place of starting one, if
-contender, model, flags and SGLang's and our variables are those that it asks for; otherwise it starts its own. A step
-of one request, which the host bounds, took twice as long beside three idle servers as by itself: a benchmark that
-measures times suspends the others meanwhile. Give all of them --sleep-on-idle. With --nnodes N in its flags a server is
-N nodes on this machine: on one GPU that shows whether ranks agree, not how fast they are. SERVERS.json, where a
-server's own model, flags and env are optional:
+A benchmark starts the servers that it needs one after the other, and a start takes a minute in which the GPU is almost
+idle. Where several fit into its memory, `start` starts them at once and returns when all of them answer. A benchmark
+with FOLDER in the variable BENCHMARK_SERVERS uses such a server instead of starting one, if contender, model, flags and
+SGLang's and our variables are equal; otherwise it starts its own. A step of one request, which the host bounds, took
+twice as long with three idle servers on the machine: a benchmark that measures times suspends them meanwhile. Give all
+of them --sleep-on-idle. With --nnodes N in its flags a server is N nodes on this machine: on one GPU that shows whether
+ranks agree, not how fast they are. SERVERS.json, where a server's own model, flags and env are optional:
 
     {"model": FOLDER, "flags": [of all], "servers": {name: {"contender": "ours", "model": …, "flags": […], "env": {…}}}}
 """
@@ -28,7 +27,7 @@ from lib.servers import LIST, end_session, environment_of, identity, listed_serv
 
 
 def start_all(about: Mapping, folder: Path, port: int) -> int:
-    """Start what SERVERS.json names, all at once, and note those that came up; the number of those that did not."""
+    """Start all servers that SERVERS.json names at once and list the ones that are ready; return how many failed."""
     folder.mkdir(parents=True, exist_ok=True)
     model, common, begin, processes = Path(about["model"]), about.get("flags", []), time.monotonic(), {}
     for i, (name, server) in enumerate(about["servers"].items()):
@@ -60,14 +59,14 @@ def start_all(about: Mapping, folder: Path, port: int) -> int:
 
 
 def stop_all(folder: Path) -> None:
-    """End those of FOLDER, with all their processes."""
+    """End the servers of FOLDER with all their processes."""
     for found in listed_servers(folder).values():
         end_session(found["pid"])
     (folder / LIST).write_text("{}")
 
 
 def main() -> int:
-    """Start or stop; 1 if one did not come up."""
+    """Start or stop servers; return 1 if one failed to start."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("start", "stop"))
     parser.add_argument("servers", type=Path, nargs="?", help="SERVERS.json")

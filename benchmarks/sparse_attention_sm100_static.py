@@ -1,10 +1,10 @@
-"""What is known of the Blackwell attention kernel without a Blackwell GPU: resources, and cycles that it cannot beat.
+"""The Blackwell attention kernel without a Blackwell GPU: resources, and lower bounds in cycles.
 
     PYTHONPATH=tests/emulator python benchmarks/sparse_attention_sm100_static.py [--write]
 
 Compiles every configuration for sm_100a and reads registers, stack and code from the cubins. Then runs one token of
-every case in the emulator (tests/emulator) and divides what the launch did by published rates (report.py there names
-them), for a full GPU: all 148 multiprocessors are taken to do the same. The largest quotient is a lower bound of the
+every case in the emulator (tests/emulator) and divides the launch's work by published rates (report.py there names
+them), for a full GPU: all 148 multiprocessors are assumed to do the same. The largest quotient is a lower bound of the
 time, not a prediction. `--write` puts everything into benchmarks/results/sparse_attention_sm100_static.json, which a
 test compares.
 
@@ -24,7 +24,7 @@ Columns, in clock cycles of one multiprocessor for one token and 64 heads; 128 h
     bound    the largest of these over the floor, and its name
     roofline the same over the larger of floor and hbm
 
-fma, alu and issue count PTX as it is written; the assembler removes some of it (every move behind a tcgen05.ld).
+fma, alu and issue count PTX as it is written; the assembler removes some of it (every move after a tcgen05.ld).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dsv4_kernels.host import compile_cache
 
 
 def main() -> None:
-    """Prints the tables; the last line is JSON."""
+    """Print the tables; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What the compiler makes of the Hopper attention kernel: registers, stack, shared memory and code.
+"""Compiled Hopper attention kernels: registers, stack, shared memory and code.
 
     PYTHONPATH=tests/emulator python benchmarks/sparse_attention_sm90_static.py [--write]
     PYTHONPATH=tests/emulator python benchmarks/sparse_attention_sm90_static.py --bounds
@@ -6,8 +6,8 @@
 Compiles every configuration for sm_90a, with no GPU, and reads the cubins. `--write` puts the numbers into
 benchmarks/results/sparse_attention_sm90_static.json, which a test compares.
 
-`--bounds` prints what a step of 128 keys costs the units of a multiprocessor at least, in clock cycles, by the number
-of heads: what a token with one more step executes more in the emulator, divided by published rates (report.py there
+`--bounds` prints lower bounds of a step of 128 keys for each unit of a multiprocessor, in clock cycles, by the number
+of heads: the additional work of a token with one more step in the emulator, divided by published rates (report.py there
 names them; the columns are those of sparse_attention_sm100_static.py). `hbm` is a row of 584 bytes, or of 1,024, at a
 132nd of 4.8 TB/s. PTX is counted as it is written. They are lower bounds by unit, not predictions.
 """
@@ -26,7 +26,7 @@ from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
 
 def print_bounds() -> None:
-    """The table of `--bounds`."""
+    """Print the table of `--bounds`."""
     columns = (*UNITS, "port", "hbm")
     print(f"{'cycles a step':24}" + "".join(f"{name:>10}" for name in columns))
     for row_format in RowFormat.FP8, RowFormat.PLAIN:
@@ -37,12 +37,12 @@ def print_bounds() -> None:
 
 
 def main() -> None:
-    """Prints the numbers; the last line is JSON."""
+    """Print the numbers; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     parser.add_argument("--bounds", action="store_true", help="cycles of a step by the number of heads, instead")
     options = parser.parse_args()
-    os.environ[compile_cache.FOLDER_VARIABLE] = "off"  # what comes from disk has no PTX
+    os.environ[compile_cache.FOLDER_VARIABLE] = "off"  # kernels from disk have no PTX
     if options.bounds:
         print_bounds()
         return

@@ -1,1 +1,1 @@
-"""What several benchmarks share, and what tests outside of tests/benchmarks use of them; scripts import no scripts."""
+"""Code that several benchmarks share. Scripts and tests import it as `lib.…`; no script imports another script."""

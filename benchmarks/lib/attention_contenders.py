@@ -1,4 +1,4 @@
-"""Calls of the attention benchmark: our kernels, FlashMLA and trtllm-gen over the same inputs."""
+"""Contenders of the attention benchmark: calls of our kernels, FlashMLA and trtllm-gen on the same inputs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from lib.attention_inputs import (
 from lib.measuring import Call
 
 FLASHMLA_HEADS = 64
-"""At least."""
+"""FlashMLA's smallest number of heads."""
 
 
 def ours(sets: list[Inputs], impl: str, split_keys: int | None) -> list[Call]:
-    """The public function, with the kernel forced by name."""
+    """Return a call of the public function for each set of inputs, with the kernel forced by name."""
 
     def call(inputs: Inputs) -> Call:
         arguments = inputs.arguments()
@@ -37,7 +37,7 @@ def ours(sets: list[Inputs], impl: str, split_keys: int | None) -> list[Call]:
 
 
 def many_heads(sets: list[Inputs], impl: str, split_keys: int | None) -> list[Call]:
-    """The same by Hopper's kernels for many heads, however few there are."""
+    """Return the same calls by Hopper's kernels for many heads, whatever the number of heads."""
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     def call(ordinary: Call) -> Call:
@@ -52,13 +52,13 @@ def many_heads(sets: list[Inputs], impl: str, split_keys: int | None) -> list[Ca
 
 @dataclass(frozen=True)
 class Chunk:
-    """A set of inputs over bf16 rows, and what makes these of FP8 rows; both belong to the timed part."""
+    """Inputs over bf16 rows and the call that unpacks them from FP8 rows. Both are timed."""
 
     inputs: Inputs
     fill: Callable[[], object]
 
     def after_filling(self, call: Call) -> Call:
-        """Both as one call."""
+        """Return one call that unpacks the rows and then runs `call`."""
 
         def both() -> Tensor:
             self.fill()
@@ -68,7 +68,8 @@ class Chunk:
 
 
 def unpacked_chunks(sets: list[Inputs], case: Case, impl: str) -> list[Chunk]:
-    """Of a case of FP8 rows. All use the same memory, as the layers of a forward do."""
+    """Return a chunk over unpacked rows for each set of inputs over FP8 rows. All chunks use the same memory, as the
+    layers of a forward do."""
     device = sets[0].q.device
     storage = torch.empty(unpacked_rows(case), ROW_DIM, dtype=torch.bfloat16, device=device)
     window_rows = torch.arange(case.tokens + WINDOW - 1, dtype=torch.int32, device=device)
@@ -86,28 +87,29 @@ def unpacked_chunks(sets: list[Inputs], case: Case, impl: str) -> list[Chunk]:
 
 
 def ours_unpacked(chunks: list[Chunk], impl: str) -> list[Call]:
-    """The public functions, with the kernels forced by name."""
+    """Return calls that unpack and attend with our public functions, the kernels forced by name."""
     calls = ours([chunk.inputs for chunk in chunks], impl, None)
     return [chunk.after_filling(call) for chunk, call in zip(chunks, calls, strict=True)]
 
 
 def flashmla_unpacked(chunks: list[Chunk]) -> list[Call]:
-    """Our unpacking, and FlashMLA's sparse prefill."""
+    """Return calls that unpack with our kernel and attend with FlashMLA's sparse prefill."""
     return [chunk.after_filling(_flashmla_prefill(chunk.inputs)) for chunk in chunks]
 
 
 def flashmla(sets: list[Inputs], case: Case) -> list[Call]:
-    """FlashMLA 1.0.0 as SGLang calls it: bf16 chunks by the sparse prefill, FP8 rows by the sparse decode."""
+    """Return calls of FlashMLA 1.0.0 as SGLang makes them: sparse prefill for bf16 chunks, sparse decode for FP8
+    rows."""
     if case.prefill and not case.fp8:
         return [_flashmla_prefill(inputs) for inputs in sets]
     import flash_mla
 
-    schedule = flash_mla.get_mla_metadata()[0]  # filled by the first call; layers of a forward share one
+    schedule = flash_mla.get_mla_metadata()[0]  # filled by the first call; the layers of a forward share it
     return [_flashmla_decode(inputs, schedule) for inputs in sets]
 
 
 def padded_heads(inputs: Inputs) -> Inputs:
-    """With zeros for the heads that FlashMLA wants."""
+    """Return the inputs with zeros for the heads up to FLASHMLA_HEADS."""
     missing = max(0, FLASHMLA_HEADS - inputs.q.shape[1])
     pad = torch.nn.functional.pad
     return replace(inputs, q=pad(inputs.q, (0, 0, 0, missing)), sink=pad(inputs.sink, (0, missing)))
@@ -141,13 +143,13 @@ def _flashmla_decode(inputs: Inputs, schedule: object) -> Call:
 
 
 def flashmla_table(rows: KVRows) -> Tensor:
-    """[pages, 64, 1, 584] fp8 view of the same bytes; its pages are padded as ours are."""
-    pages = rows.storage.view(torch.float8_e4m3fn)  # as_strided: of a single page other views forget the padding
+    """Return a [pages, 64, 1, 584] fp8 view of the same bytes. Its pages keep the padding of ours."""
+    pages = rows.storage.view(torch.float8_e4m3fn)  # as_strided: other views of a single page drop the padding
     return pages.as_strided((len(pages), PAGE_ROWS, 1, ROW_BYTES), (pages.stride(0), ROW_BYTES, ROW_BYTES, 1))
 
 
 def _flashmla_prefill(inputs: Inputs) -> Call:
-    """One table: window and entries are neighbours in memory."""
+    """Return a call over one table, which window and entries form because they are adjacent in memory."""
     import flash_mla
 
     heads, inputs = inputs.q.shape[1], padded_heads(inputs)
@@ -159,17 +161,17 @@ def _flashmla_prefill(inputs: Inputs) -> Call:
 
 
 def one_list(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Window and entries of a chunk of plain rows as one list over one table.
+    """Join window and entries of a chunk of plain rows into one list over one table.
 
     Returns:
-        lists [T, 1, n] int32 with n a multiple of 128 and -1 behind the end, lengths [T] int32, storage [N, 512].
+        lists [T, 1, n] int32, where n is a multiple of 128 and -1 fills the rest; lengths [T] int32; storage [N, 512].
     """
     window = inputs.window.storage
     lists, lengths = inputs.window_rows, torch.full_like(inputs.window_rows[:, 0], inputs.window_rows.shape[1])
     num_rows = inputs.window.num_rows
     if inputs.entries is not None:
         expected = window.data_ptr() + window.numel() * window.element_size()
-        assert inputs.entries.storage.data_ptr() == expected, "entries must lie behind the window's rows"
+        assert inputs.entries.storage.data_ptr() == expected, "entries must follow the window's rows in memory"
         offset = torch.where(inputs.entry_list >= 0, inputs.entry_list + num_rows, -1)
         lists, lengths = torch.cat([lists, offset], 1), lengths + inputs.visible
         num_rows += inputs.entries.num_rows
@@ -177,14 +179,15 @@ def one_list(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def padded(lists: Tensor, multiple: int) -> Tensor:
-    """[T, n] -> [T, a multiple], int32, with -1 behind."""
+    """Return [T, n] padded to [T, a multiple of `multiple`] int32 with -1."""
     return torch.nn.functional.pad(lists, (0, -lists.shape[1] % multiple), value=-1).int().contiguous()
 
 
 def trtllm_gen(sets: list[Inputs], case: Case) -> list[Call]:
-    """flashinfer's kernel of SGLang's `--dsv4-attn-backend trtllm`: rows and queries in FP8 with one scale, 512 bytes.
+    """Return calls of flashinfer's kernel, SGLang's `--dsv4-attn-backend trtllm`, for decode only.
 
-    Decode only. Its rows are ours, dequantised and rounded to e4m3: other bytes and less exact.
+    Its rows and queries are e4m3 with one scale, 512 bytes. Its rows here are ours, dequantised and rounded to e4m3, so
+    they differ from ours and are less accurate.
     """
     from flashinfer.mla import trtllm_batch_decode_sparse_mla_dsv4
 
@@ -219,7 +222,7 @@ _uniform_pools: dict[int, Tensor] = {}
 
 
 def _uniform_fp8(rows: KVRows) -> Tensor:
-    """[pages, 1, 64, 512] e4m3 of a pool's values, made once."""
+    """Return a pool's values as [pages, 1, 64, 512] e4m3, computed once a pool."""
     key = rows.storage.data_ptr()
     if key not in _uniform_pools:
         made = torch.empty(rows.num_rows, ROW_DIM, dtype=torch.float8_e4m3fn, device=rows.device)

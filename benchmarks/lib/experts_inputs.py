@@ -29,7 +29,7 @@ MODELS = {"flash": Model(256, 4096, 2048), "pro": Model(384, 7168, 3072)}
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of one call."""
+    """Inputs of one experts call."""
 
     x: Tensor  # [T, d] bf16
     weights: Tensor  # [T, k] fp32
@@ -37,7 +37,7 @@ class Inputs:
 
 
 def random_experts(model: Model, device: torch.device) -> Mxfp4Experts:
-    """Codes of every kind; scales of a row within 2^6, so that outputs are around 1."""
+    """Return weights with codes of every kind and scales of a row within 2^6, so that outputs are around 1."""
     generator = torch.Generator(device).manual_seed(1)
 
     def matrix(rows: int, k: int) -> tuple[Tensor, Tensor]:
@@ -53,14 +53,14 @@ def random_experts(model: Model, device: torch.device) -> Mxfp4Experts:
 
 
 def inputs(model: Model, tokens: int, routing: str, seed: int, device: torch.device) -> Inputs:
-    """Random rows, routed uniformly, by Zipf's law, or all to the same six experts."""
+    """Return random rows, routed uniformly, by Zipf's law, or all to the same six experts."""
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(tokens, model.d, generator=generator, device=device).bfloat16()
     order = torch.randperm(model.experts, generator=generator, device=device)
     if routing == "six":
         ids = order[:CHOSEN].expand(tokens, CHOSEN)
     else:
-        # The largest of a logarithm of probability and Gumbel noise: draws without replacement.
+        # Top-k of log-probability plus Gumbel noise draws without replacement.
         noise = torch.rand(tokens, model.experts, generator=generator, device=device)
         scores = -torch.log(-torch.log(noise.clamp(1e-9, 1 - 1e-7)))
         if routing == "zipf":

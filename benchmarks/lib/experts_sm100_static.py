@@ -1,4 +1,4 @@
-"""What the compiler and the emulator say of Blackwell's expert kernels, without a GPU."""
+"""Resources and emulated cycles of Blackwell's expert kernels, without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNITS = ("floor", "tensor", "issue", "alu", "fma", "sfu", "tmem", "shared", "ope
 
 
 def resources_of(plan: Plan) -> dict[str, int]:
-    """Of one plan; inside `emulated()`, which keeps the cubins."""
+    """Return registers, stack and code bytes of one plan. Call it inside `emulated()`, which keeps the cubins."""
     return resources(launch.compile(plan, "sm_100a").__cubin__) | {
         "dynamic_smem_bytes": plan.smem_bytes,
         "stages": plan.stages,
@@ -28,7 +28,7 @@ def resources_of(plan: Plan) -> dict[str, int]:
 
 
 def cycles_of(plan: Plan) -> dict[str, float | str]:
-    """The columns above, of one work tile with all its slots."""
+    """Return the table's columns for one work tile with all its slots."""
     from emulator import Checks
     from host import emulated
     from report import B200
@@ -46,7 +46,7 @@ def cycles_of(plan: Plan) -> dict[str, float | str]:
         buffer(1, rows // TILE_ROWS, scale_tiles, 512),
         buffer(slots, k // plan.codes_per_byte),
         buffer(slots, 4 * scale_tiles),
-        buffer(slots, 2 * TILE_ROWS),  # enough for either product
+        buffer(slots, 2 * TILE_ROWS),  # large enough for either product
         buffer(slots, 4 * scale_tiles),
         torch.ones(1, 2),
         torch.ones(1),

@@ -1,4 +1,4 @@
-"""What a call of Hopper's experts moves and about how long that takes, counted from its work list."""
+"""Bytes and estimated time of a call of Hopper's experts, counted from its work list."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ MULTIPROCESSORS = 132
 FIXED_US = 22.0
 """Six launches, one after the other, each with the latency of its first loads."""
 L2_BYTES_US = 38_900.0
-"""To one multiprocessor while all of them ask."""
+"""Bytes a microsecond from L2 to one multiprocessor while all of them read."""
 STEP_US, STEP_SLOT_US = 0.52, 0.003
-"""A CTA's step by itself: conversion, products and sums one after the other, and so much for each column."""
+"""Microseconds of a CTA's step alone (conversion, products and sums in sequence), and of each column of it."""
 DRAM_BYTES_US = 4.238e6
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one call."""
+    """Estimate of one call."""
 
     tiles: int
     most_tiles: int
@@ -35,7 +35,7 @@ class Estimate:
 
 
 def widths(slots_of_expert: Sequence[int], shape: Shape, least_paired: int) -> list[list[int]]:
-    """Slots of each expert's work tiles, as `work_list` divides them."""
+    """Return the slots of each expert's work tiles, as `work_list` divides them."""
     groups = [-(-slots // GROUP) for slots in slots_of_expert if slots]
     paired = sum(-(-n * GROUP // shape.slots) for n in groups) >= least_paired
     room = (shape.slots if paired else shape.room) // GROUP
@@ -47,12 +47,12 @@ def widths(slots_of_expert: Sequence[int], shape: Shape, least_paired: int) -> l
 
 
 def step_bytes(slots: int) -> int:
-    """That a work tile of so many slots reads a step."""
+    """Return the bytes that a work tile of `slots` slots reads in one step."""
     return CODE_BYTES + SHIFT_BYTES + slots * (STEP + 4)
 
 
 def one_after_the_other(tiles: list[list[int]], steps: int) -> float:
-    """Microseconds of a multiprocessor whose CTAs have these tiles, each a list of widths."""
+    """Return the microseconds of a multiprocessor whose CTAs have these tiles, each a list of widths."""
     left = [[(slots, float(steps)) for slots in of_cta] for of_cta in tiles]
     us = 0.0
     while running := [of_cta for of_cta in left if of_cta]:
@@ -70,7 +70,7 @@ def one_after_the_other(tiles: list[list[int]], steps: int) -> float:
 
 
 def estimate(slots_of_expert: Sequence[int], model: Model, shape: Shape) -> Estimate:
-    """Of a call whose experts have so many slots."""
+    """Return the estimate for a call whose experts have these numbers of slots."""
     rows = 2 * model.channels // TILE_ROWS, model.d // TILE_ROWS
     steps = model.d // STEP, model.channels // STEP
     odd = any(n % 2 for n in steps)
@@ -95,6 +95,6 @@ def estimate(slots_of_expert: Sequence[int], model: Model, shape: Shape) -> Esti
 
 
 def measured_us() -> dict[tuple[str, str], float]:
-    """By case and shape of work tiles, launches one after the other."""
+    """Return measured microseconds by (case, shape of work tiles), with launches one after the other."""
     cases = json.loads(RESULTS.read_text())["by_shape"]
     return {(case["name"], shape): case[f"ours_by_{shape}_us"] for case in cases for shape in SHAPES}

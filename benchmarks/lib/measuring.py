@@ -1,4 +1,4 @@
-"""Timing calls in turns on a GPU, the card's limits, and what a result says of the card and of versions."""
+"""Interleaved timing of calls on a GPU, the card's limits, and its state and package versions for a result."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ Call = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this card does at best."""
+    """Measured limits of this card."""
 
     bytes_per_second: float
     flops_per_second: float
 
     def floor_us(self, inputs: Inputs) -> tuple[float, str]:
-        """The least time of a call, and which of the two bounds it."""
+        """Return the least time of a call in microseconds, and which limit sets it ("bytes" or "flops")."""
         memory = 1e6 * inputs.bytes() / self.bytes_per_second
         compute = 1e6 * inputs.flops() / self.flops_per_second
         return (memory, "bytes") if memory >= compute else (compute, "flops")
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Copy bandwidth and matrix product rate."""
+    """Measure copy bandwidth and matrix product rate."""
     size, n = (1 << 30, 8192) if device.type == "cuda" else (1 << 24, 256)
     origin = torch.randn(size // 4, device=device)
     copy = torch.empty_like(origin)
     a, b = torch.randn(2, n, n, device=device).bfloat16()
     product = torch.empty_like(a)
-    # By a kernel: a graph copies by a memcpy node, 2.7 TB/s on an H200, where our attention over windows moved 3.1.
+    # A kernel copies: a memcpy node of a graph moved 2.7 TB/s on an H200, where our attention over windows moved 3.1.
     calls = {"copy": [lambda: torch.neg(origin, out=copy)], "matmul": [lambda: torch.mm(a, b, out=product)]}
     times = interleaved(calls, device, 0.3 if device.type == "cuda" else 0.0)
     return Ceilings(2e6 * size / times["copy"].median_us, 2e6 * n**3 / times["matmul"].median_us)
@@ -53,15 +53,16 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call."""
+    """Time of one call."""
 
     median_us: float
     spread: float
-    """Difference of the quartiles over the median."""
+    """Interquartile range over the median."""
 
 
 def interleaved(contenders: dict[str, list[Call]], device: torch.device, seconds: float) -> dict[str, Timing]:
-    """Replays of each contender's calls, in turns, for `seconds` in all and at least five times."""
+    """Return the times of each contender's calls, whose replays alternate for `seconds` in all and at least five
+    times."""
     replays = {name: _prepared(calls, device) for name, calls in contenders.items()}
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     begin = time.perf_counter()
@@ -76,7 +77,8 @@ def interleaved(contenders: dict[str, list[Call]], device: torch.device, seconds
 
 
 def _prepared(calls: list[Call], device: torch.device) -> Callable[[], object]:
-    """What runs all calls once; on a GPU one graph, its calls warmed up (compiled, scheduled) beforehand."""
+    """Return a function that runs all calls once; on a GPU it replays one graph, captured after a warm-up of the
+    calls."""
     if device.type != "cuda":
         return lambda: [call() for call in calls]
     side = torch.cuda.Stream()
@@ -109,19 +111,19 @@ def _elapsed_us(replay: Callable[[], object], device: torch.device) -> float:
 
 
 def l2_bytes(device: torch.device) -> int:
-    """Of the device's L2 cache."""
+    """Return the size of the device's L2 cache."""
     if device.type != "cuda":
         return L2_BYTES_WITHOUT_GPU
     return torch.cuda.get_device_properties(device).L2_cache_size
 
 
 def geometric_mean(values: list[float]) -> float | None:
-    """None of nothing."""
+    """Return the geometric mean, None for an empty list."""
     return round(math.exp(statistics.fmean(map(math.log, values))), 4) if values else None
 
 
 def versions() -> dict[str, str | None]:
-    """Of what takes part."""
+    """Return versions of Python, torch and the packages of the contenders, None where a package is missing."""
     found: dict[str, str | None] = {"torch": torch.__version__, "python": sys.version.split()[0]}
     for package in ("nvidia-cutlass-dsl", "sgl-flash-mla", "flashinfer-python", "sglang-dsv4"):
         try:
@@ -134,7 +136,8 @@ def versions() -> dict[str, str | None]:
 
 
 def gpu_state() -> dict[str, str] | None:
-    """Clocks, power and driver as nvidia-smi gives them, and whether launches of ours begin early by default."""
+    """Return clocks, power and driver from nvidia-smi, and whether dependent launch is on by default; None without a
+    GPU."""
     fields = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "temperature.gpu", "driver_version")
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
     try:
@@ -146,8 +149,8 @@ def gpu_state() -> dict[str, str] | None:
 
 
 def heading(benchmark: str, device: torch.device) -> tuple[Ceilings, dict[str, object]]:
-    """The card's limits, printed, and what a result of products begins with: what it is of, the card and its state,
-    versions, and no case yet."""
+    """Print the card's limits. Return them and the head of a result: benchmark, card and its state, versions, no
+    cases."""
     ceilings, gpu = measure_ceilings(device), torch.cuda.get_device_name(device)
     print(f"{gpu}: {ceilings.bytes_per_second / 1e12:.2f} TB/s, {ceilings.flops_per_second / 1e12:.0f} TFLOP/s in bf16")
     return ceilings, {

@@ -15,7 +15,7 @@ FLASH = replace(
 
 
 def write_config(model: Path, shape: Shape) -> None:
-    """A checkpoint without weights."""
+    """Write a checkpoint folder without weights: config.json and tokenizer."""
     model.mkdir(parents=True, exist_ok=True)
     write_tokenizer(model, shape.vocab_size, shape.max_position_embeddings)
     (model / "config.json").write_text(json.dumps(hf_config(shape), indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Request traces of the prefix simulation, replayed beside a bound: a cache that forgets nothing."""
+"""Request traces of the prefix simulation, replayed on an engine and on an unbounded cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lib.prefix_replay import PAGE, ReplayEngine, Running
 
 
 class Bound:
-    """A cache that forgets nothing and reuses whole pages."""
+    """An unbounded cache that reuses whole pages: the upper bound of any policy."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -22,7 +22,7 @@ class Bound:
         return chain
 
     def hit(self, prompt: Sequence[int]) -> int:
-        """Tokens that it would reuse."""
+        """Return the number of tokens that it would reuse."""
         pages = 0
         for digest in self._chain(prompt, (len(prompt) - 1) // PAGE):
             if digest not in self._seen:
@@ -31,12 +31,12 @@ class Bound:
         return pages * PAGE
 
     def keep(self, tokens: Sequence[int]) -> None:
-        """This was computed."""
+        """Add computed tokens to the cache."""
         self._seen.update(self._chain(tokens, len(tokens) // PAGE))
 
 
 class Trace:
-    """Replays a scenario on one engine and notes what the bound would have done."""
+    """Replays a scenario on one engine and records the bound's hits next to the engine's."""
 
     def __init__(self, engine: ReplayEngine, seed: int) -> None:
         self.engine, self.rng, self.bound = engine, random.Random(seed), Bound()
@@ -46,7 +46,7 @@ class Trace:
         self.prompts: list[int] = []
 
     def tokens(self, count: int) -> list[int]:
-        """Fresh random tokens."""
+        """Return fresh random tokens."""
         return [self.rng.randrange(1 << 17) for _ in range(count)]
 
     def start(self, prompt: list[int]) -> Running:
@@ -60,7 +60,7 @@ class Trace:
         return running
 
     def finish(self, running: Running, output_tokens: int) -> list[int]:
-        """Decode and end it; returns the whole conversation."""
+        """Decode and finish a request; return the whole conversation."""
         self.engine.decode(running, self.tokens(output_tokens))
         self.engine.finish(running)
         whole = [*running.req.origin_input_ids, *running.req.output_ids]
@@ -68,12 +68,12 @@ class Trace:
         return whole
 
     def run(self, prompt: list[int], output_tokens: int) -> list[int]:
-        """One request alone."""
+        """Run one request alone."""
         return self.finish(self.start(prompt), output_tokens)
 
 
 def retention(trace: Trace, small: bool, batches: int = 2) -> None:
-    """2 x 16 distinct 4K-token prefixes, 16 at a time, each with its own question; measured in the second pass."""
+    """32 distinct prefixes of 4K tokens, 16 at a time, each with its own question; measured in the second pass."""
     batch = 4 if small else 16
     prefixes = [trace.tokens(4096) for _ in range(batches * batch)]
     for second in (False, True):
@@ -85,12 +85,12 @@ def retention(trace: Trace, small: bool, batches: int = 2) -> None:
 
 
 def retention_of_one_batch(trace: Trace, small: bool) -> None:
-    """The same with 16 prefixes: half the load."""
+    """`retention` with 16 prefixes: half the load."""
     retention(trace, small, batches=1)
 
 
 def alternation(trace: Trace, small: bool) -> None:
-    """Two long sessions that take turns; measured from each one's second visit on."""
+    """Two long sessions that alternate; measured from the second visit of each."""
     length = 8_000 if small else 56_000
     sessions = [trace.tokens(length), trace.tokens(length)]
     for visit in range(3 if small else 6):
@@ -99,7 +99,7 @@ def alternation(trace: Trace, small: bool) -> None:
 
 
 def agent_loop(trace: Trace, small: bool) -> None:
-    """Four agents, 30 turns each, interleaved: a turn appends 50-800 tokens to the whole history."""
+    """Four interleaved agents with 30 turns each: a turn appends 50-800 tokens to the whole history."""
     histories = [trace.tokens(1500) for _ in range(4)]
     for _turn in range(5 if small else 30):
         for i in range(4):
@@ -117,7 +117,7 @@ def volatile_tail(trace: Trace, small: bool) -> None:
 
 
 def churn(trace: Trace, small: bool) -> None:
-    """48 agents of which a random one takes a turn: more history than either cache holds."""
+    """48 agents, of which a random one makes a turn: their histories exceed either cache."""
     agents = 12 if small else 48
     histories = [trace.tokens(trace.rng.randint(1000, 6000)) for _ in range(agents)]
     for _ in range(60 if small else 500):

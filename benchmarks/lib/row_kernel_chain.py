@@ -1,4 +1,4 @@
-"""The small kernels of some layers, each reading what an earlier one has written."""
+"""The row kernels of some layers, each reading an earlier kernel's result."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dsv4_kernels.router import route_topk_logits
 from lib.row_kernel_works import DIM, EPS, EXPERTS, HIDDEN, LIMIT, Q_LORA, SCALE, TOP_K, normal
 
 REPLAYS = 100
-"""Of a graph whose kernels overlap, compared: one that reads too early is wrong now and then."""
+"""Replays of a graph whose kernels overlap: a kernel that reads too early is wrong only now and then."""
 
 
 class Chain:
-    """The small kernels of some layers, each reading what one before it has written."""
+    """The row kernels of some layers, each reading an earlier kernel's result."""
 
     LAUNCHES = 10
-    """Of a layer."""
+    """Launches of a layer."""
 
     def __init__(self, tokens: int, layers: int, device: torch.device, impl: str) -> None:
         self.tokens, self.device, self.impl = tokens, device, impl
@@ -35,7 +35,7 @@ class Chain:
         self.streams = normal(tokens, 4, HIDDEN, device=device)
         self.y = normal(tokens, HIDDEN, device=device)
         self.post, self.comb = torch.rand(tokens, 4, device=device), torch.rand(tokens, 4, 4, device=device) / 2
-        # Every boundary reads a weight of its own, as in a model, which all of them together read from memory.
+        # Every boundary reads its own fn, as in a model, so that fn comes from memory and not from L2.
         self.fn = torch.randn(2 * layers, 24, 4 * HIDDEN, device=device) / 128
         self.base, self.scale = torch.randn(24, device=device), torch.ones(3, device=device)
         self.weight = torch.ones(HIDDEN, device=device)
@@ -46,7 +46,7 @@ class Chain:
         self.window = Destination(table, torch.arange(tokens, device=device) * 128 + 77)
 
     def __call__(self) -> list[Tensor]:
-        """Everything that the last layer has made."""
+        """Run all layers; return everything that the last layer writes."""
         state = (self.y, self.streams, self.post, self.comb)
         made: list[Tensor] = []
         for layer in range(len(self.fn) // 2):
@@ -54,7 +54,7 @@ class Chain:
         return [*state, *made, self.window.table.storage]
 
     def layer(self, state: tuple[Tensor, ...], fn: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """One layer, from (y, streams, post, comb) to the same."""
+        """Run one layer. Takes and returns (y, streams, post, comb); also returns the layer's other results."""
         impl = self.impl
         streams, x, post, comb, *codes = self.boundary(state, fn[0])
         latent = rms_norm_fp8(x[:, :Q_LORA], self.weight[:Q_LORA], EPS, True, impl)
@@ -75,12 +75,12 @@ class Chain:
         return (y, streams, post, comb), [*codes, *more, *latent, *query, *quantised, *routed, *shared]
 
     def boundary(self, state: tuple[Tensor, ...], fn: Tensor) -> tuple[Tensor, ...]:
-        """Between two sublayers."""
+        """Run the boundary between two sublayers."""
         return hc_boundary(*state, fn, self.base, self.scale, self.weight, EPS, EPS, 20, True, self.impl)
 
 
 def launched(chain: Chain, early: bool) -> Callable[[], list[Tensor]]:
-    """The chain, whose launches may begin early or not."""
+    """Return a call of the chain with dependent launch on or off."""
 
     def call() -> list[Tensor]:
         with dependent_launch.switched(early):
@@ -90,10 +90,10 @@ def launched(chain: Chain, early: bool) -> Callable[[], list[Tensor]]:
 
 
 def check_chain(chain: Chain) -> None:
-    """Replays of the graph whose kernels overlap have the bits of the kernels one by one.
+    """Check that replays of the graph with overlapping kernels are bitwise equal to the kernels one by one.
 
     Raises:
-        AssertionError: one of REPLAYS has not.
+        AssertionError: one of REPLAYS replays differs.
     """
     expected = [x.clone() for x in launched(chain, False)()]
     made = launched(chain, True)()
@@ -104,7 +104,9 @@ def check_chain(chain: Chain) -> None:
             made = launched(chain, True)()
     for replay in range(REPLAYS if chain.device.type == "cuda" else 1):
         if chain.device.type == "cuda":
-            for x in made[:-1]:  # what is not written again shows; of the window's table little is
+            for x in made[
+                :-1
+            ]:  # so that a result that is not written again shows; little of the window's table is written
                 (x.view(torch.uint8) if x.dtype.itemsize == 1 else x).fill_(-1 if x.dtype.itemsize > 1 else 0xFF)
             graph.replay()
         wrong = [i for i, (a, b) in enumerate(zip(made, expected, strict=True)) if not same_bytes(a, b)]
@@ -112,5 +114,5 @@ def check_chain(chain: Chain) -> None:
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whatever they stand for."""
+    """Whether two tensors have the same bytes, whatever their dtypes."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,4 +1,4 @@
-"""One call of each kernel that works on rows, at V4-Flash's sizes, with inputs of its own."""
+"""One call of each row kernel at V4-Flash's sizes, with its inputs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dsv4_kernels.rope import YarnScaling, apply_rope_in_place, rope_frequencies
 from dsv4_kernels.router import route_hash_logits, route_topk_logits
 
 PREFILL_TOKENS = 1024
-"""From so many tokens on a chunk also writes its workspace, and one checkpoint of 128 rows."""
+"""Number of tokens from which a chunk also writes its workspace and one tail of 128 rows."""
 EPS, LIMIT, SCALE = 1e-6, 10.0, 1.5
 HIDDEN, HEADS, DIM, Q_LORA, EXPERTS, TOP_K, CHANNELS, VOCABULARY = 4096, 64, 512, 1024, 256, 6, 2048, 129280
 Call = Callable[[str | None], Sequence[Tensor]]
-"""Runs one implementation and returns what it made."""
+"""Runs the implementation of that name and returns its results."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class Work:
 
     op: str
     bytes: int
-    """Read once and written once."""
+    """Bytes to read once and to write once."""
     call: Call
 
 
 def normal(*shape: int, device: torch.device) -> Tensor:
-    """bf16 noise."""
+    """Return bf16 noise."""
     return torch.randn(shape, device=device).bfloat16()
 
 
 def norm_rope_store_work(tokens: int, device: torch.device, heads: int = HEADS) -> Work:
-    """q in place, window rows into an FP8 ring, in prefill also into the workspace and a checkpoint."""
+    """q in place, window rows into an FP8 ring; in prefill also into the workspace and a tail."""
     q, kv = normal(tokens, heads, DIM, device=device), normal(tokens, DIM, device=device)
     weight, positions = torch.ones(DIM, device=device), torch.arange(tokens, device=device) + 5000
     frequencies = rope_frequencies(64, 160000.0, YarnScaling(16, 65536, 32, 1)).to(device)
@@ -68,7 +68,7 @@ def capturing() -> bool:
 
 
 def inverse_rope_work(tokens: int, device: torch.device) -> Work:
-    """The attention's output, in place."""
+    """Inverse RoPE of the attention's output, in place."""
     o, positions = normal(tokens, HEADS, DIM, device=device), torch.arange(tokens, device=device) + 5000
     frequencies = rope_frequencies(64, 10000.0, None).to(device)
     moved = 2 * 2 * tokens * HEADS * 64 + 8 * tokens
@@ -80,27 +80,27 @@ def inverse_rope_work(tokens: int, device: torch.device) -> Work:
 
 
 def rms_norm_work(tokens: int, device: torch.device, dim: int = Q_LORA) -> Work:
-    """Of q's latent, or of a token."""
+    """RMSNorm of q's latent, or of a hidden row."""
     x, weight = normal(tokens, dim, device=device), torch.ones(dim, device=device)
     return Work("rms_norm", 4 * x.numel() + 4 * dim, lambda impl: [rms_norm(x, weight, EPS, impl)])
 
 
 def rms_norm_fp8_work(tokens: int, device: torch.device) -> Work:
-    """Of q's latent, quantised."""
+    """RMSNorm of q's latent with quantised output."""
     x, weight = normal(tokens, Q_LORA, device=device), torch.ones(Q_LORA, device=device)
     moved = 3 * x.numel() + 4 * x.numel() // 128 + 4 * Q_LORA
     return Work("rms_norm_fp8", moved, lambda impl: values(*rms_norm_fp8(x, weight, EPS, True, impl)))
 
 
 def topk_work(tokens: int, device: torch.device) -> Work:
-    """The learned router behind its product."""
+    """The learned router, given its logits."""
     logits, bias = torch.randn(tokens, EXPERTS, device=device), torch.randn(EXPERTS, device=device) * 0.1
     moved = 4 * logits.numel() + 8 * tokens * TOP_K
     return Work("route_topk_logits", moved, lambda impl: route_topk_logits(logits, bias, TOP_K, SCALE, impl)[:1])
 
 
 def hash_work(tokens: int, device: torch.device) -> Work:
-    """The router by token id behind its product."""
+    """The router by token id, given its logits."""
     logits = torch.randn(tokens, EXPERTS, device=device)
     table = torch.randint(0, EXPERTS, (VOCABULARY, TOP_K), dtype=torch.int32, device=device)
     ids = torch.randint(0, VOCABULARY, (tokens,), device=device)
@@ -109,27 +109,27 @@ def hash_work(tokens: int, device: torch.device) -> Work:
 
 
 def swiglu_work(tokens: int, device: torch.device) -> Work:
-    """Of the shared expert, in bf16."""
+    """SwiGLU of the shared expert in bf16."""
     gate_up = normal(tokens, 2 * CHANNELS, device=device)
     return Work("fused_swiglu", 6 * tokens * CHANNELS, lambda impl: [fused_swiglu(gate_up, LIMIT, impl)])
 
 
 def swiglu_fp8_work(tokens: int, device: torch.device) -> Work:
-    """Of the shared expert, quantised."""
+    """SwiGLU of the shared expert with quantised output."""
     gate_up = normal(tokens, 2 * CHANNELS, device=device)
     moved = 5 * tokens * CHANNELS + 4 * tokens * CHANNELS // 128
     return Work("swiglu_fp8", moved, lambda impl: values(*swiglu_fp8(gate_up, LIMIT, True, impl)))
 
 
 def quantise_work(tokens: int, device: torch.device) -> Work:
-    """Of a layer's input."""
+    """Quantisation of a layer's input."""
     x = normal(tokens, HIDDEN, device=device)
     moved = 3 * x.numel() + 4 * x.numel() // 128
     return Work("fp8_quantise", moved, lambda impl: values(*fp8_quantise(x, 128, True, impl)))
 
 
 def values(codes: Tensor, scales: Tensor) -> list[Tensor]:
-    """What is compared; nothing is launched in a capture."""
+    """Return the results to compare; nothing is launched while a graph is captured."""
     return [codes] if capturing() else [codes.float(), scales]
 
 

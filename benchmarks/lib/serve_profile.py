@@ -26,22 +26,23 @@ TURN_STEPS = 3
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST_CALLS = ("cuda_runtime", "cuda_driver")
 ENQUEUES = ("Launch", "Memcpy", "Memset")
-"""In the names of those that give the GPU work; each takes the host some microseconds, a graph's as one of them."""
+"""Parts of the names of host calls that enqueue GPU work. Each call costs the host some microseconds; a graph's replay
+is one call."""
 HOST_ROWS = 8
-"""Of the host's table: what it waits for, and what launching takes it."""
+"""Rows of the host's table, which has waiting and launching."""
 TRACE_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What the GPU did in a step, the mean over several."""
+    """GPU work of a step, the mean over several steps."""
 
     launches: float
     busy_us: float
     span_us: float
     kernels: tuple[tuple[str, float, float], ...]  # name, launches, microseconds (overlaps in each), the longest first
-    host_launches: float = 0.0  # calls with which the host gave it this work, a graph's replay being one
-    host_calls: tuple[tuple[str, float, float], ...] = ()  # of CUDA: name, calls, microseconds, the longest first
+    host_launches: float = 0.0  # host calls that enqueue this work; a graph's replay is one
+    host_calls: tuple[tuple[str, float, float], ...] = ()  # CUDA calls: name, calls, microseconds, the longest first
 
 
 def profile_decode(url: str, requests: int, context: int) -> Profile:
@@ -54,7 +55,8 @@ def profile_decode(url: str, requests: int, context: int) -> Profile:
 
 
 def decode_events(url: str, requests: int, context: int) -> list[dict]:
-    """STEPS decode steps (of a server that speculates, draft and verify steps): what the GPU did, and the host's calls.
+    """Return the GPU's and the host's events of STEPS decode steps (draft and verify steps on a server that
+    speculates).
 
     Raises:
         RuntimeError: the server wrote no trace with GPU work.
@@ -65,7 +67,7 @@ def decode_events(url: str, requests: int, context: int) -> list[dict]:
 
 
 def profile_prefill(url: str, length: int) -> Profile:
-    """Profile CHUNKS chunks at the beginning of one prompt of `length` tokens, as the server cuts it.
+    """Profile CHUNKS chunks at the beginning of one prompt of `length` tokens. The server chooses the chunks.
 
     Raises:
         RuntimeError: the server wrote no trace with GPU work.
@@ -76,13 +78,13 @@ def profile_prefill(url: str, length: int) -> Profile:
 
 
 def profile_turn(url: str, requests: int, context: int, folder: Path | None = None) -> Profile:
-    """Profile the forward of `requests` requests that bring TURN tokens each behind `context` tokens in the cache.
+    """Profile the forward of `requests` requests that add TURN tokens each to `context` cached tokens.
 
     Args:
         url: of the server.
-        requests: at once.
-        context: tokens of each one's prefix.
-        folder: where a trace stays that has the host's side, too.
+        requests: number of requests at once.
+        context: tokens of each request's prefix.
+        folder: keeps a trace that also has the host's events.
 
     Raises:
         RuntimeError: the server wrote no trace with GPU work.
@@ -98,7 +100,7 @@ async def _turn_under_profile(url: str, requests: int, context: int, folder: str
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), read_bufsize=2**22) as session:
         client = Client(session, url)
         prompts = [[rng.randrange(FIRST_ID, LAST_ID) for _ in range(context)] for _ in range(requests)]
-        for turn in range(2):  # the first one, unmeasured, compiles
+        for turn in range(2):  # the first turn, unmeasured, compiles
             await asyncio.gather(*(client.generate(prompt, 1) for prompt in prompts))
             prompts = [prompt + [rng.randrange(FIRST_ID, LAST_ID) for _ in range(TURN)] for prompt in prompts]
             if turn == 1:
@@ -112,14 +114,14 @@ async def _decode_under_profile(url: str, requests: int, context: int, folder: s
     async with aiohttp.ClientSession(timeout=timeout, read_bufsize=2**22) as session:
         client = Client(session, url)
         prompts = [[rng.randrange(FIRST_ID, LAST_ID) for _ in range(context)] for _ in range(requests)]
-        await asyncio.gather(*(client.generate(prompt, 1) for prompt in prompts))  # their prefixes are cached now
+        await asyncio.gather(*(client.generate(prompt, 1) for prompt in prompts))  # caches the prefixes
         begun, all_begun = itertools.count(1), asyncio.Event()
 
         def first_token() -> None:
             if next(begun) == requests:
                 all_begun.set()
 
-        # Prefixes may be lost, and computed again, whatever that takes. Tokens enough until the profiler has started.
+        # A lost prefix is computed again, which takes its time. There are tokens enough until the profiler has started.
         new_tokens = 480 if requests > 4 else 2000
         decoding = asyncio.gather(*(client.generate(prompt, new_tokens, first_token) for prompt in prompts))
         await asyncio.wait({asyncio.ensure_future(all_begun.wait()), decoding}, return_when=asyncio.FIRST_COMPLETED)
@@ -172,7 +174,7 @@ def _read(events: list[dict], steps: int) -> Profile:
 
 
 def _by_name(events: Sequence[dict], steps: int) -> tuple[tuple[str, float, float], ...]:
-    """(name, number, microseconds) a step, the longest first."""
+    """Return (name, number, microseconds) a step, the longest first."""
     times: dict[str, list[float]] = collections.defaultdict(list)
     for event in events:
         times[event["name"]].append(event["dur"])
@@ -180,12 +182,12 @@ def _by_name(events: Sequence[dict], steps: int) -> tuple[tuple[str, float, floa
 
 
 def gpu_work(events: Sequence[dict]) -> list[dict]:
-    """Of a trace's events those of the GPU: a call of the host has the same correlation, and lies before."""
+    """Return the GPU's events of a trace, without the host calls that have the same correlation and come before."""
     return [event for event in events if event["cat"] in GPU_WORK]
 
 
 def busy_us(events: Sequence[dict]) -> float:
-    """In how many microseconds at least one of these was on the GPU."""
+    """Return the microseconds in which at least one of these events was on the GPU."""
     busy, until = 0.0, float("-inf")
     for begin, duration in sorted((event["ts"], event["dur"]) for event in events):
         busy += max(0.0, begin + duration - max(begin, until))

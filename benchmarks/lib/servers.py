@@ -19,10 +19,14 @@ from pathlib import Path
 CONTENDERS = ("builtin", "ours")
 HCA_GROUP = 128  # tokens of an entry there, and rows of a request's state in the built-in
 READY_TIMEOUT_S = 900
-NODES_PORT, NODE_PORTS = 500, 1000  # above a server's port: where its nodes meet, and from a node's port to the next
+NODES_PORT, NODE_PORTS = (
+    500,
+    1000,
+)  # added to a server's port: where its nodes meet; and a node's port minus the one before
 PORT_TAKEN = "address already in use"
-"""What a server says that then answers nobody. Ports from 32768 on Linux gives to whoever asks for any."""
-STALL_S = 2.0  # twice what the longest forward takes, a chunk's of the prefill of 64K
+"""A server's log line when its port is in use; the server then never answers. Linux gives ports from 32768 on to any
+process."""
+STALL_S = 2.0  # twice the longest forward, a chunk of the 64K prefill
 SWITCHES = (
     "DSV4_DEPENDENT_LAUNCH",
     "SGLANG_DSV4_FP8_LINEAR",
@@ -31,17 +35,17 @@ SWITCHES = (
     "SGLANG_DSV4_VERIFY_EPILOGUE",
     "SGLANG_DSV4_WO_A",
 )
-"""Of ours, which change how a step runs."""
+"""Our switches that change how a step runs."""
 FOLDER_VARIABLE = "BENCHMARK_SERVERS"
 LIST = "servers.json"
-"""In that folder: what runs."""
+"""File in that folder that lists the running servers."""
 
 
 class Server:
     """A running `sglang.launch_server`.
 
     Attributes:
-        stall_s: of all servers: so long a silence is none that serving explains.
+        stall_s: for all servers: a silence of this many seconds is a stall and not serving.
     """
 
     stall_s = STALL_S
@@ -50,12 +54,12 @@ class Server:
         self.contender, self.model, self.url, self.log, self.ready_s = contender, model, url, log, ready_s
 
     def get(self, path: str) -> dict:
-        """A JSON answer."""
+        """GET a path; return the JSON answer."""
         with urllib.request.urlopen(self.url + path, timeout=60) as answer:
             return json.load(answer)
 
     def post(self, path: str, body: dict) -> dict:
-        """A JSON answer to a JSON body."""
+        """POST a JSON body; return the JSON answer."""
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -63,11 +67,12 @@ class Server:
             return json.load(answer)
 
     def kv_memory(self) -> tuple[float, int]:
-        """Bytes of the KV pools with all that belongs to them (rings, states, tail checkpoints), and tokens they hold.
+        """Return bytes of the KV pools and all that belongs to them (rings, states, tails), and the tokens that they
+        hold.
 
-        By what each server logs of its own sizing. (Free GPU memory before and after has two decimals of a GB, and
-        what the allocator had already: of a pool of 0.5 GB it says nothing. Neither `/server_info` nor `/metrics`
-        counts the built-in's pools.)
+        Both come from the log in which each server reports its own sizing. (Free GPU memory before and after has two
+        decimals of a GB and includes what the allocator had already, so it cannot show a pool of 0.5 GB. Neither
+        `/server_info` nor `/metrics` counts the built-in's pools.)
         """
         text = self.log.read_text(errors="replace")
         if self.contender == "ours":
@@ -76,12 +81,13 @@ class Server:
 
 
 def our_pools(log: str) -> tuple[float, int]:
-    """Bytes and tokens of the memory plans in our server's log, a draft worker's beside the target's.
+    """Return bytes and tokens of the memory plans in our server's log: the target's, and the draft worker's bytes
+    added.
 
     Raises:
-        ValueError: there is no plan in it.
+        ValueError: the log has no plan.
     """
-    plans = {}  # a rank logs its own: the last one of each worker
+    plans = {}  # every rank logs its plan: the last plan of each worker counts
     table = r"(Target|Draft) worker\nDeepSeek-V4 pools: ([\d,]+) tokens(?:.*\n)+?total +([\d,]+)"
     for worker, tokens, size in re.findall(table, log):
         plans[worker] = int(size.replace(",", "")), int(tokens.replace(",", ""))
@@ -91,13 +97,14 @@ def our_pools(log: str) -> tuple[float, int]:
 
 
 def builtin_pools(log: str, model: Path) -> tuple[float, int]:
-    """Bytes and tokens of SGLang 0.5.23's own pools by its log: so much a token, and the HCA layers' states.
+    """Return bytes and tokens of SGLang 0.5.23's own pools by its log: bytes a token, and the HCA layers' states.
 
-    `DSV4PoolConfigurator` logs the bytes of a token (entries, indexer keys, paged windows and CSA states), and the rows
-    of the states that requests have: [rows, 2, head_dim] fp32 a HCA layer, up to whole groups of 128 with one more.
+    `DSV4PoolConfigurator` logs the bytes of a token (entries, indexer keys, paged windows and CSA states) and the rows
+    of the requests' states: [rows, 2, head_dim] fp32 an HCA layer, rounded up to whole groups of 128 and one group
+    more.
 
     Raises:
-        ValueError: a line is missing, or has memory of a kind that is not counted here.
+        ValueError: a line is missing, or names memory of a kind that is not counted here.
     """
     cost = re.findall(r"DSV4 memory calculation: unified=(\w+),.*bytes_per_full_token=([\d.]+)", log)
     sizes = re.findall(r"Initialize DeepSeekV4TokenToKVPool with .*c128_state_pool_size=(\d+)", log)
@@ -118,13 +125,14 @@ Process = subprocess.Popen[bytes]
 
 
 def environment_of(contender: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Of a server's process: this one's, with `more`."""
+    """Return the environment of a server's process: this process's with `more`."""
     env = {**os.environ, **(more or {}), "SGLANG_DSV4": "off" if contender == "builtin" else ""}
     return {name: value for name, value in env.items() if value or name != "SGLANG_DSV4"}
 
 
 def start(contender: str, model: Path, flags: Sequence[str], port: int, log: Path, env: Mapping[str, str]) -> Process:
-    """A server's process, in a session of its own; with --nnodes a shell, which becomes the first node's."""
+    """Start a server's process in a session of its own. With --nnodes it is a shell that becomes the first node's
+    process."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *flags]
     if "--nnodes" in flags:
         command = ["sh", "-c", nodes_script(command, int(flags[flags.index("--nnodes") + 1]), port, log)]
@@ -135,8 +143,8 @@ def start(contender: str, model: Path, flags: Sequence[str], port: int, log: Pat
 
 
 def nodes_script(command: Sequence[str], nodes: int, port: int, log: Path) -> str:
-    """A shell's command that starts nodes on this machine, in one session. NCCL takes them for machines, so their ranks
-    may share a GPU, and it connects them by sockets."""
+    """Return a shell command that starts several nodes on this machine in one session. NCCL treats them as machines:
+    their ranks may share a GPU, and it connects them by sockets."""
     command = [*command, "--dist-init-addr", f"127.0.0.1:{port + NODES_PORT}"]
     lines = []
     for node in reversed(range(nodes)):
@@ -148,13 +156,13 @@ def nodes_script(command: Sequence[str], nodes: int, port: int, log: Path) -> st
 
 
 def wait(contender: str, process: Process, url: str, log: Path, begin: float) -> float:
-    """Until it answers; the seconds since `begin`.
+    """Wait until the server answers; return the seconds since `begin`.
 
     Raises:
-        RuntimeError: it ended or was not ready in time, or ours is not live although it was asked for; the log's end.
+        RuntimeError: the server ended, was not ready in time, or ours is not live; the message has its log's end.
     """
     while not _answers(url):
-        taken = PORT_TAKEN in log.read_text(errors="replace")  # its warm-up asks for two minutes all the same
+        taken = PORT_TAKEN in log.read_text(errors="replace")  # its warm-up goes on asking for two minutes all the same
         if taken or process.poll() is not None or time.monotonic() - begin > READY_TIMEOUT_S:
             raise RuntimeError(f"the {contender} server did not come up; {log} ends:\n{_end_of(log)}")
         time.sleep(0.5)
@@ -169,8 +177,10 @@ def wait(contender: str, process: Process, url: str, log: Path, begin: float) ->
 def running(
     contender: str, model: Path, flags: Sequence[str], port: int, log: Path, alone: bool = False
 ) -> Iterator[Server]:
-    """Start a server, wait until it answers, stop it with all its processes; or take one that runs (see above), which
-    stays. With `alone` the processes of all others in that folder are suspended meanwhile: for times.
+    """Start a server, wait until it answers, and stop it with all its processes at the end.
+
+    A server that `servers.py start` runs with the same model, flags and switches is used instead and keeps running.
+    With `alone`, the processes of all other servers in that folder are suspended meanwhile, for measuring times.
 
     Raises:
         RuntimeError: see `wait`.
@@ -198,7 +208,7 @@ def running(
 
 @contextlib.contextmanager
 def others_suspended(folder: Path, url: str) -> Iterator[None]:
-    """Stops the processes of the servers of `folder` but the one at `url`; they go on behind it."""
+    """Suspend the servers of `folder` except the one at `url`; they continue at the end."""
     sessions = [found["pid"] for found in listed_servers(folder).values() if found["url"] != url]
     try:
         for session in sessions:
@@ -223,7 +233,7 @@ def _end_of(log: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides speed."""
+    """Return versions of the packages that decide speed."""
     import importlib.metadata
 
     names = ("sglang-dsv4", "sglang", "torch", "nvidia-cutlass-dsl", "sgl-flash-mla", "sgl-deep-gemm", "sglang-kernel")
@@ -238,7 +248,7 @@ def versions() -> dict[str, str]:
 
 
 def identity(contender: str, model: Path, flags: Sequence[str], env: Mapping[str, str]) -> dict[str, object]:
-    """What makes two servers the same to a benchmark: of a flag that is given twice the last one counts."""
+    """Return what two equal servers have in common; the last value counts for a flag that is given twice."""
     options: dict[str, list[str]] = {}
     for word in flags:
         if word.startswith("--"):
@@ -246,19 +256,19 @@ def identity(contender: str, model: Path, flags: Sequence[str], env: Mapping[str
         else:
             values.append(word)
     switches = {name: env[name] for name in sorted(env) if name.startswith(("SGLANG_", "DSV4_")) and env[name]}
-    switches.pop("SGLANG_DSV4", None)  # what the contender says
+    switches.pop("SGLANG_DSV4", None)  # the contender says that already
     return {"contender": contender, "model": str(model.resolve()), "options": options, "switches": switches}
 
 
 def already_running(contender: str, model: Path, flags: Sequence[str], env: Mapping[str, str]) -> Server | None:
-    """The server in FOLDER that is the one asked for, if there is one."""
+    """Return the running server that is the one asked for, None if there is none."""
     if not env.get(FOLDER_VARIABLE):
         return None
     wanted = identity(contender, model, flags, env)
     for found in json.loads((Path(env[FOLDER_VARIABLE]) / LIST).read_text()).values():
         if found["identity"] != wanted:
             continue
-        with contextlib.suppress(ProcessLookupError):  # a benchmark that was killed may have left it suspended
+        with contextlib.suppress(ProcessLookupError):  # a killed benchmark may have left it suspended
             os.killpg(found["pid"], signal.SIGCONT)
         if _answers(found["url"]):
             return Server(contender, model, found["url"], Path(found["log"]), found["ready_s"])

@@ -1,4 +1,4 @@
-"""What the compiler and the emulator say of Blackwell's attention kernel, without a GPU."""
+"""Resources and emulated cycles of Blackwell's attention kernel, without a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNITS = ("floor", "fma", "alu", "issue", "sfu", "tmem", "shared", "operands", "p
 
 @dataclass(frozen=True)
 class StaticCase:
-    """One token."""
+    """A case of one token."""
 
     name: str
     entries: int
@@ -28,7 +28,7 @@ class StaticCase:
     dense: bool = False
     row_format: RowFormat = RowFormat.FP8
     large: bool = False
-    """The main loop outweighs prologue and epilogue."""
+    """Whether the main loop outweighs prologue and epilogue."""
 
 
 CASES = (
@@ -47,13 +47,14 @@ CASES = (
 
 
 def all_resources() -> dict[str, dict[str, int]]:
-    """By configuration; inside `emulated()`, which keeps the cubins."""
+    """Return resources by configuration. Call it inside `emulated()`, which keeps the cubins."""
     shared = {"dynamic_smem_bytes": Smem.BYTES}
     return {str(config): resources(sm100.compile(config).__cubin__) | shared for config in sm100.configurations()}
 
 
 def problem_of(case: StaticCase) -> Problem:
-    """Live rows everywhere; contents do not matter to the counts, but for the maxima that make O be rescaled."""
+    """Return a problem whose rows are all live. Of the contents only the maxima matter to the counts: they make O be
+    rescaled."""
     generator = torch.Generator().manual_seed(0)
 
     def table(num_rows: int) -> KVRows:
@@ -84,7 +85,7 @@ def problem_of(case: StaticCase) -> Problem:
 
 
 def cycles_of(case: StaticCase) -> dict[str, float | str]:
-    """The columns above."""
+    """Return the table's columns for a case."""
     from host import emulated
     from report import B200
 

@@ -1,4 +1,4 @@
-"""What the compiler and the emulator say of Hopper's attention kernels, without a GPU."""
+"""Resources, instruction counts and emulated cycles of Hopper's attention kernels, without a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results" / "sparse_attention_sm
 
 
 def static_numbers(configuration: Configuration | FewHeads) -> dict[str, int]:
-    """Of one configuration; inside `emulated(arch="sm_90a")`, which keeps PTX and cubins.
+    """Return the numbers of one configuration. Call it inside `emulated(arch="sm_90a")`, which keeps PTX and cubins.
 
     Raises:
         AssertionError: the compiler has serialised products that the source lets run asynchronously.
@@ -43,11 +43,11 @@ def static_numbers(configuration: Configuration | FewHeads) -> dict[str, int]:
 
 UNITS = ("tensor", "fma", "alu", "issue", "sfu", "shared", "operands", "l2")
 ENTRIES = (512, 1024)
-"""Of the two tokens whose difference is counted."""
+"""Entries of the two tokens whose difference is counted."""
 
 
 def bounds_of_a_step(heads: int, row_format: RowFormat) -> dict[str, float]:
-    """Cycles of every unit for a step of 128 keys of a list, of tokens that nobody divides."""
+    """Return each unit's cycles for a step of 128 keys of a list, of tokens that are not split."""
     from emulator import Checks
     from host import emulated
     from report import H200
