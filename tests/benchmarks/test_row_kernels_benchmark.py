@@ -22,7 +22,7 @@ def test_every_row_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bytes() -> None:
-    """Of two tokens: read once, written once."""
+    """Two tokens, read once and written once."""
     per_token = {
         "norm_rope_store": 2 * 64 * 1024 + 1024 + 584 + 16,
         "inverse_rope": 2 * 64 * 128 + 8,
@@ -61,14 +61,14 @@ def test_sets_exceed_the_cache_twice() -> None:
 
 
 def test_a_chain_is_timed_both_ways() -> None:
-    """Every launch depends on what the boundary before it made, so nothing in it may be left out."""
+    """Every launch depends on the boundary before it, so none may be left out."""
     result = run_chain(CPU, "ref", [1], 1)
     (row,) = result["rows"]
     assert (row["tokens"], row["launches"]) == (1, Chain.LAUNCHES) and row["us"] > 0 and row["early_us"] > 0
 
 
 def test_a_chain_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where launches that begin early read what is not there yet."""
+    """Launches that begin early and read a result that is not written yet."""
     from dsv4_kernels.device import dependent_launch
 
     def late(*arguments: object) -> tuple[torch.Tensor, ...]:

@@ -21,7 +21,7 @@ def test_chat_answers_with_the_tokens_asked_for(server: Server) -> None:
     response = server.chat("Hello!", max_tokens=12, extra_body={"ignore_eos": True})
     assert text_of(response)
     assert response.usage.completion_tokens == 12
-    # <bos> <User> H e l l o ! <Assistant> </think>: one token a byte, because "Hello" is no word of the tokenizer
+    # <bos> <User> H e l l o ! <Assistant> </think>: one token a byte, because "Hello" is not a word of the tokenizer
     assert response.usage.prompt_tokens == 10
     assert response.choices[0].finish_reason == "length"
 
@@ -65,7 +65,7 @@ THINKING = {"chat_template_kwargs": {"thinking": True}}
 
 
 def test_thinking_mode_ends_the_prompt_with_a_think_token(server: Server) -> None:
-    """A random model does not end its thought, so all that it says is one."""
+    """A random model does not end its thought, so its whole answer is reasoning."""
     plain = server.chat("ponder", max_tokens=8)
     thinking = server.chat("ponder", max_tokens=8, extra_body=THINKING)
     assert text_of(plain) and not text_of(thinking)
@@ -74,11 +74,12 @@ def test_thinking_mode_ends_the_prompt_with_a_think_token(server: Server) -> Non
 
 
 def reasoned(server: Server, checkpoint: Path) -> tuple[str, str]:
-    """What the model is made to think and to say: one word, the end of its thought, and then what a regular expression
-    leaves it. Streamed, too.
+    """Return the reasoning and the answer that the model is forced to give, streamed and not: one word, the end of its
+    thought, and then the string of a regular expression.
 
-    The word's bias is the highest by 4; once it is said its penalties of 4 and the logits themselves, or a second time,
-    make `</think>` the likeliest. The expression begins after it: SGLang knows that by its reasoning parser alone.
+    The word's bias is the highest by 4. Once it has been generated, its penalties of 4 and the logits themselves, or a
+    second time, make `</think>` the likeliest token. The expression applies after it, which SGLang knows through its
+    reasoning parser alone.
     """
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     (word,), (end,) = (tokenizer.encode(text, add_special_tokens=False) for text in (" because", "</think>"))
@@ -111,14 +112,14 @@ WEATHER = {
 
 
 def test_a_tool_call_is_parsed(server: Server, checkpoint: Path) -> None:
-    """The model is made to spell one as the release writes it."""
+    """The model is forced to generate a call as the release writes it."""
     call = (
         '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Rome'
         "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
     )
     marker = AutoTokenizer.from_pretrained(checkpoint).convert_tokens_to_ids(
         "｜DSML｜"
-    )  # else it may spell it in bytes
+    )  # else it may generate the marker's bytes
     response = server.chat(
         "Rain?", max_tokens=200, tools=[WEATHER], logit_bias={str(marker): 100}, extra_body={"regex": call}
     )
@@ -135,7 +136,7 @@ def test_logprobs_are_of_the_tokens_and_ordered(server: Server) -> None:
     for entry in entries:
         alternatives = [top.logprob for top in entry.top_logprobs]
         assert alternatives == sorted(alternatives, reverse=True)
-        assert entry.logprob == alternatives[0]  # greedy takes the likeliest
+        assert entry.logprob == alternatives[0]  # greedy sampling chooses the likeliest
         assert sum(math.exp(value) for value in alternatives) <= 1 + 1e-5
 
 
@@ -154,7 +155,7 @@ def test_constrained_output_is_valid_json(server: Server, checkpoint: Path, kind
         response_format = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
         value = json.loads(text_of(server.chat("Who?", max_tokens=200, response_format=response_format)))
         jsonschema.validate(value, schema)
-    else:  # a random model would not close its object, so it is pushed to: the grammar alone demands the "{" before
+    else:  # a random model would not close its object, so a bias makes it: the grammar alone demands the "{"
         close = AutoTokenizer.from_pretrained(checkpoint).convert_tokens_to_ids("}")
         options = {"response_format": {"type": "json_object"}, "logit_bias": {str(close): 100}}
         assert json.loads(text_of(server.chat("Who? In json.", max_tokens=24, **options))) == {}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS
 
-# The least widths that the kernels take, and the vocabulary whose tokens the tests count.
+# The least widths that the kernels support, and a vocabulary whose tokens the tests can count.
 SHAPE = replace(
     PRESETS["flash"], compress_ratios=(0, 4, 128), num_hash_layers=1, hidden_size=1024, q_lora_rank=512, vocab_size=1024
 )

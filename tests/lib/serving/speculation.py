@@ -21,28 +21,28 @@ from serving.server import (
 from sglang_dsv4.cpu.random_checkpoint import PRESETS
 from sglang_dsv4.warmup.cuda_graphs import VERIFY_EPILOGUE
 
-# Requests are let in as if they answered with a token or two, so that the pool runs out while they decode.
+# Requests are admitted as if they answered with a token or two, so that the pool runs out while they decode.
 OPTIMISTIC = ("--schedule-conservativeness", "0.01")
 FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING), SLEEP_ON_IDLE)
 FLAGS += ("--chunked-prefill-size", "512", "--constrained-json-disable-any-whitespace", *OPTIMISTIC)
 HOST_TIERS = ("--enable-hierarchical-cache", "--hicache-ratio", "2")
 HOST_TIERS += ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete")
-# The same target: a checkpoint's draft is drawn behind it, from the same seed.
+# Both have the same target: a checkpoint's draft is drawn after it, from the same seed.
 ALGORITHMS = {
     "EAGLE": (PRESETS["tiny"], 3, ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1")),
     "DSPARK": (replace(PRESETS["tiny"], dspark_markov_rank=32, dspark_target_layer_ids=(1, 2, 3)), 5, ()),
 }
 NO_EPILOGUE = "DSPARK, acceptance outside of the graph"
-"""In place of an algorithm's name: that one, and the host launches what DSpark does behind a verify step."""
+"""A name in place of an algorithm's: DSPARK whose acceptance the host launches after a verify step."""
 
 
 def algorithm_and_switch(name: str) -> tuple[str, dict[str, str]]:
-    """SGLang's name of an algorithm or of `NO_EPILOGUE`, and the environment that its server is to have."""
+    """Return SGLang's name of an algorithm or of `NO_EPILOGUE`, and the environment of its server."""
     return name.partition(",")[0], {VERIFY_EPILOGUE: "off"} if name == NO_EPILOGUE else {}
 
 
 def drafting_flags(algorithm: str) -> tuple[str, ...]:
-    """Of a server that drafts by it."""
+    """Return the flags of a server that drafts with the algorithm."""
     _, drafts, flags = ALGORITHMS[algorithm]
     return (*flags, "--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", str(drafts + 1))
 
@@ -62,7 +62,7 @@ class Speculating:
         return ALGORITHMS[self.algorithm][1]
 
     def will_answer(self, prompts: list[list[int]], results: list[dict[str, Any]]) -> None:
-        """Let the oracle draft them."""
+        """Make the oracle draft these answers."""
         for prompt, result in zip(prompts, results, strict=True):
             self._answers[" ".join(map(str, prompt))] = result["output_ids"]
         written = self._file.with_suffix(".new")
@@ -70,7 +70,8 @@ class Speculating:
         written.rename(self._file)
 
     def drafted(self) -> list[list[Any]]:
-        """What the draft proposed for requests that the oracle knows since this was last asked, by prompt and place."""
+        """Return the draft's own proposals since the last call for requests that the oracle knows, by prompt and
+        position."""
         file = self._file.with_name(oracle_drafts.DRAFTED)
         lines = file.read_text().splitlines() if file.exists() else []
         file.unlink(missing_ok=True)
