@@ -27,7 +27,8 @@ def test_reasoning_is_parsed(server: Server, checkpoint: Path) -> None:
 
 
 def test_the_responses_api_answers_as_chat_does(server: Server) -> None:
-    """It is off, with one warning in the log, where a package of SGLang's is missing.
+    """The Responses API answers as chat does. Where a package of SGLang's is missing, it is off with one warning in the
+    log.
 
     SGLang ends such an answer a few tokens before chat's.
     """
@@ -39,12 +40,12 @@ def test_the_responses_api_answers_as_chat_does(server: Server) -> None:
 
 
 def test_greedy_answers_are_the_same_alone_and_in_a_batch_of_16(server: Server) -> None:
-    """Lengths from 10 to about 330 tokens, so that chunks, pages and compressed groups are cut differently."""
+    """Prompts of 10 to about 330 tokens, so that chunks, pages and compression groups have different ends."""
     alone = [text_of(server.chat(prompt)) for prompt in PROMPTS]
     with ThreadPoolExecutor(16) as pool:
         together = [text_of(response) for response in pool.map(server.chat, PROMPTS)]
     assert together == alone
-    assert len(set(alone)) > 8  # the prompts matter
+    assert len(set(alone)) > 8  # the answers depend on the prompts
 
 
 def test_models_and_info_endpoints(server: Server) -> None:

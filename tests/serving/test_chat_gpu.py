@@ -1,6 +1,7 @@
-"""Chat, reasoning, tools and JSON through a server on a GPU: what test_chat.py asks of one on a CPU.
+"""Chat, reasoning, tools and JSON through a server on a GPU: the tests of test_chat.py that hold there too.
 
-A small checkpoint of random weights with the released attention, CUDA graphs on, default flags but for the pool's size.
+A small checkpoint of random weights with the released attention, CUDA graphs on, default flags except for the pool's
+size.
 """
 
 from __future__ import annotations
@@ -47,6 +48,6 @@ def server(checkpoint: Path) -> Iterator[Server]:
 
 
 def test_reasoning_is_parsed(server: Server, checkpoint: Path) -> None:
-    """With overlapped steps SGLang's penalties come a step or two late, so the word is said more than once."""
+    """With overlapped steps SGLang's penalties are a step or two late, so the word is generated more than once."""
     thought, said = reasoned(server, checkpoint)
     assert set(thought.split()) == {"because"} and said == "It is 42."

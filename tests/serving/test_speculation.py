@@ -1,7 +1,7 @@
-"""Drafts through SGLang's server on a CPU: an answer has the tokens and log-probabilities that it has without them.
+"""Speculation through SGLang's server on a CPU: answers have the same tokens and log-probabilities as without it.
 
-Proposals come from an oracle (`oracle_drafts`), so that blocks are accepted up to every place. The server without
-speculation is the one that the session shares; those with it keep prefixes in host memory and files, too.
+Proposals come from an oracle (`oracle_drafts`), so that blocks are accepted up to every position. The server without
+speculation is the session's; those with it also keep prefixes in host memory and files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 ONE_OF_BOTH = pytest.mark.parametrize(
     "speculating", [pytest.param("EAGLE", marks=pytest.mark.slow), "DSPARK"], indirect=True, scope="module"
 )
-"""What takes half a minute, and is of the scheduler and of the tiers rather than of a draft."""
+"""For tests of half a minute that concern the scheduler and the tiers rather than a draft."""
 
 
 @pytest.fixture(scope="module", params=list(ALGORITHMS))
@@ -54,22 +54,22 @@ def speculating(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         yield Speculating(running, request.param, folder)
 
 
-# Every residue of a CSA group, and beside the boundaries of HCA's groups and of pages.
+# Every residue of a CSA group, and both sides of the ends of HCA's groups and of pages.
 LENGTHS = {1: [1, 126, 251], 14: [2, 3, 4, 121, 123, 124, 125, 127, 249, 250, 252, 253, 254, 255]}
 
 
 @pytest.mark.parametrize("at_once", LENGTHS)
 def test_greedy_answers_are_the_same_bits(server: Server, speculating: Speculating, at_once: int) -> None:
-    """Blocks cross groups and pages, and are accepted up to every place; then again, nearly all refused."""
+    """Blocks cross groups and pages and are accepted up to every position; then again, nearly all rejected."""
     prompts = random_prompts(at_once, LENGTHS[at_once])
     plain = ask(server, prompts, 14, max_new_tokens=20)
     speculating.will_answer(prompts, plain)
     drafted = ask(speculating.server, prompts, at_once, max_new_tokens=20)
     assert_same(plain, drafted)
-    assert tokens_a_step(drafted) > 1 + 0.3 * speculating.drafts  # half of them, but for the ends
+    assert tokens_a_step(drafted) > 1 + 0.3 * speculating.drafts  # half of them, except at the ends
     prompts = random_prompts(at_once + 1, LENGTHS[at_once])
     plain = ask(server, prompts, 14, max_new_tokens=10)
-    drafted = ask(speculating.server, prompts, at_once, max_new_tokens=10)  # as drafted
+    drafted = ask(speculating.server, prompts, at_once, max_new_tokens=10)  # with the draft's own proposals
     assert_same(plain, drafted)
     assert tokens_a_step(drafted) < 1.2
 
@@ -86,14 +86,14 @@ def test_hits_answer_the_same_bits(server: Server, speculating: Speculating) -> 
     speculating.will_answer(prompts, plain)
     drafted = ask(speculating.server, prompts, 6, max_new_tokens=20)
     assert_same(plain, drafted)
-    # EAGLE's keys are pairs of tokens: what was stored ends a token earlier.
+    # EAGLE's keys are pairs of tokens: a stored prefix ends a token earlier.
     assert [result["meta_info"]["cached_tokens"] for result in drafted] == [512] * 4 + [256] * 2
 
 
 @ONE_OF_BOTH
 def test_prefixes_from_host_memory_and_files_answer_the_same_bits(server: Server, speculating: Speculating) -> None:
-    """Of prefills, and of a conversation whose last page decoding filled: first others take the pool, then it is
-    flushed. That the draft's own proposals are the same there is `test_draft_tails`' matter."""
+    """Prefixes of prefills, and of a conversation whose last page decoding filled: first other requests fill the pool,
+    then it is flushed. `test_draft_tails` shows that the draft's own proposals are the same there."""
     first, talk = random_prompts(10, [1100, 240])
     answers = ask(speculating.server, [first, talk], 2, max_new_tokens=40)
     prompts = [[*first, 5], [*first[:560], 6, 7], [*talk, *answers[1]["output_ids"][:30], 9]]
@@ -114,7 +114,7 @@ def test_prefixes_from_host_memory_and_files_answer_the_same_bits(server: Server
 
 @ONE_OF_BOTH
 def test_answers_end_inside_a_block(server: Server, speculating: Speculating) -> None:
-    """By a stop token, a stop string or the limit, at each place of a block."""
+    """An answer ends at a stop token, a stop string or the limit, at each position of a block."""
     prompts = random_prompts(4, [40] * 4)
     whole = ask(server, prompts, 4, max_new_tokens=14)
     speculating.will_answer(prompts, whole)
@@ -167,7 +167,8 @@ def test_seeded_answers_are_the_same_tokens(server: Server, speculating: Specula
 
 
 def test_draws_of_the_only_likely_token_are_greedy(server: Server, speculating: Speculating) -> None:
-    """Without a seed, beside a greedy request: what is kept and what follows it is drawn, with one token's odds."""
+    """Sampled without a seed in a batch with a greedy request: acceptance and the next token are drawn from one likely
+    token."""
     prompts = random_prompts(9, [21, 131, 253, 60])
     plain = ask(server, prompts, 4, max_new_tokens=20)
     speculating.will_answer(prompts, plain)
@@ -182,7 +183,7 @@ def test_draws_of_the_only_likely_token_are_greedy(server: Server, speculating: 
 
 @ONE_OF_BOTH
 def test_retracted_and_aborted_requests_leave_no_trace(server: Server, speculating: Speculating) -> None:
-    """The pool runs out at page boundaries; others are aborted, and their slots go to who waits."""
+    """The pool runs out at page boundaries; other requests are aborted, and waiting requests get their slots."""
     prompts = random_prompts(7, [480, 490, 495, 500, 500, 3, 485, 499, 488, 501, 491, 492])
     plain = ask(server, prompts, 12, max_new_tokens=36)
     speculating.will_answer(prompts, plain)
@@ -192,7 +193,7 @@ def test_retracted_and_aborted_requests_leave_no_trace(server: Server, speculati
         sampling = {"max_new_tokens": 500, "temperature": 0}
         body = {"rid": f"doomed-{index}", "input_ids": doomed[index], "sampling_params": sampling}
         request = pool.submit(requests.post, f"{speculating.server.url}/generate", json=body, timeout=300)
-        while not request.done():  # again, if it was not there yet
+        while not request.done():  # again, if the request was not known yet
             time.sleep(0.5)
             requests.post(f"{speculating.server.url}/abort_request", json={"rid": f"doomed-{index}"}, timeout=300)
         request.result()
@@ -207,6 +208,6 @@ def test_retracted_and_aborted_requests_leave_no_trace(server: Server, speculati
 
 
 def test_the_server_lives(speculating: Speculating) -> None:
-    """Last: no check of SGLang's or ours on pages, slots and checkpoints has ended it."""
+    """Runs last: no check of SGLang's or ours on pages, slots and tails has ended the server."""
     assert speculating.server.is_alive()
     assert "Traceback" not in speculating.server.log
