@@ -1,4 +1,4 @@
-"""What prefix lookup and checkpoint bookkeeping cost per request, in a tree of 100,000 nodes.
+"""Cost of prefix lookup and tail bookkeeping per request, in a tree of 100,000 nodes.
 
     python benchmarks/prefix_lookup.py [--nodes N] [--json benchmarks/results/prefix_lookup.json]
 
@@ -6,7 +6,7 @@ Scheduler time only: no model, no bytes. For prompts of several lengths, median 
 
     first match    the prompt is seen for the first time: its pages are hashed
     later match    the scheduler matches waiting requests again in every round: the digests are known
-    bookkeeping    one forward's resume, reservation and publication of a checkpoint, and its release
+    bookkeeping    one forward's resume, reservation and publication of a tail, and its release
 
 and SGLang's own walk over the same tree (`UnifiedTreeCore._match_prefix_helper`) for comparison.
 """
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-from prefix_replay import PAGE, tail_engine
+from lib.prefix_replay import PAGE, tail_engine
 
 from dsv4_radix_cache.tail_store import TailStore
 
@@ -32,7 +32,7 @@ PROMPTS = (2_000, 5_000, 30_000, 100_000)
 
 
 def median_us(call: Callable[[], object], repeats: int) -> float:
-    """Median microseconds of one call."""
+    """Return the median microseconds of one call."""
     times = []
     for _ in range(repeats):
         began = time.perf_counter()

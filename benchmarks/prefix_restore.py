@@ -1,4 +1,4 @@
-"""What moving one tail checkpoint costs, with the row sizes of V4-Flash or V4-Pro.
+"""Cost of moving one tail, with the row sizes of V4-Flash or V4-Pro.
 
     python benchmarks/prefix_restore.py [--model flash|pro] [--device cuda|cpu] [--json FILE]
 
@@ -7,8 +7,8 @@
     snapshot    rings -> device slot (a decoding request fills a page)
     to host     device slot -> pinned host slot (write-through)
 
-Each is checked byte for byte first. Median of the wall time from launch to completion, and of the launch alone, which
-is what the scheduler's thread pays. Rings and slots are picked at random, so the L2 cache is cold.
+Each is checked byte for byte first. Median of the wall time from launch to completion, and of the launch alone, the
+cost for the scheduler's thread. Rings and slots are picked at random, so the L2 cache is cold.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REQUESTS, SLOTS, POSITION = 64, 64, 4096
 
 
 def rings_of(g: PoolGeometry, device: torch.device) -> dict[str, Tensor]:
-    """As much of a KV pool as a checkpoint touches, by name: [layers, rows, ...]."""
+    """Return the part of a KV pool that a tail touches, by name: [layers, rows, ...]."""
     ring = KVRows.allocate(REQUESTS * g.ring_rows, g.row_format, g.row_dim, g.rope_dim, g.dtype, "meta").storage
     states, csa = REQUESTS * g.state_rows(CSA_RATIO), len(g.layers(CSA_RATIO))
     return {

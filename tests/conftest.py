@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import pytest
 
 if TYPE_CHECKING:
     from serving.server import Server
+    from suite.shards import Shard
 
 # What only the fixtures need is imported by them: this file is also read where kernels are tested without SGLang.
 
@@ -59,14 +61,63 @@ def what_an_engine_leaves() -> Iterator[None]:
         os.environ.pop(name, None)
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    options = parser.getgroup("parts of the suite (tests/lib/suite/shards.py)")
+    options.addoption("--shard", metavar="K/N", help="run part K of N; a commit's hash in place of K chooses one")
+    options.addoption("--minutes", type=float, help="begin no test later than this; the tests left out are listed")
+
+
+DEADLINE = "DSV4_TESTS_DEADLINE"
+"""Seconds since 1970, for the session and for its worker processes."""
+LEFT_OUT = "out of time"
+
+
+def shard_of(config: pytest.Config) -> Shard:
+    from suite.shards import Shard
+
+    try:
+        return Shard.of(config.getoption("shard"))
+    except ValueError as error:
+        raise pytest.UsageError(f"--shard: {error}") from None
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Under `make test` a missing package is an error: elsewhere the tests that need it are skipped."""
+    if config.getoption("shard") is not None:
+        shard_of(config)
+    minutes = config.getoption("minutes")
+    if minutes is not None and not hasattr(config, "workerinput"):
+        os.environ[DEADLINE] = str(time.time() + 60 * minutes)
     missing = [name for name in os.environ.get("DSV4_TESTS_NEED", "").split() if importlib.util.find_spec(name) is None]
     if missing:
         raise pytest.UsageError(
             f"the tests need {', '.join(missing)}, which this Python cannot import. `make setup` installs what "
             "requirements-cpu.txt and requirements-test.txt pin; without DSV4_TESTS_NEED these tests are skipped"
         )
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("shard") is None:
+        return
+    from suite.shards import chosen
+
+    by_id = {item.nodeid: item for item in items}
+    own = chosen(list(by_id), shard_of(config))
+    config.hook.pytest_deselected(items=[item for nodeid, item in by_id.items() if nodeid not in set(own)])
+    items[:] = [by_id[nodeid] for nodeid in own]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Which shard it was, and each test that it left out."""
+    if config.getoption("shard") is not None:
+        terminalreporter.write_line(f"shard {shard_of(config)} of the selected tests")
+    skipped = terminalreporter.stats.get("skipped", [])
+    left_out = [report.nodeid for report in skipped if LEFT_OUT in str(report.longrepr)]
+    if left_out:
+        terminalreporter.section(f"{len(left_out)} tests not run within {config.getoption('minutes'):g} minutes")
+        for nodeid in left_out:
+            terminalreporter.write_line(nodeid)
 
 
 def pytest_collection_finish() -> None:
@@ -144,7 +195,10 @@ def unit_of(nodeid: str) -> str:
     return SERVERS if path.startswith(STARTS_A_SERVER) else path
 
 
+@pytest.hookimpl(tryfirst=True)  # before a fixture is set up
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > float(os.environ.get(DEADLINE, "inf")):
+        pytest.skip(LEFT_OUT)
     if "server" in getattr(item, "fixturenames", ()) and unit_of(item.nodeid) != SERVERS:
         pytest.fail(f"this test uses the server: name its file in STARTS_A_SERVER ({__file__})", pytrace=False)
 
@@ -161,8 +215,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return unit_of(nodeid)
 
         def _assign_work_unit(self, node: Any) -> None:
-            first = min(self.workqueue, key=lambda unit: LONG.index(unit) if unit in LONG else len(LONG))
-            self.workqueue.move_to_end(first, last=False)
+            if config.getoption("shard") is None:  # a shard has an order of its own
+                first = min(self.workqueue, key=lambda unit: LONG.index(unit) if unit in LONG else len(LONG))
+                self.workqueue.move_to_end(first, last=False)
             super()._assign_work_unit(node)
 
     return Units(config, log)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from prefix_replay import tail_engine
-from prefix_simulation import Trace, agent_loop, alternation, retention, volatile_tail
+from lib.prefix_replay import tail_engine
+from lib.prefix_traces import Trace, agent_loop, alternation, retention, volatile_tail
 
 from dsv4_radix_cache.page_chain import PageChain
 

@@ -11,14 +11,17 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
 from ops.attention_launch import delete_synchronisation
+from ops.early_launches import a_missing_wait_is_noticed, launched_early
 from ops.memory_layout import far_apart, use_in_place
 from torch import Tensor
 
+from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.hyper_connection import hc_boundary, hc_enter, hc_finish, hc_head, hc_post, hc_pre, ref
 from dsv4_kernels.norm import rms_norm
 from dsv4_kernels.quant import fp8_quantise
@@ -220,14 +223,21 @@ def emulate(arch: str, call: Callable[[], object], fn: Tensor | None = None, **o
 
 
 def boundary(
-    arch: str, i: Inputs, tokens: int | None = None, teams: int = 1, fp8: bool = False, **options: object
+    arch: str,
+    i: Inputs,
+    tokens: int | None = None,
+    teams: int = 1,
+    fp8: bool = False,
+    fn_is_constant: bool = True,
+    **options: object,
 ) -> tuple[Tensor, ...]:
-    """hc_boundary, with so many tokens a group, and teams a CTA."""
+    """Results of hc_boundary with `tokens` tokens a group and `teams` teams a CTA."""
     from dsv4_kernels.hyper_connection import gpu
 
     y, streams, post, comb, fn, base, scale, weight = i
     arguments = (streams, (y, post, comb), (fn, base, scale), weight, NORM_EPS, HC_EPS, ITERATIONS)
-    return emulate(arch, lambda: gpu.run(arch, "hc_boundary", 24, *arguments, tokens, teams, fp8), fn, **options)
+    call = partial(gpu.run, arch, "hc_boundary", 24, *arguments, tokens, teams, fp8)
+    return emulate(arch, call, fn if fn_is_constant else None, **options)
 
 
 @pytest.mark.usefixtures("compiled_here", "nan_memory")
@@ -336,6 +346,39 @@ def test_teams_take_one_group_after_the_other(arch: str, schedule: str) -> None:
 
 
 # (tokens, d), and tokens a group and teams a CTA: all rows of fn at once, through stages, and two teams that stay.
+@pytest.mark.parametrize(
+    ("num_tokens", "tokens", "teams"), [(3, 2, 1), pytest.param(35, 8, 2, marks=pytest.mark.slow)], ids=["one", "teams"]
+)
+def test_a_boundary_may_begin_early(arch: str, num_tokens: int, tokens: int, teams: int) -> None:
+    i = inputs(num_tokens, 1024)
+    options = {"multiprocessors": 16} if teams > 1 else {}
+    with launched_early():
+        out = boundary(arch, i, tokens, teams, **options)
+    check_boundary(out, i)
+
+
+def test_post_may_begin_early(arch: str) -> None:
+    from dsv4_kernels.hyper_connection import gpu
+
+    i = inputs(3, 1024)
+    with launched_early():
+        streams = emulate(arch, lambda: gpu.hc_post(lambda _: arch, i.y, i.streams, i.post, i.comb))
+    check_streams(streams, i)
+
+
+def test_a_missing_wait_is_noticed(arch: str) -> None:
+    with a_missing_wait_is_noticed():
+        boundary(arch, inputs(3, 1024), 2)
+
+
+def test_only_constants_are_read_before_the_wait(arch: str) -> None:
+    """The boundary reads fn before it waits, which is right for a weight: here the emulator is not told that it is."""
+    from host import EmulationError
+
+    with dependent_launch.switched(True), pytest.raises(EmulationError, match=r"reads float32\[24, 4096\]"):
+        boundary(arch, inputs(3, 1024), 2, fn_is_constant=False)
+
+
 MUTATED = {
     "hyper_connection": ((3, 1024), (2, 1)),
     "hyper_connection_stages": ((3, 3072), (2, 1)),
@@ -461,8 +504,8 @@ def test_the_models_widths(arch: str, d: int) -> None:
     """Right, and as planned by what the compiler says of what many tokens take, with one team and with several:
     registers and shared memory for as many CTAs of a multiprocessor. 28 words of a thread may lie on the stack, of
     some 4,300 instructions: where streams are loaded, 80 words of them and 20 coefficients are held at once."""
-    from cubin import resources
     from host import emulated
+    from lib.cubin import resources
 
     from dsv4_kernels.hyper_connection import gpu
     from dsv4_kernels.hyper_connection.plan import REGISTERS, SHARED_BYTES, Plan, shared_memory

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from ops.attention_launch import delete_synchronisation
+from ops.early_launches import launched_early
 from ops.memory_layout import far_apart, sparse, strided
 from ops.number_formats import same_bits
 from ops.order_of_summation import as_from_fp8, channels_that_sum_together, in_order
@@ -208,6 +209,14 @@ def test_an_instruction_sums_16_consecutive_channels(tile: int) -> None:
     x, matrix, expected = channels_that_sum_together()
     (got,) = product(x, matrix.to(FP8), torch.ones(1, 4, 4), None, False, tile)
     assert same_bits(got.float(), expected)
+
+
+@CUTLASS
+def test_it_may_begin_early() -> None:
+    arguments, expected = case(2, 128, 512, True, True)
+    with launched_early():
+        got = product(*first(9, arguments))
+    assert same(got, [e[:9] for e in expected])
 
 
 @CUTLASS

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 from ops.attention_launch import delete_synchronisation
+from ops.early_launches import launched_early
+from ops.experts_cases import LIMIT, Case, packed_experts
 from ops.number_formats import same_bits
 from torch import Tensor
 
@@ -26,7 +28,6 @@ from dsv4_kernels.moe import Mxfp4Experts, ref
 from dsv4_kernels.moe.sm90 import weights as arrangement
 from dsv4_kernels.moe.sm90 import workspace
 from dsv4_kernels.quant import dequantise_fp4_weight
-from tests.kernels.moe.test_experts_sm100 import LIMIT, Case, packed_experts
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -50,14 +51,6 @@ def shapes() -> dict[str, Any]:
     from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
 
     return {"narrow": NARROW, "paired": PAIRED, "wide": WIDE}
-
-
-@pytest.fixture(autouse=True)
-def compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulator needs the PTX that compiling gives; kernels compiled in one test serve the others."""
-    from dsv4_kernels.host import compile_cache
-
-    monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
 
 
 @functools.cache
@@ -146,6 +139,11 @@ def test_the_sum_is_the_definition_s(name: str, shape: str) -> None:
         assert max(widths) > room >= min(widths) or (case.one_expert and max(widths) > room)
     if name == "only-other-ranks":
         assert not out.any()
+
+
+def test_it_may_begin_early() -> None:
+    with launched_early():
+        test_the_sum_is_the_definition_s("few", "narrow")
 
 
 SCHEDULES = [
@@ -350,7 +348,7 @@ def test_sizes_follow_from_shapes() -> None:
 
 @pytest.mark.parametrize("shape", shape_names())
 def test_the_estimate_counts_what_is_listed(shape: str) -> None:
-    import experts_sm90_static as static
+    from lib import experts_sm90_static as static
 
     for case in (*PAIRED.values(), CASES["several-tiles-of-one-expert"], Case(300, chosen=2, experts=3, d=512)):
         slots = torch.bincount(case.inputs()[2].flatten(), minlength=case.experts).tolist()
@@ -363,9 +361,10 @@ def test_the_estimate_counts_what_is_listed(shape: str) -> None:
 
 def test_the_estimate_is_near_what_was_measured() -> None:
     """Of an H200 with all tokens at six experts; and pairs are worth having there."""
-    import experts_sm90_static as static
+    from lib import experts_sm90_static as static
+    from lib.experts_inputs import MODELS
 
-    measured, model = static.measured_us(), static.MODELS["flash"]
+    measured, model = static.measured_us(), MODELS["flash"]
     for tokens in (16, 64, 128, 256, 1024):
         slots = [tokens] * 6 + [0] * (model.experts - 6)
         by_shape = {name: static.estimate(slots, model, shapes()[name]).us for name in ("narrow", "paired")}
@@ -547,8 +546,8 @@ def test_pairs_are_taken_where_multiprocessors_stay_busy() -> None:
 
 @pytest.mark.parametrize("shape", shape_names())
 def test_no_configuration_spills(shape: str) -> None:
-    from cubin import resources
     from host import emulated
+    from lib.cubin import resources
 
     from dsv4_kernels.moe.sm90 import launch
     from dsv4_kernels.moe.sm90.plan import CONSUMER_WARPS, Plan, Product

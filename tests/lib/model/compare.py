@@ -29,3 +29,9 @@ def assert_equal_logits(actual: Tensor, expected: OracleRun, case: str = "") -> 
             f"{case}: {int(bad.sum())} of {len(actual)} positions differ by more than {TOLERANCE}; "
             f"first {int(bad.nonzero()[0])}, worst {at}: {difference[at]:.3e} (margin {expected.margins[at]:.1e})"
         )
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
+    """L2 of the difference over L2 of the expected value, per token (or entry)."""
+    actual, expected = actual.float().flatten(1), expected.float().flatten(1)
+    return (actual - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-9)

@@ -63,7 +63,7 @@ def shifted(x: Tensor, shift_bytes: int) -> Tensor:
 
 def assert_no_spills(functions: dict[str, Callable[[], object]], most_registers: dict[str, int]) -> None:
     """Compiles, and holds the cubins to no stack at all and to so many registers of a thread."""
-    from cubin import resources
+    from lib.cubin import resources
 
     for name, compiled in functions.items():
         found = resources(compiled().__cubin__)

@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+from lib.prefix_replay import PAGE, ReplayEngine, Running
 from model.harness import Harness, Request
 from prefix.waiting import WithStorage
-from prefix_replay import PAGE, ReplayEngine, Running
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows
@@ -136,3 +137,18 @@ def fill_rows(rows: KVRows, first: int, count: int) -> None:
         return
     poison = KVRows.allocate(count, rows.format, rows.row_dim, rows.rope_dim, rows.storage.dtype, "cpu", torch.nan)
     rows.copy_rows(torch.arange(first, first + count), poison, torch.arange(count))
+
+
+def push_out(engine: ServedEngine) -> None:
+    """The tree gives up every page, as for requests that need them."""
+    with engine.active():
+        engine.cache.evict(EvictParams(num_tokens=engine.pool.size))
+    assert not engine.cache.host.in_tree()
+
+
+def poison_free_pages(engine: ServedEngine) -> None:
+    held = {page.page.number for page in engine.cache.host.in_tree().values()}
+    for part in engine.cache.host.copies.records.records.parts:
+        per = part.view.shape[2]
+        for page in set(range(1 + engine.pool.size // 256)) - held:
+            part.view[:, page // per, page % per] = -1  # 0xFF: NaN in every format

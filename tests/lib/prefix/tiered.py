@@ -15,8 +15,9 @@ from hashlib import blake2b
 from types import SimpleNamespace
 
 import torch
+from lib.prefix_replay import PAGE, Running, tail_engine
+from prefix.checked_engine import CheckedEngine
 from prefix.waiting import WithStorage
-from prefix_replay import PAGE, Running, tail_engine
 from torch import Tensor
 
 from dsv4_radix_cache.invariants import check
@@ -29,7 +30,6 @@ from sglang_dsv4.prefix.prefix_cache import Dsv4PrefixCache
 from sglang_dsv4.prefix.request_state import TAIL
 from sglang_dsv4.prefix.storage_tier import PrefetchOptions, StorageTier
 from sglang_dsv4.prefix.tail_nodes import TailNodes
-from tests.sglang_dsv4.prefix.test_tree import CheckedEngine
 
 BYTES = 16
 

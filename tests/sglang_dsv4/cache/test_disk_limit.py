@@ -14,34 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from cache.limited_files import BYTES, FILE, IDENTITY, key, limited, record, taken, there
 
-from sglang_dsv4.cache.disk_limit import SUFFIXES, DiskLimit, DiskOptions
-from sglang_dsv4.cache.record_files import HEADER, Fault, RecordFiles
-
-BYTES = 1000
-FILE = HEADER.size + BYTES
-IDENTITY = {"weights": "w1"}
-
-
-def key(i: int, suffix: str = ".page") -> str:
-    return f"{i % 256:02x}{i:06x}{suffix}"
-
-
-def record(seed: int) -> Tensor:
-    return torch.randint(0, 256, (BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
-def limited(root: Path, files: int, **options: object) -> RecordFiles:
-    return RecordFiles(root, IDENTITY, DiskLimit(root, DiskOptions(files * FILE, **options)))
-
-
-def taken(root: Path) -> int:
-    return sum(path.stat().st_size for path in root.rglob("*") if path.suffix in SUFFIXES)
-
-
-def there(files: RecordFiles, count: int) -> list[int]:
-    return [i for i in range(count) if files.exists(key(i))]
+from sglang_dsv4.cache.disk_limit import DiskLimit, DiskOptions
+from sglang_dsv4.cache.record_files import Fault, RecordFiles
 
 
 def test_the_oldest_go_first(tmp_path: Path) -> None:
@@ -179,7 +155,7 @@ def test_a_killed_server(tmp_path: Path) -> None:
     program = textwrap.dedent(
         """
         import sys, pathlib
-        from tests.sglang_dsv4.cache.test_disk_limit import *
+        from cache.limited_files import key, limited, record
         files = limited(pathlib.Path(sys.argv[1]), 8)
         print("ready", flush=True)
         for n in range(10**9):

@@ -307,7 +307,7 @@ def test_under_the_flag_more_tokens_must_be_deep_gemm_s(monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("hopper")
 def test_its_kernels_are_compiled_ahead(asked_for: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """For any weight and up to 64 tokens; those of calls, which the tests of the kernel compare."""
-    from tests.sglang_dsv4.warmup.test_compile_ahead import CUDA, GEOMETRY
+    from model.small_geometry import GEOMETRY
 
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from dsv4_kernels.linear import fp8, fp8_plan
@@ -317,10 +317,10 @@ def test_its_kernels_are_compiled_ahead(asked_for: Asked, monkeypatch: pytest.Mo
     monkeypatch.setattr(compile_ahead, "_KERNELS", {})
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
     monkeypatch.setenv(grouped_projection.VARIABLE, "bf16")  # which has kernels for FP8 weights of its own
-    for op, compile in compile_ahead.kernels(config(), GEOMETRY, CUDA):
+    for op, compile in compile_ahead.kernels(config(), GEOMETRY, torch.device("cuda")):
         assert op == "linear_fp8"
         compile()
     calls = {fp8_plan.chosen(tokens, width, 132) for tokens in (1, 9, 17, 64) for width in (1536, 4096, 32768)}
     assert {plan for _, plan, _ in made} == calls and {rest[::2] for rest in made} == {("linear_fp8", "sm_90a")}
     asked_for("deepgemm")
-    assert not compile_ahead.kernels(config(), GEOMETRY, CUDA)
+    assert not compile_ahead.kernels(config(), GEOMETRY, torch.device("cuda"))

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ops.experts_cases import LIMIT
+from ops.experts_cases import packed_experts as random_experts
 from ops.number_formats import same_bits
 from torch import Tensor, nn
 
@@ -23,8 +25,6 @@ from sglang_dsv4.layers.packed_experts import PackedExperts
 from sglang_dsv4.model_config.config import ConfigError
 from sglang_dsv4.seam import moe_runner as experts_runner
 from sglang_dsv4.warmup import compile_ahead
-from tests.kernels.moe.test_experts_sm100 import LIMIT
-from tests.kernels.moe.test_experts_sm100 import packed_experts as random_experts
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from model.drafted import Drafted, check_block, check_confidences, check_steps
 from torch import Tensor
 
 from sglang_dsv4.attention import backend as backend_module
 from sglang_dsv4.model_config.layer_kinds import LayerKind
 from sglang_dsv4.models import deepseek_v4, deepseek_v4_dspark
-from tests.sglang_dsv4.models.test_dspark import Drafted, check_block, check_confidences, check_steps
 
 
 @pytest.fixture(scope="module")

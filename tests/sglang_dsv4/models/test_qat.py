@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from model.compare import relative_error
 from model.harness import Request
 from model.oracle import QUANTISABLE, REAL_ROWS
 from model.recording import Recording, recording
@@ -24,12 +25,6 @@ PROMPT, CHUNK, DECODE_FROM = 300, 64, 290
 LAYERS = range(6)
 EXACT = 1e-5
 ByteRows = tuple[Served, Request, Recording]
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
-    """L2 of the difference over L2 of the expected value, per token (or entry)."""
-    actual, expected = actual.float().flatten(1), expected.float().flatten(1)
-    return (actual - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-9)
 
 
 def assert_exact_but_for_flips(actual: Tensor, expected: Tensor, what: str) -> None:

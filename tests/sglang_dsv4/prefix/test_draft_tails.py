@@ -13,13 +13,12 @@ import pytest
 import torch
 from model.dspark_draft import DSparkDraft
 from model.harness import Draft, Request
-from prefix.served import ServedEngine, fill_rows
+from prefix.cold import some
+from prefix.served import ServedEngine, fill_rows, poison_free_pages, push_out
 from torch import Tensor
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
-from tests.sglang_dsv4.prefix.test_exact import some
-from tests.sglang_dsv4.prefix.test_exact_tiers import poison_free_pages, push_out
 
 TINY = PRESETS["tiny"]
 SHAPES = {

@@ -7,7 +7,6 @@ is `torch.equal` on the logits of every computed position. A fault planted in ea
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from prefix.cold import REMAINDERS, assert_equals_cold, some
 from prefix.served import ServedEngine
 from torch import Tensor
 
@@ -26,16 +26,6 @@ from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-VOCABULARY = PRESETS["tiny"].vocab_size
-REMAINDERS = {
-    "0-mod-4": 0,
-    "1-mod-256": 1,
-    "3-mod-4": 3,
-    "127-mod-128": 127,
-    "1-mod-128": 129,
-    "255-mod-256": 255,
-}
 
 
 @pytest.fixture(scope="module")
@@ -73,26 +63,12 @@ def small_engine(folder: Path, row_format: str) -> Iterator[ServedEngine]:
         yield engine
 
 
-def some(seed: int, count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(10, VOCABULARY) for _ in range(count)]
-
-
 def cold(engine: ServedEngine, prompt: list[int], output: list[int]) -> Tensor:
     engine.flush()
     hit, logits = engine.serve(prompt, output)
     assert hit == 0 and logits.isfinite().all()
     engine.flush()
     return logits
-
-
-def assert_equals_cold(logits: Tensor, expected: Tensor, hit: int) -> None:
-    expected = expected[hit:]
-    assert logits.shape == expected.shape
-    assert torch.equal(logits, expected), (
-        f"after a hit of {hit}: first differing position {hit + int((logits != expected).any(1).nonzero()[0])}, "
-        f"largest difference {(logits - expected).abs().nan_to_num(torch.inf).max():.3g}"
-    )
 
 
 @pytest.mark.parametrize("remainder", REMAINDERS.values(), ids=REMAINDERS)

@@ -13,16 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from prefix.served import ServedEngine, fill
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from cache.zero_copy_storage import FromConfig
+from prefix.cold import REMAINDERS, assert_equals_cold, some
+from prefix.served import ServedEngine, fill, poison_free_pages, push_out
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from torch import Tensor
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE, Fault, identity_digest
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.prefix.identity import weights_fingerprint
-from tests.sglang_dsv4.cache.test_checked_storage import FromConfig
-from tests.sglang_dsv4.prefix.test_exact import REMAINDERS, assert_equals_cold, some
 
 
 @pytest.fixture(scope="module")
@@ -67,21 +66,6 @@ def cold(engine: ServedEngine, prompt: list[int], output: list[int]) -> Tensor:
     engine.flush()
     engine.cache.storage = storage
     return logits
-
-
-def push_out(engine: ServedEngine) -> None:
-    """The tree gives up every page, as for requests that need them."""
-    with engine.active():
-        engine.cache.evict(EvictParams(num_tokens=engine.pool.size))
-    assert not engine.cache.host.in_tree()
-
-
-def poison_free_pages(engine: ServedEngine) -> None:
-    held = {page.page.number for page in engine.cache.host.in_tree().values()}
-    for part in engine.cache.host.copies.records.records.parts:
-        per = part.view.shape[2]
-        for page in set(range(1 + engine.pool.size // 256)) - held:
-            part.view[:, page // per, page % per] = -1  # 0xFF: NaN in every format
 
 
 @pytest.mark.parametrize("remainder", REMAINDERS.values(), ids=REMAINDERS)

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from cache.host_waits import READS, NoWaiting, OnDevice
+from lib.prefix_replay import PAGE, Running
+from prefix.checked_engine import longest_stored, retract_all, retract_or_finish, some
 from prefix.tiered import BYTES, Backend, Records, TieredEngine, admit, name_of, tensor_of
 from prefix.waiting import handle
-from prefix_replay import PAGE, Running
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from torch import Tensor
@@ -28,8 +30,6 @@ from sglang_dsv4.cache.record_files import HEADER, RecordFiles
 from sglang_dsv4.prefix.host_tier import HostTier, WritePolicy
 from sglang_dsv4.prefix.prefix_cache import suspend_without_flush
 from sglang_dsv4.prefix.storage_tier import PrefetchOptions, page_key, tail_key
-from tests.sglang_dsv4.attention.test_no_waiting import READS, NoWaiting, OnDevice
-from tests.sglang_dsv4.prefix.test_tree import longest_stored, retract_all, retract_or_finish, some
 
 PROMPT = some(random.Random(1), 5 * PAGE + 100)
 OTHERS = [some(random.Random(10 + i), 6 * PAGE) for i in range(6)]

@@ -10,27 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from model.small_geometry import GEOMETRY
 
 from dsv4_kernels import registry
 from dsv4_kernels.host import compile_cache
-from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.sparse_attention import sparse_attention
 from sglang_dsv4.attention import implementation
-from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
 from sglang_dsv4.model_config.config import Config
-from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, HCA_RATIO, SWA_RATIO
+from sglang_dsv4.model_config.layer_kinds import SWA_RATIO
 from sglang_dsv4.warmup import compile_ahead, cuda_graphs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 RELEASED = {"hidden_size": 4096, "head_dim": 512, "q_lora_rank": 1024, "index_n_heads": 64, "index_head_dim": 128}
-GEOMETRY = PoolGeometry(
-    ratios=(SWA_RATIO, CSA_RATIO, HCA_RATIO),
-    row_dim=512,
-    row_format=RowFormat.FP8,
-    index_format=RowFormat.INDEX_FP4,
-    dtype=torch.bfloat16,
-)
 BESIDE_THE_TABLE = {"hc_enter", "hc_finish", "sparse_attention"}
 """Ops of a step that are the same kernels as another's, or compiled by `attention.implementation`."""
 

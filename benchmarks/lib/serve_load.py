@@ -1,8 +1,8 @@
-"""Loads for a running SGLang server, by input ids over /generate: decode, prefill, multi-turn, churn.
+"""Loads for a running SGLang server, sent as input ids to /generate: decode, prefill, multi-turn, churn.
 
 Prompts are random token ids, so a prefix is shared only where a load says so. Times are the client's: TTFT from the
 request to its first token, ITL between tokens of a request (tokens that arrive together share the gap). Nothing here
-knows whose code the server runs; `serve_ab.py` compares two.
+depends on the server's code; `serve_ab.py` compares two servers.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ FIRST_ID, LAST_ID = 3, 129_000
 COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 TIMEOUT_S = 900
 SILENCE = "longest_silence_s"
-"""A figure of every load, see `longest_silence`."""
+"""Name of a figure that every load has, see `longest_silence`."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One request as the client saw it; times in seconds on one clock."""
+    """One request as the client saw it; times in seconds of one clock."""
 
     sent: float
     token_times: tuple[float, ...]  # arrival of each output token
     prompt_tokens: int
     cached_tokens: int
     output_ids: tuple[int, ...]
-    verify_steps: int = 0  # of a server that speculates
+    verify_steps: int = 0  # 0 without speculation
 
     @property
     def ttft(self) -> float:
@@ -57,7 +57,7 @@ class Client:
     async def generate(
         self, input_ids: Sequence[int], new_tokens: int, begun: Callable[[], object] | None = None
     ) -> Reply:
-        """One request to its end; `begun` is called at its first token.
+        """Send one request and wait for its end; `begun` is called at its first token.
 
         Raises:
             RuntimeError: the server answered with an error; its text.
@@ -69,7 +69,8 @@ class Client:
             if response.status != 200:
                 raise RuntimeError(f"/generate answered {response.status}: {(await response.text())[:500]}")
             async for line in response.content:
-                # Only counted on the way: parsing every event would make the client the bottleneck of large batches.
+                # Tokens are only counted here: parsing every event would make the client the bottleneck of large
+                # batches.
                 found = COMPLETION_TOKENS.search(line)
                 if found is not None:
                     now, last = time.perf_counter(), line
@@ -91,7 +92,7 @@ class Client:
         return Reply(sent, tuple(times), len(input_ids), cached, ids, steps)
 
     async def flush(self) -> None:
-        """Empty the prefix cache; a server that has just answered refuses for a moment."""
+        """Empty the prefix cache, repeating the request: a server that has just answered refuses it for a moment."""
         for _ in range(100):
             async with self.session.post(f"{self.url}/flush_cache") as response:
                 if response.status == 200:
@@ -101,13 +102,13 @@ class Client:
 
 
 def connections() -> aiohttp.TCPConnector:
-    """As many as are asked for. SGLang's server closes one that was idle for five seconds, and a request that is sent
-    in that moment fails: so idle ones are given up before."""
+    """Return a connector without a limit of connections. SGLang's server closes a connection that was idle for five
+    seconds, and a request sent at that moment fails: so idle connections are closed here before."""
     return aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
 
 
 Load = Callable[[Client], Awaitable[dict[str, float]]]
-"""Work for a client, and its figures by name."""
+"""Sends requests with a client and returns figures by name."""
 
 
 def run(url: str, load: Load) -> dict[str, float]:
@@ -124,9 +125,10 @@ def run(url: str, load: Load) -> dict[str, float]:
 
 
 def longest_silence(replies: Sequence[Reply]) -> float:
-    """Seconds in which no token of any request came, although one was asked for; what a server's compiler takes."""
+    """Return the longest time in seconds without a token of any request while a request was waiting, such as a
+    compilation in the server."""
     heard = sorted(moment for reply in replies for moment in (reply.sent, *reply.token_times))
-    open_until = float("-inf")  # of the requests that were sent so far, the last token
+    open_until = float("-inf")  # time of the last token of the requests sent so far
     silence, spans = 0.0, iter(sorted((reply.sent, reply.token_times[-1]) for reply in replies))
     next_span = next(spans, None)
     for earlier, later in itertools.pairwise(heard):
@@ -138,8 +140,11 @@ def longest_silence(replies: Sequence[Reply]) -> float:
 
 
 def decode(requests: int, context: int, new_tokens: int, seed: int) -> Load:
-    """`requests` different prompts at once. tok_s is that of the time in which all of them decode; tokens_a_step, of a
-    server that speculates, what a request gets from a verify step."""
+    """Return a load of `requests` different prompts at once.
+
+    tok_s counts the time in which all of them decode. tokens_a_step is a request's tokens a verify step, on a server
+    that speculates.
+    """
 
     async def load(client: Client) -> dict[str, float]:
         rng = random.Random(seed)
@@ -152,7 +157,7 @@ def decode(requests: int, context: int, new_tokens: int, seed: int) -> Load:
         steady = sum(begin < moment <= end for reply in replies for moment in reply.token_times)
         gaps = [b - a for reply in replies for a, b in itertools.pairwise(reply.token_times) if begin <= a and b <= end]
         figures = {"tok_s": steady / (end - begin), SILENCE: longest_silence(replies), **_milliseconds("itl", gaps)}
-        if steps := sum(reply.verify_steps for reply in replies):  # each one's first token is its prefill's
+        if steps := sum(reply.verify_steps for reply in replies):  # prefill makes each request's first token
             figures["tokens_a_step"] = sum(len(reply.token_times) - 1 for reply in replies) / steps
         return figures
 
@@ -160,7 +165,7 @@ def decode(requests: int, context: int, new_tokens: int, seed: int) -> Load:
 
 
 def prefill(prompts: int, length: int, seed: int) -> Load:
-    """`prompts` different prompts at once, one new token each."""
+    """Return a load of `prompts` different prompts at once, one new token each."""
 
     async def load(client: Client) -> dict[str, float]:
         rng = random.Random(seed)
@@ -178,7 +183,8 @@ def prefill(prompts: int, length: int, seed: int) -> Load:
 
 
 def multi_turn(sessions: int, turns: int, prefixes: int, prefix: int, user: int, new_tokens: int, seed: int) -> Load:
-    """Conversations at once, in groups that begin with the same `prefix` tokens; every turn goes on from the last."""
+    """Return a load of concurrent conversations. Conversations of one group begin with the same `prefix` tokens; every
+    turn appends to the one before."""
 
     async def load(client: Client) -> dict[str, float]:
         rng = random.Random(seed)
@@ -201,7 +207,8 @@ def multi_turn(sessions: int, turns: int, prefixes: int, prefix: int, user: int,
 
 
 def churn(sessions: int, rounds: int, prefix: int, user: int, new_tokens: int, at_once: int, seed: int) -> Load:
-    """Agents that come back: each session has a prefix of its own and takes a turn in every round, `at_once` at a time.
+    """Return a load of returning agents: each session has its own prefix and makes a turn in every round, `at_once` at
+    a time.
 
     The first round fills the cache and is not counted.
     """

@@ -1,4 +1,4 @@
-"""What a cubin says about its kernel, with no GPU and no tool of CUDA: resources, and counts of instructions."""
+"""Resources and instruction counts of a kernel, read from its cubin without a GPU or CUDA's tools."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import struct
 from collections.abc import Iterator
 
 _REGISTERS, _FRAME_BYTES, _STACK_BYTES = 0x2F, 0x11, 0x12  # attributes of .nv.info: (symbol, value)
-_OPCODE = 0xFFF  # of the first of an instruction's two 64-bit words, for GPUs since Volta
+_OPCODE = 0xFFF  # low bits of the first of an instruction's two 64-bit words, for GPUs since Volta
 _WGMMA, _LOCAL = (0x9F0, 0xDF0), (0x983, 0x387)  # HGMMA in two encodings; LDL and STL
 _NAMED = {0x216: "PRMT", 0xDF3: "QGMMA", 0x9F3: "QGMMA", 0x82E: "ACQBULK", 0x82D: "PREEXIT"}
 _NAMED |= {0x981: "LDG", 0x381: "LDG", 0x986: "STG", 0x386: "STG", 0xFAE: "LDGSTS", 0x5B4: "UTMALDG"}
 _WARPGROUP = 0x9C5  # .ARRIVE and .DEPBAR
-_IS_WAIT = 1 << 47  # of WARPGROUP: DEPBAR
+_IS_WAIT = 1 << 47  # bit that tells WARPGROUP.DEPBAR from WARPGROUP.ARRIVE
 
 
 def sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the sections of an ELF file of 64 bits."""
+    """Yield names and contents of the sections of a 64-bit ELF file."""
     table = struct.unpack_from("<Q", cubin, 0x28)[0]
     entry_bytes, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry_bytes) for i in range(count)]
@@ -27,9 +27,9 @@ def sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Of a cubin with one kernel: registers and stack bytes of a thread at launch, bytes of code.
+    """Return registers and stack bytes of a thread at launch and bytes of code, for a cubin with one kernel.
 
-    Registers that do not fit are kept on the stack, so that there are no spills where it has no bytes.
+    Spilled registers are kept on the stack: without stack bytes there are no spills.
     """
     found = {"registers": 0, "stack_bytes": 0, "code_bytes": 0}
     for name, contents in sections(cubin):
@@ -41,7 +41,7 @@ def resources(cubin: bytes) -> dict[str, int]:
         while place < len(contents):
             kind, attribute, value_bytes = struct.unpack_from("<BBH", contents, place)
             place += 4
-            if kind == 4:  # a value of its own length follows; other kinds hold it in the two bytes
+            if kind == 4:  # a value with a length of its own follows; other kinds hold the value in the two bytes
                 if attribute in (_REGISTERS, _FRAME_BYTES, _STACK_BYTES):
                     key = "registers" if attribute == _REGISTERS else "stack_bytes"
                     found[key] = max(found[key], struct.unpack_from("<II", contents, place)[1])
@@ -51,8 +51,8 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def opcodes(cubin: bytes) -> Iterator[str]:
-    """The instructions in order, as far as they have a name here: PRMT, QGMMA (wgmma of FP8), waits for wgmma, global
-    loads and stores (no bulk copies among them), `griddepcontrol.wait` (ACQBULK) and `.launch_dependents` (PREEXIT)."""
+    """Yield the instructions in order that have a name here: PRMT, QGMMA (wgmma of FP8), waits for wgmma, global loads
+    and stores (not bulk copies), `griddepcontrol.wait` (ACQBULK) and `.launch_dependents` (PREEXIT)."""
     for name, contents in sections(cubin):
         if name.startswith(".text."):
             for word, _ in struct.iter_unpack("<QQ", contents):
@@ -64,7 +64,7 @@ def opcodes(cubin: bytes) -> Iterator[str]:
 
 
 def hopper_instructions(cubin: bytes) -> dict[str, int]:
-    """How many instructions are wgmma products, waits for them, and accesses of the stack."""
+    """Return the numbers of wgmma products, of waits for them, and of stack accesses."""
     found = {"wgmma": 0, "wgmma_waits": 0, "stack_accesses": 0}
     for name, contents in sections(cubin):
         if name.startswith(".text."):

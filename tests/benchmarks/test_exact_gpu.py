@@ -1,4 +1,4 @@
-"""The script that proves exactness on a GPU: what it reads of logs and of SGLang's own test, and all of it on a CPU."""
+"""The script that checks determinism on a GPU: what it reads in logs and in SGLang's own test, and a run on a CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import exact_gpu
 import pytest
-from exact_trace import Answer, Findings, References, Request, requests_of_a_trace
+from lib.exact_trace import Answer, Findings, References, Request, requests_of_a_trace
 from serving.server import free_port
 
 PREFIX = """\
@@ -32,7 +32,7 @@ def test_sglangs_own_verdicts_are_read() -> None:
 
 
 def test_requests_of_the_trace_have_the_proofs_references() -> None:
-    """On the other servers, too: asked once, or only those that are greedy."""
+    """A server that is asked each request once, or greedy requests only, has references for all of them."""
     sizes = exact_gpu.SMALL
     asked = requests_of_a_trace(sizes)
     assert requests_of_a_trace(exact_gpu.once_each(sizes)) == asked
@@ -64,7 +64,7 @@ def test_a_model_that_says_the_same_to_all_is_refused() -> None:
 
 
 class Servers:
-    """In place of servers and of all that is asked of them."""
+    """Replaces servers and their answers."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.started: list[tuple[str, ...]] = []
@@ -118,7 +118,7 @@ def test_three_starts_do_all_but_speculation(servers: Servers) -> None:
 
 
 def test_what_is_cut_off_keeps_what_was_done(servers: Servers) -> None:
-    """By the clock, or by whoever ends the script: the file has each work as soon as it is done."""
+    """If time runs out or the script is ended, the file has every work that was done."""
     status, result = servers.run("--seconds", "0")
     assert status == 1 and result["not_run"] == ["chunks", "sglang", "price"] and result["compared"] == 1
     assert exact_gpu.read_references(servers.folder / "out.references.json")

@@ -1,19 +1,20 @@
-"""Whether a running server answers a request alike, to the last bit, whatever it does beside it: asked over HTTP.
+"""Checks over HTTP that a running server is deterministic: a request's answer has the same bits whatever else it
+serves.
 
-What is compared is every output token with its log-probability and those of the five likeliest tokens (JSON keeps all
-bits of an fp32). The reference is the request alone, from an empty cache.
+Every output token is compared with its log-probability and those of the five likeliest tokens (JSON keeps all bits of
+an fp32). The reference is the request alone, from an empty cache.
 
     cold          alone and cold, again
-    hit           after itself; its tail checkpoint from the device, and from the host, where others have pushed it
-    split         after two others that left its prefix in the middle
+    hit           after itself; its tail restored from the device, and from the host after other requests evicted it
+    split         after two other requests that share a part of its prefix
     evicted       after as many other tokens as the pool holds
-    continued     its own first output tokens as part of the prompt, cold and after itself: what a prefill computes is
-                  what decode computed
-    batch         beside other lengths, so many at once, in chunks that the batch decides
-    trace         random requests over a tree of prefixes, greedy and sampled by seed, so many at a time, some left by
-                  their clients in mid-stream, the cache flushed now and then
+    continued     its own first output tokens as part of the prompt, cold and after itself: a prefill computes the bits
+                  that decode computes
+    batch         with requests of other lengths, several at once, in chunks that depend on the batch
+    trace         random requests over a tree of prefixes, greedy and sampled with a seed, several at a time; some
+                  clients disconnect in mid-stream, and the cache is flushed now and then
 
-`exact_gpu.py` starts the servers; a test asks a CPU's, and one with faults planted in it.
+`exact_gpu.py` starts the servers; tests run this on a CPU server, and on one with planted faults.
 """
 
 from __future__ import annotations
@@ -29,28 +30,29 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from serve_load import connections
+
+from lib.serve_load import connections
 
 TOP = 5
 TIMEOUT_S = 900
 SHOWN = 20
-"""Mismatches that a report describes."""
+"""Number of mismatches that a report describes."""
 PAGE = 256
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asks."""
+    """One request of a client."""
 
     prompt: tuple[int, ...]
     new_tokens: int
     seed: int | None = None
-    """None: greedy."""
+    """None for greedy sampling."""
     limits: tuple[tuple[str, float], ...] = ()
-    """temperature, top_p, top_k of a sampled one."""
+    """temperature, top_p and top_k of a sampled request."""
 
     def body(self) -> dict[str, Any]:
-        """Of a POST to /generate."""
+        """Return the JSON body of a POST to /generate."""
         sampling: dict[str, Any] = {"max_new_tokens": self.new_tokens, "ignore_eos": True, "temperature": 0.0}
         if self.seed is not None:
             sampling |= {**dict(self.limits), "sampling_seed": self.seed}
@@ -64,15 +66,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back: all that must be alike, and how far the prompt was cached."""
+    """The part of an answer that must be equal, and how many tokens of the prompt were cached."""
 
-    tokens: tuple[tuple[int, float, tuple[tuple[float, int], ...]], ...]  # id, log-probability, the likeliest
+    tokens: tuple[tuple[int, float, tuple[tuple[float, int], ...]], ...]  # id, log-probability, the likeliest tokens
     hit_tokens: int = 0
     tier: str | None = None
 
     @classmethod
     def of(cls, result: dict[str, Any]) -> Answer:
-        """From a /generate result."""
+        """Return the answer in a /generate result."""
         meta = result["meta_info"]
         tops = meta["output_top_logprobs"]
         tokens = tuple(
@@ -84,19 +86,19 @@ class Answer:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The output tokens."""
+        """Ids of the output tokens."""
         return tuple(token for token, _, _ in self.tokens)
 
 
 @dataclass
 class Findings:
-    """What was compared, and what was not alike."""
+    """Counts of comparisons and of mismatches."""
 
     compared: Counter[str] = field(default_factory=Counter)
     mismatches: Counter[str] = field(default_factory=Counter)
     first: list[dict[str, Any]] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
-    """How often what should happen did: hits by tier, requests left, flushes."""
+    """How often each intended event happened: hits by tier, disconnects, flushes."""
 
     def compare(self, kind: str, request: Request, expected: Answer, got: Answer) -> None:
         """Count a comparison; keep the first mismatches."""
@@ -114,26 +116,26 @@ class Findings:
             self.first.append({**of, "output_token": place, **shown})
 
     def named(self, work: str) -> Findings:
-        """The same, its kinds with the name of a work in front."""
+        """Return a copy whose kinds have the name of a work in front."""
         compared, mismatches = (
             Counter({f"{work} {kind}": n for kind, n in counts.items()}) for counts in (self.compared, self.mismatches)
         )
         return Findings(compared, mismatches, [{**m, "kind": f"{work} {m['kind']}"} for m in self.first], self.seen)
 
     def add(self, other: Findings) -> None:
-        """Count another server's in."""
+        """Add the counts of another server."""
         for name in ("compared", "mismatches", "seen"):
             getattr(self, name).update(getattr(other, name))
         self.first = (self.first + other.first)[:SHOWN]
 
     @classmethod
     def from_json(cls, result: dict[str, Any]) -> Findings:
-        """The inverse of `as_json`."""
+        """Return what `as_json` wrote."""
         compared, mismatches = ({kind: n[i] for kind, n in result["by_kind"].items()} for i in range(2))
         return cls(Counter(compared), Counter(mismatches), list(result["first_mismatches"]), Counter(result["seen"]))
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
+        """Return the counts for a file."""
         return {
             "compared": self.compared.total(),
             "mismatches": self.mismatches.total(),
@@ -145,39 +147,39 @@ class Findings:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is asked of a server."""
+    """How many requests a server is asked, and how long they are."""
 
     lengths: tuple[int, ...]
-    """Of the sweep's prompts."""
+    """Lengths of the sweep's prompts."""
     new_tokens: int
     batches: tuple[int, ...]
-    """How many requests at once."""
+    """Numbers of requests at once."""
     pool_tokens: int
-    """That the server's pool holds."""
+    """Tokens that the server's pool holds."""
     displaced: int
-    """Short prompts whose checkpoints take all device slots."""
+    """Number of short prompts whose tails fill all device slots."""
     requests: int
-    """Of the trace, of `repeats` times fewer different ones."""
+    """Number of requests of the trace; the number of different ones is `repeats` times smaller."""
     at_once: int
     longest: int
-    """Prompt of the trace, at the most."""
+    """Longest prompt of the trace."""
     repeats: int = 5
-    """How often each is asked in the mean."""
+    """How often each request of the trace is asked, in the mean."""
     first_id: int = 10
     last_id: int = 1000
     sampled: bool = True
-    """Whether some of the trace's requests are sampled, by seeds."""
+    """Whether some requests of the trace are sampled with seeds."""
     seed: int = 0
 
 
 class Client:
-    """Asks one server."""
+    """Sends requests to one server."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self.session, self.url = session, url
 
     async def ask(self, request: Request) -> Answer:
-        """One request to its end.
+        """Return the answer of one request.
 
         Raises:
             RuntimeError: the server answered with an error; its text.
@@ -188,7 +190,7 @@ class Client:
             return Answer.of(await response.json())
 
     async def leave(self, request: Request, events: int) -> None:
-        """One request that its client leaves after so many events of the stream."""
+        """Send a request and disconnect after `events` events of its stream."""
         async with self.session.post(f"{self.url}/generate", json=request.body() | {"stream": True}) as response:
             async for line in response.content:
                 events -= line.startswith(b"data:")
@@ -197,7 +199,7 @@ class Client:
                     return
 
     async def flush(self) -> None:
-        """Empty the prefix cache; a server that has just answered refuses for a moment."""
+        """Empty the prefix cache, repeating the request: a server that has just answered refuses it for a moment."""
         for _ in range(600):
             async with self.session.post(f"{self.url}/flush_cache") as response:
                 if response.status == 200:
@@ -208,7 +210,7 @@ class Client:
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Client]:
-    """A client of the server at `url`."""
+    """Yield a client of the server at `url`."""
     timeout, connector = aiohttp.ClientTimeout(total=TIMEOUT_S), connections()
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**22) as session:
         yield Client(session, url)
@@ -218,14 +220,14 @@ References = dict[Request, Answer]
 
 
 def write_references(known: References, file: Path) -> None:
-    """To a file, for `read_references`."""
+    """Write references to a file for `read_references`."""
     file.write_text(json.dumps([[asdict(request), answer.tokens] for request, answer in known.items()]))
 
 
 def read_references(file: Path) -> References:
-    """What an earlier run has written, to the last bit."""
+    """Return the references that `write_references` wrote, bitwise equal."""
 
-    def tuples(x: object) -> Any:  # noqa: ANN401 - whatever is not a list stays what it is
+    def tuples(x: object) -> Any:  # noqa: ANN401 - only lists are changed
         return tuple(map(tuples, x)) if isinstance(x, list) else x
 
     return {
@@ -235,7 +237,7 @@ def read_references(file: Path) -> References:
 
 
 async def cold(client: Client, request: Request, known: References) -> Answer:
-    """The request's reference: as it is known, or alone and cold now."""
+    """Return the request's reference: from `known`, or computed alone and cold now."""
     if request not in known:
         await client.flush()
         known[request] = await client.ask(request)
@@ -243,7 +245,7 @@ async def cold(client: Client, request: Request, known: References) -> Answer:
 
 
 async def sweep(client: Client, sizes: Sizes, known: References) -> Findings:
-    """All comparisons but the trace's, of one prompt of each length."""
+    """Run all comparisons except the trace's, on one prompt of each length."""
     found, rng = Findings(), random.Random(sizes.seed)
 
     def some(count: int) -> tuple[int, ...]:
@@ -297,9 +299,10 @@ async def sweep(client: Client, sizes: Sizes, known: References) -> Findings:
 
 
 def requests_of_a_trace(sizes: Sizes) -> list[Request]:
-    """Different requests, whose prompts are paths in a tree: they share beginnings, and leave each other anywhere.
+    """Return different requests whose prompts are paths in a tree: they share prefixes and diverge at any position.
 
-    Without sampled ones it is the others of the same, so that they have references of a server that answers both.
+    With `sizes.sampled` off, the sampled requests are left out and the others stay the same, so that references of a
+    server that answers both kinds apply.
     """
     rng, made = random.Random(sizes.seed + 1), []
 
@@ -322,7 +325,7 @@ def requests_of_a_trace(sizes: Sizes) -> list[Request]:
 
 
 async def trace(client: Client, sizes: Sizes, known: References) -> Findings:
-    """The random trace, in ten waves; the cache is emptied before every other one."""
+    """Run the random trace in ten waves; the cache is flushed before every other wave."""
     found, rng, different = Findings(), random.Random(sizes.seed + 2), requests_of_a_trace(sizes)
     references = {request: await cold(client, request, known) for request in different}
     free = asyncio.Semaphore(sizes.at_once)
@@ -346,7 +349,7 @@ async def trace(client: Client, sizes: Sizes, known: References) -> Findings:
 
 
 def prove(url: str, sizes: Sizes, known: References | None = None) -> Findings:
-    """Sweep and trace of the server at `url`. References in `known` are taken from there, and put there."""
+    """Run sweep and trace on the server at `url`. References are read from `known` and added to it."""
 
     async def main() -> Findings:
         async with connected(url) as client:
@@ -360,7 +363,7 @@ def prove(url: str, sizes: Sizes, known: References | None = None) -> Findings:
 
 
 def describe(found: Findings) -> Sequence[str]:
-    """Lines for people."""
+    """Return a report as lines of text."""
     result = found.as_json()
     lines = [f"{kind:12}{compared:7} compared{bad:6} not alike" for kind, (compared, bad) in result["by_kind"].items()]
     lines += [json.dumps(mismatch) for mismatch in found.first[:3]]

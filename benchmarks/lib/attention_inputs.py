@@ -1,13 +1,14 @@
-"""Cases of the attention benchmark and their inputs, as a server would have them.
+"""Cases of the attention benchmark and their inputs, laid out as in a server.
 
-A decode case is a batch of requests at one context length. A request has a ring of 128 window rows and a stretch of the
-entry pool: context / 4 entries, of which a CSA layer reads 512 or 1,024 picked all over the stretch in any order, or
+A decode case is a batch of requests at one context length. A request has a ring of 128 window rows and a range of the
+entry pool: context / 4 entries, of which a CSA layer reads 512 or 1,024 spread over the whole range in any order, or
 context / 128, all of which an HCA layer reads through its page table. A prefill case is the last chunk of one request:
-128 window rows of the chunk's workspace (they reach 127 rows back) and entries as above; their pages, of 256 tokens,
-come in any order. Rows have the values of quantised Gaussian noise, the same in every row format.
+each token reads its own window row and the 127 rows before it in the chunk's workspace, and entries as above; their
+pages, of 256 tokens, are in any order. Rows have the values of quantised Gaussian noise, the same in every row format.
 
-Several sets of inputs, of different requests, are used in turn until they have touched SETS_OVER_L2 times the L2 cache:
-none finds its rows there. The entry pool is bounded (`Pools`); requests beyond it share rows with earlier ones.
+Several sets of inputs, of different requests, are used in turn until they have touched SETS_OVER_L2 times the L2 cache,
+so that no set finds its rows there. The entry pool is bounded (`Pools`); requests beyond the bound share rows with
+earlier requests.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ SCALE = ROW_DIM**-0.5
 HCA_PAGE_ENTRIES = 2
 """Entries of a 256-token page at ratio 128."""
 CSA_PAGE_ENTRIES = 64
-"""And at ratio 4."""
+"""Entries of a 256-token page at ratio 4."""
 CONTEXTS = {"4k": 4 << 10, "32k": 32 << 10, "128k": 128 << 10, "1m": 1 << 20}
 SETS_OVER_L2 = 2
 MAX_SETS = 512
 NOISE_ROWS = 16_384
-"""Rows that are generated and quantised; pools repeat them."""
+"""Number of rows that are generated and quantised; pools repeat them."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table."""
+    """One row of the result's table."""
 
     prefill: bool
     kind: str
     """One of "swa", "csa512", "csa1024", "hca"."""
     context: int
-    """Tokens, the new ones included."""
+    """Tokens of a request, the new ones included."""
     heads: int
     tokens: int
     """Requests of a decode batch, or tokens of a chunk."""
@@ -51,7 +52,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For example decode-csa512-32k-h64-b16, prefill-hca-32k-h128-t512-bf16."""
+        """Return the case's name, such as decode-csa512-32k-h64-b16 or prefill-hca-32k-h128-t512-bf16."""
         length = next((name for name, tokens in CONTEXTS.items() if tokens == self.context), str(self.context))
         parts = [self.kind] if self.kind == "swa" else [self.kind, length]
         if self.prefill:
@@ -60,12 +61,12 @@ class Case:
 
     @property
     def ratio(self) -> int:
-        """Tokens of an entry, 0 without entries."""
+        """Tokens of an entry; 0 in a layer without entries."""
         return {"swa": 0, "hca": 128}.get(self.kind, 4)
 
     @property
     def context_entries(self) -> int:
-        """Entries that a request has."""
+        """Number of entries that a request has."""
         return self.context // self.ratio if self.ratio else 0
 
     @property
@@ -75,14 +76,15 @@ class Case:
 
     @property
     def entries_read(self) -> int:
-        """Entries that a token reads; in an HCA chunk those of the last token."""
+        """Number of entries that a token reads; in an HCA chunk, that the last token reads."""
         if self.kind.startswith("csa"):
             return min(int(self.kind.removeprefix("csa")), self.context_entries)
         return self.context_entries
 
 
 def all_cases() -> list[Case]:
-    """What a sliding-window layer reads does not depend on the context: it has one."""
+    """Return the cases of the full run. A sliding-window layer has one context, because its work does not depend on
+    it."""
     kinds = [("swa", CONTEXTS["4k"])]
     kinds += [(kind, context) for kind in ("csa512", "csa1024", "hca") for context in CONTEXTS.values()]
     cases = [
@@ -99,7 +101,7 @@ def all_cases() -> list[Case]:
 
 
 def few_heads_cases() -> list[Case]:
-    """Ranks of tensor parallelism with 8 and 16 heads, and 64 to compare them with."""
+    """Return cases with 8 and 16 heads (ranks of tensor parallelism), and with 64 heads to compare with."""
     kinds = [("swa", "4k"), ("csa512", "32k"), ("csa1024", "32k"), ("hca", "32k"), ("hca", "1m")]
     heads = (64, 16, 8)
     cases = [
@@ -111,27 +113,31 @@ def few_heads_cases() -> list[Case]:
 
 
 def quick_cases() -> list[Case]:
-    """One context, the batches at the ends and in the middle, one chunk."""
+    """Return cases of one context, with the smallest, middle and largest batch, and one chunk."""
     return [c for c in all_cases() if c.context in (4096, 32 << 10) and c.tokens in (1, 64, 256, 512)]
 
 
 @dataclass
 class Inputs:
-    """Arguments of one call."""
+    """Arguments of one attention call."""
 
     q: Tensor  # [T, H, 512] bf16
     window: KVRows
     window_rows: Tensor  # [T, 128] int32
     entries: KVRows | None
-    entry_list: Tensor | None  # [T, K] int32: rows of the entries read, -1 behind each token's; HCA: the same as below
+    entry_list: (
+        Tensor | None
+    )  # [T, K] int32: rows that a token reads, -1 after its last; HCA: the same rows as page_table
     page_table: Tensor | None  # HCA: [B, P] int32
     token_to_request: Tensor | None  # HCA: [T] int32
     visible: Tensor | None  # [T] int32
     sink: Tensor  # [H] fp32
-    pages: Tensor | None = None  # of a chunk with entries: [n] int32, all of the request's, rows of page_entries
+    pages: Tensor | None = (
+        None  # chunks with entries: [n] int32, all pages of the request, numbered in page_entries rows
+    )
 
     def arguments(self) -> dict[str, object]:
-        """Of `dsv4_kernels.sparse_attention.sparse_attention`."""
+        """Return the keyword arguments of `dsv4_kernels.sparse_attention.sparse_attention`."""
         arguments = {
             "q": self.q,
             "window": self.window,
@@ -147,15 +153,15 @@ class Inputs:
         return {**arguments, "entry_indices": self.entry_list}
 
     def keys(self) -> int:
-        """Rows that all tokens together read; holes are none."""
+        """Return the number of rows that all tokens read in total, without holes."""
         return sum(int((rows >= 0).sum()) for rows in (self.window_rows, self.entry_list) if rows is not None)
 
     def flops(self) -> int:
-        """Of both products, over the rows that are read."""
+        """Return the flops of Q·K and P·V over the rows that are read."""
         return 4 * self.q.shape[1] * ROW_DIM * self.keys()
 
     def bytes(self) -> int:
-        """What must be moved at least: each distinct row once, q, the output, and the lists or the page table."""
+        """Return the least bytes to move: each distinct row once, q, the output, and the lists or the page table."""
         total = 2 * self.q.numel() * self.q.element_size() + 4 * self.window_rows.numel()
         named = self.entry_list if self.page_table is None else self.page_table
         total += 0 if named is None else 4 * named.numel()
@@ -170,8 +176,8 @@ class Pools:
 
     Args:
         device: of all tensors.
-        entry_bytes: bound of the FP8 entry pool.
-        query_bytes: bound of the queries of one case, all its sets together.
+        entry_bytes: upper bound of the FP8 entry pool.
+        query_bytes: upper bound of the queries of one case, all its sets together.
     """
 
     def __init__(self, device: torch.device, entry_bytes: int, query_bytes: int, seed: int = 0) -> None:
@@ -201,7 +207,7 @@ class Pools:
         return KVRows(storage, RowFormat.FP8, pages * PAGE_ROWS, ROW_DIM, 64)
 
     def queries(self, sets: int, tokens: int, heads: int) -> Tensor:
-        """[sets, tokens, heads, 512] bf16."""
+        """Return queries [sets, tokens, heads, 512] bf16."""
         needed = sets * tokens * heads * ROW_DIM
         if needed > len(self._queries):
             raise ValueError(f"{sets} sets of queries [{tokens}, {heads}, {ROW_DIM}] need {2 * needed:,} bytes")
@@ -209,7 +215,7 @@ class Pools:
 
 
 def number_of_sets(case: Case, l2_bytes: int) -> int:
-    """Sets of inputs that together touch SETS_OVER_L2 times the L2 cache, by what a set touches at least."""
+    """Return how many sets of inputs touch SETS_OVER_L2 times the L2 cache, counting what a set touches at least."""
     row_bytes = ROW_BYTES if case.fp8 else 2 * ROW_DIM
     if case.prefill:
         rows = case.tokens + WINDOW + min(case.context_entries, case.tokens * case.entries_read)
@@ -220,7 +226,7 @@ def number_of_sets(case: Case, l2_bytes: int) -> int:
 
 
 def build(case: Case, pools: Pools, sets: int) -> list[Inputs]:
-    """`sets` sets of inputs of a case."""
+    """Return `sets` sets of inputs of a case."""
     queries = pools.queries(sets, case.tokens, case.heads)
     sink = torch.randn(case.heads, generator=pools.random, device=pools.device)
     make = _prefill_set if case.prefill else _decode_set
@@ -246,7 +252,8 @@ def _decode_set(case: Case, pools: Pools, index: int) -> Inputs:
 
 
 def _prefill_set(case: Case, pools: Pools, index: int) -> Inputs:
-    """The window is the chunk's workspace; window and entries are neighbours in one table of plain rows."""
+    """Return a chunk's inputs. The window is the chunk's workspace; window and entries are adjacent in one table of
+    rows."""
     device, T = pools.device, case.tokens
     workspace = -(-(T + WINDOW - 1) // PAGE_ROWS) * PAGE_ROWS
     entry_rows = -(-case.context_entries // PAGE_ROWS) * PAGE_ROWS
@@ -295,15 +302,15 @@ def _with_pages(
 
 
 def _picked(count: int, available: int, tokens: int, pools: Pools) -> Tensor:
-    """[tokens, count] int64: `count` different numbers below `available`, spread over all of them, in any order."""
-    edges = torch.arange(count + 1, device=pools.device) * available // count  # one pick from each stretch
+    """Return [tokens, count] int64: `count` distinct numbers below `available`, spread over the range, in any order."""
+    edges = torch.arange(count + 1, device=pools.device) * available // count  # one pick from each of `count` stretches
     draw = torch.rand(2, tokens, count, generator=pools.random, device=pools.device)
     picks = edges[:-1] + (draw[0] * edges.diff()).long().clamp_(max=edges.diff() - 1)
     return picks.gather(1, draw[1].argsort(1))
 
 
 def _pages_of(pool: KVRows, index: int, num_rows: int) -> KVRows:
-    """A stretch of a pool as a table of its own, another one for each set."""
+    """Return a range of a pool as a table of its own, a different range for each set."""
     pages, available = num_rows // PAGE_ROWS, len(pool.storage)
     if pages > available:
         raise ValueError(f"a table of {num_rows:,} rows does not fit into a pool of {pool.num_rows:,}")
@@ -312,17 +319,18 @@ def _pages_of(pool: KVRows, index: int, num_rows: int) -> KVRows:
 
 
 def split_plain(storage: Tensor, window_rows: int) -> tuple[KVRows, KVRows]:
-    """One table of plain rows as window [0, window_rows) and entries behind it."""
+    """Split one table of plain rows into window rows [0, window_rows) and the entries after them."""
     parts = storage[:window_rows], storage[window_rows:]
     window, entries = (KVRows(part, RowFormat.PLAIN, len(part), ROW_DIM, 64) for part in parts)
     return window, entries
 
 
 def unpacked(case: Case, inputs: Inputs, storage: Tensor) -> Inputs:
-    """A chunk over bf16 rows [window | the request's pages] in `storage`, in the numbering of an unpacked table.
+    """Return the chunk's inputs over bf16 rows [window | the request's pages] in `storage`, with lists renumbered for
+    it.
 
     Args:
-        storage: [at least unpacked_rows(case), 512] bf16; who fills it is the caller's business.
+        storage: [at least unpacked_rows(case), 512] bf16, which the caller fills.
     """
     window, entries = split_plain(storage[: unpacked_rows(case)], case.tokens + WINDOW - 1)
     if inputs.pages is None:
@@ -343,19 +351,19 @@ def unpacked(case: Case, inputs: Inputs, storage: Tensor) -> Inputs:
 
 
 def unpacked_rows(case: Case) -> int:
-    """Rows that a chunk of a case may read: of its workspace, and whole pages of entries."""
+    """Return the number of rows that a chunk may read: its workspace and whole pages of entries."""
     entries = -(-case.context_entries // case.page_entries) * case.page_entries if case.ratio else 0
     return case.tokens + WINDOW - 1 + entries
 
 
 def checked_tokens(inputs: Inputs) -> Iterator[int]:
-    """Up to four tokens, the first and the last among them."""
+    """Yield up to four tokens, the first and the last among them."""
     last = inputs.q.shape[0] - 1
     yield from sorted({0, last // 3, 2 * last // 3, last})
 
 
 def exact(inputs: Inputs, token: int) -> Tensor:
-    """The output [H, 512] of one token in fp64."""
+    """Return the output [H, 512] of one token in fp64."""
     parts = []
     for table, rows in ((inputs.window, inputs.window_rows), (inputs.entries, inputs.entry_list)):
         if table is not None:
