@@ -18,6 +18,7 @@ from dsv4_kernels import registry
 from dsv4_kernels.host.invariant import sum_in_order
 from sglang_dsv4.attention.metadata import ForwardMetadata
 from sglang_dsv4.determinism import checks, refused_requests, sglang_operators
+from sglang_dsv4.determinism import flag as determinism_flag
 from sglang_dsv4.layers import rank_sum
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS
 from sglang_dsv4.seam import compat, live
@@ -114,7 +115,7 @@ def test_the_flag_decides(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
     config = SimpleNamespace(dtype=torch.bfloat16, hf_config=SimpleNamespace(head_dim=64))
     try:
         checks.start(SimpleNamespace(device="cpu", model_config=config))  # type: ignore[arg-type]
-        assert flag.is_on() is asked
+        assert determinism_flag.is_on() is asked
     finally:
         registry.require_batch_invariance(False)
 
