@@ -28,10 +28,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
-    register_tree_core_backend,
-    registered_tree_core_backends,
-)
 from sglang.srt.runtime_context import get_memory
 
 from dsv4_radix_cache import invariants
@@ -49,6 +45,8 @@ from sglang_dsv4.prefix.storage_tier import StorageTier
 from sglang_dsv4.prefix.tail_nodes import TailNodes
 from sglang_dsv4.prefix.tier_setup import log_host_memory, open_storage, write_policy
 from sglang_dsv4.seam.bases import RankedRadixCache
+from sglang_dsv4.seam.hooks import NAME, TREE_CORE
+from sglang_dsv4.seam.install import install_once
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
@@ -122,14 +120,13 @@ class Dsv4PrefixCache(RankedRadixCache):
         """SGLang's parameters with the tree's components and its core."""
         if self.ledger is None:
             return dataclasses.replace(params, tree_components=(ComponentType.FULL,))
-        if tree_core.NAME not in registered_tree_core_backends():
-            register_tree_core_backend(tree_core.NAME, _create_tree_core)
+        install_once(TREE_CORE)
         nodes = partial(TailNodes, ledger=self.ledger, host=self.host, on_attached=self._tail_attached)
         return dataclasses.replace(
             params,
             tree_components=(ComponentType.FULL, TAIL),
             component_registry_override={TAIL: nodes},
-            tree_core_backend=tree_core.NAME,
+            tree_core_backend=NAME,
         )
 
     @property
@@ -347,9 +344,8 @@ def suspend_without_flush(
         cache.storage.suspend()
 
 
-def _create_tree_core(
-    params: CacheInitParams, components: dict[ComponentType, TreeComponent]
-) -> tree_core.Dsv4TreeCore:
+def create_tree_core(params: CacheInitParams, components: dict[ComponentType, TreeComponent]) -> tree_core.Dsv4TreeCore:
+    """The tree core of SGLang's registry named "dsv4"."""
     return tree_core.Dsv4TreeCore(params, components, components[TAIL])
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from sglang_dsv4.prefix.tail_nodes import TailNodes
 
-NAME = "dsv4"  # of the tree core, in SGLang's registry
-
 
 class Dsv4TreeCore(OpenTreeCore):
     """The tree of a `Dsv4PrefixCache`. Every node has its pages: pages that leave the device leave the tree."""
