@@ -13,9 +13,9 @@ from sglang_dsv4.cache.checked_storage import ALIGNMENT, StagedRecords
 
 
 class ZeroCopy(HiCacheStorage):
-    """As mooncake and nixl are used: objects move between the store and registered memory, by address, several at
-    once; values are refused. As with nixl one object that is missing fails the whole batch, and a read of a short one
-    leaves the rest of the memory as it was."""
+    """A backend like mooncake and nixl: objects are copied between the store and registered memory, by address, several
+    at once; values are refused. As with nixl a missing object fails the whole batch, and the read of a short object
+    leaves the rest of the memory unchanged."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -75,7 +75,7 @@ class ZeroCopy(HiCacheStorage):
 
 
 class FromConfig(ZeroCopy):
-    """Made as SGLang makes a `dynamic` one."""
+    """The same, constructed as SGLang constructs a `dynamic` backend."""
 
     made: ClassVar[list[FromConfig]] = []
 
