@@ -28,12 +28,13 @@ from dsv4_kernels.kv_layout import KVRows, RowPlaces
 from dsv4_kernels.norm_rope_store import Destination
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.unpack import Pages, choice, unpack_pages
+from dsv4_radix_cache.pages import pages_for
 from sglang_dsv4.attention.implementation import chosen_implementation, required_implementation
 from sglang_dsv4.attention.metadata import ForwardMetadata, block_metadata, extend_metadata, uniform_metadata
 from sglang_dsv4.cache.geometry import entries_per_page
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.cache.tail_memory import ChunkWrites, TailRows
-from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, SWA_RATIO
+from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, HCA_RATIO, SWA_RATIO
 from sglang_dsv4.prefix.restore_and_save import HostBatch, TailLifecycle
 from sglang_dsv4.seam.bases import SnapshotAttentionBackend
 
@@ -106,7 +107,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         # what was accepted, and a GPU's scheduler would wait for that before it prepares the next step.
         self.needs_cpu_seq_lens = self.device.type == "cpu"
         self.forward_metadata: ForwardMetadata | None = None
-        self._max_pages = -(-self.req_to_token.shape[1] // FULL_PAGE_TOKENS)
+        self._max_pages = pages_for(self.req_to_token.shape[1])
         self._workspace: KVRows | None = None
         self._workspace_rows: Tensor | None = None  # [rows] int64: 0, 1, 2, ...
         self._unpacked_rows: Tensor | None = None  # [rows, row_dim] bf16
@@ -132,7 +133,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         self._tail_rows = None if tail_writes is None else tail_writes.by_token(forward_batch.positions.shape[0])
         mode, pool = forward_batch.forward_mode, self.token_to_kv_pool
         if pool.draft is not None:
-            pool.draft.tail_rows = self._tail_rows
+            pool.draft.set_tail_rows(self._tail_rows)
         elif pool.tail_rows is not None and mode.is_extend_without_speculative():
             self._tail_rows = pool.tail_rows  # a draft's prefill, of the same tokens as the target's before it
         if mode.is_idle():
@@ -166,7 +167,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         """
         self._tail_rows = None  # of a prefill before it; these steps save rings
         if self.token_to_kv_pool.draft is not None:
-            self.token_to_kv_pool.draft.tail_rows = None
+            self.token_to_kv_pool.draft.set_tail_rows(None)
         if not in_capture:
             self._before_forward(forward_batch)
 
@@ -234,7 +235,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         if lengths is None or not lengths.numel():
             return self._max_pages
         tokens = int(lengths.max()) + max(1, self.token_to_kv_pool.geometry.draft_tokens)
-        return min(self._max_pages, -(-tokens // FULL_PAGE_TOKENS))
+        return min(self._max_pages, pages_for(tokens))
 
     def _uniform(self, inputs: UniformInputs, num_pages: int) -> ForwardMetadata:
         pool, first_positions = self.token_to_kv_pool, inputs.first_positions

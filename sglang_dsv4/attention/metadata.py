@@ -32,6 +32,7 @@ from dsv4_kernels.compressor import Groups
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
 from dsv4_kernels.step_mapping import GroupLayout, StepLayout, step_mapping
+from dsv4_radix_cache.pages import pages_for
 from dsv4_radix_cache.ring import ring_row
 from sglang_dsv4.attention.to_device import arrays_to_device
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups
@@ -160,7 +161,7 @@ def extend_metadata(
     end, begin = prefix + extend, extend.cumsum() - extend  # begin: first token of each request
     gather = np.minimum(prefix, W - 1)
     gather_begin, G = gather.cumsum() - gather, int(gather.sum())
-    num_pages = -(-int(end.max(initial=1)) // FULL_PAGE_TOKENS)
+    num_pages = pages_for(int(end.max(initial=1)))
 
     owner, offset = ragged(extend)
     positions = np.pad(prefix[owner] + offset, (0, padding))
@@ -190,7 +191,7 @@ def extend_metadata(
         of_ratio = _group_arrays(prefix, end, begin, slots, positions, ratio, geometry, request_slots, num_pages)
         arrays |= {f"{name} {ratio}": array for name, array in of_ratio.items()}
         arrays[f"visible {ratio}"][real_tokens:] = 0
-    held = -(-end // FULL_PAGE_TOKENS)
+    held = pages_for(end)
     if geometry.row_format is RowFormat.FP8:
         page_owner, page_place = ragged(held)
         arrays["pages"] = page_owner * num_pages + page_place

@@ -1,4 +1,4 @@
-"""The disk limit is never exceeded; the oldest files are deleted first, a prefix from its end, and no file being read."""
+"""The disk limit is never exceeded; the oldest files are deleted first, a prefix from its end, no file being read."""
 
 from __future__ import annotations
 
