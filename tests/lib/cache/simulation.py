@@ -150,7 +150,7 @@ class Simulation(Requests):
             self._check_visible(ratio, meta, requests, tokens, padding)
 
     def _check_entries(self, ratio: int, meta: ForwardMetadata, names: Tensor, new: dict[int, int]) -> None:
-        """Check that each compression group that this forward closes, and no other, is compressed once, from its rows."""
+        """Check that exactly the compression groups closed by this forward are compressed, once, from their rows."""
         plan, state = meta.compress[ratio], self.state[ratio]
         rows = torch.cat([state, names])
         sources = torch.where(plan.sources >= 0, rows[plan.sources.clamp(min=0).long()], -1)

@@ -164,7 +164,7 @@ def test_lengths_that_the_host_learns_later(replayed: bool) -> None:
 
 
 def test_a_graph_may_take_over_in_the_middle() -> None:
-    """Some steps eager, some replayed, as without a graph for a batch size: steps are not counted, so none is missed."""
+    """Some steps eager, some replayed, if a batch size has no graph: steps are not counted, so none is missed."""
     sequences = Sequences(GEOMETRY, 300)
     run = Recorded(GEOMETRY, sequences, replayed=False)
     run.engine.forward(EXTEND, [(0, 250)])
