@@ -22,7 +22,7 @@ SEED = 3
 
 
 class Drafted:
-    """A target, its draft and one sequence, with what the equations say of it."""
+    """A target, its draft and one sequence, with the results of the equations."""
 
     def __init__(self, folder: Path, dtype: str, qat: str) -> None:
         write_checkpoint(folder, SHAPE, seed=SEED, quantised=False)
@@ -82,7 +82,8 @@ def check_confidences(drafted: Drafted) -> None:
 
 
 def check_steps(drafted: Drafted, kept: int) -> None:
-    """Steps that keep `kept` of 6 rows, across the ring's end; each block is that of a sequence never speculated on."""
+    """Run steps that accept `kept` of 6 rows, across the ring's end; each block must equal that of a sequence without
+    speculation."""
     draft, harness, prompt = drafted.draft, drafted.harness, 250
     request = drafted.prefilled(prompt)
     try:

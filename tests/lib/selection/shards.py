@@ -1,10 +1,11 @@
-"""Parts of the suite: `--shard 2/8` runs an eighth of the collected tests, `--minutes 20` bounds when the last begins.
+"""Parts of the suite: `--shard 2/8` runs an eighth of the collected tests, `--minutes 20` bounds when the last one
+begins.
 
     chosen(nodeids, Shard.of("2/8"))      the tests of the second of eight shards
     Shard.of("4f2a…e1/8")                 a commit's hash chooses the shard, and the test at which it begins
 
-A shard that runs out of time has left its last tests out. It begins at another test for another commit, so that no test
-is left out for ever. Neighbours in a file share models and compiled kernels, so they stay together in blocks.
+A shard that runs out of time leaves its last tests out. Another commit's shard begins at another test, so that every
+test runs in the end. Neighbours in a file share models and compiled kernels, so they stay together in blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 BLOCK = 30
-"""Tests of a file at most that one shard has in a row."""
+"""Most tests of a file that one shard has in a row."""
 HASH_DIGITS = 8
 
 
@@ -29,7 +30,7 @@ class Shard:
 
     @staticmethod
     def of(text: str) -> Shard:
-        """Reads "2/8", or "HASH/8" with at least 16 hexadecimal digits.
+        """Return the shard of "2/8", or of "HASH/8" with at least 16 hexadecimal digits.
 
         Raises:
             ValueError: the text is neither.
