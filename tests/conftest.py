@@ -135,6 +135,23 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_resolved", {})
 
 
+@pytest.fixture(scope="module")
+def compiled_here() -> Iterator[None]:
+    """Compile kernels in this process, since the emulator needs their PTX: none from disk, and none kept afterwards.
+
+    Scratch memory of earlier launches is hidden as well: the emulator would copy it for these.
+    """
+    from dsv4_kernels.host import compile_cache
+    from dsv4_kernels.sparse_attention import scratch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(compile_cache.FOLDER_VARIABLE, "off")
+        patch.setattr(scratch, "_by_stream", {})
+        patch.setattr(scratch, "_graph_counters", {})
+        patch.setattr(compile_cache, "_in_memory", {})
+        yield
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the random checkpoint of `make serve`, in the released format."""
