@@ -21,7 +21,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4_kernels.device import dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import add, load_words, sum_over_lanes
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch import load_launcher
 from dsv4_kernels.kv_layout import FP4_SCALE_GROUP, PAGE_ROWS
 
 KEY_DIM = 128
@@ -205,8 +205,4 @@ def multiply(a: tuple, b: tuple, c: tuple) -> tuple:
 def compile(arch: str, heads: int) -> Callable[..., None]:
     """The launcher: (arguments, runs, tokens, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, heads, Int32(1), Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("index_scores", heads, arch, from_compiler)
+    return load_launcher("index_scores", heads, arch, launch, Arguments, heads, Int32, Int32)

@@ -19,9 +19,7 @@ from torch import Tensor
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES, WARP, add, mul, sum_over_lanes
 from dsv4_kernels.host.arch import architecture
-from dsv4_kernels.host.compile_cache import load_or_compile
-from dsv4_kernels.host.launch import current_stream
-from dsv4_kernels.host.launch_arguments import example
+from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.quant.gpu import Codes, new_codes, plain_result, store_codes
 
@@ -183,10 +181,7 @@ def sum_over_warps(total: Float32, warps: cutlass.Constexpr[int], lane: Int32, s
 def compile(configuration: Configuration, arch: str) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        return cute.compile(launch, example(Arguments), configuration, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("rms_norm", configuration, arch, from_compiler)
+    return load_launcher("rms_norm", configuration, arch, launch, Arguments, configuration, Int32)
 
 
 def _configuration(what: str, x: Tensor, weight: Tensor | None, is_fp8: bool) -> Configuration:

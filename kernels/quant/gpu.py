@@ -17,9 +17,7 @@ from torch import Tensor
 from dsv4_kernels.device import bf16_rows, dependent_launch, e4m3, ptx
 from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES
 from dsv4_kernels.host.arch import architecture
-from dsv4_kernels.host.compile_cache import load_or_compile
-from dsv4_kernels.host.launch import current_stream
-from dsv4_kernels.host.launch_arguments import example
+from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 
 THREADS = 256
@@ -130,10 +128,7 @@ def num_ctas(rows: int, dim: int) -> int:
 def compile(arch: str) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        return cute.compile(launch, example(Arguments), Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("fp8_quantise", "the only one", arch, from_compiler)
+    return load_launcher("fp8_quantise", "the only one", arch, launch, Arguments, Int32)
 
 
 def _run(name: str, x: Tensor, block: int, column_major: bool) -> tuple[Tensor, Tensor]:
