@@ -12,10 +12,10 @@ from cutlass import Int32, Int64
 from torch import Tensor
 
 from dsv4_kernels.host.arch import ARCHITECTURES, architecture
+from dsv4_kernels.host.fp8_rows import new_codes
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.hyper_connection.kernel import HyperConnection
 from dsv4_kernels.hyper_connection.plan import CLUSTER, HEAD_ROWS, PRE_ROWS, STREAMS, TEAMS, TOKENS, Arguments, Plan
-from dsv4_kernels.quant.gpu import new_codes
 
 MOST_TOKENS = {1: 4, 2: 16, 4: 64, 8: 128}
 """Tokens of a group -> up to how many tokens in all, one group a cluster: with few tokens more clusters share what each

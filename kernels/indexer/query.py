@@ -20,11 +20,11 @@ from dsv4_kernels.device import dependent_launch, e2m1, e4m3, ptx
 from dsv4_kernels.device.bf16_rows import channels, max_over_lanes, mul, packed, store_8_bytes
 from dsv4_kernels.device.e2m1 import DIM
 from dsv4_kernels.device.e2m1 import LANE_CHANNELS as CHANNELS
+from dsv4_kernels.device.rotation import cosine_and_sine, position_of, turned
 from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.kv_layout import FP4_SCALE_GROUP
-from dsv4_kernels.rope.angle import cosine_and_sine, position_of, turned
 
 ROTATED = 64
 LANES_A_BLOCK = FP4_SCALE_GROUP // CHANNELS

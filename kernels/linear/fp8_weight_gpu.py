@@ -9,12 +9,12 @@ from cutlass import Int32
 from torch import Tensor
 
 from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.fp8_rows import new_codes
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.linear.fp8_weight import HEAD, ROTATED, ROWS, STEP, Arguments, Configuration, Tile, launch
 from dsv4_kernels.linear.kernel import SEGMENTS
 from dsv4_kernels.linear.ref import HeadRotation
-from dsv4_kernels.quant.gpu import new_codes
 
 TILES = (
     Tile(tokens=8, warps=8, stages=3),

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES, WARP, add, mul, sum_over_lanes
+from dsv4_kernels.device.fp8_rows import store_codes
 from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.fp8_rows import Codes, bf16_result, new_codes
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
-from dsv4_kernels.quant.gpu import Codes, new_codes, plain_result, store_codes
 
 WARP_DIM = 2048
 """The longest row of a warp: 8 chunks, 64 channels a lane."""
@@ -214,7 +215,7 @@ def _bf16(name: str, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     rows = x.flatten(0, -2) if x.dim() != 2 else x
     check_rows("rms_norm: x", rows)
     if len(rows):
-        _run(name, rows, weight, eps, configuration, plain_result(out, len(rows), configuration.dim))
+        _run(name, rows, weight, eps, configuration, bf16_result(out, len(rows), configuration.dim))
     return out
 
 

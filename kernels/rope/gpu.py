@@ -16,10 +16,10 @@ from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES, load_words_if, mul
+from dsv4_kernels.device.rotation import cosine_and_sine, inverted, position_of, turned
 from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
-from dsv4_kernels.rope.angle import cosine_and_sine, inverted, position_of, turned
 
 THREADS = 128
 HEADS_A_THREAD = 4

@@ -116,7 +116,7 @@ def warp_min(x: Int32) -> Int32:
 
 
 def tree_sum(values: list) -> Float32:
-    """In the order of `dsv4_kernels.host.invariant.tree_sum`."""
+    """In the order of `dsv4_kernels.reference.batch_invariant.tree_sum`."""
     while len(values) > 1:
         half = len(values) // 2
         folded = [add(values[i], values[i + half]) for i in range(half)]
