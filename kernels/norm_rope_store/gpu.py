@@ -23,6 +23,7 @@ from torch import Tensor
 from dsv4_kernels.device import bf16_rows as rows_of
 from dsv4_kernels.device import dependent_launch, e4m3, ptx
 from dsv4_kernels.device.bf16_rows import WARP
+from dsv4_kernels.host.addresses import row_bytes
 from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import (
     NOPE_DIM,
@@ -36,7 +37,6 @@ from dsv4_kernels.kv_layout import (
 )
 from dsv4_kernels.norm_rope_store import MAX_DESTINATIONS, Destination
 from dsv4_kernels.rope.angle import cosine_and_sine, position_of, turned
-from dsv4_kernels.sparse_attention.addresses import row_bytes
 
 WARPS = 4
 HALF_BYTES = ROW_DIM  # of half a row in bf16
