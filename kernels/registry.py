@@ -259,7 +259,6 @@ for _function in ("linear_fp32", "grouped_linear"):
     register(_function, "cublas", f"dsv4_kernels.linear.cublas:{_function}", gpu_in_bf16, 10, graph_safe=True)
 
 _BF16_KERNELS = {
-    "apply_rope": "rope.gpu:{}",
     "apply_rope_in_place": "rope.gpu:{}_in_place",
     "compress_store": "compressor.gpu:{}",
     "fp8_quantise": "quant.gpu:{}",
@@ -273,7 +272,10 @@ _BF16_KERNELS = {
     "step_mapping": "step_mapping.gpu:{}",
     "swiglu_fp8": "moe.gpu:{}_fp8",
     "unpack_pages": "unpack.gpu:{}",
-    **{function: f"hyper_connection.gpu:{{}}_{function}" for function in _REFERENCES["hyper_connection"]},
+    **{
+        function: f"hyper_connection.gpu:{{}}_{function}"
+        for function in ("hc_boundary", "hc_enter", "hc_finish", "hc_head")
+    },
 }
 # Of fp32 logits, whatever dtype the model computes in.
 _ROUTER_KERNELS = {"route_hash_logits": "router.gpu:{}_hash", "route_topk_logits": "router.gpu:{}_topk"}

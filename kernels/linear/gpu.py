@@ -10,15 +10,13 @@ batch invariance is required, since cuBLAS is faster where it may split K and ch
 import functools
 from collections.abc import Callable
 
-import cuda.bindings.driver as cuda
-import cutlass.cute as cute
 import torch
 from cutlass import Int32
 from torch import Tensor
 
-from dsv4_kernels.device import bf16_rows
-from dsv4_kernels.device.bf16_rows import stride_bytes
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.arch import ARCHITECTURES, architecture, multiprocessors
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.linear import wgmma
 from dsv4_kernels.linear.kernel import CHUNK, SEGMENTS, Arguments, Configuration, Tile, launch
 
@@ -47,7 +45,7 @@ HOPPER_BYTES_A_NANOSECOND = 4200
 
 def tiles(arch: str) -> tuple[Tile | wgmma.Tile, ...]:
     """All that a call may get; the bits are the same."""
-    return tuple(HOPPER_TILES) if arch == bf16_rows.ARCHITECTURES["sm90"] else TILES
+    return tuple(HOPPER_TILES) if arch == ARCHITECTURES["sm90"] else TILES
 
 
 @functools.lru_cache(1024)
@@ -71,7 +69,7 @@ def chosen(
         ctas = -(-num_rows // tile.rows) * -(-num_tokens // tile.tokens) * groups
         return -(-ctas // multiprocessors)
 
-    if arch == bf16_rows.ARCHITECTURES["sm90"]:
+    if arch == ARCHITECTURES["sm90"]:
         # Of 64 channels: operands in bf16, and a share of the result.
         moved = groups * (num_rows + num_tokens) * 2 * CHUNK + groups * num_rows * num_tokens // 16
         memory = moved / HOPPER_BYTES_A_NANOSECOND
@@ -97,16 +95,6 @@ def stores_pairs(out: Tensor) -> bool:
     return not any(step % 2 for step in (out.shape[2], *steps)) and out.data_ptr() % (2 * out.element_size()) == 0
 
 
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Of the GPU; in the emulator those of an H200."""
-    return _multiprocessors(device.index or 0) if device.type == "cuda" else 132
-
-
 def configuration(tile: Tile | wgmma.Tile, fp32: bool) -> Configuration | wgmma.Configuration:
     """Of the kernel that has the tile."""
     return (wgmma.Configuration if isinstance(tile, wgmma.Tile) else Configuration)(tile, fp32)
@@ -119,11 +107,7 @@ def compile(configuration: Configuration | wgmma.Configuration, arch: str) -> Ca
     if isinstance(configuration, wgmma.Configuration):
         name, of_kernel, counts = "linear_wgmma", wgmma.launch, 3
 
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(of_kernel, example, configuration, *[Int32(1)] * counts, cuda.CUstream(0))
-
-    return load_or_compile(name, configuration, arch, from_compiler)
+    return load_launcher(name, configuration, arch, of_kernel, Arguments, configuration, *[Int32] * counts)
 
 
 def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile | wgmma.Tile | None = None) -> Tensor:
@@ -141,11 +125,11 @@ def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile |
         ValueError: dtypes, strides or a K that the kernel is not made for, or a result that the tile is not.
     """
     for what, operand in (("x", x), ("weight", weight)):
-        bf16_rows.check_rows(f"{op}: {what}", operand)
+        check_rows(f"{op}: {what}", operand)
     (num_tokens, groups, channels), num_rows = x.shape, weight.shape[1]
     if not out.numel():
         return out
-    arch, pairs = bf16_rows.architecture(name, x.device), stores_pairs(out)
+    arch, pairs = architecture(name, x.device), stores_pairs(out)
     if tile is None:
         tile = chosen(arch, num_tokens, num_rows, groups, multiprocessors(x.device), pairs)
     elif isinstance(tile, wgmma.Tile) and not pairs:
@@ -170,7 +154,7 @@ def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile |
         num_row_tiles=row_tiles,
     )
     launcher = compile(configuration(tile, out.dtype == torch.float32), arch)
-    count, stream = row_tiles * token_tiles, bf16_rows.current_stream(x.device)
+    count, stream = row_tiles * token_tiles, current_stream(x.device)
     if isinstance(tile, wgmma.Tile):
         ctas = min(count * groups, multiprocessors(x.device))
         launcher(arguments, Int32(count * groups), Int32(groups), Int32(ctas), stream)

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import WARP, add, at_least, bits_of, magnitude, mul
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.strides import stride_bytes
 
 WARPS = 4
 MOST_EXPERTS = 512
@@ -114,7 +116,7 @@ def warp_min(x: Int32) -> Int32:
 
 
 def tree_sum(values: list) -> Float32:
-    """In the order of `dsv4_kernels.host.invariant.tree_sum`."""
+    """In the order of `dsv4_kernels.reference.batch_invariant.tree_sum`."""
     while len(values) > 1:
         half = len(values) // 2
         folded = [add(values[i], values[i + half]) for i in range(half)]
@@ -222,11 +224,7 @@ def write(
 def compile(configuration: Configuration, arch: str) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, configuration, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("router", configuration, arch, from_compiler)
+    return load_launcher("router", configuration, arch, launch, Arguments, configuration, Int32)
 
 
 def _run(
@@ -254,7 +252,7 @@ def _run(
         addresses = {what: Int64(0 if tensor is None else tensor.data_ptr()) for what, tensor in given.items()}
         arguments = Arguments(
             logits=logits.data_ptr(),
-            logits_row_bytes=bf16_rows.stride_bytes(logits, 0),
+            logits_row_bytes=stride_bytes(logits, 0),
             bias=addresses["bias"],
             table=addresses["expert_table"],
             token_ids=addresses["token_ids"],
@@ -264,8 +262,8 @@ def _run(
             scale=scale,
             num_tokens=tokens,
         )
-        arch = bf16_rows.architecture(name, logits.device)
-        compile(configuration, arch)(arguments, Int32(-(-tokens // WARPS)), bf16_rows.current_stream(logits.device))
+        arch = architecture(name, logits.device)
+        compile(configuration, arch)(arguments, Int32(-(-tokens // WARPS)), current_stream(logits.device))
     return weights, experts
 
 

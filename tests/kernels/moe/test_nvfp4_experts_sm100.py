@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4_kernels import moe, registry
 from dsv4_kernels.moe import Nvfp4Experts, ref
-from dsv4_kernels.quant import dequantise_nvfp4_weight, encode_nvfp4, quantise_nvfp4_weight
+from dsv4_kernels.number_formats import dequantise_nvfp4_weight, encode_nvfp4, quantise_nvfp4_weight
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 

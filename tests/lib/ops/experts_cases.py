@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4_kernels.moe import Mxfp4Experts
-from dsv4_kernels.quant import quantise_fp4_weight
+from dsv4_kernels.number_formats import quantise_fp4_weight
 
 LIMIT = 10.0
 

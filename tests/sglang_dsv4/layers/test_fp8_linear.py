@@ -310,10 +310,11 @@ def test_its_kernels_are_compiled_ahead(asked_for: Asked, monkeypatch: pytest.Mo
     from model.small_geometry import GEOMETRY
 
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from dsv4_kernels.linear import fp8, fp8_plan
+    from dsv4_kernels.host import launch
+    from dsv4_kernels.linear import fp8_plan
 
     made: list[object] = []
-    monkeypatch.setattr(fp8, "load_or_compile", lambda name, plan, arch, compile: made.append((name, plan, arch)))
+    monkeypatch.setattr(launch, "load_or_compile", lambda name, plan, arch, compile: made.append((name, plan, arch)))
     monkeypatch.setattr(compile_ahead, "_KERNELS", {})
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
     monkeypatch.setenv(grouped_projection.VARIABLE, "bf16")  # which has kernels for FP8 weights of its own
