@@ -8,7 +8,7 @@ from model.compare import TOLERANCE
 from model.drafted import LENGTH, Drafted, check_block, check_confidences, check_steps
 from model.dspark_draft import DSparkDraft
 
-from sglang_dsv4.determinism import exact
+from sglang_dsv4.determinism import checks
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def test_a_draft_is_asked_for_operators_that_depend_on_the_batch(
 ) -> None:
     """As the target is, under the deterministic flag."""
     asked: list[torch.nn.Module] = []
-    monkeypatch.setattr(exact, "check_model", asked.append)
+    monkeypatch.setattr(checks, "check_model", asked.append)
     assert asked == [DSparkDraft(drafted.harness).model]
 
 
