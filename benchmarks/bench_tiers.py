@@ -98,9 +98,8 @@ def copies(prefix: int, device: torch.device) -> list[Row]:
     from sglang_dsv4.cache.geometry import PoolGeometry
     from sglang_dsv4.cache.host_records import HostRecords
     from sglang_dsv4.cache.kv_pool import Dsv4KVPool
-    from sglang_dsv4.cache.page_records import PageRecords
     from sglang_dsv4.cache.record_files import RecordFiles
-    from sglang_dsv4.prefix.storage import READERS
+    from sglang_dsv4.prefix.storage_tier import READERS
 
     pages = -(-prefix // PAGE)
     fp8 = device.type == "cuda"
@@ -117,7 +116,7 @@ def copies(prefix: int, device: torch.device) -> list[Row]:
     for name, _, storage in pool.tensors():
         if "entries" in name or "keys" in name:
             storage.view(torch.uint8).random_(0, 256)
-    host = HostRecords(PageRecords(pool), pages)
+    host = HostRecords(pool.page_records(), pages)
     order = random.Random(1).sample(range(1, 2 * pages + 1), pages)  # a prefix's pages are anywhere in the pool
     back = random.Random(2).sample(range(1, 2 * pages + 1), pages)
     slots = list(range(pages))

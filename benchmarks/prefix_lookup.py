@@ -26,7 +26,7 @@ from types import SimpleNamespace
 
 from lib.prefix_replay import PAGE, tail_engine
 
-from dsv4_radix_cache.store import CheckpointStore
+from dsv4_radix_cache.tail_store import TailStore
 
 PROMPTS = (2_000, 5_000, 30_000, 100_000)
 
@@ -99,20 +99,20 @@ def main() -> None:
         first, later, walk = row["first_match_us"], row["later_match_us"], row["sglang_walk_us"]
         print(f"{length:8,} {first:12.1f} {later:12.1f} {walk:12.1f}", flush=True)
 
-    store = CheckpointStore(arguments.nodes // 10, arguments.nodes)
+    store = TailStore(arguments.nodes // 10, arguments.nodes)
     previous = None
     while len(store) < arguments.nodes:
         checkpoint, _ = store.reserve(rng.randrange(1, 400) * PAGE)
         store.publish(checkpoint.id, None)
-        store.take_copies()
+        store.pop_copies()
         previous = checkpoint.id
 
     def bookkeeping() -> None:
         store.hit(previous)
-        store.take_copies()
+        store.pop_copies()
         checkpoint, _ = store.reserve(4096)
         store.publish(checkpoint.id, None)
-        store.take_copies()
+        store.pop_copies()
 
     cost = median_us(bookkeeping, 2001)
     print(

@@ -82,13 +82,13 @@ class Clock:
 def functions_of_ours() -> list[tuple[Any, str]]:
     """Return (module or class, name) of this package's functions that the scheduler's process runs in a decode step."""
     from sglang_dsv4.attention.backend import Dsv4AttentionBackend
-    from sglang_dsv4.prefix import tails
+    from sglang_dsv4.prefix import restore_and_save
     from sglang_dsv4.requests import penalties, sampling
 
     return [
-        (tails, "carry_request_slots"),
-        (tails, "carry_request_slots_to_replay"),
-        (tails.Tails, "before_forward"),
+        (restore_and_save, "carry_request_slots"),
+        (restore_and_save, "carry_request_slots_to_replay"),
+        (restore_and_save.TailLifecycle, "before_forward"),
         (Dsv4AttentionBackend, "init_forward_metadata_out_graph"),
         (sampling, "note_greedy_tokens"),
         (sampling, "take_greedy_tokens"),

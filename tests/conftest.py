@@ -22,10 +22,14 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def bookkeeping_errors_are_fatal() -> Iterator[None]:
-    """Here and in every server that a test starts; outside of tests they are counted."""
+def bookkeeping_errors_are_fatal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """In this process and in every server that a test starts; outside of tests they are counted."""
+    from serving import strict_bookkeeping
+
+    strict_bookkeeping.setup()
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("SGLANG_DSV4_TAIL_ERRORS", "raise")
+        for name, value in strict_bookkeeping.install(tmp_path_factory.mktemp("strict")).items():
+            environment.setenv(name, value)
         yield
 
 

@@ -1,7 +1,7 @@
 """Replays request traces through a prefix cache as SGLang's scheduler drives it, without a model.
 
 Two engines over SGLang's own pieces (Req, ReqToTokenPool, page allocator, UnifiedRadixCache, its match, checkpoint and
-release functions): `tail_engine` with this project's tail checkpoints, `paged_engine` with SGLang's own policy for
+release functions): `tail_engine` with this project's tails, `paged_engine` with SGLang's own policy for
 DeepSeek-V4 (FULL + paged SWA component). Pools hold no bytes; only slots are counted.
 """
 
@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dsv4_radix_cache.ledger import Ledger
 from dsv4_radix_cache.placement import DEFAULT_INTERVAL_TOKENS, Placement
-from dsv4_radix_cache.requests import TailRequests
-from dsv4_radix_cache.store import CheckpointStore
+from dsv4_radix_cache.tail_store import TailStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,11 +62,11 @@ class ReplayEngine:
         self,
         cache: UnifiedRadixCache,
         allocator: BaseTokenToKVPoolAllocator,
-        tails: TailRequests | None,
+        ledger: Ledger | None,
         chunk_tokens: int,
     ) -> None:
-        """`tails` is None for SGLang's own policy."""
-        self.cache, self.allocator, self.tails = cache, allocator, tails
+        """`ledger` is None for SGLang's own policy."""
+        self.cache, self.allocator, self.ledger = cache, allocator, ledger
         self.rows = cache.req_to_token_pool
         self.chunk_tokens = chunk_tokens
         self.totals = Totals()
@@ -132,21 +132,21 @@ class ReplayEngine:
         end = min(begin + self.chunk_tokens, running.prompt_tokens)
         self._grow(running, end)
         req.extend_end = end
-        if self.tails is not None:
+        if self.ledger is not None:
             self.forward_extend(req, begin, end)
         req.prefix_len = end
         checkpoint_kv_cache(req, self.cache)
 
     def forward_extend(self, req: Req, begin: int, end: int) -> None:
         """What the attention backend does before a prefill forward."""
-        from sglang_dsv4.prefix.tail_component import tail_receipt
+        from sglang_dsv4.prefix.request_state import tail_receipt
 
         holder = self.holder(req)
-        self.tails.admit(*holder, req.tail_match, tail_receipt(req))
-        self.tails.resume(*holder, begin)
-        self.tails.take_snapshots()
-        self.tails.copies()
-        self.tails.extend(*holder, begin, end)
+        self.ledger.admit(*holder, req.tail_match, tail_receipt(req))
+        self.ledger.resume(*holder, begin)
+        self.ledger.pop_ring_saves()
+        self.ledger.pop_copies()
+        self.ledger.extend(*holder, begin, end)
 
     def holder(self, req: Req) -> tuple[int, int]:
         """The request's slot and its generation."""
@@ -162,17 +162,17 @@ class ReplayEngine:
             begin, step = running.length, min(DECODE_STEP - running.length % DECODE_STEP, end - running.length)
             self._grow(running, begin + step)
             req.refresh_fill_ids()
-            if self.tails is not None:
+            if self.ledger is not None:
                 for position in range(begin, begin + step):
                     self.forward_decode(req, position)
-            if self.tails is None:
+            if self.ledger is None:
                 self.cache.evict_sliding_windows(req, running.length - 1, eviction_interval=1)
 
     def forward_decode(self, req: Req, position: int) -> None:
         """What the attention backend does before a decode forward that writes `position`."""
-        self.tails.take_snapshots()
-        self.tails.copies()
-        self.tails.decode(*self.holder(req), position, 1)
+        self.ledger.pop_ring_saves()
+        self.ledger.pop_copies()
+        self.ledger.decode(*self.holder(req), position, 1)
 
     def finish(self, running: Running) -> None:
         """The request ended normally: its KV goes to the tree."""
@@ -233,8 +233,9 @@ def tail_engine(
     requests: int = 16,
     chunk_tokens: int = 8192,
     interval_tokens: int = DEFAULT_INTERVAL_TOKENS,
+    **cache_options: Any,  # noqa: ANN401 - of `Dsv4PrefixCache`
 ) -> ReplayEngine:
-    """This project's policy: FULL pages and tail checkpoints."""
+    """This project's policy: FULL pages and tails."""
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
@@ -242,12 +243,12 @@ def tail_engine(
 
     rows = _context(context_tokens, requests)
     allocator = PagedTokenToKVPoolAllocator(full_tokens, PAGE, torch.uint8, "cpu", None, False)
-    store = CheckpointStore(device_slots, host_slots)
-    tails = TailRequests(store, Placement(interval_tokens), ring_rows=128, state_rows=8)
+    store = TailStore(device_slots, host_slots)
+    ledger = Ledger(store, Placement(interval_tokens), ring_rows=128, state_rows=8, strict=True)
     params = CacheInitParams(
         disable=False, req_to_token_pool=rows, token_to_kv_pool_allocator=allocator, page_size=PAGE
     )
-    return ReplayEngine(Dsv4PrefixCache(params, tails), allocator, tails, chunk_tokens)
+    return ReplayEngine(Dsv4PrefixCache(params, ledger, **cache_options), allocator, ledger, chunk_tokens)
 
 
 def paged_engine(

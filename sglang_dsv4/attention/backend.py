@@ -3,8 +3,8 @@
 SGLang calls `init_forward_metadata*` once a forward. The layers then ask `window`, `groups` and `compressor_storage`
 where their new rows go, write them, and call `select` and `attend`. Kernels come from `dsv4_kernels`, addresses from
 `metadata`, storage from `sglang_dsv4.cache.kv_pool`. What prefix reuse restores and keeps around a forward is done in
-one place before either of the two ways through it, by `sglang_dsv4.prefix.tails`. RadixAttention's `forward` is not
-used.
+one place before either of the two ways through it, by `sglang_dsv4.prefix.restore_and_save`. RadixAttention's
+`forward` is not used.
 
 Two ways through a forward:
 
@@ -32,9 +32,9 @@ from sglang_dsv4.attention.implementation import chosen_implementation, required
 from sglang_dsv4.attention.metadata import ForwardMetadata, block_metadata, extend_metadata, uniform_metadata
 from sglang_dsv4.cache.geometry import entries_per_page
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
-from sglang_dsv4.cache.tail_storage import ChunkWrites, TailRows
+from sglang_dsv4.cache.tail_memory import ChunkWrites, TailRows
 from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, SWA_RATIO
-from sglang_dsv4.prefix.tails import HostBatch, Tails
+from sglang_dsv4.prefix.restore_and_save import HostBatch, TailLifecycle
 from sglang_dsv4.seam.bases import SnapshotAttentionBackend
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         self.attention_impl = required_implementation(self.device, pool.geometry.row_dim)
         chosen = chosen_implementation(self.device, pool.geometry.dtype, pool.geometry.row_dim)
         self._unpacking_helps = choice.helps(chosen.name)
-        self.tails = Tails(pool, runner.req_to_token_pool.req_generation)
+        self.tails = TailLifecycle(pool, runner.req_to_token_pool.req_generation)
         # Only speculation asks: without it SGLang's host copies of the lengths are always exact. With it they depend on
         # what was accepted, and a GPU's scheduler would wait for that before it prepares the next step.
         self.needs_cpu_seq_lens = self.device.type == "cpu"
@@ -201,7 +201,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         return UniformInputs(first, batch.req_pool_indices.long(), k)
 
     def _before_forward(self, batch: ForwardBatch) -> ChunkWrites | None:
-        """The one call of `Tails.before_forward`; batches without request slots on the host are nobody's requests."""
+        """The one call of `TailLifecycle.before_forward`; a batch without request slots on the host has no requests."""
         mode, slots = batch.forward_mode, getattr(batch, "req_pool_indices_cpu", None)
         if slots is None or mode.is_idle() or self.draft_step is not None:
             return None
@@ -313,7 +313,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         pool = self.token_to_kv_pool
         overlap = None
         if self._tail_rows is not None and pool.geometry.layer_ratio(layer_id) == CSA_RATIO:
-            overlap = pool.tail_storage.overlap_rows(layer_id, indexer=indexer)
+            overlap = pool.tail_memory.overlap_rows(layer_id, indexer=indexer)
         if indexer:
             return CompressorStorage(pool.indexer_state(layer_id), pool.index_keys(layer_id), overlap)
         return CompressorStorage(pool.compressor_state(layer_id), pool.entries(layer_id), overlap)

@@ -32,6 +32,7 @@ from dsv4_kernels.compressor import Groups
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
 from dsv4_kernels.step_mapping import GroupLayout, StepLayout, step_mapping
+from dsv4_radix_cache.ring import ring_row
 from sglang_dsv4.attention.to_device import arrays_to_device
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups
 from sglang_dsv4.determinism import flag
@@ -179,10 +180,10 @@ def extend_metadata(
     arrays = {
         "positions": positions,
         "token_to_request": np.pad(owner, (0, padding), constant_values=requests).astype(np.int32),
-        "window_gather": slots[gather_owner] * R + gathered % R,
+        "window_gather": ring_row(slots[gather_owner], gathered, R),
         "windows": np.stack([positions, chunk_begin, from_chunk, from_prefix]).astype(np.int32),
         "ring_rows": rows_by_token(
-            (begin - prefix)[kept_owner] + kept_positions, slots[kept_owner] * R + kept_positions % R, num_tokens
+            (begin - prefix)[kept_owner] + kept_positions, ring_row(slots[kept_owner], kept_positions, R), num_tokens
         ),
     }
     for ratio in geometry.compressed:
@@ -264,7 +265,7 @@ def _group_arrays(
     owner, offset = ragged(end // ratio - first)
     entries = first[owner] + offset
     raw = entries[:, None] * ratio + np.arange((1 - C) * ratio, ratio)  # [M, C*r] positions
-    in_state = slots[owner, None] * S + raw % S
+    in_state = ring_row(slots[owner, None], raw, S)
     in_chunk = request_slots * S + (begin - prefix)[owner, None] + raw
     sources = np.where(raw < prefix[owner, None], in_state, in_chunk)
     sources[raw < 0] = -1
@@ -278,7 +279,7 @@ def _group_arrays(
         "pages": owner * num_pages + entries // per_page,
         "within": entries % per_page,
         "state_rows": rows_by_token(
-            (begin - prefix)[state_owner] + kept, slots[state_owner] * S + kept % S, len(positions)
+            (begin - prefix)[state_owner] + kept, ring_row(slots[state_owner], kept, S), len(positions)
         ),
         "visible": ((positions + 1) // ratio).astype(np.int32),
     }

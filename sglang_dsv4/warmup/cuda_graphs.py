@@ -3,7 +3,7 @@
 Of a decode, verify or draft forward a graph holds everything from
 `Dsv4AttentionBackend.init_forward_metadata_in_graph`, which derives all addresses from the lengths and request slots of
 the batch where SGLang's runner has filled them, to the logits. Outside stay what needs the host: tail checkpoints
-(`prefix.tails`), sampling. A prefill is not captured: its sizes are the batch's.
+(`prefix.restore_and_save`), sampling. A prefill is not captured: its sizes are the batch's.
 
 With speculation there are graphs of the target's verify step (all drafts of a request and the token before them), of a
 DSpark draft's block with its Markov head, and of an MTP draft's chain of steps and its extend step. What DSpark's

@@ -28,7 +28,7 @@ def test_a_prefix_goes_from_its_end_and_the_oldest_first() -> None:
     pages.touch([b"a", b"ab"])
     _, gone = pages.put(b"m", None)
     assert [digest for digest, _ in gone] == [b"xy"]
-    assert pages.reach([b"a", b"ab", b"abc"]) == 2 and pages.reach([b"x", b"xy"], 1) == 1
+    assert pages.first_missing([b"a", b"ab", b"abc"]) == 2 and pages.first_missing([b"x", b"xy"], 1) == 1
     pages.check()
 
 
@@ -107,6 +107,8 @@ def test_random_calls(capacity: int) -> None:
         elif reserved:
             pages.give_back(reserved.pop())
         assert {d: (pages.slot(d), pages.get(d).before) for d in model} == model and len(pages) == len(model)
-        assert pages.reach(prefix) == next((i for i, page in enumerate(prefix) if page not in model), len(prefix))
+        assert pages.first_missing(prefix) == next(
+            (i for i, page in enumerate(prefix) if page not in model), len(prefix)
+        )
         pages.check(len(reserved))
     assert went > 100 or capacity > 20

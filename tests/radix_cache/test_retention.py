@@ -20,9 +20,9 @@ def test_retention_with_device_slots_for_a_quarter_of_the_tails() -> None:
     """8 prefixes of 4K tokens leave 24 checkpoints or more; 6 device slots, the rest on the host."""
     trace = Trace(tail_engine(65_536, device_slots=6, host_slots=64, chunk_tokens=1024), seed=1)
     retention(trace, small=True)
-    assert len(trace.engine.tails.store) >= 4 * 6
+    assert len(trace.engine.ledger.store) >= 4 * 6
     assert len(trace.hits) == 8 and sum(trace.hits) >= 0.98 * sum(trace.bounds)
-    assert trace.engine.tails.store.counters.hits_host > 0
+    assert trace.engine.ledger.store.counters.hits_host > 0
 
 
 def test_alternating_sessions_recompute_at_most_one_interval() -> None:
@@ -30,7 +30,7 @@ def test_alternating_sessions_recompute_at_most_one_interval() -> None:
     trace = Trace(tail_engine(65_536, device_slots=8, chunk_tokens=2048), seed=2)
     alternation(trace, small=True)
     lost = [bound - hit for hit, bound in zip(trace.hits, trace.bounds, strict=True)]
-    assert trace.engine.tails.store.counters.lost > 0
+    assert trace.engine.ledger.store.counters.lost > 0
     assert max(lost) <= INTERVAL, lost
 
 

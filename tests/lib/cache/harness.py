@@ -18,11 +18,13 @@ from torch import Tensor
 
 from dsv4_kernels.compressor import compress
 from dsv4_kernels.kv_layout import KVRows
+from dsv4_radix_cache.ring import ring_row
 from sglang_dsv4.attention.backend import Dsv4AttentionBackend, Window
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.cache.tail_options import TailSizes
 from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO
+from sglang_dsv4.prefix.pool_setup import new_ledger
 
 HEADS, INDEX_HEADS, TOP_K = 2, 8, 8
 
@@ -100,8 +102,14 @@ class Engine(Requests):
         tails: TailSizes | None = None,
     ) -> None:
         super().__init__(slots, pages, context)
+        ledger = None if tails is None else new_ledger(geometry, tails)
         self.pool = Dsv4KVPool(
-            geometry, full_tokens=pages * FULL_PAGE_TOKENS, request_slots=slots, device="cpu", tails=tails
+            geometry,
+            full_tokens=pages * FULL_PAGE_TOKENS,
+            request_slots=slots,
+            device="cpu",
+            tails=tails,
+            ledger=ledger,
         )
         self.generation = torch.zeros(slots, dtype=torch.int64)
         table = SimpleNamespace(req_to_token=self.req_to_token, req_generation=self.generation)
@@ -235,7 +243,7 @@ def poison_unreadable(engine: Engine) -> None:
     live = [(engine.slot[r], engine.length[r]) for r in engine.slot]
 
     def ring(rows: int, first_of: dict[int, int]) -> Tensor:
-        kept = [s * rows + t % rows for s, n in live for t in range(first_of[s], n)]
+        kept = [ring_row(s, t, rows) for s, n in live for t in range(first_of[s], n)]
         return torch.tensor(kept, dtype=torch.int64)
 
     for layer in g.layers():
@@ -300,7 +308,7 @@ def snapshot_rows(engine: Engine, request: int, position: int) -> dict[str, slic
     assert position % entries_per_page(1) == 0
 
     def span(rows: int, count: int) -> slice:
-        first = slot * rows + (position - count) % rows
+        first = ring_row(slot, position - count, rows)
         return slice(first, first + count)
 
     return {"window": span(g.ring_rows, g.window_tokens), "state": span(g.state_rows(CSA_RATIO), CSA_RATIO)}

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows
 from sglang_dsv4.prefix.prefix_cache import Dsv4PrefixCache
-from sglang_dsv4.prefix.tail_component import TAIL
-from sglang_dsv4.prefix.tier_setup import create_tiers, open_storage
+from sglang_dsv4.prefix.storage_tier import StorageTier
+from sglang_dsv4.prefix.tier_setup import open_storage, write_policy
 
 
 class ServedEngine(WithStorage, ReplayEngine):
@@ -38,11 +38,19 @@ class ServedEngine(WithStorage, ReplayEngine):
                 page_size=PAGE,
                 is_eagle=runner.spec_algorithm.is_eagle(),
             )
-            tiers = create_tiers(self.pool) if self.pool.host_pages else None
-            cache = Dsv4PrefixCache(params, self.pool.tail_requests, tiers=tiers)
-            if runner.server_args.hicache_storage_backend is not None:
-                tiers.storage = open_storage(runner, tiers, cache.components[TAIL])
-        super().__init__(cache, runner.token_to_kv_pool_allocator, self.pool.tail_requests, chunk_tokens)
+
+            def storage_of(cache: Dsv4PrefixCache) -> StorageTier:
+                return open_storage(runner, cache.host, cache.nodes)
+
+            has_storage = runner.server_args.hicache_storage_backend is not None
+            cache = Dsv4PrefixCache(
+                params,
+                self.pool.ledger,
+                page_copies=self.pool.page_copies,
+                policy=write_policy(),
+                open_storage=storage_of if has_storage else None,
+            )
+        super().__init__(cache, runner.token_to_kv_pool_allocator, self.pool.ledger, chunk_tokens)
         self.logits: dict[str, list[Tensor]] = defaultdict(list)
 
     def active(self) -> AbstractContextManager[None]:
@@ -88,8 +96,8 @@ class ServedEngine(WithStorage, ReplayEngine):
     # NaN
 
     def poison(self, request_slot: int) -> None:
-        """Rings and states of a request slot, the landing slot, and every checkpoint slot that nobody holds."""
-        pool, g, storage = self.pool, self.pool.geometry, self.pool.tail_storage
+        """Rings and states of a request slot, the transit slot, and every tail slot without a holder."""
+        pool, g, memory = self.pool, self.pool.geometry, self.pool.tail_memory
         for layer in g.layers():
             fill_rows(pool.window(layer), request_slot * g.ring_rows, g.ring_rows)
             ratio = g.layer_ratio(layer)
@@ -98,8 +106,8 @@ class ServedEngine(WithStorage, ReplayEngine):
                 pool.compressor_state(layer)[rows] = torch.nan
                 if ratio == 4:
                     pool.indexer_state(layer)[rows] = torch.nan
-        store = self.tails.store
-        for slots, held in ((storage.device, store.device.holders()), (storage.host, store.host.holders())):
+        store = self.ledger.store
+        for slots, held in ((memory.device, store.device.holders()), (memory.host, store.host.holders())):
             for slot in set(range(slots.slots)) - set(held):
                 for part in slots.parts():
                     fill(part[:, slot])
@@ -135,12 +143,12 @@ def push_out(engine: ServedEngine) -> None:
     """The tree gives up every page, as for requests that need them."""
     with engine.active():
         engine.cache.evict(EvictParams(num_tokens=engine.pool.size))
-    assert not engine.cache.tiers.on_device()
+    assert not engine.cache.host.in_tree()
 
 
 def poison_free_pages(engine: ServedEngine) -> None:
-    held = {page.number for page in engine.cache.tiers.on_device().values()}
-    for part in engine.cache.tiers.records.records.parts:
+    held = {page.page.number for page in engine.cache.host.in_tree().values()}
+    for part in engine.cache.host.copies.records.records.parts:
         per = part.view.shape[2]
         for page in set(range(1 + engine.pool.size // 256)) - held:
             part.view[:, page // per, page % per] = -1  # 0xFF: NaN in every format

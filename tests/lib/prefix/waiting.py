@@ -31,7 +31,7 @@ class WithStorage:
         """Until nothing is on its way to or from the storage."""
         deadline = time.monotonic() + 30
         self.round()
-        while self.cache.tiers.storage is not None and not self.cache.tiers.storage.idle:
+        while self.cache.storage is not None and not self.cache.storage.idle:
             assert time.monotonic() < deadline, "the storage does not come to rest"
             time.sleep(0.001)
             self.round()

@@ -112,7 +112,8 @@ def start(
 ) -> tuple[subprocess.Popen | Started, int]:
     port = free_port()
     argv = ["--model-path", str(checkpoint), "--port", str(port), *flags]
-    env = {**os.environ, **ENV, **env}
+    paths = (env.get("PYTHONPATH"), os.environ.get("PYTHONPATH"))  # the session's has `strict_bookkeeping`
+    env = {**os.environ, **ENV, **env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     # The kernels' packages look for a GPU while they are imported, and CUDA's state does not survive a fork.
     if not from_command and not torch.cuda.is_available() and preloaded().may_start(env):
         return preloaded().start(argv, env, log_path), port

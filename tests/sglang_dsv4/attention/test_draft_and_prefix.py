@@ -15,7 +15,7 @@ from sglang_dsv4.attention.backend import Dsv4AttentionBackend
 from sglang_dsv4.attention.draft_chain import create_draft_decode_backend, create_draft_extend_backend
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.prefix.prefix_cache import create_prefix_cache
-from sglang_dsv4.prefix.tails import HostBatch
+from sglang_dsv4.prefix.restore_and_save import HostBatch
 
 DRAFT = PoolGeometry(ratios=(0,), row_dim=16, rope_dim=4, index_dim=8, draft_tokens=4, dtype=torch.float32)
 STEPS = 4
@@ -107,7 +107,7 @@ def test_another_pool_is_refused() -> None:
 
 def test_whole_prefixes_need_checkpoints() -> None:
     """SGLang's metrics would end a server that has the flag and no host memory."""
-    pool = SimpleNamespace(tail_requests=None, tail_storage=None)
+    pool = SimpleNamespace(ledger=None, tail_memory=None)
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
     params = SimpleNamespace(token_to_kv_pool_allocator=allocator)
     with pytest.raises(ValueError, match="unset SGLANG_DSV4_TAIL_SLOTS, which is 0"):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sglang_dsv4.attention import metadata
 from sglang_dsv4.attention.metadata import ForwardMetadata
-from sglang_dsv4.cache import tail_storage
+from sglang_dsv4.cache import tail_memory
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.tail_options import TailSizes
 
@@ -58,7 +58,7 @@ class Prepared:
         self.lengths = torch.ones(PADDED, dtype=torch.int64).as_subclass(OnDevice)  # a runner's buffers
         self.slots = torch.zeros(PADDED, dtype=torch.int64).as_subclass(OnDevice)
         monkeypatch.setattr(metadata, "arrays_to_device", marked(metadata.arrays_to_device))
-        monkeypatch.setattr(tail_storage, "to_device", marked(tail_storage.to_device))
+        monkeypatch.setattr(tail_memory, "to_device", marked(tail_memory.to_device))
 
     def batch(self, mode: ForwardMode, work: list[tuple[int, int]]) -> SimpleNamespace:
         batch = self.engine.batch(mode, work)

@@ -163,7 +163,7 @@ def test_sizes_from_a_byte_budget(configurator: Dsv4PoolConfigurator) -> None:
     tokens = config.full_max_total_num_tokens
     plan = PoolPlan.of(configurator.geometry, tokens, 17, tail_slots=16 + -(-tokens // 4096))
     assert config.max_total_num_tokens == tokens
-    step = 2 * 256 * plan.bytes_per_token + plan.bytes_per_checkpoint
+    step = 2 * 256 * plan.bytes_per_token + plan.bytes_per_tail
     assert plan.total_bytes <= 2**30 < plan.total_bytes + step
 
 
@@ -171,9 +171,9 @@ def test_tail_checkpoints_cost_what_the_specification_says() -> None:
     """128 window rows a layer; a CSA layer's 4 half rows of the main and of the indexer compressor, fp32."""
     plan = PoolPlan.of(geometry(FLASH, fp8=True), 256 * 1000, 33, tail_slots=10)
     layers, csa = len(plan.geometry.ratios), len(plan.geometry.layers(4))
-    assert plan.bytes_per_checkpoint == layers * 2 * 37440 + csa * 4 * 2 * (512 + 128) * 4
+    assert plan.bytes_per_tail == layers * 2 * 37440 + csa * 4 * 2 * (512 + 128) * 4
     kept = [p for p in plan.pools if p.per == "checkpoint"]
-    assert sum(p.total_bytes for p in kept) == 11 * plan.bytes_per_checkpoint  # one more: the landing slot
+    assert sum(p.total_bytes for p in kept) == 11 * plan.bytes_per_tail  # one more: the transit slot
     assert "10 tail checkpoints" in plan.table()
 
 

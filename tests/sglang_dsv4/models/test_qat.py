@@ -19,6 +19,7 @@ from model.served import Served
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows
+from dsv4_radix_cache.ring import ring_row
 
 PROMPT, CHUNK, DECODE_FROM = 300, 64, 290
 LAYERS = range(6)
@@ -201,7 +202,7 @@ def test_row_bytes(byte_rows: ByteRows, layer: int) -> None:
     pool, ratio = served.harness.pool, served.config["compress_ratios"][layer]
     table = served.harness.runner.req_to_token_pool.req_to_token
     tokens = torch.arange(request.num_tokens - 127, request.num_tokens)
-    ring = request.row * pool.geometry.ring_rows + tokens % pool.geometry.ring_rows
+    ring = ring_row(request.row, tokens, pool.geometry.ring_rows)
     cases = [(pool.window(layer), ring, record("kv", layer)[tokens])]
     if ratio:
         entries = torch.arange(request.num_tokens // ratio)

@@ -136,16 +136,16 @@ def test_behind_a_prefix_from_beyond_the_device(engine: DraftingEngine) -> None:
     push_out(engine)
     poison_free_pages(engine)
     hits = [engine.proposals(asked, [])]
-    assert engine.cache.tiers.records.loaded.pages >= 2
+    assert engine.cache.host.copies.records.loaded.pages >= 2
     engine.settle()
     engine.flush()
     engine.arrive(asked)
     poison_free_pages(engine)
     hits.append(engine.proposals(asked, []))
-    storage, engine.cache.tiers.storage = engine.cache.tiers.storage, None
+    storage, engine.cache.storage = engine.cache.storage, None
     engine.flush()
     hit, cold = engine.proposals(asked, [])
-    engine.cache.tiers.storage = storage
+    engine.cache.storage = storage
     assert hit == 0
     for hit, hot in hits:
         assert hit == 512 and hot and set(hot) <= set(cold)
@@ -155,35 +155,35 @@ def test_behind_a_prefix_from_beyond_the_device(engine: DraftingEngine) -> None:
 
 def test_other_weights_of_a_draft_are_another_identity(engine: DraftingEngine) -> None:
     engine.flush()  # the engine's storage was opened before its draft was there
-    identity = dict(engine.cache.tiers.storage.backend.identity)
+    identity = dict(engine.cache.storage.backend.identity)
     shared = {parameter.data_ptr() for parameter in engine.harness.runner.model.parameters()}
     own = [p for p in engine.draft.runner.model.parameters() if p.data_ptr() not in shared]
     weight = own[-1].data.view(-1).view(torch.uint8)
     weight[-1] ^= 1
     engine.flush()
-    other = engine.cache.tiers.storage.backend.identity
+    other = engine.cache.storage.backend.identity
     assert {name for name in identity if identity[name] != other[name]} == {"weights"}
     weight[-1] ^= 1
     engine.flush()
-    assert engine.cache.tiers.storage.backend.identity == identity and identity["draft"] in SHAPES
+    assert engine.cache.storage.backend.identity == identity and identity["draft"] in SHAPES
 
 
 @pytest.mark.parametrize("fault", ["not restored", "not saved from a prefill"])
 def test_a_fault_is_noticed(engine: DraftingEngine, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage, pool = engine.pool.tail_storage, engine.draft.runner.token_to_kv_pool
+    memory, pool = engine.pool.tail_memory, engine.draft.runner.token_to_kv_pool
     engine.flush()
     prompt = some(8, 600)
     if fault == "not saved from a prefill":
         monkeypatch.setattr(type(pool), "tail_rows", property(lambda self: None, lambda self, rows: None), False)
     engine.serve(prompt[:515], [])
     if fault == "not restored":
-        original: Callable[..., None] = storage.restore
+        original: Callable[..., None] = memory.restore
 
         def restore(*arguments: object) -> None:
-            rings, storage._draft_rings = storage._draft_rings, None
+            rings, memory._draft_rings = memory._draft_rings, None
             original(*arguments)
-            storage._draft_rings = rings
+            memory._draft_rings = rings
 
-        monkeypatch.setattr(storage, "restore", restore)
+        monkeypatch.setattr(memory, "restore", restore)
     with pytest.raises(AssertionError, match="behind 6"):
         assert_hit_is_cold(engine, prompt, [], 512)

@@ -20,7 +20,8 @@ from prefix.served import ServedEngine
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import RowFormat
-from dsv4_radix_cache.requests import Restore
+from dsv4_radix_cache.moves import TailRestore
+from dsv4_radix_cache.ring import ring_row
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 if TYPE_CHECKING:
@@ -162,14 +163,14 @@ def test_after_a_round_trip_through_the_host(engine: ServedEngine) -> None:
     engine.serve(prompt)
     for seed in range(20, 24):
         engine.serve(some(seed, 300))
-    before = engine.tails.store.counters.hits_host
+    before = engine.ledger.store.counters.hits_host
     hit, logits = engine.serve(prompt, some(13, 3))
-    assert hit == 512 and engine.tails.store.counters.hits_host == before + 1
+    assert hit == 512 and engine.ledger.store.counters.hits_host == before + 1
     assert_equals_cold(logits, expected, hit)
 
 
 def test_from_the_host_without_promotion(engine: ServedEngine) -> None:
-    """Running requests hold every device slot: the checkpoint is restored through the landing slot."""
+    """Running requests hold every device slot: the checkpoint is restored through the transit slot."""
     prompt = some(14, 600)
     expected = cold(engine, prompt, [])
     engine.serve(prompt)
@@ -177,10 +178,10 @@ def test_from_the_host_without_promotion(engine: ServedEngine) -> None:
         holding = [engine.start(some(seed, 250)) for seed in (30, 31, 32)]
         for running in holding:
             engine.decode(running, some(33, 12))
-    assert engine.tails.store.device.in_use == 3
-    before = engine.tails.store.counters.promotions
+    assert engine.ledger.store.device.in_use == 3
+    before = engine.ledger.store.counters.promotions
     hit, logits = engine.serve(prompt)
-    assert hit == 512 and engine.tails.store.counters.promotions == before
+    assert hit == 512 and engine.ledger.store.counters.promotions == before
     assert_equals_cold(logits, expected, hit)
     with engine.active():
         for running in holding:
@@ -192,28 +193,28 @@ def test_under_eviction_pressure(small_engine: ServedEngine) -> None:
     engine = small_engine
     prompts = [some(40 + i, 650 + 50 * i) for i in range(4)]
     expected = [cold(engine, prompt, []) for prompt in prompts]
-    hits, lost = [], engine.tails.store.counters.lost
+    hits, lost = [], engine.ledger.store.counters.lost
     for step, i in enumerate((0, 1, 0, 2, 3, 1, 2, 2)):
         hit, logits = engine.serve(prompts[i])
         hits.append(hit)
         assert_equals_cold(logits, expected[i], hit)
         engine.serve(some(100 + step, 350))
     assert [bool(hit) for hit in hits] == [False, False, True, False, False, False, False, True], hits
-    assert engine.tails.store.counters.lost == lost, "what was missed was missed because its pages were evicted"
+    assert engine.ledger.store.counters.lost == lost, "what was missed was missed because its pages were evicted"
 
 
 def one_row(pool: object, layer: int, name: str, row: int) -> Tensor:
     return getattr(pool, name)(layer)[row]
 
 
-def break_window_row(engine: ServedEngine, slot: int, restore: Restore) -> None:
+def break_window_row(engine: ServedEngine, slot: int, restore: TailRestore) -> None:
     """The oldest row that a query reads, of one layer, becomes another."""
     g, rows = engine.pool.geometry, engine.pool.window(engine.pool.geometry.layers()[-1])
-    row = slot * g.ring_rows + (restore.position - 127) % g.ring_rows
+    row = ring_row(slot, restore.position - 127, g.ring_rows)
     rows.copy_rows(torch.tensor([row]), rows, torch.tensor([row + 1]))
 
 
-def break_layer(engine: ServedEngine, slot: int, restore: Restore) -> None:
+def break_layer(engine: ServedEngine, slot: int, restore: TailRestore) -> None:
     """One layer's ring was not restored: it holds another request's rows."""
     g, rows = engine.pool.geometry, engine.pool.window(0)
     first = slot * g.ring_rows
@@ -221,10 +222,10 @@ def break_layer(engine: ServedEngine, slot: int, restore: Restore) -> None:
     rows.copy_rows(places, rows, places.flip(0))
 
 
-def break_half_row(name: str, part: int) -> Callable[[ServedEngine, int, Restore], None]:
-    def fault(engine: ServedEngine, slot: int, restore: Restore) -> None:
+def break_half_row(name: str, part: int) -> Callable[[ServedEngine, int, TailRestore], None]:
+    def fault(engine: ServedEngine, slot: int, restore: TailRestore) -> None:
         g = engine.pool.geometry
-        row = slot * g.state_rows(4) + (restore.position - 1) % g.state_rows(4)
+        row = ring_row(slot, restore.position - 1, g.state_rows(4))
         half = one_row(engine.pool, g.layers(4)[0], name, row)[part]
         dim = half.shape[0] // 2
         half[:dim] = -3 * half[:dim] + 1
@@ -257,16 +258,16 @@ def test_a_planted_fault_is_seen(
     prefix, output = some(50, 600), some(51, 2)
     prompt, expected = prefix + some(52, 200), unbroken
     engine.serve(prefix)
-    storage = engine.pool.tail_storage
+    storage = engine.pool.tail_memory
     restore_right = storage.restore
 
-    def restore_wrong(slot: int, restore: Restore) -> None:
+    def restore_wrong(slot: int, restore: TailRestore) -> None:
         if fault == "nothing-restored":
             return
         if fault == "another-position":
-            store = engine.tails.store
+            store = engine.ledger.store
             other = next(i for i in store.ids() if store[i].position == 256)
-            restore_right(slot, Restore(256, *store.source(other)))
+            restore_right(slot, TailRestore(256, *store.source(other)))
             return
         restore_right(slot, restore)
         FAULTS[fault](engine, slot, restore)

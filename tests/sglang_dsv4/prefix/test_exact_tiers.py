@@ -22,7 +22,6 @@ from torch import Tensor
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE, Fault, identity_digest
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.prefix.identity import weights_fingerprint
-from sglang_dsv4.prefix.tail_component import TAIL
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +60,11 @@ def engines(folder: Path, row_format: str, store: Path) -> Iterator[ServedEngine
 def cold(engine: ServedEngine, prompt: list[int], output: list[int]) -> Tensor:
     """Computed whole, and not kept anywhere."""
     engine.flush()
-    storage, engine.cache.tiers.storage = engine.cache.tiers.storage, None
+    storage, engine.cache.storage = engine.cache.storage, None
     hit, logits = engine.serve(prompt, output)
     assert hit == 0 and logits.isfinite().all()
     engine.flush()
-    engine.cache.tiers.storage = storage
+    engine.cache.storage = storage
     return logits
 
 
@@ -81,15 +80,15 @@ def test_from_host_memory_and_from_files(engine: ServedEngine, remainder: int) -
     engine.serve(prefix, some(4, 5))
     push_out(engine)
     poison_free_pages(engine)
-    loaded = engine.cache.tiers.records.loaded.pages
+    loaded = engine.cache.host.copies.records.loaded.pages
     hit, logits = engine.serve(prompt, output)
-    assert hit == 512 and engine.cache.tiers.records.loaded.pages == loaded + 2
+    assert hit == 512 and engine.cache.host.copies.records.loaded.pages == loaded + 2
     assert_equals_cold(logits, expected, hit)
 
     engine.settle()
     engine.flush()
-    for slot in range(engine.pool.host_pages):
-        fill(engine.cache.tiers.records.memory[slot])
+    for slot in range(engine.pool.page_copies.host_slots):
+        fill(engine.cache.host.copies.records.memory[slot])
     poison_free_pages(engine)
     engine.arrive(prompt[: len(prefix) + 1])  # the end was stored too; a request for all of it would hit that
     hit, logits = engine.serve(prompt, output)
@@ -132,7 +131,7 @@ def test_a_part_that_is_not_loaded_is_seen(engine: ServedEngine, lost: str, monk
     engine.serve(prompt)
     push_out(engine)
     poison_free_pages(engine)
-    records = engine.cache.tiers.records.records
+    records = engine.cache.host.copies.records.records
     kept = [part for part in records.parts if part.name != lost]
     assert len(kept) < len(records.parts)
     monkeypatch.setattr(records, "parts", kept)
@@ -147,8 +146,8 @@ def test_a_damaged_file_costs_a_shorter_hit(engine: ServedEngine) -> None:
     engine.serve(prompt)
     engine.settle()
     engine.flush()
-    files = engine.cache.tiers.storage.backend
-    digests = engine.cache.components[TAIL].digests(key_of(prompt), None)
+    files = engine.cache.storage.backend
+    digests = engine.cache.nodes.digests(key_of(prompt), None)
     path = files.folder / digests[2].hex()[:2] / f"{digests[2].hex()}.page"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -177,7 +176,7 @@ def test_weights_are_told_apart(engine: ServedEngine) -> None:
 
 def test_the_identity_says_what_bytes_depend_on(engine: ServedEngine) -> None:
     """Each of these, and the sources: two servers that differ in one of them share no folder."""
-    identity = engine.cache.tiers.storage.backend.identity
+    identity = engine.cache.storage.backend.identity
     expected = ("model", "draft", "weights", "ranks", "quantisers", "dtype", "rows", "tails", "computed by", "device")
     assert set(identity) == {*expected, "code", "versions"} and all(identity.values())
     assert "fp8" in identity["rows"] or "plain" in identity["rows"]
@@ -186,10 +185,10 @@ def test_the_identity_says_what_bytes_depend_on(engine: ServedEngine) -> None:
 
 
 def test_sources_that_change_later_are_not_the_servers(engine: ServedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = engine.cache.tiers.storage.backend.identity
+    before = engine.cache.storage.backend.identity
     monkeypatch.setattr(Path, "read_bytes", lambda path: b"other sources")
     engine.flush()
-    assert engine.cache.tiers.storage.backend.identity == before
+    assert engine.cache.storage.backend.identity == before
 
 
 def test_from_a_storage_that_serves_zero_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,11 +216,11 @@ def test_from_a_storage_that_serves_zero_copy(folder: Path, monkeypatch: pytest.
         hit, logits = engine.serve(prompt)
         assert hit == hit_tokens and len(made) == 1
         assert_equals_cold(logits, expected, hit)
-        digests = engine.cache.components[TAIL].digests(key_of(prompt), None)
+        digests = engine.cache.nodes.digests(key_of(prompt), None)
         for key in list(made[0].objects):
             if digests[2].hex() in key:
                 del made[0].objects[key]
-    assert made[0].batches and engine.cache.tiers.storage.totals.errors == 0
+    assert made[0].batches and engine.cache.storage.totals.errors == 0
 
 
 def key_of(prompt: list[int]) -> RadixKey:

@@ -9,9 +9,9 @@ import pytest
 from prefix.tiered import Backend, TieredEngine
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from dsv4_radix_cache.ledger import Ledger, Match
 from dsv4_radix_cache.placement import Placement
-from dsv4_radix_cache.requests import Match, TailRequests
-from dsv4_radix_cache.store import CheckpointStore
+from dsv4_radix_cache.tail_store import TailStore
 from sglang_dsv4.cache.record_files import Fault
 from sglang_dsv4.prefix.metrics import PrefixMetrics
 
@@ -19,12 +19,12 @@ LABELS = {"model_name": "tiny"}
 
 
 @pytest.fixture
-def tails() -> TailRequests:
-    return TailRequests(CheckpointStore(4, 2), Placement(), ring_rows=128, state_rows=8, strict=False)
+def tails() -> Ledger:
+    return Ledger(TailStore(4, 2), Placement(), ring_rows=128, state_rows=8, strict=False)
 
 
 @pytest.fixture
-def metrics(tails: TailRequests, own_prometheus: None) -> PrefixMetrics:
+def metrics(tails: Ledger, own_prometheus: None) -> PrefixMetrics:
     return PrefixMetrics(tails, {"device": 4000, "host": 2000}, LABELS)
 
 
@@ -41,7 +41,7 @@ def value(name: str, **labels: str) -> float | None:
     return prometheus_client.REGISTRY.get_sample_value(f"sglang_dsv4:{name}", {**LABELS, **labels})
 
 
-def test_counts_are_mirrored(tails: TailRequests, metrics: PrefixMetrics) -> None:
+def test_counts_are_mirrored(tails: Ledger, metrics: PrefixMetrics) -> None:
     assert value("tail_bytes", tier="host") == 2000 and value("tail_slots", tier="device", state="free") == 4
     assert value("tail_errors_total") == 0 and value("prefix_hit_tokens_total", tail="device") is None
     checkpoint, _ = tails.store.reserve(256)
@@ -57,7 +57,7 @@ def test_counts_are_mirrored(tails: TailRequests, metrics: PrefixMetrics) -> Non
         assert value("tail_slots", tier="device", state="cached") == 1
 
 
-def test_a_bookkeeping_error_is_counted(tails: TailRequests, metrics: PrefixMetrics) -> None:
+def test_a_bookkeeping_error_is_counted(tails: Ledger, metrics: PrefixMetrics) -> None:
     tails.admit(1, 1, Match(600, None, 0, 0, 600, False))
     tails.resume(1, 1, 0)
     tails.extend(1, 1, 0, 512)
@@ -71,7 +71,7 @@ def test_tiers_are_counted(own_prometheus: None) -> None:
     """A prefix that goes to host memory and comes back, and one that another server had stored."""
     backend = Backend()
     engine = TieredEngine.made(pages=16, host_pages=48, backend=backend)
-    metrics = PrefixMetrics(engine.tails, {}, LABELS, engine.tiers)
+    metrics = PrefixMetrics(engine.ledger, {}, LABELS, engine.tiers, engine.storage)
     prompt = list(range(1000, 1000 + 3 * 256 + 9))
     engine.run(prompt, [7])
     engine.cache.evict(EvictParams(num_tokens=16 * 256))

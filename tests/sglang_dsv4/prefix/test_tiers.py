@@ -24,12 +24,12 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from torch import Tensor
 
-from dsv4_radix_cache.host_pages import HostPages
 from sglang_dsv4.cache.disk_limit import DiskLimit, DiskOptions
+from sglang_dsv4.cache.page_copies import PageCopies
 from sglang_dsv4.cache.record_files import HEADER, RecordFiles
-from sglang_dsv4.prefix.storage import PrefetchOptions, page_key, suspend_without_flush, tail_key
-from sglang_dsv4.prefix.tail_component import TAIL
-from sglang_dsv4.prefix.tiers import PrefixTiers, WritePolicy
+from sglang_dsv4.prefix.host_tier import HostTier, WritePolicy
+from sglang_dsv4.prefix.prefix_cache import suspend_without_flush
+from sglang_dsv4.prefix.storage_tier import PrefetchOptions, page_key, tail_key
 
 PROMPT = some(random.Random(1), 5 * PAGE + 100)
 OTHERS = [some(random.Random(10 + i), 6 * PAGE) for i in range(6)]
@@ -91,7 +91,7 @@ def test_write_back_saves_what_leaves(policy: WritePolicy) -> None:
     engine.run(PROMPT, [7])
     assert len(engine.tiers.pages) == 0
     engine.cache.evict(EvictParams(num_tokens=PAGE))
-    engine.tiers.issue()
+    engine.tiers.copies.issue()
     engine.check()
     assert len(engine.tiers.pages) == 5, "the page that left, and those before it"
 
@@ -102,10 +102,10 @@ def test_the_end_comes_back_behind_what_is_still_there(engine: TieredEngine) -> 
     engine.run(PROMPT, [7])
     engine.cache.evict(EvictParams(num_tokens=PAGE))
     engine.check()
-    loaded = engine.tiers.records.loaded.pages
+    loaded = engine.tiers.copies.records.loaded.pages
     again = engine.start(PROMPT)
     assert again.hit_tokens == 5 * PAGE and 0 < again.req.tail_match.report.host_tokens < 5 * PAGE
-    assert engine.tiers.records.loaded.pages - loaded == again.req.tail_match.report.host_tokens // PAGE
+    assert engine.tiers.copies.records.loaded.pages - loaded == again.req.tail_match.report.host_tokens // PAGE
     engine.finish(again)
 
 
@@ -156,7 +156,7 @@ def test_an_abort_before_the_load_was_issued(engine: TieredEngine) -> None:
     push_out(engine)
     engine.retract(engine.admit(PROMPT))
     engine.check()
-    assert not engine.tiers.idle
+    assert not engine.tiers.copies.idle
     assert engine.run(PROMPT, [7]).hit_tokens == 5 * PAGE
 
 
@@ -212,19 +212,19 @@ def test_the_scheduler_does_not_wait_for_the_device(watched: TieredEngine) -> No
         watched.run(PROMPT, [7])
     for prompt in OTHERS[:3]:
         watched.run(prompt, [7])
-    assert watched.run(PROMPT, [7]).hit_tokens == 5 * PAGE and watched.tiers.records.loaded.pages
+    assert watched.run(PROMPT, [7]).hit_tokens == 5 * PAGE and watched.tiers.copies.records.loaded.pages
     watched.run([*PROMPT[: 3 * PAGE], *OTHERS[4][: 2 * PAGE]], [7])
     watched.round()
-    assert "__getitem__" in watched.slots_seen and watched.tiers.records.saved.pages
+    assert "__getitem__" in watched.slots_seen and watched.tiers.copies.records.saved.pages
 
 
-@pytest.mark.parametrize("place", ["inserted", "load", "evicting"])
+@pytest.mark.parametrize("place", ["inserted", "load", "leaving_tree"])
 def test_a_read_of_the_device_is_noticed(watched: TieredEngine, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original = getattr(watched.tiers, place)
 
     def planted(*arguments: Any) -> Any:
-        some_page = next(iter(watched.tiers.on_device().values()), None)
-        (some_page.numbers if some_page is not None else arguments[1]).tolist()
+        some_page = next(iter(watched.tiers.in_tree().values()), None)
+        (some_page.page.numbers if some_page is not None else arguments[1]).tolist()
         return original(*arguments)
 
     monkeypatch.setattr(watched.tiers, place, planted)
@@ -270,8 +270,8 @@ def bounded(folder: Path, files: int) -> tuple[DiskLimit, TieredEngine]:
 
 def in_files(engine: TieredEngine, prompt: list[int]) -> list[bool]:
     """Which pages of a prompt are."""
-    digests = engine.cache.components[TAIL].digests(RadixKey(array("q", prompt)), None)
-    return [engine.tiers.storage.backend.exists(page_key(digest)) for digest in digests]
+    digests = engine.cache.nodes.digests(RadixKey(array("q", prompt)), None)
+    return [engine.storage.backend.exists(page_key(digest)) for digest in digests]
 
 
 def test_a_bounded_disk_keeps_what_was_written_to_last(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_a_hit_ends_before_what_is_missing(backend: Backend, lost: str, hit: int
     filled(WritePolicy.WRITE_THROUGH, backend)
     engine = stored(WritePolicy.WRITE_THROUGH, backend)
     engine.prefixes = Names(PROMPT)
-    digests = engine.cache.components[TAIL].digests(key_of(PROMPT), None)
+    digests = engine.cache.nodes.digests(key_of(PROMPT), None)
     gone = {f"page {i}": [page_key(d)] for i, d in enumerate(digests)}
     gone |= {"tail 5": [tail_key(digests[4])], "tails": [tail_key(d) for d in digests], "nothing": []}
     for key in gone[lost]:
@@ -341,7 +341,7 @@ def test_what_goes_wrong_while_it_is_read_shortens_the_hit(backend: Backend) -> 
     filled(WritePolicy.WRITE_THROUGH, backend)
     engine = stored(WritePolicy.WRITE_THROUGH, backend)
     engine.prefixes = Names(PROMPT)
-    bad = page_key(engine.cache.components[TAIL].digests(key_of(PROMPT), None)[3])
+    bad = page_key(engine.cache.nodes.digests(key_of(PROMPT), None)[3])
     get = backend.get
     backend.get = lambda key, target: None if key == bad else get(key, target)
     again = admit(engine, PROMPT)
@@ -360,7 +360,7 @@ def test_a_request_does_not_wait_for_ever(backend: Backend) -> None:
     assert again.hit_tokens in (0, 5 * PAGE)
     engine.retract(again)
     engine.settle()
-    assert engine.tiers.storage.totals.late == (0 if again.hit_tokens else 1)
+    assert engine.storage.totals.late == (0 if again.hit_tokens else 1)
     assert engine.admit(PROMPT).hit_tokens == 5 * PAGE
 
 
@@ -372,7 +372,7 @@ def test_an_aborted_request_leaves_nothing_reserved(backend: Backend) -> None:
     engine.cache.release_aborted_request(handle("gone"))
     assert engine.cache.check_prefetch_progress(handle("gone"))
     engine.check_idle()
-    assert engine.tiers.storage.reserved == 0
+    assert engine.storage.reserved == 0
 
 
 def test_a_flush_while_a_prefix_is_read(backend: Backend) -> None:
@@ -391,8 +391,7 @@ def test_other_weights_without_a_flush_write_nothing(backend: Backend, flushes: 
     filled(WritePolicy.WRITE_THROUGH, backend)
     known = dict(backend.records)
     engine = stored(WritePolicy.WRITE_THROUGH, backend)
-    pool = SimpleNamespace(prefix_tiers=engine.tiers)
-    updater = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(token_to_kv_pool=pool)))
+    updater = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=engine.cache))
     suspend_without_flush((flushed, ""), updater, SimpleNamespace(flush_cache=flushes), True, "")
     engine.prefixes = Names(PROMPT)
     is_on = flushes and flushed
@@ -422,12 +421,11 @@ def test_storage_that_can_not_be_written_costs_nothing_else(policy: WritePolicy)
 
 def test_a_page_that_went_before_its_copy_was_issued_is_not_stored() -> None:
     """Its slot has another page's bytes by then."""
-    tiers = PrefixTiers(HostPages(1), Records(4, 1))
-    tiers.storage = SimpleNamespace(wait_for_slot=lambda slot: None, reserved=0)
+    tiers = HostTier(PageCopies(Records(4, 1), SimpleNamespace()), reports_saved=True)
     tiers.inserted([b"a"], torch.tensor([1]))
     tiers.inserted([b"b"], torch.tensor([2]))
-    tiers.issue()
-    assert tiers.written() == [(b"b", 0)]
+    tiers.copies.issue()
+    assert tiers.pop_saved() == [(b"b", 0)]
 
 
 def test_a_slot_is_not_filled_anew_while_it_is_written(backend: Backend) -> None:
@@ -448,7 +446,7 @@ def test_a_slot_is_not_filled_anew_while_it_is_written(backend: Backend) -> None
     threading.Timer(0.2, go.set).start()
     engine.run(second, [7])
     engine.settle()
-    digest = engine.cache.components[TAIL].digests(key_of(first), None)[0]
+    digest = engine.cache.nodes.digests(key_of(first), None)[0]
     assert torch.equal(backend.records[page_key(digest)], tensor_of(name_of(first[:PAGE])))
 
 
@@ -491,7 +489,7 @@ def test_random_requests(policy: WritePolicy, steps: int, fault_rate: float) -> 
             patience_s = rng.choice([0, 30, 30])
             if not engine.arrive(prompt, f"r{step}", patience_s):
                 engine.cache.release_aborted_request(handle(f"r{step}"))
-            engine.tiers.issue()
+            engine.tiers.copies.issue()
             engine.issue()
             expected = longest_stored(engine, prompt)
             free = engine.allocator.available_size() + engine.cache.evictable_size()
@@ -520,4 +518,4 @@ def test_random_requests(policy: WritePolicy, steps: int, fault_rate: float) -> 
     retract_all(engine, running)
     engine.check_idle()
     assert hits["host"] + hits["storage"] > steps // 200 and min(hits.values()) > steps // 1000, hits
-    engine.tiers.storage.shutdown()
+    engine.storage.shutdown()

@@ -81,10 +81,10 @@ def test_evicted_pages_take_their_checkpoint_along(engine: CheckedEngine, tokens
 
     prompt = some(tokens, 3000)
     engine.run(prompt, [7])
-    held = len(engine.tails.store)
+    held = len(engine.ledger.store)
     engine.cache.evict(EvictParams(num_tokens=PAGE))
     engine.check()
-    assert len(engine.tails.store) < held
+    assert len(engine.ledger.store) < held
     assert engine.run(prompt, [7]).hit_tokens == 2048
 
 
@@ -111,7 +111,7 @@ def test_a_checkpoint_may_be_lost_to_the_one_that_follows_it(tokens: random.Rand
     assert running.length == 512
     engine.finish(running)
     engine.check_idle()
-    assert [engine.tails.store[i].position for i in engine.tails.store.ids()] == [512]
+    assert [engine.ledger.store[i].position for i in engine.ledger.store.ids()] == [512]
 
 
 def test_an_admitted_requests_checkpoint_is_not_lost_before_it_is_restored(tokens: random.Random) -> None:
@@ -135,7 +135,7 @@ def test_equal_requests_side_by_side_keep_one_checkpoint(engine: CheckedEngine, 
     for running in pair:
         engine.decode(running, some(tokens, 3))
         engine.finish(running)
-    assert len(engine.tails.store) == 1
+    assert len(engine.ledger.store) == 1
 
 
 def test_retraction_and_abort_give_everything_back(engine: CheckedEngine, tokens: random.Random) -> None:
@@ -145,13 +145,13 @@ def test_retraction_and_abort_give_everything_back(engine: CheckedEngine, tokens
     engine.prefill_chunk(running)
     engine.prefill_chunk(running)
     engine.retract(running)
-    assert engine.tails.store.device.in_use == 0
+    assert engine.ledger.store.device.in_use == 0
     again = engine.start(prompt)
     assert again.hit_tokens == 16384
     engine.decode(again, some(tokens, 700))
-    assert engine.tails.store.device.in_use == 1
+    assert engine.ledger.store.device.in_use == 1
     engine.retract(again)
-    assert engine.tails.store.device.in_use == 0
+    assert engine.ledger.store.device.in_use == 0
 
 
 def test_salts_and_extra_keys_are_namespaces(engine: CheckedEngine, tokens: random.Random) -> None:
@@ -167,14 +167,14 @@ def test_flush_empties_every_pool(engine: CheckedEngine, tokens: random.Random) 
     engine.run(prompt, some(tokens, 300))
     engine.flush()
     engine.check_idle()
-    assert len(engine.tails.store) == 0 and engine.tails.store.device.free == 32
+    assert len(engine.ledger.store) == 0 and engine.ledger.store.device.free == 32
     assert engine.run(prompt, [7]).hit_tokens == 0
 
 
 def test_a_prefix_without_its_tail_is_refused(engine: CheckedEngine, tokens: random.Random) -> None:
     with pytest.raises(RuntimeError, match="begins at 256, but it was never matched"):
-        engine.tails.resume(1, 1, 256)
-    engine.tails.finished(1, 1)
+        engine.ledger.resume(1, 1, 256)
+    engine.ledger.finished(1, 1)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -225,7 +225,7 @@ def test_random_requests(seed: int, device: int, host: int) -> None:
     retract_all(engine, running)
     engine.check_idle()
     assert hits > 10 and (
-        device > 20 or engine.tails.store.counters.lost + engine.tails.store.counters.device_drops > 20
+        device > 20 or engine.ledger.store.counters.lost + engine.ledger.store.counters.device_drops > 20
     )
 
 

@@ -1,9 +1,9 @@
-"""SGLang's Python tree core, with a shortcut to the deepest checkpoint of a prompt.
+"""SGLang's Python tree core, with a shortcut to the deepest tail of a prompt.
 
 SGLang walks from the root and compares tokens node by node, for every request again in every round. A match can only
-end at a checkpoint, and checkpoints are known by the digest of their prefix, so the walk starts at the deepest one. It
-goes on below it, because the tree also says how far the blocks reach: where the request diverges is a branch point to
-be learned.
+end at a tail, and tails are found by the digest of their prefix, so the walk starts at the deepest tail. It continues
+below it, because the tree also knows how far the blocks extend: the position where the request leaves them is a branch
+point to be learned.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.components import TreeComponent
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
-    from sglang_dsv4.prefix.tail_component import TailComponent
+    from sglang_dsv4.prefix.tail_nodes import TailNodes
 
 
-class TailTreeCore(OpenTreeCore):
-    """The tree of a `Dsv4PrefixCache`. Every node has its pages: what left the device is not in the tree (`tiers`)."""
+class Dsv4TreeCore(OpenTreeCore):
+    """The tree of a `Dsv4PrefixCache`. Every node has its pages: pages that leave the device leave the tree."""
 
     def __init__(
-        self, params: CacheInitParams, components: dict[ComponentType, TreeComponent], tails: TailComponent
+        self, params: CacheInitParams, components: dict[ComponentType, TreeComponent], nodes: TailNodes
     ) -> None:
-        """`tails` is the component among `components` that carries the checkpoints."""
-        self._tails = tails
+        """`nodes` is the component among `components` that carries the tails."""
+        self._nodes = nodes
         super().__init__(params, components)
 
     def before_eviction(self, node: UnifiedTreeNode) -> None:
-        """Its pages may be wanted in host memory."""
-        self._tails.before_eviction(node)
+        """Let the host tier save the node's pages."""
+        self._nodes.before_eviction(node)
 
     def match_page_aligned(self, key: RadixKey, params: MatchPrefixParams) -> MatchResult:
-        """The deepest checkpoint of a page-aligned key; splits the node in which the key leaves the tree."""
-        position, node = self._tails.deepest(key, params.req)
+        """The match of a page-aligned key, which ends at its deepest tail; splits the node in which the key leaves."""
+        position, node = self._nodes.deepest(key, params.req)
         node = self.root_node if node is None else self.node_by_id(node)
         best, best_position, action = node, position, None
         validators = [part.create_match_validator(match_device_only=True) for part in self.components]

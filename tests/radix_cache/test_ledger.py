@@ -7,9 +7,10 @@ import random
 import pytest
 
 from dsv4_radix_cache.accounting import Stop
+from dsv4_radix_cache.ledger import Ledger, Match
+from dsv4_radix_cache.moves import TailWrite
 from dsv4_radix_cache.placement import Placement
-from dsv4_radix_cache.requests import Match, TailRequests, Write
-from dsv4_radix_cache.store import CheckpointStore
+from dsv4_radix_cache.tail_store import TailStore
 from sglang_dsv4.cache.geometry import PoolGeometry
 
 
@@ -31,9 +32,9 @@ class Rings:
         return window == [*range(position - 128, position)] and state == [*range(position - 4, position)]
 
 
-def ledger(device_slots: int = 8, draft_tokens: int = 0) -> TailRequests:
+def ledger(device_slots: int = 8, draft_tokens: int = 0) -> Ledger:
     rows = (256, 16) if draft_tokens else (128, 8)
-    return TailRequests(CheckpointStore(device_slots, 8), Placement(), *rows, draft_tokens)
+    return Ledger(TailStore(device_slots, 8), Placement(), *rows, draft_tokens, strict=True)
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 1, 4], ids=["plain", "one-draft", "four-drafts"])
@@ -70,7 +71,7 @@ def test_steps_whose_beginnings_are_learnt_later(draft_tokens: int, seed: int) -
     """The next step is prepared when the last one's beginning is known, and not how much of it was kept."""
     rng = random.Random(seed)
     state_rows = PoolGeometry(ratios=(4,), draft_tokens=draft_tokens).state_rows(4)
-    tails = TailRequests(CheckpointStore(8, 8), Placement(), 256, state_rows, draft_tokens)
+    tails = Ledger(TailStore(8, 8), Placement(), 256, state_rows, draft_tokens)
     prompt = rng.randrange(1, 700)
     rings = Rings(tails.ring_rows, tails.state_rows)
     started(tails, 3, prompt, prompt)
@@ -94,7 +95,7 @@ def test_steps_whose_beginnings_are_learnt_later(draft_tokens: int, seed: int) -
         tails.resume(3, 1, last + draft_tokens + 1)
 
 
-def started(tails: TailRequests, slot: int, prompt: int, computed: int, generation: int = 1) -> None:
+def started(tails: Ledger, slot: int, prompt: int, computed: int, generation: int = 1) -> None:
     """A cold request whose first `computed` tokens came in one chunk."""
     tails.admit(slot, generation, Match(prompt, None, 0, 0, prompt - 1, False))
     tails.resume(slot, generation, 0)
@@ -107,8 +108,8 @@ def test_an_ended_requests_ring_is_saved_before_the_next_forward() -> None:
     for position in range(500, 512):
         tails.decode(2, 1, position, 1)
     tails.ended(2, 1, 512)
-    [(slot, write)] = tails.take_snapshots()
-    assert slot == 2 and write.position == 512 and tails.take_snapshots() == []
+    [(slot, write)] = tails.pop_ring_saves()
+    assert slot == 2 and write.position == 512 and tails.pop_ring_saves() == []
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 4], ids=["overshot", "drafts-may-have"])
@@ -119,7 +120,7 @@ def test_an_ended_requests_ring_that_moved_on_is_not_saved(draft_tokens: int) ->
         for position in range(505, 514):  # overlap scheduling computes one token more than it keeps
             tails.decode(2, 1, position, 1)
     tails.ended(2, 1, 512 if not draft_tokens else 517)
-    assert tails.take_snapshots() == []
+    assert tails.pop_ring_saves() == []
 
 
 def test_steps_that_nobody_reported_do_not_move_a_checkpoint() -> None:
@@ -219,7 +220,7 @@ def test_without_a_free_slot_nothing_is_written() -> None:
     for slot in (1, 2):
         tails.admit(slot, 1, Match(600, None, 0, 0, 599, False))
         tails.resume(slot, 1, 0)
-    assert tails.extend(1, 1, 0, 600) == [Write(512, 0)]
+    assert tails.extend(1, 1, 0, 600) == [TailWrite(512, 0)]
     assert tails.extend(2, 1, 0, 600) == []
     for position in range(600, 768):
         assert tails.decode(2, 1, position, 1) is None

@@ -1,13 +1,13 @@
-"""The third tier (`--hicache-storage-backend`): records of prefixes that outlive the server.
+"""The storage tier (`--hicache-storage-backend`): records of prefixes that outlive the server.
 
-Pages are written when they have arrived in host memory, checkpoints when their copy has; both by a thread of its own,
-under the digest of their prefix. When a request arrives whose prefix the storage may know better than device and host
-memory do, threads look how far it is stored and read it into host memory, and the request waits for that, as
-`--hicache-storage-prefetch-policy` says. What comes is then a host hit like any other (`tiers`).
+Pages are written when their copy to host memory is done, tails likewise; a thread writes both under the digest of their
+prefix. When a request arrives whose prefix the storage backend may know better than device and host memory do, threads
+look up how far it is stored and read it into host memory, and the request waits for that as long as
+`--hicache-storage-prefetch-policy` allows. The delivered pages are then a host hit like any other (`host_tier`).
 
-A prefix is usable up to its deepest checkpoint before the first page that is missing or damaged; what fails is counted
-and computed again. On several ranks rank 0 writes, all read, and what each of them found is agreed on before anything
-is done about it, since their trees must stay equal.
+A prefix is usable up to its deepest tail before the first page that is missing or damaged; failures are counted, and
+the tokens are computed again. With several ranks, rank 0 writes and all ranks read; they agree on the result of every
+read before they act on it, since their trees must stay equal.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
+from dsv4_radix_cache.ledger import Ledger
 from dsv4_radix_cache.ring import PAGE_TOKENS
-from dsv4_radix_cache.store import CopyState
+from dsv4_radix_cache.tail_store import CopyState
+from sglang_dsv4.prefix.host_tier import HostTier
+from sglang_dsv4.prefix.tail_nodes import TailNodes
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
-
     from sglang_dsv4.cache.checked_storage import CheckedStorage
     from sglang_dsv4.cache.record_files import Fault, RecordFiles
-    from sglang_dsv4.cache.tail_storage import TailSlots, TailStorage
-    from sglang_dsv4.prefix.tail_component import TailComponent
-    from sglang_dsv4.prefix.tiers import PrefixTiers
+    from sglang_dsv4.cache.tail_memory import TailMemory, TierSlots
 
 logger = logging.getLogger(__name__)
 
@@ -44,49 +42,61 @@ NEVER = float("inf")
 
 @dataclass(frozen=True)
 class PrefetchOptions:
-    """When a request waits for the storage, and how long: SGLang's flags."""
+    """When a request waits for the storage backend, and how long: SGLang's flags."""
 
     policy: str = "timeout"  # best_effort, wait_complete
-    threshold_tokens: int = 256  # it is not asked for less
+    threshold_tokens: int = 256  # no prefetch for fewer tokens
     timeout_s: float = 1.0
     timeout_s_per_ki_token: float = 0.25
 
     def seconds(self, tokens: int) -> float:
-        """How long a request may wait for so many tokens."""
+        """How long a request may wait for this many tokens."""
         if self.policy == "wait_complete":
             return NEVER
         return 0.0 if self.policy == "best_effort" else self.timeout_s + self.timeout_s_per_ki_token * tokens / 1024
 
 
 class _Found(NamedTuple):
-    """What a look-up or a read came to."""
+    """The result of a look-up or a read."""
 
-    pages: int  # the prefix is usable up to here, in pages; 0: not at all
-    tail: TailSlots | None = None
+    pages: int  # the prefix is usable up to this page; 0: not at all
+    tail: TierSlots | None = None
 
 
 @dataclass
 class _Fetch:
-    """A prefix on its way from the storage to host memory."""
+    """A prefix on its way from the storage backend to host memory."""
 
-    handle: Hashable | None  # of the request that waits for it; None: nobody does any more
+    handle: Hashable | None  # of the request that waits for it; None: no request waits any longer
     digests: list[bytes]
-    begin: int  # pages that host memory has
-    floor: int  # pages that the request has anyway, in host memory or on the device
+    begin: int  # number of pages that host memory has
+    floor: int  # number of pages that the request can reuse anyway, from host memory or the device
     deadline: float
     work: Future[_Found]
-    slots: list[int] = field(default_factory=list)  # reserved, for pages from `begin` on; while it is read
+    slots: list[int] = field(default_factory=list)  # reserved, for pages from `begin` on, while they are read
     reading: bool = False
 
     @property
     def before(self) -> list[bytes]:
-        """The page that those which are read follow, if they follow one."""
+        """The page that the fetched pages follow; empty at a prefix's beginning."""
         return self.digests[self.begin - 1 : self.begin] if self.begin else []
+
+    def shorten(self, begin: int) -> None:
+        """Fetch only from page `begin` on: host memory may have got more pages meanwhile."""
+        self.begin = begin
+
+    def read_into(self, slots: list[int], work: Future[_Found]) -> None:
+        """The look-up is over, and `work` reads the pages into `slots`."""
+        self.slots, self.work, self.reading = slots, work, True
+
+    def stop_waiting(self) -> None:
+        """The request does not wait any longer; the fetch goes on."""
+        self.handle = None
 
 
 @dataclass
 class StorageTotals:
-    """Only ever grow."""
+    """Counts since the start; they only grow."""
 
     pages_written: int = 0
     tails_written: int = 0
@@ -95,58 +105,56 @@ class StorageTotals:
     bytes_read: int = 0
     bytes_written: int = 0
     read_seconds: float = 0.0  # from the first page asked for to the last
-    write_seconds: float = 0.0  # of the thread that writes
-    errors: int = 0  # that the backend raised; `RecordFiles` counts its own
-    late: int = 0  # requests that did not wait any longer
-    dropped: int = 0  # prefixes that were read, and found no room or no agreement among ranks
+    write_seconds: float = 0.0  # of the writing thread
+    errors: int = 0  # raised by the backend; `RecordFiles` counts its own
+    late: int = 0  # requests that stopped waiting
+    dropped: int = 0  # prefixes that were read, but found no room or no agreement among ranks
 
 
-class PrefixStorage:
-    """Writes what arrives in host memory, and fetches what a request asks for. One for each worker."""
+class StorageTier:
+    """Writes the pages and tails that arrive in host memory, and fetches prefixes for requests. One per worker."""
 
     def __init__(
         self,
         open_backend: Callable[[], RecordFiles | CheckedStorage],
-        tiers: PrefixTiers,
-        tails: TailComponent,
-        storage: TailStorage,
+        host: HostTier,
+        nodes: TailNodes,
+        ledger: Ledger,
+        memory: TailMemory,
         *,
         writes: bool = True,
         options: PrefetchOptions | None = None,
         least_of_ranks: Callable[[list[int]], list[int]] = list,
     ) -> None:
-        """Start it.
+        """Open the storage backend.
 
         Args:
-            open_backend: the storage for the weights that are loaded now, by SGLang's interface: `batch_exists`,
-                `batch_get` into tensors (`batch` at once, from several threads), `exists`, `get`, `set`; and it counts
-                `faults`. Asked again when the cache is flushed, as it is when
-                weights are exchanged.
-            tiers: where pages are.
-            tails: where checkpoints are.
-            storage: their bytes.
+            open_backend: opens the storage backend under the identity of the present weights; called again by `reset`.
+            host: the host tier.
+            nodes: the tails by prefix.
+            ledger: the tail store, through its ledger.
+            memory: the bytes of the tails.
             writes: whether this rank writes.
             options: of prefetches.
             least_of_ranks: the least of each number over the ranks.
         """
         self._open, self.backend = open_backend, open_backend()
-        self._tiers, self._tails, self._storage = tiers, tails, storage
+        self._host, self._nodes, self._ledger, self._memory = host, nodes, ledger, memory
         self._writes, self._options, self._agree = writes, options or PrefetchOptions(), least_of_ranks
         self.totals = StorageTotals()
         self._earlier_faults: Counter[Fault] = Counter()
         self._writer = ThreadPoolExecutor(1, "prefix-storage-write")
         self._planner = ThreadPoolExecutor(READERS, "prefix-storage-plan")
         self._readers = ThreadPoolExecutor(READERS, "prefix-storage-read")
-        self._busy: dict[int, Future[None]] = {}  # host slots that are being written to the storage
+        self._busy: dict[int, Future[None]] = {}  # host slots that are being written to the storage backend
         self._last_write: Future[None] | None = None
-        # Checkpoint id -> (prefix, whether its copy is done; None: not issued yet)
+        # tail id -> (prefix, whether its copy to the host is done; None: not issued yet)
         self._new_tails: dict[int, tuple[bytes, Callable[[], bool] | None]] = {}
         self._fetches: list[_Fetch] = []  # in the order of the requests
         self._is_suspended = False
 
     def suspend(self) -> None:
-        """Weights were exchanged, and nothing was flushed: pages of now are of no identity. Until `reset` none is
-        written, and nothing is fetched."""
+        """Write and fetch nothing until `reset`: weights were exchanged without a flush, so pages have no identity."""
         self._is_suspended = True
         self._new_tails.clear()
         logger.warning(
@@ -155,35 +163,35 @@ class PrefixStorage:
 
     # Writing
 
-    def tail_published(self, digest: bytes, checkpoint_id: int) -> None:
-        """The tree got a checkpoint."""
+    def tail_published(self, digest: bytes, tail_id: int) -> None:
+        """The tree has a new tail: write it when its copy to the host is done."""
         if self._writes and not self._is_suspended:
-            self._new_tails.setdefault(checkpoint_id, (digest, None))
+            self._new_tails.setdefault(tail_id, (digest, None))
 
     def wait_for_slot(self, slot: int) -> None:
-        """A host slot is to be filled anew: don't write it any more, or wait for the write that is under way."""
+        """Cancel the write of a host slot that is to be filled again, or wait for it if it is under way."""
         work = self._busy.pop(slot, None)
         if work is not None and not work.cancel():
             wait([work])
 
     def _write_pages(self) -> None:
-        pages = self._tiers.written()
+        pages = self._host.pop_saved()
         self._busy = {slot: work for slot, work in self._busy.items() if not work.done()}
         if pages and self._writes and not self._is_suspended:
             renew = self._renewal([digest for digest, _ in pages])
-            renew()  # before, too, or the first pages of a prefix may have to go for its last ones
+            renew()  # before too, or the first pages of a prefix might be deleted for its last ones
             for digest, slot in pages:
-                self._busy[slot] = self._submit(page_key(digest), self._tiers.records.memory[slot])
-                checkpoint_id = self._tails.checkpoint_of(digest)
-                if checkpoint_id is not None:
-                    self.tail_published(digest, checkpoint_id)
+                self._busy[slot] = self._submit(page_key(digest), self._host.copies.records.memory[slot])
+                tail_id = self._nodes.tail_of(digest)
+                if tail_id is not None:
+                    self.tail_published(digest, tail_id)
             renew()
 
     def _renewal(self, digests: Sequence[bytes]) -> Callable[[], None]:
-        """Makes the prefixes that these pages belong to the most recently used ones, when it is their turn."""
+        """A function that queues the renewal of these pages' prefixes as the most recently used files."""
         if not self.backend.is_limited:
             return lambda: None
-        kept, backend = self._tiers.pages, self.backend
+        kept, backend = self._host.pages, self.backend
         followed = {kept.get(digest).before for digest in digests}
         prefixes = [keys_of(kept.path(digest)) for digest in digests if digest not in followed]
 
@@ -194,23 +202,23 @@ class PrefixStorage:
         return renew
 
     def _write_tails(self) -> None:
-        """Those whose copy to the host was issued, and is done. Their bytes are copied here: the slot may be reused."""
-        store, host = self._tails.tails.store, self._storage.host
-        for checkpoint_id, (digest, done) in list(self._new_tails.items()):
-            # A checkpoint whose page comes to host memory later is named again then.
-            if checkpoint_id not in store or digest not in self._tiers.pages:
-                del self._new_tails[checkpoint_id]
+        """Write tails whose copy to the host is done. Their bytes are copied here: the slot may be reused."""
+        store, host = self._ledger.store, self._memory.host
+        for tail_id, (digest, done) in list(self._new_tails.items()):
+            # A tail whose page is saved to host memory later is queued again then (`_write_pages`).
+            if tail_id not in store or digest not in self._host.pages:
+                del self._new_tails[tail_id]
                 continue
-            state = store[checkpoint_id].host_state
+            state = store[tail_id].host_state
             if state is CopyState.ABSENT:
-                del self._new_tails[checkpoint_id]
+                del self._new_tails[tail_id]
             elif state is CopyState.PRESENT:
-                done = done or self._tiers.records.mark()
+                done = done or self._host.copies.records.mark()
                 if done():
-                    self._submit(tail_key(digest), host.record(store[checkpoint_id].host_slot))
-                    del self._new_tails[checkpoint_id]
+                    self._submit(tail_key(digest), host.record(store[tail_id].host_slot))
+                    del self._new_tails[tail_id]
                 else:
-                    self._new_tails[checkpoint_id] = (digest, done)
+                    self._new_tails[tail_id] = (digest, done)
 
     def _submit(self, key: str, record: Tensor) -> Future[None]:
         self._last_write = self._writer.submit(self._write, key, record)
@@ -236,8 +244,8 @@ class PrefixStorage:
     # Reading
 
     def prefetch(self, handle: Hashable, digests: Sequence[bytes], floor: int) -> None:
-        """A request arrived whose prefix device and host memory have up to page `floor`: look for more of it."""
-        begin = self._tiers.reach(digests, 0)
+        """A request arrived, and device and host memory have its prefix up to page `floor`: look up more of it."""
+        begin = self._host.first_missing(digests, 0)
         tokens = (len(digests) - floor) * PAGE_TOKENS
         if self._is_suspended or tokens < self._options.threshold_tokens:
             return
@@ -249,14 +257,14 @@ class PrefixStorage:
         self._fetches.append(_Fetch(handle, digests, begin, floor, deadline, work))
 
     def is_waiting(self, handle: Hashable) -> bool:
-        """Whether the request should wait."""
+        """Whether the request should wait for its fetch."""
         return any(fetch.handle == handle for fetch in self._fetches)
 
     def forget(self, handle: Hashable) -> None:
-        """The request does not wait any longer."""
+        """The request is gone; what is being read for it stays in host memory."""
         for fetch in self._fetches:
             if fetch.handle == handle:
-                fetch.handle = None
+                fetch.stop_waiting()
 
     def _look(self, digests: list[bytes], begin: int, floor: int) -> _Found:
         end = begin
@@ -267,13 +275,13 @@ class PrefixStorage:
                 return _Found(pages)
         return _Found(0)
 
-    def _read(self, fetch: _Fetch, end: int, ready: Callable[[], bool]) -> _Found:
-        """Pages [begin, end) into their slots, and the deepest checkpoint that they reach."""
+    def _read(self, fetch: _Fetch, slots: list[int], end: int, ready: Callable[[], bool]) -> _Found:
+        """Read pages [begin, end) into their slots, and the deepest tail among them."""
         while not ready():  # copies that were issued before may still touch the slots
             time.sleep(1e-4)
-        begin, memory = time.perf_counter(), self._tiers.records.memory
+        begin, memory = time.perf_counter(), self._host.copies.records.memory
         keys = [page_key(digest) for digest in fetch.digests[fetch.begin : end]]
-        targets, backend = [memory[slot] for slot in fetch.slots], self.backend
+        targets, backend = [memory[slot] for slot in slots], self.backend
         some = [slice(first, first + backend.batch) for first in range(0, len(keys), backend.batch)]
         parts = self._readers.map(lambda part: backend.batch_get(keys[part], targets[part]), some)
         got = list(chain.from_iterable(parts))
@@ -284,28 +292,28 @@ class PrefixStorage:
         for pages in range(usable, fetch.floor, -1):
             key = tail_key(fetch.digests[pages - 1])
             if self.backend.exists(key):
-                landing = self._storage.landing()
-                record = landing.record(0)
+                tail = self._memory.new_host_slot()
+                record = tail.record(0)
                 if self.backend.get(key, record) is not None:
-                    landing.set_record(0, record)
+                    tail.set_record(0, record)
                     self.totals.tails_read += 1
                     self.totals.bytes_read += record.numel()
-                    found = _Found(pages, landing)
+                    found = _Found(pages, tail)
                     break
         self.totals.read_seconds += time.perf_counter() - begin
-        if backend.is_limited:  # the request does not wait for that
+        if backend.is_limited:  # the request does not wait for this
             self._writer.submit(backend.used, keys_of(fetch.digests[:usable]))
         return found
 
     # Every round of the scheduler
 
     def poll(self) -> dict[Hashable, tuple[int, int]]:
-        """Hand over what is to be written; take in what was read.
+        """Queue due writes, and publish finished reads.
 
         Returns:
-            Requests whose wait is over -> (first token, tokens) that came for them.
+            Handle -> (first token, tokens delivered) of each request whose wait is over.
         """
-        self._storage.issue_due(self._tails.tails)
+        self._memory.issue(self._ledger.pop_ring_saves(), self._ledger.pop_copies())
         self._write_pages()
         self._write_tails()
         over: dict[Hashable, tuple[int, int]] = {}
@@ -324,7 +332,7 @@ class PrefixStorage:
                 if not in_time and fetch.handle is not None:
                     self.totals.late += 1
                     over[fetch.handle] = (0, 0)
-                    fetch.handle = None
+                    fetch.stop_waiting()
                 remaining.append(fetch)
             elif not fetch.reading:
                 if self._start_reading(fetch, least):
@@ -332,50 +340,49 @@ class PrefixStorage:
                 else:
                     over[fetch.handle] = (0, 0)
             else:
-                pages = self._take_in(fetch, least if least == -most else 0)
+                pages = self._publish(fetch, least if least == -most else 0)
                 over[fetch.handle] = (fetch.floor * PAGE_TOKENS, max(0, pages - fetch.floor) * PAGE_TOKENS)
         self._fetches = remaining
         over.pop(None, None)
         return over
 
     def _start_reading(self, fetch: _Fetch, end: int) -> bool:
-        begin = self._tiers.reach(fetch.digests, 0)
+        """Reserve host slots for the pages before page `end`, and start to read; False if there is nothing to read."""
+        begin = self._host.first_missing(fetch.digests, 0)
         if end <= fetch.floor or begin < fetch.begin:
             return False
-        fetch.begin = min(begin, end)
-        slots = self._tiers.reserve(end - fetch.begin, fetch.before)
+        fetch.shorten(min(begin, end))
+        slots = self._host.reserve(end - fetch.begin, fetch.before)
         if slots is None:
             self.totals.dropped += 1
             return False
-        fetch.slots, fetch.reading = slots, True
-        self._tiers.pin(fetch.before)  # and with it all that come before it
-        ready = self._tiers.records.mark()
-        fetch.work = self._planner.submit(self._read, fetch, end, ready)
+        ready = self._host.copies.records.mark()
+        fetch.read_into(slots, self._planner.submit(self._read, fetch, slots, end, ready))
         return True
 
-    def _take_in(self, fetch: _Fetch, pages: int) -> int:
-        """Publish what was read, up to its checkpoint; the number of pages that are usable now."""
-        digests, tiers = fetch.digests, self._tiers
-        tiers.unpin(fetch.before)
+    def _publish(self, fetch: _Fetch, pages: int) -> int:
+        """Publish the pages that were read, up to their tail; returns the number of usable pages."""
+        digests, host = fetch.digests, self._host
+        host.unpin(fetch.before)
         count = max(0, pages - fetch.begin)
         for i, slot in enumerate(fetch.slots[:count], fetch.begin):
-            tiers.fetched(digests[i], digests[i - 1] if i else None, slot)
-        tiers.give_back(fetch.slots[count:])
-        if not pages or tiers.reach(digests[:pages], 0) < pages:
+            host.fetched(digests[i], digests[i - 1] if i else None, slot)
+        host.give_back(fetch.slots[count:])
+        if not pages or host.first_missing(digests[:pages], 0) < pages:
             self.totals.dropped += int(bool(pages))
             return 0
-        if self._tails.checkpoint_of(digests[pages - 1]) is not None:
+        if self._nodes.tail_of(digests[pages - 1]) is not None:
             return pages
-        checkpoint_id = self._tails.tails.adopt(pages * PAGE_TOKENS)
-        if checkpoint_id is None:
+        tail_id = self._ledger.reserve(pages * PAGE_TOKENS)
+        if tail_id is None:
             self.totals.dropped += 1
             return 0
-        tiers.land_tail(self._result(fetch).tail, self._tails.tails.store[checkpoint_id].device_slot)
-        self._tails.park(digests[:pages], checkpoint_id)
+        host.copies.load_tail(self._result(fetch).tail, self._ledger.device_slot(tail_id))
+        self._nodes.add_detached(digests[:pages], tail_id)
         return pages
 
     def _result(self, fetch: _Fetch) -> _Found:
-        """What a thread found; nothing, if it met an error of its backend."""
+        """A thread's result; nothing found, if the backend raised an error."""
         error = fetch.work.exception()
         if error is None:
             return fetch.work.result()
@@ -386,17 +393,17 @@ class PrefixStorage:
 
     @property
     def reserved(self) -> int:
-        """Host slots that are being filled."""
+        """Number of host slots that are being filled."""
         return sum(len(fetch.slots) for fetch in self._fetches)
 
     @property
     def idle(self) -> bool:
-        """Nothing is written, read, or waits to be."""
-        is_written = self._last_write is None or self._last_write.done()  # one thread writes, in turn
+        """Whether no write and no fetch is queued or under way."""
+        is_written = self._last_write is None or self._last_write.done()  # one thread writes, in order
         return is_written and not self._fetches and not self._new_tails
 
     def reset(self) -> None:
-        """Host memory is emptied: stop what is under way. What was written stays."""
+        """Stop writes and fetches: host memory is emptied. Records that were written stay."""
         for work in self._busy.values():
             work.cancel()
         running = [work for work in (*self._busy.values(), *(f.work for f in self._fetches)) if not work.cancelled()]
@@ -410,7 +417,7 @@ class PrefixStorage:
 
     @property
     def faults(self) -> Counter[Fault]:
-        """What went wrong with records, since the start."""
+        """Faults of records since the start, by kind."""
         return self._earlier_faults + self.backend.faults
 
     def shutdown(self) -> None:
@@ -420,35 +427,19 @@ class PrefixStorage:
         self._writer.shutdown()
 
 
-def suspend_without_flush(
-    result: tuple[bool, str],
-    updater: SchedulerWeightUpdaterManager,
-    request: UpdateWeightFromDiskReqInput,
-    *_: object,
-) -> None:
-    """After ``SchedulerWeightUpdaterManager.flush_cache_after_weight_update``, which every exchange of weights
-    calls, from disk or from a trainer.
-
-    Where it flushes, the storage was opened anew, for the weights that are there now.
-    """
-    tiers = getattr(updater.tp_worker.model_runner.token_to_kv_pool, "prefix_tiers", None)
-    if tiers is not None and tiers.storage is not None and not (request.flush_cache and result[0]):
-        tiers.storage.suspend()
-
-
 TAIL_SUFFIX = ".tail"
 
 
 def page_key(digest: bytes) -> str:
-    """The name of a page's record."""
+    """The key of a page's record."""
     return f"{digest.hex()}.page"
 
 
 def tail_key(digest: bytes) -> str:
-    """The name of a checkpoint's record."""
+    """The key of a tail's record."""
     return f"{digest.hex()}{TAIL_SUFFIX}"
 
 
 def keys_of(digests: Sequence[bytes]) -> list[tuple[str, str]]:
-    """The names of what may be stored of each page."""
+    """(page key, tail key) of each page."""
     return [(page_key(digest), tail_key(digest)) for digest in digests]

@@ -22,11 +22,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 from torch import Tensor
 
-from dsv4_radix_cache.requests import Write
+from dsv4_radix_cache.moves import TailWrite
 from sglang_dsv4.cache.geometry import PoolGeometry
-from sglang_dsv4.cache.tail_options import TailOptions, TailSizes, least_of_ranks
+from sglang_dsv4.cache.tail_options import TailSizes, least_of_ranks
 from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, HCA_RATIO, SWA_RATIO
-from sglang_dsv4.prefix.tails import carry_request_slots, carry_request_slots_to_replay
+from sglang_dsv4.prefix.pool_setup import new_ledger
+from sglang_dsv4.prefix.restore_and_save import carry_request_slots, carry_request_slots_to_replay
 
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 DRAFTS, PADDED = 4, 5
@@ -77,16 +78,16 @@ class Recorded:
         self.engine = Engine(geometry, sequences, tails=TailSizes(device_slots=6, host_slots=2))
         self.replayed, self.lagging = replayed, lagging
         self.saved: list[tuple[int, int, list[Tensor]]] = []
-        backend, storage = self.engine.backend, self.engine.pool.tail_storage
+        backend, storage = self.engine.backend, self.engine.pool.tail_memory
         backend.init_cuda_graph_state(max_bs=PADDED, max_num_tokens=PADDED * DRAFTS)
-        snapshot = storage.snapshot
+        save_rings = storage.save_rings
 
-        def recorded(slot: int, write: Write) -> None:
-            snapshot(slot, write)
+        def recorded(slot: int, write: TailWrite) -> None:
+            save_rings(slot, write)
             parts = [part[:, write.device_slot].clone() for part in storage.device.parts()]
             self.saved.append((slot, write.position, parts))
 
-        storage.snapshot = recorded
+        storage.save_rings = recorded
 
     def prepare(self, mode: ForwardMode, work: list[tuple[int, int]]) -> None:
         """What happens before the layers run."""
@@ -180,12 +181,10 @@ def test_capture_and_a_second_preparation_change_nothing() -> None:
     view = view_of(run.engine.batch(DECODE, [(0, 1)]))
     run.engine.backend.init_forward_metadata_out_graph(view, in_capture=True)
     assert run.saved == []
-    before = run.engine.pool.tail_requests.store.counters.reserved
+    before = run.engine.pool.ledger.store.counters.reserved
     for _ in range(2):
         run.prepare(DECODE, [(0, 1)])
-    assert (
-        run.engine.pool.tail_requests.store.counters.reserved == before
-    )  # the prompt's last page: taken by the prefill
+    assert run.engine.pool.ledger.store.counters.reserved == before  # the prompt's last page: taken by the prefill
     run.engine.length[0] = 512
     for _ in range(2):
         run.prepare(DECODE, [(0, 1)])
@@ -195,7 +194,7 @@ def test_capture_and_a_second_preparation_change_nothing() -> None:
 def test_padding_and_batches_of_nobody_take_nothing() -> None:
     """The null slot may stand at any length: a warm-up at 256 tokens is nobody's page."""
     run = Recorded(GEOMETRY, Sequences(GEOMETRY, 8), replayed=False)
-    tails = run.engine.pool.tail_requests
+    tails = run.engine.pool.ledger
     for mode in (EXTEND, DECODE):
         batch = run.engine.batch(mode, [(0, 1)])
         batch.req_pool_indices = batch.req_pool_indices_cpu = torch.zeros(1, dtype=torch.int64)
@@ -215,7 +214,7 @@ def test_every_batch_carries_its_request_slots(mode: ForwardMode) -> None:
     made = SimpleNamespace(forward_mode=mode, req_pool_indices_cpu=None)
     assert carry_request_slots(made, object, batch, engine.runner) is made
     assert made.req_pool_indices_cpu is slots
-    assert len(engine.pool.tail_requests) == (2 if mode is EXTEND else 0)
+    assert len(engine.pool.ledger) == (2 if mode is EXTEND else 0)
     plain = Engine(GEOMETRY, Sequences(GEOMETRY, 8))
     untouched = SimpleNamespace(forward_mode=mode, req_pool_indices_cpu=None)
     assert carry_request_slots(untouched, object, batch, plain.runner).req_pool_indices_cpu is None
@@ -246,10 +245,17 @@ def test_ranks_of_hosts_with_unequal_memory_agree(tmp_path: Path) -> None:
     assert least_of_ranks(7, None) == 7
 
 
-def test_errors_are_counted_unless_the_environment_wants_them_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert TailOptions.from_environment().strict  # tests/conftest.py
-    monkeypatch.delenv("SGLANG_DSV4_TAIL_ERRORS")
-    assert not TailOptions.from_environment().strict
-    monkeypatch.setenv("SGLANG_DSV4_TAIL_ERRORS", "ignore")
-    with pytest.raises(ValueError, match="SGLANG_DSV4_TAIL_ERRORS must be 'raise' or 'count', got 'ignore'"):
-        TailOptions.from_environment()
+def test_errors_are_raised_in_tests_and_counted_elsewhere() -> None:
+    """In this process by `strict_bookkeeping`, a fresh one counts, and one with the session's plugin raises."""
+    assert new_ledger(GEOMETRY, TailSizes(2, 0)).strict
+    program = (
+        "from sglang.srt.plugins import load_plugins; {}\n"
+        "from dsv4_radix_cache.ledger import Ledger\n"
+        "from dsv4_radix_cache.placement import Placement\n"
+        "from dsv4_radix_cache.tail_store import TailStore\n"
+        "print('strict', Ledger(TailStore(1, 0), Placement(), 128, 8).strict)"
+    )
+    for load, strict in (("", False), ("load_plugins()", True)):
+        command = [sys.executable, "-c", program.format(load)]
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+        assert f"strict {strict}" in printed

@@ -9,29 +9,30 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from dsv4_radix_cache.eviction_policy import PASSED_WEIGHT, CreditHeap, value_tokens
 from dsv4_radix_cache.invariants import check
-from dsv4_radix_cache.policy import PASSED_WEIGHT, CreditHeap, value_tokens
+from dsv4_radix_cache.moves import Tier
 from dsv4_radix_cache.slots import Holder, SlotPool
-from dsv4_radix_cache.store import CheckpointStore, Tier
+from dsv4_radix_cache.tail_store import TailStore
 
 
 class Memory:
     """What the two tiers' slots hold, moved only by what the store says: finds a slot that was reused too early."""
 
-    def __init__(self, store: CheckpointStore) -> None:
+    def __init__(self, store: TailStore) -> None:
         self.store = store
         self.device: dict[int, object] = {}
         self.host: dict[int, object] = {}
 
     def issue(self) -> None:
-        for copy in self.store.take_copies():
+        for copy in self.store.pop_copies():
             if copy.to is Tier.HOST:
                 self.host[copy.host_slot] = self.device[copy.device_slot]
             else:
                 self.device[copy.device_slot] = self.host[copy.host_slot]
 
-    def read(self, checkpoint_id: int) -> object:
-        tier, slot = self.store.source(checkpoint_id)
+    def read(self, tail_id: int) -> object:
+        tier, slot = self.store.source(tail_id)
         return (self.device if tier is Tier.DEVICE else self.host)[slot]
 
 
@@ -42,16 +43,16 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(device=st.integers(0, 6), host=st.integers(0, 8))
     def build(self, device: int, host: int) -> None:
-        self.store = CheckpointStore(device, host)
+        self.store = TailStore(device, host)
         self.memory = Memory(self.store)
         self.cached: dict[int, str] = {}  # id -> payload
         self.writing: dict[int, str] = {}
         self.pinned: dict[int, int] = {}
 
     def forget(self, lost: list[int]) -> None:
-        for checkpoint_id in lost:
-            assert not self.pinned.get(checkpoint_id), "a pinned checkpoint was lost"
-            del self.cached[checkpoint_id]
+        for tail_id in lost:
+            assert not self.pinned.get(tail_id), "a pinned checkpoint was lost"
+            del self.cached[tail_id]
 
     @rule(target=checkpoints, depth=st.integers(1, 9))
     def reserve(self, depth: int) -> int:
@@ -66,49 +67,49 @@ class StoreMachine(RuleBasedStateMachine):
         self.memory.device[checkpoint.device_slot] = self.writing[checkpoint.id]
         return checkpoint.id
 
-    @rule(checkpoint_id=checkpoints, choice=st.integers(0, 99), adopt=st.booleans())
-    def publish(self, checkpoint_id: int, choice: int, adopt: bool) -> None:
-        if checkpoint_id not in self.writing:
+    @rule(tail_id=checkpoints, choice=st.integers(0, 99), adopt=st.booleans())
+    def publish(self, tail_id: int, choice: int, adopt: bool) -> None:
+        if tail_id not in self.writing:
             return
-        position = self.store[checkpoint_id].position
+        position = self.store[tail_id].position
         earlier = [None, *(i for i in self.cached if self.store[i].position < position)]
         before = earlier[choice % len(earlier)]
         later = [i for i in self.cached if self.store[i].before == before and self.store[i].position > position]
         after = later if adopt else []
-        self.cached[checkpoint_id] = self.writing.pop(checkpoint_id)
-        self.forget(self.store.publish(checkpoint_id, before, after))
+        self.cached[tail_id] = self.writing.pop(tail_id)
+        self.forget(self.store.publish(tail_id, before, after))
 
-    @rule(checkpoint_id=checkpoints)
-    def hit(self, checkpoint_id: int) -> None:
-        if checkpoint_id not in self.cached:
+    @rule(tail_id=checkpoints)
+    def hit(self, tail_id: int) -> None:
+        if tail_id not in self.cached:
             return
-        self.store.hit(checkpoint_id)
+        self.store.hit(tail_id)
         self.memory.issue()
-        assert self.memory.read(checkpoint_id) == self.cached[checkpoint_id]
+        assert self.memory.read(tail_id) == self.cached[tail_id]
 
-    @rule(checkpoint_id=checkpoints)
-    def pin(self, checkpoint_id: int) -> None:
-        if checkpoint_id in self.cached:
-            self.store.pin(checkpoint_id)
-            self.pinned[checkpoint_id] = self.pinned.get(checkpoint_id, 0) + 1
+    @rule(tail_id=checkpoints)
+    def pin(self, tail_id: int) -> None:
+        if tail_id in self.cached:
+            self.store.pin(tail_id)
+            self.pinned[tail_id] = self.pinned.get(tail_id, 0) + 1
 
-    @rule(checkpoint_id=checkpoints)
-    def unpin(self, checkpoint_id: int) -> None:
-        if self.pinned.get(checkpoint_id):
-            self.store.unpin(checkpoint_id)
-            self.pinned[checkpoint_id] -= 1
+    @rule(tail_id=checkpoints)
+    def unpin(self, tail_id: int) -> None:
+        if self.pinned.get(tail_id):
+            self.store.unpin(tail_id)
+            self.pinned[tail_id] -= 1
 
     @rule()
     def issue(self) -> None:
         self.memory.issue()
 
-    @rule(checkpoint_id=consumes(checkpoints))
-    def release(self, checkpoint_id: int) -> None:
-        if checkpoint_id in self.cached or checkpoint_id in self.writing:
-            self.cached.pop(checkpoint_id, None)
-            self.writing.pop(checkpoint_id, None)
-            self.pinned.pop(checkpoint_id, None)
-            self.store.release(checkpoint_id)
+    @rule(tail_id=consumes(checkpoints))
+    def release(self, tail_id: int) -> None:
+        if tail_id in self.cached or tail_id in self.writing:
+            self.cached.pop(tail_id, None)
+            self.writing.pop(tail_id, None)
+            self.pinned.pop(tail_id, None)
+            self.store.release(tail_id)
 
     @rule(really=st.integers(0, 30))
     def flush(self, really: int) -> None:
@@ -123,9 +124,9 @@ class StoreMachine(RuleBasedStateMachine):
         check(self.store)
         assert set(self.store.ids()) == self.cached.keys() | self.writing.keys()
         assert self.store.device.in_use == len(self.writing)
-        waiting = {checkpoint_id for _, checkpoint_id in self.store._copies}
-        for checkpoint_id in self.cached.keys() - waiting:
-            assert self.memory.read(checkpoint_id) == self.cached[checkpoint_id]
+        waiting = {tail_id for _, tail_id in self.store._copies}
+        for tail_id in self.cached.keys() - waiting:
+            assert self.memory.read(tail_id) == self.cached[tail_id]
 
 
 TestStoreMachine = StoreMachine.TestCase
@@ -141,7 +142,7 @@ TestStoreMachine.settings = settings(
 def test_one_long_run_of_10_000_operations(host: int) -> None:
     """One store, never rebuilt, with more slots than the machine above: drift shows only over time."""
     rng = random.Random(5)
-    store = CheckpointStore(16, host)
+    store = TailStore(16, host)
     memory = Memory(store)
     payloads: dict[int, str] = {}
     cached: set[int] = set()
@@ -172,9 +173,9 @@ def test_one_long_run_of_10_000_operations(host: int) -> None:
         else:
             memory.issue()
             lost = []
-        for checkpoint_id in lost:
-            del payloads[checkpoint_id]
-            cached.remove(checkpoint_id)
+        for tail_id in lost:
+            del payloads[tail_id]
+            cached.remove(tail_id)
         if step % 50 == 0:
             check(store)
         assert len(store) == len(payloads)
@@ -182,15 +183,15 @@ def test_one_long_run_of_10_000_operations(host: int) -> None:
     assert store.counters.lost > 100, "the run never came under pressure"
 
 
-def publish(store: CheckpointStore, position: int, before: int | None = None) -> int:
+def publish(store: TailStore, position: int, before: int | None = None) -> int:
     checkpoint, _ = store.reserve(position)
     store.publish(checkpoint.id, before)
-    store.take_copies()
+    store.pop_copies()
     return checkpoint.id
 
 
 def test_losing_the_device_slot_costs_nothing_once_the_host_has_a_copy() -> None:
-    store = CheckpointStore(1, 4)
+    store = TailStore(1, 4)
     first = publish(store, 256)
     second, lost = store.reserve(512)
     assert lost == [] and store.source(first) == (Tier.HOST, store[first].host_slot)
@@ -198,17 +199,17 @@ def test_losing_the_device_slot_costs_nothing_once_the_host_has_a_copy() -> None
 
 
 def test_a_hit_on_the_host_is_promoted_over_the_least_recently_used_device_copy() -> None:
-    store = CheckpointStore(2, 4)
+    store = TailStore(2, 4)
     first, second, third = (publish(store, 256) for _ in range(3))
     assert store.source(first)[0] is Tier.HOST
     assert store.hit(first) is Tier.HOST
-    [copy] = store.take_copies()
+    [copy] = store.pop_copies()
     assert copy.to is Tier.DEVICE and store.source(first) == (Tier.DEVICE, copy.device_slot)
     assert store.source(second)[0] is Tier.HOST and store.source(third)[0] is Tier.DEVICE
 
 
 def test_slots_of_running_requests_are_never_taken() -> None:
-    store = CheckpointStore(2, 0)
+    store = TailStore(2, 0)
     held = [store.reserve(256)[0], store.reserve(512)[0]]
     assert store.reserve(768) == (None, []) and store.counters.refused == 1
     assert all(c.id in store for c in held)
@@ -216,7 +217,7 @@ def test_slots_of_running_requests_are_never_taken() -> None:
 
 def test_the_cheap_checkpoint_goes_before_the_dear_one() -> None:
     """Ends at 256 (after 0) and at 8192: losing the second costs 32 times as many tokens, although it is older."""
-    store = CheckpointStore(2, 0)
+    store = TailStore(2, 0)
     dear = publish(store, 8192)
     cheap = publish(store, 256)
     _, lost = store.reserve(512)
@@ -225,7 +226,7 @@ def test_the_cheap_checkpoint_goes_before_the_dear_one() -> None:
 
 def test_a_long_prompt_thins_out_itself_and_not_the_end_of_another_session() -> None:
     """Two 1M-token sessions alternate with slots for 64 checkpoints, 512 taken by each visit: both ends survive."""
-    store = CheckpointStore(64, 0)
+    store = TailStore(64, 0)
     ends = []
     for _session in range(2):
         before = None
@@ -237,7 +238,7 @@ def test_a_long_prompt_thins_out_itself_and_not_the_end_of_another_session() -> 
 
 
 def test_a_neighbour_lost_makes_the_next_one_dearer() -> None:
-    store = CheckpointStore(3, 0)
+    store = TailStore(3, 0)
     first = publish(store, 2048)
     second = publish(store, 4096, first)
     third = publish(store, 6144, second)
@@ -257,7 +258,7 @@ def test_value_is_gap_times_likelihood(successors: int, hits: int, weight: float
 
 
 def test_a_pinned_checkpoint_may_move_but_is_not_lost() -> None:
-    store = CheckpointStore(1, 0)
+    store = TailStore(1, 0)
     pinned = publish(store, 256)
     store.pin(pinned)
     assert store.reserve(512) == (None, [])
@@ -266,12 +267,12 @@ def test_a_pinned_checkpoint_may_move_but_is_not_lost() -> None:
 
 
 def test_stale_ids_are_told_from_live_ones() -> None:
-    store = CheckpointStore(2, 2)
+    store = TailStore(2, 2)
     gone = publish(store, 256)
     store.reset()
     fresh = publish(store, 256)
     assert fresh != gone and gone not in store
-    with pytest.raises(KeyError, match=f"checkpoint {gone} is not live"):
+    with pytest.raises(KeyError, match=f"tail {gone} is not live"):
         store.hit(gone)
 
 
@@ -302,7 +303,7 @@ def test_credit_heap_orders_and_forgets() -> None:
 def test_a_checkpoint_between_one_on_the_tree_and_one_that_was_off_it() -> None:
     """The tree knows 256 before it and 1,024 behind it; 512, whose node had gone, was there when 1,024 came. With its
     only successor 512 loses what it was passed for, so its credit changes."""
-    store = CheckpointStore(8, 8)
+    store = TailStore(8, 8)
     ids = {position: store.reserve(position)[0].id for position in (256, 512, 768, 1024)}
     store.publish(ids[256], None)
     store.publish(ids[512], ids[256])

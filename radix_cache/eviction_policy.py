@@ -1,21 +1,22 @@
-"""Which checkpoint to lose when no slot is left, in words and in one number.
+"""The eviction policy of tails: which tail to evict when no slot is left, in words and in one number.
 
-Losing a checkpoint never loses an answer: the compressed blocks stay, and the request that would have used it starts
-from the nearest checkpoint before it and recomputes the tokens between. So a checkpoint is worth
+Evicting a tail never changes an answer: the compressed blocks stay, and a request that would have used the tail starts
+from the nearest tail before it and recomputes the tokens between. So a tail is worth
 
-    value = tokens between it and the checkpoint before it  x  how likely a request ends exactly here.
+    value = tokens between it and the tail before it  x  how likely a request's match ends exactly there.
 
-* A checkpoint with another one close before it is cheap to lose; when that neighbour goes, it becomes dear.
+* A tail with another tail close before it is cheap to evict; when that neighbour is evicted, it becomes expensive.
 * The *end* of a stored conversation is where the next turn continues, and a *branch point* (two or more stored
-  continuations) is where the next divergence will be: full weight. So is one that was hit before. A checkpoint which
-  only lies on the way to a deeper one is used when a request diverges just there: `PASSED_WEIGHT`.
-* Values age. We use GreedyDual (Young 1994; Cao and Irani 1997), which is LRU for equal values and whose loss is
-  within a factor of the optimum for any: credit = clock + value when a checkpoint is stored or hit, the one with the
-  least credit goes, and the clock moves up to the credit it had. A long prompt that leaves hundreds of checkpoints
-  thins out its own, since each one lost makes its successor dearer; it can't flush the single end of another session.
+  continuations) is where the next divergence will be: both have full weight, and so has a tail that was hit before. A
+  tail that only lies on the path to a deeper tail is used if a request diverges exactly there: `PASSED_WEIGHT`.
+* Values age. The policy is GreedyDual (Young 1994; Cao and Irani 1997), which equals LRU for equal values and whose
+  loss is within a factor of the optimum for arbitrary values: credit = clock + value when a tail is published or hit;
+  the tail with the least credit is evicted, and the clock advances to that credit. A long prompt that writes hundreds
+  of tails thins out its own tails, since each eviction makes the successor more expensive; it cannot evict the single
+  end of another session.
 
-Taking away only the *device copy* of a checkpoint which the host also holds costs one PCIe copy whatever it is, so
-there plain LRU decides.
+Giving up only the *device copy* of a tail that the host holds too costs one PCIe copy whatever its value, so plain LRU
+decides there.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ PASSED_WEIGHT = 0.125
 
 
 def value_tokens(gap_tokens: int, successors: int, hits: int) -> float:
-    """Expected tokens that losing a checkpoint costs.
+    """Expected tokens to recompute if a tail is evicted.
 
     Args:
-        gap_tokens: tokens between it and the nearest checkpoint before it (position 0 if there is none).
-        successors: checkpoints whose nearest one before them this is.
-        hits: times that a request was resumed from it.
+        gap_tokens: tokens between the tail and the nearest tail before it (position 0 if there is none).
+        successors: tails whose nearest tail before them is this one.
+        hits: how often a request resumed from it.
     """
     passed = successors == 1 and hits == 0
     return gap_tokens * (PASSED_WEIGHT if passed else 1.0)
@@ -57,11 +58,11 @@ class CreditHeap:
         return iter(self._current)
 
     def credit(self, item: Hashable) -> float:
-        """The credit under which `item` is queued."""
+        """The credit of a queued item."""
         return self._current[item][0]
 
     def put(self, item: Hashable, credit: float) -> None:
-        """Insert `item` or move it to another credit."""
+        """Insert `item`, or change its credit."""
         self._serial += 1
         self._current[item] = (credit, self._serial)
         heapq.heappush(self._heap, (credit, self._serial, item))
@@ -70,11 +71,11 @@ class CreditHeap:
             heapq.heapify(self._heap)
 
     def discard(self, item: Hashable) -> None:
-        """Take `item` out, if it is in."""
+        """Remove `item`, if it is queued."""
         self._current.pop(item, None)
 
     def least(self, allowed: Callable[[Any], bool]) -> Any | None:  # noqa: ANN401 - an item
-        """The allowed item with the least credit; it stays in."""
+        """The item with the least credit among the allowed ones, or None; it stays queued."""
         refused = []
         found = None
         while self._heap:
