@@ -18,9 +18,11 @@ from dsv4_kernels.compressor import Compression, Groups, csa, hca, rows
 from dsv4_kernels.compressor.entries import INDEX_DIM
 from dsv4_kernels.compressor.rows import CHUNK, Arguments, Batch, Problem
 from dsv4_kernels.device import dependent_launch
-from dsv4_kernels.device.bf16_rows import architecture, check_rows, current_stream, stride_bytes
+from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch import current_stream
 from dsv4_kernels.host.launch_arguments import example
+from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.kv_layout import ROPE_DIM, ROW_DIM, RowFormat
 from dsv4_kernels.sparse_attention.addresses import address, row_bytes
 

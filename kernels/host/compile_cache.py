@@ -317,7 +317,7 @@ def _environment(arch: str) -> list[str]:
 
 @functools.cache
 def _source_hash() -> str:
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\n{path.stat().st_size}\n".encode())

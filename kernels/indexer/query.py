@@ -16,11 +16,14 @@ import torch
 from cutlass import Float32, Int32, Int64, Uint32
 from torch import Tensor
 
-from dsv4_kernels.device import bf16_rows, dependent_launch, e2m1, e4m3, ptx
+from dsv4_kernels.device import dependent_launch, e2m1, e4m3, ptx
 from dsv4_kernels.device.bf16_rows import channels, max_over_lanes, mul, packed, store_8_bytes
 from dsv4_kernels.device.e2m1 import DIM
 from dsv4_kernels.device.e2m1 import LANE_CHANNELS as CHANNELS
+from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch import current_stream
+from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.kv_layout import FP4_SCALE_GROUP
 from dsv4_kernels.rope.angle import cosine_and_sine, position_of, turned
 
@@ -112,7 +115,7 @@ def _run(
     weight_scale: float,
     quantise: bool,
 ) -> tuple[Tensor, Tensor]:
-    bf16_rows.check_rows("index_query: q", q, DIM)
+    check_rows("index_query: q", q, DIM)
     side_by_side = q.stride(1) == DIM and head_weights.stride(1) == 1
     if not side_by_side or 2 * frequencies.shape[0] != ROTATED or positions.dtype != torch.int64:
         raise ValueError(
@@ -126,10 +129,10 @@ def _run(
     if out.numel():
         arguments = Arguments(
             q=q.data_ptr(),
-            token_bytes=bf16_rows.stride_bytes(q, 0),
+            token_bytes=stride_bytes(q, 0),
             out=out.data_ptr(),
             head_weights=head_weights.data_ptr(),
-            weights_token_bytes=bf16_rows.stride_bytes(head_weights, 0),
+            weights_token_bytes=stride_bytes(head_weights, 0),
             weight_scale=weight_scale,
             out_weights=out_weights.data_ptr(),
             positions=positions.data_ptr(),
@@ -137,8 +140,8 @@ def _run(
             num_heads=heads,
             num_rows=tokens * heads,
         )
-        launcher = compile(bf16_rows.architecture(name, q.device), quantise)
-        launcher(arguments, Int32(-(-tokens * heads * 32 // THREADS)), bf16_rows.current_stream(q.device))
+        launcher = compile(architecture(name, q.device), quantise)
+        launcher(arguments, Int32(-(-tokens * heads * 32 // THREADS)), current_stream(q.device))
     return out, out_weights
 
 

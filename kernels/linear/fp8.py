@@ -10,9 +10,9 @@ import torch
 from cutlass import Int32
 from torch import Tensor
 
-from dsv4_kernels.device import bf16_rows
-from dsv4_kernels.device.bf16_rows import stride_bytes
 from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch import current_stream
+from dsv4_kernels.host.strides import stride_bytes
 from dsv4_kernels.linear.fp8_kernel import launch
 from dsv4_kernels.linear.fp8_plan import BLOCK, MOST_TOKENS, ROWS, TOKENS, Arguments, Plan, chosen, planned
 from dsv4_kernels.linear.gpu import multiprocessors
@@ -75,7 +75,7 @@ def sm90(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, pl
         num_tiles=tiles,
     )
     clusters = min(tiles, resident * plan.ctas_per_sm // plan.cluster)
-    compile(plan)(arguments, Int32(clusters), bf16_rows.current_stream(codes.device))
+    compile(plan)(arguments, Int32(clusters), current_stream(codes.device))
     return out
 
 

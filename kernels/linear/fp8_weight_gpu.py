@@ -10,10 +10,11 @@ import torch
 from cutlass import Int32
 from torch import Tensor
 
-from dsv4_kernels.device import bf16_rows
-from dsv4_kernels.device.bf16_rows import stride_bytes
+from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch import current_stream
 from dsv4_kernels.host.launch_arguments import example
+from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.linear.fp8_weight import HEAD, ROTATED, ROWS, STEP, Arguments, Configuration, Tile, launch
 from dsv4_kernels.linear.kernel import SEGMENTS
 from dsv4_kernels.linear.ref import HeadRotation
@@ -101,12 +102,12 @@ def run(
         steps=channels // (SEGMENTS * STEP),
     )
     configuration = Configuration(tile, rotation is not None, out_scales is not None)
-    launcher = compile(configuration, bf16_rows.architecture("sm90", x.device))
-    launcher(arguments, Int32(row_tiles * token_tiles), Int32(groups), bf16_rows.current_stream(x.device))
+    launcher = compile(configuration, architecture("sm90", x.device))
+    launcher(arguments, Int32(row_tiles * token_tiles), Int32(groups), current_stream(x.device))
 
 
 def _check(x: Tensor, weight: Tensor, scale: Tensor, rotation: HeadRotation | None) -> None:
-    bf16_rows.check_rows(f"{_OP}: x", x)
+    check_rows(f"{_OP}: x", x)
     if not serves(*weight.shape[1:]):
         raise ValueError(
             f"{_OP}: the GPU kernel takes N in multiples of {ROWS} and K in multiples of {SEGMENTS * STEP}; got "

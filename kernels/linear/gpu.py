@@ -16,9 +16,10 @@ import torch
 from cutlass import Int32
 from torch import Tensor
 
-from dsv4_kernels.device import bf16_rows
-from dsv4_kernels.device.bf16_rows import stride_bytes
+from dsv4_kernels.host.arch import ARCHITECTURES, architecture
 from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch import current_stream
+from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.linear import wgmma
 from dsv4_kernels.linear.kernel import CHUNK, SEGMENTS, Arguments, Configuration, Tile, launch
 
@@ -47,7 +48,7 @@ HOPPER_BYTES_A_NANOSECOND = 4200
 
 def tiles(arch: str) -> tuple[Tile | wgmma.Tile, ...]:
     """All that a call may get; the bits are the same."""
-    return tuple(HOPPER_TILES) if arch == bf16_rows.ARCHITECTURES["sm90"] else TILES
+    return tuple(HOPPER_TILES) if arch == ARCHITECTURES["sm90"] else TILES
 
 
 @functools.lru_cache(1024)
@@ -71,7 +72,7 @@ def chosen(
         ctas = -(-num_rows // tile.rows) * -(-num_tokens // tile.tokens) * groups
         return -(-ctas // multiprocessors)
 
-    if arch == bf16_rows.ARCHITECTURES["sm90"]:
+    if arch == ARCHITECTURES["sm90"]:
         # Of 64 channels: operands in bf16, and a share of the result.
         moved = groups * (num_rows + num_tokens) * 2 * CHUNK + groups * num_rows * num_tokens // 16
         memory = moved / HOPPER_BYTES_A_NANOSECOND
@@ -141,11 +142,11 @@ def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile |
         ValueError: dtypes, strides or a K that the kernel is not made for, or a result that the tile is not.
     """
     for what, operand in (("x", x), ("weight", weight)):
-        bf16_rows.check_rows(f"{op}: {what}", operand)
+        check_rows(f"{op}: {what}", operand)
     (num_tokens, groups, channels), num_rows = x.shape, weight.shape[1]
     if not out.numel():
         return out
-    arch, pairs = bf16_rows.architecture(name, x.device), stores_pairs(out)
+    arch, pairs = architecture(name, x.device), stores_pairs(out)
     if tile is None:
         tile = chosen(arch, num_tokens, num_rows, groups, multiprocessors(x.device), pairs)
     elif isinstance(tile, wgmma.Tile) and not pairs:
@@ -170,7 +171,7 @@ def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile |
         num_row_tiles=row_tiles,
     )
     launcher = compile(configuration(tile, out.dtype == torch.float32), arch)
-    count, stream = row_tiles * token_tiles, bf16_rows.current_stream(x.device)
+    count, stream = row_tiles * token_tiles, current_stream(x.device)
     if isinstance(tile, wgmma.Tile):
         ctas = min(count * groups, multiprocessors(x.device))
         launcher(arguments, Int32(count * groups), Int32(groups), Int32(ctas), stream)

@@ -16,8 +16,11 @@ from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import CHUNK_BYTES, add, at_least, at_most, load_words_if, mul
+from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch import current_stream
 from dsv4_kernels.host.launch_arguments import example
+from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.quant.gpu import THREADS, Codes, new_codes, num_ctas, place_of_thread, plain_result, store_codes
 
 
@@ -81,18 +84,18 @@ def _run(name: str, gate_up: Tensor, limit: float, to: Codes, is_fp8: bool) -> N
     arguments = Arguments(
         gate=gate_up.data_ptr(),
         up=gate_up.data_ptr() + dim * gate_up.element_size(),
-        row_bytes=bf16_rows.stride_bytes(gate_up, 0),
+        row_bytes=stride_bytes(gate_up, 0),
         limit=limit,
         to=to,
     )
-    launcher = compile(is_fp8, bf16_rows.architecture(name, gate_up.device))
-    launcher(arguments, Int32(num_ctas(rows, dim)), bf16_rows.current_stream(gate_up.device))
+    launcher = compile(is_fp8, architecture(name, gate_up.device))
+    launcher(arguments, Int32(num_ctas(rows, dim)), current_stream(gate_up.device))
 
 
 def _check(what: str, gate_up: Tensor) -> tuple[int, int]:
     """Rows and channels of the result."""
-    bf16_rows.check_rows(f"{what}: gate_up", gate_up)
-    bf16_rows.check_rows(f"{what}: the half of up in gate_up", gate_up[:, gate_up.shape[1] // 2 :])
+    check_rows(f"{what}: gate_up", gate_up)
+    check_rows(f"{what}: the half of up in gate_up", gate_up[:, gate_up.shape[1] // 2 :])
     return gate_up.shape[0], gate_up.shape[1] // 2
 
 

@@ -18,8 +18,11 @@ from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES, WARP, add, mul, sum_over_lanes
+from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch import current_stream
 from dsv4_kernels.host.launch_arguments import example
+from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.quant.gpu import Codes, new_codes, plain_result, store_codes
 
 WARP_DIM = 2048
@@ -200,21 +203,21 @@ def _configuration(what: str, x: Tensor, weight: Tensor | None, is_fp8: bool) ->
 def _run(name: str, rows: Tensor, weight: Tensor | None, eps: float, configuration: Configuration, to: Codes) -> None:
     arguments = Arguments(
         x=rows.data_ptr(),
-        x_row_bytes=bf16_rows.stride_bytes(rows, 0),
+        x_row_bytes=stride_bytes(rows, 0),
         weight=0 if weight is None else weight.data_ptr(),
         eps=eps,
         to=to,
     )
     num_ctas = -(-len(rows) * configuration.warps_a_row // configuration.warps)
-    arch = bf16_rows.architecture(name, rows.device)
-    compile(configuration, arch)(arguments, Int32(num_ctas), bf16_rows.current_stream(rows.device))
+    arch = architecture(name, rows.device)
+    compile(configuration, arch)(arguments, Int32(num_ctas), current_stream(rows.device))
 
 
 def _bf16(name: str, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     configuration = _configuration("rms_norm", x, weight, is_fp8=False)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = x.flatten(0, -2) if x.dim() != 2 else x
-    bf16_rows.check_rows("rms_norm: x", rows)
+    check_rows("rms_norm: x", rows)
     if len(rows):
         _run(name, rows, weight, eps, configuration, plain_result(out, len(rows), configuration.dim))
     return out
@@ -222,7 +225,7 @@ def _bf16(name: str, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def _fp8(name: str, x: Tensor, weight: Tensor | None, eps: float, column_major: bool) -> tuple[Tensor, Tensor]:
     configuration = _configuration("rms_norm_fp8", x, weight, is_fp8=True)
-    bf16_rows.check_rows("rms_norm_fp8: x", x)
+    check_rows("rms_norm_fp8: x", x)
     codes, scales, to = new_codes(*x.shape, column_major, x.device)
     if len(x):
         _run(name, x, weight, eps, configuration, to)

@@ -23,7 +23,10 @@ from torch import Tensor
 from dsv4_kernels.device import bf16_rows as rows_of
 from dsv4_kernels.device import dependent_launch, e4m3, ptx
 from dsv4_kernels.device.bf16_rows import WARP
+from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch import current_stream
+from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.kv_layout import (
     NOPE_DIM,
     PAGE_ROWS,
@@ -247,7 +250,7 @@ def compile(heads_a_warp: int, arch: str) -> Callable[..., None]:
 def _table(destination: Destination) -> Table:
     table, rows = destination
     if table.format is RowFormat.PLAIN:
-        rows_of.check_rows("norm_rope_store: plain rows", table.storage, ROW_DIM)
+        check_rows("norm_rope_store: plain rows", table.storage, ROW_DIM)
     elif table.storage.stride(0) % 16 or table.storage.data_ptr() % 16:
         raise ValueError(
             f"norm_rope_store: pages of FP8 rows must lie at multiples of 16 bytes; got pages of "
@@ -274,7 +277,7 @@ def _run(
     out: Tensor,
 ) -> None:
     for what, rows in (("q", q), ("kv", kv), ("out", out)):
-        rows_of.check_rows(f"norm_rope_store: {what}", rows, ROW_DIM)
+        check_rows(f"norm_rope_store: {what}", rows, ROW_DIM)
     constants = {"kv_weight": (kv_weight, ROW_DIM), "frequencies": (frequencies, ROPE_DIM // 2)}
     for what, (values, length) in constants.items():
         if values.shape != (length,) or values.dtype != torch.float32 or not values.is_contiguous():
@@ -293,13 +296,13 @@ def _run(
     kv_ctas = -(-tokens // WARPS)
     arguments = Arguments(
         q=q.data_ptr(),
-        q_token_bytes=rows_of.stride_bytes(q, 0),
-        q_head_bytes=rows_of.stride_bytes(q, 1),
+        q_token_bytes=stride_bytes(q, 0),
+        q_head_bytes=stride_bytes(q, 1),
         out=out.data_ptr(),
-        out_token_bytes=rows_of.stride_bytes(out, 0),
-        out_head_bytes=rows_of.stride_bytes(out, 1),
+        out_token_bytes=stride_bytes(out, 0),
+        out_head_bytes=stride_bytes(out, 1),
         kv=kv.data_ptr(),
-        kv_token_bytes=rows_of.stride_bytes(kv, 0),
+        kv_token_bytes=stride_bytes(kv, 0),
         kv_weight=kv_weight.data_ptr(),
         positions=positions.data_ptr(),
         frequencies=frequencies.data_ptr(),
@@ -313,8 +316,8 @@ def _run(
         kv_ctas=kv_ctas,
     )
     num_ctas = kv_ctas + -(-tokens * -(-heads // heads_a_warp) // WARPS)
-    arch = rows_of.architecture(name, q.device)
-    compile(heads_a_warp, arch)(arguments, Int32(num_ctas), rows_of.current_stream(q.device))
+    arch = architecture(name, q.device)
+    compile(heads_a_warp, arch)(arguments, Int32(num_ctas), current_stream(q.device))
 
 
 def sm90(*arguments: object) -> None:

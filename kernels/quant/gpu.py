@@ -16,8 +16,11 @@ from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, e4m3, ptx
 from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES
+from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch import current_stream
 from dsv4_kernels.host.launch_arguments import example
+from dsv4_kernels.host.strides import check_rows, stride_bytes
 
 THREADS = 256
 BLOCK = 128
@@ -97,8 +100,8 @@ def new_codes(rows: int, dim: int, column_major: bool, device: torch.device) -> 
     to = Codes(
         codes=codes.data_ptr(),
         scales=scales.data_ptr(),
-        scale_row_bytes=bf16_rows.stride_bytes(scales, 0),
-        scale_block_bytes=bf16_rows.stride_bytes(scales, 1),
+        scale_row_bytes=stride_bytes(scales, 0),
+        scale_block_bytes=stride_bytes(scales, 1),
         chunks=dim // CHUNK,
         blocks=blocks,
         num_rows=rows,
@@ -134,15 +137,15 @@ def compile(arch: str) -> Callable[..., None]:
 
 
 def _run(name: str, x: Tensor, block: int, column_major: bool) -> tuple[Tensor, Tensor]:
-    bf16_rows.check_rows("fp8_quantise: x", x)
+    check_rows("fp8_quantise: x", x)
     if block != BLOCK:
         raise ValueError(f'fp8_quantise: the GPU kernel takes blocks of {BLOCK}; got {block}. "ref" takes any')
     rows, dim = x.shape
     codes, scales, to = new_codes(rows, dim, column_major, x.device)
     if codes.numel():
-        arguments = Arguments(x=x.data_ptr(), x_row_bytes=bf16_rows.stride_bytes(x, 0), to=to)
-        launcher = compile(bf16_rows.architecture(name, x.device))
-        launcher(arguments, Int32(num_ctas(rows, dim)), bf16_rows.current_stream(x.device))
+        arguments = Arguments(x=x.data_ptr(), x_row_bytes=stride_bytes(x, 0), to=to)
+        launcher = compile(architecture(name, x.device))
+        launcher(arguments, Int32(num_ctas(rows, dim)), current_stream(x.device))
     return codes, scales
 
 

@@ -17,7 +17,10 @@ from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES, load_words_if, mul
+from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch import current_stream
+from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.rope.angle import cosine_and_sine, inverted, position_of, turned
 
 THREADS = 128
@@ -110,7 +113,7 @@ def _run(name: str, x: Tensor, positions: Tensor, frequencies: Tensor, inverse: 
     rotated_dim, dim = 2 * len(frequencies), x.shape[-1]
     for what, rows in (("x", x), ("out", out)):
         if rows is not None:
-            bf16_rows.check_rows(f"apply_rope: {what}", rows)
+            check_rows(f"apply_rope: {what}", rows)
     if x.dim() not in (2, 3) or rotated_dim % CHUNK or not frequencies.is_contiguous():
         raise ValueError(
             f"apply_rope: the GPU kernel takes x [T, D] or [T, H, D] and a multiple of {CHUNK} rotated channels, with "
@@ -129,11 +132,11 @@ def _run(name: str, x: Tensor, positions: Tensor, frequencies: Tensor, inverse: 
         return
     arguments = Arguments(
         x=x.data_ptr() + skipped_bytes,
-        x_token_bytes=bf16_rows.stride_bytes(x, 0),
-        x_head_bytes=bf16_rows.stride_bytes(x, 1),
+        x_token_bytes=stride_bytes(x, 0),
+        x_head_bytes=stride_bytes(x, 1),
         out=to.data_ptr() + skipped_bytes,
-        out_token_bytes=bf16_rows.stride_bytes(to, 0),
-        out_head_bytes=bf16_rows.stride_bytes(to, 1),
+        out_token_bytes=stride_bytes(to, 0),
+        out_head_bytes=stride_bytes(to, 1),
         positions=positions.data_ptr(),
         frequencies=frequencies.data_ptr(),
         inverse=inverse,
@@ -144,8 +147,8 @@ def _run(name: str, x: Tensor, positions: Tensor, frequencies: Tensor, inverse: 
     )
     heads_a_thread = 1 if heads == 1 else HEADS_A_THREAD
     num_ctas = -(-len(x) * -(-heads // heads_a_thread) * chunks // THREADS)
-    arch = bf16_rows.architecture(name, x.device)
-    compile(heads_a_thread, arch)(arguments, Int32(num_ctas), bf16_rows.current_stream(x.device))
+    arch = architecture(name, x.device)
+    compile(heads_a_thread, arch)(arguments, Int32(num_ctas), current_stream(x.device))
 
 
 def _new(name: str, x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> Tensor:

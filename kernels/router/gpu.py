@@ -18,7 +18,10 @@ from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import WARP, add, at_least, bits_of, magnitude, mul
+from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch import current_stream
+from dsv4_kernels.host.strides import stride_bytes
 
 WARPS = 4
 MOST_EXPERTS = 512
@@ -254,7 +257,7 @@ def _run(
         addresses = {what: Int64(0 if tensor is None else tensor.data_ptr()) for what, tensor in given.items()}
         arguments = Arguments(
             logits=logits.data_ptr(),
-            logits_row_bytes=bf16_rows.stride_bytes(logits, 0),
+            logits_row_bytes=stride_bytes(logits, 0),
             bias=addresses["bias"],
             table=addresses["expert_table"],
             token_ids=addresses["token_ids"],
@@ -264,8 +267,8 @@ def _run(
             scale=scale,
             num_tokens=tokens,
         )
-        arch = bf16_rows.architecture(name, logits.device)
-        compile(configuration, arch)(arguments, Int32(-(-tokens // WARPS)), bf16_rows.current_stream(logits.device))
+        arch = architecture(name, logits.device)
+        compile(configuration, arch)(arguments, Int32(-(-tokens // WARPS)), current_stream(logits.device))
     return weights, experts
 
 

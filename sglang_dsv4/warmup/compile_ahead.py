@@ -77,8 +77,8 @@ def _fill_cache(todo: list[tuple[str, Compile]], geometry: PoolGeometry, heads: 
     name = chosen_implementation(device, geometry.dtype, geometry.row_dim).name
     if name not in ("sm90", "sm100"):
         return 0
-    from dsv4_kernels.device.bf16_rows import architecture
     from dsv4_kernels.host import compile_pool
+    from dsv4_kernels.host.arch import architecture
 
     of_attention = [("sparse_attention", one) for one in implementation.missing_kernels(geometry, heads, device)]
     return compile_pool.fill([*of_attention, *todo], architecture(name, device), _say)
@@ -94,7 +94,7 @@ def kernels(config: Config, geometry: PoolGeometry, device: torch.device) -> lis
     for op, of_arch in _KERNELS.items():
         name = registry.chosen(op, device, geometry.dtype).name
         if name in ("sm90", "sm100"):
-            from dsv4_kernels.device.bf16_rows import architecture
+            from dsv4_kernels.host.arch import architecture
 
             arch = architecture(name, device)
             found += [(op, compile) for compile in of_arch(config, geometry, arch)]
