@@ -298,7 +298,10 @@ _ROWS = (
         *("step_mapping", "step_mapping", _STEP, ELEMENTWISE),
         *_kernels("step_mapping.gpu:{}", "step_mapping.gpu:compile_jobs"),
     ),
-    _op("unpack_pages", "unpack", _PREFILL, ELEMENTWISE, *_kernels("unpack.gpu:{}", "unpack.gpu:compile_jobs")),
+    _op(
+        *("unpack_pages", "unpack", _PREFILL, ELEMENTWISE),
+        *_kernels("unpack.gpu:{}", "attention_calls:unpack_compile_jobs"),
+    ),
 )
 
 OPS: dict[str, Op] = {row.name: row for row in sorted(_ROWS, key=lambda row: row.name)}

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.ops import OPS, Implementation, Supports, forward_ops
 
@@ -144,15 +145,9 @@ def compile_jobs(model: ModelShapes) -> list[tuple[str, Callable[[], object]]]:
         if implementation.jobs is None or implementation.jobs in listed:
             continue
         listed.add(implementation.jobs)
-        arch = _architecture(implementation.name, attention.device)
+        arch = architecture(implementation.name, attention.device)
         found += [(op, job) for job in _loaded(implementation.jobs)(model, arch)]
     return found
-
-
-def _architecture(name: str, device: torch.device) -> str:
-    from dsv4_kernels.device.bf16_rows import architecture  # it imports CuTe DSL
-
-    return architecture(name, device)
 
 
 def _loaded(loader: str) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.hyper_connection.kernel import HyperConnection
 from dsv4_kernels.hyper_connection.plan import CLUSTER, HEAD_ROWS, PRE_ROWS, STREAMS, TEAMS, TOKENS, Arguments, Plan
+from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.quant.gpu import new_codes
 
 MOST_TOKENS = {1: 4, 2: 16, 4: 64, 8: 128}
@@ -82,6 +83,14 @@ def plans(dim: int, fp8: bool, bf16_weight: bool = False, fewest: int = 1) -> li
         for size in sizes
     )
     return list(dict.fromkeys(made))
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of the kernels of `hc_boundary`, `hc_enter` and `hc_finish`."""
+    made = plans(model.hidden_size, model.quantises_inputs)
+    if model.fewest_own_rows:  # a rank's own rows are gathered first and quantised after that
+        made += plans(model.hidden_size, False, fewest=model.fewest_own_rows)
+    return [functools.partial(compile, plan, arch) for plan in dict.fromkeys(made)]
 
 
 def run(

@@ -6,6 +6,7 @@ the chunks before them are copied by threads of their own.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -21,6 +22,7 @@ from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.host.launch import current_stream
 from dsv4_kernels.host.strides import check_rows, stride_bytes
+from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.rope.angle import cosine_and_sine, inverted, position_of, turned
 
 THREADS = 128
@@ -106,6 +108,11 @@ def compile(heads_a_thread: int, arch: str) -> Callable[..., None]:
         return cute.compile(launch, example, heads_a_thread, Int32(1), cuda.CUstream(0))
 
     return load_or_compile("apply_rope", f"{heads_a_thread} heads a thread", arch, from_compiler)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """The compile job of `apply_rope_in_place`."""
+    return [partial(compile, HEADS_A_THREAD, arch)]
 
 
 def _run(name: str, x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool, out: Tensor | None) -> None:

@@ -1,6 +1,7 @@
 """A step's slot mapping on a GPU (sm_90a, sm_100a): one CTA a request, one launch, no thread waits for another."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from dsv4_kernels.device import dependent_launch, ptx
 from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.step_mapping import GroupMapping, StepLayout, StepMapping
 
 THREADS = 128
@@ -250,3 +252,8 @@ def sm100(first_positions: Tensor, *arguments: object) -> StepMapping:
     device = first_positions.device
     minor = torch.cuda.get_device_capability(device)[1] if device.type == "cuda" else 0
     return _run(f"sm_10{minor}a", first_positions, *arguments)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of every mapping of the model's steps."""
+    return [partial(compile, arch, layout, tokens) for layout, tokens in model.step_mappings]

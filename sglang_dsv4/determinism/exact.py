@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from dsv4_kernels import registry
+from dsv4_kernels.model_shapes import Option
+from dsv4_kernels.ops import forward_ops
 from sglang_dsv4.seam import compat
 
 if TYPE_CHECKING:
@@ -35,15 +37,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 FLAG = "--enable-deterministic-inference"
-
-FORWARD_OPS = (
-    *("apply_rope_in_place", "compress_store", "grouped_linear", "hc_boundary", "hc_enter", "hc_finish"),
-    *("index_query", "index_topk", "linear_fp32", "norm_rope_store", "rms_norm"),
-    *("route_hash_logits", "route_topk_logits", "sparse_attention", "step_mapping", "unpack_pages"),
-)
-"""Ops of ours in a forward on any device. What a device has beside them is checked when it is first called."""
-CPU_OPS = ("experts_forward", "fused_swiglu", "linear")
-GPU_OPS = ("fp8_quantise", "fused_swiglu", "rms_norm_fp8", "swiglu_fp8")
 
 DEEP_GEMM = "deepgemm_w8a8_block_fp8_linear_with_fallback"
 SGLANG_OPERATORS: dict[str, dict[str, str]] = {
@@ -118,19 +111,17 @@ def problems_of_ops(device: torch.device, dtype: torch.dtype, head_dim: int | No
         dtype: of the model.
         head_dim: of the attention, which decides over its kernel; None leaves that to the registry.
     """
-    from sglang_dsv4.attention.implementation import chosen_implementation
+    from sglang_dsv4.attention.implementation import required_implementation
     from sglang_dsv4.layers import fp8_linear
 
-    ops = {*FORWARD_OPS, *(CPU_OPS if device.type == "cpu" else GPU_OPS)}
+    options = set()
     if fp8_linear.is_on(device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9):
-        ops.add("linear_fp8")
+        options.add(Option.FP8_LINEAR)
+    named = {} if head_dim is None else {"sparse_attention": required_implementation(device, head_dim)}
     problems = []
-    for op in sorted(ops):
+    for op in forward_ops(device.type, options):
         try:
-            if op == "sparse_attention" and head_dim is not None:
-                chosen_implementation(device, dtype, head_dim)
-            else:
-                registry.chosen(op, device, dtype)
+            registry.chosen(op, device, dtype, named.get(op))
         except NotImplementedError as error:
             problems.append(
                 f"{error}. What serves it: a GPU of Hopper's or Blackwell's generation in bfloat16, or a CPU"

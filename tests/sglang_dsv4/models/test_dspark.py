@@ -137,22 +137,6 @@ def test_blocks_do_not_depend_on_the_batch(drafted: Drafted) -> None:
         drafted.harness.close(request)
 
 
-def check_confidences(drafted: Drafted) -> None:
-    request, streams = drafted.prefilled(150), []
-    undo = drafted.draft.model.model.hc_head.register_forward_hook(lambda *call: streams.append(call[2][0]))
-    drafted.draft.blocks([(request, 40)])
-    undo.remove()
-    drafted.harness.close(request)
-    expected = drafted.expected(150, 40)
-    actual = drafted.draft.model.confidences(streams[0], torch.tensor([40, *expected.drafts[:-1]]))
-    assert expected.confidences.std() > 0.05
-    assert (actual - expected.confidences).abs().max() <= TOLERANCE
-
-
-def test_confidences(drafted: Drafted) -> None:
-    check_confidences(drafted)
-
-
 def check_steps(drafted: Drafted, kept: int) -> None:
     """Steps that keep `kept` of 6 rows, across the ring's end; each block is that of a sequence never speculated on."""
     draft, harness, prompt = drafted.draft, drafted.harness, 250
