@@ -161,11 +161,20 @@ def _kernel(
     priority: int = 20,
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,),
 ) -> Implementation:
-    """The implementation `name` ("sm90", "sm100") of this package's own kernels."""
+    """The implementation `name` ("sm90", "sm100") by a kernel of this package.
+
+    Args:
+        name: says the GPU's generation.
+        loader: "module:attribute" in this package.
+        jobs: function of compile jobs in the loader's module, or "module:function" in this package.
+        priority: see `Implementation`.
+        dtypes: that the kernel serves.
+    """
+    if jobs is not None:
+        jobs = f"{PACKAGE}.{jobs}" if ":" in jobs else f"{PACKAGE}.{loader.partition(':')[0]}:{jobs}"
     supports = gpu_of_generation(_GENERATIONS[name], dtypes)
-    made_ahead = None if jobs is None else f"{PACKAGE}.{jobs}"
     return Implementation(
-        name, f"{PACKAGE}.{loader}", supports, priority, graph_safe=True, batch_invariant=True, jobs=made_ahead
+        name, f"{PACKAGE}.{loader}", supports, priority, graph_safe=True, batch_invariant=True, jobs=jobs
     )
 
 
@@ -183,7 +192,7 @@ def _products(function: str) -> tuple[Implementation, ...]:
     it is chosen where batch invariance is required: the kernel of both generations is slower there than cuBLAS, which
     splits K and chooses tiles by the number of rows.
     """
-    loader, jobs = f"linear.gpu:{{}}_{function}", f"linear.gpu:{function}_jobs"
+    loader, jobs = f"linear.gpu:{{}}_{function}", f"{function}_jobs"
     return (
         Implementation("tiled", f"{PACKAGE}.linear.tiled:{function}", cpu_only, 10, batch_invariant=True),
         Implementation("cublas", f"{PACKAGE}.linear.cublas:{function}", gpu_in_bf16, 10, graph_safe=True),
@@ -194,112 +203,112 @@ def _products(function: str) -> tuple[Implementation, ...]:
 
 # ---- the table
 
-_STEP, _PREFILL, _NOWHERE = Runs.STEP, Runs.PREFILL, Runs.NOWHERE
-_CPU, _GPU = ("cpu",), ("cuda",)
+STEP, PREFILL, NOWHERE = Runs.STEP, Runs.PREFILL, Runs.NOWHERE
+CPU, GPU = ("cpu",), ("cuda",)
 
 _ROWS = (
-    _op("compress", "compressor", _NOWHERE, ELEMENTWISE),
-    _op(
-        *("compress_store", "compressor", _STEP, WAITING),
-        *_kernels("compressor.gpu:{}", "compressor.gpu:compile_jobs"),
-    ),
-    _op("hc_pre", "hyper_connection", _NOWHERE, SHAPED, *_kernels("hyper_connection.gpu:{}_hc_pre")),
-    _op("hc_post", "hyper_connection", _NOWHERE, ELEMENTWISE, *_kernels("hyper_connection.gpu:{}_hc_post")),
-    _op("hc_head", "hyper_connection", _NOWHERE, SHAPED, *_kernels("hyper_connection.gpu:{}_hc_head")),
+    _op("compress", "compressor", NOWHERE, ELEMENTWISE),
+    _op("compress_store", "compressor", STEP, WAITING, *_kernels("compressor.gpu:{}", "compile_jobs")),
+    _op("hc_pre", "hyper_connection", NOWHERE, SHAPED, *_kernels("hyper_connection.gpu:{}_hc_pre")),
+    _op("hc_post", "hyper_connection", NOWHERE, ELEMENTWISE, *_kernels("hyper_connection.gpu:{}_hc_post")),
+    _op("hc_head", "hyper_connection", NOWHERE, SHAPED, *_kernels("hyper_connection.gpu:{}_hc_head")),
     *(
-        _op(
-            *(name, "hyper_connection", _STEP, SHAPED),
-            *_kernels(f"hyper_connection.gpu:{{}}_{name}", "hyper_connection.gpu:compile_jobs"),
-        )
+        _op(name, "hyper_connection", STEP, SHAPED, *_kernels(f"hyper_connection.gpu:{{}}_{name}", "compile_jobs"))
         for name in ("hc_boundary", "hc_enter", "hc_finish")
     ),
+    _op("index_query", "indexer", STEP, ELEMENTWISE, *_kernels("indexer.query:{}", "compile_jobs")),
+    _op("index_scores", "indexer", NOWHERE, WAITING),
+    _op("index_topk", "indexer", STEP, WAITING, *_kernels("indexer.gpu:{}", "compile_jobs")),
     _op(
-        *("index_query", "indexer", _STEP, ELEMENTWISE),
-        *_kernels("indexer.query:{}", "indexer.query:compile_jobs"),
-    ),
-    _op("index_scores", "indexer", _NOWHERE, WAITING),
-    _op("index_topk", "indexer", _STEP, WAITING, *_kernels("indexer.gpu:{}", "indexer.gpu:compile_jobs")),
-    _op(
-        *("linear", "linear", _STEP, PRODUCT),
+        "linear",
+        "linear",
+        STEP,
+        PRODUCT,
         Implementation("tiled", f"{PACKAGE}.linear.tiled:linear", cpu_only, 10, batch_invariant=True),
-        devices=_CPU,
+        devices=CPU,
     ),
-    _op("linear_fp32", "linear", _STEP, PRODUCT, *_products("linear_fp32")),
-    _op("grouped_linear", "linear", _STEP, PRODUCT, *_products("grouped_linear")),
+    _op("linear_fp32", "linear", STEP, PRODUCT, *_products("linear_fp32")),
+    _op("grouped_linear", "linear", STEP, PRODUCT, *_products("grouped_linear")),
     _op(
-        *("grouped_linear_fp8_weight", "linear", _STEP, PRODUCT),
-        _kernel("sm90", "linear.fp8_weight_gpu:sm90", "linear.fp8_weight_gpu:compile_jobs"),
-        devices=_GPU,
+        "grouped_linear_fp8_weight",
+        "linear",
+        STEP,
+        PRODUCT,
+        _kernel("sm90", "linear.fp8_weight_gpu:sm90", "compile_jobs"),
+        devices=GPU,
         option=Option.FP8_WO_A,
     ),
     _op(
-        *("linear_fp8", "linear", _STEP, PRODUCT),
-        _kernel("sm90", "linear.fp8:sm90", "linear.fp8:compile_jobs"),
-        devices=_GPU,
+        "linear_fp8",
+        "linear",
+        STEP,
+        PRODUCT,
+        _kernel("sm90", "linear.fp8:sm90", "compile_jobs"),
+        devices=GPU,
         option=Option.FP8_LINEAR,
     ),
-    _op("swiglu", "moe", _NOWHERE, ELEMENTWISE),
-    _op("fused_swiglu", "moe", _STEP, ELEMENTWISE, *_kernels("moe.gpu:{}", "moe.gpu:compile_jobs")),
-    _op(
-        *("swiglu_fp8", "moe", _STEP, ELEMENTWISE),
-        *_kernels("moe.gpu:{}_fp8", "moe.gpu:fp8_compile_jobs"),
-        devices=_GPU,
-    ),
-    _op("experts_forward", "moe", _STEP, WAITING, devices=_CPU),
+    _op("swiglu", "moe", NOWHERE, ELEMENTWISE),
+    _op("fused_swiglu", "moe", STEP, ELEMENTWISE, *_kernels("moe.gpu:{}", "compile_jobs")),
+    _op("swiglu_fp8", "moe", STEP, ELEMENTWISE, *_kernels("moe.gpu:{}_fp8", "fp8_compile_jobs"), devices=GPU),
+    _op("experts_forward", "moe", STEP, WAITING, devices=CPU),
     # Priority -1: chosen by name only. The sm100 kernels have run in the emulator, on no GPU.
     _op(
-        *("mxfp4_experts_forward", "moe", _STEP, WAITING),
+        "mxfp4_experts_forward",
+        "moe",
+        STEP,
+        WAITING,
         _kernel("sm100", "moe.sm100.launch:mxfp4_experts_forward", priority=-1),
-        _kernel("sm90", "moe.sm90.launch:mxfp4_experts_forward", "moe.sm90.launch:compile_jobs", priority=-1),
-        devices=_GPU,
+        _kernel("sm90", "moe.sm90.launch:mxfp4_experts_forward", "compile_jobs", priority=-1),
+        devices=GPU,
         option=Option.PACKED_EXPERTS,
         by_name="sm90",
     ),
     _op(
-        *("nvfp4_experts_forward", "moe", _NOWHERE, WAITING),
+        "nvfp4_experts_forward",
+        "moe",
+        NOWHERE,
+        WAITING,
         _kernel("sm100", "moe.sm100.launch:nvfp4_experts_forward", priority=-1),
     ),
-    _op("rms_norm", "norm", _STEP, SHAPED, *_kernels("norm.gpu:{}", "norm.gpu:compile_jobs")),
-    _op(
-        *("rms_norm_fp8", "norm", _STEP, SHAPED),
-        *_kernels("norm.gpu:{}_fp8", "norm.gpu:fp8_compile_jobs"),
-        devices=_GPU,
-    ),
-    _op(
-        *("norm_rope_store", "norm_rope_store", _STEP, WAITING),
-        *_kernels("norm_rope_store.gpu:{}", "norm_rope_store.gpu:compile_jobs"),
-    ),
-    _op("fp8_qdq", "quant", _NOWHERE, ELEMENTWISE),
-    _op("fp4_qdq", "quant", _NOWHERE, ELEMENTWISE),
-    _op("hadamard", "quant", _NOWHERE, ELEMENTWISE),
-    _op(
-        *("fp8_quantise", "quant", _STEP, ELEMENTWISE),
-        *_kernels("quant.gpu:{}", "quant.gpu:compile_jobs"),
-        devices=_GPU,
-    ),
-    _op("apply_rope", "rope", _NOWHERE, ELEMENTWISE, *_kernels("rope.gpu:{}")),
-    _op("apply_rope_in_place", "rope", _STEP, ELEMENTWISE, *_kernels("rope.gpu:{}_in_place", "rope.gpu:compile_jobs")),
-    _op("route_topk", "router", _NOWHERE, SHAPED),
-    _op("route_hash", "router", _NOWHERE, SHAPED),
+    _op("rms_norm", "norm", STEP, SHAPED, *_kernels("norm.gpu:{}", "compile_jobs")),
+    _op("rms_norm_fp8", "norm", STEP, SHAPED, *_kernels("norm.gpu:{}_fp8", "fp8_compile_jobs"), devices=GPU),
+    _op("norm_rope_store", "norm_rope_store", STEP, WAITING, *_kernels("norm_rope_store.gpu:{}", "compile_jobs")),
+    _op("fp8_qdq", "quant", NOWHERE, ELEMENTWISE),
+    _op("fp4_qdq", "quant", NOWHERE, ELEMENTWISE),
+    _op("hadamard", "quant", NOWHERE, ELEMENTWISE),
+    _op("fp8_quantise", "quant", STEP, ELEMENTWISE, *_kernels("quant.gpu:{}", "compile_jobs"), devices=GPU),
+    _op("apply_rope", "rope", NOWHERE, ELEMENTWISE, *_kernels("rope.gpu:{}")),
+    _op("apply_rope_in_place", "rope", STEP, ELEMENTWISE, *_kernels("rope.gpu:{}_in_place", "compile_jobs")),
+    _op("route_topk", "router", NOWHERE, SHAPED),
+    _op("route_hash", "router", NOWHERE, SHAPED),
     # The logits are fp32 whatever dtype the model computes in.
     _op(
-        *("route_topk_logits", "router", _STEP, ELEMENTWISE),
-        *_kernels("router.gpu:{}_topk", "router.gpu:topk_compile_jobs", dtypes=MODEL_DTYPES),
+        "route_topk_logits",
+        "router",
+        STEP,
+        ELEMENTWISE,
+        *_kernels("router.gpu:{}_topk", "topk_compile_jobs", dtypes=MODEL_DTYPES),
     ),
     _op(
-        *("route_hash_logits", "router", _STEP, ELEMENTWISE),
-        *_kernels("router.gpu:{}_hash", "router.gpu:hash_compile_jobs", dtypes=MODEL_DTYPES),
+        "route_hash_logits",
+        "router",
+        STEP,
+        ELEMENTWISE,
+        *_kernels("router.gpu:{}_hash", "hash_compile_jobs", dtypes=MODEL_DTYPES),
     ),
     _op(
-        *("sparse_attention", "sparse_attention", _STEP, WAITING),
+        "sparse_attention",
+        "sparse_attention",
+        STEP,
+        WAITING,
         *_kernels("sparse_attention.launch:{}", "attention_calls:compile_jobs"),
     ),
+    _op("step_mapping", "step_mapping", STEP, ELEMENTWISE, *_kernels("step_mapping.gpu:{}", "compile_jobs")),
     _op(
-        *("step_mapping", "step_mapping", _STEP, ELEMENTWISE),
-        *_kernels("step_mapping.gpu:{}", "step_mapping.gpu:compile_jobs"),
-    ),
-    _op(
-        *("unpack_pages", "unpack", _PREFILL, ELEMENTWISE),
+        "unpack_pages",
+        "unpack",
+        PREFILL,
+        ELEMENTWISE,
         *_kernels("unpack.gpu:{}", "attention_calls:unpack_compile_jobs"),
     ),
 )
