@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
 
 import torch
@@ -19,6 +18,7 @@ from dsv4_kernels import attention_calls, registry
 from dsv4_kernels.host import compile_cache
 from dsv4_kernels.kv_layout import ROW_DIM
 from dsv4_kernels.model_shapes import AttentionLayer, AttentionShapes
+from sglang_dsv4 import env
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page
 from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, HCA_RATIO, LayerKind
 
@@ -32,7 +32,7 @@ def required_implementation(device: torch.device, head_dim: int) -> str | None:
 
     The environment's, or on a GPU the reference for a head_dim that no kernel has.
     """
-    named = os.environ.get(NAME_VARIABLE, "").strip()
+    named = env.text(NAME_VARIABLE)
     if named:
         return named
     return "ref" if device.type == "cuda" and head_dim != ROW_DIM else None

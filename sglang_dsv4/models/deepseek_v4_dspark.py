@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.norm_rope_store import Destination
-from sglang_dsv4.determinism import exact
+from sglang_dsv4.determinism import checks
 from sglang_dsv4.layers.hyper_connection import HyperConnectionHead, Pending
 from sglang_dsv4.layers.linear import Fp8Input, fp32_product_dtype, quantised_linear_config, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
@@ -150,7 +150,7 @@ class DeepseekV4ForCausalLMDSpark(nn.Module):
         self.markov_head = MarkovHead(self.dsv4_config)
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None
-        exact.check_model(self)
+        checks.check_model(self)
 
     def attach_shared_modules(self, *, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
         """Take the target's embedding and output matrix."""
