@@ -61,7 +61,8 @@ class Runs(Enum):
 
     STEP = "decode, verify and draft steps, and prefills"
     PREFILL = "prefills only"
-    NOWHERE = "no forward: part of the definition of other ops, or not wired"
+    NOWHERE = "no forward: part of the definitions of other ops"
+    NOT_WIRED = "no forward yet: no layer selects its kernel"
 
 
 @dataclass(frozen=True)
@@ -203,15 +204,15 @@ def _products(function: str) -> tuple[Implementation, ...]:
 
 # ---- the table
 
-STEP, PREFILL, NOWHERE = Runs.STEP, Runs.PREFILL, Runs.NOWHERE
+STEP, PREFILL, NOWHERE, NOT_WIRED = Runs
 CPU, GPU = ("cpu",), ("cuda",)
 
 _ROWS = (
     _op("compress", "compressor", NOWHERE, ELEMENTWISE),
     _op("compress_store", "compressor", STEP, WAITING, *_kernels("compressor.gpu:{}", "compile_jobs")),
-    _op("hc_pre", "hyper_connection", NOWHERE, SHAPED, *_kernels("hyper_connection.gpu:{}_hc_pre")),
-    _op("hc_post", "hyper_connection", NOWHERE, ELEMENTWISE, *_kernels("hyper_connection.gpu:{}_hc_post")),
-    _op("hc_head", "hyper_connection", NOWHERE, SHAPED, *_kernels("hyper_connection.gpu:{}_hc_head")),
+    _op("hc_pre", "hyper_connection", NOWHERE, SHAPED),
+    _op("hc_post", "hyper_connection", NOWHERE, ELEMENTWISE),
+    _op("hc_head", "hyper_connection", NOWHERE, SHAPED),
     *(
         _op(name, "hyper_connection", STEP, SHAPED, *_kernels(f"hyper_connection.gpu:{{}}_{name}", "compile_jobs"))
         for name in ("hc_boundary", "hc_enter", "hc_finish")
@@ -266,7 +267,7 @@ _ROWS = (
     _op(
         "nvfp4_experts_forward",
         "moe",
-        NOWHERE,
+        NOT_WIRED,
         WAITING,
         _kernel("sm100", "moe.sm100.launch:nvfp4_experts_forward", priority=-1),
     ),
@@ -277,7 +278,7 @@ _ROWS = (
     _op("fp4_qdq", "quant", NOWHERE, ELEMENTWISE),
     _op("hadamard", "quant", NOWHERE, ELEMENTWISE),
     _op("fp8_quantise", "quant", STEP, ELEMENTWISE, *_kernels("quant.gpu:{}", "compile_jobs"), devices=GPU),
-    _op("apply_rope", "rope", NOWHERE, ELEMENTWISE, *_kernels("rope.gpu:{}")),
+    _op("apply_rope", "rope", NOWHERE, ELEMENTWISE),
     _op("apply_rope_in_place", "rope", STEP, ELEMENTWISE, *_kernels("rope.gpu:{}_in_place", "compile_jobs")),
     _op("route_topk", "router", NOWHERE, SHAPED),
     _op("route_hash", "router", NOWHERE, SHAPED),
@@ -326,7 +327,7 @@ def forward_ops(device: str, options: Container[Option] = ()) -> tuple[str, ...]
     return tuple(
         op.name
         for op in OPS.values()
-        if op.runs is not Runs.NOWHERE and device in op.devices and (op.option is None or op.option in options)
+        if op.runs in (Runs.STEP, Runs.PREFILL) and device in op.devices and (op.option is None or op.option in options)
     )
 
 

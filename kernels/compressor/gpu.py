@@ -20,9 +20,7 @@ from dsv4_kernels.compressor.entries import INDEX_DIM
 from dsv4_kernels.compressor.rows import CHUNK, Arguments, Batch, Problem
 from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.host.arch import architecture
-from dsv4_kernels.host.compile_cache import load_or_compile
-from dsv4_kernels.host.launch import current_stream
-from dsv4_kernels.host.launch_arguments import example
+from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.kv_layout import ROPE_DIM, ROW_DIM, RowFormat
 from dsv4_kernels.model_shapes import ModelShapes
@@ -84,15 +82,12 @@ def compile(kernel: str, dims: tuple[int, ...], ratio: int, arch: str) -> Callab
         arch: "sm_90a".
     """
 
-    def from_compiler() -> Callable[..., None]:
-        arguments, stream = example(Arguments), cuda.CUstream(0)
-        if kernel == "keep":
-            return cute.compile(launch_keep, arguments, dims, ratio, stream)
-        if ratio == csa.RATIO:
-            return cute.compile(csa.launch, arguments, dims, Int32(1), stream)
-        return cute.compile(hca.launch, arguments, Int32(1), stream)
-
-    return load_or_compile(f"compress_store_{kernel}", (dims, ratio), arch, from_compiler)
+    name, config = f"compress_store_{kernel}", (dims, ratio)
+    if kernel == "keep":
+        return load_launcher(name, config, arch, launch_keep, Arguments, dims, ratio)
+    if ratio == csa.RATIO:
+        return load_launcher(name, config, arch, csa.launch, Arguments, dims, Int32)
+    return load_launcher(name, config, arch, hca.launch, Arguments, Int32)
 
 
 def _check(groups: Groups, compressions: Sequence[Compression]) -> None:

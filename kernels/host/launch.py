@@ -11,7 +11,7 @@ from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.host.launch_arguments import example
 
 
-def launcher(name: str, config: Hashable, arch: str, launch: Callable[..., None], *arguments: object) -> Callable:
+def load_launcher(name: str, config: Hashable, arch: str, launch: Callable[..., None], *arguments: object) -> Callable:
     """The compiled `launch` (`@cute.jit`), from memory, from disk or from the compiler.
 
     Call the result with the arguments of `launch` in order, without its compile-time constants.

@@ -21,13 +21,12 @@ from dsv4_kernels.device import dependent_launch, e2m1, e4m3, ptx
 from dsv4_kernels.device.bf16_rows import channels, max_over_lanes, mul, packed, store_8_bytes
 from dsv4_kernels.device.e2m1 import DIM
 from dsv4_kernels.device.e2m1 import LANE_CHANNELS as CHANNELS
+from dsv4_kernels.device.rotation import cosine_and_sine, position_of, turned
 from dsv4_kernels.host.arch import architecture
-from dsv4_kernels.host.compile_cache import load_or_compile
-from dsv4_kernels.host.launch import current_stream
+from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.kv_layout import FP4_SCALE_GROUP
 from dsv4_kernels.model_shapes import ModelShapes
-from dsv4_kernels.rope.angle import cosine_and_sine, position_of, turned
 
 ROTATED = 64
 LANES_A_BLOCK = FP4_SCALE_GROUP // CHANNELS
@@ -101,11 +100,7 @@ def rounded(words: Sequence[Uint32], lane: Int32) -> tuple:
 def compile(arch: str, quantise: bool) -> Callable[..., None]:
     """The launcher: (arguments, CTAs, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, quantise, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("index_query", quantise, arch, from_compiler)
+    return load_launcher("index_query", quantise, arch, launch, Arguments, quantise, Int32)
 
 
 def _run(

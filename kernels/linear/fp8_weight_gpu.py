@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import cuda.bindings.driver as cuda
-import cutlass.cute as cute
 import torch
 from cutlass import Int32
 from torch import Tensor
 
 from dsv4_kernels.host.arch import architecture
-from dsv4_kernels.host.compile_cache import load_or_compile
-from dsv4_kernels.host.launch import current_stream
-from dsv4_kernels.host.launch_arguments import example
+from dsv4_kernels.host.fp8_rows import new_codes
+from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.linear.fp8_weight import HEAD, ROTATED, ROWS, STEP, Arguments, Configuration, Tile, launch
 from dsv4_kernels.linear.kernel import SEGMENTS
 from dsv4_kernels.linear.ref import HeadRotation
 from dsv4_kernels.model_shapes import ModelShapes
-from dsv4_kernels.quant.gpu import new_codes
 
 TILES = (
     Tile(tokens=8, warps=8, stages=3),
@@ -45,10 +41,7 @@ def serves(rows: int, channels: int) -> bool:
 def compile(configuration: Configuration, arch: str) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, tiles, groups, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        return cute.compile(launch, example(Arguments), configuration, Int32(1), Int32(1), cuda.CUstream(0))
-
-    return load_or_compile(_OP, configuration, arch, from_compiler)
+    return load_launcher(_OP, configuration, arch, launch, Arguments, configuration, Int32, Int32)
 
 
 def run(

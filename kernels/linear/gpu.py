@@ -10,15 +10,12 @@ batch invariance is required, since cuBLAS is faster where it may split K and ch
 import functools
 from collections.abc import Callable
 
-import cuda.bindings.driver as cuda
-import cutlass.cute as cute
 import torch
 from cutlass import Int32
 from torch import Tensor
 
-from dsv4_kernels.host.arch import ARCHITECTURES, architecture
-from dsv4_kernels.host.compile_cache import load_or_compile
-from dsv4_kernels.host.launch import current_stream
+from dsv4_kernels.host.arch import ARCHITECTURES, architecture, multiprocessors
+from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.linear import wgmma
 from dsv4_kernels.linear.kernel import CHUNK, SEGMENTS, Arguments, Configuration, Tile, launch
@@ -99,16 +96,6 @@ def stores_pairs(out: Tensor) -> bool:
     return not any(step % 2 for step in (out.shape[2], *steps)) and out.data_ptr() % (2 * out.element_size()) == 0
 
 
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Of the GPU; in the emulator those of an H200."""
-    return _multiprocessors(device.index or 0) if device.type == "cuda" else 132
-
-
 def configuration(tile: Tile | wgmma.Tile, fp32: bool) -> Configuration | wgmma.Configuration:
     """Of the kernel that has the tile."""
     return (wgmma.Configuration if isinstance(tile, wgmma.Tile) else Configuration)(tile, fp32)
@@ -121,11 +108,7 @@ def compile(configuration: Configuration | wgmma.Configuration, arch: str) -> Ca
     if isinstance(configuration, wgmma.Configuration):
         name, of_kernel, counts = "linear_wgmma", wgmma.launch, 3
 
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(of_kernel, example, configuration, *[Int32(1)] * counts, cuda.CUstream(0))
-
-    return load_or_compile(name, configuration, arch, from_compiler)
+    return load_launcher(name, configuration, arch, of_kernel, Arguments, configuration, *[Int32] * counts)
 
 
 def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile | wgmma.Tile | None = None) -> Tensor:

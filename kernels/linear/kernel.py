@@ -27,7 +27,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4_kernels.device import dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import add
-from dsv4_kernels.indexer.scores import multiply
+from dsv4_kernels.device.mma import multiply_bf16
 
 SEGMENTS = 4
 """Parts of K with sums of their own: part of what the bits are made of."""
@@ -364,7 +364,7 @@ def sum_chunk(tile: cutlass.Constexpr[Tile], shared: Int32, first: tuple, lane: 
                 for j in cutlass.range_constexpr(token_tiles):
                     place = (i * token_tiles + j) * 4
                     before = tuple(sums[place + n] for n in range(4))
-                    after = multiply(left, (right[j][2 * step], right[j][2 * step + 1]), before)
+                    after = multiply_bf16(left, (right[j][2 * step], right[j][2 * step + 1]), before)
                     for n in cutlass.range_constexpr(4):
                         sums[place + n] = after[n]
 

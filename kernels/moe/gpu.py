@@ -1,7 +1,7 @@
 """Clamped SwiGLU on Hopper and Blackwell (sm_90a, sm_100a): one kernel, bound by memory.
 
 A thread makes 8 channels from as many of the gate and of up, in bf16 or, with 15 neighbours, as a block of e4m3. The
-padding of rows to whole blocks is `dsv4_kernels.quant.gpu`'s.
+padding of rows to whole blocks is `dsv4_kernels.device.fp8_rows`'s.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import CHUNK_BYTES, add, at_least, at_most, load_words_if, mul
+from dsv4_kernels.device.fp8_rows import chunk_of_thread, store_codes
 from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.fp8_rows import THREADS, Codes, bf16_result, new_codes, num_ctas
 from dsv4_kernels.host.launch import current_stream
 from dsv4_kernels.host.launch_arguments import example
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
-from dsv4_kernels.quant.gpu import THREADS, Codes, new_codes, num_ctas, place_of_thread, plain_result, store_codes
 
 
 class Arguments(NamedTuple):
@@ -48,7 +49,7 @@ def launch(arguments: Arguments, is_fp8: cutlass.Constexpr[bool], ctas: Int32, s
 def kernel(args: Arguments, is_fp8: cutlass.Constexpr[bool]) -> None:
     """Makes one chunk."""
     dependent_launch.begin()
-    row, chunk, exists = place_of_thread(args.to)
+    row, chunk, exists = chunk_of_thread(args.to)
     offset = Int64(row) * args.row_bytes + chunk * CHUNK_BYTES
     gate, up = load_words_if(exists, args.gate + offset), load_words_if(exists, args.up + offset)
     words = product(gate, up, args.limit)
@@ -105,7 +106,7 @@ def _bf16(name: str, gate_up: Tensor, limit: float) -> Tensor:
     rows, dim = _check("fused_swiglu", gate_up)
     out = torch.empty(rows, dim, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        _run(name, gate_up, limit, plain_result(out, rows, dim), False)
+        _run(name, gate_up, limit, bf16_result(out, rows, dim), False)
     return out
 
 

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES, WARP, add, mul, sum_over_lanes
+from dsv4_kernels.device.fp8_rows import store_codes
 from dsv4_kernels.host.arch import architecture
-from dsv4_kernels.host.compile_cache import load_or_compile
-from dsv4_kernels.host.launch import current_stream
-from dsv4_kernels.host.launch_arguments import example
+from dsv4_kernels.host.fp8_rows import Codes, bf16_result, new_codes
+from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
-from dsv4_kernels.quant.gpu import Codes, new_codes, plain_result, store_codes
 
 WARP_DIM = 2048
 """The longest row of a warp: 8 chunks, 64 channels a lane."""
@@ -185,10 +184,7 @@ def sum_over_warps(total: Float32, warps: cutlass.Constexpr[int], lane: Int32, s
 def compile(configuration: Configuration, arch: str) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        return cute.compile(launch, example(Arguments), configuration, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("rms_norm", configuration, arch, from_compiler)
+    return load_launcher("rms_norm", configuration, arch, launch, Arguments, configuration, Int32)
 
 
 def _configuration(what: str, x: Tensor, weight: Tensor | None, is_fp8: bool) -> Configuration:
@@ -221,7 +217,7 @@ def _bf16(name: str, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     rows = x.flatten(0, -2) if x.dim() != 2 else x
     check_rows("rms_norm: x", rows)
     if len(rows):
-        _run(name, rows, weight, eps, configuration, plain_result(out, len(rows), configuration.dim))
+        _run(name, rows, weight, eps, configuration, bf16_result(out, len(rows), configuration.dim))
     return out
 
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from dsv4_kernels.device import bf16_rows as rows_of
 from dsv4_kernels.device import dependent_launch, e4m3, ptx
 from dsv4_kernels.device.bf16_rows import WARP
+from dsv4_kernels.device.rotation import cosine_and_sine, position_of, turned
 from dsv4_kernels.host.arch import architecture
-from dsv4_kernels.host.compile_cache import load_or_compile
-from dsv4_kernels.host.launch import current_stream
+from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.kv_layout import (
     NOPE_DIM,
@@ -40,7 +40,6 @@ from dsv4_kernels.kv_layout import (
 )
 from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.norm_rope_store import MAX_DESTINATIONS, Destination
-from dsv4_kernels.rope.angle import cosine_and_sine, position_of, turned
 from dsv4_kernels.sparse_attention.addresses import row_bytes
 
 WARPS = 4
@@ -241,12 +240,9 @@ def store_fp8(
 def compile(heads_a_warp: int, arch: str) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        table = Table(*(kind(1) for kind in Table.__annotations__.values()))
-        example = Arguments(*(table if kind is Table else kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, heads_a_warp, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("norm_rope_store", f"{heads_a_warp} heads a warp", arch, from_compiler)
+    return load_launcher(
+        "norm_rope_store", f"{heads_a_warp} heads a warp", arch, launch, Arguments, heads_a_warp, Int32
+    )
 
 
 def _table(destination: Destination) -> Table:

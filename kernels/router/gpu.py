@@ -20,8 +20,7 @@ from torch import Tensor
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import WARP, add, at_least, bits_of, magnitude, mul
 from dsv4_kernels.host.arch import architecture
-from dsv4_kernels.host.compile_cache import load_or_compile
-from dsv4_kernels.host.launch import current_stream
+from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
 
@@ -119,7 +118,7 @@ def warp_min(x: Int32) -> Int32:
 
 
 def tree_sum(values: list) -> Float32:
-    """In the order of `dsv4_kernels.host.invariant.tree_sum`."""
+    """In the order of `dsv4_kernels.reference.batch_invariant.tree_sum`."""
     while len(values) > 1:
         half = len(values) // 2
         folded = [add(values[i], values[i + half]) for i in range(half)]
@@ -227,11 +226,7 @@ def write(
 def compile(configuration: Configuration, arch: str) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, configuration, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("router", configuration, arch, from_compiler)
+    return load_launcher("router", configuration, arch, launch, Arguments, configuration, Int32)
 
 
 def _run(

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from torch import nn
 
+
 def start(runner: ModelRunner) -> None:
     """If the flag is on, let the registry give batch-invariant implementations only; called before a model is loaded.
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from dsv4_kernels.quant import dequantise_fp4_weight, dequantise_fp8_weight, dequantise_nvfp4_weight
+from dsv4_kernels.number_formats import dequantise_fp4_weight, dequantise_fp8_weight, dequantise_nvfp4_weight
 from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.weights import nvfp4
 from sglang_dsv4.weights.tensor_table import FLOATS, Format, TensorSpec, TensorTable

@@ -76,14 +76,6 @@ def boundary(tokens: int, group: int, teams: int, kernel: str) -> None:
     hyper_connection.check_boundary(hyper_connection.boundary(ARCH[kernel], i, group, teams, **options), i)
 
 
-def post(kernel: str) -> None:
-    from dsv4_kernels.hyper_connection import gpu
-
-    i, arch = hyper_connection.inputs(3, 1024), ARCH[kernel]
-    call = partial(gpu.hc_post, lambda _: arch, i.y, i.streams, i.post, i.comb)
-    hyper_connection.check_streams(hyper_connection.emulate(arch, call), i)
-
-
 def multiply(kernel: str) -> None:
     x, weight = linear.normal(3, 2, 264, seed=1), linear.normal(2, 40, 264, seed=2)
     linear.assert_products(linear.product(kernel, x, weight, None), x, weight)
@@ -120,7 +112,6 @@ WORKS: dict[str, Work] = {
     **{name: partial(rows, name) for name in ROWS},
     "boundary": partial(boundary, 3, 2, 1),
     "boundary_of_teams": partial(boundary, 35, 8, 2),
-    "post": post,
     "csa": lambda kernel: compressor.test_entries_of_a_chunk(kernel, "csa", "late"),
     "hca": lambda kernel: compressor.test_entries_of_a_chunk(kernel, "hca", "late"),
     "index_query": lambda kernel: indexer.test_queries(kernel, True),

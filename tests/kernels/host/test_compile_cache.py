@@ -281,7 +281,7 @@ import cutlass
 from cuda.bindings import driver
 from cutlass import cute
 from cutlass.cute import runtime
-from dsv4_kernels import compile_cache
+from dsv4_kernels.host import compile_cache
 
 arch = sys.argv[1]
 

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from dsv4_kernels import registry
 from dsv4_kernels.linear import HeadRotation, expand_fp8_weight, grouped_linear, grouped_linear_fp8_weight
-from dsv4_kernels.quant import dequantise_fp8_weight, fp8_quantise, quantise_fp8_weight
+from dsv4_kernels.number_formats import dequantise_fp8_weight, quantise_fp8_weight
+from dsv4_kernels.quant import fp8_quantise
 from dsv4_kernels.rope import apply_rope_in_place, rope_frequencies
 
 pytestmark = pytest.mark.usefixtures("compiled_here")

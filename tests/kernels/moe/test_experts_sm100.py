@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dsv4_kernels import moe
 from dsv4_kernels.moe import Mxfp4Experts, ref
-from dsv4_kernels.quant import dequantise_fp4_weight, quantise_fp4_weight
+from dsv4_kernels.number_formats import dequantise_fp4_weight, quantise_fp4_weight
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 

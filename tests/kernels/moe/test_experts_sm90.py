@@ -25,7 +25,7 @@ from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.moe import Mxfp4Experts, ref
 from dsv4_kernels.moe.sm90 import weights as arrangement
 from dsv4_kernels.moe.sm90 import workspace
-from dsv4_kernels.quant import dequantise_fp4_weight
+from dsv4_kernels.number_formats import dequantise_fp4_weight
 from tests.kernels.moe.test_experts_sm100 import LIMIT, Case, packed_experts
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv4_kernels import moe, registry
 from dsv4_kernels.moe import Nvfp4Experts, ref
-from dsv4_kernels.quant import dequantise_nvfp4_weight, encode_nvfp4, quantise_nvfp4_weight
+from dsv4_kernels.number_formats import dequantise_nvfp4_weight, encode_nvfp4, quantise_nvfp4_weight
 from tests.kernels.moe.test_experts_sm100 import LIMIT, Case, compiled_here, emulated_on  # noqa: F401 - a fixture
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")

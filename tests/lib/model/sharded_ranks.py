@@ -23,7 +23,7 @@ from model.quantised_inputs import as_on_hopper
 from torch import Tensor
 
 from dsv4_kernels import registry
-from dsv4_kernels.host.invariant import sum_in_order
+from dsv4_kernels.reference.batch_invariant import sum_in_order
 from sglang_dsv4.layers import rank_sum, sequence_parallel
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.models import deepseek_v4

@@ -1,4 +1,4 @@
-"""A kernel that computes cosine and sine of a list of angles; for tests of `dsv4_kernels.rope.angle`."""
+"""A kernel that computes cosine and sine of a list of angles; for tests of `dsv4_kernels.device.rotation`."""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -7,7 +7,7 @@ from cutlass import Int32, Int64
 from torch import Tensor
 
 from dsv4_kernels.device import ptx
-from dsv4_kernels.rope.angle import cosine_and_sine
+from dsv4_kernels.device.rotation import cosine_and_sine
 
 THREADS = 128
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from dsv4_kernels import registry
-from dsv4_kernels.host.invariant import sum_in_order
 from dsv4_kernels.ops import MODEL_DTYPES, forward_ops
+from dsv4_kernels.reference.batch_invariant import sum_in_order
 from sglang_dsv4.attention.metadata import ForwardMetadata
 from sglang_dsv4.determinism import checks, refused_requests, sglang_operators
 from sglang_dsv4.determinism import flag as determinism_flag
@@ -275,7 +275,7 @@ IN_RANKS = """
 import sys, torch, torch.distributed as dist
 rank, ranks, port = map(int, sys.argv[1:])
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-from dsv4_kernels.host.invariant import sum_in_order
+from dsv4_kernels.reference.batch_invariant import sum_in_order
 rows = torch.randn(64, 96, generator=torch.Generator().manual_seed(rank))
 
 def gathered(x):

@@ -311,10 +311,11 @@ def test_its_kernels_are_compiled_ahead(asked_for: Asked, monkeypatch: pytest.Mo
     from tests.sglang_dsv4.warmup.test_compile_ahead import CUDA, GEOMETRY
 
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from dsv4_kernels.host import launch
     from dsv4_kernels.linear import fp8, fp8_plan
 
     made: list[object] = []
-    monkeypatch.setattr(fp8, "load_or_compile", lambda name, plan, arch, compile: made.append((name, plan, arch)))
+    monkeypatch.setattr(launch, "load_or_compile", lambda name, plan, arch, compile: made.append((name, plan, arch)))
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
     monkeypatch.setattr(sequence_parallel, "may_be", lambda: False)
     for job in fp8.compile_jobs(model_shapes(config(), GEOMETRY, 64, CUDA), "sm_90a"):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dsv4_kernels import registry
 from dsv4_kernels.host import compile_cache
-from dsv4_kernels.quant import quantise_fp8_weight
+from dsv4_kernels.number_formats import quantise_fp8_weight
 from dsv4_kernels.rope import rope_frequencies
 from sglang_dsv4.layers import grouped_projection
 from sglang_dsv4.layers.grouped_projection import GroupedProjection
