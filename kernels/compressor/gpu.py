@@ -19,12 +19,12 @@ from dsv4_kernels.compressor import Compression, Groups, csa, hca, rows
 from dsv4_kernels.compressor.entries import INDEX_DIM
 from dsv4_kernels.compressor.rows import CHUNK, Arguments, Batch, Problem
 from dsv4_kernels.device import dependent_launch
+from dsv4_kernels.host.addresses import address, row_bytes
 from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.kv_layout import ROPE_DIM, ROW_DIM, RowFormat
 from dsv4_kernels.model_shapes import ModelShapes
-from dsv4_kernels.sparse_attention.addresses import address, row_bytes
 
 KEPT_TOKENS = 4
 """Of a CTA that keeps rows of a chunk; most tokens are not kept."""

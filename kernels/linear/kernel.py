@@ -402,9 +402,4 @@ def store(
                     if cutlass.const_expr(configuration.fp32):
                         ptx.store_f32(address, value)
                     else:
-                        store_bf16(address, value)
-
-
-def store_bf16(address: Int64, x: Float32) -> None:
-    """An fp32 to global memory, rounded to bf16."""
-    ptx.asm("{\n.reg .b16 x;\ncvt.rn.bf16.f32 x, {$r1};\nst.global.b16 [{$r0}], x;\n}", [], address, x)
+                        ptx.store_bf16(address, value)

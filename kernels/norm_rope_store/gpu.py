@@ -25,6 +25,7 @@ from dsv4_kernels.device import bf16_rows as rows_of
 from dsv4_kernels.device import dependent_launch, e4m3, ptx
 from dsv4_kernels.device.bf16_rows import WARP
 from dsv4_kernels.device.rotation import cosine_and_sine, position_of, turned
+from dsv4_kernels.host.addresses import row_bytes
 from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
@@ -40,7 +41,6 @@ from dsv4_kernels.kv_layout import (
 )
 from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.norm_rope_store import MAX_DESTINATIONS, Destination
-from dsv4_kernels.sparse_attention.addresses import row_bytes
 
 WARPS = 4
 HALF_BYTES = ROW_DIM  # of half a row in bf16
