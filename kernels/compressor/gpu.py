@@ -7,6 +7,7 @@ This file has the kernel that keeps the rows of a chunk, and the host side.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -23,6 +24,7 @@ from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.kv_layout import ROPE_DIM, ROW_DIM, RowFormat
+from dsv4_kernels.model_shapes import ModelShapes
 
 KEPT_TOKENS = 4
 """Of a CTA that keeps rows of a chunk; most tokens are not kept."""
@@ -198,3 +200,9 @@ def sm90(groups: Groups, compressions: Sequence[Compression], dtype: torch.dtype
 def sm100(groups: Groups, compressions: Sequence[Compression], dtype: torch.dtype) -> None:
     """`dsv4_kernels.compressor.compress_store` on Blackwell (B200, GB200, B300); as `sm90`."""
     _run("sm100", groups, compressions, dtype)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of both kernels for every kind of layer with entries."""
+    kernels = ("entries", "keep")
+    return [partial(compile, kernel, dims, ratio, arch) for ratio, dims in model.entry_dims for kernel in kernels]

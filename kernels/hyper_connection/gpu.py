@@ -1,6 +1,6 @@
 """The hyper-connections on Hopper and Blackwell: which plan, and launching it. The kernel is in `kernel`.
 
-`hc_boundary`, `hc_enter`, `hc_finish` and `hc_head` are that kernel with some of its parts left out, one launch each.
+`hc_boundary`, `hc_enter` and `hc_finish` are that kernel with some of its parts left out, one launch each.
 """
 
 import functools
@@ -16,6 +16,7 @@ from dsv4_kernels.host.fp8_rows import new_codes
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.hyper_connection.kernel import HyperConnection
 from dsv4_kernels.hyper_connection.plan import CLUSTER, HEAD_ROWS, PRE_ROWS, STREAMS, TEAMS, TOKENS, Arguments, Plan
+from dsv4_kernels.model_shapes import ModelShapes
 
 MOST_TOKENS = {1: 4, 2: 16, 4: 64, 8: 128}
 """Tokens of a group -> up to how many tokens in all, one group a cluster: with few tokens more clusters share what each
@@ -77,6 +78,14 @@ def plans(dim: int, fp8: bool, bf16_weight: bool = False, fewest: int = 1) -> li
         for size in sizes
     )
     return list(dict.fromkeys(made))
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of the kernels of `hc_boundary`, `hc_enter` and `hc_finish`."""
+    made = plans(model.hidden_size, model.quantises_inputs)
+    if model.fewest_own_rows:  # a rank's own rows are gathered first and quantised after that
+        made += plans(model.hidden_size, False, fewest=model.fewest_own_rows)
+    return [functools.partial(compile, plan, arch) for plan in dict.fromkeys(made)]
 
 
 def run(
@@ -260,20 +269,6 @@ def hc_finish(
     return run(name, "hc_finish", HEAD_ROWS, streams, written_back, parameters, norm_weight, norm_eps, hc_eps)[:2]
 
 
-def hc_head(
-    name: str,
-    x: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    norm_eps: float,
-    hc_eps: float,
-) -> Tensor:
-    """`dsv4_kernels.hyper_connection.hc_head`."""
-    return run(name, "hc_head", HEAD_ROWS, x, None, (fn, base, scale), None, norm_eps, hc_eps)[1]
-
-
 sm90_hc_boundary, sm100_hc_boundary = (functools.partial(hc_boundary, name) for name in ARCHITECTURES)
 sm90_hc_enter, sm100_hc_enter = (functools.partial(hc_enter, name) for name in ARCHITECTURES)
 sm90_hc_finish, sm100_hc_finish = (functools.partial(hc_finish, name) for name in ARCHITECTURES)
-sm90_hc_head, sm100_hc_head = (functools.partial(hc_head, name) for name in ARCHITECTURES)

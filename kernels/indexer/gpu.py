@@ -6,6 +6,8 @@ Hopper has two score kernels, and a token has one score, whichever of them compu
 and their instructions (`mma.sync`, `wgmma`) sum the same sets of 16 channels in the same order, to the same bits.
 """
 
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -17,6 +19,7 @@ from dsv4_kernels.host.launch import current_stream
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.indexer import SCRATCH_BYTES, prefill_scores, scores, topk
 from dsv4_kernels.kv_layout import PAGE_ROWS, KVRows, RowFormat
+from dsv4_kernels.model_shapes import ModelShapes
 
 RUNS = 64
 """CTAs of one token, at the most: each has as many pages as that takes, and at least PAGES_A_CTA."""
@@ -136,3 +139,11 @@ def sm90(*arguments: object) -> Tensor:
 def sm100(*arguments: object) -> Tensor:
     """`dsv4_kernels.indexer.index_topk` on Blackwell (B200, GB200, B300)."""
     return _run("sm100", *arguments)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of the kernels of scores and of the choice; none for a model without an indexer."""
+    if not model.index_heads:
+        return []
+    scores_of = [partial(kernel.compile, arch, model.index_heads) for kernel in score_kernels(arch)]
+    return [*scores_of, partial(topk.compile, arch)]

@@ -7,6 +7,7 @@ shared memory.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -25,6 +26,7 @@ from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.kv_layout import FP4_SCALE_GROUP
+from dsv4_kernels.model_shapes import ModelShapes
 
 ROTATED = 64
 LANES_A_BLOCK = FP4_SCALE_GROUP // CHANNELS
@@ -148,3 +150,8 @@ def sm90(*arguments: object) -> tuple[Tensor, Tensor]:
 def sm100(*arguments: object) -> tuple[Tensor, Tensor]:
     """`dsv4_kernels.indexer.index_query` on Blackwell (B200, GB200, B300)."""
     return _run("sm100", *arguments)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs; none for a model without an indexer."""
+    return [partial(compile, arch, model.index_fp4)] if model.index_heads else []

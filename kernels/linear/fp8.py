@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from cutlass import Int32
@@ -13,6 +14,7 @@ from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import stride_bytes
 from dsv4_kernels.linear.fp8_kernel import launch
 from dsv4_kernels.linear.fp8_plan import BLOCK, MOST_TOKENS, ROWS, TOKENS, Arguments, Plan, chosen, planned
+from dsv4_kernels.model_shapes import ModelShapes
 
 ARCH = "sm_90a"
 
@@ -90,3 +92,8 @@ def _check(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor) 
         raise ValueError(
             f"linear_fp8 on sm90: weight_scale must have contiguous rows; got strides {weight_scale.stride()}"
         )
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of every plan that the layers of `model` may get."""
+    return [partial(compile, plan, arch) for plan in plans(model.fp8_linear_tokens)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from cutlass import Int32
@@ -15,6 +16,7 @@ from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.linear.fp8_weight import HEAD, ROTATED, ROWS, STEP, Arguments, Configuration, Tile, launch
 from dsv4_kernels.linear.kernel import SEGMENTS
 from dsv4_kernels.linear.ref import HeadRotation
+from dsv4_kernels.model_shapes import ModelShapes
 
 TILES = (
     Tile(tokens=8, warps=8, stages=3),
@@ -148,3 +150,9 @@ def sm90(
     out = torch.empty(tokens, groups, rows, dtype=torch.bfloat16, device=x.device)
     run(x, weight, scale, rotation, out, tile=tile)
     return out
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of every tile that a forward's number of tokens may choose, with rotation and quantised result."""
+    tiles = dict.fromkeys(chosen(tokens) for tokens in range(1, model.fp8_wo_a_tokens + 1))
+    return [partial(compile, Configuration(tile, True, True), arch) for tile in tiles]

@@ -19,6 +19,7 @@ from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.linear import wgmma
 from dsv4_kernels.linear.kernel import CHUNK, SEGMENTS, Arguments, Configuration, Tile, launch
+from dsv4_kernels.model_shapes import ModelShapes
 
 TILES = (
     Tile(rows=16, tokens=16, at_once=SEGMENTS, row_warps=1, token_warps=1, stages=4),
@@ -178,3 +179,17 @@ sm90_linear_fp32 = functools.partial(_linear_fp32, "sm90")
 sm100_linear_fp32 = functools.partial(_linear_fp32, "sm100")
 sm90_grouped_linear = functools.partial(_grouped_linear, "sm90")
 sm100_grouped_linear = functools.partial(_grouped_linear, "sm100")
+
+
+def _jobs(fp32: bool, arch: str) -> list[Callable[[], object]]:
+    return [functools.partial(compile, configuration(tile, fp32), arch) for tile in tiles(arch)]
+
+
+def linear_fp32_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of `linear_fp32`: of every tile, since any may be chosen."""
+    return _jobs(True, arch)
+
+
+def grouped_linear_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of `grouped_linear`: of every tile, since any may be chosen."""
+    return _jobs(False, arch)

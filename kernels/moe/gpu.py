@@ -5,6 +5,7 @@ padding of rows to whole blocks is `dsv4_kernels.device.fp8_rows`'s.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -23,6 +24,7 @@ from dsv4_kernels.host.fp8_rows import THREADS, Codes, bf16_result, new_codes, n
 from dsv4_kernels.host.launch import current_stream
 from dsv4_kernels.host.launch_arguments import example
 from dsv4_kernels.host.strides import check_rows, stride_bytes
+from dsv4_kernels.model_shapes import ModelShapes
 
 
 class Arguments(NamedTuple):
@@ -134,3 +136,13 @@ def sm90_fp8(gate_up: Tensor, limit: float, column_major: bool) -> tuple[Tensor,
 def sm100_fp8(gate_up: Tensor, limit: float, column_major: bool) -> tuple[Tensor, Tensor]:
     """`dsv4_kernels.moe.swiglu_fp8` on Blackwell (B200, GB200, B300); as `sm90_fp8`."""
     return _fp8("sm100", gate_up, limit, column_major)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """The compile job of `fused_swiglu`."""
+    return [partial(compile, False, arch)]
+
+
+def fp8_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """The compile job of `swiglu_fp8`."""
+    return [partial(compile, True, arch)]

@@ -7,6 +7,7 @@ on the row's length only, and so do the order of its sum and its bits. Sixteen n
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -23,6 +24,7 @@ from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.fp8_rows import Codes, bf16_result, new_codes
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
+from dsv4_kernels.model_shapes import ModelShapes
 
 WARP_DIM = 2048
 """The longest row of a warp: 8 chunks, 64 channels a lane."""
@@ -246,3 +248,19 @@ def sm90_fp8(x: Tensor, weight: Tensor | None, eps: float, column_major: bool) -
 def sm100_fp8(x: Tensor, weight: Tensor | None, eps: float, column_major: bool) -> tuple[Tensor, Tensor]:
     """`dsv4_kernels.norm.rms_norm_fp8` on Blackwell (B200, GB200, B300); x as in `sm90`."""
     return _fp8("sm100", x, weight, eps, column_major)
+
+
+def _jobs(model: ModelShapes, arch: str, is_fp8: bool) -> list[Callable[[], object]]:
+    if is_fp8 != model.quantises_inputs:
+        return []
+    return [partial(compile, Configuration(dim, "fp32", is_fp8), arch) for dim in model.norm_dims]
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of `rms_norm`; none where the norms of a forward also quantise."""
+    return _jobs(model, arch, False)
+
+
+def fp8_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of `rms_norm_fp8`; none where the norms of a forward do not quantise."""
+    return _jobs(model, arch, True)

@@ -11,6 +11,7 @@ nothing and none waits for another.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -38,6 +39,7 @@ from dsv4_kernels.kv_layout import (
     SCALE_GROUP,
     RowFormat,
 )
+from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.norm_rope_store import MAX_DESTINATIONS, Destination
 
 WARPS = 4
@@ -324,3 +326,8 @@ def sm90(*arguments: object) -> None:
 def sm100(*arguments: object) -> None:
     """`dsv4_kernels.norm_rope_store.norm_rope_store` on Blackwell (B200, GB200, B300); as `sm90`."""
     _run("sm100", *arguments)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs for one head a warp and for HEADS_A_WARP, of which the number of rows chooses."""
+    return [partial(compile, heads_a_warp, arch) for heads_a_warp in (1, HEADS_A_WARP)]

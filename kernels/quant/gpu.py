@@ -6,6 +6,7 @@ results by `store_codes` too.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -20,6 +21,7 @@ from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.fp8_rows import BLOCK, THREADS, Codes, new_codes, num_ctas
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
+from dsv4_kernels.model_shapes import ModelShapes
 
 
 class Arguments(NamedTuple):
@@ -77,3 +79,8 @@ def sm90(x: Tensor, block: int, column_major: bool) -> tuple[Tensor, Tensor]:
 def sm100(x: Tensor, block: int, column_major: bool) -> tuple[Tensor, Tensor]:
     """`dsv4_kernels.quant.fp8_quantise` on Blackwell (B200, GB200, B300); as `sm90`."""
     return _run("sm100", x, block, column_major)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """The compile job of `fp8_quantise`."""
+    return [partial(compile, arch)]

@@ -5,6 +5,7 @@ loads are all on their way before the first is used. Only the rotated channels a
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -20,6 +21,7 @@ from dsv4_kernels.device.rotation import cosine_and_sine, inverted, position_of,
 from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
+from dsv4_kernels.model_shapes import ModelShapes
 
 THREADS = 128
 HEADS_A_THREAD = 4
@@ -91,6 +93,11 @@ def compile(heads_a_thread: int, arch: str) -> Callable[..., None]:
     return load_launcher(
         "apply_rope_in_place", f"{heads_a_thread} heads a thread", arch, launch, Arguments, heads_a_thread, Int32
     )
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """The compile job of `apply_rope_in_place`."""
+    return [partial(compile, HEADS_A_THREAD, arch)]
 
 
 def _run(name: str, x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> None:

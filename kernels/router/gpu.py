@@ -7,6 +7,7 @@ expert j.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -21,6 +22,7 @@ from dsv4_kernels.device.bf16_rows import WARP, add, at_least, bits_of, magnitud
 from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import stride_bytes
+from dsv4_kernels.model_shapes import ModelShapes
 
 WARPS = 4
 MOST_EXPERTS = 512
@@ -299,3 +301,15 @@ def sm90_hash(logits: Tensor, expert_table: Tensor, token_ids: Tensor, scale: fl
 def sm100_hash(logits: Tensor, expert_table: Tensor, token_ids: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """`dsv4_kernels.router.route_hash_logits` on Blackwell (B200, GB200, B300)."""
     return _hash("sm100", logits, expert_table, token_ids, scale)
+
+
+def topk_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """The compile job of `route_topk_logits`."""
+    return [partial(compile, Configuration(model.experts_per_token, model.experts), arch)]
+
+
+def hash_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """The compile job of `route_hash_logits`; none for a model whose layers all have a learned router."""
+    if not model.routes_by_token_id:
+        return []
+    return [partial(compile, Configuration(model.experts_per_token, 0, wide_ids=True), arch)]

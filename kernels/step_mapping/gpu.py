@@ -1,6 +1,7 @@
 """A step's slot mapping on a GPU (sm_90a, sm_100a): one CTA a request, one launch, no thread waits for another."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -13,6 +14,7 @@ from torch import Tensor
 from dsv4_kernels.device import dependent_launch, ptx
 from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.step_mapping import GroupMapping, StepLayout, StepMapping
 
 THREADS = 128
@@ -244,3 +246,8 @@ def sm90(*arguments: object) -> StepMapping:
 def sm100(*arguments: object) -> StepMapping:
     """`dsv4_kernels.step_mapping.step_mapping` on Blackwell (B200, GB200, B300)."""
     return _run("sm100", *arguments)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of every mapping of the model's steps."""
+    return [partial(compile, arch, layout, tokens) for layout, tokens in model.step_mappings]

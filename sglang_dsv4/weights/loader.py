@@ -179,6 +179,9 @@ class _Loader:
             _check(spec.scale_name, scale, [(dtype, spec.scale_shape(weight.dtype)) for dtype in _SCALES])
             self.values.take_scale(spec.scale_name, scale, weight)
         self.values.take_weight(spec.name, weight)
+        if spec.parameter is None:
+            self.loaded.add(spec.name)
+            return
         parameter = self.parameters[spec.parameter]
         scale_parameter = self.parameters.get(f"{spec.parameter}_scale_inv")
         if self._is_nvfp4(spec):

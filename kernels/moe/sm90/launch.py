@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -21,6 +22,7 @@ from dsv4_kernels.device import bf16_rows, dependent_launch
 from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.host.launch import current_stream
 from dsv4_kernels.host.strides import check_rows, stride_bytes
+from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.moe.sm90 import rows, work_list
 from dsv4_kernels.moe.sm90.kernel import launch
 from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Arguments, Plan, Product, Shape
@@ -293,3 +295,21 @@ def mxfp4_experts_forward(
     if not isinstance(packed, HopperExperts):
         raise ValueError("mxfp4_experts_forward on sm90 needs arranged weights; call Mxfp4Experts.for_hopper() at load")
     return experts_forward(x, weights, experts, packed, swiglu_limit, expert_offset)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of all kernels of `experts_forward`, for launches that begin early and for those that do not."""
+    summed = rows.Sum(model.experts_per_token, fp32=model.experts_sum_fp32, adds_shared=True)
+    of_any_call: list[Callable[[], object]] = [
+        *(partial(compile, Plan(product, shape), arch) for shape in (PAIRED, WIDE) for product in Product),
+        *(partial(rows.compile_quantise, chooses, arch) for chooses in (True, False)),
+        partial(rows.compile_sum, summed, arch),
+        partial(work_list.compile, arch),
+    ]
+    of_few_tokens = [partial(compile, Plan(product, NARROW), arch) for product in Product]
+    # Calls of more than EARLY_TOKENS tokens launch nothing early.
+    early = dict.fromkeys((dependent_launch.is_on(), False))
+    return [
+        *of_few_tokens,
+        *(partial(dependent_launch.compiled, job, on) for on in early for job in of_any_call),
+    ]

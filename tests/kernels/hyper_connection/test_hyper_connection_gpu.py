@@ -422,7 +422,6 @@ def test_the_other_functions(arch: str) -> None:
     streams, x = run("hc_finish", i.y, i.streams, i.post, i.comb, *i.head(), i.weight, NORM_EPS, HC_EPS)
     check_streams(streams, i)
     check_mixture(x, streams, i.head(), i.weight)
-    check_mixture(run("hc_head", streams, *i.head(), NORM_EPS, HC_EPS), streams, i.head(), None)
     parameters = (i.fn, i.base, i.scale)
     x, *coefficients = run("hc_enter", streams, *parameters, i.weight, NORM_EPS, HC_EPS, ITERATIONS)
     check_mixture(x, streams, parameters, i.weight)
@@ -540,7 +539,7 @@ def test_what_the_kernel_refuses(compiled_here: None) -> None:
     refused("matrices of comb must be contiguous", i._replace(comb=torch.zeros(2, 4, 8)[..., :4]))
     three = torch.zeros(2, 3, 1024).bfloat16()
     with pytest.raises(ValueError, match="made for 4 streams; got 3"):
-        gpu.sm90_hc_head(three, torch.zeros(3, 3072), torch.zeros(3), torch.zeros(1), NORM_EPS, HC_EPS)
+        gpu.sm90_hc_enter(three, i.fn, i.base, i.scale, i.weight, NORM_EPS, HC_EPS, ITERATIONS)
 
 
 # ---- on a GPU
@@ -580,7 +579,6 @@ def test_the_gpu_runs_all_functions_out_of_a_graph(kernel_here: str) -> None:
             *hc_boundary(*i.boundary(), impl=kernel_here),
             *hc_enter(i.streams, *parameters, i.weight, NORM_EPS, HC_EPS, ITERATIONS, impl=kernel_here),
             *hc_finish(i.y, i.streams, i.post, i.comb, *i.head(), i.weight, NORM_EPS, HC_EPS, impl=kernel_here),
-            hc_head(i.streams, *i.head(), NORM_EPS, HC_EPS, impl=kernel_here),
         ]
 
     expected = [run(i), run(other)]

@@ -69,18 +69,6 @@ def check_block(drafted: Drafted, prompt: int, anchor: int = 77, chunk: int = LE
     assert drafts == [expected.drafts], f"drafts differ: {drafts}"
 
 
-def check_confidences(drafted: Drafted) -> None:
-    request, streams = drafted.prefilled(150), []
-    undo = drafted.draft.model.model.hc_head.register_forward_hook(lambda *call: streams.append(call[2][0]))
-    drafted.draft.blocks([(request, 40)])
-    undo.remove()
-    drafted.harness.close(request)
-    expected = drafted.expected(150, 40)
-    actual = drafted.draft.model.confidences(streams[0], torch.tensor([40, *expected.drafts[:-1]]))
-    assert expected.confidences.std() > 0.05
-    assert (actual - expected.confidences).abs().max() <= TOLERANCE
-
-
 def check_steps(drafted: Drafted, kept: int) -> None:
     """Run steps that accept `kept` of 6 rows, across the ring's end; each block must equal that of a sequence without
     speculation."""

@@ -21,7 +21,6 @@ class Block:
     logits: Tensor  # [k, V] fp32, without the Markov head
     mixed: Tensor  # [k, d], before the last norm
     drafts: list[int]  # greedy
-    confidences: Tensor  # [k] fp32
 
 
 class DSparkReference:
@@ -73,14 +72,12 @@ class DSparkReference:
             x = r.hc_post(y, x, post, comb)
         mixed = r.hc_head(x, self.last)
         logits = r.rms_norm(mixed, w[self.last + "norm.weight"]).float() @ w["head.weight"].float().T
-        drafts, confidences, previous = [], [], anchor
+        drafts, previous = [], anchor
         for row in range(k):
             latent = w[self.last + "markov_head.markov_w1.weight"][previous].float()
-            features = torch.cat([mixed[row].float(), latent])
-            confidences.append(torch.sigmoid(features @ w[self.last + "confidence_head.proj.weight"][0].float()))
             previous = int((logits[row] + w[self.last + "markov_head.markov_w2.weight"].float() @ latent).argmax())
             drafts.append(previous)
-        return Block(logits, mixed, drafts, torch.stack(confidences))
+        return Block(logits, mixed, drafts)
 
     def _attention(self, x: Tensor, prefix: str, context: Tensor, first: int) -> Tensor:
         """Return the attention of a block's normed rows x [k, d] at positions first.. over `context [n, D]` and the

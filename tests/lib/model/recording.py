@@ -94,11 +94,12 @@ def recording(harness: Harness) -> Iterator[Recording]:
 
     select, attend = backend.select, backend.attend
 
-    def recorded_select(layer: int, q: Tensor, weights: Tensor, top_k: int, num_heads: int, tokens: slice) -> Tensor:
-        rows = select(layer, q, weights, top_k, num_heads, tokens)
+    def recorded_select(layer: int, q: Tensor, weights: Tensor, top_k: int, tokens: slice) -> Tensor:
+        rows = select(layer, q, weights, top_k, tokens)
         record.add("index_q", layer, q)
         record.add("index_weights", layer, weights)
-        rows_of = backend.metadata.unpack if backend._unpacks(4, top_k, num_heads) else backend.metadata
+        metadata = backend.metadata
+        rows_of = metadata.unpack if 4 in metadata.unpacked_ratios else metadata
         pages = rows_of.page_table[0].long()
         place = torch.full((int(pages.max()) + 1,), -1, device=pages.device)
         place[pages] = torch.arange(len(pages), device=pages.device)
