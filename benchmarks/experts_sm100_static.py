@@ -52,9 +52,7 @@ def resources_of(plan: Plan) -> dict[str, int]:
 
 def cycles_of(plan: Plan) -> dict[str, float | str]:
     """The columns above, of one work tile with all its slots."""
-    from emulator import Checks
-    from host import emulated
-    from report import B200
+    from ptx_emulator import B200, Checks, emulated
 
     k, slots = K[plan.product], plan.tokens
     rows = plan.matrices * TILE_ROWS
@@ -92,7 +90,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
     os.environ[compile_cache.FOLDER_VARIABLE] = "off"  # the emulator needs the PTX that compiling gives
-    from host import emulated
+    from ptx_emulator import emulated
 
     document: dict[str, Any] = {"resources": {}, "cycles": {}}
     with emulated():

@@ -116,8 +116,7 @@ def problem_of(case: StaticCase) -> Problem:
 
 def cycles_of(case: StaticCase) -> dict[str, float | str]:
     """The columns above."""
-    from host import emulated
-    from report import B200
+    from ptx_emulator import B200, emulated
 
     with emulated(checks=_without_checks()) as device:
         sm100.sparse_attention(problem_of(case))
@@ -140,7 +139,7 @@ def cycles_of(case: StaticCase) -> dict[str, float | str]:
 
 
 def _without_checks() -> object:
-    from emulator import Checks
+    from ptx_emulator import Checks
 
     return Checks(order=False)
 
@@ -151,7 +150,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
     os.environ[compile_cache.FOLDER_VARIABLE] = "off"  # the emulator needs the PTX that compiling gives
-    from host import emulated
+    from ptx_emulator import emulated
 
     with emulated():
         document = {"resources": all_resources(), "cycles": {}}

@@ -64,9 +64,7 @@ ENTRIES = (512, 1024)
 
 def bounds_of_a_step(heads: int, row_format: RowFormat) -> dict[str, float]:
     """Cycles of every unit for a step of 128 keys of a list, of tokens that nobody divides."""
-    from emulator import Checks
-    from host import emulated
-    from report import H200
+    from ptx_emulator import H200, Checks, emulated
 
     cycles = []
     for entries in ENTRIES:
@@ -109,7 +107,7 @@ def main() -> None:
     if options.bounds:
         print_bounds()
         return
-    from host import emulated
+    from ptx_emulator import emulated
 
     document = {}
     with emulated(arch=sm90.ARCH):

@@ -2,7 +2,7 @@
 whose checks know what may stand before them; the same bits as without.
 
 The emulator runs one launch after the other, so it cannot see two of them meet. What makes that harmless is checked in
-every launch (emulator/core/griddep.cpp): nothing that another kernel may use is touched before the wait, by any lane,
+every launch (emulator/ptx_emulator/core/griddep.cpp): nothing that another kernel may use is touched before the wait, by any lane,
 and every CTA waits. All other tests of kernels are run so, too; DSV4_DEPENDENT_LAUNCH=off runs them without.
 """
 
@@ -160,7 +160,7 @@ def works() -> Iterator[object]:
 @contextlib.contextmanager
 def launches() -> Iterator[list[bool]]:
     """Of every launch inside, whether it may begin early."""
-    from device import Device
+    from ptx_emulator import Device
 
     seen: list[bool] = []
     launch = Device.launch
@@ -212,7 +212,7 @@ def assert_machine_code_waits(cubin: bytes, waits: bool, ahead: list[str]) -> No
     [("fp8_quantise", "sm90"), ("hca", "sm90"), ("boundary", "sm100"), ("attention", "sm100")],
 )
 def test_a_kernel_that_does_not_wait_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str, kernel: str) -> None:
-    from host import EmulationError
+    from ptx_emulator import EmulationError
 
     monkeypatch.setattr(compile_cache, "_in_memory", {})
     monkeypatch.setattr(dependent_launch, "wait", lambda: None)
@@ -222,7 +222,7 @@ def test_a_kernel_that_does_not_wait_is_noticed(monkeypatch: pytest.MonkeyPatch,
 
 def test_only_what_is_named_constant_is_read_ahead() -> None:
     """The boundary's fn, which is not said to be a weight here."""
-    from host import EmulationError
+    from ptx_emulator import EmulationError
 
     emulate = hyper_connection.emulate
     forgets = mock.patch.object(hyper_connection, "emulate", lambda arch, call, fn, **options: emulate(arch, call))
@@ -365,8 +365,7 @@ def test_it_hangs_without_the_rules() -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_benchmarks_chain(kernel: str) -> None:
     """Of small kernels that hand on what they make, in the emulator: every one begins early."""
-    from emulator import Checks
-    from host import emulated
+    from ptx_emulator import Checks, emulated
 
     with by_name(), emulated(checks=Checks.strict(), arch=ARCH[kernel], schedule="random") as device:
         chain = bench_row_kernels.Chain(2, 1, torch.device("cpu"), kernel)

@@ -208,8 +208,7 @@ def arch(request: pytest.FixtureRequest, compiled_here: None, nan_memory: None) 
 
 def emulate(arch: str, call: Callable[[], object], fn: Tensor | None = None, **options: object) -> object:
     """What a call returns in the emulator, with all its checks on; it launches one kernel. fn: weights, constant."""
-    from emulator import Checks
-    from host import emulated
+    from ptx_emulator import Checks, emulated
 
     with emulated(checks=Checks.strict(), arch=arch, **options) as device:
         if fn is not None:
@@ -237,7 +236,7 @@ def boundary(
 def test_both_architectures_run_one_program(num_tokens: int, tokens: int, teams: int, fp8: bool) -> None:
     """Blackwell's PTX is Hopper's but for the target."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.hyper_connection import gpu
 
@@ -349,8 +348,7 @@ MUTATED = {
 def test_deleted_synchronisation_is_noticed(name: str) -> None:
     """Every deletion but those explained in emulator/results/mutation_reasons.json."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from emulator import Checks
-    from host import emulated
+    from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.hyper_connection import gpu
 
@@ -423,7 +421,7 @@ def test_rows_may_lie_apart(arch: str) -> None:
 
 def test_rows_beyond_32_bits(arch: str) -> None:
     """Of every input that has tokens: neither their bytes nor their elements can be counted in 32 bits."""
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.hyper_connection import gpu
 
@@ -462,7 +460,7 @@ def test_the_models_widths(arch: str, d: int) -> None:
     registers and shared memory for as many CTAs of a multiprocessor. 28 words of a thread may lie on the stack, of
     some 4,300 instructions: where streams are loaded, 80 words of them and 20 coefficients are held at once."""
     from cubin import resources
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.hyper_connection import gpu
     from dsv4_kernels.hyper_connection.plan import REGISTERS, SHARED_BYTES, Plan, shared_memory
@@ -481,7 +479,7 @@ def test_the_models_widths(arch: str, d: int) -> None:
 
 
 def test_no_tokens_are_no_launch(arch: str) -> None:
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.hyper_connection import gpu
 
