@@ -2,7 +2,7 @@
 whose checks know what may stand before them; the same bits as without.
 
 The emulator runs one launch after the other, so it cannot see two of them meet. What makes that harmless is checked in
-every launch (emulator/ptx_emulator/core/griddep.cpp): nothing that another kernel may use is touched before the wait, by any lane,
+every launch (the emulator's griddep.cpp): nothing that another kernel may use is touched before the wait, by any lane,
 and every CTA waits. All other tests of kernels are run so, too; DSV4_DEPENDENT_LAUNCH=off runs them without.
 """
 

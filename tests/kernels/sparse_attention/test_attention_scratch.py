@@ -1,4 +1,4 @@
-"""Who shares which memory between launches that divide keys. CUDA is played by the CPU (ptx_emulator/dsl/torch_as_cuda.py)."""
+"""Who shares which memory between launches that divide keys. CUDA is played by the CPU (torch_as_cuda.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Element-wise instructions: one expression per handler, applied to the lanes that take part.
+// Element-wise instructions: one expression per handler, applied to the participating lanes.
 #pragma once
 #include "machine.h"
 

@@ -1,4 +1,4 @@
-// cvt in all forms that are modelled (PTX ISA "Data Movement and Conversion: cvt").
+// cvt, all modelled forms (PTX ISA "Data Movement and Conversion: cvt").
 #include <cmath>
 #include <limits>
 #include "alu.h"

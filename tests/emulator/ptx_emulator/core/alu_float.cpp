@@ -12,7 +12,7 @@ struct F2 {
   float x, y;
 };
 
-// Directed rounding through the control register; the barriers keep the arithmetic inside.
+// Directed rounding through the control register; the barriers keep the compiler from moving the arithmetic out.
 class Rounding {
  public:
   explicit Rounding(u32 mode) : saved_(_MM_GET_ROUNDING_MODE()) {

@@ -1,5 +1,5 @@
 // Integer, logic, shift and bit-field instructions (PTX ISA "Integer Arithmetic", "Logic and Shift").
-// 8- and 16-bit values live zero-extended in 32-bit rows.
+// 8- and 16-bit values are stored zero-extended in 32-bit rows.
 #include <limits>
 #include "alu.h"
 
@@ -66,7 +66,7 @@ template <class T>
 T saturating(i64 v) {
   return (T)std::min<i64>(std::max<i64>(v, std::numeric_limits<T>::min()), std::numeric_limits<T>::max());
 }
-// f of both 16-bit halves.
+// Applies f to both 16-bit halves.
 template <class T, class F>
 u32 by_halves(u32 x, u32 y, F f) {
   return (u32)(u16)f((T)x, (T)y) | (u32)(u16)f((T)(x >> 16), (T)(y >> 16)) << 16;
@@ -119,7 +119,7 @@ TERNARY("sad.s32", i32, (i32)((x > y ? (u32)x - (u32)y : (u32)y - (u32)x) + (u32
 TERNARY_MIXED("dp4a.u32.u32", i32, u32, u32, i32, dot4(x, y, z, false, false))
 TERNARY_MIXED("dp4a.s32.s32", i32, u32, u32, i32, dot4(x, y, z, true, true))
 
-// The result of a division by zero is not defined by PTX; these are what the generated code of the hardware gives.
+// PTX does not define division by zero; these are the results of the code that the hardware's compiler generates.
 BINARY("div.s32", i32, y == 0 ? -1 : y == -1 ? (i32)(0u - (u32)x) : x / y)
 BINARY("div.u32", u32, y == 0 ? ~0u : x / y)
 BINARY("div.s64", i64, y == 0 ? -1 : y == -1 ? (i64)(0ull - (u64)x) : x / y)
@@ -221,7 +221,7 @@ HANDLER("lop3.b32", Plain) {
   each_lane<u32>(w, in.op[0], lanes, [&](int i) { return logic3(a[i], b[i], c[i], table); });
   return Step::Done;
 }
-// add.cc / addc / sub.cc / subc: the carry of each lane lives in predicate aux[0]; aux[1] reads it, aux[2] writes it.
+// add.cc / addc / sub.cc / subc: the carry of each lane is in predicate aux[0]; aux[1] reads it, aux[2] writes it.
 template <class T>
 static Step add_with_carry(Warp &w, const Instruction &in, u32 lanes, bool subtract) {
   const T *a = row<T>(w, in.op[1]), *b = row<T>(w, in.op[2]);

@@ -57,7 +57,7 @@ HANDLER("unpack.2x32", Move) {
   return Step::Done;
 }
 
-// aux[0]: which register, in the order of decode.py's table; aux[1]: bytes of the destination.
+// aux[0]: which register, in the order of SPECIAL_REGISTERS in decoder.py; aux[1]: bytes of the destination.
 HANDLER("mov.special", Plain) {
   const Cta &c = *w.cta;
   const Machine &m = machine;

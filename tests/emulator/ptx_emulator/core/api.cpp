@@ -1,4 +1,4 @@
-// The C interface that emulator.py calls through ctypes.
+// The C interface that program.py calls through ctypes.
 #include "memory.h"
 #include "scheduler.h"
 #include "wgmma.h"

@@ -23,8 +23,8 @@ void issue_cp_async(Warp &w, const AsyncPtr &op) {
   else op->complete();
 }
 
-// A register's row takes units of 128 bytes: one, or more if its elements are wide. `pending_loads` has for each unit the
-// tcgen05.ld, by its event, whose values it holds and that nothing has waited for; 0 is none.
+// A register's row occupies one unit of 128 bytes, or more if its elements are wide. `pending_loads` has for each unit the
+// event of the tcgen05.ld whose values it holds and that no wait covers; 0: none.
 static u32 pending_load(const Warp &w, Operand o) {
   if (o == kNone || o >> 31 || operand_is_predicate(o)) return 0;
   u32 last = 0;
@@ -83,18 +83,19 @@ void check_pending_registers(Warp &w, const Instruction &in, u32 lanes) {
   for (u32 k = 0; k < in.operand_count; k++) last = std::max(last, pending_load(w, in.op[k]));
   if (!last) return;
   if (in.kind == Kind::Move) {
-    // NVVM moves and packs the registers right after the load, and no such move is left in the machine code. The copy
-    // gets the loaded value, but nothing is known of the load's end.
+    // NVVM moves and packs the registers right after the load, and the machine code contains no such move. The copy gets
+    // the loaded value, but does not count as a wait for the load.
     for (auto &p : w.tmem_pending)
       if (p.is_load && p.event <= last) p.op->complete();
     u32 carried = 0;
     for (u32 k = in.destinations; k < in.operand_count; k++) carried = std::max(carried, pending_load(w, in.op[k]));
-    // A copy of some of the lanes leaves the rest of the row as it was.
+    // A copy by some of the lanes leaves the rest of the row unchanged.
     if (carried || lanes == (u32)~w.exited)
       for (u32 k = 0; k < in.destinations; k++) set_pending_load(w, in.op[k], carried);
     return;
   }
-  // PTX asks for the wait; the compiler tracks these registers by itself, so this is one for that load and those before.
+  // PTX requires the wait; the compiler tracks these registers itself, so the use counts as the wait for this load and all
+  // earlier ones.
   report(ErrorKind::TmemWait, &w, &in, "uses the registers of a tcgen05.ld before tcgen05.wait::ld");
   settle_loads(w, last);
 }

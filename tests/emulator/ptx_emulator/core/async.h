@@ -1,8 +1,8 @@
 // Asynchronous operations and when they take effect.
 //
-// An eager schedule performs an operation when it is issued. The others queue it: it takes effect at a random time, or
-// not before everybody who could go on without it has stopped. Ordering between operations is kept where the hardware
-// keeps it: a warp's tensor pipe, its cp.async and its tcgen05.ld/st streams are in order, TMA operations are not.
+// An eager schedule performs an operation when it is issued. The other schedules queue it: it completes at a random time
+// (random), or only once no warp can continue without it (late). The hardware's order is kept: operations of one warp's
+// tensor pipe, of its cp.async and of its tcgen05.ld/st streams complete in order, TMA operations in any order.
 #pragma once
 #include "machine.h"
 
@@ -15,8 +15,8 @@ void issue_tmem(Warp &w, const Instruction &in, const AsyncPtr &op, bool is_load
 
 // Completes one queued operation of the cluster; false if there is none.
 bool complete_one(Cluster &c);
-// The instruction may use registers whose tcgen05.ld nothing has waited for: that is reported and counts as the wait. A
-// register move is no use; what it writes is pending in turn.
+// Called before an instruction executes. If it uses a register of a tcgen05.ld that no wait covers, this is reported and
+// counts as the wait. A register move is not a use: its destination becomes pending too.
 void check_pending_registers(Warp &w, const Instruction &in, u32 lanes);
 void settle_tmem(Warp &w, bool loads, bool stores);
 void settle_everything(Warp &w);

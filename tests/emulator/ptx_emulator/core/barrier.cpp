@@ -34,7 +34,7 @@ static Step named_barrier(Warp &w, const Instruction &in, u32 lanes, u32 vote) {
   u32 id = uniform<u32>(w, in.op[0], lanes);
   if (id > 15) fail(ErrorKind::Barrier, &w, &in, "barrier %u: there are 16", id);
   NamedBarrier &b = w.cta->barriers[id];
-  if (g.ticket) {  // parked here since an earlier try
+  if (g.ticket) {  // waiting here since an earlier try
     if (b.generation < g.ticket) return Step::Blocked;
     g.ticket = 0;
     race::acquire(w, b.complete);
@@ -102,7 +102,7 @@ void complete_cluster_barrier(Cluster &c) {
 HANDLER("barrier.cluster.arrive", Sync) {  // aux: 0 relaxed
   if (lanes != (u32)~w.exited) return Step::NeedConvergence;
   if (w.cluster_arrivals > w.cluster_waits)
-    // Undefined by PTX, but FlashAttention-4 does it and runs.
+    // Undefined in PTX, but FlashAttention-4 does it and runs.
     warn(ErrorKind::Barrier, &in, "barrier.cluster.arrive twice without a wait between");
   u64 parity = w.cluster_arrivals++ & 1;
   race::release(w, w.cta->cluster->barrier_gathering[parity], in.aux[0], 0, kClusterScope);
@@ -133,8 +133,8 @@ HANDLER("fence.mbarrier_init", Plain) {
   race::barrier_init_fence(w);
   return Step::Done;
 }
-// A .relaxed mbarrier orders tensor-core work between a tcgen05.fence::before_thread_sync in front of the arrival and an
-// ::after_thread_sync behind the wait (PTX ISA "Tensorcore 5th generation: canonical synchronization patterns").
+// A .relaxed mbarrier orders tensor-core work between a tcgen05.fence::before_thread_sync before the arrival and an
+// ::after_thread_sync after the wait (PTX ISA "Tensorcore 5th generation: canonical synchronization patterns").
 static void carry_tensor_work(const Warp &w, const Clock &from, Clock &into) {
   for (Agent warp = 0; warp < w.cta->cluster->warp_count * kWarpAgents; warp += kWarpAgents)
     for (Agent kind : {kTensorPipe, kTmemLoad, kTmemStore})
@@ -289,8 +289,8 @@ HANDLER("redux", Sync) {
   each_lane<u32>(w, in.op[0], lanes, [&](int) { return r; });
   return Step::Done;
 }
-// setmaxnreg: aux[0] 1 increase, 0 decrease; aux[1] registers. What a CTA is launched with is all there is: at most the
-// register file divided by its threads, in eights. An increase waits until others have given back enough.
+// setmaxnreg: aux[0] 1 increase, 0 decrease; aux[1] registers. A CTA never has more registers than at its launch: at most
+// the register file divided by its threads, in eights. An increase waits until other warps have freed enough.
 HANDLER("setmaxnreg", Sync) {
   if (lanes != (u32)~w.exited) return Step::NeedConvergence;
   i64 n = in.aux[1];

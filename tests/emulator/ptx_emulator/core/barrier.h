@@ -1,4 +1,4 @@
-// Completion of barriers, also called when a warp exits.
+// Completes barriers that have all arrivals; also called when a warp exits.
 #pragma once
 #include "machine.h"
 

@@ -1,16 +1,16 @@
 // Vector clocks of the happens-before checker.
 //
-// An *agent* is anything whose accesses are ordered among themselves: the generic instructions of a warp, the tensor
-// pipe fed by a warp, the tcgen05.ld stream of a warp, one slot of a warp's TMA loads, ... Component i of a clock is the
-// last event of agent i that is known to have happened.
+// An *agent* is a sequence of accesses that are ordered among themselves: the generic instructions of a warp, the tensor
+// pipe that a warp feeds, the tcgen05.ld stream of a warp, one agent slot of a warp's TMA loads. Component i of a clock is
+// the last event of agent i that is known to have happened.
 //
-// Every clock is a pair. `order` is happens-before. `fenced` is the part of it that additionally lies before a
-// fence.proxy.async on the path: the async proxy may read a generic-proxy write only if `fenced` covers it (PTX ISA,
-// "Memory Consistency Model: proxy-preserved base causality order"). A third clock, `tensor`, is the part that
-// tcgen05.fence::before_thread_sync and ::after_thread_sync (or a commit) carried over; it is kept for Checks.tcgen05_fence.
+// A ClockPair holds `order`, which is happens-before, and `fenced`, the part of it with a fence.proxy.async on the path:
+// the async proxy may read a generic-proxy write only if `fenced` covers it (PTX ISA, "Memory Consistency Model:
+// proxy-preserved base causality order"). A third clock, `tensor`, is the part with tcgen05.fence::before_thread_sync and
+// ::after_thread_sync (or a commit) on the path; it is kept for Checks.tcgen05_fence.
 //
-// Agents are numbered within a cluster. What is known of the agents of other clusters, through strong accesses to global
-// memory only, is in `foreign`, by the sequence number of the cluster; mostly there is nothing.
+// Agents are numbered within a cluster. `foreign` holds the known events of agents in other clusters, by the sequence
+// number of the cluster; only strong accesses to global memory add to it, so it is mostly empty.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -22,10 +22,10 @@
 using Agent = u32;
 constexpr Agent kNoAgent = ~0u;
 
-// Memory scopes (PTX ISA, "Memory Consistency Model: Scope"); of two threads also the narrowest scope that has both in it.
+// Memory scopes (PTX ISA, "Memory Consistency Model: Scope"); also the narrowest scope that includes two given threads.
 // There is one GPU, so .sys is .gpu.
 enum Scope : u8 { kCtaScope, kClusterScope, kGpuScope, kScopes };
-constexpr u8 kWeak = 0xff;  // in the place of the scope of a strong access: it is not strong
+constexpr u8 kWeak = 0xff;  // the scope of an access that is not strong
 
 class Clock {
  public:
@@ -34,14 +34,14 @@ class Clock {
     if (a >= v_.size()) v_.resize(a + 1, 0);
     if (v_[a] < event) v_[a] = event;
   }
-  void set(Agent a, u32 event) { v_[a] = event; }  // of an agent that it knows
+  void set(Agent a, u32 event) { v_[a] = event; }  // the agent must have a component
   void join(const Clock &o) {
     if (o.v_.size() > v_.size()) v_.resize(o.v_.size(), 0);
     u32 *__restrict d = v_.data();
     const u32 *__restrict s = o.v_.data();
     for (size_t i = 0, n = o.v_.size(); i < n; i++) d[i] = std::max(d[i], s[i]);
   }
-  // What both know.
+  // The events that both clocks know.
   void meet(const Clock &o) {
     if (o.v_.size() < v_.size()) v_.resize(o.v_.size());
     u32 *__restrict d = v_.data();
@@ -64,7 +64,7 @@ class Clock {
 struct ClockPair {
   Clock order, fenced, tensor;
   std::map<u32, Clock> foreign;
-  // All but `tensor`.
+  // Joins all clocks except `tensor`.
   void join_order(const ClockPair &o) {
     order.join(o.order);
     fenced.join(o.fenced);
@@ -84,10 +84,10 @@ struct ClockPair {
     return order == o.order && fenced == o.fenced && tensor == o.tensor && foreign == o.foreign;
   }
 };
-// What a strong store hands on to a reader in the same CTA, in another of the cluster, or in another cluster.
+// The clock that a strong store publishes to a reader in the same CTA, in another CTA of the cluster, or in another cluster.
 using HandedOn = std::array<std::shared_ptr<const ClockPair>, kScopes>;
 
-// The fixed agents of every warp; TMA loads and other free-running operations get agents beyond these (see Race).
+// The fixed agents of every warp; TMA loads and other free-running operations get agents after these (race::free_running).
 enum WarpAgent : u32 {
   kGeneric,      // instructions of the warp itself
   kTensorPipe,   // tcgen05.mma / cp / shift issued by the warp: one in-order pipe
@@ -96,8 +96,8 @@ enum WarpAgent : u32 {
   kCpAsync,      // cp.async, known complete after a wait or through an mbarrier
   kBulkRead,     // shared-memory reads of bulk stores
   kBulkWrite,    // global-memory writes of bulk stores
-  kBarrierInit,  // mbarrier.init, the only thing that fence.mbarrier_init publishes
+  kBarrierInit,  // mbarrier.init, the only events that fence.mbarrier_init publishes
   kWgmma,        // wgmma.mma_async (sm_90a)
-  kSolo,         // kGeneric, if one lane executes alone; its events are numbered together with those
+  kSolo,         // kGeneric while one lane executes alone; both share one numbering of events
   kWarpAgents
 };

@@ -30,7 +30,7 @@ SmemDescriptor read_smem_descriptor(const Warp &w, const Instruction &in, u64 bi
   if (base_offset)
     fail(ErrorKind::MisalignedDescriptor, &w, &in, "descriptor %s: base offset %u is not modelled", operand, base_offset);
   // The swizzle is a function of address bits. Released kernels start tiles at any multiple of 128 bytes with a zero base
-  // offset; PTX asks for a pattern-aligned start, so it is worth a warning.
+  // offset; PTX requires a pattern-aligned start, so this is a warning.
   u32 pattern_rows = d.start >> 7 & (d.width * d.pattern_rows() / 128 - 1);
   if (pattern_rows)
     warn(ErrorKind::MisalignedDescriptor, &in,

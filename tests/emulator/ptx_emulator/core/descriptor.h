@@ -6,9 +6,9 @@
 
 enum class Element : u8 { F16, BF16, TF32, E4M3, E5M2, E2M3, E3M2, E2M1, S8, U8 };
 
-// How the elements of an operand lie in 16-byte chunks of shared memory.
+// The packing of an operand's elements in 16-byte chunks of shared memory.
 struct Packing {
-  u32 bits;       // of an element
+  u32 bits;       // per element
   u32 per_chunk;  // elements per 16-byte chunk
 };
 // kind::f8f6f4 and mxf8f6f4 keep 16 elements in each chunk, whatever their width (the rest is padding); the 4-bit kinds
@@ -31,7 +31,7 @@ struct SmemDescriptor {
   u32 swizzle_mode;  // swizzle.h
 
   u32 swizzle(u32 a) const { return swizzle_offset(a, swizzle_mode); }
-  u32 pattern_rows() const { return swizzle_mode == kSwizzle128Atom32 ? 4 : 8; }  // rows that lie together
+  u32 pattern_rows() const { return swizzle_mode == kSwizzle128Atom32 ? 4 : 8; }  // rows of one swizzle pattern
   // K-major: a chunk holds elements consecutive in K; `c` counts chunks along K.
   u32 k_major(u32 row, u32 c) const {
     if (width == 16) return start + row % 8 * 16 + row / 8 * stride + c * leading;
@@ -44,8 +44,8 @@ struct SmemDescriptor {
     return swizzle(start + c / per_row * leading + k % rows * width + k / rows * stride + c % per_row * 16);
   }
 };
-// The descriptor of wgmma (PTX ISA "Asynchronous warpgroup level matrix shared memory layout") has the same fields in the
-// same places, without a version.
+// The descriptor of wgmma (PTX ISA "Asynchronous warpgroup level matrix shared memory layout") has the same fields at the
+// same bits, without a version.
 SmemDescriptor read_smem_descriptor(const Warp &w, const Instruction &in, u64 bits, const char *operand, bool wgmma = false);
 
 // Decodes one 16-byte chunk to floats; returns how many.

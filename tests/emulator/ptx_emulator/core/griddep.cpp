@@ -1,8 +1,8 @@
 // Programmatic dependent launch (PTX ISA "griddepcontrol"; CUDA's launch attribute for programmatic stream serialization).
 //
-// A grid that was launched with it begins when all CTAs of the grid before have executed launch_dependents or have ended,
-// and may then touch what that grid, or one before it, still reads and writes: until griddepcontrol.wait, which returns
-// once the grid before has ended. Launches do not overlap here. What is checked is what makes them right if they do.
+// A grid launched with this attribute begins when all CTAs of the previous grid have executed launch_dependents or have
+// exited, and may then run while the previous grids still read and write memory, until griddepcontrol.wait, which returns
+// once the previous grid has ended. The emulator does not overlap launches; it checks the rules that make overlap safe.
 #include "griddep.h"
 #include "memory.h"
 
@@ -31,7 +31,7 @@ void check_waited_for_grid(const Warp &w, const Instruction &in, u32 lanes, u64 
          write ? "writes" : "reads", range ? range->name.c_str() : "global memory");
 }
 
-// Tensor memory is given out at run time, and an allocation waits for whoever has it.
+// Tensor memory is allocated at run time, and an allocation waits until the current owner frees the columns.
 void check_allocation_beside_grids(const Warp &w, const Instruction &in) {
   if (!machine.dependent) return;
   if (!w.cta->waited_for_grid || !w.waited_for_grid)
@@ -42,7 +42,7 @@ void check_allocation_beside_grids(const Warp &w, const Instruction &in) {
            "tcgen05.alloc after griddepcontrol.launch_dependents: the next grid may hold it, and wait for this one");
 }
 
-// The next grid's wait is for this grid's end. If no thread waited, that says nothing of the grids before.
+// The next grid's wait covers the end of this grid only. If no thread here waited, it implies nothing about earlier grids.
 void check_grid_dependency_at_exit(const Warp &w) {
   if (!machine.dependent || w.cta->waited_for_grid) return;
   Instruction at{};

@@ -1,4 +1,4 @@
-// What griddepcontrol asks of a launch: see griddep.cpp.
+// Checks of griddepcontrol: see griddep.cpp.
 #pragma once
 #include "machine.h"
 

@@ -2,9 +2,9 @@
 
 namespace lanes {
 
-// Streams into which several lanes of a warp issue. The others belong to whichever thread issues an operation, or to a
-// warpgroup.
 constexpr size_t kHandoversKept = 1024;
+// Streams into which several lanes of a warp issue. The other streams belong to the thread that issues an operation, or to
+// a warpgroup.
 constexpr WarpAgent kStreams[] = {kGeneric, kSolo, kTmemLoad, kTmemStore, kCpAsync};
 
 bool tracked() { return machine.track_order && machine.level[(int)ErrorKind::LaneRace] != Level::Off; }

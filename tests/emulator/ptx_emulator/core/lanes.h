@@ -1,9 +1,10 @@
-// The lanes of one warp as threads: what one did, another may follow or hand on only behind a barrier between them.
+// The lanes of one warp as threads: a lane may build on, or publish, the accesses of another lane only after a barrier
+// between the two.
 //
-// A warp's clock stands for all its lanes. Beside it, each of the warp's own streams of accesses keeps the last event that
-// all lanes are ordered after, by bar.warp.sync or a barrier that brings back what the warp released, and which lanes have
-// accessed memory since. Instructions such as elect.sync and shfl.sync make lanes wait for each other, which orders no
-// memory: PTX says so of bar.warp.sync only. What one lane acquires counts for all.
+// A warp's clock stands for all its lanes. In addition, each of the warp's own access streams keeps the last event that all
+// lanes are ordered after (by bar.warp.sync, or by a barrier that the warp both released to and acquired from), and the
+// lanes that have accessed memory since. Instructions such as elect.sync and shfl.sync make lanes wait for each other
+// without ordering memory: PTX grants memory order to bar.warp.sync only. An acquire by one lane counts for all lanes.
 #pragma once
 #include "machine.h"
 
@@ -12,14 +13,14 @@ namespace lanes {
 bool tracked();
 // The lane that executes alone, or kUnknownLane.
 u8 executing(const Warp &w);
-// An event of the warp's own stream `k` accesses memory for the lanes that execute.
+// Records that an event of the warp's own stream `k` accesses memory for the executing lanes.
 void accessed(Warp &w, u32 k, u32 event);
-// All lanes are ordered after what all of them did.
+// Orders every lane after all events of all lanes so far.
 void meet(Warp &w);
-// So they are after those of the warp's own events that a barrier brought.
+// Orders every lane after the warp's own events that are in the acquired `clock`.
 void acquired(Warp &w, const Clock &clock);
 
-// While it lives, `clock` lacks what lanes other than `handing` did since the lanes last met.
+// During its lifetime, `clock` lacks the events of lanes other than `handing` since the lanes last met.
 class Withheld {
  public:
   Withheld(Warp &w, ClockPair &clock, u32 handing);
@@ -34,7 +35,7 @@ class Withheld {
   u32 order_[kWarpAgents] = {}, fenced_[kWarpAgents] = {};
 };
 
-// Where an event of this warp was withheld first, or null.
+// The first hand-over from which this event of the warp was withheld, or null.
 const LaneOrder::Handover *withheld(const Warp &w, u32 k, u32 event);
 
 }  // namespace lanes

@@ -1,4 +1,4 @@
-// The machine that is emulated: program, warps, CTAs, clusters, and the state that a launch shares.
+// The emulated machine: program, warps, CTAs, clusters, and the state that a launch shares.
 #pragma once
 #include <cstdarg>
 #include <deque>
@@ -20,18 +20,18 @@ struct Instruction;
 
 // ---- program ---------------------------------------------------------------------------------------------------
 
-// What a handler tells the scheduler.
+// A handler's result for the scheduler.
 enum class Step : u8 {
-  Done,            // go on with the next instruction
+  Done,            // continue with the next instruction
   Blocked,         // nothing done; try the same instruction again later
-  Yield,           // done, and the warp should let others run (a wait that found nothing)
-  NeedConvergence  // nothing done; the lanes that take part have not all arrived
+  Yield,           // done, and other warps should run (a wait whose condition did not hold)
+  NeedConvergence  // nothing done; not all participating lanes have arrived
 };
 using Handler = Step (*)(Warp &, const Instruction &, u32 lanes);
 
 enum class Kind : u8 {
   Plain,
-  Move,  // plain, and only carries values from register to register
+  Move,  // like Plain, and only copies registers
   Sync,
   Branch,
   BranchIndexed,
@@ -52,13 +52,13 @@ struct Instruction {
   Handler run;
   Kind kind;
   u16 operand_count;
-  u16 destinations;  // of a Move: the first operands
+  u16 destinations;  // of a Move: how many of the first operands it writes
   Operand guard;
   const Operand *op;
   i32 line;
   u32 index;
   i64 aux[kAux];
-  enum : u8 { kNo, kMoves, kUnpacks, kUses } wgmma_registers;  // what it does with those of any wgmma.mma_async
+  enum : u8 { kNo, kMoves, kUnpacks, kUses } wgmma_registers;  // how it uses registers of any wgmma.mma_async
 };
 
 struct Program {
@@ -67,12 +67,12 @@ struct Program {
   std::vector<u32> jump_tables;
   std::vector<u8> constants;
   u32 register_bytes = 0, predicates = 0, local_bytes = 0, static_smem_bytes = 0;
-  bool uses_tmem = false;  // has an instruction of tcgen05
+  bool uses_tmem = false;  // contains a tcgen05 instruction
 };
 
 // ---- errors ----------------------------------------------------------------------------------------------------
 
-// Same order as emulator.py's ErrorKind.
+// Same order as ErrorKind in errors.py.
 enum class ErrorKind : u32 {
   Race, ProxyFence, UninitialisedSmem, UninitialisedTmem, OutOfBounds, TmemOverlap, DivergentCollective,
   MisalignedDescriptor, Misaligned, TxCount, TmemLeak, Deadlock, IllegalInstruction, Mbarrier, Barrier, ExitedCta,
@@ -107,12 +107,12 @@ using AsyncPtr = std::shared_ptr<AsyncOp>;
 
 // ---- warps -----------------------------------------------------------------------------------------------------
 
-// Lanes that share a program counter. `ticket` is nonzero while the group is parked inside a blocking barrier.
+// Lanes that share a program counter. `ticket` is nonzero while the group waits inside a blocking barrier.
 struct Group {
   u32 pc, mask;
   bool waiting_to_converge;
   u64 ticket;
-  bool waited = false;  // in this turn of its warp
+  bool waited = false;  // during this turn of its warp
 };
 
 // Groups of asynchronous operations that a thread closes with commit_group and waits for with wait_group.
@@ -126,17 +126,17 @@ struct BulkGroups {
   std::deque<Closed> closed;
 };
 
-// See lanes.h. By stream of the warp's own accesses.
+// See lanes.h. Arrays are indexed by stream of the warp's own accesses.
 struct LaneOrder {
   u32 met[kWarpAgents] = {};       // the last event that all lanes are ordered after
   u32 last[kWarpAgents] = {};      // the last access
   u32 accessed[kWarpAgents] = {};  // lanes with an access after `met`
-  struct Handover {  // some lanes released or issued something while events in (met, known] were not theirs to hand on
+  struct Handover {  // `lanes` released or issued an operation without the right to publish events in (met, known]
     u32 stream, met, known;
     i32 line;
     u32 lanes;
   };
-  std::deque<Handover> handovers;  // the last ones, for messages
+  std::deque<Handover> handovers;  // the latest ones, for messages
 };
 
 struct Warp {
@@ -150,32 +150,32 @@ struct Warp {
   std::vector<Group> groups;
   u32 current = 0;
   u32 exited = 0;
-  const Instruction *executing = nullptr;  // and the lanes that do
+  const Instruction *executing = nullptr;  // executed by `lanes`
   u32 lanes = 0;
   bool finished = false;
   u64 executed = 0;
-  i64 executed_at_yield = 0;  // `executed` when it last waited in vain
-  u32 registers = 0;                  // of a thread, as setmaxnreg has left them; 0 before it
+  i64 executed_at_yield = 0;  // `executed` at its last unsuccessful wait
+  u32 registers = 0;                  // per thread, after the last setmaxnreg; 0 before the first
   u32 waited_for_grid = 0;            // lanes that have executed griddepcontrol.wait
 
   // happens-before state
-  ClockPair now;          // what this warp knows
-  // What its release fences of a scope, or of a wider one, published (for .relaxed arrivals and stores).
+  ClockPair now;          // the events that this warp knows
+  // The events published by its release fences of this scope or a wider one (for .relaxed arrivals and stores).
   ClockPair released[kScopes];
-  HandedOn released_copy;  // of `released`, shared by all its relaxed stores; made when needed
-  // What .relaxed waits and loads saw of the own CTA, of others in the cluster, and of other clusters; an acquire fence of
-  // such a scope, or of a wider one, takes it over.
+  HandedOn released_copy;  // copies of `released`, shared by all its relaxed stores; made on demand
+  // The events that .relaxed waits and loads saw, by relation of the writer: same CTA, same cluster, another cluster. An
+  // acquire fence of that scope or a wider one joins them into `now`.
   ClockPair to_acquire[kScopes];
-  // Its last strong load: a loop that waits reads the same again, and learns nothing until somebody stores.
+  // Its last strong load: a polling loop repeats it and learns nothing new until a warp stores to the location.
   struct {
     const void *location = nullptr;
     u64 version = 0;
     bool relaxed = false;
     Scope scope = kCtaScope;
   } acquired;
-  ClockPair pipe;         // start clocks of everything in its tensor pipe
-  Clock tensor_published; // what its last tcgen05.fence::before_thread_sync covered
-  Clock tensor_seen;      // what barriers brought, usable after the next tcgen05.fence::after_thread_sync
+  ClockPair pipe;         // start clocks of all operations in its tensor pipe
+  Clock tensor_published; // covered by its last tcgen05.fence::before_thread_sync
+  Clock tensor_seen;      // acquired at barriers, usable after the next tcgen05.fence::after_thread_sync
   u32 events[kWarpAgents] = {};
   LaneOrder lane_order;
   Agent agent(WarpAgent k) const { return global_index * kWarpAgents + k; }
@@ -190,11 +190,11 @@ struct Warp {
   std::deque<PendingTmem> tmem_pending;
   std::deque<AsyncPtr> cp_async_pending;
   std::map<int, BulkGroups> bulk_groups;      // by lane
-  std::map<int, BulkGroups> cp_async_groups;  // key 0: the warp executes these together
-  std::shared_ptr<struct WgmmaOfWarp> wgmma;  // once it has executed an instruction of wgmma
+  std::map<int, BulkGroups> cp_async_groups;  // key 0 only: all lanes of the warp execute them together
+  std::shared_ptr<struct WgmmaOfWarp> wgmma;  // set by its first wgmma instruction
   std::vector<Agent> slots;                   // agents of this warp's TMA loads
 
-  std::vector<u32> pending_loads;             // registers that hold what a tcgen05.ld brings (async.cpp)
+  std::vector<u32> pending_loads;             // registers that a tcgen05.ld writes (async.cpp)
 
   u64 cluster_arrivals = 0, cluster_waits = 0;
   struct {
@@ -224,14 +224,14 @@ struct Mbarrier {
   i32 init_line = 0;
   ClockPair gathering, complete;
   ClockPair gathering_from_peers, complete_from_peers;  // from other CTAs of the cluster
-  Clock executed, executed_complete;  // what lies before explicit complete_tx, which orders nothing: enough for exits
+  Clock executed, executed_complete;  // events before explicit complete_tx, which orders no memory: only for checks at CTA exit
 };
 
 struct TmemAllocation {
   u32 column, columns;
   i32 line;
   i32 warp;
-  Agent agent = 0;  // the event of the allocation
+  Agent agent = 0;  // with `event`: the allocation
   u32 event = 0;
 };
 
@@ -245,25 +245,25 @@ struct Cta {
   std::vector<u8> smem;
   std::vector<u32> tmem;  // [lane][column]
   std::unique_ptr<Shadow> smem_shadow, tmem_shadow;
-  std::unordered_map<u32, Mbarrier> mbarriers;  // by shared-memory offset
+  std::unordered_map<u32, Mbarrier> mbarriers;  // keyed by shared-memory offset
   NamedBarrier barriers[16];
   std::vector<TmemAllocation> tmem_allocations, tmem_freed;
   bool tmem_permit = true;
-  bool waited_for_grid = false;          // some thread has, see griddep.cpp
+  bool waited_for_grid = false;          // some thread has waited, see griddep.cpp
   bool lets_next_grid_in = false;        // some thread has executed griddepcontrol.launch_dependents
-  std::vector<std::pair<Agent, u32>> pair_allocations;  // events of its tcgen05.alloc.cta_group::2, in order
+  std::vector<std::pair<Agent, u32>> pair_allocations;  // events of its tcgen05.alloc.cta_group::2, in program order
   std::vector<std::unique_ptr<Warp>> warps;
-  std::vector<std::shared_ptr<struct Warpgroup>> warpgroups;  // with wgmma, by warp / 4
+  std::vector<std::shared_ptr<struct Warpgroup>> warpgroups;  // if it uses wgmma; index: warp / 4
   u32 live_warps = 0;
-  i64 registers_given_back = 0;          // by setmaxnreg.dec, for setmaxnreg.inc: of a thread of each warp, summed
+  i64 registers_given_back = 0;          // freed by setmaxnreg.dec for setmaxnreg.inc: registers per thread, summed over warps
   Clock remote_accesses;                 // accesses to this CTA's memory by agents of its peers
-  std::map<Agent, i32> remote_lines;     // and the last instruction of each
+  std::map<Agent, i32> remote_lines;     // the line of each agent's last such access
   struct RemoteCommit {
     u32 event;
     i32 line;
   };
-  std::map<Agent, RemoteCommit> remote_commits;  // the last tcgen05.commit of each peer's tensor pipe to a barrier here
-  Clock exit_clock;                      // what its warps knew when they exited
+  std::map<Agent, RemoteCommit> remote_commits;  // the last tcgen05.commit of each peer's tensor pipe to an mbarrier of this CTA
+  Clock exit_clock;                      // the events that its warps knew when they exited
   u64 counters[16] = {};
 };
 
@@ -271,12 +271,12 @@ struct Cluster {
   std::vector<std::unique_ptr<Cta>> ctas;
   u32 sequence = 0;
   u64 barrier_generation = 0;
-  // By parity of the generation: warps may arrive for the next one while others have yet to arrive for this one.
+  // Indexed by the parity of the generation: warps may arrive for the next generation before others arrive for this one.
   ClockPair barrier_gathering[2], barrier_complete[2];
-  Clock barrier_executed[2], barrier_executed_complete[2];  // what lies before the arrivals, .relaxed or not: enough for exits
+  Clock barrier_executed[2], barrier_executed_complete[2];  // events before any arrival, also .relaxed: only for checks at CTA exit
   std::vector<Warp *> live;
   std::vector<AsyncPtr> free_running;  // TMA loads, bulk copies: no order among themselves
-  u32 next_slot = 0;                   // agents handed out beyond the warps' fixed ones
+  u32 next_slot = 0;                   // number of agents allocated after the warps' fixed ones
   std::vector<u32> slot_events;
   u32 warp_count = 0;
 };
@@ -284,11 +284,11 @@ struct Cluster {
 struct GlobalRange {
   u64 begin, end;
   bool writable;
-  bool constant;  // written by no grid that may still run: readable before griddepcontrol.wait
+  bool constant;  // no grid that may still run writes it: readable before griddepcontrol.wait
   std::string name;
 };
 
-// What one warp published by its last strong store to a location.
+// The clocks that one warp published by its strong stores to a location.
 struct Published {
   u32 cluster, warp;
   HandedOn handed;
@@ -316,12 +316,12 @@ struct Machine {
   const u8 *params = nullptr;
   Schedule schedule = Schedule::Eager;
   u64 random_state = 1;
-  u64 clusters = 0, clusters_started = 0;  // of the grid, x fastest; started or taken over by clusterlaunchcontrol
-  u64 progress = 0;  // counts everything that may unblock somebody
+  u64 clusters = 0, clusters_started = 0;  // of the grid, x fastest; started, or canceled by clusterlaunchcontrol for a running cluster
+  u64 progress = 0;  // counts all events that may unblock a warp
   u64 executed = 0, limit = 0;
   Level level[(int)ErrorKind::Count];
   bool track_order = true;
-  u32 multiprocessors = 1;  // as many clusters are resident at most
+  u32 multiprocessors = 1;  // bound on the resident clusters
   std::vector<GlobalRange> ranges;
   bool check_global = false;
   bool dependent = false;  // launched with programmatic stream serialization
@@ -333,7 +333,7 @@ struct Machine {
   // Happens-before across the launch: strong stores by location, and the shadow of global memory by page.
   std::unordered_map<const void *, PublishedAt> locations;
   std::unordered_map<u64, std::unique_ptr<Shadow>> global_shadow;
-  u64 last_page = ~0ull;  // of global_shadow
+  u64 last_page = ~0ull;  // key of last_page_shadow
   Shadow *last_page_shadow = nullptr;
 
   u64 random() {
@@ -356,7 +356,7 @@ extern Machine machine;
 
 [[noreturn]] void fail(ErrorKind kind, const Warp *w, const Instruction *in, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
-// Raises, records a warning, or does nothing, as the launch's checks say.
+// Raises an error, records a warning, or does nothing, depending on the launch's checks.
 void report(ErrorKind kind, const Warp *w, const Instruction *in, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
 void warn(ErrorKind kind, const Instruction *in, const std::string &text);
@@ -376,7 +376,7 @@ static inline void set_predicate(Warp &w, Operand o, u32 lanes, u32 bits) {
   u32 &p = w.predicate[operand_offset(o)];
   p = (p & ~lanes) | (bits & lanes);
 }
-// A value that must be the same in all lanes that take part: that of the lowest one.
+// A value that must be equal in all participating lanes: that of the lowest lane.
 template <class T>
 static inline T uniform(Warp &w, Operand o, u32 lanes) {
   return row<T>(w, o)[first_lane(lanes)];

@@ -125,8 +125,8 @@ HANDLER("mbarrier.inval", Plain) {
   return Step::Done;
 }
 
-// aux: 1 operand holds a count, 2 operand holds expect_tx bytes, 3 relaxed, 4 state wanted (operand 2), 5 drop, 6 scope.
-// The scope counts if relaxed only: released kernels arrive at peers, and wait for them, by forms whose scope is .cta.
+// aux: 1 operand holds a count, 2 operand holds expect_tx bytes, 3 relaxed, 4 returns the state (operand 2), 5 drop, 6 scope.
+// The scope is checked for .relaxed only: released kernels arrive at peers, and wait for them, by forms of scope .cta.
 // Operands: address, count or bytes (or none), state (or none).
 HANDLER("mbarrier.arrive", Plain) {
   // Lanes that arrive at the same barrier publish the same clock once.

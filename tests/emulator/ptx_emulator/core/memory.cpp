@@ -109,12 +109,12 @@ void order_after(Warp &w, Order order, Scope scope, const Location &at) {
   if (order != Order::Weak) race::acquire_at(w, at.data, at.global, !acquires, scope);
 }
 
-// The global accesses of a warp, those of neighbouring lanes as one.
+// The global accesses of a warp, with those of neighbouring lanes merged.
 class GlobalAccesses {
  public:
   GlobalAccesses(Warp &w, const Instruction &in, bool write, const race::Actor &actor)
       : w_(w), in_(in), write_(write), actor_(actor) {}
-  // `same`: the bytes are there already.
+  // `same`: memory already holds these bytes.
   void add(int lane, const void *data, u32 bytes, bool same = false) {
     u64 address = (u64)data;
     if (same != same_ || (address != end_ && !(address == begin_ && bytes <= end_ - begin_))) {
@@ -198,7 +198,7 @@ HANDLER("ld", Plain) {
   return Step::Done;
 }
 
-// A strong load is how a warp spins on a flag: let the others run.
+// A warp polls a flag by strong loads: let other warps run.
 HANDLER("ld.spin", Sync) {
   static const Handler plain = handlers()["ld"].run;
   plain(w, in, lanes);
@@ -343,7 +343,7 @@ HANDLER("atom", Sync) {
       if (has_dst && in.op[k] != kNone) put_element(w, in.op[k], i, old, bytes, false);
     }
   }
-  // One that changes nothing may be the poll of a loop that waits.
+  // An atomic that changes nothing may be the poll of a waiting loop.
   if (changed) machine.progress++;
   return in.aux[7] || (has_dst && !changed) ? Step::Yield : Step::Done;
 }
@@ -353,7 +353,7 @@ BINARY_MIXED("mapa.u64", u64, u64, u32, (x & ~(u64)0xff000000) | (u64)y << 24)
 UNARY("getctarank.u32", u32, u32, shared_rank(x))
 UNARY("getctarank.u64", u32, u64, shared_rank((u32)x))
 
-// isspacep: aux[0] window (0 global, 1 shared, 2 local); the own CTA only when aux[1].
+// isspacep: aux[0] window (0 global, 1 shared, 2 local); only the executing CTA if aux[1].
 HANDLER("isspacep", Plain) {
   const u64 *a = row<u64>(w, in.op[1]);
   u32 bits = 0;
@@ -368,7 +368,7 @@ HANDLER("isspacep", Plain) {
 
 // ---- ldmatrix / stmatrix. aux: 0 matrices, 1 transposed, 2 offset.
 namespace {
-// A row belongs to four lanes or more, whose parts are not told apart.
+// A row belongs to four lanes or more, which are not told apart.
 u8 *matrix_row(Warp &w, const Instruction &in, u32 address, bool write) {
   if (address & 15) report(ErrorKind::Misaligned, &w, &in, "matrix row at 0x%x is not 16-byte aligned", address);
   Cta &c = shared_owner(w, in, address, 16, write ? "stmatrix" : "ldmatrix");

@@ -21,7 +21,7 @@ const char *const kKindNames[] = {"f16", "tf32", "f8f6f4", "i8", "mxf8f6f4", "mx
 
 struct Mma {
   Kind_ kind;
-  u32 group;                 // CTAs that take part
+  u32 group;                 // participating CTAs
   bool weight_stationary, a_in_tmem;
   bool shift_a;              // .ashift: A moves up by one lane per quarter after the product
   u32 m, n, k, rows;         // rows of A and D in each CTA
@@ -31,16 +31,16 @@ struct Mma {
   u32 d_format;              // 0 f16, 1 f32, 2 s32
   u32 d_column, d_lane;
   bool accumulate;
-  bool saturate;             // kind::i8: to the range of s32
-  u32 a_tmem;                // address, if A is in tensor memory
-  u32 a_tmem_bits;           // of an element there: 4- and 6-bit ones take a byte in the kinds that are not dense
+  bool saturate;             // kind::i8: saturate to the range of s32
+  u32 a_tmem;                // its address, if A is in tensor memory
+  u32 a_tmem_bits;           // bits per element there: 4- and 6-bit elements occupy a byte in the kinds that are not dense
   SmemDescriptor a_desc, b_desc;
   u32 scales_per_k;          // scale factors along K, 0 if the kind has none
   bool scale_ue8m0;
   u32 a_scale, b_scale, a_scale_id, b_scale_id;
   u32 disabled[8];
   bool has_disabled;
-  i32 input_scale;           // D is multiplied by 2^-input_scale first; -1: not
+  i32 input_scale;           // D is first multiplied by 2^-input_scale; -1: no scale
 
   // D splits into this many column segments, each on its own lanes (CUTLASS mma_traits_sm100_frag.hpp).
   u32 segments() const {
@@ -222,7 +222,7 @@ HANDLER("tcgen05.mma", Plain) {
     x.m = (id >> 24 & 31) * 16;
     bool dense4 = x.kind == kMxf4 || x.kind == kMxf4nvf4;
     x.a = element_of(w, in, x.kind, id >> 7 & 7, "A");
-    // The third bit of B's format is the sparsity version of the 4-bit kinds, which dense products do not look at.
+    // The third bit of B's format is the sparsity version of the 4-bit kinds, which dense products ignore.
     x.b = element_of(w, in, x.kind, id >> 10 & (dense4 ? 3 : 7), "B");
     x.a_packing = packing_of(x.a, dense4);
     x.b_packing = packing_of(x.b, dense4);
@@ -337,9 +337,9 @@ HANDLER("tcgen05.commit", Plain) {
       if (!mask || mask >> cluster.ctas.size())
         fail(ErrorKind::OutOfBounds, &w, &in, "multicast mask 0x%x names a CTA beyond the cluster of %zu", mask, cluster.ctas.size());
     }
-    // The arrival stands for everything in the pipe so far, and for what each of those operations had waited for.
+    // The arrival publishes all operations in the pipe so far, and the events that each of them knew.
     auto publish = std::make_shared<ClockPair>(w.pipe);
-    // An event of its own: whoever saw an earlier arrival need not know of this one when a CTA exits.
+    // A separate event: a CTA that acquired an earlier arrival need not know this one when it exits.
     race::Actor actor = race::stream(w, kTensorPipe, true);
     if (machine.track_order) {
       publish->order.raise(actor.agent, actor.event);

@@ -1,6 +1,6 @@
 // mma.sync: a warp's matrix product in registers (PTX ISA "Warp Level Matrix Multiply-Accumulate: mma").
 //
-// All shapes m16n8k* keep their fragments alike. With g = lane / 4 and t = lane % 4, and e elements in a register:
+// All shapes m16n8k* have the same fragment layout. With g = lane / 4 and t = lane % 4, and e elements in a register:
 // register r of A holds row g + 8 (r % 2), columns e (t + 4 (r / 2)) ..; register r of B holds rows e (t + 4 r) .. of
 // column g; register r of a 32-bit C or D holds row g + 8 (r / 2), column 2 t + r % 2, and a 16-bit one two of these.
 #include "alu.h"
@@ -64,7 +64,7 @@ HANDLER("mma.sync", Sync) {
       if (accumulator == kF32) results[n][lane] = bit_cast<u32>(sum);
       else results[n / 2][lane] |= (u32)float_to_half(sum) << half;
     }
-  // D may be A, B or C: written last.
+  // D may overlap A, B or C, so it is written last.
   for (u32 r = 0; r < registers_d; r++) memcpy(row<u32>(w, d[r]), results[r], sizeof results[r]);
   machine.counters.mma_flops += 2.0 * 16 * 8 * k_count;
   return Step::Done;

@@ -31,7 +31,7 @@ struct SmallFloat {
 extern const SmallFloat kE4M3, kE5M2, kE2M1, kE2M3, kE3M2;
 
 float decode(const SmallFloat &format, u32 code);
-// cvt.{rn}.satfinite: overflow goes to the largest finite value; NaN goes to NaN, or to +max where there is none.
+// cvt.{rn}.satfinite: overflow goes to the largest finite value; NaN goes to NaN, or to +max in a format without NaN.
 u32 encode_satfinite(const SmallFloat &format, float value, Round round = Round::Nearest);
 
 float decode_ue8m0(u8 code);

@@ -6,8 +6,8 @@ void track_operand(Warp &w, const Instruction &in, Cta &c, const SmemDescriptor 
   u32 outer = mn_major ? k : rows, inner = mn_major ? rows / p.per_chunk : k / p.per_chunk;
   if (d.swizzle_mode == kSwizzle128Atom32 && !(mn_major && p.bits == 32))
     fail(ErrorKind::MisalignedDescriptor, &w, &in, "%s: the swizzle of 32-byte atoms is for MN-major tf32", operand);
-  // Groups of rows lie a stride apart; a stride of 0 repeats one group on purpose, and one of less than half a row takes the
-  // same rows further along K (CUTLASS's slicek example). Strides in elements or in units of 16 bytes are longer.
+  // Groups of rows lie a stride apart; a stride of 0 repeats one group on purpose, and one of less than half a row
+  // addresses the same rows further along K (CUTLASS's slicek example). Strides in elements or in units of 16 bytes are longer.
   u32 pattern = d.pattern_rows() * d.width;
   if (d.swizzle_mode && outer > d.pattern_rows() && 2 * d.stride >= d.width && d.stride < pattern)
     report(ErrorKind::MisalignedDescriptor, &w, &in,

@@ -1,10 +1,11 @@
-// Operands in shared memory, and the product, of both generations of tensor core (tcgen05.mma, wgmma).
+// Shared-memory operands and the product, for both tensor-core generations (tcgen05.mma, wgmma).
 #pragma once
 #include "descriptor.h"
 #include "race.h"
 
-// Accesses of rows [first_row, first_row + rows) and columns [0, k) of one operand in shared memory: every 16-byte chunk. A
-// collected operand is one that an earlier instruction left in the collector; it must still be there, but costs no bandwidth.
+// Accesses of rows [first_row, first_row + rows) and columns [0, k) of one operand in shared memory: every 16-byte
+// chunk. A collected operand is still in the collector from an earlier instruction: it must be unchanged in shared memory,
+// and costs no bandwidth.
 void track_operand(Warp &w, const Instruction &in, Cta &c, const SmemDescriptor &d, bool mn_major, Packing p, u32 rows,
                    u32 k, const race::Actor &actor, const char *operand, u32 first_row = 0,
                    bool collected = false);

@@ -1,27 +1,17 @@
 #include "race.h"
 #include "lanes.h"
 #include "memory.h"
+#include "race_report.h"
 
 namespace race {
 
-constexpr u32 kPageGranules = 256;  // of the global shadow
-constexpr u32 kGlobalReaders = 4;   // reads of a granule of global memory that are remembered
+constexpr u32 kPageGranules = 256;  // granules in a page of the global shadow
+constexpr u32 kGlobalReaders = 4;   // remembered reads of a granule of global memory
 
-// What the warp does from now on is not part of what it has handed on so far.
+// Begins a new event: later accesses of the warp are not part of the clocks that it has published so far.
 static void next_event(Warp &w) {
   ++w.events[kGeneric];
   for (WarpAgent k : {kGeneric, kSolo}) w.now.order.raise(w.agent(k), w.events[kGeneric]);
-}
-
-static const char *describe(const Cluster &cluster, Agent agent, char *buffer, size_t size) {
-  u32 fixed = cluster.warp_count * kWarpAgents;
-  if (agent >= fixed) return "a TMA or bulk copy";
-  static const char *const kind[] = {"", " through tcgen05.mma/cp", " through tcgen05.ld", " through tcgen05.st",
-                                     " through cp.async", " through a bulk store", " through a bulk store",
-                                     " through mbarrier.init", " through wgmma", ""};
-  u32 warp = agent / kWarpAgents, per_cta = cluster.warp_count / (u32)cluster.ctas.size();
-  snprintf(buffer, size, "warp %u of CTA rank %u%s", warp % per_cta, warp / per_cta, kind[agent % kWarpAgents]);
-  return buffer;
 }
 
 void start_cluster(Cluster &c) {
@@ -67,7 +57,7 @@ Free free_running(Warp &w) {
   f.lane = lanes::executing(w);
   f.start.tensor.clear();
   next_event(w);
-  // A slot may be used again once its last operation is known to be complete: then later knowledge implies earlier.
+  // An agent slot is reused once its last operation is known to be complete: then knowing a later event implies the earlier.
   u32 fixed = c.warp_count * kWarpAgents;
   for (Agent a : w.slots)
     if (w.now.order[a] >= c.slot_events[a - fixed]) {
@@ -91,70 +81,7 @@ void enter_tensor_pipe(Warp &w) {
   next_event(w);
 }
 
-// A conflict that lanes of one warp explain: between two of them, or because some spoke for others.
-static bool report_lanes(Warp &w, const Instruction &in, const char *place, const char *doing, const Conflict &c) {
-  if (!lanes::tracked()) return false;
-  const char *earlier = c.earlier.write ? "the write" : "the read";
-  if (c.kind == Conflict::LaneRace) {
-    report(ErrorKind::LaneRace, &w, &in,
-           "%s %s while %s by another lane of this warp at ptx line %d is not ordered before it: bar.warp.sync, or another "
-           "barrier of both lanes, is missing between",
-           doing, place, earlier, c.earlier.line);
-    return true;
-  }
-  Cluster &cluster = *w.cta->cluster;
-  u32 warp = c.earlier.agent / kWarpAgents, per_cta = cluster.warp_count / (u32)cluster.ctas.size();
-  if (c.earlier.cluster || warp >= cluster.warp_count) return false;
-  const Warp &other = *cluster.ctas[warp / per_cta]->warps[warp % per_cta];
-  const LaneOrder::Handover *h = lanes::withheld(other, c.earlier.agent % kWarpAgents, c.earlier.event);
-  if (!h) return false;
-  char buffer[96];
-  report(ErrorKind::LaneRace, &w, &in,
-         "%s %s after %s by %s at ptx line %d, which lanes %08x handed on at ptx line %d for lanes that nothing had ordered "
-         "before: bar.warp.sync is missing there",
-         doing, place, earlier, describe(cluster, c.earlier.agent, buffer, sizeof buffer), c.earlier.line, h->lanes, h->line);
-  return true;
-}
-
-[[gnu::noinline]] static void report_conflict(Warp &w, const Instruction &in, Cta &cta, const char *memory, u32 at,
-                                              bool write, bool strong, const Conflict &c) {
-  char buffer[96];
-  const char *who = describe(*w.cta->cluster, c.earlier.agent, buffer, sizeof buffer);
-  const char *doing = write ? "writes" : "reads", *earlier = c.earlier.write ? "the write" : "the read";
-  char place[128];
-  snprintf(place, sizeof place, "%s 0x%x (CTA rank %u)", memory, at, cta.rank);
-  if (report_lanes(w, in, place, doing, c)) return;
-  switch (c.kind) {
-    case Conflict::None:
-    case Conflict::LaneRace: break;
-    case Conflict::TensorFence:
-      report(ErrorKind::TensorFence, &w, &in,
-             "%s %s 0x%x (CTA rank %u): a barrier orders it after %s by %s at ptx line %d, but tcgen05.fence does not: "
-             "::before_thread_sync before that side's arrival or ::after_thread_sync after this side's wait is missing",
-             doing, memory, at, cta.rank, earlier, who, c.earlier.line);
-      break;
-    case Conflict::ProxyFence:
-      report(ErrorKind::ProxyFence, &w, &in,
-             "the async proxy reads %s 0x%x (CTA rank %u), which %s wrote through the generic proxy at ptx line %d: no "
-             "fence.proxy.async lies between",
-             memory, at, cta.rank, who, c.earlier.line);
-      break;
-    case Conflict::AsyncWriteFence:
-      report(ErrorKind::AsyncWriteFence, &w, &in,
-             "the async proxy writes %s 0x%x (CTA rank %u) after %s by %s through the generic proxy at ptx line %d: no "
-             "fence.proxy.async lies between",
-             memory, at, cta.rank, earlier, who, c.earlier.line);
-      break;
-    case Conflict::Race:
-      report(ErrorKind::Race, &w, &in,
-             "%s %s 0x%x (CTA rank %u) while %s by %s at ptx line %d is not ordered before it: %s", doing, memory, at,
-             cta.rank, earlier, who, c.earlier.line,
-             c.earlier.strong() && strong ? "both are strong, but the scope of one does not include the other"
-                                          : "a wait, barrier or commit is missing");
-  }
-}
-
-// For an access by the warp or by what it issues.
+// Sets the demands for telling lanes apart, for an access by the warp or by an operation that it issued.
 static void tell_lanes_apart(Warp &w, const Actor &a, Demands &demands) {
   if (!lanes::tracked()) return;
   demands.warp = w.agent(kGeneric);
@@ -183,36 +110,6 @@ void shared_access(Warp &w, const Instruction &in, Cta &cta, u32 offset, u32 byt
   }
 }
 
-[[gnu::noinline]] static void report_global_race(Warp &w, const Instruction &in, u64 at, bool write, bool strong,
-                                                 const Conflict &conflict) {
-  const Access &e = conflict.earlier;
-  char buffer[96], place[64] = "";
-  const char *who = describe(*w.cta->cluster, e.agent, buffer, sizeof buffer);
-  if (e.cluster != w.cta->cluster->sequence) {
-    u32 id[3];
-    machine.first_cta(e.cluster, id);
-    snprintf(place, sizeof place, " of the cluster that began at CTA (%u,%u,%u)", id[0], id[1], id[2]);
-  }
-  const GlobalRange *in_range = nullptr;
-  for (auto &r : machine.ranges)
-    if (at >= r.begin && at < r.end) in_range = &r;
-  if (conflict.earlier.cluster == w.cta->cluster->sequence) {
-    Conflict here = conflict;
-    here.earlier.cluster = 0;
-    char global[160];
-    snprintf(global, sizeof global, "global memory 0x%llx (%s + %llu)", (unsigned long long)at,
-             in_range ? in_range->name.c_str() : "unnamed", (unsigned long long)(in_range ? at - in_range->begin : 0));
-    if (report_lanes(w, in, global, write ? "writes" : "reads", here)) return;
-  }
-  report(ErrorKind::GlobalRace, &w, &in,
-         "%s global memory 0x%llx (%s + %llu) while %s by %s%s at ptx line %d is not ordered before it: %s",
-         write ? "writes" : "reads", (unsigned long long)at, in_range ? in_range->name.c_str() : "unnamed",
-         (unsigned long long)(in_range ? at - in_range->begin : 0), e.write ? "the write" : "the read", who, place, e.line,
-         e.strong() && strong ? "both are strong, but the scope of one does not include the other"
-         : *place             ? "only strong accesses and fences of .gpu scope order different clusters"
-                              : "a wait, barrier or fence is missing");
-}
-
 void global_access(Warp &w, const Instruction &in, u64 address, u64 bytes, bool write, const Actor &a, bool same_value) {
   if (!machine.track_order || machine.level[(int)ErrorKind::GlobalRace] == Level::Off) return;
   Demands demands{false};
@@ -231,7 +128,7 @@ void global_access(Warp &w, const Instruction &in, u64 address, u64 bytes, bool 
     Access access{a.agent, a.event, in.line, mask, write, false, a.scope, (u8)w.cta->rank, w.cta->cluster->sequence, a.lane};
     Conflict conflict = machine.last_page_shadow->access((u32)(g % kPageGranules), access, *a.known, demands);
     if (!conflict.kind) continue;
-    // Released kernels have several warps write one result (CUTLASS's MLA decode), or issue one bulk store (its tma_store).
+    // In released kernels several warps write the same result (CUTLASS's MLA decode) or issue the same bulk store (its tma_store).
     const Access &e = conflict.earlier;
     bool same_store = e.write && e.line == in.line && e.cluster == access.cluster && e.agent % kWarpAgents == kBulkWrite &&
                       a.agent % kWarpAgents == kBulkWrite;
@@ -243,8 +140,8 @@ void global_access(Warp &w, const Instruction &in, u64 address, u64 bytes, bool 
   }
 }
 
-// An accumulator's columns are last written together: all by one MMA, or all by stores. Where both meet in one
-// accumulator, a region that is stored lies over it.
+// The columns of an accumulator have one kind of last writer: MMAs, or stores. If both kinds occur in one accumulator, a
+// region for stores overlaps it.
 static void check_one_region(Warp &w, const Instruction &in, Cta &cta, u32 lane16, u32 column, u32 count, u16 lanes) {
   const Shadow &s = *cta.tmem_shadow;
   u16 lane = (u16)(lanes & -lanes);
@@ -313,7 +210,7 @@ void touch_peer(Warp &w, const Instruction &in, Cta &cta, const Actor &a, bool c
 
 void release(Warp &w, ClockPair &into, bool relaxed, u32 lanes, Scope common) {
   if (!machine.track_order) return;
-  // Without tcgen05.fence::before_thread_sync nothing of the warp's own is handed on to the tensor core of others.
+  // Without tcgen05.fence::before_thread_sync, the warp's own tensor-memory accesses are not published to other warps.
   if (tracks_tensor_fences()) {
     into.tensor.join(w.tensor_published);
     into.tensor.join(w.tensor_seen);
@@ -340,7 +237,7 @@ void lanes_meet(Warp &w) {
   next_event(w);
 }
 
-// What a strong store of a scope hands on, by who reads it.
+// The clocks that a strong store of this scope publishes, by the scope common with the reader.
 static HandedOn hand_on(Warp &w, bool relaxed, Scope scope) {
   HandedOn handed;
   if (!relaxed) {
@@ -349,7 +246,7 @@ static HandedOn hand_on(Warp &w, bool relaxed, Scope scope) {
     std::fill_n(handed.begin(), scope + 1, copy);
     return handed;
   }
-  bool keep = !lanes::tracked() || (w.lanes | w.exited) == kAllLanes;  // else it may have less to hand on
+  bool keep = !lanes::tracked() || (w.lanes | w.exited) == kAllLanes;  // else some lanes' events are withheld
   for (int s = 0; s <= scope && w.released[s].order.size(); s++) {
     if (keep) handed[s] = w.released_copy[s];
     if (!handed[s] && s && w.released[s] == w.released[s - 1]) handed[s] = handed[s - 1];
@@ -365,14 +262,14 @@ static HandedOn hand_on(Warp &w, bool relaxed, Scope scope) {
 
 void release_at(Warp &w, const void *location, bool relaxed, Scope scope) {
   if (!machine.track_order) return;
-  if (relaxed && !w.released[kCtaScope].order.size()) return;  // no release fence so far: nothing is handed on
+  if (relaxed && !w.released[kCtaScope].order.size()) return;  // no release fence so far: nothing is published
   HandedOn handed = hand_on(w, relaxed, scope);
   u32 cluster = w.cta->cluster->sequence;
   PublishedAt &published = machine.locations[location];
   published.version++;
   for (Published &p : published.stores)
     if (p.cluster == cluster && p.warp == w.global_index) {
-      // A relaxed store hands on less than a releasing one before it, which later readers may still see.
+      // A relaxed store publishes less than a releasing store before it, which later readers may still observe.
       HandedOn before = p.handed;
       for (int s = 0; s <= scope && handed[s]; s++) {
         if (!before[s]) {
@@ -449,7 +346,7 @@ void proxy_fence(Warp &w) {
     lanes::Withheld others(w, w.now, w.lanes);
     w.now.fenced.join(w.now.order);
   }
-  // What comes after the fence is a new event: it is not fenced.
+  // Accesses after the fence belong to a new event, which is not fenced.
   next_event(w);
 }
 
@@ -495,7 +392,7 @@ void cta_ends(Cta &cta) {
              who, cta.rank);
       return;
     }
-  // The data of the MMAs has been waited for, as it was by another commit: CUTLASS's fp8 MLA decode leaves it at that.
+  // A warning only: CUTLASS's fp8 MLA decode waits for the data of the MMAs through another commit.
   for (auto &[agent, commit] : cta.remote_commits)
     if (cta.exit_clock[agent] < commit.event) {
       char buffer[96];

@@ -1,8 +1,8 @@
-// Warps, divergence, and the order in which everything runs.
+// Warps, divergence, and the order of execution.
 //
 // A warp is a list of groups of lanes with a common program counter. The lowest program counter runs first and groups
-// merge when they meet, which reconverges structured control flow at the earliest point, as the hardware's convergence
-// optimiser does. Warps run cooperatively: one keeps the core until it waits, or its quantum is over.
+// merge at equal program counters, which reconverges structured control flow at the earliest point, as the hardware's
+// convergence optimiser does. Warps run cooperatively: a warp runs until it waits or its quantum ends.
 #include "scheduler.h"
 #include "async.h"
 #include "barrier.h"
@@ -82,7 +82,7 @@ static void exit_lanes(Warp &w, u32 lanes) {
 static Turn run_warp(Warp &w, int quantum) {
   const Instruction *code = machine.program->code.data();
   u64 *executions = machine.executions.data(), *lane_executions = machine.lane_executions.data();
-  for (auto &g : w.groups) g.waited = false;  // a group that waits lets the others of its warp run
+  for (auto &g : w.groups) g.waited = false;  // a waiting group lets the other groups of its warp run
   while (quantum-- > 0) {
     if (w.groups.empty()) {
       w.finished = true;
@@ -143,7 +143,7 @@ static Turn run_warp(Warp &w, int quantum) {
           g->pc++;
           break;
         }
-        if (in.kind == Kind::BranchIndexed) {  // lanes part by target
+        if (in.kind == Kind::BranchIndexed) {  // lanes split by target
           u32 index = uniform<u32>(w, in.op[0], lanes), same = 0;
           for (int i : lanes_of(lanes)) same |= (u32)(row<u32>(w, in.op[0])[i] == index) << i;
           if (index >= (u64)in.aux[1]) fail(ErrorKind::IllegalInstruction, &w, &in, "brx.idx: index %u of %lld", index, (long long)in.aux[1]);
@@ -197,14 +197,14 @@ static Turn run_warp(Warp &w, int quantum) {
             g->waited = true;
             break;
           case Step::Blocked:
-            w.executed--;  // tried again later: one execution
+            w.executed--;  // retried later, and counted once
             executions[in.index]--;
             lane_executions[in.index] -= (u32)__builtin_popcount(lanes);
             if (w.groups.size() == 1) return Turn::Waiting;
             g->waited = true;
             break;
           case Step::NeedConvergence:
-            w.executed--;  // tried again later: one execution
+            w.executed--;  // retried later, and counted once
             executions[in.index]--;
             lane_executions[in.index] -= (u32)__builtin_popcount(lanes);
             if (w.groups.size() == 1)
@@ -220,8 +220,8 @@ static Turn run_warp(Warp &w, int quantum) {
   return Turn::QuantumOver;
 }
 
-constexpr i64 kLongestSpin = 64;  // instructions of a loop around a wait
-constexpr size_t kStartedAtOnce = 4;  // clusters, beyond those that others wait for
+constexpr i64 kLongestSpin = 64;  // instructions in one turn of a polling loop
+constexpr size_t kStartedAtOnce = 4;  // clusters, in addition to those that a running cluster waits for
 
 // ---- clusters --------------------------------------------------------------------------------------------------
 
@@ -325,8 +325,8 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
   race::start_cluster(c);
 }
 
-// A bulk store reads shared memory until its group is waited for, and the CTA's memory may go to another CTA when it exits.
-// FlashMLA exits without waiting, so this is a warning.
+// A bulk store reads shared memory until its group is waited for, and a CTA's memory may be reused as soon as it exits. A
+// warning, since FlashMLA exits without waiting.
 static void check_bulk_stores(Warp &w) {
   for (auto &[lane, groups] : w.bulk_groups) {
     const AsyncOp *open = groups.open.empty() ? nullptr : groups.open[0].get();
@@ -404,7 +404,7 @@ static std::string who_waits_for_what() {
   return s;
 }
 
-// One turn for every warp of a cluster; true if somebody used a whole quantum for other things than waiting.
+// One turn for every warp of a cluster; true if a warp used a whole quantum for work other than waiting.
 static bool turn(Cluster &c) {
   bool busy = false;
   if (machine.random_order())
@@ -413,7 +413,7 @@ static bool turn(Cluster &c) {
     Warp *w = c.live[k];
     int quantum = machine.random_order() ? 1 + (int)(machine.random() % 400) : 4096;
     u64 before = w->executed;
-    // A short quantum may end in the middle of a loop that waits; that is no work.
+    // A short quantum may end in the middle of a polling loop, which is not work.
     busy |= run_warp(*w, quantum) == Turn::QuantumOver && (i64)w->executed - w->executed_at_yield > kLongestSpin;
     machine.limit -= std::min(machine.limit, w->executed - before);
     if (!machine.limit) fail(ErrorKind::InstructionLimit, w, nullptr, "the launch's instruction limit is used up");
@@ -448,7 +448,7 @@ void run_grid() {
   int idle = 0;
   while (m.clusters_started < m.clusters || !m.active.empty()) {
     if (m.active.empty()) launch_next();
-    // Not one after the other: who waits for a CTA with a lower number would never have to.
+    // Start several: in strict sequence, a wait for a CTA with a lower number would never have to wait.
     if (m.random_order() && m.clusters_started < m.clusters &&
         m.active.size() < std::min<size_t>(m.multiprocessors, kStartedAtOnce) && m.random() % 8 == 0)
       launch_next();
@@ -480,7 +480,7 @@ void run_grid() {
       idle = 0;
       continue;
     }
-    // CTAs may wait for each other through global memory: let another one in before giving up.
+    // CTAs may wait for each other through global memory: start another cluster before reporting a deadlock.
     if (++idle > 8 && m.clusters_started < m.clusters && m.active.size() < m.multiprocessors) {
       launch_next();
       idle = 0;

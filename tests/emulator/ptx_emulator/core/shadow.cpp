@@ -20,7 +20,7 @@ static bool morally_strong(const Access &e, const Access &a) {
   Scope common = e.cluster != a.cluster ? kGpuScope : e.rank != a.rank ? kClusterScope : kCtaScope;
   return std::min(a.scope, e.scope) >= common;
 }
-// Between lanes of one warp. One instruction may write a place for several lanes.
+// Whether two accesses of one warp by different lanes conflict. One instruction may write a location for several lanes.
 static bool between_lanes(const Access &e, const Access &a, const Demands &d) {
   u32 k = e.agent - d.warp;
   if (e.cluster != a.cluster || (k != kGeneric && k != kSolo && k != kCpAsync) || e.event <= d.met[k]) return false;
@@ -37,7 +37,7 @@ static Conflict::Kind between(const Access &e, const Access &a, const ClockPair 
   return Conflict::None;
 }
 
-// Who has read what both reads of one agent cover, since the lanes met.
+// The lane of two merged reads by one agent since its lanes last met.
 static u8 reader(const Access &e, const Access &a, const Demands &d) {
   bool old = d.warp == kNoAgent || e.agent < d.warp || e.agent - d.warp >= kWarpAgents || e.event <= d.met[e.agent - d.warp];
   return old || e.lane == a.lane ? a.lane : e.lane == kUnknownLane ? kUnknownLane : kSeveralLanes;
@@ -58,10 +58,10 @@ Conflict Shadow::access(u32 g, const Access &a, const ClockPair &known, const De
     }
     Conflict::Kind kind = between(e, a, known, demands);
     if (kind > worst.kind) worst = {kind, e};
-    // A strong write is not ordered after other strong accesses, so it replaces only what its own agent did.
+    // A strong write is not ordered after other strong accesses, so it replaces only accesses of its own agent.
     bool replaced = (a.write && !(a.strong() && e.strong() && !e.same_agent(a))) || (!e.write && e.same_agent(a));
     if (demands.max_readers != ~0u && !a.write && !e.write) {
-      // Whoever is ordered after this read is ordered after what lies before it.
+      // An access ordered after this read is ordered after every access before the read.
       bool implied = (e.mask & ~a.mask) == 0 && ordered(e, a, known);
       replaced |= implied || ++readers > demands.max_readers;
     }

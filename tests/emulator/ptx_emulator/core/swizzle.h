@@ -4,7 +4,7 @@
 #include <algorithm>
 #include "types.h"
 
-// Modes 0..3: none, rows of 32, 64 and 128 bytes, in atoms of 16 bytes. This one: rows of 128 bytes in atoms of 32.
+// Modes 0..3: none, rows of 32, 64 and 128 bytes, in atoms of 16 bytes. kSwizzle128Atom32: rows of 128 bytes in atoms of 32.
 constexpr u32 kSwizzle128Atom32 = 4;
 
 static inline u32 swizzle_offset(u32 offset, u32 mode) {

@@ -29,7 +29,7 @@ TensorMap read_tensor_map(const Warp &w, const Instruction &in, u64 address) {
   if (t.address & 15)
     fail(ErrorKind::MisalignedDescriptor, &w, &in, "the tensor's address 0x%llx is not 16-byte aligned",
          (unsigned long long)t.address);
-  // Which atoms a 128-byte swizzle moves: 16 bytes, 32 bytes, 32 bytes with their halves exchanged, 64 bytes.
+  // Atoms of a 128-byte swizzle: 16 bytes, 32 bytes, 32 bytes with exchanged halves, 64 bytes.
   u32 swizzle = flags >> 13 & 3, atom = flags >> 19 & 3;
   if (atom > 1 || (atom && swizzle != 3))
     fail(ErrorKind::IllegalInstruction, &w, &in, "a tensor map with swizzle atom %u of swizzle mode %u is not modelled", atom, swizzle);
@@ -94,7 +94,7 @@ void copy_box(const Warp *w, const Instruction *in, const TensorMap &map, const 
             inside &= at >= 0 && at < (i64)map.size[d];
             address += at * (i64)map.stride_bytes[d];
           }
-          i64 first = (i64)c[0] * map.element_bits / 8;                    // byte of the row where the box begins
+          i64 first = (i64)c[0] * map.element_bits / 8;                    // first byte of the box in the row
           i64 limit = ((i64)map.size[0] * map.element_bits + 7) / 8;
           i64 lo = inside ? std::max<i64>(0, -first) : row_bytes;          // [lo, hi) of the box's row is inside
           i64 hi = inside ? std::min<i64>(row_bytes, limit - first) : row_bytes;
@@ -170,7 +170,7 @@ HANDLER("tensormap.replace", Plain) {
   }
   return Step::Done;
 }
-// A tensor map from shared to global memory, with the fence for those who acquire it there.
+// Copies a tensor map from shared to global memory, with the fence for threads that acquire it there.
 // aux: 0 offset of the destination, 1 offset of the source. Operands: destination, source.
 HANDLER("tensormap.cp_fenceproxy", Sync) {
   if (lanes != (u32)~w.exited) return Step::NeedConvergence;

@@ -1,7 +1,7 @@
 // Asynchronous copies: cp.async, bulk copies, and TMA tensor copies (PTX ISA "Data Movement: Asynchronous copy").
 //
-// A load is a free-running operation: it knows what its issuing warp knew, and whoever waits for the mbarrier learns of
-// its completion. A store reads shared memory through the async proxy; its completion is learnt through bulk groups.
+// A load is a free-running operation: it knows the events that its issuing warp knew, and a wait for the mbarrier acquires
+// its completion. A store reads shared memory through the async proxy; wait_group acquires its completion.
 #include <algorithm>
 #include <array>
 #include "alu.h"
@@ -39,8 +39,8 @@ TrackGlobal track_boxes(Warp &w, const Instruction &in, const TensorMap &map, co
   };
 }
 
-// The copy into one CTA of what a load brings: ordering now, data and mbarrier when it completes.
-// `transaction` is what the mbarrier counts.
+// The part of a load that goes to one CTA: its accesses are recorded now, data and mbarrier follow at completion.
+// `transaction` is the number of bytes that the mbarrier counts.
 void issue_load(Warp &w, const Instruction &in, Cta &target, u32 offset, u32 bytes, u32 transaction, u32 mbarrier_address,
                 const TrackGlobal &track_source, std::function<void(u8 *)> copy) {
   race::Free op = race::free_running(w);
@@ -58,7 +58,7 @@ void issue_load(Warp &w, const Instruction &in, Cta &target, u32 offset, u32 byt
              }));
 }
 
-// Which mbarrier the copy into CTA `rank` signals.
+// The mbarrier that the copy into CTA `rank` signals.
 u32 barrier_for(const Warp &w, const Instruction &in, u32 rank, u32 address, bool multicast, bool pair) {
   if (multicast) {
     u32 target = pair ? (rank & ~1u) | (shared_rank(address) & 1) : rank;
@@ -325,7 +325,7 @@ HANDLER("cp.async.commit_group", Plain) {
   close_group(w.cp_async_groups[0], w.events[kCpAsync]);
   return Step::Done;
 }
-// aux: 0 groups that may remain, or -1 for everything (also what no group holds).
+// aux: 0 groups that may remain, or -1 for all operations, in a group or not.
 HANDLER("cp.async.wait_group", Plain) {
   BulkGroups &groups = w.cp_async_groups[0];
   if (in.aux[0] < 0) {
@@ -362,9 +362,9 @@ HANDLER("cp.async.mbarrier.arrive", Plain) {
 // st.async / red.async to a peer's shared memory. aux: 0 dst offset, 1 elements, 2 bytes per element, 3 mbarrier offset,
 // 4 reduction + 1 or 0, 5 its type. Operands: values.., dst, mbarrier.
 //
-// Lanes that tell the same mbarrier are one operation, which arrives at once: each by itself would need a place in every
-// clock. So a phase that ends with some of an instruction's bytes is not seen. Stores of two lanes to one place are
-// operations of their own, which race.
+// Lanes that signal the same mbarrier form one operation, which arrives at once: one operation a lane would need one
+// component a lane in every clock. So a phase that ends between the bytes of one instruction goes unnoticed. Stores of two
+// lanes to one location are separate operations, which race.
 HANDLER("st.async", Plain) {
   u32 n = (u32)in.aux[1], bytes = (u32)in.aux[2], size = n * bytes;
   i64 reduction = in.aux[4] - 1, type = in.aux[5];
@@ -374,7 +374,7 @@ HANDLER("st.async", Plain) {
     u8 *to;
     std::array<u8, 16> data;
   };
-  std::map<std::pair<u32, u32>, std::vector<Write>> operations;  // by mbarrier, and of the same place
+  std::map<std::pair<u32, u32>, std::vector<Write>> operations;  // by mbarrier, then one for each store to the same location
   for (int i : lanes_of(lanes)) {
     u32 dst = (u32)lane_address(w, in.op[n], i, in.aux[0]), mb = (u32)lane_address(w, in.op[n + 1], i, in.aux[3]);
     check_aligned(w, in, dst, size, "st.async destination");
@@ -411,16 +411,16 @@ HANDLER("st.async", Plain) {
   return Step::Done;
 }
 
-// ---- clusterlaunchcontrol: a running cluster takes over the next one that has not started -----------------------------
+// ---- clusterlaunchcontrol: a running cluster cancels the next one that has not started, and does its work ----------
 
-// The response is opaque to programs. Ours: word 0 whether a cluster was taken over, words 1..3 the id of its first CTA.
+// The response is opaque to programs. Here: word 0 whether a cluster was canceled, words 1..3 the id of its first CTA.
 // aux: 0 dst offset, 1 mbarrier offset, 2 multicast to the whole cluster.
 HANDLER("clc.try_cancel", Plain) {
   for (int i : lanes_of(lanes)) {
     u32 dst = (u32)lane_address(w, in.op[0], i, in.aux[0]), mb = (u32)lane_address(w, in.op[1], i, in.aux[1]);
     check_aligned(w, in, shared_offset(dst), 16, "clusterlaunchcontrol response");
     std::array<u32, 4> response{};
-    // On a GPU it depends on what else runs there; a failure while clusters are left is possible too.
+    // On a GPU the request may fail while clusters are left, depending on the GPU's other work.
     bool take = machine.clusters_started < machine.clusters && (!machine.random_order() || machine.random() % 2);
     if (take) {
       response[0] = 1;

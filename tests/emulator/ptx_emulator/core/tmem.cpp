@@ -34,7 +34,7 @@ void shift_rows(Cta &c, u32 lane, u32 column, u32 columns) {
   for (u32 r = 0; r < 31; r++) memcpy(tmem_row(c, lane + r) + column, tmem_row(c, lane + r + 1) + column, columns * 4);
 }
 
-// cta_group::2: a warp of each CTA of the pair allocates, and neither goes on before both have.
+// cta_group::2: one warp of each CTA of the pair allocates, and neither continues before both have allocated.
 static Step finish_allocation(Warp &w, const Instruction &in) {
   if (in.aux[1] == 1) return Step::Done;
   Group &g = w.groups[w.current];
@@ -156,7 +156,7 @@ Target tmem_target(Warp &w, const Instruction &in, u32 lanes, Operand address_op
   u32 address = (u32)lane_address(w, address_operand, first_lane(lanes), in.aux[2]);
   for (int i : lanes_of(lanes))
     if ((u32)lane_address(w, address_operand, i, in.aux[2]) != address) {
-      // PTX leaves this undefined; a released kernel does it, and the first lane's address is what it means.
+      // Undefined in PTX; a released kernel does it and means the first lane's address.
       warn(ErrorKind::DivergentCollective, &in, std::string(what) + ": the lanes of the warp give different addresses");
       break;
     }
@@ -234,7 +234,7 @@ HANDLER("tcgen05.st", Sync) {
   race::Actor actor = race::stream(w, kTmemStore, false);
   track(w, in, t, true, actor, "tcgen05.st");
   machine.counters.tmem_written += (u64)n * kLanes * 4;
-  // The registers are read now: the program may change them at once.
+  // The registers are read at issue: the program may change them right after.
   auto values = std::make_shared<std::vector<u32>>((size_t)n * kLanes);
   for (u32 r = 0; r < n; r++) memcpy(values->data() + (size_t)r * kLanes, row<u32>(w, in.op[1 + r]), kLanes * 4);
   Warp *warp = &w;
@@ -258,7 +258,7 @@ HANDLER("tcgen05.st", Sync) {
 
 namespace {
 
-// 16 bytes as they are (bits 0), or 16 elements of 4 or 6 bits, each to the middle of a byte.
+// Copies 16 bytes unchanged (bits 0), or 16 elements of 4 or 6 bits, each to the middle of a byte.
 void unpack_chunk(u32 *to, const u8 *from, u32 bits) {
   u8 out[16];
   for (u32 k = 0; bits && k < 16; k++) {
@@ -271,7 +271,7 @@ void unpack_chunk(u32 *to, const u8 *from, u32 bits) {
 }  // namespace
 
 // aux: 0 rows of the source, 1 bytes per row, 2 address offset, 3 cta_group, 4..7 for each quarter of the lanes: the first
-// source row it receives, or -1; 8 bits per element of a padded source, 0: copied as it is. Operands: tensor-memory address,
+// source row it receives, or -1; 8 bits per element of a padded source, or 0 to copy unchanged. Operands: tensor-memory address,
 // descriptor.
 HANDLER("tcgen05.cp", Plain) {
   for (int i : lanes_of(lanes)) {
@@ -320,7 +320,7 @@ HANDLER("tcgen05.cp", Plain) {
   return Step::Done;
 }
 
-// ---- shift: 31 lanes of a quarter, 32 bytes each, take the contents of the next lane ------------------------------
+// ---- shift: 31 lanes of a quarter, 32 bytes each, get the contents of the next lane ------------------------------
 
 // aux: 0 address offset, 1 cta_group. Operand: tensor-memory address.
 HANDLER("tcgen05.shift", Plain) {

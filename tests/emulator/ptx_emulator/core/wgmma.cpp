@@ -63,7 +63,7 @@ Warpgroup &warpgroup_of(Warp &w, const Instruction &in) {
 Agent agent_of(const Warpgroup &g) { return g.cta->warps[g.first_warp]->agent(kWgmma); }
 
 // The register that holds element (row, column) of a fragment whose registers hold `packed` elements of `bits` bits, and the
-// element's place in it. Rows are the warp's own 16 (PTX ISA "Register Fragments and Shared Memory Matrix Layouts").
+// element's index in it. Rows are the warp's own 16 (PTX ISA "Register Fragments and Shared Memory Matrix Layouts").
 struct Cell {
   u32 lane, reg, part;
 };
@@ -71,7 +71,7 @@ Cell cell_of(u32 row, u32 column, u32 packed) {
   u32 unit = 4 * packed, reg_column = column / unit;  // 4 threads hold one row of a unit
   return {row % 8 * 4 + column % unit / packed, 2 * reg_column + row / 8, column % packed};
 }
-// f32 and s32 accumulators hold pairs of neighbouring columns in two registers, as packed halves would in one.
+// f32 and s32 accumulators hold two neighbouring columns in two registers; packed halves would share one.
 Cell accumulator_cell(u32 row, u32 column, bool half) {
   Cell c = cell_of(row, column, 2);
   return half ? c : Cell{c.lane, 2 * c.reg + c.part, 0};
@@ -172,7 +172,7 @@ void check_fence(Warp &w, const Instruction &in, const WgmmaOfWarp &state, Wgmma
   r.fences = r.fences_at_move = 0;
 }
 
-// The registers of an operation that the warp is about to execute, as number `number`.
+// Marks the registers of operation `number`, which the warp is about to execute.
 void claim_registers(Warp &w, const Instruction &in, WgmmaOfWarp &state, u64 number) {
   Shape s{in};
   auto under_way = [&](u64 operation) { return operation > state.complete; };
@@ -275,7 +275,7 @@ HANDLER("wgmma.mma_async", Sync) {
     fail(ErrorKind::DivergentCollective, &w, &in,
          "the warps of the warpgroup differ in %s of their wgmma.mma_async: another one executed ptx line %d",
          o.in != &in ? "the place" : "a descriptor or scale-d", o.in->line);
-  race::release(w, o.start[w.index % kWarpgroupWarps]);  // what the warp does from here on is not ordered before it
+  race::release(w, o.start[w.index % kWarpgroupWarps]);  // later accesses of the warp are not ordered before it
   machine.progress++;
   if (++o.arrived < kWarpgroupWarps) return Step::Done;
   issue(w, in, g, o);
@@ -300,12 +300,12 @@ HANDLER("wgmma.wait_group", Sync) {
   u64 last = state.groups[state.groups.size() - 1 - (size_t)in.aux[0]];
   Warpgroup &g = warpgroup_of(w, in);
   while (g.performed < last) {
-    if (!wgmma_ready(g)) return Step::Blocked;  // another warp has yet to execute it
+    if (!wgmma_ready(g)) return Step::Blocked;  // not yet executed by all warps
     perform_wgmma(g);
   }
   state.groups.erase(state.groups.begin(), state.groups.end() - in.aux[0]);
   state.complete = last;
-  // Operations are issued in order, and each takes the next event of the agent.
+  // Operations are issued in order, each with the next event of the agent.
   race::learn_agent(w, agent_of(g), (u32)last);
   return Step::Done;
 }
@@ -350,7 +350,7 @@ bool check_wgmma_registers(Warp &w, const Instruction &in) {
     Operand o = in.op[k];
     if (o == kNone || o >> 31 || operand_is_predicate(o)) continue;
     auto &r = state.rows[row_of(o)];
-    // NVVM unpacks accumulators of halves right behind the product, and the assembler, which knows the registers, waits.
+    // NVVM unpacks accumulators of halves right after the product, and the assembler, which knows the registers, waits.
     if (in.wgmma_registers == Instruction::kUnpacks && r.accumulator_of > state.complete) {
       Warpgroup &g = warpgroup_of(w, in);
       while (g.performed < r.accumulator_of) {

@@ -1,7 +1,7 @@
-// Stands in for libcute_dsl_runtime.so: the same entry points, with no driver behind them.
+// Stands in for libcute_dsl_runtime.so: the same entry points, without a driver.
 //
 // The host code that CuTe DSL JIT-compiles calls these to load a cubin, to find a kernel and to
-// launch it. Loads, launches and tensor-map encodings are handed to host.py; memory calls act on
+// launch it. Loads, launches and tensor-map encodings go to host_callbacks.py; memory calls act on
 // host memory; streams and events do nothing, because a launch here returns when the kernel is done.
 #include <stdint.h>
 #include <stdio.h>
@@ -104,7 +104,7 @@ int _cuLibraryGetGlobal(void **p, size_t *n, void *library, const char *name) {
 }
 
 // TVM-FFI-compiled host code loads its library once per process, into `slot`. `raise_error` sets the
-// Python error; host.py has a better one.
+// Python error; host_callbacks.py keeps the one to raise.
 int cuda_dialect_init_library_once(void **slot, int (*init)(void **library),
                                    int (*load)(void **library, int device),
                                    void (*raise_error)(const char *kind, const char *message)) {
@@ -206,10 +206,10 @@ const char *cuda_dialect_get_error_name(int error) { return "error in the emulat
 void cuda_dialect_print_on_error(int error) {
   if (error) fprintf(stderr, "emulator: the host code saw error %d\n", error);
 }
-// The real one aborts. Here the host code goes on, to where the kept error is raised.
+// The real function aborts. Here the host code continues until the kept error is raised.
 void cuda_dialect_assert_success(int error) { cuda_dialect_print_on_error(error); }
 // TVM-FFI-compiled host code reports an error through a function that it passes: the message comes
-// in parts. host.py raises the error that it kept instead.
+// in parts. host_callbacks.py raises the error that it kept instead.
 typedef void (*RaiseParts)(const char *kind, const char **parts, int num_parts);
 static void raise_in_tvm_ffi(RaiseParts raise) {
   const char *parts[] = {"the emulator stopped a launch"};

@@ -1,5 +1,5 @@
-// CUTLASS's stream-K GEMM, called with plain pointers. CTAs divide the iterations of all tiles among themselves; who shares
-// a tile with others hands its sums over in global memory. The type is that of CUTLASS's example 47, for f16 operands.
+// CUTLASS's stream-K GEMM, called with plain pointers. CTAs divide the iterations of all tiles among themselves; a CTA that
+// shares a tile with others passes its sums through global memory. The type is that of CUTLASS's example 47, for f16 operands.
 #include "cutlass/gemm/device/gemm_universal.h"
 
 namespace {

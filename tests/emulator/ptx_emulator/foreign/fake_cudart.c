@@ -1,5 +1,5 @@
 // Stands in for libcudart under host code that nvcc compiled: kernels register themselves by name,
-// and launches are handed to Python. Only what FlashMLA's and CUTLASS's host code calls.
+// and launches are handed to Python. It has only the functions that FlashMLA's and CUTLASS's host code calls.
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -88,7 +88,7 @@ int __cudaGetKernel(const char **kernel, const void *host_function) {
 
 static int launch(const char *kernel, Dim3 grid, Dim3 block, const unsigned *cluster, size_t smem,
                   void **arguments) {
-  // The last one: programmatic stream serialization, whose rules foreign kernels are not held to.
+  // The last value, programmatic stream serialization, is off: its rules are not checked in foreign kernels.
   unsigned dims[10] = {grid.x,  grid.y,     grid.z,     block.x,   block.y,
                        block.z, cluster[0], cluster[1], cluster[2], 0};
   last_error = launch_callback(0, kernel, dims, smem, arguments);
@@ -136,7 +136,7 @@ int cudaLaunchKernelExC(const LaunchConfig *config, const void *host_function, v
 }
 int cudaFuncSetAttribute(const void *host_function, int attribute, int value) { return kSuccess; }
 
-// ---- the device: one B200, with memory where the host can write it
+// ---- the device: one B200, with memory that the host can write
 
 int cudaGetDevice(int *device) {
   *device = 0;
