@@ -212,8 +212,7 @@ def arch(request: pytest.FixtureRequest, compiled_here: None, nan_memory: None) 
 
 def emulate(arch: str, call: Callable[[], object], fn: Tensor | None = None, **options: object) -> object:
     """What a call returns in the emulator, with all its checks on; it launches one kernel. fn: weights, constant."""
-    from emulator import Checks
-    from host import emulated
+    from ptx_emulator import Checks, emulated
 
     with emulated(checks=Checks.strict(), arch=arch, **options) as device:
         if fn is not None:
@@ -248,7 +247,7 @@ def boundary(
 def test_both_architectures_run_one_program(num_tokens: int, tokens: int, teams: int, fp8: bool) -> None:
     """Blackwell's PTX is Hopper's but for the target."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.hyper_connection import gpu
 
@@ -365,7 +364,7 @@ def test_a_missing_wait_is_noticed(arch: str) -> None:
 
 def test_only_constants_are_read_before_the_wait(arch: str) -> None:
     """The boundary reads fn before it waits, which is right for a weight: here the emulator is not told that it is."""
-    from host import EmulationError
+    from ptx_emulator import EmulationError
 
     with dependent_launch.switched(True), pytest.raises(EmulationError, match=r"reads float32\[24, 4096\]"):
         boundary(arch, inputs(3, 1024), 2, fn_is_constant=False)
@@ -384,8 +383,7 @@ MUTATED = {
 def test_deleted_synchronisation_is_noticed(name: str) -> None:
     """Every deletion but those explained in emulator/results/mutation_reasons.json."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from emulator import Checks
-    from host import emulated
+    from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.hyper_connection import gpu
 
@@ -453,7 +451,7 @@ def test_rows_may_lie_apart(arch: str) -> None:
 
 def test_rows_beyond_32_bits(arch: str) -> None:
     """Of every input that has tokens: neither their bytes nor their elements can be counted in 32 bits."""
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.hyper_connection import gpu
 
@@ -491,8 +489,8 @@ def test_the_models_widths(arch: str, d: int) -> None:
     """Right, and as planned by what the compiler says of what many tokens take, with one team and with several:
     registers and shared memory for as many CTAs of a multiprocessor. 28 words of a thread may lie on the stack, of
     some 4,300 instructions: where streams are loaded, 80 words of them and 20 coefficients are held at once."""
-    from host import emulated
     from lib.cubin import resources
+    from ptx_emulator import emulated
 
     from dsv4_kernels.hyper_connection import gpu
     from dsv4_kernels.hyper_connection.plan import REGISTERS, SHARED_BYTES, Plan, shared_memory
@@ -511,7 +509,7 @@ def test_the_models_widths(arch: str, d: int) -> None:
 
 
 def test_no_tokens_are_no_launch(arch: str) -> None:
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.hyper_connection import gpu
 

@@ -73,7 +73,7 @@ ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_sum_is_the_definition_s(name: str) -> None:
-    from emulator import Checks
+    from ptx_emulator import Checks
 
     case = (CASES | SLOW)[name]
     x, weights, ids, packed = inputs(case)

@@ -276,7 +276,7 @@ def test_no_rows_need_no_launch(kernel: str) -> None:
 
 
 def test_the_kernels_need_no_stack(kernel: str) -> None:
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.norm import gpu as norms
     from dsv4_kernels.rope import gpu as rotations

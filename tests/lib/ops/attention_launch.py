@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from dsv4_kernels.sparse_attention.problem import Problem
 from dsv4_kernels.unpack import Pages
 
 if TYPE_CHECKING:
-    from host import Device
+    from ptx_emulator import Device
 
 SCHEDULES = ("late", "random", "random_warps")
 LONG = ("hca_1m", "csa_1024", "more_tokens_than_sms")
@@ -39,7 +38,7 @@ def launch(
     unchanged. Afterwards the counters are zero, as the next launch needs them; no launch of a `persistent` kernel had
     more CTAs than multiprocessors, and the emulator gave no warning.
     """
-    from host import emulated
+    from ptx_emulator import emulated
 
     gaps_of_out = None
     if out is None:
@@ -68,8 +67,7 @@ def launch(
 
 def unpack_emulated(name: str, parts: list[Pages], out: Tensor) -> None:
     """Write `out` with the unpacking kernel "sm90" or "sm100", with all checks of the emulator on."""
-    from emulator import Checks
-    from host import emulated
+    from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.unpack import gpu
 
@@ -84,17 +82,14 @@ def delete_synchronisation(name: str, device: Device, launched: int = 0) -> dict
     recorded.
 
     Every deletion must be noticed or explained in emulator/results/mutation_reasons.json. DSV4_WRITE_RESULTS=1 writes
-    emulator/results/mutation_*.
+    the campaign's entry in emulator/results/mutation.json.
     """
-    import mutation
-    from emulator import Checks
+    from ptx_emulator import Checks
+    from ptx_emulator.campaigns import mutation, summaries
 
     result = mutation.run(name, device.recordings[launched], checks=Checks.strict())
     reasons = mutation.reasons_for(name)
-    document = mutation.as_json(result, reasons)
-    assert not [missed for missed in document["not caught"] if missed["reason"] == mutation.NOT_ANALYSED]
+    assert not mutation.unexplained(result, reasons)
     if os.environ.get("DSV4_WRITE_RESULTS"):
-        base = mutation.RESULTS / f"mutation_{name}"
-        base.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-        base.with_suffix(".md").write_text(mutation.readable(document))
+        summaries.update("mutation", {name: mutation.summary(result, reasons)})
     return {kind: mutation.rate(*counts) for kind, counts in result.by_class(reasons).items()}

@@ -36,7 +36,7 @@ class UsedKernels(dict):
 @contextlib.contextmanager
 def early_flags() -> Iterator[list[bool]]:
     """Yield a list that gets, for each emulated launch inside, whether it may begin early."""
-    from device import Device
+    from ptx_emulator import Device
 
     seen: list[bool] = []
     launch = Device.launch
@@ -91,7 +91,7 @@ def assert_machine_code_waits(cubin: bytes, waits: bool, ahead: Sequence[str]) -
 @contextlib.contextmanager
 def a_missing_wait_is_noticed() -> Iterator[None]:
     """Compile kernels that are launched inside without their wait; fail unless the emulator refuses the launch."""
-    from host import EmulationError
+    from ptx_emulator import EmulationError
 
     with (
         mock.patch.object(compile_cache, "_in_memory", {}),

@@ -67,7 +67,7 @@ def packed_experts(experts: int, d: int, channels: int) -> Mxfp4Experts:
 @contextmanager
 def emulated_on(multiprocessors: int, **options: object) -> Iterator[Any]:
     """Enter `emulated` with this number of multiprocessors, which the kernel reads once and caches."""
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.sparse_attention.sm100.launch import device_facts
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from host import Device
+    from ptx_emulator import Device
 
 NONSENSE = 2**31 - 1
 """Value of slots and page numbers that must not be read."""
@@ -78,10 +78,6 @@ def far_apart(x: Tensor, row_gap: int = 8) -> Tensor:
 
 def use_in_place(device: Device, *tensors: Tensor | None) -> None:
     """Let launches of the emulated device use the large ones of these CPU tensors in place."""
-    from device_memory import _Storage
-
     for tensor in tensors:
         if tensor is not None and tensor.untyped_storage().nbytes() >= LARGE_BYTES:
-            storage = tensor.untyped_storage()
-            start, num_bytes = storage.data_ptr(), storage.nbytes()
-            device.memory._storages[start, num_bytes] = _Storage(start, 0, num_bytes, storage)
+            device.memory.use_in_place(tensor)

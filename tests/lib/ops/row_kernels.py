@@ -32,8 +32,7 @@ def emulated_row_kernel(
 
     in_place: tensors that are too large to be copied into the emulator (`memory_layout.sparse`).
     """
-    from emulator import Checks
-    from host import emulated
+    from ptx_emulator import Checks, emulated
 
     torch.empty = poisoned
     try:

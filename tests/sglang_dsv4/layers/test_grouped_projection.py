@@ -220,7 +220,7 @@ def rope() -> Rotation:
 
 def projected(model: nn.Module, tokens: int, quantises: bool) -> tuple[Tensor | Fp8Input, int]:
     """What wo_b would take, and launches."""
-    from host import emulated
+    from ptx_emulator import emulated
 
     heads = model.attn.wo_a.weight.shape[0] * CHANNELS // 512
     o = torch.randn(tokens, HEADS, 512, generator=torch.Generator().manual_seed(2), dtype=torch.float32).bfloat16()

@@ -78,7 +78,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward(layer: PackedExperts, shared: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    from host import emulated
+    from ptx_emulator import emulated
 
     with emulated(arch="sm_90a", multiprocessors=3):
         return layer(*batch(), shared, dtype)
@@ -187,7 +187,7 @@ def test_the_layer_adds_the_shared_expert(
     rank: Callable[..., PackedExperts], tp_size: int, parts: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bf16 on one rank; of several in the dtype in which parts are summed, before they are."""
-    from host import emulated
+    from ptx_emulator import emulated
 
     x, weights, ids = batch()
     shared = torch.randn(x.shape, generator=torch.Generator().manual_seed(4)).bfloat16()
@@ -247,7 +247,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_its_kernels_are_compiled_ahead(chosen: None, rank: Callable[..., PackedExperts]) -> None:
     """Every kernel that a forward of few, of more or of many tokens runs."""
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.moe.sm90 import launch
 

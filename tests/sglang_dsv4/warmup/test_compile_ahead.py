@@ -175,7 +175,7 @@ def test_references_need_no_compiling(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("capability", "arch"), [((9, 0), "sm_90a"), ((10, 0), "sm_100a")])
 def test_they_compile(capability: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from host import emulated
+    from ptx_emulator import emulated
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
