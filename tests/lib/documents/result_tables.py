@@ -413,12 +413,24 @@ def indexer() -> str:
     return markdown(("", "context", "`mma.sync`, us", "`wgmma`, us"), shown)
 
 
+def blackwell() -> str:
+    """Lower bounds of the Blackwell attention kernel, cycles of one multiprocessor for one token, by unit."""
+    units = ("floor", "fma", "alu", "issue", "sfu", "tmem", "shared", "operands", "port", "l2", "hbm")
+    cycles = load("sparse_attention_sm100_static")["cycles"]
+    rows = (
+        [case, *(whole(row[unit]) for unit in units), f"{row['bound']:.2f}", f"{row['roofline']:.2f} {row['bound by']}"]
+        for case, row in cycles.items()
+    )
+    return markdown(("one token", *units, "bound", "roofline"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "readme": lambda: _served("serve_ab_h200", SERVED + CHURN),
     "serve_ab": lambda: _served("serve_ab_h200", SERVED + CHURN + STEPS),
     "two_gpus": lambda: _served("serve_ab_h100_x2", SERVED + STEPS[:1]),
     "agreement": agreement,
     "attention": attention,
+    "blackwell": blackwell,
     "churn_sweep": churn_sweep,
     "copies": copies,
     "dependent_launch": dependent_launch,
