@@ -1,0 +1,200 @@
+"""The documents: their size, their links, the tables made from results, and the files and functions that they name."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+from documents import result_tables
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_README_BYTES = 9 * 1024
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+QUOTED_PATH = re.compile(r"`((?:sglang_dsv4|kernels|radix_cache|benchmarks|tests|docs)/[\w./-]+)(?:: \w+)?`")
+RESULT = re.compile(r"\b(?:benchmarks/)?results/(\w+\.(?:json|png))|`(\w+\.json)`")
+SWITCH = re.compile(r"\b(?:SGLANG_DSV4|DSV4)(?:_[A-Z0-9]+)*\b")
+PACKAGES = ("sglang_dsv4", "kernels", "radix_cache")
+QUESTIONS = 24
+
+
+@cache
+def tracked(pattern: str) -> tuple[Path, ...]:
+    """Files of the repository whose names match a glob; what git ignores is not among them."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", pattern]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return tuple(ROOT / name for name in names if (ROOT / name).is_file())
+
+
+DOCUMENTS = tuple(path for path in tracked("*.md") if "emulator" not in path.parts or path.name == "README.md")
+LOGS = {path for path in DOCUMENTS if path.parent.name == "log"}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchors(path: Path) -> set[str]:
+    """What links may name after `#`: GitHub's form of each heading."""
+    headings = HEADING.findall(FENCE.sub("", path.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short() -> None:
+    size = len((ROOT / "README.md").read_bytes())
+    assert size <= MOST_README_BYTES, (
+        f"README.md has {size} bytes: move what is not read in the first five minutes to docs/"
+    )
+
+
+def test_the_readme_leads_to_every_document() -> None:
+    """A document that neither README nor CONTRIBUTING links is found by nobody; log files are linked by their index."""
+    entrances = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "log" / "README.md")
+    linked = {
+        (page.parent / target.split("#")[0]).resolve()
+        for page in entrances
+        for target in LINK.findall(page.read_text())
+    }
+    missing = [name_of(path) for path in tracked("docs/*.md") if path not in linked]
+    assert not missing
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_links_resolve(path: Path) -> None:
+    broken = []
+    for target in LINK.findall(FENCE.sub("", path.read_text())):
+        if re.match(r"\w+://", target):
+            continue
+        file, _, anchor = target.partition("#")
+        to = (path.parent / file).resolve() if file else path
+        if not to.exists() or (anchor and anchor not in anchors(to)):
+            broken.append(target)
+    assert not broken
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_files_that_a_document_names_exist(path: Path) -> None:
+    missing = [name for name in QUOTED_PATH.findall(path.read_text()) if not (ROOT / name).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_result_files_exist(path: Path) -> None:
+    named = {first or second for first, second in RESULT.findall(path.read_text())}
+    of_others = {"config.json", "tokenizer.json", "b200.json"} | {
+        name for name in named if name.endswith(".index.json")
+    }
+    missing = sorted(name for name in named - of_others if not (ROOT / "benchmarks" / "results" / name).exists())
+    assert not missing
+
+
+@pytest.mark.parametrize("path", result_tables.documents(), ids=name_of)
+def test_tables_are_those_of_the_results(path: Path) -> None:
+    text = path.read_text()
+    assert result_tables.written(text) == text, "run: python tests/lib/documents/result_tables.py --write"
+
+
+def test_every_section_of_the_measurements_names_its_file() -> None:
+    text = (ROOT / "docs" / "measurements.md").read_text()
+    sections = re.split(r"^##+ ", text, flags=re.MULTILINE)[1:]
+    missing = [
+        section.splitlines()[0] for section in sections if "<!-- table:" in section and not RESULT.search(section)
+    ]
+    # One file serves two neighbouring sections.
+    assert not [name for name in missing if name != "Speculation"]
+
+
+# -- the index of questions --------------------------------------------------------------------------------------------
+
+
+def questions() -> list[tuple[str, list[str], list[str]]]:
+    """Question, files and names of each row of the index."""
+    section = (ROOT / "docs" / "architecture.md").read_text().split("## Index of questions")[1]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ") and "?" in line]
+    return [(row[0].strip(), *(re.findall(r"`([^`]+)`", cell) for cell in row[1:3])) for row in rows]
+
+
+def defined(path: Path) -> set[str]:
+    """Functions, classes, methods (`Class.method`) and constants of a module."""
+    found: set[str] = set()
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(prefix + node.name)
+            if isinstance(node, ast.ClassDef):
+                visit(node.body, f"{node.name}.")
+            targets = (
+                node.targets
+                if isinstance(node, ast.Assign)
+                else [node.target]
+                if isinstance(node, ast.AnnAssign)
+                else []
+            )
+            found.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+    visit(ast.parse(path.read_text()).body, "")
+    return found
+
+
+def test_the_index_has_all_questions() -> None:
+    assert len(questions()) == QUESTIONS
+
+
+@pytest.mark.parametrize(("question", "files", "names"), questions(), ids=[question for question, *_ in questions()])
+def test_an_answer_names_a_file_and_what_it_defines(question: str, files: list[str], names: list[str]) -> None:
+    assert files and names, question
+    missing = [file for file in files if not (ROOT / file).is_file()]
+    assert not missing, question
+    available = set().union(*(defined(ROOT / file) for file in files))
+    assert set(names) <= available, f"{question} {files} do not define {sorted(set(names) - available)}"
+    unused = [file for file in files if not defined(ROOT / file) & set(names)]
+    assert not unused, f"{question} no name of {unused} is given"
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def switches(text: str) -> set[str]:
+    return set(SWITCH.findall(text)) - {"DSV4"}
+
+
+def test_every_switch_is_documented_and_exists() -> None:
+    """In docs/options.md, and in no source of the packages another."""
+    sources = [path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    documented = switches((ROOT / "docs" / "options.md").read_text())
+    assert documented == set().union(*map(switches, sources))
+
+
+def test_other_documents_name_switches_that_exist() -> None:
+    documented = switches((ROOT / "docs" / "options.md").read_text())
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *set(tracked("docs/*.md")) - LOGS):
+        of_tests = {"DSV4_TESTS_NEED", "DSV4_WRITE_RESULTS"}
+        assert switches(path.read_text()) - of_tests <= documented, name_of(path)
+
+
+# -- prose -------------------------------------------------------------------------------------------------------------
+
+
+def test_no_docstring_opens_with_of() -> None:
+    """A docstring says first what its function returns or does; "Of the rows that …" leaves the reader to guess."""
+    found = []
+    for path in tracked("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            strings = []
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                strings.append(ast.get_docstring(node) or "")
+            # Docstrings of attributes: a string after an assignment.
+            for before, after in zip(
+                getattr(node, "body", None) or [], (getattr(node, "body", None) or [])[1:], strict=False
+            ):
+                if isinstance(before, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
+                    value = getattr(after.value, "value", None)
+                    strings.append(value if isinstance(value, str) else "")
+            found += [f"{name_of(path)}: {text.strip()[:60]}" for text in strings if text.strip().startswith("Of ")]
+    assert not found, "\n".join(found)
