@@ -1,4 +1,4 @@
-"""The flags of docs/coming_from_sglang.md: each is given to SGLang's argument resolution and does what the table says."""
+"""Each flag in docs/coming_from_sglang.md goes through SGLang's argument resolution and does what the table says."""
 
 from __future__ import annotations
 
