@@ -28,7 +28,7 @@ from dsv4_kernels.norm import rms_norm
 from dsv4_kernels.sparse_attention.scratch import Scratch
 
 NOT_PROMISED = 77
-"""Exit code of a scenario that is outside of what README promises."""
+"""Exit code of a scenario that is outside of what docs/limits.md promises."""
 Result = tuple[Tensor, Tensor]
 
 CASES = {
@@ -227,7 +227,7 @@ def two_graphs_one_after_the_other(kernel: str) -> None:
 
 
 def two_graphs_at_once(kernel: str) -> None:
-    """Right if they have counters of their own. If not, README says that they must not: known limits."""
+    """Right if they have counters of their own. If not, docs/limits.md says that they must not."""
     graphs = two_graphs(kernel)
     if graphs[0][2].counters.data_ptr() == graphs[1][2].counters.data_ptr():
         print("graphs that divide keys share counters")
