@@ -19,7 +19,7 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 QUOTED_PATH = re.compile(
-    r"`((?:sglang_dsv4|kernels|radix_cache|benchmarks|tests|docs)/[\w./-]+)(?:: \w+)?(?: --[^`]*)?`"
+    r"`((?:sglang_dsv4|kernels|radix_cache|benchmarks|tests|docs)/[\w./-]+)(?:: ([\w.]+))?(?: --[^`]*)?`"
 )
 RESULT = re.compile(r"\b(?:benchmarks/)?results/(\w+\.(?:json|png))|`(\w+\.json)`")
 SWITCH = re.compile(r"\b(?:SGLANG_DSV4|DSV4)(?:_[A-Z0-9]+)*\b")
@@ -84,7 +84,13 @@ def test_links_resolve(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_files_that_a_document_names_exist(path: Path) -> None:
-    missing = [name for name in QUOTED_PATH.findall(path.read_text()) if not (ROOT / name).exists()]
+    """With `file.py: name`, the file also defines the name."""
+    missing = []
+    for file, name in QUOTED_PATH.findall(path.read_text()):
+        if not (ROOT / file).exists():
+            missing.append(file)
+        elif name and name not in {part for full in defined(ROOT / file) for part in (full, full.split(".")[-1])}:
+            missing.append(f"{file}: {name}")
     assert not missing
 
 
@@ -121,6 +127,7 @@ def questions() -> list[tuple[str, list[str], list[str]]]:
     return [(row[0].strip(), *(re.findall(r"`([^`]+)`", cell) for cell in row[1:3])) for row in rows]
 
 
+@cache
 def defined(path: Path) -> set[str]:
     """Functions, classes, methods (`Class.method`) and constants of a module."""
     found: set[str] = set()
@@ -157,6 +164,22 @@ def test_an_answer_names_a_file_and_what_it_defines(question: str, files: list[s
     assert set(names) <= available, f"{question} {files} do not define {sorted(set(names) - available)}"
     unused = [file for file in files if not defined(ROOT / file) & set(names)]
     assert not unused, f"{question} no name of {unused} is given"
+
+
+def named_in_diagrams() -> list[tuple[str, str]]:
+    """(file, function or "") of every Python file in the text diagrams of docs/architecture.md."""
+    diagrams = FENCE.findall((ROOT / "docs" / "architecture.md").read_text())
+    return sorted(
+        {found for diagram in diagrams for found in re.findall(r"(?<![\w/>])(\w[\w/]*\.py)(?:: (\w+))?", diagram)}
+    )
+
+
+@pytest.mark.parametrize(("file", "function"), named_in_diagrams(), ids=[":".join(row) for row in named_in_diagrams()])
+def test_diagrams_name_what_exists(file: str, function: str) -> None:
+    """Files without a package are in sglang_dsv4/; a function may be a method."""
+    path = next((path for path in (ROOT / file, ROOT / "sglang_dsv4" / file) if path.is_file()), None)
+    assert path is not None, file
+    assert not function or function in {name.split(".")[-1] for name in defined(path)}
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
