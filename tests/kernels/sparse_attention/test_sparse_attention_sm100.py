@@ -267,7 +267,7 @@ def test_resources_are_the_recorded_ones() -> None:
 
 
 def test_compiles_for_b300() -> None:
-    """docs/blackwell.md names it."""
+    """benchmarks/README_B200.md names it."""
     from cubin import resources
     from host import emulated
 
