@@ -29,7 +29,7 @@ from dsv4_kernels.norm import rms_norm
 from dsv4_kernels.sparse_attention.scratch import Scratch
 
 NOT_PROMISED = 77
-"""Exit code of a scenario outside of the documented promises."""
+"""Exit code of a scenario that docs/limits.md does not promise."""
 Result = tuple[Tensor, Tensor]
 
 CASES = {
@@ -231,7 +231,7 @@ def two_graphs_one_after_the_other(kernel: str) -> None:
 
 
 def two_graphs_at_once(kernel: str) -> None:
-    """Right if the graphs have counters of their own; otherwise the documentation excludes it (known limits)."""
+    """Right if the graphs have counters of their own; otherwise docs/limits.md excludes it."""
     graphs = two_graphs(kernel)
     if graphs[0][2].counters.data_ptr() == graphs[1][2].counters.data_ptr():
         print("graphs that divide keys share counters")
