@@ -34,7 +34,7 @@ from dsv4_kernels.compressor import Compression, Groups, compress, compress_stor
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.norm import rms_norm
 from dsv4_kernels.quant import hadamard
-from dsv4_kernels.rope import YarnScaling, apply_rope, rope_frequencies
+from dsv4_kernels.rope import YarnScaling, apply_rope_in_place, rope_frequencies
 
 WRONG = 0.02
 """FP4 keys decide this: a value between two codes may become either, a step of up to a third."""
@@ -196,7 +196,7 @@ def parts(sets: list[Inputs]) -> list[Call]:
                 score = c.score + c.ape[g.positions % g.ratio]
                 entries = compress(c.state, c.kv, score, g.sources, g.ratio, c.head_dim)
                 entries = rms_norm(entries.bfloat16(), c.norm_weight, c.eps)
-                entries = apply_rope(entries, g.entry_positions, c.frequencies)
+                entries = apply_rope_in_place(entries, g.entry_positions, c.frequencies)
                 raw = torch.stack([c.kv, score], 1).index_select(0, tokens)
                 c.state.index_copy_(0, kept, raw)
                 c.table.scatter(slots, hadamard(entries) if c.hadamard else entries)

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from dsv4_kernels.moe import Mxfp4Experts
 from dsv4_kernels.moe.ref import ACTIVATION_BLOCK
-from dsv4_kernels.quant import dequantise_fp4_weight
+from dsv4_kernels.number_formats import dequantise_fp4_weight
 from dsv4_kernels.quant.ref import fp8_quantise
 
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)

@@ -36,7 +36,8 @@ from torch import Tensor
 
 from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.linear import HeadRotation, expand_fp8_weight, grouped_linear, grouped_linear_fp8_weight
-from dsv4_kernels.quant import fp8_quantise, quantise_fp8_weight
+from dsv4_kernels.number_formats import quantise_fp8_weight
+from dsv4_kernels.quant import fp8_quantise
 from dsv4_kernels.rope import apply_rope_in_place, rope_frequencies
 
 TOKENS = (1, 4, 16, 32, 64, 128)

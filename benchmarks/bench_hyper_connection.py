@@ -5,7 +5,6 @@
 Between two sublayers of DeepSeek-V4: `hc_post` of the one, `hc_pre` of the next, RMSNorm. Contenders:
 
     ours           `hc_boundary` with the kernel forced by name
-    ours_parts     `hc_post` and `hc_enter`: two launches of the same kernel, which read the new streams again
     ours_fp8       as `ours`, with x also in e4m3
     ours_then_fp8  ours, and `fp8_quantise` of x: two launches
     ours_by_NxM    (--sweep) as ours, with groups of N tokens and M teams a CTA instead of what `gpu.chosen` chooses
@@ -39,7 +38,7 @@ from lib.measuring import gpu_state, interleaved, l2_bytes, measure_ceilings, ve
 from torch import Tensor
 
 from dsv4_kernels import registry
-from dsv4_kernels.hyper_connection import hc_boundary, hc_enter, hc_post
+from dsv4_kernels.hyper_connection import hc_boundary
 from dsv4_kernels.quant import fp8_quantise
 
 TOKENS = (1, 4, 16, 64, 128, 1024, 8192)
@@ -137,27 +136,15 @@ def ours_then_fp8(sets: list[Inputs], impl: str) -> list[Call]:
     return [lambda i=i: call(i) for i in sets]
 
 
-def ours_parts(sets: list[Inputs], impl: str) -> list[Call]:
-    """Return calls of the public functions that compose the boundary."""
-
-    def call(i: Inputs) -> Results:
-        streams = hc_post(i.y, i.streams, i.post, i.comb, impl=impl)
-        return streams, *hc_enter(streams, i.fn, i.base, i.scale, i.weight, EPS, EPS, ITERATIONS, impl=impl)
-
-    return [lambda i=i: call(i) for i in sets]
-
-
 def ours_by(sets: list[Inputs], impl: str, tokens: int, teams: int) -> list[Call]:
     """Return calls with groups of `tokens` tokens and `teams` teams a CTA."""
     from dsv4_kernels.hyper_connection import gpu
     from dsv4_kernels.hyper_connection.plan import PRE_ROWS
 
-    arch = {"sm90": gpu.hopper, "sm100": gpu.blackwell}[impl](sets[0].y)
-
     def call(i: Inputs) -> Results:
         written_back, parameters = (i.y, i.post, i.comb), (i.fn, i.base, i.scale)
         numbers = (EPS, EPS, ITERATIONS, tokens, teams)
-        return gpu.run(arch, "hc_boundary", PRE_ROWS, i.streams, written_back, parameters, i.weight, *numbers)
+        return gpu.run(impl, "hc_boundary", PRE_ROWS, i.streams, written_back, parameters, i.weight, *numbers)
 
     return [lambda i=i: call(i) for i in sets]
 
@@ -227,7 +214,6 @@ def run_case(num_tokens: int, d: int, impl: str, device: torch.device, sweep: bo
         "ours": lambda: ours(sets, impl),
         "ours_fp8": lambda: ours_fp8(sets, impl),
         "ours_then_fp8": lambda: ours_then_fp8(sets, impl),
-        "ours_parts": lambda: ours_parts(sets, impl),
         "sglang": lambda: sglang(sets),
         "sglang_parts": lambda: sglang_parts(sets),
     }

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
     os.environ[compile_cache.FOLDER_VARIABLE] = "off"  # the emulator needs the PTX that compiling gives
-    from host import emulated
+    from ptx_emulator import emulated
 
     with emulated():
         document = {"resources": all_resources(), "cycles": {}}

@@ -46,7 +46,7 @@ def main() -> None:
     if options.bounds:
         print_bounds()
         return
-    from host import emulated
+    from ptx_emulator import emulated
 
     document = {}
     with emulated(arch=sm90.ARCH):

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4_kernels.quant import decode_fp4, decode_fp8, encode_fp4, encode_fp8
-from dsv4_kernels.quant.ref import pack_nibbles, unpack_nibbles
+from dsv4_kernels.number_formats import decode_fp4, decode_fp8, encode_fp4, encode_fp8, pack_nibbles, unpack_nibbles
 
 NOPE_DIM = 448
 ROPE_DIM = 64

@@ -1,4 +1,5 @@
-"""Fixtures that several folders share, and how `make test` shares the tests out among its processes."""
+"""Fixtures that several folders share, shards of the suite, and the distribution of tests over `make test`'s
+processes."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from selection.shards import Shard
     from serving.server import Server
-    from suite.shards import Shard
 
-# What only the fixtures need is imported by them: this file is also read where kernels are tested without SGLang.
+# Fixtures import what only they need: this file is also read where kernels are tested without SGLang.
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,11 +35,11 @@ def bookkeeping_errors_are_fatal(tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What servers leave in the system's folder for temporary files (locks, sockets, metrics) goes with the session.
+    """Delete with the session what servers leave in the system's temporary folder (locks, sockets, metrics).
 
-    Not in pytest's folder, since the path of a socket may have no more than 107 characters.
+    The folder is not in pytest's, since a socket's path may have no more than 107 characters.
     """
-    tmp_path_factory.getbasetemp()  # this one stays where it would be
+    tmp_path_factory.getbasetemp()  # fixes pytest's own folder before TMPDIR changes
     with (
         tempfile.TemporaryDirectory(prefix="dsv4-tests-", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as environment,
@@ -53,8 +54,8 @@ LEFT_BY_AN_ENGINE = ("NCCL_GRAPH_REGISTER", "SGLANG_RUN_ID")
 
 @pytest.fixture(scope="module", autouse=True)
 def what_an_engine_leaves() -> Iterator[None]:
-    """With these variables of `sglang.Engine` no server of a later file would be forked (`serving.preloaded`). Others
-    stay: what this package's set-up has put there is put there once a process."""
+    """Remove the variables that `sglang.Engine` sets, with which no server of a later file could be forked
+    (`serving.preloaded`). Other variables stay: the package's set-up sets them once a process."""
     before = {name for name in LEFT_BY_AN_ENGINE if name in os.environ}
     yield
     for name in set(LEFT_BY_AN_ENGINE) - before:
@@ -62,7 +63,7 @@ def what_an_engine_leaves() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    options = parser.getgroup("parts of the suite (tests/lib/suite/shards.py)")
+    options = parser.getgroup("parts of the suite (tests/lib/selection/shards.py)")
     options.addoption("--shard", metavar="K/N", help="run part K of N; a commit's hash in place of K chooses one")
     options.addoption("--minutes", type=float, help="begin no test later than this; the tests left out are listed")
 
@@ -73,7 +74,7 @@ LEFT_OUT = "out of time"
 
 
 def shard_of(config: pytest.Config) -> Shard:
-    from suite.shards import Shard
+    from selection.shards import Shard
 
     try:
         return Shard.of(config.getoption("shard"))
@@ -82,7 +83,8 @@ def shard_of(config: pytest.Config) -> Shard:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Under `make test` a missing package is an error: elsewhere the tests that need it are skipped."""
+    """Check the options; under `make test` a missing package is an error, elsewhere the tests that need it are
+    skipped."""
     if config.getoption("shard") is not None:
         shard_of(config)
     minutes = config.getoption("minutes")
@@ -100,7 +102,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("shard") is None:
         return
-    from suite.shards import chosen
+    from selection.shards import chosen
 
     by_id = {item.nodeid: item for item in items}
     own = chosen(list(by_id), shard_of(config))
@@ -109,7 +111,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Which shard it was, and each test that it left out."""
+    """Print the shard, and each test that it left out."""
     if config.getoption("shard") is not None:
         terminalreporter.write_line(f"shard {shard_of(config)} of the selected tests")
     skipped = terminalreporter.stats.get("skipped", [])
@@ -121,7 +123,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the garbage collector need not look at it again and again while kernels are traced."""
+    """Freeze the imported objects, so that the garbage collector does not scan them again and again while kernels are
+    traced."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
@@ -129,16 +132,33 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this test registers is gone afterwards."""
+    """Undo the test's registrations at its end."""
     from dsv4_kernels import registry
 
     monkeypatch.setattr(registry, "_table", {op: dict(rows) for op, rows in registry._table.items()})
     monkeypatch.setattr(registry, "_resolved", {})
 
 
+@pytest.fixture(scope="module")
+def compiled_here() -> Iterator[None]:
+    """Compile kernels in this process, since the emulator needs their PTX: none from disk, and none kept afterwards.
+
+    Scratch memory of earlier launches is hidden as well: the emulator would copy it for these.
+    """
+    from dsv4_kernels.host import compile_cache
+    from dsv4_kernels.sparse_attention import scratch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(compile_cache.FOLDER_VARIABLE, "off")
+        patch.setattr(scratch, "_by_stream", {})
+        patch.setattr(scratch, "_graph_counters", {})
+        patch.setattr(compile_cache, "_in_memory", {})
+        yield
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The random checkpoint of `make serve`, in the released format."""
+    """Return the random checkpoint of `make serve`, in the released format."""
     from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
     path = tmp_path_factory.mktemp("checkpoint")
@@ -148,21 +168,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for the session: the tiny checkpoint behind a small pool, short prefill chunks and few checkpoints."""
+    """Yield the session's server: the tiny checkpoint with a small pool, short prefill chunks and few tail slots."""
     from serving.server import MAX_RUNNING, POOL_TOKENS, SLEEP_ON_IDLE, TAILS, running_server
 
     from sglang_dsv4.cpu.quickstart import parser_flags
 
     log_path = tmp_path_factory.mktemp("server") / "log"
     flags = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING))
-    # A random model would fill the white space that a JSON grammar allows without end.
+    # A random model would generate the white space that a JSON grammar allows without end.
     flags += ("--chunked-prefill-size", "512", "--constrained-json-disable-any-whitespace", "--enable-metrics")
     flags += tuple(parser_flags([]))  # as `make serve` has them
     with running_server(checkpoint, log_path, *flags, SLEEP_ON_IDLE, env=TAILS, from_command=True) as running:
         yield running
 
 
-# ---- pytest-xdist: a file is a unit of work, all that starts a server is another one
+# ---- pytest-xdist: a file is a unit of work, and all tests that start a server are one unit
 
 SERVERS = "what starts a server"
 STARTS_A_SERVER = (
@@ -190,7 +210,8 @@ LONG = (
 
 
 def unit_of(nodeid: str) -> str:
-    """One process runs everything with a server: one is shared, the others start one at a time and share no port."""
+    """Return the unit of a test. All tests with servers are in one: the session's is shared, and other servers run one
+    at a time and share no port."""
     path = nodeid.split("::")[0]
     return SERVERS if path.startswith(STARTS_A_SERVER) else path
 
@@ -203,9 +224,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.fail(f"this test uses the server: name its file in STARTS_A_SERVER ({__file__})", pytrace=False)
 
 
-@pytest.hookimpl(tryfirst=True, optionalhook=True)  # where the suite runs in one process, xdist need not be installed
+@pytest.hookimpl(tryfirst=True, optionalhook=True)  # in a single process xdist need not be installed
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Takes the place of `--dist load`, the default; another `--dist` is left alone."""
+    """Replace `--dist load`, the default; another `--dist` is left alone."""
     if config.getoption("dist") != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling

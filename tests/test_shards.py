@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from suite.shards import BLOCK, Shard, blocks, chosen
+from selection.shards import BLOCK, Shard, blocks, chosen
 
 ROOT = Path(__file__).resolve().parents[1]
 NODEIDS = [

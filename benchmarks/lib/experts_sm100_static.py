@@ -29,9 +29,7 @@ def resources_of(plan: Plan) -> dict[str, int]:
 
 def cycles_of(plan: Plan) -> dict[str, float | str]:
     """Return the table's columns for one work tile with all its slots."""
-    from emulator import Checks
-    from host import emulated
-    from report import B200
+    from ptx_emulator import B200, Checks, emulated
 
     k, slots = K[plan.product], plan.tokens
     rows = plan.matrices * TILE_ROWS

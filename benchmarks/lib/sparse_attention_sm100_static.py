@@ -86,8 +86,7 @@ def problem_of(case: StaticCase) -> Problem:
 
 def cycles_of(case: StaticCase) -> dict[str, float | str]:
     """Return the table's columns for a case."""
-    from host import emulated
-    from report import B200
+    from ptx_emulator import B200, emulated
 
     with emulated(checks=_without_checks()) as device:
         sm100.sparse_attention(problem_of(case))
@@ -110,6 +109,6 @@ def cycles_of(case: StaticCase) -> dict[str, float | str]:
 
 
 def _without_checks() -> object:
-    from emulator import Checks
+    from ptx_emulator import Checks
 
     return Checks(order=False)

@@ -48,9 +48,7 @@ ENTRIES = (512, 1024)
 
 def bounds_of_a_step(heads: int, row_format: RowFormat) -> dict[str, float]:
     """Return each unit's cycles for a step of 128 keys of a list, of tokens that are not split."""
-    from emulator import Checks
-    from host import emulated
-    from report import H200
+    from ptx_emulator import H200, Checks, emulated
 
     cycles = []
     for entries in ENTRIES:

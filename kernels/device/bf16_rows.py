@@ -6,11 +6,8 @@ likes, and not alike in two configurations of one kernel; a row's bits must not 
 
 from collections.abc import Callable, Sequence
 
-import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-import torch
 from cutlass import Float32, Int32, Int64, Uint32
-from torch import Tensor
 
 from dsv4_kernels.device import ptx
 
@@ -18,9 +15,6 @@ CHUNK = 8
 """Channels of 16 bytes."""
 CHUNK_BYTES = 16
 WARP = 32
-
-
-# ---- device side
 
 
 def load_words(address: Int64) -> tuple:
@@ -170,47 +164,3 @@ def sum_of_squares(values: Sequence[Float32]) -> Float32:
     for value in values[1:]:
         total = ptx.fma(value, value, total)
     return total
-
-
-# ---- host side
-
-ARCHITECTURES = {"sm90": "sm_90a", "sm100": "sm_100a"}
-
-
-def architecture(name: str, device: torch.device) -> str:
-    """What to compile for, of an implementation "sm90" or "sm100"."""
-    if name == "sm90" or device.type != "cuda":
-        return ARCHITECTURES[name]
-    return f"sm_10{torch.cuda.get_device_capability(device)[1]}a"
-
-
-def current_stream(device: torch.device) -> cuda.CUstream:
-    """The stream that PyTorch enqueues to."""
-    return cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-
-
-def check_rows(what: str, x: Tensor, dim: int | None = None) -> None:
-    """Whether a kernel can read rows 16 bytes at a time.
-
-    Args:
-        what: of the message: "rms_norm: x".
-        x: [..., d].
-        dim: what d must be; None for any multiple of 8.
-
-    Raises:
-        ValueError: another dtype than bf16, another d, channels that are not neighbours, or rows at other addresses.
-    """
-    fits = x.dtype == torch.bfloat16 and x.dim() > 0 and (x.shape[-1] == dim if dim else x.shape[-1] % CHUNK == 0)
-    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-    fits = fits and (x.shape[-1] == 1 or x.stride(-1) == 1) and not any(stride % CHUNK for stride in strides)
-    if not fits or x.data_ptr() % CHUNK_BYTES:
-        raise ValueError(
-            f"{what} must be torch.bfloat16 [..., {dim or 'a multiple of 8'}] with contiguous channels and rows at "
-            f"multiples of {CHUNK_BYTES} bytes; got {x.dtype} {tuple(x.shape)} with strides {x.stride()} at address "
-            f'{x.data_ptr():#x}. The implementation "ref" takes any'
-        )
-
-
-def stride_bytes(x: Tensor, dim: int) -> int:
-    """Bytes from one index of a dimension to the next."""
-    return x.stride(dim) * x.element_size()

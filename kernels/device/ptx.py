@@ -330,6 +330,11 @@ def imin(a: Int32, b: Int32) -> Int32:
     return asm("min.s32 {$w0}, {$r0}, {$r1};", [Int32], a, b)
 
 
+def store_bf16(address: Int64, x: Float32) -> None:
+    """Stores an fp32, rounded to bf16, to global memory."""
+    asm("{\n.reg .b16 x;\ncvt.rn.bf16.f32 x, {$r1};\nst.global.b16 [{$r0}], x;\n}", [], address, x)
+
+
 def store_16_bytes(address: Int64, words: tuple) -> None:
     """16 bytes to global memory."""
     asm("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)

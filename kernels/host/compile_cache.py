@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import json
@@ -32,7 +31,9 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.host.environment import KERNEL_CACHE
@@ -48,7 +49,6 @@ PREFIX = "dsv4-kernel-"
 """How the names of our files begin: the folder may hold others."""
 LOCK_SECONDS = 600.0
 """So long a process waits for another one that compiles the same kernel; then it compiles for itself."""
-_LOCK_POLL_SECONDS = 0.05
 _SYMBOL = "dsv4_kernel"
 """Name of the function inside an object file."""
 
@@ -191,24 +191,26 @@ class _Stored:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Alone with these files, unless another process keeps the lock for longer than LOCK_SECONDS.
+        """Holds the lock on these files, unless another process holds it for longer than LOCK_SECONDS.
 
-        Then both compile, and the files are the later one's: they are replaced in one step. The lock ends with the
-        process that holds it.
+        In that case both compile, and the files of the later one stay: they are replaced in one step.
         """
-        with contextlib.ExitStack() as stack:
-            path = self.object.with_suffix(".lock")
-            try:
-                file = stack.enter_context(path.open("w"))
-                if not locks(file, LOCK_SECONDS):
-                    logger.warning(
-                        "another process has held %s for %.0f s: this one no longer waits for its kernel. If no other "
-                        "process compiles kernels, one that hangs holds it (`fuser %s` names it)",
-                        *(path, LOCK_SECONDS, path),
-                    )
-            except OSError as error:  # a read-only folder, or a file system without locks
-                logger.warning("no lock on %s: %s", self.object, error)
+        path = self.object.with_suffix(".lock")
+        lock = FileLock(path)
+        try:
+            lock.acquire(timeout=LOCK_SECONDS)
+        except Timeout:
+            logger.warning(
+                "another process has held %s for %.0f s: this one no longer waits for its kernel. If no other process "
+                "compiles kernels, one that hangs holds it (`fuser %s` names it)",
+                *(path, LOCK_SECONDS, path),
+            )
+        except OSError as error:  # a read-only folder, or a file system without locks
+            logger.warning("no lock on %s: %s", self.object, error)
+        try:
             yield
+        finally:
+            lock.release()
 
     def load(self) -> Callable[..., Any] | None:
         """The function, or None if it must be compiled."""
@@ -244,20 +246,6 @@ class _Stored:
             logger.warning("%s is not kept: %s", self.object, error)
             return False
         return True
-
-
-def locks(file: IO[str], seconds: float) -> bool:
-    """Whether the lock on a file could be had within so many seconds."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_LOCK_POLL_SECONDS)
-        else:
-            return True
 
 
 def _exported(function: Any) -> bytes:  # noqa: ANN401
@@ -318,7 +306,7 @@ def _environment(arch: str) -> list[str]:
 
 @functools.cache
 def _source_hash() -> str:
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\n{path.stat().st_size}\n".encode())

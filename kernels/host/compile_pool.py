@@ -28,6 +28,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+from filelock import FileLock, Timeout
+
 from dsv4_kernels.host import compile_cache
 
 logger = logging.getLogger(__name__)
@@ -95,9 +98,8 @@ def most_workers() -> int:
 
 
 def _available_bytes() -> int:
-    """Memory that could be taken, by /proc/meminfo; a container's own limit, where that is less."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(lines["MemAvailable"].split()[0]) * 1024
+    """Memory that new processes can use: the machine's, or the rest of the container's own limit where that is less."""
+    available = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or no limit ("max")
         group = Path("/sys/fs/cgroup")
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
@@ -107,22 +109,27 @@ def _available_bytes() -> int:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """As the only process that compiles into the folder, unless another one does for longer than LOCK_SECONDS."""
+    """Holds the folder's lock, unless another process compiles into the folder for longer than LOCK_SECONDS."""
     path = folder / f"{compile_cache.PREFIX}pool.lock"
-    with contextlib.ExitStack() as stack:
+    lock = FileLock(path)
+    try:
         try:
-            file = stack.enter_context(path.open("w"))
-            if not compile_cache.locks(file, 0.0):
-                logger.info("another process compiles kernels into %s: waiting for it", folder)
-                if not compile_cache.locks(file, compile_cache.LOCK_SECONDS):
-                    logger.warning(
-                        "another process has held %s for %.0f s: this one no longer waits, and compiles the kernels "
-                        "that it needs, too. `fuser %s` names the other one",
-                        *(path, compile_cache.LOCK_SECONDS, path),
-                    )
-        except OSError as error:  # a file system without locks
-            logger.warning("no lock on %s: %s", path, error)
+            lock.acquire(timeout=0)
+        except Timeout:
+            logger.info("another process compiles kernels into %s: waiting for it", folder)
+            lock.acquire(timeout=compile_cache.LOCK_SECONDS)
+    except Timeout:
+        logger.warning(
+            "another process has held %s for %.0f s: this one no longer waits, and compiles the kernels that it needs, "
+            "too. `fuser %s` names the other one",
+            *(path, compile_cache.LOCK_SECONDS, path),
+        )
+    except OSError as error:  # a file system without locks
+        logger.warning("no lock on %s: %s", path, error)
+    try:
         yield
+    finally:
+        lock.release()
 
 
 class _Pool:

@@ -75,8 +75,8 @@ class Packer:
 
 
 def example(kind: type) -> Any:  # noqa: ANN401 - a value of that type
-    """A NamedTuple of ones in the DSL's types, to compile with."""
-    return kind(*(example(f) if hasattr(f, "_fields") else f(1) for f in kind.__annotations__.values()))
+    """A value to compile with: 1 in a type of the DSL, a NamedTuple of such values."""
+    return kind(*map(example, kind.__annotations__.values())) if hasattr(kind, "_fields") else kind(1)
 
 
 def _leaves(kind: type) -> Iterator[type]:

@@ -73,37 +73,20 @@ class HyperConnection(Products):
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.shared_memory = shared_memory(plan) if plan.rows else None
+        self.shared_memory = shared_memory(plan)
 
     @cute.jit
     def launch(self, arguments: Arguments, num_clusters: Int32, stream: cuda.CUstream) -> None:
         """One cluster for a group of tokens; of several teams as many clusters as run at once."""
-        if const_expr(self.plan.rows > 0):
-            self.kernel(arguments).launch(
-                grid=[num_clusters * CLUSTER, 1, 1],
-                cluster=[CLUSTER, 1, 1],
-                block=[self.plan.cta_threads, 1, 1],
-                stream=stream,
-                min_blocks_per_mp=self.plan.ctas,
-                preferred_smem_carveout=100,  # percent: all shared memory, so that as many CTAs fit as were planned
-                use_pdl=dependent_launch.is_on(),
-            )
-        else:
-            self.write_back(arguments).launch(
-                grid=[num_clusters * CLUSTER, 1, 1],
-                block=[self.plan.cta_threads, 1, 1],
-                stream=stream,
-                use_pdl=dependent_launch.is_on(),
-            )
-
-    @cute.kernel
-    def write_back(self, args: Arguments) -> None:
-        """`hc_post` alone: CTAs have nothing to tell each other."""
-        dependent_launch.begin()
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        token = cta // CLUSTER * self.plan.tokens + self.token_of(thread)
-        self.new_streams(args, token, self.first_channel(cta % CLUSTER, thread))
+        self.kernel(arguments).launch(
+            grid=[num_clusters * CLUSTER, 1, 1],
+            cluster=[CLUSTER, 1, 1],
+            block=[self.plan.cta_threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=self.plan.ctas,
+            preferred_smem_carveout=100,  # percent: all shared memory, so that as many CTAs fit as were planned
+            use_pdl=dependent_launch.is_on(),
+        )
 
     @cute.kernel
     def kernel(self, args: Arguments) -> None:

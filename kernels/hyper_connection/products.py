@@ -12,14 +12,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from dsv4_kernels.device import ptx
-from dsv4_kernels.hyper_connection.arithmetic import (
-    address_of,
-    multiply_tf32,
-    split_tf32,
-    sum_of_squares,
-    sum_over_units,
-    unpack,
-)
+from dsv4_kernels.device.mma import multiply_tf32
+from dsv4_kernels.hyper_connection.arithmetic import address_of, split_tf32, sum_of_squares, sum_over_units, unpack
 from dsv4_kernels.hyper_connection.plan import CHANNELS, QUAD, STREAMS, UNITS
 from dsv4_kernels.hyper_connection.streams import Streams
 

@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32
 
 from dsv4_kernels.device import dependent_launch, ptx
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch import load_launcher
 from dsv4_kernels.indexer.scores import (
     HEADS_A_TILE,
     KEY_DIM,
@@ -190,8 +190,4 @@ def multiply(a: cute.Tensor, heads: int, queries: Int32) -> list:
 def compile(arch: str, heads: int) -> Callable[..., None]:
     """The launcher: (arguments, runs, tokens, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, heads, Int32(1), Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("index_prefill_scores", heads, arch, from_compiler)
+    return load_launcher("index_prefill_scores", heads, arch, launch, Arguments, heads, Int32, Int32)

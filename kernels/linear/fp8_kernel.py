@@ -38,9 +38,9 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device.tma import TmaTensor
 from dsv4_kernels.linear.fp8_plan import BLOCK, WARP, Arguments
 from dsv4_kernels.linear.fp8_products import fragments, multiply_add, places_of_scales, places_of_tokens
-from dsv4_kernels.sparse_attention.sm90.tma import TmaTensor
 
 
 class Producer(IntEnum):

@@ -30,9 +30,9 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, e4m3, ptx
 from dsv4_kernels.device.bf16_rows import add, mul
-from dsv4_kernels.indexer.scores import multiply
+from dsv4_kernels.device.mma import multiply_bf16
+from dsv4_kernels.device.rotation import cosine_and_sine, inverted, position_of, turned
 from dsv4_kernels.linear.kernel import MMA_ROWS, MMA_TOKENS, SEGMENTS, UNITS, WARP, left_matrices
-from dsv4_kernels.rope.angle import cosine_and_sine, inverted, position_of, turned
 
 ROWS = 128
 """Of the weight in a cluster: those that share a scale, in the weight and in the quantised result."""
@@ -406,7 +406,7 @@ def sum_stage(
                 for j in cutlass.range_constexpr(tile.token_tiles):
                     first = (i * tile.token_tiles + j) * 4
                     before = tuple(sums[first + n] for n in range(4))
-                    after = multiply(left, right[j][half], before)
+                    after = multiply_bf16(left, right[j][half], before)
                     for n in cutlass.range_constexpr(4):
                         sums[first + n] = after[n]
 

@@ -27,7 +27,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4_kernels.device import dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import add
-from dsv4_kernels.indexer.scores import multiply
+from dsv4_kernels.device.mma import multiply_bf16
 
 SEGMENTS = 4
 """Parts of K with sums of their own: part of what the bits are made of."""
@@ -364,7 +364,7 @@ def sum_chunk(tile: cutlass.Constexpr[Tile], shared: Int32, first: tuple, lane: 
                 for j in cutlass.range_constexpr(token_tiles):
                     place = (i * token_tiles + j) * 4
                     before = tuple(sums[place + n] for n in range(4))
-                    after = multiply(left, (right[j][2 * step], right[j][2 * step + 1]), before)
+                    after = multiply_bf16(left, (right[j][2 * step], right[j][2 * step + 1]), before)
                     for n in cutlass.range_constexpr(4):
                         sums[place + n] = after[n]
 
@@ -402,9 +402,4 @@ def store(
                     if cutlass.const_expr(configuration.fp32):
                         ptx.store_f32(address, value)
                     else:
-                        store_bf16(address, value)
-
-
-def store_bf16(address: Int64, x: Float32) -> None:
-    """An fp32 to global memory, rounded to bf16."""
-    ptx.asm("{\n.reg .b16 x;\ncvt.rn.bf16.f32 x, {$r1};\nst.global.b16 [{$r0}], x;\n}", [], address, x)
+                        ptx.store_bf16(address, value)

@@ -23,8 +23,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from dsv4_kernels.device import dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import add
+from dsv4_kernels.device.tma import TmaTensor, swizzled_atom, swizzled_layout
 from dsv4_kernels.linear.kernel import CHUNK, ROW_BYTES, SEGMENTS, WARP, Arguments, begin_of
-from dsv4_kernels.sparse_attention.sm90.tma import TmaTensor, swizzled_atom, swizzled_layout
 
 WARPGROUP = 128
 MMA_ROWS = 64

@@ -7,6 +7,7 @@ on the row's length only, and so do the order of its sum and its bits. Sixteen n
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -18,9 +19,12 @@ from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES, WARP, add, mul, sum_over_lanes
-from dsv4_kernels.host.compile_cache import load_or_compile
-from dsv4_kernels.host.launch_arguments import example
-from dsv4_kernels.quant.gpu import Codes, new_codes, plain_result, store_codes
+from dsv4_kernels.device.fp8_rows import store_codes
+from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.fp8_rows import Codes, bf16_result, new_codes
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.strides import check_rows, stride_bytes
+from dsv4_kernels.model_shapes import ModelShapes
 
 WARP_DIM = 2048
 """The longest row of a warp: 8 chunks, 64 channels a lane."""
@@ -180,10 +184,7 @@ def sum_over_warps(total: Float32, warps: cutlass.Constexpr[int], lane: Int32, s
 def compile(configuration: Configuration, arch: str) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        return cute.compile(launch, example(Arguments), configuration, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("rms_norm", configuration, arch, from_compiler)
+    return load_launcher("rms_norm", configuration, arch, launch, Arguments, configuration, Int32)
 
 
 def _configuration(what: str, x: Tensor, weight: Tensor | None, is_fp8: bool) -> Configuration:
@@ -200,29 +201,29 @@ def _configuration(what: str, x: Tensor, weight: Tensor | None, is_fp8: bool) ->
 def _run(name: str, rows: Tensor, weight: Tensor | None, eps: float, configuration: Configuration, to: Codes) -> None:
     arguments = Arguments(
         x=rows.data_ptr(),
-        x_row_bytes=bf16_rows.stride_bytes(rows, 0),
+        x_row_bytes=stride_bytes(rows, 0),
         weight=0 if weight is None else weight.data_ptr(),
         eps=eps,
         to=to,
     )
     num_ctas = -(-len(rows) * configuration.warps_a_row // configuration.warps)
-    arch = bf16_rows.architecture(name, rows.device)
-    compile(configuration, arch)(arguments, Int32(num_ctas), bf16_rows.current_stream(rows.device))
+    arch = architecture(name, rows.device)
+    compile(configuration, arch)(arguments, Int32(num_ctas), current_stream(rows.device))
 
 
 def _bf16(name: str, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     configuration = _configuration("rms_norm", x, weight, is_fp8=False)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = x.flatten(0, -2) if x.dim() != 2 else x
-    bf16_rows.check_rows("rms_norm: x", rows)
+    check_rows("rms_norm: x", rows)
     if len(rows):
-        _run(name, rows, weight, eps, configuration, plain_result(out, len(rows), configuration.dim))
+        _run(name, rows, weight, eps, configuration, bf16_result(out, len(rows), configuration.dim))
     return out
 
 
 def _fp8(name: str, x: Tensor, weight: Tensor | None, eps: float, column_major: bool) -> tuple[Tensor, Tensor]:
     configuration = _configuration("rms_norm_fp8", x, weight, is_fp8=True)
-    bf16_rows.check_rows("rms_norm_fp8: x", x)
+    check_rows("rms_norm_fp8: x", x)
     codes, scales, to = new_codes(*x.shape, column_major, x.device)
     if len(x):
         _run(name, x, weight, eps, configuration, to)
@@ -247,3 +248,19 @@ def sm90_fp8(x: Tensor, weight: Tensor | None, eps: float, column_major: bool) -
 def sm100_fp8(x: Tensor, weight: Tensor | None, eps: float, column_major: bool) -> tuple[Tensor, Tensor]:
     """`dsv4_kernels.norm.rms_norm_fp8` on Blackwell (B200, GB200, B300); x as in `sm90`."""
     return _fp8("sm100", x, weight, eps, column_major)
+
+
+def _jobs(model: ModelShapes, arch: str, is_fp8: bool) -> list[Callable[[], object]]:
+    if is_fp8 != model.quantises_inputs:
+        return []
+    return [partial(compile, Configuration(dim, "fp32", is_fp8), arch) for dim in model.norm_dims]
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of `rms_norm`; none where the norms of a forward also quantise."""
+    return _jobs(model, arch, False)
+
+
+def fp8_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of `rms_norm_fp8`; none where the norms of a forward do not quantise."""
+    return _jobs(model, arch, True)

@@ -10,44 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dsv4_kernels.quant.ref import (
-    E2M1_MAX,
-    E4M3_MAX,
-    decode_fp4,
-    decode_fp8,
-    dequantise_fp4_weight,
-    dequantise_fp8_weight,
-    dequantise_nvfp4_weight,
-    encode_fp4,
-    encode_fp8,
-    encode_nvfp4,
-    quantise_fp4_weight,
-    quantise_fp8_weight,
-    quantise_nvfp4_weight,
-    ue8m0_ceil,
-)
 from dsv4_kernels.registry import select
-
-__all__ = [
-    "E2M1_MAX",
-    "E4M3_MAX",
-    "decode_fp4",
-    "decode_fp8",
-    "dequantise_fp4_weight",
-    "dequantise_fp8_weight",
-    "dequantise_nvfp4_weight",
-    "encode_fp4",
-    "encode_fp8",
-    "encode_nvfp4",
-    "fp4_qdq",
-    "fp8_qdq",
-    "fp8_quantise",
-    "hadamard",
-    "quantise_fp4_weight",
-    "quantise_fp8_weight",
-    "quantise_nvfp4_weight",
-    "ue8m0_ceil",
-]
 
 
 def fp8_qdq(x: Tensor, block: int, impl: str | None = None) -> Tensor:

@@ -7,6 +7,7 @@ expert j.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -18,7 +19,10 @@ from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import WARP, add, at_least, bits_of, magnitude, mul
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.strides import stride_bytes
+from dsv4_kernels.model_shapes import ModelShapes
 
 WARPS = 4
 MOST_EXPERTS = 512
@@ -114,7 +118,7 @@ def warp_min(x: Int32) -> Int32:
 
 
 def tree_sum(values: list) -> Float32:
-    """In the order of `dsv4_kernels.host.invariant.tree_sum`."""
+    """In the order of `dsv4_kernels.reference.batch_invariant.tree_sum`."""
     while len(values) > 1:
         half = len(values) // 2
         folded = [add(values[i], values[i + half]) for i in range(half)]
@@ -222,11 +226,7 @@ def write(
 def compile(configuration: Configuration, arch: str) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, configuration, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("router", configuration, arch, from_compiler)
+    return load_launcher("router", configuration, arch, launch, Arguments, configuration, Int32)
 
 
 def _run(
@@ -254,7 +254,7 @@ def _run(
         addresses = {what: Int64(0 if tensor is None else tensor.data_ptr()) for what, tensor in given.items()}
         arguments = Arguments(
             logits=logits.data_ptr(),
-            logits_row_bytes=bf16_rows.stride_bytes(logits, 0),
+            logits_row_bytes=stride_bytes(logits, 0),
             bias=addresses["bias"],
             table=addresses["expert_table"],
             token_ids=addresses["token_ids"],
@@ -264,8 +264,8 @@ def _run(
             scale=scale,
             num_tokens=tokens,
         )
-        arch = bf16_rows.architecture(name, logits.device)
-        compile(configuration, arch)(arguments, Int32(-(-tokens // WARPS)), bf16_rows.current_stream(logits.device))
+        arch = architecture(name, logits.device)
+        compile(configuration, arch)(arguments, Int32(-(-tokens // WARPS)), current_stream(logits.device))
     return weights, experts
 
 
@@ -301,3 +301,15 @@ def sm90_hash(logits: Tensor, expert_table: Tensor, token_ids: Tensor, scale: fl
 def sm100_hash(logits: Tensor, expert_table: Tensor, token_ids: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """`dsv4_kernels.router.route_hash_logits` on Blackwell (B200, GB200, B300)."""
     return _hash("sm100", logits, expert_table, token_ids, scale)
+
+
+def topk_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """The compile job of `route_topk_logits`."""
+    return [partial(compile, Configuration(model.experts_per_token, model.experts), arch)]
+
+
+def hash_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """The compile job of `route_hash_logits`; none for a model whose layers all have a learned router."""
+    if not model.routes_by_token_id:
+        return []
+    return [partial(compile, Configuration(model.experts_per_token, 0, wide_ids=True), arch)]

@@ -16,6 +16,7 @@ from cutlass import Int32, Int64, Uint32
 from torch import Tensor
 
 from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.host.addresses import row_bytes
 from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.host.launch_arguments import example
 from dsv4_kernels.kv_layout import (
@@ -26,7 +27,6 @@ from dsv4_kernels.kv_layout import (
     ROW_SCALE_BYTES,
     SCALE_GROUP,
 )
-from dsv4_kernels.sparse_attention.addresses import row_bytes
 from dsv4_kernels.unpack import Pages
 
 THREADS = 256

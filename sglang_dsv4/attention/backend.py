@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from dsv4_kernels.compressor import Groups
@@ -30,11 +31,17 @@ from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.unpack import Pages, choice, unpack_pages
 from dsv4_radix_cache.pages import pages_for
 from sglang_dsv4.attention.implementation import chosen_implementation, required_implementation
-from sglang_dsv4.attention.metadata import ForwardMetadata, block_metadata, extend_metadata, uniform_metadata
+from sglang_dsv4.attention.metadata import (
+    AttentionReader,
+    ForwardMetadata,
+    block_metadata,
+    extend_metadata,
+    uniform_metadata,
+)
 from sglang_dsv4.cache.geometry import entries_per_page
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.cache.tail_memory import ChunkWrites, TailRows
-from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, HCA_RATIO, SWA_RATIO
+from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, HCA_RATIO
 from sglang_dsv4.prefix.restore_and_save import HostBatch, TailLifecycle
 from sglang_dsv4.seam.bases import SnapshotAttentionBackend
 
@@ -71,12 +78,19 @@ class UniformInputs:
     tokens_per_request: int
 
 
+def reader_of(runner: ModelRunner) -> AttentionReader:
+    """This rank's attention, as it decides whether a chunk's rows are unpacked."""
+    config = runner.model_config
+    return AttentionReader(config.num_attention_heads // get_parallel().tp_size, config.hf_config.index_topk)
+
+
 class Dsv4AttentionBackend(SnapshotAttentionBackend):
     """Addresses and storage of one worker's attention.
 
     Args:
         runner: SGLang's model runner, its pools allocated.
         draft_step: for one step of a multi-step draft, its number; a step-i token stands i after the committed ones.
+        reader: this rank's attention; None: as the runner's model has it.
 
     Attributes:
         attention_impl: the attention's implementation by name; None leaves it to the registry.
@@ -85,7 +99,9 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         TypeError: the runner's pool is not ours (the plugin's hooks did not run).
     """
 
-    def __init__(self, runner: ModelRunner, draft_step: int | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, draft_step: int | None = None, reader: AttentionReader | None = None
+    ) -> None:
         super().__init__()
         pool = runner.token_to_kv_pool
         if not isinstance(pool, Dsv4KVPool):
@@ -101,7 +117,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         self.drafts_blocks = pool.is_draft and runner.spec_algorithm.is_dspark()
         self.attention_impl = required_implementation(self.device, pool.geometry.row_dim)
         chosen = chosen_implementation(self.device, pool.geometry.dtype, pool.geometry.row_dim)
-        self._unpacking_helps = choice.helps(chosen.name)
+        self._reader = (reader or reader_of(runner)) if choice.helps(chosen.name) else None
         self.tails = TailLifecycle(pool, runner.req_to_token_pool.req_generation)
         # Only speculation asks: without it SGLang's host copies of the lengths are always exact. With it they depend on
         # what was accepted, and a GPU's scheduler would wait for that before it prepares the next step.
@@ -271,6 +287,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             pool.plan.request_slots,
             num_tokens=batch.positions.shape[0],
             host_slots=None if slots is None else slots[: len(extend_lens)].tolist(),
+            reader=self._reader,
         )
 
     # -- once a layer ------------------------------------------------------------------------------------------------
@@ -325,7 +342,6 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         q: Tensor,
         head_weights: Tensor,
         top_k: int,
-        num_heads: int,
         tokens: slice = ALL_TOKENS,
     ) -> Tensor:
         """The entry rows [T, top_k] int32 that the lightning indexer picks, -1 padded, as `attend` takes them.
@@ -333,7 +349,6 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         Args:
             q: [T, index_heads, index_dim].
             head_weights: [T, index_heads] fp32.
-            num_heads: of the queries that `attend` will get: whether rows are unpacked depends on it.
             tokens: those of the forward that q has.
         """
         meta = self.metadata
@@ -346,7 +361,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             meta.token_to_request[tokens],
             meta.visible[CSA_RATIO][tokens],
             top_k,
-            row_pages=meta.unpack.page_table if self._unpacks(CSA_RATIO, top_k, num_heads) else None,
+            row_pages=meta.unpack.page_table if CSA_RATIO in meta.unpacked_ratios else None,
             prefill=not meta.window_in_ring,
         )
 
@@ -367,7 +382,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         assert (selected is not None) == (ratio == CSA_RATIO), f"layer {layer_id} has ratio {ratio}"
         dense = ratio == HCA_RATIO
         window_rows, entries, page_table = window.rows, pool.entries(layer_id) if ratio else None, meta.page_table
-        if self._unpacks(ratio, None if selected is None else selected.shape[1], q.shape[1]):
+        if ratio in meta.unpacked_ratios:
             window_rows, entries = self._unpacked(ratio, window_rows, entries)
             page_table = meta.unpack.page_table
         return sparse_attention(
@@ -385,24 +400,6 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             split_keys=meta.split_keys,
             impl=self.attention_impl,
         )
-
-    def _unpacks(self, ratio: int, top_k: int | None, num_heads: int) -> bool:
-        """Whether the attention of such a layer reads bf16 rows that this forward unpacks from its FP8 rows.
-
-        Args:
-            ratio: of the layer.
-            top_k: the most entries that a token reads, None for all.
-            num_heads: of the attention, on this rank.
-        """
-        plan = self.metadata.unpack
-        if plan is None or not self._unpacking_helps:
-            return False
-        rows, keys = len(plan.window_rows), plan.keys(1, self.token_to_kv_pool.geometry.window_tokens)
-        if ratio == SWA_RATIO:
-            return choice.pays(rows, keys, num_heads)
-        longest = max((end for _, end in plan.spans), default=0)
-        keys += plan.keys(ratio, longest if top_k is None else top_k)
-        return choice.pays(rows + len(plan.pages) * entries_per_page(ratio), keys, num_heads)
 
     def _unpacked(self, ratio: int, window: KVRows, entries: KVRows | None) -> tuple[KVRows, KVRows | None]:
         """Window rows and the requests' entries as bf16 rows, in memory that the forward's layers take turns in.

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,12 +33,22 @@ from dsv4_kernels.compressor import Groups
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
 from dsv4_kernels.step_mapping import GroupLayout, StepLayout, step_mapping
+from dsv4_kernels.unpack import choice
 from dsv4_radix_cache.pages import pages_for
 from dsv4_radix_cache.ring import ring_row
 from sglang_dsv4.attention.to_device import arrays_to_device
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups
 from sglang_dsv4.determinism import flag
-from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, SWA_RATIO
+
+
+class AttentionReader(NamedTuple):
+    """The attention of a rank, as far as it decides whether a chunk's rows are worth unpacking."""
+
+    heads: int
+    """Query heads of this rank."""
+    top_k: int
+    """Most entries that a token of a CSA layer reads."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ class UnpackPlan:
     pages: Tensor  # [N] int32: FULL pages of the batch's requests, a request's side by side
     page_table: Tensor  # [B, P] int32: in place of the metadata's, page numbers in the unpacked table
     spans: tuple[tuple[int, int], ...]
-    """Of each request: positions [begin, end) of its tokens in this forward."""
+    """Positions [begin, end) of each request's tokens in this forward."""
 
     def keys(self, ratio: int, limit: int) -> int:
         """Entries of a ratio that the tokens read, all together, at most `limit` each; with ratio 1, window rows.
@@ -66,6 +77,21 @@ class UnpackPlan:
             return k * (n + 1) - ratio * k * (k + 1) // 2
 
         return sum(up_to(end) - up_to(begin) for begin, end in self.spans)
+
+    def pays(self, ratio: int, window_tokens: int, reader: AttentionReader) -> bool:
+        """Whether unpacking takes less time than a layer of this ratio saves by reading bf16 rows.
+
+        Args:
+            ratio: compression ratio of the layer.
+            window_tokens: window rows that a token reads.
+            reader: the layer's attention.
+        """
+        rows, keys = len(self.window_rows), self.keys(1, window_tokens)
+        if ratio != SWA_RATIO:
+            rows += len(self.pages) * entries_per_page(ratio)
+            longest = max((end for _, end in self.spans), default=0)
+            keys += self.keys(ratio, reader.top_k if ratio == CSA_RATIO else longest)
+        return choice.pays(rows, keys, reader.heads)
 
 
 @dataclass(frozen=True)
@@ -83,6 +109,7 @@ class ForwardMetadata:
     compress: dict[int, Groups]  # by ratio: the groups that this forward may close
     visible: dict[int, Tensor]  # by ratio: [T] int32, entries a token may read: (t+1)//r, 0 for padding
     unpack: UnpackPlan | None  # of a chunk whose rows are stored as FP8
+    unpacked_ratios: frozenset[int] = frozenset()  # of the layers whose attention reads the rows that `unpack` unpacks
 
     @property
     def num_tokens(self) -> int:
@@ -136,6 +163,7 @@ def extend_metadata(
     request_slots: int,
     num_tokens: int | None = None,
     host_slots: Sequence[int] | None = None,
+    reader: AttentionReader | None = None,
 ) -> ForwardMetadata:
     """Metadata of a batch in which request b appends `extend_lens[b]` tokens to the `prefix_lens[b]` it has.
 
@@ -149,6 +177,7 @@ def extend_metadata(
         request_slots: slots that the pools hold; state row S - 1 is the last one's.
         num_tokens: rows of the forward if it is padded beyond sum(extend_lens). Padding tokens see only themselves.
         host_slots: `req_slots` on the host; None reads them from the device, which waits for it.
+        reader: the attention, which may read unpacked rows; None: it reads rows as they are stored.
     """
     device, W, R = req_slots.device, geometry.window_tokens, geometry.ring_rows
     requests, real_tokens = len(extend_lens), sum(extend_lens)
@@ -216,7 +245,7 @@ def extend_metadata(
         )
         for ratio in geometry.compressed
     }
-    unpack = None
+    unpack, unpacked_ratios = None, frozenset()
     if geometry.row_format is RowFormat.FP8:
         unpack = UnpackPlan(
             window_rows=torch.arange(G + num_tokens, dtype=torch.int32, device=device),
@@ -224,6 +253,9 @@ def extend_metadata(
             page_table=there["unpacked table"],
             spans=tuple(zip(prefix_lens, end.tolist(), strict=True)),
         )
+        if reader is not None:
+            ratios = sorted(set(geometry.ratios))
+            unpacked_ratios = frozenset(ratio for ratio in ratios if unpack.pays(ratio, W, reader))
     if padding:  # its tokens belong to an extra request in the null slot
         req_slots, page_table = F.pad(req_slots, (0, 1)), F.pad(page_table, (0, 0, 0, 1))
     return ForwardMetadata(
@@ -238,6 +270,7 @@ def extend_metadata(
         compress=compress,
         visible={ratio: there[f"visible {ratio}"] for ratio in geometry.compressed},
         unpack=unpack,
+        unpacked_ratios=unpacked_ratios,
     )
 
 

@@ -130,7 +130,7 @@ class Attention(nn.Module):
         compress_store(get_attn_backend().groups(self.layer_id), compressions, x.dtype)
         if self.indexer is None:
             return None
-        return self.indexer(head_weights, q_latent, positions, self.num_local_heads, rows)
+        return self.indexer(head_weights, q_latent, positions, rows)
 
     def store_context(self, x: Tensor | Fp8Input, positions: Tensor, destinations: Sequence[Destination]) -> None:
         """Store the window rows of tokens that this layer does not see itself: of a DSpark draft's context.

@@ -150,10 +150,3 @@ class FewTokensConfig(ModelBuiltConfig):
     def get_scaled_act_names(self) -> list[str]:
         """As SGLang's."""
         return self.of_checkpoint.get_scaled_act_names()
-
-
-def kernels() -> list[Callable[[], object]]:
-    """What compiles the kernels of a forward, ahead of it."""
-    from dsv4_kernels.linear import fp8
-
-    return [functools.partial(fp8.compile, plan) for plan in fp8.plans(MOST_TOKENS)]

@@ -97,8 +97,8 @@ def kept(config: Config, generation: int | None, dtype: torch.dtype) -> str:
 
 
 def most_tokens_in_fp8(kept: str) -> int:
-    """Of a forward, where FP8 is kept."""
-    return FEW_TOKENS if kept == "both" else MOST_TOKENS
+    """Most tokens of a forward that multiplies in FP8; 0 where only bf16 is kept."""
+    return {"bf16": 0, "both": FEW_TOKENS, "fp8": MOST_TOKENS}[kept]
 
 
 @functools.cache
@@ -181,13 +181,3 @@ def _load_powers_of_two(load: Callable[[nn.Parameter, Tensor], None], param: nn.
     if loaded.dtype == torch.float32 and not (torch.frexp(loaded).mantissa == 0.5).all():
         raise ValueError(f"scales of wo_a are no powers of two: {VARIABLE}=bf16 takes any")
     load(param, loaded)
-
-
-def kernels(kept: str) -> list[Callable[[], object]]:
-    """What compiles the kernels of a forward on Hopper, ahead of it."""
-    if kept == "bf16":
-        return []
-    from dsv4_kernels.linear import fp8_weight_gpu as gpu
-
-    tiles = dict.fromkeys(gpu.chosen(tokens) for tokens in range(1, most_tokens_in_fp8(kept) + 1))
-    return [partial(gpu.compile, gpu.Configuration(tile, True, True), "sm_90a") for tile in tiles]

@@ -57,7 +57,6 @@ class Indexer(nn.Module):
         head_weights: Tensor,
         q_latent: Tensor | Fp8Input,
         positions: Tensor,
-        num_heads: int,
         rows: RowShards,
     ) -> Tensor:
         """Select, once this forward's keys are written.
@@ -66,7 +65,6 @@ class Indexer(nn.Module):
             head_weights: [T, index heads] fp32, the sublayer's normed input times `weights_proj`.
             q_latent: [T, q_lora_rank], the normed query latent of the main attention.
             positions: [T] int64.
-            num_heads: of the main attention, on this rank.
             rows: those that this rank chooses for.
 
         Returns:
@@ -77,5 +75,5 @@ class Indexer(nn.Module):
         q = self.wq_b(q_latent)[0].unflatten(-1, (self.config.index_n_heads, self.config.index_head_dim))
         frequencies, quantise = self.compressor.rope.frequencies, self.config.qat.indexer_fp4
         q, weights = index_query(q, head_weights[own], positions[own], frequencies, self.weight_scale, quantise)
-        chosen = get_attn_backend().select(self.layer_id, q, weights, self.config.index_topk, num_heads, own)
+        chosen = get_attn_backend().select(self.layer_id, q, weights, self.config.index_topk, own)
         return rows.gather(chosen)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from sglang.srt.layers.moe import get_moe_runner_backend
@@ -16,7 +14,6 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
-from sglang_dsv4.determinism import flag
 from sglang_dsv4.layers.after_loading import AfterLoading
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.seam.moe_runner import RUNNER, reason_against
@@ -149,25 +146,3 @@ def random_codes(*shape: int) -> Tensor:
     words = codes.view(-1).view(torch.int64)  # of all values equally likely
     words.random_(torch.iinfo(torch.int64).min, None, generator=torch.Generator(codes.device).manual_seed(shape[0]))
     return codes
-
-
-def kernels(config: Config, tp_size: int) -> list[Callable[[], object]]:
-    """What compiles the kernels of a forward, ahead of it."""
-    from dsv4_kernels.device import dependent_launch
-    from dsv4_kernels.moe.sm90 import launch, rows, work_list
-    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Plan, Product
-
-    # On a GPU parts of several ranks are fp32 under the flag only: `rank_sum.dtype_of_parts`.
-    fp32 = tp_size > 1 and flag.is_on()
-    summed = rows.Sum(config.num_experts_per_tok, fp32=fp32, adds_shared=True)
-
-    of_calls: list[Callable[[], object]] = [
-        *(partial(launch.compile, Plan(product, shape)) for shape in (PAIRED, WIDE) for product in Product),
-        *(partial(rows.compile_quantise, chooses, launch.ARCH) for chooses in (True, False)),
-        partial(rows.compile_sum, summed, launch.ARCH),
-        partial(work_list.compile, launch.ARCH),
-    ]
-    of_few = [partial(launch.compile, Plan(product, NARROW)) for product in Product]
-    # Calls of many tokens launch nothing early: `launch.EARLY_TOKENS`.
-    early = dict.fromkeys((dependent_launch.is_on(), False))
-    return [*of_few, *(partial(dependent_launch.compiled, compile, on) for on in early for compile in of_calls)]

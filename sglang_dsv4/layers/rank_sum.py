@@ -26,7 +26,7 @@ from sglang.srt.distributed.utils import reduce_scatter_single
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from dsv4_kernels.host.invariant import sum_in_order
+from dsv4_kernels.reference.batch_invariant import sum_in_order
 from sglang_dsv4.determinism import flag
 from sglang_dsv4.layers.sequence_parallel import RowShards
 

@@ -19,7 +19,6 @@ from sglang.srt.models.dspark import BaseDSparkMarkovHead, gather_and_crop_vocab
 from sglang.srt.speculative.ragged_verify import RaggedVerifyMode, read_ragged_verify_mode
 from torch import Tensor, nn
 
-from dsv4_kernels.hyper_connection import hc_head
 from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.norm_rope_store import Destination
 from sglang_dsv4.determinism import checks
@@ -125,7 +124,7 @@ class DeepseekV4ForCausalLMDSpark(nn.Module):
     Attributes:
         gamma, block_size: rows of a block, each of which proposes a token.
         num_stages: layers of the draft's pool.
-        confidence_head: None; all proposals are verified, so that nobody asks how likely they are.
+        confidence_head: None: every proposal is verified, so SGLang needs no estimate of its acceptance.
     """
 
     draft_parallel_spec = DraftParallelSpec(tp_execution=DraftTPExecution.TARGET_LAYOUT)
@@ -149,8 +148,6 @@ class DeepseekV4ForCausalLMDSpark(nn.Module):
         self.start_layer, self.end_layer = 0, dspark.num_stages
         self.model = DSparkModel(self.dsv4_config, quant_config, f"{prefix}.model".lstrip("."))
         self.markov_head = MarkovHead(self.dsv4_config)
-        width = self.dsv4_config.hidden_size + dspark.markov_rank
-        self.confidence = nn.Parameter(torch.empty(1, width, dtype=torch.float32), requires_grad=False)
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None
         checks.check_model(self)
@@ -193,18 +190,6 @@ class DeepseekV4ForCausalLMDSpark(nn.Module):
         assert self.lm_head is not None, "attach_shared_modules has not run"
         logits = linear_fp32(hidden_states, self.lm_head.weight)
         return gather_and_crop_vocab(logits, self.lm_head), hidden_states
-
-    def confidences(self, streams: Tensor, previous_tokens: Tensor) -> Tensor:
-        """How likely each proposal is to be kept if those before it are: `sigmoid(w @ [x ; W1[previous]])`, fp32 [T].
-
-        Args:
-            streams: [T, n, d], of the block behind the last stage; x is their mixture before the norm.
-            previous_tokens: [T], the anchor for a block's first row.
-        """
-        head, norm_eps = self.model.hc_head, self.model.norm.eps
-        x = hc_head(streams, head.fn, head.base, head.scale, norm_eps, head.hc_eps)
-        features = torch.cat((x.float(), self.markov_head.get_prev_embeddings(previous_tokens).float()), -1)
-        return linear_fp32(features, self.confidence).squeeze(-1).sigmoid()
 
     def write_target_hidden_kv(self, *, main_hidden: Tensor, swa_loc: Tensor, positions: Tensor, pool: Any) -> None:  # noqa: ANN401
         """Store the context rows of tokens that the target keeps.

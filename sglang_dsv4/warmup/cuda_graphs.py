@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from dsv4_kernels.model_shapes import Option
 from sglang_dsv4 import env
 from sglang_dsv4.seam import compat
 
@@ -39,28 +40,9 @@ logger = logging.getLogger(__name__)
 
 VERIFY_EPILOGUE = "SGLANG_DSV4_VERIFY_EPILOGUE"
 
-STEP_OPS = (
-    "apply_rope_in_place",
-    "compress_store",
-    "fp8_quantise",
-    "fused_swiglu",
-    "grouped_linear",
-    "hc_boundary",
-    "hc_enter",
-    "hc_finish",
-    "index_query",
-    "index_topk",
-    "linear_fp32",
-    "norm_rope_store",
-    "rms_norm",
-    "rms_norm_fp8",
-    "route_hash_logits",
-    "route_topk_logits",
-    "sparse_attention",
-    "step_mapping",
-    "swiglu_fp8",
-)
-"""Ops of a decode, verify or draft step."""
+
+_OPTIONS = frozenset({Option.FP8_WO_A, Option.FP8_LINEAR})
+"""Options that are decided when the model is built: their ops have to be capturable on any GPU."""
 
 
 def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
@@ -85,13 +67,15 @@ def uncapturable_ops(device: str, head_dim: int) -> list[str]:
     """The ops of a decode step whose implementation on ``device`` can't be captured in a CUDA graph."""
     import torch
 
-    from dsv4_kernels import registry
-    from sglang_dsv4.attention.implementation import chosen_implementation
+    from dsv4_kernels import ops, registry
+    from sglang_dsv4.attention.implementation import required_implementation
 
-    on = torch.device(device)
-    chosen = {op: registry.chosen(op, on, torch.bfloat16) for op in STEP_OPS}
-    chosen["sparse_attention"] = chosen_implementation(on, torch.bfloat16, head_dim)
-    return [op for op, implementation in chosen.items() if not implementation.graph_safe]
+    named = {"sparse_attention": required_implementation(torch.device(device), head_dim)}
+    return [
+        op
+        for op in ops.step_ops(device, _OPTIONS)
+        if not registry.chosen(op, torch.device(device), torch.bfloat16, named.get(op)).graph_safe
+    ]
 
 
 def capture_draft_extend(worker: EagleDraftWorker) -> None:

@@ -44,8 +44,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     """Of its values; an FP4 tensor has half as many columns in the file."""
     format: Format
-    parameter: str
-    """Where it goes: a parameter of the model."""
+    parameter: str | None
+    """Name of the model's parameter that it is loaded into. None: it is checked and dropped, no forward reads it."""
     shard: str | int | None = None
     """Which part of a fused parameter, as its weight loader calls it."""
     expert: int | None = None
@@ -124,7 +124,7 @@ def dspark_tensors(config: Config) -> TensorTable:
         TensorSpec(f"{last}norm.weight", (d,), Format.FLOAT, "model.norm.weight"),
         TensorSpec(f"{last}markov_head.markov_w1.weight", (v, rank), Format.FLOAT, "markov_head.markov_w1"),
         TensorSpec(f"{last}markov_head.markov_w2.weight", (v, rank), Format.FLOAT, "markov_head.markov_w2"),
-        TensorSpec(f"{last}confidence_head.proj.weight", (1, d + rank), Format.FLOAT, "confidence"),
+        TensorSpec(f"{last}confidence_head.proj.weight", (1, d + rank), Format.FLOAT, None),
         *(_moved(spec, last, "model.") for spec in _hyper_connection_head(config)),
     ]
     return TensorTable({spec.name: spec for spec in rows}, lambda name: name.startswith("mtp."))

@@ -35,7 +35,7 @@ def test_a_variant_is_compared_by_kind_of_case() -> None:
 def test_every_variant_is_held_against_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of a sweep in the emulator; a wrong variant is not timed."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.host import compile_cache
 

@@ -38,7 +38,7 @@ def another_bit(i: bench_linear.Inputs) -> torch.Tensor:
 def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row with two plans of a sweep in the emulator; without DeepGEMM the row has no entry for its bits."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.linear import fp8
 

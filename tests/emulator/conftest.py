@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from host import Device
+    from ptx_emulator import Device
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -17,7 +17,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def emulated_device() -> Iterator[Callable[..., "Device"]]:
     """`emulated_device(schedule="late", ...)` returns the device that this test launches on."""
-    from host import emulated
+    from ptx_emulator import emulated
 
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(emulated(**options))

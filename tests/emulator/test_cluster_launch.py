@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from emulator import Checks, EmulationError
-from handwritten import run
+from ptx_emulator import Checks, EmulationError
+from ptx_emulator.samples.handwritten import run
 
 # Counts the visits of every CTA of the grid at [%rd100]; %ctaid.x of the CTA that runs, plus one, goes to [%rd101].
 PERSISTENT = """mov.u32 %r10, %ctaid.x; mov.u32 %r11, %r10; mov.u32 %r12, 0; setp.ne.u32 %p1, %r100, 0;

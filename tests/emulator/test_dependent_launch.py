@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from emulator import Checks, EmulationError, ErrorKind
-from handwritten import aligned, run
-from tensor_map import ElementType, encode
+from ptx_emulator import Checks, EmulationError, ErrorKind
+from ptx_emulator.device.tensor_map import ElementType, encode
+from ptx_emulator.samples.handwritten import aligned, run
 
 WAIT, NEXT = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
 # Accesses of one thread to the array at [%rd100], with shared memory at %r103 and an mbarrier behind 1 KiB of it.

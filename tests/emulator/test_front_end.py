@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from emulator import EmulationError, ErrorKind, Program, UnknownInstruction
-from handwritten import kernel, run
+from ptx_emulator import EmulationError, ErrorKind, Program, UnknownInstruction
+from ptx_emulator.samples.handwritten import kernel, run
 
 
 @pytest.mark.parametrize(

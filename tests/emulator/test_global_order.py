@@ -5,8 +5,8 @@ As in test_order.py, a line with a mark `/*name*/` may be taken out, and its los
 
 import numpy as np
 import pytest
-from emulator import Checks, EmulationError
-from handwritten import run
+from ptx_emulator import Checks, EmulationError
+from ptx_emulator.samples.handwritten import run
 
 SCHEDULES = [("eager", 0), ("late", 0), ("random", 1), ("random", 2), ("random_warps", 3)]
 

@@ -1,15 +1,15 @@
 """Lanes of one warp are threads: what one of them did is another's to use, or to hand on, behind a barrier of both.
 
-A line that may be taken out carries a mark `/*name*/`. The right programs pass under every schedule; without such a line
-they end with `lane_race`, under every schedule too, since nothing of it depends on timing.
+A line that may be taken out carries a mark `/*name*/`. The right programs pass under every schedule; without such a
+line they end with `lane_race`, under every schedule too, since nothing of it depends on timing.
 """
 
 import re
 
 import numpy as np
 import pytest
-from emulator import Checks, EmulationError
-from handwritten import aligned, run
+from ptx_emulator import Checks, EmulationError
+from ptx_emulator.samples.handwritten import aligned, run
 
 SCHEDULES = [("eager", 0), ("late", 0), ("random", 1), ("random_warps", 2)]
 CHECKS = Checks(lane_race="error", async_write_fence="error")

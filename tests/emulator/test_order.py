@@ -8,9 +8,9 @@ import resource
 
 import numpy as np
 import pytest
-from emulator import Checks, EmulationError
-from handwritten import aligned, run
-from test_tma import _map
+from ptx_emulator import Checks, EmulationError
+from ptx_emulator.samples.handwritten import aligned, run
+from ptx_emulator.samples.tensor_maps import tensor_map_of
 
 SCHEDULES = [("eager", 0), ("late", 0), ("random", 1), ("random", 2), ("random_warps", 3)]
 
@@ -83,10 +83,10 @@ def _tiles() -> np.ndarray:
 def _arguments(name: str) -> dict:
     if name == "PIPELINE":
         t = _tiles()
-        return {"args": (t, _map(t, (32, 4)), np.zeros(32, np.uint32)), "threads": 64}
+        return {"args": (t, tensor_map_of(t, (32, 4)), np.zeros(32, np.uint32)), "threads": 64}
     if name == "STORE":
         t = _tiles()
-        return {"args": (t, _map(t, (32, 4))), "threads": 128}
+        return {"args": (t, tensor_map_of(t, (32, 4))), "threads": 128}
     return {
         "args": (np.zeros(256, np.uint32),),
         "threads": {"EXCHANGE": 64, "TMEM": 160}.get(name, 32),
@@ -169,7 +169,8 @@ def test_checks_can_be_switched_off() -> None:
     assert not run(body, np.zeros(64, np.uint32), threads=64, checks=Checks(order=False)).warnings
 
 
-# tcgen05.fence: the allocation, the stores and the loads of another warp, an MMA-free version of a producer and a consumer.
+# tcgen05.fence: the allocation, the stores and the loads of another warp, an MMA-free version of a producer and a
+# consumer.
 FENCED = """setp.ne.u32 %p1, %r102, 0; @%p1 bra S; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r103], 32; S:
 tcgen05.fence::before_thread_sync; /*alloc_before*/
 bar.sync 0; ld.shared.u32 %r1, [%r103];
@@ -199,7 +200,8 @@ def test_tensor_fences_are_checked_on_request(mark: str, schedule: str, seed: in
     assert e.value.kind.name == "tcgen05_fence" and "tcgen05.fence" in e.value.message
 
 
-# A tcgen05.ld whose registers NVVM moves, packs and selects before the wait; another warp of the quarter then overwrites.
+# A tcgen05.ld whose registers NVVM moves, packs and selects before the wait; another warp of the quarter then
+# overwrites.
 MOVED = """setp.ne.u32 %p1, %r102, 0; @%p1 bra S; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r103], 32; S:
 bar.sync 0; ld.shared.u32 %r1, [%r103]; setp.eq.u32 %p2, %r102, 4; and.b32 %r5, %r102, 3; setp.ne.u32 %p4, %r5, 0; @%p4 bra J;
 @%p2 bra L; add.u32 %r10, %r101, 100;
@@ -249,16 +251,16 @@ def test_fences_before_asynchronous_writes(schedule: str, seed: int) -> None:
     t = _tiles()
     options = {"threads": 128, "schedule": schedule, "seed": seed}
     asked = {"checks": Checks(async_write_fence="error", mbarrier_init_fence="error")}
-    run(OVERWRITE, t, _map(t, (32, 4)), **options, **asked)
+    run(OVERWRITE, t, tensor_map_of(t, (32, 4)), **options, **asked)
     unfenced = OVERWRITE.replace("fence.proxy.async.shared::cta;", "")
-    assert not run(unfenced, t, _map(t, (32, 4)), **options).warnings
+    assert not run(unfenced, t, tensor_map_of(t, (32, 4)), **options).warnings
     with pytest.raises(EmulationError) as e:
-        run(unfenced, t, _map(t, (32, 4)), **options, **asked)
+        run(unfenced, t, tensor_map_of(t, (32, 4)), **options, **asked)
     assert e.value.kind.name == "async_write_fence" and "fence.proxy.async" in e.value.message
     # The proxy fence of the initialising thread would do for the mbarrier as well.
     uninitialised = OVERWRITE.replace("fence.mbarrier_init.release.cluster;", "")
-    run(uninitialised, t, _map(t, (32, 4)), **options, **asked)
-    report = run(unfenced.replace("fence.mbarrier_init.release.cluster;", ""), t, _map(t, (32, 4)), **options)
+    run(uninitialised, t, tensor_map_of(t, (32, 4)), **options, **asked)
+    report = run(unfenced.replace("fence.mbarrier_init.release.cluster;", ""), t, tensor_map_of(t, (32, 4)), **options)
     assert [w.split()[0] for w in report.warnings] == ["mbarrier_init_fence"]
 
 

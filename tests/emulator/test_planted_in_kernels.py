@@ -1,4 +1,5 @@
-"""Faults planted in this project's own attention and unpacking kernels: each is caught, and the message names the cause."""
+"""Faults planted in this project's own attention and unpacking kernels: each is caught, and the message names the
+cause."""
 
 import re
 
@@ -6,7 +7,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from planted_in_kernels import FAULTS, LAUNCHES, KernelFault, catch_in_kernel
+from ptx_emulator.campaigns.planted_in_kernels import FAULTS, LAUNCHES, KernelFault, catch_in_kernel
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from handwritten import run
-from report import (
+from ptx_emulator.report import (
     ALU_LANES_PER_CLOCK,
     B200,
     FMA_LANES_PER_CLOCK,
@@ -15,7 +14,8 @@ from report import (
     classify,
     mma_cycles,
 )
-from test_tcgen05 import COMMIT_AND_WAIT, EPILOGUE, PROLOGUE, READ_OUT, SMEM_IMAGE, _descriptor
+from ptx_emulator.samples.handwritten import run
+from ptx_emulator.samples.tcgen05_body import COMMIT_AND_WAIT, EPILOGUE, PROLOGUE, READ_OUT, SMEM_IMAGE, descriptor
 
 # What handwritten.py puts before a body of one parameter: ld.param, and four moves or shifts that count as alu or move.
 BEFORE = run("", np.zeros(1, np.uint32))
@@ -115,7 +115,7 @@ def test_bytes_of_global_memory() -> None:
 @pytest.mark.parametrize(("m", "n"), [(128, 64), (128, 128), (64, 64)])
 def test_an_mma_and_its_read_out(m: int, n: int) -> None:
     k = 16
-    d = _descriptor(128, 256, 32) + (SMEM_IMAGE >> 4)
+    d = descriptor(128, 256, 32) + (SMEM_IMAGE >> 4)
     body = (
         PROLOGUE.format(words=2048)
         + f"""@%p2 bra M1; mov.b64 %rd1, {d}; mov.b32 %r1, {1 << 4 | n // 8 << 17 | m // 16 << 24};

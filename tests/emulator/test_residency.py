@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from emulator import EmulationError, ErrorKind
-from handwritten import run
-from report import rates_of
+from ptx_emulator import EmulationError, ErrorKind
+from ptx_emulator.report import rates_of
+from ptx_emulator.samples.handwritten import run
 
 # How one thread looks at the counter in [%rd100], into %r3.
 POLLS = {

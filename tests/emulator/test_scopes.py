@@ -5,9 +5,9 @@ Two threads are in one CTA, in two CTAs of a cluster, or in two clusters. A scop
 
 import numpy as np
 import pytest
-from emulator import EmulationError, UnknownInstruction
-from handwritten import run
-from scope_kernels import ARRIVE, LOAD, PLACES, REACH, ROLES, SCOPES, STORE, WAIT, arrival, message
+from ptx_emulator import EmulationError, UnknownInstruction
+from ptx_emulator.samples.handwritten import run
+from ptx_emulator.samples.scope_kernels import ARRIVE, LOAD, PLACES, REACH, ROLES, SCOPES, STORE, WAIT, arrival, message
 
 SCHEDULES = [("eager", 0), ("late", 0), ("random", 1), ("random_warps", 2)]
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from emulator import EmulationError, ErrorKind
-from handwritten import run
+from ptx_emulator import EmulationError, ErrorKind
+from ptx_emulator.samples.handwritten import run
 
 STORE = "mul.wide.u32 %rd1, %r100, 4; add.s64 %rd2, %rd100, %rd1; st.global.u32 [%rd2], %r1;"
 

@@ -7,10 +7,9 @@ import re
 
 import numpy as np
 import pytest
-from emulator import Checks, EmulationError, ErrorKind, UnknownInstruction
-from handwritten import run
-from report import H200
-from test_convert import FORMATS, decode
+from ptx_emulator import H200, Checks, EmulationError, ErrorKind, UnknownInstruction
+from ptx_emulator.samples.handwritten import run
+from ptx_emulator.samples.small_floats import FORMATS, decode
 
 RNG = np.random.default_rng(5)
 THREADS, M = 128, 64
@@ -19,7 +18,8 @@ A_AT, B_AT, IMAGE_BYTES = 0, 8192, 8192 + 16384
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8}
 LAYOUT = {16: 0, 128: 1, 64: 2, 32: 3}
 
-# p0: the image of shared memory; p1: A's registers [128, 4]; p2 and p3: the accumulator's before and after [128, registers].
+# p0: the image of shared memory; p1: A's registers [128, 4]; p2 and p3: the accumulator's before and after [128,
+# registers].
 DECLARE = """.reg .b32 %acc<128>, %a<4>; .reg .b64 %desc<4>;
 mov.u32 %r50, %r100; C0: setp.ge.u32 %p3, %r50, {words}; @%p3 bra C1; shl.b32 %r51, %r50, 2; add.u32 %r52, %r103, %r51;
 mul.wide.u32 %rd50, %r50, 4; add.s64 %rd51, %rd100, %rd50; ld.global.u32 %r53, [%rd51]; st.shared.u32 [%r52+1024], %r53;
@@ -85,7 +85,8 @@ def _operand(kind: str, rows: int, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fragment_of_a(stored: np.ndarray) -> np.ndarray:
-    """A [64, k] as registers [128, 4]: each holds consecutive columns; the manual's figures of m64k16, m64k8, m64k32."""
+    """A [64, k] as registers [128, 4]: each holds consecutive columns; the manual's figures of m64k16, m64k8,
+    m64k32."""
     per_register = 4 // stored.itemsize
     out = np.zeros((THREADS, 4), np.uint32)
     for t in range(THREADS):
@@ -265,8 +266,8 @@ def test_report() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_own_rows_of_a_need_no_barrier(schedule: str) -> None:
-    """FlashAttention-3 hands P over in shared memory with a proxy fence and bar.warp.sync only: a warp reads its own rows.
-    What another warp wrote into A or B does need a barrier."""
+    """FlashAttention-3 hands P over in shared memory with a proxy fence and bar.warp.sync only: a warp reads its own
+    rows. What another warp wrote into A or B does need a barrier."""
     p = Problem(widths=(16, 16))
     # In this layout of A, 8 rows and all of K take 256 bytes: the warp's 16 rows begin at 512 times its index.
     rewrite = """add.u32 %r60, %r102, {shift}; and.b32 %r60, %r60, 3; shl.b32 %r60, %r60, 9; shl.b32 %r61, %r101, 4;

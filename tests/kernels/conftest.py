@@ -9,22 +9,6 @@ import torch
 
 from dsv4_kernels import registry
 from dsv4_kernels.device import dependent_launch
-from dsv4_kernels.host import compile_cache
-from dsv4_kernels.sparse_attention import scratch
-
-
-@pytest.fixture(scope="module")
-def compiled_here() -> Iterator[None]:
-    """Kernels are compiled in the emulator, which needs their PTX: none from disk, and none is left behind.
-
-    Nor is memory of one kernel's launches, which the emulator would copy for the other's.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(compile_cache.FOLDER_VARIABLE, "off")
-        patch.setattr(scratch, "_by_stream", {})
-        patch.setattr(scratch, "_graph_counters", {})
-        patch.setattr(compile_cache, "_in_memory", {})
-        yield
 
 
 @pytest.fixture

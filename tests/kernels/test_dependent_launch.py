@@ -198,8 +198,7 @@ def test_it_hangs_without_the_rules() -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_benchmarks_chain(kernel: str) -> None:
     """Of small kernels that hand on what they make, in the emulator: every one begins early."""
-    from emulator import Checks
-    from host import emulated
+    from ptx_emulator import Checks, emulated
 
     with by_name(), emulated(checks=Checks.strict(), arch=ARCH[kernel], schedule="random") as device:
         chain = Chain(2, 1, torch.device("cpu"), kernel)

@@ -176,7 +176,7 @@ def test_penalties_of_a_retracted_request_go_on(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_greedy_row_takes_its_largest_logit_where_probabilities_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """exp rounds both of its largest logits to 1; a list of equal probabilities is sorted in any order."""
+    """exp rounds its two largest logits to 1; a list of equal probabilities is sorted in any order."""
     monkeypatch.setattr(live, "_live", object())
     logits = torch.tensor([[0.0, 1e-9, 2e-9, 0.0], [1.0, 0.0, 0.0, 0.0]])
     info = SimpleNamespace(is_any_greedy=True, is_all_greedy=False, top_ks=torch.tensor([1, 4]))

@@ -6,6 +6,8 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.experimental import primitives as prims
 
 from dsv4_kernels.device import bf16_rows, e4m3, ptx
+from dsv4_kernels.device.mbarrier import arrive, wait
+from dsv4_kernels.device.tcgen05 import as_float, load_tmem, tmem_columns
 from dsv4_kernels.moe.sm100.plan import (
     CHUNK,
     GROUP_THREADS,
@@ -17,8 +19,6 @@ from dsv4_kernels.moe.sm100.plan import (
     Numbers,
     Product,
 )
-from dsv4_kernels.sparse_attention.sm100.barriers import arrive, wait
-from dsv4_kernels.sparse_attention.sm100.memory import as_float, load_tmem, tmem_columns
 
 NVFP4_BLOCK = 16
 LEAST_E4M3 = 2.0**-9

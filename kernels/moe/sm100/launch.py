@@ -15,7 +15,8 @@ from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.moe.sm100.kernel import launch
 from dsv4_kernels.moe.sm100.plan import TILE_ROWS, Arguments, Numbers, Plan, Product
 from dsv4_kernels.moe.weights import Mxfp4Experts, Nvfp4Experts
-from dsv4_kernels.quant import encode_nvfp4, fp8_quantise
+from dsv4_kernels.number_formats import encode_nvfp4
+from dsv4_kernels.quant import fp8_quantise
 from dsv4_kernels.sparse_attention.sm100.launch import device_facts
 
 STEP = 128

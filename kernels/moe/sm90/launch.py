@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch
 from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch import current_stream
+from dsv4_kernels.host.strides import check_rows, stride_bytes
+from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.moe.sm90 import rows, work_list
 from dsv4_kernels.moe.sm90.kernel import launch
 from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Arguments, Plan, Product, Shape
@@ -137,7 +141,7 @@ def list_work(
         tiles=listed.tiles.data_ptr(),
         totals=listed.totals.data_ptr(),
     )
-    work_list.compile(ARCH)(arguments, bf16_rows.current_stream(device))
+    work_list.compile(ARCH)(arguments, current_stream(device))
     return listed
 
 
@@ -154,7 +158,7 @@ def quantise(x: Tensor, listed: Listed, *, chooses: bool) -> tuple[Tensor, Tenso
     scales = torch.empty(slots * (k // STEP), dtype=torch.float32, device=x.device)
     arguments = rows.QuantiseArguments(
         x=x.data_ptr(),
-        x_row_bytes=bf16_rows.stride_bytes(x, 0),
+        x_row_bytes=stride_bytes(x, 0),
         source=listed.source.data_ptr(),
         group_tile=listed.group_tile.data_ptr(),
         tiles=listed.tiles.data_ptr(),
@@ -164,7 +168,7 @@ def quantise(x: Tensor, listed: Listed, *, chooses: bool) -> tuple[Tensor, Tenso
         scales=scales.data_ptr(),
     )
     launcher = rows.compile_quantise(chooses, ARCH)
-    launcher(arguments, Int32(listed.groups), bf16_rows.current_stream(x.device))
+    launcher(arguments, Int32(listed.groups), current_stream(x.device))
     return codes, scales
 
 
@@ -186,9 +190,9 @@ def multiply(
     arguments = Arguments(
         codes=weights.codes.data_ptr(),
         shifts=weights.shifts.data_ptr(),
-        shift_expert_bytes=bf16_rows.stride_bytes(weights.shifts, 0),
+        shift_expert_bytes=stride_bytes(weights.shifts, 0),
         factors=weights.factors.data_ptr(),
-        factor_expert_bytes=bf16_rows.stride_bytes(weights.factors, 0),
+        factor_expert_bytes=stride_bytes(weights.factors, 0),
         tokens=codes.data_ptr(),
         token_scales=scales.data_ptr(),
         tiles=listed.tiles.data_ptr(),
@@ -200,7 +204,7 @@ def multiply(
         out=out.data_ptr(),
     )
     ctas = min(plan.shape.ctas_per_sm * multiprocessors(codes.device), listed.groups * row_tiles)
-    compile(plan)(arguments, Int32(ctas), bf16_rows.current_stream(codes.device))
+    compile(plan)(arguments, Int32(ctas), current_stream(codes.device))
     return out
 
 
@@ -215,13 +219,13 @@ def sum_rows(slot_rows: Tensor, experts: Tensor, listed: Listed, dtype: torch.dt
         experts=experts.data_ptr(),
         slot_of_pair=listed.slot_of_pair.data_ptr(),
         shared=0 if shared is None else shared.data_ptr(),
-        shared_row_bytes=0 if shared is None else bf16_rows.stride_bytes(shared, 0),
+        shared_row_bytes=0 if shared is None else stride_bytes(shared, 0),
         chunks=chunks,
         num_chunks=tokens * chunks,
         out=out.data_ptr(),
     )
     launcher = rows.compile_sum(rows.Sum(chosen, dtype == torch.float32, shared is not None), ARCH)
-    launcher(arguments, Int32(-(-tokens * chunks // rows.THREADS)), bf16_rows.current_stream(out.device))
+    launcher(arguments, Int32(-(-tokens * chunks // rows.THREADS)), current_stream(out.device))
     return out
 
 
@@ -257,13 +261,13 @@ def experts_forward(
     Raises:
         ValueError: rows that cannot be read 16 bytes at a time, or more experts than the work list takes.
     """
-    bf16_rows.check_rows("mxfp4_experts_forward: x", x, packed.hidden_size)
+    check_rows("mxfp4_experts_forward: x", x, packed.hidden_size)
     if packed.num_experts > work_list.MAX_EXPERTS:
         raise ValueError(
             f"mxfp4_experts_forward on sm90: {packed.num_experts} experts on a rank; at most {work_list.MAX_EXPERTS}"
         )
     if shared is not None:
-        bf16_rows.check_rows("mxfp4_experts_forward: shared", shared, packed.hidden_size)
+        check_rows("mxfp4_experts_forward: shared", shared, packed.hidden_size)
     if not x.shape[0]:
         return x.new_empty(x.shape, dtype=dtype)
     weights, experts = weights.float().contiguous(), experts.int().contiguous()
@@ -291,3 +295,21 @@ def mxfp4_experts_forward(
     if not isinstance(packed, HopperExperts):
         raise ValueError("mxfp4_experts_forward on sm90 needs arranged weights; call Mxfp4Experts.for_hopper() at load")
     return experts_forward(x, weights, experts, packed, swiglu_limit, expert_offset)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of all kernels of `experts_forward`, for launches that begin early and for those that do not."""
+    summed = rows.Sum(model.experts_per_token, fp32=model.experts_sum_fp32, adds_shared=True)
+    of_any_call: list[Callable[[], object]] = [
+        *(partial(compile, Plan(product, shape), arch) for shape in (PAIRED, WIDE) for product in Product),
+        *(partial(rows.compile_quantise, chooses, arch) for chooses in (True, False)),
+        partial(rows.compile_sum, summed, arch),
+        partial(work_list.compile, arch),
+    ]
+    of_few_tokens = [partial(compile, Plan(product, NARROW), arch) for product in Product]
+    # Calls of more than EARLY_TOKENS tokens launch nothing early.
+    early = dict.fromkeys((dependent_launch.is_on(), False))
+    return [
+        *of_few_tokens,
+        *(partial(dependent_launch.compiled, job, on) for on in early for job in of_any_call),
+    ]

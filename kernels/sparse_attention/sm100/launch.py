@@ -11,9 +11,9 @@ import cutlass.cute as cute
 import torch
 from cutlass import Int32
 
+from dsv4_kernels.host.addresses import address, row_bytes, row_stride
 from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import ROW_DIM, RowFormat
-from dsv4_kernels.sparse_attention.addresses import address, row_bytes, row_stride
 from dsv4_kernels.sparse_attention.problem import Problem
 from dsv4_kernels.sparse_attention.scratch import NUM_COUNTERS, Scratch
 from dsv4_kernels.sparse_attention.sm100.kernel import launch

@@ -17,9 +17,9 @@ import cutlass.cute as cute
 import torch
 from cutlass import Int32
 
+from dsv4_kernels.host.addresses import address, row_bytes
 from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.kv_layout import RowFormat
-from dsv4_kernels.sparse_attention.addresses import address, row_bytes
 from dsv4_kernels.sparse_attention.problem import FEW_HEADS, Problem
 from dsv4_kernels.sparse_attention.scratch import NUM_COUNTERS, Scratch
 from dsv4_kernels.sparse_attention.sm90 import cluster, persistent

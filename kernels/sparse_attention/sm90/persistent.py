@@ -65,8 +65,9 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device.tma import TmaTensor
 from dsv4_kernels.kv_layout import NOPE_DIM
-from dsv4_kernels.sparse_attention.sm90 import combine, epilogue, gather, partials, softmax, tma
+from dsv4_kernels.sparse_attention.sm90 import combine, epilogue, gather, partials, q_and_out, softmax
 from dsv4_kernels.sparse_attention.sm90 import tile_scheduler as scheduler
 from dsv4_kernels.sparse_attention.sm90.barriers import arrive, arrive_for_warp, sync, sync_producer
 from dsv4_kernels.sparse_attention.sm90.plan import (
@@ -97,8 +98,8 @@ def launch(config: cutlass.Constexpr, arguments: Arguments, num_ctas: Int32, str
     """Persistent: the CTAs must all be resident at once."""
     tma_q = None
     if const_expr(not config.split):
-        tma_q = tma.tma_of_q(arguments)
-    kernel(config, arguments, tma_q, tma.tma_of_out(arguments)).launch(
+        tma_q = q_and_out.tma_of_q(arguments)
+    kernel(config, arguments, tma_q, q_and_out.tma_of_out(arguments)).launch(
         grid=[num_ctas, 1, 1],
         block=[config.threads, 1, 1],
         stream=stream,
@@ -110,7 +111,7 @@ def launch(config: cutlass.Constexpr, arguments: Arguments, num_ctas: Int32, str
 
 
 @cute.kernel
-def kernel(config: cutlass.Constexpr, args: Arguments, tma_q: tma.TmaTensor | None, tma_out: tma.TmaTensor) -> None:
+def kernel(config: cutlass.Constexpr, args: Arguments, tma_q: TmaTensor | None, tma_out: TmaTensor) -> None:
     """Sets up barriers and the schedule, and sends every warp to its role with its number of registers."""
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -275,8 +276,8 @@ def consume(
     config: cutlass.Constexpr,
     args: Arguments,
     shared: cutlass.Constexpr,
-    tma_q: tma.TmaTensor | None,
-    tma_out: tma.TmaTensor,
+    tma_q: TmaTensor | None,
+    tma_out: TmaTensor,
     thread: Int32,
     consumer: Int32,
 ) -> None:
@@ -320,7 +321,7 @@ def consume(
     store_group = functools.partial(epilogue.store_group_of_out, config, shared, tma_out)
     steps = Int32(0)  # of the work tile at hand, if it is a whole token
     if index < num_tiles:
-        tma.load_q(config, args, shared, tma_q, thread, index, iteration)
+        q_and_out.load_q(config, args, shared, tma_q, thread, index, iteration)
         if thread < 2 * HEADS:
             (shared.sinks.data_ptr() + thread).store(epilogue.load_sink(args, thread))
         if const_expr(not split):
@@ -334,7 +335,7 @@ def consume(
                 partials.wait_for_slot(config, args, shared, thread, iteration - SCRATCH_SLOTS)
             else:
                 work_tile = scheduler.whole_token_tile(config, args, index, steps)
-            tma.wait_for_q(config, shared, iteration)
+            q_and_out.wait_for_q(config, shared, iteration)
             if const_expr(split):
                 # While the first rows are on their way.
                 if thread < 32:
@@ -368,7 +369,7 @@ def consume(
                 step_max = softmax.find_step_max(args, scores, shared_max, consumer, lane)
                 if const_expr(not split):
                     if (step == work_tile.end_step - 1) & (index + ctas < num_tiles):  # nobody reads Q any more
-                        tma.load_q(config, args, shared, tma_q, thread, index + ctas, iteration + 1)
+                        q_and_out.load_q(config, args, shared, tma_q, thread, index + ctas, iteration + 1)
                         steps = scheduler.steps_of_tile(config, args, index + ctas)
                 if const_expr(config.channel_splits > 1):
                     release_other_channels(config, free + consumer * HALF_GROUPS, channel_split, lane)
@@ -425,7 +426,7 @@ def consume(
                     if thread == 0:
                         partials.signal_sub_split(config, args, shared, work_tile)
                 if index + ctas < num_tiles:
-                    tma.load_q(config, args, shared, tma_q, thread, index + ctas, iteration + 1)
+                    q_and_out.load_q(config, args, shared, tma_q, thread, index + ctas, iteration + 1)
                 if work_tile.sub_splits == 1:
                     factors = cute.make_rmem_tensor((2,), Float32)
                     epilogue.inverse_sums(shared, work_tile, consumer, row, lane, row_max, row_sum, factors)

@@ -14,6 +14,7 @@ from cutlass import BFloat16, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dsv4_kernels.device import ptx
+from dsv4_kernels.device.tma import swizzled_layout
 from dsv4_kernels.sparse_attention.sm90.barriers import sync
 from dsv4_kernels.sparse_attention.sm90.plan import (
     DIM,
@@ -29,7 +30,6 @@ from dsv4_kernels.sparse_attention.sm90.plan import (
     NamedBarrier,
 )
 from dsv4_kernels.sparse_attention.sm90.tile_scheduler import groups_in_order
-from dsv4_kernels.sparse_attention.sm90.tma import swizzled_layout
 
 # Products
 

@@ -143,8 +143,7 @@ def kernel(request: pytest.FixtureRequest, compiled_here: None) -> str:
 
 def run(kernel: str, f: Forward, schedule: str = "late", seed: int = 0, launches: int | None = None) -> Forward:
     """Runs a forward in the emulator with all its checks on; it may warn of nothing."""
-    from emulator import Checks
-    from host import emulated
+    from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.compressor import gpu
 
@@ -437,8 +436,8 @@ MOST_REGISTERS = {"csa": 168, "hca": 128, "keep": 48}
 
 
 def test_nothing_is_spilled(kernel: str) -> None:
-    from host import emulated
     from lib.cubin import resources
+    from ptx_emulator import emulated
 
     from dsv4_kernels.compressor import gpu
 

@@ -289,8 +289,7 @@ def test_choice_of_more_entries_than_a_cta_has_at_once(visible: int, schedule: s
 @pytest.mark.parametrize(("name", "launched"), [("index_prefill_scores", 0), ("index_topk", 1)])
 def test_deleted_synchronisation_is_noticed(name: str, launched: int) -> None:
     """Of more entries than a CTA chooses among at once."""
-    from emulator import Checks
-    from host import emulated
+    from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.indexer import gpu
 

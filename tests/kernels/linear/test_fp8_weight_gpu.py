@@ -24,7 +24,8 @@ from torch import Tensor
 
 from dsv4_kernels import registry
 from dsv4_kernels.linear import HeadRotation, expand_fp8_weight, grouped_linear, grouped_linear_fp8_weight
-from dsv4_kernels.quant import dequantise_fp8_weight, fp8_quantise, quantise_fp8_weight
+from dsv4_kernels.number_formats import dequantise_fp8_weight, quantise_fp8_weight
+from dsv4_kernels.quant import fp8_quantise
 from dsv4_kernels.rope import apply_rope_in_place, rope_frequencies
 
 pytestmark = pytest.mark.usefixtures("compiled_here")
@@ -416,7 +417,7 @@ def test_hopper_gets_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @CUTLASS
 def test_registers_and_shared_memory() -> None:
     """Two CTAs of any tile share a multiprocessor: 228 KiB, of which each CTA takes one more, and 65,536 registers."""
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.linear import fp8_weight_gpu as gpu
 
@@ -435,8 +436,7 @@ def test_registers_and_shared_memory() -> None:
 @CUTLASS
 def test_shared_memory_is_read_without_conflicts() -> None:
     """Over a whole K, and of the sums; but for the turns."""
-    from emulator import Checks
-    from host import emulated
+    from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.linear import fp8_weight_gpu as gpu
 
@@ -454,8 +454,7 @@ def test_shared_memory_is_read_without_conflicts() -> None:
 @pytest.mark.parametrize("tile", [1, 3], ids=["16", "64"])
 def test_deleted_synchronisation_is_noticed(tile: int) -> None:
     """Every deletion but those explained in emulator/results/mutation_reasons.json."""
-    from emulator import Checks
-    from host import emulated
+    from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.linear import fp8_weight_gpu
 

@@ -79,8 +79,7 @@ def product(
     o: Operands, plan: Any = None, multiprocessors: int = 132, in_place: tuple[Tensor, ...] = (), **options: Any
 ) -> tuple[Tensor, Any]:
     """The kernel's result, with all checks of the emulator on, and the emulated device. Weights are constant."""
-    from emulator import Checks
-    from host import emulated
+    from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.linear import fp8
 
@@ -278,8 +277,7 @@ def test_zeros_and_numbers_at_the_ends() -> None:
 
 def test_weights_are_read_ahead_and_nothing_else() -> None:
     """A launch that begins early has the same bits. It reads before its wait: the emulator wants constants there."""
-    from emulator import EmulationError
-    from host import emulated
+    from ptx_emulator import EmulationError, emulated
 
     from dsv4_kernels.linear import fp8
 
@@ -372,8 +370,8 @@ def test_narrow_weights_have_narrow_tiles() -> None:
 
 
 def test_registers_and_shared_memory() -> None:
-    from host import emulated
     from lib.cubin import resources
+    from ptx_emulator import emulated
 
     from dsv4_kernels.linear import fp8
     from dsv4_kernels.linear.fp8_plan import SMEM_BYTES

@@ -121,8 +121,7 @@ def test_channels_are_summed_in_order(kernel: str, channels: int) -> None:
 
 @EACH_TILE
 def test_shared_memory_is_read_without_conflicts(kernel: str, tile: str) -> None:
-    from emulator import Checks
-    from host import emulated
+    from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.linear import gpu
 
@@ -187,8 +186,7 @@ def test_a_cta_takes_several_tiles(tile: str, monkeypatch: pytest.MonkeyPatch, c
 def test_deleted_synchronisation_is_noticed(tile: str, monkeypatch: pytest.MonkeyPatch, compiled_here: None) -> None:
     """Of the kernel by `wgmma`, with every wait, arrival and fence deleted in turn."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from emulator import Checks
-    from host import emulated
+    from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.linear import gpu
 
@@ -292,7 +290,7 @@ def test_the_choice_is_near_the_best_that_was_measured() -> None:
 
 @EACH_TILE
 def test_registers(kernel: str, tile: str) -> None:
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.linear import gpu
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dsv4_kernels import moe
 from dsv4_kernels.moe import Mxfp4Experts, ref
-from dsv4_kernels.quant import dequantise_fp4_weight
+from dsv4_kernels.number_formats import dequantise_fp4_weight
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -112,7 +112,7 @@ def ordered(codes: Tensor) -> Tensor:
     "name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW if name != "only-other-ranks")]
 )
 def test_both_products_are_right(name: str) -> None:
-    from emulator import Checks
+    from ptx_emulator import Checks
 
     assert_right((CASES | SLOW)[name], schedule="late", checks=Checks.strict())
 
@@ -149,7 +149,7 @@ QUICK = [("few", "random", 1), ("k-longer-than-the-stages", "random_warps", 1), 
     [pytest.param(*point, marks=() if point in QUICK else pytest.mark.slow) for point in SCHEDULES],
 )
 def test_bits_do_not_depend_on_the_schedule(name: str, schedule: str, seed: int) -> None:
-    from emulator import Checks
+    from ptx_emulator import Checks
 
     expected, _ = launched(CASES[name], schedule="eager")
     out, _ = launched(CASES[name], schedule=schedule, seed=seed, checks=Checks.strict())
@@ -298,8 +298,8 @@ def test_the_work_list_is_made_without_the_host(nothing_waits: None) -> None:
 
 def test_no_configuration_spills() -> None:
     """And the table of bounds is of this kernel."""
-    from host import emulated
     from lib.experts_sm100_static import PLANS, RESULTS, resources_of
+    from ptx_emulator import emulated
 
     recorded = json.loads(RESULTS.read_text())["resources"]
     assert recorded.keys() == {str(plan) for plan in PLANS}
@@ -315,7 +315,7 @@ ARITHMETIC = {"add.rn.f32", "cvt.rzi.s32.f32", "min.NaN.f32", "mul.rn.f32", "rcp
 
 
 def test_forms_are_those_of_known_right_kernels() -> None:
-    from form_coverage import foreign_forms, forms_of, uncovered
+    from ptx_emulator.campaigns.form_coverage import foreign_forms, forms_of, uncovered
 
     _, device = launched(CASES["few"], record=True)
     for recording in device.recordings:
@@ -329,7 +329,7 @@ def test_forms_are_those_of_known_right_kernels() -> None:
 @pytest.mark.parametrize("product", [0, 1], ids=["gate-up", "down"])
 def test_deleted_synchronisation_is_noticed(product: int) -> None:
     """Every deletion but those explained in emulator/results/mutation_reasons.json."""
-    from emulator import Checks
+    from ptx_emulator import Checks
 
     case = replace(CASES["k-longer-than-the-stages"], tokens=2, channels=384)
     _, device = launched(case, checks=Checks.strict(), record=True)

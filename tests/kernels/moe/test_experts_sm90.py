@@ -27,7 +27,7 @@ from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.moe import Mxfp4Experts, ref
 from dsv4_kernels.moe.sm90 import weights as arrangement
 from dsv4_kernels.moe.sm90 import workspace
-from dsv4_kernels.quant import dequantise_fp4_weight
+from dsv4_kernels.number_formats import dequantise_fp4_weight
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -60,7 +60,7 @@ def arranged(experts: int, d: int, channels: int) -> arrangement.HopperExperts:
 
 def launched(case: Case, shape: str = "narrow", **options: object) -> tuple[Tensor, Any]:
     """The kernels' result, and the emulated device."""
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.moe.sm90 import launch
 
@@ -82,7 +82,7 @@ def shape_names() -> list[str]:
 
 def listed_widths(case: Case, shape: str = "paired") -> list[int]:
     """Slots of the work tiles that a call lists, fillers included."""
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.moe.sm90 import launch
 
@@ -124,7 +124,7 @@ WIDE_PAIRS = {
 )
 def test_the_sum_is_the_definition_s(name: str, shape: str) -> None:
     """To one rounding of bf16 a row, and a flipped code now and then."""
-    from emulator import Checks
+    from ptx_emulator import Checks
 
     case = (CASES | PAIRED | WIDE_PAIRS | SLOW)[name]
     x, weights, ids, packed = case.inputs()
@@ -161,7 +161,7 @@ QUICK = [("few", "random", 1), ("k-longer-than-the-stages", "random_warps", 1)]
 )
 def test_bits_do_not_depend_on_the_schedule(name: str, schedule: str, seed: int) -> None:
     """Nor on which slot a pair gets, which is the schedule's choice."""
-    from emulator import Checks
+    from ptx_emulator import Checks
 
     expected, _ = launched(CASES[name], schedule="eager")
     out, _ = launched(CASES[name], schedule=schedule, seed=seed, checks=Checks.strict())
@@ -174,7 +174,7 @@ def test_a_token_s_bits_do_not_depend_on_its_batch(shape: str) -> None:
 
     One expert has all tokens, so that their number is the width of its tile.
     """
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.moe.sm90 import launch
 
@@ -206,7 +206,7 @@ def test_a_token_s_bits_are_its_own_in_a_mixed_batch() -> None:
     case = PAIRED["pairs-between-singles"]
     expected, _ = launched(case, "wide")
     assert same_bits(launched(case, "narrow")[0], expected) and same_bits(launched(case, "paired")[0], expected)
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.moe.sm90 import launch
 
@@ -222,7 +222,7 @@ def test_a_token_s_bits_are_its_own_in_a_mixed_batch() -> None:
 
 def test_zeros_and_clamps() -> None:
     """A token of zeros gives zeros; gates and ups of thousands are clamped, not infinite."""
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.moe.sm90 import launch
 
@@ -238,7 +238,7 @@ def test_zeros_and_clamps() -> None:
 
 
 def test_the_shared_expert_is_added_as_a_layer_would() -> None:
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.moe.sm90 import launch
 
@@ -274,7 +274,7 @@ LISTS = {
 @pytest.mark.parametrize("case", LISTS.values(), ids=LISTS)
 @pytest.mark.parametrize(("shape", "least"), [("narrow", 0), ("wide", 0), ("paired", 3), ("paired", 10**9)])
 def test_the_work_list_covers_every_slot_once(case: tuple[int, ...], shape: str, least: int) -> None:
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.moe.sm90 import launch
     from dsv4_kernels.moe.sm90.plan import GROUP
@@ -334,7 +334,7 @@ def test_sizes_follow_from_shapes() -> None:
 
     original = torch.empty
     case = CASES["few"]
-    from host import emulated
+    from ptx_emulator import emulated
 
     x, weights, ids, packed = case.inputs()
     hopper = packed.for_hopper()
@@ -518,7 +518,7 @@ def nothing_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_nothing_waits_for_the_device(nothing_waits: None) -> None:
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.moe.sm90 import launch
 
@@ -546,8 +546,8 @@ def test_pairs_are_taken_where_multiprocessors_stay_busy() -> None:
 
 @pytest.mark.parametrize("shape", shape_names())
 def test_no_configuration_spills(shape: str) -> None:
-    from host import emulated
     from lib.cubin import resources
+    from ptx_emulator import emulated
 
     from dsv4_kernels.moe.sm90 import launch
     from dsv4_kernels.moe.sm90.plan import CONSUMER_WARPS, Plan, Product
@@ -570,7 +570,7 @@ def test_no_configuration_spills(shape: str) -> None:
 @pytest.mark.parametrize("product", [0, 1], ids=["gate-up", "down"])
 def test_deleted_synchronisation_is_noticed(product: int, shape: str) -> None:
     """Every deletion but those explained in emulator/results/mutation_reasons.json."""
-    from emulator import Checks
+    from ptx_emulator import Checks
 
     case = replace(CASES["k-longer-than-the-stages"], tokens=2, channels=384)
     pairs = {"paired": PAIRED["pairs-between-singles"], "wide": WIDE_PAIRS["singles-between-wide-pairs"]}

@@ -27,7 +27,7 @@ from ops.random_attention import random_spec
 from dsv4_kernels.sparse_attention.split import num_kv_splits, num_steps
 
 if TYPE_CHECKING:
-    from host import Device
+    from ptx_emulator import Device
     from torch import Tensor
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -48,7 +48,7 @@ def launch_on(
     case: Case, multiprocessors: int = 132, parts: int | None = None, **options: object
 ) -> tuple[Tensor, Device]:
     """The same, and the emulated device."""
-    from emulator import Checks
+    from ptx_emulator import Checks
 
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
@@ -236,7 +236,7 @@ def test_whole_tokens_are_computed_by_as_many_ctas_as_find_room() -> None:
 
 def test_nobody_can_wait_for_a_cta_that_has_not_begun() -> None:
     """CTAs meet within clusters only, which begin together: no counters, no flags, no polling of global memory."""
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
     from dsv4_kernels.sparse_attention.sm90.few_heads.plan import FewHeads
@@ -362,8 +362,8 @@ CONFIGURATIONS = [(fp8, entries) for fp8 in (True, False) for entries in ("NONE"
 )
 def test_compiled(fp8_rows: bool, entries: str) -> None:
     """No register, byte of the stack or of code more than benchmarks/results says; wgmma runs asynchronously."""
-    from host import emulated
     from lib.sparse_attention_sm90_static import RESULTS, static_numbers
+    from ptx_emulator import emulated
 
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
     from dsv4_kernels.sparse_attention.sm90.few_heads.plan import CTAS, WARPGROUP, FewHeads

@@ -16,7 +16,6 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,14 +32,12 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 pytestmark = pytest.mark.usefixtures("compiled_here")
 
 if TYPE_CHECKING:
-    from host import Device
-
-EMULATED_RESULTS = Path(__file__).resolve().parents[2] / "emulator" / "results" / "sparse_attention_sm100.json"
+    from ptx_emulator import Device
 
 
 def launch(case: Case, multiprocessors: int = 148, **options: object) -> tuple[torch.Tensor, Device]:
     """(out, the emulated device) of one call, see `attention_launch.launch`."""
-    from emulator import Checks
+    from ptx_emulator import Checks
 
     from dsv4_kernels.sparse_attention.sm100 import launch as sm100
 
@@ -194,8 +191,10 @@ def errors() -> Iterator[dict[str, dict[str, float]]]:
     measured: dict[str, dict[str, float]] = {}
     yield measured
     if os.environ.get("DSV4_WRITE_RESULTS") and len(measured) == len(CASES):
-        document = {"schedules": [*SCHEDULES], "seeds": [10, 11, 12], "relative_error": dict(sorted(measured.items()))}
-        EMULATED_RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+        from ptx_emulator.campaigns import summaries
+
+        document = {"schedules": [*SCHEDULES], "seeds": [10, 11, 12], **dict(sorted(measured.items()))}
+        summaries.write("sparse_attention_sm100", document)
 
 
 @pytest.mark.slow
@@ -267,8 +266,8 @@ def recorded() -> dict:
 
 def test_resources_are_the_recorded_ones() -> None:
     """No spills, and no register or byte more than benchmarks/results says (written by the script of that name)."""
-    from host import emulated
     from lib.sparse_attention_sm100_static import all_resources
+    from ptx_emulator import emulated
 
     with emulated():
         found = all_resources()
@@ -283,8 +282,8 @@ def test_resources_are_the_recorded_ones() -> None:
 
 def test_compiles_for_b300() -> None:
     """benchmarks/README_B200.md names it."""
-    from host import emulated
     from lib.cubin import resources
+    from ptx_emulator import emulated
 
     from dsv4_kernels.sparse_attention.sm100 import launch as sm100
 
@@ -335,7 +334,7 @@ def test_static_bounds() -> None:
 
 
 def test_only_forms_that_foreign_kernels_execute() -> None:
-    from form_coverage import foreign_forms, forms_of, uncovered
+    from ptx_emulator.campaigns.form_coverage import foreign_forms, forms_of, uncovered
 
     forms = set()
     for name in ("csa_512-fp8", "split_128-bf16", "heads_128-fp8", "split_128_heads-bf16"):

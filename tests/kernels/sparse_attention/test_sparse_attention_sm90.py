@@ -30,7 +30,7 @@ from ops.number_formats import same_bits
 from ops.random_attention import random_spec
 
 if TYPE_CHECKING:
-    from host import Device
+    from ptx_emulator import Device
     from torch import Tensor
 
     from dsv4_kernels.sparse_attention.sm90.plan import Configuration
@@ -66,7 +66,7 @@ def launch(case: Case, multiprocessors: int = 132, **options: object) -> Tensor:
 def launch_on(case: Case, multiprocessors: int, clusters: bool = False, **options: object) -> tuple[Tensor, Device]:
     """The same, and the emulated device. Few tokens have the kernel of clusters only if asked for, and few heads the
     kernels of many (their own: test_sparse_attention_few_heads.py)."""
-    from emulator import Checks
+    from ptx_emulator import Checks
 
     from dsv4_kernels.sparse_attention.sm90 import cluster
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
@@ -456,8 +456,8 @@ def test_deleted_synchronisation_is_noticed(name: str) -> None:
 
 def gate(configuration: Configuration) -> dict[str, int]:
     """Compiles a configuration and compares it with the record, which is what it says of it."""
-    from host import emulated
     from lib.sparse_attention_sm90_static import RESULTS, static_numbers
+    from ptx_emulator import emulated
 
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 

@@ -20,6 +20,7 @@ from dsv4_kernels.compressor import compress
 from dsv4_kernels.kv_layout import KVRows
 from dsv4_radix_cache.ring import ring_row
 from sglang_dsv4.attention.backend import Dsv4AttentionBackend, Window
+from sglang_dsv4.attention.metadata import AttentionReader
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.cache.tail_options import TailSizes
@@ -114,7 +115,7 @@ class Engine(Requests):
         self.generation = torch.zeros(slots, dtype=torch.int64)
         table = SimpleNamespace(req_to_token=self.req_to_token, req_generation=self.generation)
         self.runner = SimpleNamespace(token_to_kv_pool=self.pool, req_to_token_pool=table, device="cpu")
-        self.backend = Dsv4AttentionBackend(self.runner)
+        self.backend = Dsv4AttentionBackend(self.runner, reader=AttentionReader(HEADS, TOP_K))
         self.geometry, self.sequences, self.slots = geometry, sequences, slots
 
     def reserve(self, request: int, tokens: int) -> None:
@@ -186,7 +187,7 @@ class Engine(Requests):
             keep_entries(backend, layer, x.raw, stamp)
         if ratio == CSA_RATIO:
             keep_entries(backend, layer, x.index_raw, stamp, indexer=True)
-            selected = backend.select(layer, x.index_q, x.index_weights, TOP_K, HEADS)
+            selected = backend.select(layer, x.index_q, x.index_weights, TOP_K)
         return backend.attend(layer, x.q, window, selected, sink_of(layer), self.geometry.row_dim**-0.5)
 
 

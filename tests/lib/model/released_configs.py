@@ -113,7 +113,7 @@ def as_transformers_parses(config: dict[str, Any]) -> object:
 
 
 class Fields:
-    """A config object with exactly these fields, as a test needs to leave one out."""
+    """A config object with exactly the given fields, so that a test can leave one out."""
 
     def __init__(self, **fields: object) -> None:
         self.__dict__.update(fields)

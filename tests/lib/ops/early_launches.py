@@ -35,8 +35,8 @@ class UsedKernels(dict):
 
 @contextlib.contextmanager
 def early_flags() -> Iterator[list[bool]]:
-    """Yields a list that receives, for each emulated launch inside, whether it may begin early."""
-    from device import Device
+    """Yield a list that gets, for each emulated launch inside, whether it may begin early."""
+    from ptx_emulator import Device
 
     seen: list[bool] = []
     launch = Device.launch
@@ -51,7 +51,7 @@ def early_flags() -> Iterator[list[bool]]:
 
 @contextlib.contextmanager
 def launched_early(cooperative: bool = False, read_ahead: Mapping[str, Sequence[str]] | None = None) -> Iterator[None]:
-    """Checks every kernel that is launched inside, in the emulator.
+    """Check every kernel that is launched inside, in the emulator.
 
     Args:
         cooperative: the kernels' CTAs wait for each other, so that rule 4 of `dependent_launch` forbids an early start.
@@ -73,7 +73,8 @@ def launched_early(cooperative: bool = False, read_ahead: Mapping[str, Sequence[
 
 
 def assert_machine_code_waits(cubin: bytes, waits: bool, ahead: Sequence[str]) -> None:
-    """Holds the order of machine code to: reads of `ahead`, the wait, other accesses; the next kernel begins after it.
+    """Check the order in machine code: reads of `ahead`, the wait, other accesses; the next kernel may begin after the
+    wait.
 
     Without `waits` the code has neither a wait nor a signal.
     """
@@ -89,8 +90,8 @@ def assert_machine_code_waits(cubin: bytes, waits: bool, ahead: Sequence[str]) -
 
 @contextlib.contextmanager
 def a_missing_wait_is_noticed() -> Iterator[None]:
-    """Compiles kernels that are launched inside without their wait; fails unless the emulator refuses the launch."""
-    from host import EmulationError
+    """Compile kernels that are launched inside without their wait; fail unless the emulator refuses the launch."""
+    from ptx_emulator import EmulationError
 
     with (
         mock.patch.object(compile_cache, "_in_memory", {}),

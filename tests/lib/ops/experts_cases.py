@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4_kernels.moe import Mxfp4Experts
-from dsv4_kernels.quant import quantise_fp4_weight
+from dsv4_kernels.number_formats import quantise_fp4_weight
 
 LIMIT = 10.0
 
@@ -33,7 +33,7 @@ class Case:
     multiprocessors: int = 4
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Mxfp4Experts]:
-        """x, routing weights, expert ids, and the packed weights."""
+        """Return x, routing weights, expert ids, and the packed weights."""
         generator = torch.Generator().manual_seed(self.tokens + 7 * self.d)
         x = torch.randn(self.tokens, self.d, generator=generator)
         spread = torch.exp2(torch.randint(-4, 5, (self.tokens, self.d // 128), generator=generator))
@@ -66,8 +66,8 @@ def packed_experts(experts: int, d: int, channels: int) -> Mxfp4Experts:
 
 @contextmanager
 def emulated_on(multiprocessors: int, **options: object) -> Iterator[Any]:
-    """`emulated`, whose number of multiprocessors the kernel asks for once and remembers."""
-    from host import emulated
+    """Enter `emulated` with this number of multiprocessors, which the kernel reads once and caches."""
+    from ptx_emulator import emulated
 
     from dsv4_kernels.sparse_attention.sm100.launch import device_facts
 

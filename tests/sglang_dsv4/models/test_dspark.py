@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from model.compare import TOLERANCE
-from model.drafted import LENGTH, Drafted, check_block, check_confidences, check_steps
+from model.drafted import LENGTH, Drafted, check_block, check_steps
 from model.dspark_draft import DSparkDraft
 
 from sglang_dsv4.determinism import checks
@@ -75,10 +75,6 @@ def test_blocks_do_not_depend_on_the_batch(drafted: Drafted) -> None:
     for i, request in enumerate(requests):
         assert torch.equal(drafted.draft.blocks([(request, 50 + i)])[0], together[i])
         drafted.harness.close(request)
-
-
-def test_confidences(drafted: Drafted) -> None:
-    check_confidences(drafted)
 
 
 @pytest.mark.parametrize("kept", range(1, 7))

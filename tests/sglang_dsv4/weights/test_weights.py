@@ -32,7 +32,7 @@ from sglang.srt.model_loader.weight_utils import (
 )
 from torch import Tensor, nn
 
-from dsv4_kernels.quant import dequantise_fp4_weight, dequantise_fp8_weight, quantise_fp8_weight
+from dsv4_kernels.number_formats import dequantise_fp4_weight, dequantise_fp8_weight, quantise_fp8_weight
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.weights.loader import CheckpointError, cut_tensors, load_checkpoint
 from sglang_dsv4.weights.tensor_table import main_model_tensors, mtp_tensors
