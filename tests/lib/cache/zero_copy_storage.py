@@ -13,9 +13,12 @@ from sglang_dsv4.cache.checked_storage import ALIGNMENT, StagedRecords
 
 
 class ZeroCopy(HiCacheStorage):
-    """As mooncake and nixl are used: objects move between the store and registered memory, by address, several at
-    once; values are refused. As with nixl one object that is missing fails the whole batch, and a read of a short one
-    leaves the rest of the memory as it was."""
+    """Objects move between the store and registered memory by address, several at once, as with mooncake and nixl;
+    values are refused.
+
+    As with nixl, one missing object fails the whole batch, and reading a short object leaves the rest of the memory as
+    it was.
+    """
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -75,7 +78,7 @@ class ZeroCopy(HiCacheStorage):
 
 
 class FromConfig(ZeroCopy):
-    """Made as SGLang makes a `dynamic` one."""
+    """A storage that SGLang makes from a `dynamic` backend's configuration."""
 
     made: ClassVar[list[FromConfig]] = []
 
