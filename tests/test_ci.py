@@ -1,4 +1,4 @@
-""".ci/run with a stand-in for `make`: it runs everything, fails if anything fails, and ends with pytest's closing lines."""
+""".ci/run with a stand-in for `make`: it runs every part, fails if any fails, and ends with the closing lines."""
 
 from __future__ import annotations
 
