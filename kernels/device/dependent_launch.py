@@ -48,11 +48,11 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from dsv4_kernels.host.environment import one_of
+from dsv4_kernels.host.environment import DEPENDENT_LAUNCH
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "DSV4_DEPENDENT_LAUNCH"
+VARIABLE = DEPENDENT_LAUNCH.name
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ _chosen: bool | None = None
 
 @functools.cache
 def _in_environment() -> bool:
-    value = one_of(VARIABLE, ("on", "off"), "on")
+    value = DEPENDENT_LAUNCH.choice() or "on"
     if value == "off":
         logger.info("%s=off: a kernel is launched when the one before has ended", VARIABLE)
     return value == "on"

@@ -35,11 +35,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from dsv4_kernels.device import dependent_launch
+from dsv4_kernels.host.environment import KERNEL_CACHE
 from dsv4_kernels.host.launch_arguments import Launcher
 
 logger = logging.getLogger(__name__)
 
-FOLDER_VARIABLE = "DSV4_KERNEL_CACHE"
+FOLDER_VARIABLE = KERNEL_CACHE.name
 ARCH_VARIABLE = "CUTE_DSL_ARCH"
 """The DSL's: the architecture to compile for, in place of that of the GPU that it finds."""
 KEEP_DAYS = 90
@@ -86,8 +87,8 @@ def origins() -> tuple[Origin, ...]:
 
 def folder() -> Path | None:
     """Where objects are kept, None if nowhere."""
-    chosen = os.environ.get(FOLDER_VARIABLE, "").strip()
-    if chosen.lower() == "off":
+    chosen = KERNEL_CACHE.text()
+    if chosen is not None and chosen.lower() == "off":
         return None
     if chosen:
         return Path(chosen)

@@ -14,7 +14,6 @@ device, so CUDA graphs are off, and it is slow: for a check, not for service.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from sglang_dsv4 import env
 from sglang_dsv4.model_config.layer_kinds import LayerKind
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ FILE_VARIABLE = "SGLANG_DSV4_COMPARE_ATTENTION"
 
 def file_of_rank(rank: int) -> Path | None:
     """Where this rank writes, None without the variable."""
-    name = os.environ.get(FILE_VARIABLE, "").strip()
+    name = env.text(FILE_VARIABLE)
     return Path(name + (f".{rank}" if rank else "")) if name else None
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
@@ -27,6 +26,7 @@ from dsv4_kernels.kv_layout import ROW_DIM, KVRows, RowFormat
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
 from dsv4_kernels.unpack import Pages, choice, unpack_pages
+from sglang_dsv4 import env
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page
 from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, HCA_RATIO, SWA_RATIO, LayerKind
 
@@ -49,7 +49,7 @@ def required_implementation(device: torch.device, head_dim: int) -> str | None:
 
     The environment's, or on a GPU the reference for a head_dim that no kernel has.
     """
-    named = os.environ.get(NAME_VARIABLE, "").strip()
+    named = env.text(NAME_VARIABLE)
     if named:
         return named
     return "ref" if device.type == "cuda" and head_dim != ROW_DIM else None

@@ -34,7 +34,7 @@ from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
 from dsv4_kernels.step_mapping import GroupLayout, StepLayout, step_mapping
 from sglang_dsv4.attention.to_device import arrays_to_device
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups
-from sglang_dsv4.determinism import exact
+from sglang_dsv4.determinism import flag
 from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
 
 
@@ -94,7 +94,7 @@ class ForwardMetadata:
         By the kind of forward and nothing else: a token's bits must not depend on its batch. Where they must not depend
         on the kind either (`exact`), a chunk's tokens are divided as well; up to 128K of context that is no division.
         """
-        return DECODE_SPLIT_KEYS if self.window_in_ring or exact.is_on() else None
+        return DECODE_SPLIT_KEYS if self.window_in_ring or flag.is_on() else None
 
 
 def page_table_of(req_to_token: Tensor, req_slots: Tensor, num_pages: int, *, may_have_null: bool = True) -> Tensor:

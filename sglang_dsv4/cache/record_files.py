@@ -35,6 +35,7 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from torch import Tensor
 
+from sglang_dsv4 import env
 from sglang_dsv4.cache.disk_limit import DiskLimit, lock_to_read
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class RecordFiles(HiCacheStorage):
     @staticmethod
     def root_from_environment(configured: str | None) -> Path:
         """`configured` (`--file-storage-path`), else SGLang's variable, else a folder in the user's cache."""
-        return Path(configured or os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER).expanduser()
+        return Path(configured or env.text(FOLDER_VARIABLE) or DEFAULT_FOLDER).expanduser()
 
     # -- SGLang's interface -------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from dsv4_radix_cache.placement import DEFAULT_INTERVAL_TOKENS, Placement
 from dsv4_radix_cache.ring import PAGE_TOKENS
+from sglang_dsv4 import env
 
 TOKENS_PER_SLOT = 4096
 HOST_SLOTS_PER_DEVICE_SLOT = 4
@@ -132,9 +133,5 @@ def least_of_ranks(count: int, group: ProcessGroup | None) -> int:
 
 
 def _number(name: str, default: int | None) -> int | None:
-    text = os.environ.get(name, "").strip()
-    if not text:
-        return default
-    if not text.isdigit():
-        raise ValueError(f"{name} must be a number of at least 0, got {text!r}")
-    return int(text)
+    number = env.number(name)
+    return default if number is None else number

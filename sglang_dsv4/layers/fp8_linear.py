@@ -18,11 +18,13 @@ import torch
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from torch import Tensor, nn
 
-from dsv4_kernels.host.environment import one_of
 from dsv4_kernels.linear import linear_fp8
-from sglang_dsv4.determinism import exact
+from sglang_dsv4 import env
+from sglang_dsv4.determinism.sglang_operators import is_deep_gemm
 from sglang_dsv4.model_config.config import ConfigError
 from sglang_dsv4.seam.bases import ModelBuiltConfig
+from sglang_dsv4.seam.hooks import FP8_PRODUCT
+from sglang_dsv4.seam.install import set_attribute
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +32,6 @@ VARIABLE = "SGLANG_DSV4_FP8_LINEAR"
 MOST_TOKENS = 64
 """Of ours. Launched early, a layer's products of Flash take 44, 47 and 54 us at 1, 16 and 64 tokens, DeepGEMM's 64, 58
 and 56; at 128 they take 75 and 61 (benchmarks/results/linear_fp8_h200.json)."""
-PRODUCT = "w8a8_block_fp8_linear"
-"""The attribute of SGLang's `Fp8LinearMethod` that holds its product."""
 
 
 @functools.cache
@@ -41,7 +41,7 @@ def named() -> str | None:
     Raises:
         ValueError: neither sm90 nor deepgemm.
     """
-    return one_of(VARIABLE, ("sm90", "deepgemm"), None)
+    return env.choice(VARIABLE)
 
 
 def is_on(possible: bool) -> bool:
@@ -105,6 +105,11 @@ class FewTokensProduct:
         return linear_fp8(input, input_scale, weight, weight_scale)
 
 
+def few_tokens_product(many: Callable[..., Tensor], method: QuantizeMethodBase) -> FewTokensProduct:
+    """The value of the attribute of SGLang's `Fp8LinearMethod` that holds its product."""
+    return FewTokensProduct(many)
+
+
 class FewTokensConfig(ModelBuiltConfig):
     """SGLang's config of a checkpoint, whose FP8 linear layers multiply by `FewTokensProduct`.
 
@@ -120,12 +125,12 @@ class FewTokensConfig(ModelBuiltConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """SGLang's method of a linear layer."""
         method = self.of_checkpoint.get_quant_method(layer, prefix)
-        many = getattr(method, PRODUCT, None)
+        many = getattr(method, FP8_PRODUCT, None)
         if many is None:
             return method
-        if named() == "sm90" or exact.is_deep_gemm(many):
+        if named() == "sm90" or is_deep_gemm(many):
             say(f"at most {MOST_TOKENS} tokens by dsv4_kernels.linear, more by SGLang's product")
-            setattr(method, PRODUCT, FewTokensProduct(many))
+            set_attribute(method, FP8_PRODUCT)
         else:
             say("by SGLang's product, which is not DeepGEMM")
         return method

@@ -26,8 +26,8 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
-from dsv4_kernels.host.environment import one_of
 from dsv4_kernels.linear import HeadRotation, expand_fp8_weight, grouped_linear, grouped_linear_fp8_weight
+from sglang_dsv4 import env
 from sglang_dsv4.layers.after_loading import AfterLoading
 from sglang_dsv4.layers.linear import Fp8Input, builds_on_cpu, load_row_shard
 from sglang_dsv4.layers.rope import Rotation
@@ -48,7 +48,7 @@ def asked() -> str:
     Raises:
         ValueError: none of these.
     """
-    return one_of(VARIABLE, ("bf16", "fp8", "both", "auto"), "auto")
+    return env.choice(VARIABLE) or "auto"
 
 
 def reason_against(config: Config, generation: int, dtype: torch.dtype) -> str | None:

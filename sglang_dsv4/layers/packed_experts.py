@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
-from sglang_dsv4.determinism import exact
+from sglang_dsv4.determinism import flag
 from sglang_dsv4.layers.after_loading import AfterLoading
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.seam.moe_runner import RUNNER, reason_against
@@ -158,7 +158,7 @@ def kernels(config: Config, tp_size: int) -> list[Callable[[], object]]:
     from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Plan, Product
 
     # On a GPU parts of several ranks are fp32 under the flag only: `rank_sum.dtype_of_parts`.
-    fp32 = tp_size > 1 and exact.is_on()
+    fp32 = tp_size > 1 and flag.is_on()
     summed = rows.Sum(config.num_experts_per_tok, fp32=fp32, adds_shared=True)
 
     of_calls: list[Callable[[], object]] = [

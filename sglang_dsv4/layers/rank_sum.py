@@ -27,13 +27,13 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from dsv4_kernels.host.invariant import sum_in_order
-from sglang_dsv4.determinism import exact
+from sglang_dsv4.determinism import flag
 from sglang_dsv4.layers.sequence_parallel import RowShards
 
 
 def dtype_of_parts(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """In which dtype several ranks' parts of the experts' sum are summed, of a model on `device` in `dtype`."""
-    return torch.float32 if exact.is_on() or device.type == "cpu" else dtype
+    return torch.float32 if flag.is_on() or device.type == "cpu" else dtype
 
 
 def sum_over_ranks(part: Tensor, rows: RowShards) -> Tensor:
@@ -51,7 +51,7 @@ def sum_over_ranks(part: Tensor, rows: RowShards) -> Tensor:
         return part
     if not rows.is_whole:
         return _sum_of_own_rows(part, rows)
-    if not exact.is_on():
+    if not flag.is_on():
         return tensor_model_parallel_all_reduce(part)
     return sum_in_order(tensor_model_parallel_all_gather(part.contiguous(), 0).unflatten(0, (ranks, -1)))
 
@@ -60,7 +60,7 @@ def _sum_of_own_rows(part: Tensor, rows: RowShards) -> Tensor:
     # By the group itself: of SGLang's own calls one is an all-reduce under the flag, others may choose another library
     # than NCCL, or memory with multicast.
     part, group = rows.pad(part), get_tp_group().device_group
-    if exact.is_on():
+    if flag.is_on():
         parts = torch.empty_like(part)  # [ranks * size, d]: of this rank's rows, by the rank that they come from
         torch.distributed.all_to_all_single(parts, part, group=group)
         return sum_in_order(parts.unflatten(0, (rows.count, rows.size)))

@@ -25,7 +25,7 @@ from sglang.srt.distributed.utils import all_gather_single
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from dsv4_kernels.host.environment import one_of
+from sglang_dsv4 import env
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -44,7 +44,7 @@ def is_on() -> bool:
     Raises:
         ValueError: neither on nor off.
     """
-    return one_of(VARIABLE, ("on", "off"), "off") == "on"
+    return env.choice(VARIABLE) == "on"
 
 
 def may_be() -> bool:

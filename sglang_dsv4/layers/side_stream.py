@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from dsv4_kernels.host.environment import one_of
+from sglang_dsv4 import env
 
 VARIABLE = "SGLANG_DSV4_SIDE_STREAM"
 MOST_TOKENS = 32
@@ -32,7 +32,7 @@ def is_on() -> bool:
     Raises:
         ValueError: neither on nor off.
     """
-    return one_of(VARIABLE, ("on", "off"), "off") == "on"
+    return env.choice(VARIABLE) == "on"
 
 
 @functools.cache

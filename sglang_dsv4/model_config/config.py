@@ -8,7 +8,6 @@ launcher. Fields keep the names of `config.json`; section numbers are those of t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from dsv4_kernels.rope import YarnScaling, rope_frequencies
+from sglang_dsv4 import env
 from sglang_dsv4.model_config.dspark import DSpark, dspark_of
 from sglang_dsv4.model_config.layer_kinds import WINDOW_TOKENS, LayerKind
 
@@ -107,13 +107,8 @@ class QuantSwitches:
         Raises:
             ConfigError: the variable holds another word.
         """
-        choice = os.environ.get(QAT_VARIABLE, "").strip().lower()
-        if not choice:
-            return cls.full() if quantised_checkpoint else cls.off()
-        presets = {"off": cls.off, "kv": cls.kv, "full": cls.full}
-        if choice not in presets:
-            raise ConfigError(QAT_VARIABLE, choice, "off, kv or full (or unset)")
-        return presets[choice]()
+        presets = {None: cls.full if quantised_checkpoint else cls.off, "off": cls.off, "kv": cls.kv, "full": cls.full}
+        return presets[env.choice(QAT_VARIABLE)]()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
-from sglang_dsv4.determinism import exact
+from sglang_dsv4.determinism import checks
 from sglang_dsv4.layers import sequence_parallel, side_stream
 from sglang_dsv4.layers.attention import Attention
 from sglang_dsv4.layers.hyper_connection import HyperConnection, HyperConnectionHead, Pending
@@ -167,7 +167,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.lm_head = build_lm_head(self.dsv4_config, f"{prefix}.lm_head".lstrip("."))
         self.logits_processor = Fp32LogitsProcessor(config)
         self.start_layer, self.end_layer = 0, self.dsv4_config.num_hidden_layers
-        exact.check_model(self)
+        checks.check_model(self)
 
     @torch.no_grad()
     def forward(

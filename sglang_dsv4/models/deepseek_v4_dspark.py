@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dsv4_kernels.hyper_connection import hc_head
 from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.norm_rope_store import Destination
-from sglang_dsv4.determinism import exact
+from sglang_dsv4.determinism import checks
 from sglang_dsv4.layers.hyper_connection import HyperConnectionHead, Pending
 from sglang_dsv4.layers.linear import Fp8Input, fp32_product_dtype, quantised_linear_config, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
@@ -153,7 +153,7 @@ class DeepseekV4ForCausalLMDSpark(nn.Module):
         self.confidence = nn.Parameter(torch.empty(1, width, dtype=torch.float32), requires_grad=False)
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None
-        exact.check_model(self)
+        checks.check_model(self)
 
     def attach_shared_modules(self, *, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
         """Take the target's embedding and output matrix."""

@@ -10,7 +10,7 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
-from sglang_dsv4.determinism import exact
+from sglang_dsv4.determinism import checks
 from sglang_dsv4.layers.hyper_connection import HyperConnectionHead, Pending
 from sglang_dsv4.layers.linear import quantised_linear_config, quantises_once
 from sglang_dsv4.layers.logits import Fp32LogitsProcessor, build_lm_head
@@ -92,7 +92,7 @@ class DeepseekV4ForCausalLMNextN(DeepseekV4ForCausalLM):
         self.model = DeepseekV4ModelNextN(self.dsv4_config, quant_config, f"{prefix}.model".lstrip("."))
         self.lm_head = build_lm_head(self.dsv4_config, f"{prefix}.lm_head".lstrip("."))
         self.logits_processor = Fp32LogitsProcessor(config)
-        exact.check_model(self)
+        checks.check_model(self)
 
     @torch.no_grad()
     def forward(

@@ -23,10 +23,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
-    register_tree_core_backend,
-    registered_tree_core_backends,
-)
 from sglang.srt.runtime_context import get_memory
 
 from dsv4_radix_cache import invariants
@@ -40,6 +36,8 @@ from sglang_dsv4.prefix.tail_component import TAIL, TailComponent
 from sglang_dsv4.prefix.tier_setup import create_tiers, open_storage
 from sglang_dsv4.prefix.tiers import PrefixTiers
 from sglang_dsv4.seam.bases import RankedRadixCache
+from sglang_dsv4.seam.hooks import NAME, TREE_CORE
+from sglang_dsv4.seam.install import install_once
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import (
@@ -82,9 +80,8 @@ class Dsv4PrefixCache(RankedRadixCache):
         params.tree_components = (ComponentType.FULL,) if tails is None else (ComponentType.FULL, TAIL)
         params.component_registry_override = {TAIL: TailComponent}
         if tails is not None:
-            if tail_tree.NAME not in registered_tree_core_backends():
-                register_tree_core_backend(tail_tree.NAME, _create_tree_core)
-            params.tree_core_backend = tail_tree.NAME
+            install_once(TREE_CORE)
+            params.tree_core_backend = NAME
         self.tiers: PrefixTiers | None = None  # `super().__init__` resets the tree
         super().__init__(params)
         if tiers is not None:
@@ -284,9 +281,8 @@ def page_numbers(slots: torch.Tensor) -> torch.Tensor:
     return slots[::FULL_PAGE_TOKENS].long() // FULL_PAGE_TOKENS
 
 
-def _create_tree_core(
-    params: CacheInitParams, components: dict[ComponentType, TreeComponent]
-) -> tail_tree.TailTreeCore:
+def create_tree_core(params: CacheInitParams, components: dict[ComponentType, TreeComponent]) -> tail_tree.TailTreeCore:
+    """The tree core of SGLang's registry named "dsv4"."""
     return tail_tree.TailTreeCore(params, components, components[TAIL])
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from sglang_dsv4.prefix.tail_component import TailComponent
 
-NAME = "dsv4"  # of the tree core, in SGLang's registry
-
 
 class TailTreeCore(OpenTreeCore):
     """The tree of a `Dsv4PrefixCache`. Every node has its pages: what left the device is not in the tree (`tiers`)."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_dsv4.determinism import exact
-from sglang_dsv4.requests import guards as request_guards
-from sglang_dsv4.requests import sampling
+from sglang_dsv4.determinism import flag, refused_requests
+from sglang_dsv4.requests import guards, sampling
 from sglang_dsv4.requests.guards import INT32_MAX
-from sglang_dsv4.seam import compat
+from sglang_dsv4.seam.live import live_parts
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -83,7 +82,7 @@ def refuse_unknown_token_ids(error: str | None, req: Req, *args: object, **kwarg
         req: the request.
         args, kwargs: what else SGLang's function takes.
     """
-    if compat.live_parts() is None:
+    if live_parts() is None:
         return error
     for what, ids in (("Token", req.origin_input_ids), ("Stop token", req.sampling_params.stop_token_ids)):
         unknown = [token for token in (min(ids), max(ids)) if not 0 <= token < req.vocab_size] if ids else []
@@ -92,15 +91,15 @@ def refuse_unknown_token_ids(error: str | None, req: Req, *args: object, **kwarg
             error = error or f"{what} id {unknown[0]} is not in the vocabulary; valid ids are 0 to {last}."
             if what == "Stop token":
                 req.sampling_params.stop_token_ids = None  # read by the penaliser of min_new_tokens
-    error = error or request_guards.check_input_embeds(req)
+    error = error or guards.check_input_embeds(req)
     if not len(req.origin_input_ids):  # `"text": ""`; of no input ids SGLang itself says so
         error = error or "The prompt is empty: it has no token."
     if req.sampling_params.sampling_seed is not None:
         if sampling.seed_of(req) is not None and (reason := sampling.reason_against_seeds(*sampling_setup())):
             error = error or reason
             req.sampling_params.sampling_seed = None
-    if exact.is_on():
-        error = error or exact.reason_against(req, *accelerator_setup())
+    if flag.is_on():
+        error = error or refused_requests.reason_against(req, *accelerator_setup())
     if req.logprob.top_logprobs_num > req.vocab_size:
         error = error or f"top_logprobs_num is {req.logprob.top_logprobs_num}; the vocabulary has {req.vocab_size}."
         req.logprob.top_logprobs_num = 0

@@ -42,7 +42,9 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.seam import compat
+from sglang_dsv4.seam.hooks import DISPATCHER
+from sglang_dsv4.seam.install import set_attribute
+from sglang_dsv4.seam.live import live_parts
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
@@ -215,11 +217,17 @@ class GuardedRequests:
         return getattr(self._dispatcher, name)
 
 
-def start(scheduler: Scheduler) -> None:
-    """Once, when the scheduler is made."""
+def start(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
+    """After ``Scheduler.__init__``: note the width of embeddings, and guard the dispatcher."""
     global _hidden_size
-    _hidden_size = scheduler.model_config.hidden_size
-    compat.wrap_dispatcher(scheduler, lambda dispatcher: GuardedRequests(dispatcher, scheduler.send_control_output))
+    if live_parts() is not None:
+        _hidden_size = scheduler.model_config.hidden_size
+        set_attribute(scheduler, DISPATCHER)
+
+
+def guard(dispatcher: Callable[[Any], Any], scheduler: Scheduler) -> GuardedRequests:
+    """The value of ``Scheduler._request_dispatcher``: SGLang's dispatcher, guarded."""
+    return GuardedRequests(dispatcher, scheduler.send_control_output)
 
 
 def failure_of(request: object, error: Exception) -> object | None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sglang_dsv4.seam import compat
+from sglang_dsv4.seam.live import live_parts
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -42,7 +42,7 @@ class Rows:
 
 def are_counted_here(device: str) -> bool:
     """Whether this module counts, in this process."""
-    return torch.device(device).type == "cpu" and compat.live_parts() is not None
+    return torch.device(device).type == "cpu" and live_parts() is not None
 
 
 def remember_source(copy: SamplingBatchInfo, info: SamplingBatchInfo) -> None:

@@ -19,11 +19,12 @@ here, before it renders: minimal is rendered as low, medium and xhigh as high.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from sglang_dsv4 import env
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def use_tiers_of(model_path: str, revision: str | None, has_dspark: bool) -> Tie
     """
     global _tiers
     _tiers, why = tiers_of(model_path, revision, has_dspark)
-    os.environ.setdefault(SGLANG_DEFAULT_VARIABLE, "low")
+    env.set_default(SGLANG_DEFAULT_VARIABLE, "low")
     logger.info("sglang_dsv4: reasoning efforts of the %s encoding (%s)", _tiers.value, why)
     return _tiers
 
@@ -66,11 +67,8 @@ def tiers_of(model_path: str, revision: str | None, has_dspark: bool) -> tuple[T
         revision: of the repository.
         has_dspark: `config.json` has the fields of a DSpark draft.
     """
-    word = os.environ.get(VARIABLE, "").strip().lower()
-    if word:
-        known = [tiers.value for tiers in Tiers]
-        if word not in known:
-            raise ValueError(f"{VARIABLE} is {word!r}; expected {' or '.join(known)}, or no such variable")
+    word = env.choice(VARIABLE)
+    if word is not None:
         return Tiers(word), VARIABLE
     encoder = _encoder_of(model_path, revision)
     for constant, tiers in (("REASONING_EFFORT_PROMPTS", Tiers.LATER), ("REASONING_EFFORT_MAX", Tiers.APRIL)):

@@ -37,7 +37,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang_dsv4.seam import compat
+from sglang_dsv4.seam.hooks import LOG_SOFTMAX
+from sglang_dsv4.seam.install import set_attribute
+from sglang_dsv4.seam.live import live_parts
 
 if TYPE_CHECKING:
     from sglang.srt.layers.sampler import Sampler
@@ -49,17 +51,26 @@ _unseeded = random.Random()
 """Seeds of requests that have none. All ranks of a server draw the same ones: each must choose the same tokens."""
 
 
-def start(scheduler: Scheduler) -> None:
-    """Puts the ranks in step (they share ``random_seed``) and chooses ``log_softmax``."""
+def start(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
+    """After ``Scheduler.__init__``: seed the ranks' random numbers alike, and choose ``log_softmax``."""
+    if live_parts() is None:
+        return
     _unseeded.seed(scheduler.random_seed)
-    # Of SGLang's sampler this switches nothing else on: its softmax is PyTorch's then, as on most devices anyway.
-    scheduler.tp_worker.model_runner.sampler.enable_deterministic = True
+    set_attribute(scheduler.tp_worker.model_runner.sampler, LOG_SOFTMAX)
+
+
+def use_log_softmax(before: bool, sampler: Sampler) -> bool:
+    """True, for ``Sampler.enable_deterministic``: log-probabilities are ``log_softmax``, and softmax is PyTorch's.
+
+    The attribute changes nothing else, and softmax is PyTorch's on most devices without it, too.
+    """
+    return True
 
 
 def ignore_greedy_temperatures(result: None, info: SamplingBatchInfo, batch: ScheduleBatch, vocab_size: int) -> None:
     """A greedy request of a new batch has the temperature 1, whatever it says."""
     temperatures = [1.0 if is_greedy(req) else req.sampling_params.temperature for req in batch.reqs]
-    if compat.live_parts() is not None and temperatures != [req.sampling_params.temperature for req in batch.reqs]:
+    if live_parts() is not None and temperatures != [req.sampling_params.temperature for req in batch.reqs]:
         info.temperatures = torch.tensor(temperatures).view(-1, 1).to(info.temperatures, non_blocking=True)
 
 
@@ -69,7 +80,7 @@ def note_greedy_tokens(logits: Tensor, sampler: Sampler, _: Tensor, sampling_inf
     Arguments are named as SGLang's: it gives `sampling_info` by name where only log-probabilities are wanted.
     """
     info = sampling_info
-    mixed = compat.live_parts() is not None and info.is_any_greedy and not info.is_all_greedy
+    mixed = live_parts() is not None and info.is_any_greedy and not info.is_all_greedy
     if mixed and getattr(info, "greedy_tokens", None) is None:  # with watermarks it is called twice
         info.greedy_tokens = logits.argmax(-1)
 
@@ -113,7 +124,7 @@ def reason_against_seeds(sampling_backend: str, speculative_algorithm: str | Non
 def fill_seeds(result: None, info: SamplingBatchInfo, batch: ScheduleBatch, vocab_size: int) -> None:
     """Gives each request of a new batch a seed if one of them asks for one."""
     seeds = [seed_of(req) for req in batch.reqs]
-    if compat.live_parts() is None:
+    if live_parts() is None:
         return
     if info.sampling_seed is not None:  # deterministic inference: SGLang has filled them in
         info.need_top_k_sampling = True

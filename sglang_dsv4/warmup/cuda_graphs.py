@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dsv4_kernels.host.environment import one_of
+from sglang_dsv4 import env
 from sglang_dsv4.seam import compat
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def model_type_for_epilogue(model_type: str | None, target_worker: TpModelWorker
     if not compat.is_ours(target_worker.model_runner.model_config.hf_config.architectures):
         return model_type
     by_default = "on" if get_parallel().tp_size == 1 else "off"
-    if one_of(VERIFY_EPILOGUE, ("on", "off"), by_default) == "off":
+    if (env.choice(VERIFY_EPILOGUE) or by_default) == "off":
         return model_type
     _say_once("sglang_dsv4: graphs of verify steps end with which of DSpark's drafts are kept")
     return "deepseek_v41"

@@ -42,6 +42,12 @@ def around(name: str) -> Callable[..., Any]:
     return hook
 
 
+around_weights = around("weights")
+around_pools = around("pools")
+around_attention_backends = around("attention backends")
+around_cuda_graphs = around("CUDA graphs")
+
+
 def note(name: str, text: str) -> None:
     """What is said of a phase in brackets."""
     _notes[name] = text

@@ -19,7 +19,7 @@ from serving.server import MAX_RUNNING, POOL_TOKENS, SLEEP_ON_IDLE, TAILS, Serve
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.layers import sequence_parallel
-from sglang_dsv4.plugin import cores_of_ranks
+from sglang_dsv4.seam.default_arguments import cores_of_ranks
 
 FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING), SLEEP_ON_IDLE)
 FLAGS += ("--chunked-prefill-size", "512", "--enable-deterministic-inference")

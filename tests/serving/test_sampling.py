@@ -11,7 +11,7 @@ import torch
 from serving.server import Server, output_logprobs
 
 from sglang_dsv4.requests import penalties, sampling
-from sglang_dsv4.seam import compat
+from sglang_dsv4.seam import live
 
 PROMPT = [0, *range(40, 90)]
 LIMITS = [{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}, {"frequency_penalty": 1.0}]
@@ -177,7 +177,7 @@ def test_penalties_of_a_retracted_request_go_on(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_greedy_row_takes_its_largest_logit_where_probabilities_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     """exp rounds both of its largest logits to 1; a list of equal probabilities is sorted in any order."""
-    monkeypatch.setattr(compat, "live_parts", lambda: object())
+    monkeypatch.setattr(live, "_live", object())
     logits = torch.tensor([[0.0, 1e-9, 2e-9, 0.0], [1.0, 0.0, 0.0, 0.0]])
     info = SimpleNamespace(is_any_greedy=True, is_all_greedy=False, top_ks=torch.tensor([1, 4]))
     sampling.note_greedy_tokens(logits, None, logits, info)  # type: ignore[arg-type]

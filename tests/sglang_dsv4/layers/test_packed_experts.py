@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dsv4_kernels.host import compile_cache
 from dsv4_kernels.moe import ref
-from sglang_dsv4.determinism import exact
+from sglang_dsv4.determinism import sglang_operators
 from sglang_dsv4.layers import moe, packed_experts
 from sglang_dsv4.layers.linear import SublayerInput
 from sglang_dsv4.layers.packed_experts import PackedExperts
@@ -267,4 +267,4 @@ def test_its_kernels_are_compiled_ahead(chosen: None, rank: Callable[..., Packed
 def test_the_deterministic_flag_takes_it(rank: Callable[..., PackedExperts]) -> None:
     model = nn.Module()
     model.experts = rank()
-    assert exact.problems_of_modules(model) == []
+    assert sglang_operators.problems_of_modules(model) == []

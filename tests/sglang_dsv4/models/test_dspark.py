@@ -16,7 +16,7 @@ from model.reference import FULL, OFF, Reference
 from torch import Tensor
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config, tensors, write_checkpoint
-from sglang_dsv4.determinism import exact
+from sglang_dsv4.determinism import checks
 
 SHAPE = replace(PRESETS["flash-0731"], vocab_size=1024)
 LENGTH, VOCAB, NOISE = 300, 1000, SHAPE.dspark_noise_token_id
@@ -86,7 +86,7 @@ def test_a_draft_is_asked_for_operators_that_depend_on_the_batch(
 ) -> None:
     """As the target is, under the deterministic flag."""
     asked: list[torch.nn.Module] = []
-    monkeypatch.setattr(exact, "check_model", asked.append)
+    monkeypatch.setattr(checks, "check_model", asked.append)
     assert asked == [DSparkDraft(drafted.harness).model]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dsv4.seam import moe_runner as experts_runner
+from sglang_dsv4.seam import hooks, install
 from sglang_dsv4.seam import refused_flags as server_flags
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -64,7 +64,8 @@ def asked(flags: str) -> dict[str, object]:
     """The arguments that the flags name, as SGLang's parser reads them."""
     from sglang.srt.server_args import ServerArgs
 
-    experts_runner.add_choice()  # as the plugin does in the launcher
+    (choice,) = [hook for hook in hooks.HOOKS if hook.target.endswith("add_moe_runner_backend_choices")]
+    install.install_once(choice)  # as the plugin does in the launcher
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     values = vars(parser.parse_args(["--model-path", "none", *flags.split()]))

@@ -17,10 +17,11 @@ from torch import nn
 from dsv4_kernels import registry
 from dsv4_kernels.host.invariant import sum_in_order
 from sglang_dsv4.attention.metadata import ForwardMetadata
-from sglang_dsv4.determinism import exact
+from sglang_dsv4.determinism import checks, refused_requests, sglang_operators
+from sglang_dsv4.determinism import flag as determinism_flag
 from sglang_dsv4.layers import rank_sum
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS
-from sglang_dsv4.seam import compat
+from sglang_dsv4.seam import compat, live
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -48,7 +49,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 @pytest.mark.usefixtures("required")
 @pytest.mark.parametrize("dtype", registry.MODEL_DTYPES, ids=["fp32", "bf16"])
 def test_a_cpu_has_all_operators(dtype: torch.dtype) -> None:
-    assert not exact.problems_of_ops(CPU, dtype, 64)
+    assert not checks.problems_of_ops(CPU, dtype, 64)
     assert registry.chosen("linear", CPU, dtype).name == "tiled"
 
 
@@ -56,8 +57,8 @@ def test_a_cpu_has_all_operators(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("major", "name"), [(9, "sm90"), (10, "sm100")])
 def test_hopper_and_blackwell_have_all_operators(gpu: Callable[[int], None], major: int, name: str) -> None:
     gpu(major)
-    assert not exact.problems_of_ops(CUDA, torch.bfloat16, 512)
-    taken = {registry.chosen(op, CUDA, torch.bfloat16).name for op in (*exact.FORWARD_OPS, *exact.GPU_OPS)}
+    assert not checks.problems_of_ops(CUDA, torch.bfloat16, 512)
+    taken = {registry.chosen(op, CUDA, torch.bfloat16).name for op in (*checks.FORWARD_OPS, *checks.GPU_OPS)}
     assert taken == {name}
 
 
@@ -75,7 +76,7 @@ def test_what_a_gpu_has_not_is_named(
     gpu: Callable[[int], None], major: int, dtype: torch.dtype, head_dim: int, named: list[str]
 ) -> None:
     gpu(major)
-    problems = exact.problems_of_ops(CUDA, dtype, head_dim)
+    problems = checks.problems_of_ops(CUDA, dtype, head_dim)
     for op in named:
         assert any(f"op {op!r} has no batch-invariant implementation" in problem for problem in problems), op
     if len(named) == 1:
@@ -113,8 +114,8 @@ def test_the_flag_decides(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
     monkeypatch.setattr(runtime_context, "get_exec", lambda: flag)
     config = SimpleNamespace(dtype=torch.bfloat16, hf_config=SimpleNamespace(head_dim=64))
     try:
-        exact.start(SimpleNamespace(device="cpu", model_config=config))  # type: ignore[arg-type]
-        assert exact.is_on() is asked
+        checks.start(SimpleNamespace(device="cpu", model_config=config))  # type: ignore[arg-type]
+        assert determinism_flag.is_on() is asked
     finally:
         registry.require_batch_invariance(False)
 
@@ -128,7 +129,7 @@ def test_a_comparison_with_the_reference_stops_the_server(monkeypatch: pytest.Mo
     config = SimpleNamespace(dtype=torch.bfloat16, hf_config=SimpleNamespace(head_dim=64))
     try:
         with pytest.raises(compat.StartupError, match="SGLANG_DSV4_COMPARE_ATTENTION has the reference"):
-            exact.start(SimpleNamespace(device="cpu", model_config=config))  # type: ignore[arg-type]
+            checks.start(SimpleNamespace(device="cpu", model_config=config))  # type: ignore[arg-type]
     finally:
         registry.require_batch_invariance(False)
 
@@ -189,13 +190,13 @@ def test_foreign_operators_are_taken_or_named(monkeypatch: pytest.MonkeyPatch) -
     from sglang.srt.layers.quantization import fp8_utils
 
     monkeypatch.setattr(moe, "get_moe_runner_backend", lambda: SimpleNamespace(value="marlin"))
-    deep_gemm = getattr(fp8_utils, exact.DEEP_GEMM)
+    deep_gemm = getattr(fp8_utils, sglang_operators.DEEP_GEMM)
     good = model(a=linear(deep_gemm), b=linear(partial(deep_gemm, act_scale_ue8m0=True)), c=nn.Linear(2, 2))
     good.d = linear(method="UnquantizedLinearMethod")
     good.e, good.f = linear(), experts()
     for layer in (good.e, good.f):  # of this package: what it computes by is in the registry
         layer.quant_method = type("Ours", (), {"__module__": "sglang_dsv4.layers.some"})()
-    assert not exact.problems_of_modules(good)
+    assert not sglang_operators.problems_of_modules(good)
     bad = model(
         attn=linear(fp8_utils.triton_w8a8_block_fp8_linear),
         also=linear(fp8_utils.triton_w8a8_block_fp8_linear),
@@ -203,7 +204,7 @@ def test_foreign_operators_are_taken_or_named(monkeypatch: pytest.MonkeyPatch) -
         other=linear(method="AWQLinearMethod"),
         experts=experts(),
     )
-    triton, odd, other, marlin = exact.problems_of_modules(bad)
+    triton, odd, other, marlin = sglang_operators.problems_of_modules(bad)
     assert "FP8 linear layer 'attn' is SGLang's triton_w8a8_block_fp8_linear" in triton and "deep_gemm" in triton
     assert "'odd' is SGLang's Triton product ((72, 256) in blocks of [128, 128])" in odd
     assert "linear layer 'other' is SGLang's AWQLinearMethod" in other
@@ -217,9 +218,9 @@ def test_such_a_model_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(moe, "get_moe_runner_backend", lambda: SimpleNamespace(value="marlin"))
     with pytest.raises(compat.StartupError, match=r"(?s)same bits in every batch:.*'marlin'.*Or leave --enable-det"):
-        exact.check_model(model(experts=experts()))
+        checks.check_model(model(experts=experts()))
     registry.require_batch_invariance(False)
-    exact.check_model(model(experts=experts()))
+    checks.check_model(model(experts=experts()))
 
 
 # ---- requests
@@ -245,16 +246,16 @@ def request(**params: float) -> SimpleNamespace:
     ids=str,
 )
 def test_what_a_gpu_cant_keep_gets_a_reason(params: dict[str, float], algorithm: str | None, named: str | None) -> None:
-    reason = exact.reason_against(request(**params), True, algorithm)  # type: ignore[arg-type]
+    reason = refused_requests.reason_against(request(**params), True, algorithm)  # type: ignore[arg-type]
     assert (reason is None) if named is None else (named in str(reason))
-    assert exact.reason_against(request(**params), False, algorithm) is None  # type: ignore[arg-type]
+    assert refused_requests.reason_against(request(**params), False, algorithm) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("on", [True, False])
 def test_the_reason_is_given_under_the_flag(on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_dsv4.requests import checks as request_checks
 
-    monkeypatch.setattr(compat, "live_parts", lambda: object())
+    monkeypatch.setattr(live, "_live", object())
     monkeypatch.setattr(request_checks, "accelerator_setup", lambda: (True, None))
     req = request(presence_penalty=1.0, sampling_seed=None, stop_token_ids=None)  # type: ignore[arg-type]
     req.origin_input_ids, req.input_embeds, req.vocab_size = [5], None, 10
