@@ -107,14 +107,14 @@ def emulated_on(multiprocessors: int, **options: object) -> Iterator[Any]:
     """`emulated`, whose number of multiprocessors the kernel asks for once and remembers."""
     from host import emulated
 
-    from dsv4_kernels.sparse_attention.sm100.launch import device_facts
+    from dsv4_kernels.host.arch import hardware_multiprocessors
 
-    device_facts.cache_clear()
+    hardware_multiprocessors.cache_clear()
     try:
         with emulated(multiprocessors=multiprocessors, **options) as device:
             yield device
     finally:
-        device_facts.cache_clear()
+        hardware_multiprocessors.cache_clear()
 
 
 def launched(case: Case, **options: object) -> tuple[Tensor, Any]:
