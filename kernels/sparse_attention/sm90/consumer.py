@@ -170,24 +170,13 @@ def consume(
                 phase ^= 1
                 step += 1
             if const_expr(split):
-                sync(NamedBarrier.CONSUMERS)  # Q is not read any more, and what this CTA exports is stored
-                work_tile = scheduler.published_tile(config, shared, iteration)  # rematerialised
-                if work_tile.sub_splits > 1:
-                    if thread == 0:
-                        partials.signal_sub_split(config, args, shared, work_tile)
-                if index + ctas < num_tiles:
-                    q_and_out.load_q(config, args, shared, tma_q, thread, index + ctas, iteration + 1)
-                if work_tile.sub_splits == 1:
-                    factors = cute.make_rmem_tensor((2,), Float32)
-                    epilogue.inverse_sums(shared, work_tile, consumer, at.row, lane, row_max, row_sum, factors)
-                    epilogue.store_out(functools.partial(store_group, work_tile, consumer, warp, lane, out, factors))
+                load_next_q = functools.partial(q_and_out.load_q, config, args, shared, tma_q, thread)
+                finish_sub_split(
+                    *(config, args, shared, at, consumer, index, iteration, num_tiles),
+                    *(registers, store_group, load_next_q),
+                )
             else:
-                work_tile = scheduler.whole_token_tile(config, args, index, Int32(0))
-                epilogue.inverse_sums(shared, work_tile, consumer, at.row, lane, row_max, row_sum, inverse)
-                row_max.fill(NO_ROW_MAX)
-                row_sum.fill(0.0)
-                if index + ctas >= num_tiles:  # else O is stored during the next work tile's first scores
-                    epilogue.store_out(functools.partial(store_group, work_tile, consumer, warp, lane, out, inverse))
+                finish_token(config, args, shared, at, consumer, index, num_tiles, registers, inverse, store_group)
         if const_expr(split):
             if iteration > 0:
                 work_tile = scheduler.work_tile_at(config, args, shared, index - ctas, iteration - 1)
@@ -249,6 +238,67 @@ def first_exported_step(config: cutlass.Constexpr, work_tile: WorkTile) -> Int32
             if not work_tile.begins_kv_split:
                 first_export = work_tile.first_step
     return first_export
+
+
+@cute.jit
+def finish_sub_split(
+    config: cutlass.Constexpr,
+    args: Arguments,
+    shared: cutlass.Constexpr,
+    at: Thread,
+    consumer: Int32,
+    index: Int32,
+    iteration: Int32,
+    num_tiles: Int32,
+    registers: Registers,
+    store_group: cutlass.Constexpr,
+    load_q: cutlass.Constexpr,
+) -> None:
+    """Ends a work tile where keys are divided: signals its partial results, or writes O if it is the only sub-split."""
+    sync(NamedBarrier.CONSUMERS)  # Q is not read any more, and what this CTA exports is stored
+    ctas, _, _ = cute.arch.grid_dim()
+    work_tile = scheduler.published_tile(config, shared, iteration)  # rematerialised
+    if work_tile.sub_splits > 1:
+        if at.number == 0:
+            partials.signal_sub_split(config, args, shared, work_tile)
+    if index + ctas < num_tiles:
+        load_q(index + ctas, iteration + 1)
+    if work_tile.sub_splits == 1:
+        factors = cute.make_rmem_tensor((2,), Float32)
+        epilogue.inverse_sums(
+            shared, work_tile, consumer, at.row, at.lane, registers.row_max, registers.row_sum, factors
+        )
+        epilogue.store_out(
+            functools.partial(store_group, work_tile, consumer, at.warp, at.lane, registers.out, factors)
+        )
+
+
+@cute.jit
+def finish_token(
+    config: cutlass.Constexpr,
+    args: Arguments,
+    shared: cutlass.Constexpr,
+    at: Thread,
+    consumer: Int32,
+    index: Int32,
+    num_tiles: Int32,
+    registers: Registers,
+    inverse: cute.Tensor,
+    store_group: cutlass.Constexpr,
+) -> None:
+    """Ends a work tile that is a whole token: computes `inverse`, which normalises O.
+
+    O is stored during the first scores of the next work tile; a CTA's last work tile stores it here.
+    """
+    ctas, _, _ = cute.arch.grid_dim()
+    work_tile = scheduler.whole_token_tile(config, args, index, Int32(0))
+    epilogue.inverse_sums(shared, work_tile, consumer, at.row, at.lane, registers.row_max, registers.row_sum, inverse)
+    registers.row_max.fill(NO_ROW_MAX)
+    registers.row_sum.fill(0.0)
+    if index + ctas >= num_tiles:
+        epilogue.store_out(
+            functools.partial(store_group, work_tile, consumer, at.warp, at.lane, registers.out, inverse)
+        )
 
 
 # A step
