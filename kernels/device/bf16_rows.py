@@ -38,6 +38,11 @@ def load_i64(address: Int64) -> Int64:
     return ptx.asm("ld.global.b64 {$w0}, [{$r0}];", [Int64], address)
 
 
+def load_8_bytes(address: Int64) -> tuple:
+    """8 bytes from global memory, as two words."""
+    return ptx.asm("ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", [Uint32] * 2, address)
+
+
 def store_8_bytes(address: Int64, words: tuple) -> None:
     """8 bytes to global memory."""
     ptx.asm("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", [], address, *words)
@@ -61,11 +66,6 @@ def channels(words: Sequence[Uint32]) -> list:
 def packed(values: Sequence[Float32]) -> tuple:
     """The inverse of `channels`, rounded to bf16."""
     return tuple(ptx.pack_bf16(a, b) for a, b in zip(values[::2], values[1::2], strict=True))
-
-
-def bits_of(x: Float32) -> Uint32:
-    """The bits of an fp32."""
-    return ptx.asm("mov.b32 {$w0}, {$r0};", [Uint32], x)
 
 
 def add(a: Float32, b: Float32) -> Float32:
@@ -151,11 +151,6 @@ def sum_over_lanes(x: Float32, lanes: int = WARP) -> Float32:
 def max_over_lanes(x: Float32, lanes: int = WARP) -> Float32:
     """Largest of each group of `lanes` lanes; NaN only if all are."""
     return _over_lanes(x, lanes, ptx.fmax)
-
-
-def or_over_warp(x: Uint32) -> Uint32:
-    """The bits that any lane of the warp has."""
-    return ptx.asm("redux.sync.or.b32 {$w0}, {$r0}, 0xffffffff;", [Uint32], x)
 
 
 def sum_of_squares(values: Sequence[Float32]) -> Float32:

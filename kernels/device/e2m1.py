@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from dsv4_kernels.device import ptx
-from dsv4_kernels.device.bf16_rows import add, bits_of, magnitude, mul
+from dsv4_kernels.device.bf16_rows import add, magnitude, mul
 
 DIM = 128
 LANE_CHANNELS = 4
@@ -16,7 +16,7 @@ _BOUNDS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False
 
 def scale_exponent(amax: Float32) -> Uint32:
     """The byte of a block's ue8m0 scale: `2**ceil(log2(max(amax, 6 * 2**-126) / 6))`."""
-    return (bits_of(mul(ptx.fmax(amax, Float32(_AMAX_FLOOR)), Float32(1 / 6))) + 0x7FFFFF) >> 23
+    return (ptx.as_u32(mul(ptx.fmax(amax, Float32(_AMAX_FLOOR)), Float32(1 / 6))) + 0x7FFFFF) >> 23
 
 
 def hadamard(values: list, lane: Int32) -> list:
@@ -48,7 +48,7 @@ def codes(values: list, exponent: Uint32) -> list:
     found = []
     for value in values:
         size = magnitude(mul(value, inverse))
-        code = (bits_of(value) >> 31) << 3
+        code = (ptx.as_u32(value) >> 31) << 3
         for bound, included in _BOUNDS:
             above = size >= bound if included else size > bound
             code += cutlass.select_(above, Uint32(1), Uint32(0))
@@ -62,4 +62,4 @@ def value_of(code: Uint32, exponent: Uint32) -> Float32:
     small, middle, large = Float32(index) * 0.5, Float32(index) - 2.0, Float32(index) * 2.0 - 8.0
     size = cutlass.select_(index < 4, small, cutlass.select_(index < 6, middle, large))
     sized = mul(size, ptx.as_f32(exponent << 23))
-    return ptx.as_f32(bits_of(sized) | (code >> 3) << 31)
+    return ptx.as_f32(ptx.as_u32(sized) | (code >> 3) << 31)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from cutlass import Float32, Uint32
 
 from dsv4_kernels.device import ptx
-from dsv4_kernels.device.bf16_rows import bits_of, magnitude, mul, umin
+from dsv4_kernels.device.bf16_rows import magnitude, mul, umin
 
 _AMAX_FLOOR = 1e-4
 _PER_LARGEST = 1 / 448
@@ -22,7 +22,7 @@ def largest(values: Sequence[Float32]) -> Float32:
 
 def scale_exponent(amax: Float32) -> Uint32:
     """The byte of a block's ue8m0 scale: `2**ceil(log2(max(amax, 1e-4) / 448))`. Of infinity 255, which is NaN."""
-    bits = bits_of(mul(ptx.fmax(amax, Float32(_AMAX_FLOOR)), Float32(_PER_LARGEST)))
+    bits = ptx.as_u32(mul(ptx.fmax(amax, Float32(_AMAX_FLOOR)), Float32(_PER_LARGEST)))
     return (bits + _MANTISSA) >> 23
 
 

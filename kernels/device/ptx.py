@@ -190,17 +190,6 @@ def wait_cluster(barrier: Int32, phase: Int32) -> None:
         )
 
 
-def store_async_f32x2(address: Int32, pair: tuple, barrier: Int32) -> None:
-    """Two fp32 to another CTA's shared memory, whose barrier counts the bytes."""
-    asm(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [{$r0}], {{$r1}, {$r2}}, [{$r3}];",
-        [],
-        address,
-        *pair,
-        barrier,
-    )
-
-
 def store_async_f32x4(address: Int32, words: tuple, barrier: Int32) -> None:
     """Four fp32 to another CTA's shared memory, whose barrier counts the bytes."""
     asm(
@@ -266,11 +255,6 @@ def load_f32x4_if(condition: Boolean, address: Int64) -> tuple:
     return load_or_zeros(Float32, 4, address, Int32(condition))
 
 
-def load_f32x2_if(condition: Boolean, address: Int64) -> tuple:
-    """Two fp32 that are read once, or zeros."""
-    return load_or_zeros(Float32, 2, address, Int32(condition))
-
-
 def store_i32(address: Int64, x: Int32) -> None:
     """An int32 to global memory."""
     asm("st.global.b32 [{$r0}], {$r1};", [], address, x)
@@ -303,16 +287,6 @@ def divide(x: Int32, by: Int32) -> Int32:
     """
     inverse = asm("rcp.approx.ftz.f32 {$w0}, {$r0};", [Float32], Float32(by))
     return Int32((Float32(x) + 0.5) * inverse)
-
-
-def warp_sum(x: Int32) -> Int32:
-    """Sum over the warp."""
-    return asm("redux.sync.add.s32 {$w0}, {$r0}, 0xffffffff;", [Int32], x)
-
-
-def warp_max(x: Int32) -> Int32:
-    """Largest of the warp."""
-    return asm("redux.sync.max.s32 {$w0}, {$r0}, 0xffffffff;", [Int32], x)
 
 
 def imax(a: Int32, b: Int32) -> Int32:

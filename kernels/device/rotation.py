@@ -3,7 +3,7 @@
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, select_
 
 from dsv4_kernels.device import ptx
-from dsv4_kernels.device.bf16_rows import add, bits_of, mul
+from dsv4_kernels.device.bf16_rows import add, mul
 
 # pi / 2 as three fp32. The first has 24 bits, so that below 2**20 its multiple is subtracted exactly.
 _HALF_PI = (1.5707963705062866, -4.371138828673793e-08, -1.7151245100058819e-15)
@@ -22,7 +22,7 @@ def cosine_and_sine(angle: Float32) -> tuple:
     `cos.approx` is off by 2**-20.5 within one turn, and by far more at large angles.
     """
     rounded = ptx.fma(angle, Float32(_TURNS), Float32(_ROUNDER))
-    quarter = bits_of(rounded)
+    quarter = ptx.as_u32(rounded)
     turns = add(Float32(_ROUNDER), -rounded)  # minus the whole number of quarters
     x = angle
     for part in _HALF_PI:
@@ -41,7 +41,7 @@ def cosine_and_sine(angle: Float32) -> tuple:
 
 
 def _signed(x: Float32, bit_1: Uint32) -> Float32:
-    return ptx.as_f32(bits_of(x) ^ (bit_1 << 30))
+    return ptx.as_f32(ptx.as_u32(x) ^ (bit_1 << 30))
 
 
 def position_of(address: Int64) -> Float32:

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64
 from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
-from dsv4_kernels.device.bf16_rows import WARP, add, at_least, bits_of, magnitude, mul
+from dsv4_kernels.device.bf16_rows import WARP, add, at_least, magnitude, mul
 from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import stride_bytes
@@ -106,13 +106,8 @@ def score_of(logit: Float32) -> Float32:
 
 def in_order(x: Float32) -> Int32:
     """An int32 that is larger where x is; of NaN, as the GPU makes it, the largest, which is where sorting puts it."""
-    bits = Int32(bits_of(x))
+    bits = Int32(ptx.as_u32(x))
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-def warp_min(x: Int32) -> Int32:
-    """Smallest of the warp."""
-    return ptx.asm("redux.sync.min.s32 {$w0}, {$r0}, 0xffffffff;", [Int32], x)
 
 
 def tree_sum(values: list) -> Float32:
@@ -146,7 +141,8 @@ def best(args: Arguments, configuration: Configuration, token: Int32, lane: Int3
             key = cutlass.select_(better, keys[i], key)
             score = cutlass.select_(better, scores[i], score)
             expert = cutlass.select_(better, ids[i], expert)
-        winner = warp_min(cutlass.select_(key == ptx.warp_max(key), expert, Int32(_NOBODY)))
+        is_best = key == cute.arch.warp_redux_sync(key, "max")
+        winner = cute.arch.warp_redux_sync(cutlass.select_(is_best, expert, Int32(_NOBODY)), "min")
         chosen.append((cute.arch.shuffle_sync(score, winner % WARP), winner))
         keys = [cutlass.select_(ids[i] == winner, Int32(_TAKEN), keys[i]) for i in range(len(ids))]
     return chosen
