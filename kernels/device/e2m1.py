@@ -1,4 +1,5 @@
-"""FP4 rows on a GPU, to the bits of `hadamard` and `encode_fp4`: 128 channels by a warp, four neighbours a lane."""
+"""FP4 rows (e2m1 with ue8m0 scales) in kernels, by the bits of `hadamard` and `encode_fp4`: a warp has 128 channels, a
+lane four neighbours."""
 
 import cutlass
 import cutlass.cute as cute
@@ -11,16 +12,16 @@ DIM = 128
 LANE_CHANNELS = 4
 _AMAX_FLOOR = 6 * 2.0**-126
 _BOUNDS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
-"""Between neighbouring magnitudes of e2m1; whether the bound itself belongs to the upper one, whose code is even."""
+"""Bounds between neighbouring magnitudes of e2m1, and whether the bound itself rounds up (to an even code)."""
 
 
 def scale_exponent(amax: Float32) -> Uint32:
-    """The byte of a block's ue8m0 scale: `2**ceil(log2(max(amax, 6 * 2**-126) / 6))`."""
+    """The ue8m0 byte of a block's scale: `2**ceil(log2(max(amax, 6 * 2**-126) / 6))`."""
     return (ptx.as_u32(mul(ptx.fmax(amax, Float32(_AMAX_FLOOR)), Float32(1 / 6))) + 0x7FFFFF) >> 23
 
 
 def hadamard(values: list, lane: Int32) -> list:
-    """Of 128 channels of a warp, by halving: the additions of the definition, in its order."""
+    """The Hadamard transform of a warp's 128 channels, with the additions of the definition in its order."""
     stride = 1
     while stride < DIM:
         if stride < LANE_CHANNELS:
@@ -43,7 +44,7 @@ def _across_lanes(x: Float32, step: int, is_high: cutlass.Boolean) -> Float32:
 
 
 def codes(values: list, exponent: Uint32) -> list:
-    """Codes of four channels over their scale, to the nearest, ties to the even code."""
+    """The e2m1 codes of four channels over their scale, rounded to nearest, ties to the even code."""
     inverse = ptx.as_f32((254 - exponent) << 23)
     found = []
     for value in values:
@@ -57,7 +58,7 @@ def codes(values: list, exponent: Uint32) -> list:
 
 
 def value_of(code: Uint32, exponent: Uint32) -> Float32:
-    """What a code stands for."""
+    """The fp32 value of an e2m1 code under a scale."""
     index = code & 7
     small, middle, large = Float32(index) * 0.5, Float32(index) - 2.0, Float32(index) * 2.0 - 8.0
     size = cutlass.select_(index < 4, small, cutlass.select_(index < 6, middle, large))

@@ -51,7 +51,8 @@ def wrapped(index: Int32, phase: Int32, stages: int) -> Stage:
 
 @cute.jit
 def index_after(index: Int32, stages: cutlass.Constexpr[int], step: cutlass.Constexpr[int] = 1) -> Int32:
-    """The index of the stage `step` further, at most `stages`, in a ring that `cp.async` fills, which has no phases."""
+    """The index `step` stages further in a ring that `cp.async` fills, which has no phases; step is at most
+    `stages`."""
     index += step
     if cutlass.const_expr(step == 1):
         if index == stages:
