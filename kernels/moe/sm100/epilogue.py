@@ -144,7 +144,7 @@ def store_e4m3(
     largest: Int32,
 ) -> None:
     """e4m3 of 16 slots, with one scale for the channels of all four warps."""
-    own = [ptx.warp_max(Int32(bf16_rows.bits_of(bf16_rows.magnitude(value)))) for value in hidden]
+    own = [cute.arch.warp_redux_sync(Int32(ptx.as_u32(bf16_rows.magnitude(value))), "max") for value in hidden]
     if thread % 32 == 0:
         for i in cutlass.range_constexpr(0, CHUNK, 4):
             ptx.store_shared(largest + (warp * (CHUNK * 4) + i * 4), tuple(own[i : i + 4]))
