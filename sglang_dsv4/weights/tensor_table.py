@@ -45,7 +45,7 @@ class TensorSpec:
     """Shape of its values; in the file an FP4 tensor has half as many columns."""
     format: Format
     parameter: str | None
-    """The model's parameter that it is loaded into; None for a tensor that is checked and dropped: no forward reads it."""
+    """The model's parameter that it is loaded into; None: it is checked and dropped, no forward reads it."""
     shard: str | int | None = None
     """The part of a fused parameter, as the parameter's weight loader names it."""
     expert: int | None = None
