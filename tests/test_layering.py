@@ -274,7 +274,7 @@ def test_sglangs_own_deepseek_v4_code_is_named_in_compat_only() -> None:
 # The floor under the kernels: what every op may use, besides its own folder.
 FLOOR = {"device", "host"}
 FORMATS = {"kv_layout", "number_formats"}
-FOR_EVERY_OP = FLOOR | FORMATS | {"reference", "registry"}
+FOR_EVERY_OP = FLOOR | FORMATS | {"model_shapes", "reference", "registry"}
 # Arithmetic in plain PyTorch, which is built of other ops' definitions.
 DEFINITIONS = {"ref.py", "tiled.py"}
 

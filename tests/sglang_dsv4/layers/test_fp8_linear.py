@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,29 +19,11 @@ from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
 from sglang_dsv4.determinism import checks, sglang_operators
 from sglang_dsv4.layers import fp8_linear, sequence_parallel
 from sglang_dsv4.layers.linear import Fp8Input, ReferenceLinearConfig, quantised_linear_config
-from sglang_dsv4.model_config.config import Config, ConfigError
+from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.seam import compat
 from sglang_dsv4.warmup.model_shapes import model_shapes
 
 N, K = 256, 384
-
-
-@pytest.fixture
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
-    """Sets the variable."""
-
-    def set_to(value: str | None) -> None:
-        monkeypatch.delenv(fp8_linear.VARIABLE, raising=False)
-        if value is not None:
-            monkeypatch.setenv(fp8_linear.VARIABLE, value)
-        fp8_linear.named.cache_clear()
-
-    set_to(None)
-    yield set_to
-    fp8_linear.named.cache_clear()
-
-
-Asked = Callable[[str | None], None]
 
 
 @pytest.fixture
@@ -57,21 +39,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def config() -> Config:
     return Config.from_hf(SimpleNamespace(**hf_config(PRESETS["flash"])))
-
-
-@pytest.mark.parametrize(("value", "on"), [(None, True), ("deepgemm", False), (" SM90 ", True)])
-def test_the_switch(value: str | None, on: bool, asked_for: Asked) -> None:
-    """Where ours can't be, only who asks for it is told so."""
-    asked_for(value)
-    assert fp8_linear.is_on(possible=True) is on
-    if value == " SM90 ":
-        with pytest.raises(ConfigError, match=r"SGLANG_DSV4_FP8_LINEAR.*not on a Hopper GPU"):
-            fp8_linear.is_on(possible=False)
-    else:
-        assert not fp8_linear.is_on(possible=False)
-    asked_for("on")
-    with pytest.raises(ValueError, match="must be 'sm90' or 'deepgemm', got 'on'"):
-        fp8_linear.is_on(possible=True)
 
 
 # ---- the product
@@ -220,10 +187,8 @@ def test_a_real_method_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(a is b for a, b in zip(seen[0], expected, strict=True))
 
 
-def test_another_product_is_replaced_only_if_that_is_asked_for(
-    asked_for: Asked, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By default nobody's bits change."""
+def test_only_deep_gemm_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """Our product has DeepGEMM's bits, not another product's."""
 
     def triton() -> None: ...
 
@@ -234,33 +199,19 @@ def test_another_product_is_replaced_only_if_that_is_asked_for(
     for _ in range(2):
         assert wrapped.get_quant_method(nn.Module(), "wq_b").w8a8_block_fp8_linear is triton
     assert caplog.messages == ["FP8 linear layers: by SGLang's product, which is not DeepGEMM"]
-    asked_for("sm90")
-    assert wrapped.get_quant_method(nn.Module(), "wq_b").w8a8_block_fp8_linear.many is triton
 
 
 @pytest.mark.usefixtures("hopper")
-def test_linear_layers_get_it_on_hopper(asked_for: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_layers_get_it_on_hopper_only(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = Checkpoints()
-    for value in (None, "sm90"):
-        asked_for(value)
-        wrapped = quantised_linear_config(config(), inner)
-        assert isinstance(wrapped, fp8_linear.FewTokensConfig) and wrapped.of_checkpoint is inner
-    asked_for("deepgemm")
-    assert quantised_linear_config(config(), inner) is inner
+    wrapped = quantised_linear_config(config(), inner)
+    assert isinstance(wrapped, fp8_linear.FewTokensConfig) and wrapped.of_checkpoint is inner
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert quantised_linear_config(config(), inner) is inner
-    asked_for(None)
-    assert quantised_linear_config(config(), inner) is inner
-    asked_for("sm90")
-    with pytest.raises(ConfigError, match=r"SGLANG_DSV4_FP8_LINEAR.*not on a Hopper GPU"):
-        quantised_linear_config(config(), inner)
 
 
-def test_a_cpu_has_no_such_product(asked_for: Asked) -> None:
+def test_a_cpu_has_no_such_product() -> None:
     assert isinstance(quantised_linear_config(config(), None), ReferenceLinearConfig)
-    asked_for("sm90")
-    with pytest.raises(ConfigError, match="'deepgemm' where weights are not FP8"):
-        quantised_linear_config(config(), None)
 
 
 # ---- the flag, and what is compiled ahead
@@ -274,7 +225,7 @@ def required() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("hopper", "required")
-def test_under_the_flag_its_op_must_be_batch_invariant(asked_for: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_the_flag_its_op_must_be_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Hopper's kernel is."""
     dims = torch.device("cuda", 0), torch.bfloat16, 512
     assert not checks.problems_of_ops(*dims)
@@ -283,8 +234,6 @@ def test_under_the_flag_its_op_must_be_batch_invariant(asked_for: Asked, monkeyp
     monkeypatch.setitem(of_op, "sm90", replace(of_op["sm90"], batch_invariant=False))
     (problem,) = checks.problems_of_ops(*dims)
     assert "op 'linear_fp8' has no batch-invariant implementation" in problem
-    asked_for("deepgemm")
-    assert not checks.problems_of_ops(*dims)
 
 
 def test_under_the_flag_more_tokens_must_be_deep_gemm_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +255,7 @@ def test_under_the_flag_more_tokens_must_be_deep_gemm_s(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("hopper")
-def test_its_kernels_are_compiled_ahead(asked_for: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plans of calls with any weight and up to 64 tokens, which the kernel's tests compare."""
     from model.small_geometry import GEOMETRY
 
@@ -324,5 +273,5 @@ def test_its_kernels_are_compiled_ahead(asked_for: Asked, monkeypatch: pytest.Mo
         job()
     calls = {fp8_plan.chosen(tokens, width, 132) for tokens in (1, 9, 17, 64) for width in (1536, 4096, 32768)}
     assert {plan for _, plan, _ in made} == calls and {rest[::2] for rest in made} == {("linear_fp8", "sm_90a")}
-    asked_for("deepgemm")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert Option.FP8_LINEAR not in model_shapes(config(), GEOMETRY, 64, cuda).options

@@ -149,8 +149,8 @@ def test_dummy_weights(build: Build) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], str]:
-    def ask(value: str | None) -> str:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], str | None]:
+    def ask(value: str | None) -> str | None:
         monkeypatch.delenv(grouped_projection.VARIABLE, raising=False)
         if value is not None:
             monkeypatch.setenv(grouped_projection.VARIABLE, value)
@@ -159,22 +159,20 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], str]:
     return ask
 
 
-def test_the_variable(asked: Callable[[str | None], str]) -> None:
-    assert [asked(value) for value in (None, "bf16", " FP8 ", "both")] == ["auto", "bf16", "fp8", "both"]
-    with pytest.raises(ValueError, match="SGLANG_DSV4_WO_A must be 'bf16' or 'fp8' or 'both' or 'auto', got 'on'"):
+def test_the_variable(asked: Callable[[str | None], str | None]) -> None:
+    assert [asked(value) for value in (None, "bf16", " FP8 ", "both")] == [None, "bf16", "fp8", "both"]
+    with pytest.raises(ValueError, match="SGLANG_DSV4_WO_A must be 'both' or 'fp8' or 'bf16', got 'on'"):
         asked("on")
 
 
-@pytest.mark.parametrize(
-    ("value", "on_hopper"), [(None, "both"), ("auto", "both"), ("bf16", "bf16"), ("fp8", "fp8"), ("both", "both")]
-)
-def test_what_is_kept_where(asked: Callable[[str | None], str], value: str | None, on_hopper: str) -> None:
+@pytest.mark.parametrize(("value", "on_hopper"), [(None, "both"), ("bf16", "bf16"), ("fp8", "fp8"), ("both", "both")])
+def test_what_is_kept_where(asked: Callable[[str | None], str | None], value: str | None, on_hopper: str) -> None:
     """FP8 that was asked for by name and can't be kept is an error, but on a CPU."""
     asked(value)
     assert grouped_projection.kept(CONFIG, 9, torch.bfloat16) == on_hopper
     assert grouped_projection.kept(CONFIG, None, torch.bfloat16) == "bf16"
     if value in IN_FP8:
-        message = f"'SGLANG_DSV4_WO_A' is '{value}'; accepted: bf16, auto: its kernel is Hopper's"
+        message = f"'SGLANG_DSV4_WO_A' is '{value}'; accepted: bf16: its kernel is Hopper's"
         with pytest.raises(ConfigError, match=message):
             grouped_projection.kept(CONFIG, 10, torch.bfloat16)
     else:
@@ -265,7 +263,9 @@ def test_the_buffer_is_one_for_all_layers() -> None:
     grouped_projection._expanded.cache_clear()
 
 
-def test_its_kernels_are_compiled_ahead(asked: Callable[[str | None], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_kernels_are_compiled_ahead(
+    asked: Callable[[str | None], str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tiles of all numbers of tokens that are multiplied in FP8."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from dsv4_kernels.linear import fp8_weight_gpu as gpu

@@ -130,7 +130,6 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
         yield
         active.pop()
 
-    monkeypatch.setattr(side_stream, "is_on", lambda: True)
     monkeypatch.setattr(side_stream, "_side_stream", lambda device: side)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -181,14 +180,3 @@ def test_many_tokens_stay_on_one_stream(streams: list[Stream], more: int) -> Non
     used = []
     side_stream.side_by_side(lambda: None, lambda: used.append(streams[-1].name), side_stream.MOST_TOKENS + more)
     assert used == [["side", "main"][more]]
-
-
-@pytest.mark.parametrize(("value", "on"), [(None, False), ("off", False), (" On ", True)])
-def test_the_variable(value: str | None, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(side_stream.VARIABLE, raising=False)
-    if value is not None:
-        monkeypatch.setenv(side_stream.VARIABLE, value)
-    assert side_stream.is_on.__wrapped__() is on
-    monkeypatch.setenv(side_stream.VARIABLE, "yes")
-    with pytest.raises(ValueError, match="must be 'on' or 'off', got 'yes'"):
-        side_stream.is_on.__wrapped__()

@@ -199,7 +199,6 @@ def test_jobs_of_the_attention_are_all_its_kernels(
         registry.register(op, "here", registry._table[op]["sm90"].loader, lambda device, dtype: True, 100)
     monkeypatch.setattr(launch, "num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "num_clusters", lambda device: (0, 132, 66, 39, 30, 22, 17, 15, 15, 9))
-    monkeypatch.setattr(launch, "_stream", lambda problem: None)
     monkeypatch.setattr(compile_cache, "_in_memory", {})
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
     shapes = implementation.attention_shapes(GEOMETRY, heads, CPU)
