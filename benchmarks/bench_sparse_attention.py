@@ -8,7 +8,7 @@
 
 Every case runs on the same inputs in the same process: ours by the public function with the kernel forced by name,
 FlashMLA (the `flash_mla` module of sgl-flash-mla) called as SGLang calls it, its schedule made outside the timed part.
-A chunk over FP8 rows is what the attention backend does: where `dsv4_kernels.unpack.choice` says so, its workspace and
+A chunk over FP8 rows is what the attention backend does: where `sparse_attention.unpacking` says so, its workspace and
 its request's pages are unpacked first, in the timed part ("rows" of the result: "unpacked"; `--no-unpack` never does).
 Beside it, as `flashmla_unpacked`, FlashMLA's sparse prefill, which SGLang calls for bf16 rows only, after the same
 unpacking. FlashMLA takes 64 heads or 128; fewer are padded, as SGLang does, outside of the timed part.
@@ -66,10 +66,10 @@ from dsv4_kernels import registry
 from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.host import compile_cache
 from dsv4_kernels.kv_layout import PAGE_ROWS, ROW_BYTES, ROW_DIM, KVRows
-from dsv4_kernels.sparse_attention import sparse_attention
+from dsv4_kernels.sparse_attention import sparse_attention, unpacking
 from dsv4_kernels.sparse_attention.problem import FEW_HEADS
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
-from dsv4_kernels.unpack import Pages, choice, unpack_pages
+from dsv4_kernels.unpack import Pages, unpack_pages
 
 WRONG = 0.02
 LARGE_US = 25.0
@@ -405,8 +405,8 @@ def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> 
     """
     sets = build(case, pools, number_of_sets(case, l2_bytes(options.device)))
     chunks = unpacked_chunks(sets, case, options.impl) if case.prefill and case.fp8 else []
-    unpacks = bool(chunks) and options.unpack and choice.helps(options.impl)
-    unpacks = unpacks and choice.pays(unpacked_rows(case), sets[0].keys(), case.heads)
+    unpacks = bool(chunks) and options.unpack and unpacking.helps(options.impl)
+    unpacks = unpacks and unpacking.pays(unpacked_rows(case), sets[0].keys(), case.heads)
     split_keys = None if case.prefill else options.split_keys
     if unpacks:
         contenders = {"ours": ours_unpacked(chunks, options.impl)}

@@ -26,8 +26,8 @@ from dsv4_kernels.compressor import Groups
 from dsv4_kernels.indexer import index_topk
 from dsv4_kernels.kv_layout import KVRows, RowPlaces
 from dsv4_kernels.norm_rope_store import Destination
-from dsv4_kernels.sparse_attention import sparse_attention
-from dsv4_kernels.unpack import Pages, choice, unpack_pages
+from dsv4_kernels.sparse_attention import sparse_attention, unpacking
+from dsv4_kernels.unpack import Pages, unpack_pages
 from sglang_dsv4.attention.implementation import chosen_implementation, required_implementation
 from sglang_dsv4.attention.metadata import ForwardMetadata, block_metadata, extend_metadata, uniform_metadata
 from sglang_dsv4.cache.geometry import entries_per_page
@@ -100,7 +100,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         self.drafts_blocks = pool.is_draft and runner.spec_algorithm.is_dspark()
         self.attention_impl = required_implementation(self.device, pool.geometry.row_dim)
         chosen = chosen_implementation(self.device, pool.geometry.dtype, pool.geometry.row_dim)
-        self._unpacking_helps = choice.helps(chosen.name)
+        self._unpacking_helps = unpacking.helps(chosen.name)
         self.tails = Tails(pool, runner.req_to_token_pool.req_generation)
         # Only speculation asks: without it SGLang's host copies of the lengths are always exact. With it they depend on
         # what was accepted, and a GPU's scheduler would wait for that before it prepares the next step.
@@ -398,10 +398,10 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             return False
         rows, keys = len(plan.window_rows), plan.keys(1, self.token_to_kv_pool.geometry.window_tokens)
         if ratio == SWA_RATIO:
-            return choice.pays(rows, keys, num_heads)
+            return unpacking.pays(rows, keys, num_heads)
         longest = max((end for _, end in plan.spans), default=0)
         keys += plan.keys(ratio, longest if top_k is None else top_k)
-        return choice.pays(rows + len(plan.pages) * entries_per_page(ratio), keys, num_heads)
+        return unpacking.pays(rows + len(plan.pages) * entries_per_page(ratio), keys, num_heads)
 
     def _unpacked(self, ratio: int, window: KVRows, entries: KVRows | None) -> tuple[KVRows, KVRows | None]:
         """Window rows and the requests' entries as bf16 rows, in memory that the forward's layers take turns in.

@@ -1,6 +1,6 @@
 """Which implementation of the attention serves a model on a device, and its compilation before the first request.
 
-A large prefill chunk over FP8 rows has them unpacked and attends to bf16 rows (`dsv4_kernels.unpack.choice`): that is
+A large prefill chunk over FP8 rows has them unpacked and attends to bf16 rows (`sparse_attention.unpacking`): that is
 compiled, too.
 
 The registry decides by device and dtype. What it cannot see is the head_dim: the GPU kernels are written for 512, which
@@ -24,9 +24,9 @@ import torch
 from dsv4_kernels import registry
 from dsv4_kernels.host import compile_cache
 from dsv4_kernels.kv_layout import ROW_DIM, KVRows, RowFormat
-from dsv4_kernels.sparse_attention import sparse_attention
+from dsv4_kernels.sparse_attention import sparse_attention, unpacking
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
-from dsv4_kernels.unpack import Pages, choice, unpack_pages
+from dsv4_kernels.unpack import Pages, unpack_pages
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page
 from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, HCA_RATIO, SWA_RATIO, LayerKind
 
@@ -178,7 +178,7 @@ def _splits() -> tuple[int | None, ...]:
 
 
 def _calls(geometry: PoolGeometry, heads: int, kernel: str, ratio: int, split_keys: int | None) -> Iterator[_Call]:
-    may_be_unpacked = split_keys == _splits()[-1] and choice.helps(kernel)
+    may_be_unpacked = split_keys == _splits()[-1] and unpacking.helps(kernel)
     for entries, tokens in itertools.product(COMPILED_ENTRIES[ratio], COMPILED_TOKENS):
         yield _Call(ratio, split_keys, entries, tokens, False)
         if may_be_unpacked and may_unpack(geometry, heads, entries, tokens):
@@ -192,7 +192,7 @@ def may_unpack(geometry: PoolGeometry, heads: int, entries: int, tokens: int) ->
     """
     if geometry.row_format is not RowFormat.FP8:
         return False
-    return choice.pays(tokens, tokens * (geometry.window_tokens + entries), heads)
+    return unpacking.pays(tokens, tokens * (geometry.window_tokens + entries), heads)
 
 
 def _rows(geometry: PoolGeometry, device: torch.device, unpacked: bool) -> KVRows:
