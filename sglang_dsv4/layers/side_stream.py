@@ -27,7 +27,7 @@ Second = TypeVar("Second")
 
 @functools.cache
 def is_on() -> bool:
-    """Whether the environment asks for it.
+    """Whether the environment switches the side stream on.
 
     Raises:
         ValueError: neither on nor off.
