@@ -8,7 +8,7 @@
 
 Every case runs on the same inputs in the same process: ours by the public function with the kernel forced by name,
 FlashMLA (the `flash_mla` module of sgl-flash-mla) called as SGLang calls it, its schedule made outside the timed part.
-A chunk over FP8 rows runs as in the attention backend: where `dsv4_kernels.sparse_attention.unpacking` says so, its workspace and
+A chunk over FP8 rows runs as in the attention backend: where `sparse_attention.unpacking` says so, its workspace and
 its request's pages are unpacked first, in the timed part ("rows" of the result: "unpacked"; `--no-unpack` never does).
 `flashmla_unpacked` is FlashMLA's sparse prefill, which SGLang calls for bf16 rows only, after the same unpacking.
 FlashMLA takes 64 heads or 128; fewer are padded, as SGLang does, outside of the timed part.

@@ -19,7 +19,7 @@ MAX_HEADS = 128
 FEW_HEADS = 16
 """Calls of at most this many heads have their own kernel on Hopper (sm90/few_heads). 16 at most; 0 disables it.
 
-docs/log/attention_few_heads.md has what was measured. Rows are not unpacked for it (`dsv4_kernels.sparse_attention.unpacking`).
+docs/log/attention_few_heads.md has the measurements. Rows are not unpacked for it (unpacking.py).
 """
 VECTOR_BYTES = 16
 """Rows of q, of the tables and of the output begin at multiples of this: kernels move 16 bytes at a time."""

@@ -1,4 +1,4 @@
-"""FP8 linear layers of few tokens by our product, without a GPU: what SGLang's method is given, and who multiplies."""
+"""FP8 linear layers of few tokens by our product, without a GPU: SGLang's method, and the choice of the product."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ N, K = 256, 384
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Modules are built for a GPU that there is not."""
+    """Build modules as if for a Hopper GPU."""
     from sglang_dsv4.layers import linear
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -52,7 +52,7 @@ def operands(tokens: int) -> tuple[Fp8Input, Tensor, Tensor]:
 
 
 def multiplies(calls: list[dict[str, Any]]) -> fp8_linear.FewTokensProduct:
-    """Behind its first product."""
+    """A layer whose first product, which is SGLang's, has been made."""
 
     def many(*arguments: object, **others: object) -> str:
         calls.append({"arguments": arguments, "others": others})
@@ -64,7 +64,7 @@ def multiplies(calls: list[dict[str, Any]]) -> fp8_linear.FewTokensProduct:
 
 
 def test_the_first_product_is_sglang_s() -> None:
-    """Which compiles DeepGEMM's kernels of a shape then."""
+    """SGLang compiles DeepGEMM's kernels of the shape in it."""
     calls: list[dict[str, Any]] = []
     x, weight, scale = operands(3)
     product = fp8_linear.FewTokensProduct(multiplies(calls).many)
@@ -111,7 +111,7 @@ def test_few_quantised_tokens_are_ours(tokens: int) -> None:
 
 @pytest.mark.parametrize(("tokens", "quantised"), [(65, True), (1, False), (64, False)])
 def test_all_else_is_sglang_s(tokens: int, quantised: bool) -> None:
-    """With every argument as it came."""
+    """All arguments are passed on unchanged."""
     calls: list[dict[str, Any]] = []
     x, weight, scale = operands(tokens)
     scales = x.scales if quantised else None
@@ -124,7 +124,7 @@ def test_all_else_is_sglang_s(tokens: int, quantised: bool) -> None:
 
 
 def test_sglang_still_sees_whose_product_it_is() -> None:
-    """It arranges weights by the function underneath, with or without what is bound to it."""
+    """SGLang arranges weights by the wrapped function, with or without bound arguments."""
     from sglang.srt.layers.quantization import fp8_utils
 
     deep_gemm = getattr(fp8_utils, sglang_operators.DEEP_GEMM)
@@ -136,7 +136,7 @@ def test_sglang_still_sees_whose_product_it_is() -> None:
 
 
 class Checkpoints:
-    """A config of SGLang's as far as it is asked."""
+    """A stand-in for SGLang's config that answers our questions."""
 
     packed_modules_mapping = {"a": ["b"]}  # noqa: RUF012
 
@@ -164,7 +164,7 @@ def test_the_method_stays_sglang_s_but_for_its_product(monkeypatch: pytest.Monke
 
 
 def test_a_real_method_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's `Fp8LinearMethod.apply`, given what our layers give: a pair. Nothing is copied on the way."""
+    """SGLang's `Fp8LinearMethod.apply` with the pair that our layers pass; nothing is copied."""
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
     x, weight, scale = operands(3)
@@ -226,7 +226,7 @@ def required() -> Iterator[None]:
 
 @pytest.mark.usefixtures("hopper", "required")
 def test_under_the_flag_its_op_must_be_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Hopper's kernel is."""
+    """Hopper's kernel is."""
     dims = torch.device("cuda", 0), torch.bfloat16, 512
     assert not checks.problems_of_ops(*dims)
     assert registry.chosen("linear_fp8", *dims[:2]).name == "sm90"
@@ -237,7 +237,7 @@ def test_under_the_flag_its_op_must_be_batch_invariant(monkeypatch: pytest.Monke
 
 
 def test_under_the_flag_more_tokens_must_be_deep_gemm_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose bits ours has: a prompt's tokens come in other numbers than an answer's."""
+    """DeepGEMM has the bits of our product; a prompt has other numbers of tokens than an answer."""
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.quantization import fp8_utils
 
