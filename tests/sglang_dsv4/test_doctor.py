@@ -62,8 +62,8 @@ def test_plan_says_what_is_kept(model: Path, rows: str, monkeypatch: pytest.Monk
     assert ["32,768", "2", "4", "17"] in [line.split()[:4] for line in lines]
     assert any(line.startswith("with --enable-hierarchical-cache --hicache-ratio 2: 131,072 tokens") for line in lines)
     assert ["131,072", "0", "1", "65"] in [line.split()[:4] for line in lines], "beyond the device alone"
-    beside = "beside the pools, during a prefill: up to 256 MiB of unpacked rows and 256 MiB of index scores"
-    assert (beside in lines) == (rows == "fp8")
+    extra = "in addition to the pools, during a prefill: up to 256 MiB of unpacked rows and 256 MiB of index scores"
+    assert (extra in lines) == (rows == "fp8")
     experts = [line for line in lines if line.startswith("with --moe-runner-backend dsv4 on one Hopper GPU: ")]
     assert len(experts) == (1 if rows == "fp8" else 0)
 
