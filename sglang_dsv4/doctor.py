@@ -139,7 +139,7 @@ def plan(
             kept, beyond = tokens // length, min(host_tokens // length, tails)
             lines.append(f"{length:>14,} {kept:>11,} {beyond:>15,} {each:>17,} {stored:>15}")
     lines.append(
-        "A conversation needs one tail, at its end, to be continued. The other tails limit how many tokens are computed "
+        "A conversation needs one tail, at its end, to be continued. The others limit how many tokens are computed "
         "again after a divergence."
     )
     return lines

@@ -65,7 +65,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return torch.profiler.ProfilerActivity.CPU
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        """Whether `cpu.speculation` has PyTorch versions of the algorithm's Triton kernels; SGLang refuses the others."""
+        """Whether `cpu.speculation` has PyTorch versions of the algorithm's kernels; SGLang refuses the others."""
         return algorithm in ("EAGLE", "NEXTN", "DSPARK")
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
