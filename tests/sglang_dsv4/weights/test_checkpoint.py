@@ -77,7 +77,7 @@ def test_mtp_of_a_quantised_checkpoint(tiny: Checkpoint) -> None:
 
 
 def test_a_quantised_checkpoint_runs_the_release_s_quantisers(tiny: Checkpoint) -> None:
-    """Without SGLANG_DSV4_QAT the checkpoint decides. Sublayers get equal inputs, and our indexer's and router's choice."""
+    """Without SGLANG_DSV4_QAT the checkpoint decides. Sublayers get equal inputs and the choices of our layers."""
     harness = Harness(tiny.folder)
     tokens = random_tokens(tiny, 200)
     with recording(harness) as record:
