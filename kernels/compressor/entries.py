@@ -19,6 +19,7 @@ from dsv4_kernels.device.bf16_rows import (
     reciprocal_root,
     store_8_bytes,
 )
+from dsv4_kernels.device.rotation import cosine_and_sine, position_of, turned
 from dsv4_kernels.kv_layout import (
     FP4_SCALE_GROUP,
     NOPE_DIM,
@@ -29,7 +30,6 @@ from dsv4_kernels.kv_layout import (
     SCALE_GROUP,
     index_row_bytes_fp4,
 )
-from dsv4_kernels.rope.angle import cosine_and_sine, position_of, turned
 
 INDEX_DIM = 128
 PAGE_SHIFT = PAGE_ROWS.bit_length() - 1

@@ -7,6 +7,7 @@ This file has the kernel that keeps the rows of a chunk, and the host side.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -18,11 +19,12 @@ from dsv4_kernels.compressor import Compression, Groups, csa, hca, rows
 from dsv4_kernels.compressor.entries import INDEX_DIM
 from dsv4_kernels.compressor.rows import CHUNK, Arguments, Batch, Problem
 from dsv4_kernels.device import dependent_launch
-from dsv4_kernels.device.bf16_rows import architecture, check_rows, current_stream, stride_bytes
-from dsv4_kernels.host.compile_cache import load_or_compile
-from dsv4_kernels.host.launch_arguments import example
+from dsv4_kernels.host.addresses import address, row_bytes
+from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.kv_layout import ROPE_DIM, ROW_DIM, RowFormat
-from dsv4_kernels.sparse_attention.addresses import address, row_bytes
+from dsv4_kernels.model_shapes import ModelShapes
 
 KEPT_TOKENS = 4
 """Of a CTA that keeps rows of a chunk; most tokens are not kept."""
@@ -80,15 +82,12 @@ def compile(kernel: str, dims: tuple[int, ...], ratio: int, arch: str) -> Callab
         arch: "sm_90a".
     """
 
-    def from_compiler() -> Callable[..., None]:
-        arguments, stream = example(Arguments), cuda.CUstream(0)
-        if kernel == "keep":
-            return cute.compile(launch_keep, arguments, dims, ratio, stream)
-        if ratio == csa.RATIO:
-            return cute.compile(csa.launch, arguments, dims, Int32(1), stream)
-        return cute.compile(hca.launch, arguments, Int32(1), stream)
-
-    return load_or_compile(f"compress_store_{kernel}", (dims, ratio), arch, from_compiler)
+    name, config = f"compress_store_{kernel}", (dims, ratio)
+    if kernel == "keep":
+        return load_launcher(name, config, arch, launch_keep, Arguments, dims, ratio)
+    if ratio == csa.RATIO:
+        return load_launcher(name, config, arch, csa.launch, Arguments, dims, Int32)
+    return load_launcher(name, config, arch, hca.launch, Arguments, Int32)
 
 
 def _check(groups: Groups, compressions: Sequence[Compression]) -> None:
@@ -201,3 +200,9 @@ def sm90(groups: Groups, compressions: Sequence[Compression], dtype: torch.dtype
 def sm100(groups: Groups, compressions: Sequence[Compression], dtype: torch.dtype) -> None:
     """`dsv4_kernels.compressor.compress_store` on Blackwell (B200, GB200, B300); as `sm90`."""
     _run("sm100", groups, compressions, dtype)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of both kernels for every kind of layer with entries."""
+    kernels = ("entries", "keep")
+    return [partial(compile, kernel, dims, ratio, arch) for ratio, dims in model.entry_dims for kernel in kernels]

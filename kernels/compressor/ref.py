@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dsv4_kernels.compressor import Compression, Groups
-from dsv4_kernels.host.invariant import tree_sum
 from dsv4_kernels.kv_layout import FP4_SCALE_GROUP, SCALE_GROUP, RowFormat
 from dsv4_kernels.norm.ref import rms_norm
 from dsv4_kernels.quant.ref import fp4_qdq, fp8_qdq, hadamard
+from dsv4_kernels.reference.batch_invariant import tree_sum
 from dsv4_kernels.rope.ref import apply_rope
 
 

@@ -21,7 +21,8 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4_kernels.device import dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import add, load_words, sum_over_lanes
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.device.mma import multiply_bf16
+from dsv4_kernels.host.launch import load_launcher
 from dsv4_kernels.kv_layout import FP4_SCALE_GROUP, PAGE_ROWS
 
 KEY_DIM = 128
@@ -127,7 +128,7 @@ def page_scores(
             step = 2 * word + half
             for n in cutlass.range_constexpr(tiles):
                 b = (q[n * 2 * STEPS + 2 * step], q[n * 2 * STEPS + 2 * step + 1])
-                d = multiply(a, b, tuple(sums[4 * n + i] for i in range(4)))
+                d = multiply_bf16(a, b, tuple(sums[4 * n + i] for i in range(4)))
                 for i in cutlass.range_constexpr(4):
                     sums[4 * n + i] = d[i]
     return weigh([sums[i] for i in range(4 * tiles)], [weights[i] for i in range(2 * tiles)])
@@ -190,23 +191,7 @@ def _LOW_BYTES() -> tuple:
     return Uint32(0xC0800000), Uint32(0xC0804000)
 
 
-def multiply(a: tuple, b: tuple, c: tuple) -> tuple:
-    """mma.m16n8k16 of bf16, accumulated in fp32."""
-    return ptx.asm(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
-        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
-        [Float32] * 4,
-        *a,
-        *b,
-        *c,
-    )
-
-
 def compile(arch: str, heads: int) -> Callable[..., None]:
     """The launcher: (arguments, runs, tokens, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, heads, Int32(1), Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("index_scores", heads, arch, from_compiler)
+    return load_launcher("index_scores", heads, arch, launch, Arguments, heads, Int32, Int32)

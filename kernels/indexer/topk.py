@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from dsv4_kernels.device import dependent_launch, ptx
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch import load_launcher
 from dsv4_kernels.kv_layout import PAGE_ROWS
 
 THREADS = 512
@@ -212,8 +212,4 @@ def row_of(pages: Int64, entry: Int32) -> Int32:
 def compile(arch: str) -> Callable[..., None]:
     """The launcher: (arguments, tokens, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("index_topk", "the only one", arch, from_compiler)
+    return load_launcher("index_topk", "the only one", arch, launch, Arguments, Int32)

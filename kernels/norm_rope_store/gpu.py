@@ -11,6 +11,7 @@ nothing and none waits for another.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -23,7 +24,11 @@ from torch import Tensor
 from dsv4_kernels.device import bf16_rows as rows_of
 from dsv4_kernels.device import dependent_launch, e4m3, ptx
 from dsv4_kernels.device.bf16_rows import WARP
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.device.rotation import cosine_and_sine, position_of, turned
+from dsv4_kernels.host.addresses import row_bytes
+from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.kv_layout import (
     NOPE_DIM,
     PAGE_ROWS,
@@ -34,9 +39,8 @@ from dsv4_kernels.kv_layout import (
     SCALE_GROUP,
     RowFormat,
 )
+from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.norm_rope_store import MAX_DESTINATIONS, Destination
-from dsv4_kernels.rope.angle import cosine_and_sine, position_of, turned
-from dsv4_kernels.sparse_attention.addresses import row_bytes
 
 WARPS = 4
 HALF_BYTES = ROW_DIM  # of half a row in bf16
@@ -188,7 +192,7 @@ def store_row(args: Arguments, token: Int32, lane: Int32) -> None:
     shift = 8 * block
     in_first = cutlass.select_(speaks, exponents[0] << shift, nothing)
     in_second = cutlass.select_(speaks & (lane < ROTATED_LANE), exponents[1] << shift, nothing)
-    scales = (rows_of.or_over_warp(in_first), rows_of.or_over_warp(in_second))
+    scales = (cute.arch.warp_redux_sync(in_first, "or"), cute.arch.warp_redux_sync(in_second, "or"))
     kept = plain_words(words, lower_codes, upper_codes, exponents, lane, args.qat != 0)
     for i in cutlass.range_constexpr(MAX_DESTINATIONS):
         if numbers[i] >= 0:
@@ -236,18 +240,15 @@ def store_fp8(
 def compile(heads_a_warp: int, arch: str) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        table = Table(*(kind(1) for kind in Table.__annotations__.values()))
-        example = Arguments(*(table if kind is Table else kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, heads_a_warp, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("norm_rope_store", f"{heads_a_warp} heads a warp", arch, from_compiler)
+    return load_launcher(
+        "norm_rope_store", f"{heads_a_warp} heads a warp", arch, launch, Arguments, heads_a_warp, Int32
+    )
 
 
 def _table(destination: Destination) -> Table:
     table, rows = destination
     if table.format is RowFormat.PLAIN:
-        rows_of.check_rows("norm_rope_store: plain rows", table.storage, ROW_DIM)
+        check_rows("norm_rope_store: plain rows", table.storage, ROW_DIM)
     elif table.storage.stride(0) % 16 or table.storage.data_ptr() % 16:
         raise ValueError(
             f"norm_rope_store: pages of FP8 rows must lie at multiples of 16 bytes; got pages of "
@@ -274,7 +275,7 @@ def _run(
     out: Tensor,
 ) -> None:
     for what, rows in (("q", q), ("kv", kv), ("out", out)):
-        rows_of.check_rows(f"norm_rope_store: {what}", rows, ROW_DIM)
+        check_rows(f"norm_rope_store: {what}", rows, ROW_DIM)
     constants = {"kv_weight": (kv_weight, ROW_DIM), "frequencies": (frequencies, ROPE_DIM // 2)}
     for what, (values, length) in constants.items():
         if values.shape != (length,) or values.dtype != torch.float32 or not values.is_contiguous():
@@ -293,13 +294,13 @@ def _run(
     kv_ctas = -(-tokens // WARPS)
     arguments = Arguments(
         q=q.data_ptr(),
-        q_token_bytes=rows_of.stride_bytes(q, 0),
-        q_head_bytes=rows_of.stride_bytes(q, 1),
+        q_token_bytes=stride_bytes(q, 0),
+        q_head_bytes=stride_bytes(q, 1),
         out=out.data_ptr(),
-        out_token_bytes=rows_of.stride_bytes(out, 0),
-        out_head_bytes=rows_of.stride_bytes(out, 1),
+        out_token_bytes=stride_bytes(out, 0),
+        out_head_bytes=stride_bytes(out, 1),
         kv=kv.data_ptr(),
-        kv_token_bytes=rows_of.stride_bytes(kv, 0),
+        kv_token_bytes=stride_bytes(kv, 0),
         kv_weight=kv_weight.data_ptr(),
         positions=positions.data_ptr(),
         frequencies=frequencies.data_ptr(),
@@ -313,8 +314,8 @@ def _run(
         kv_ctas=kv_ctas,
     )
     num_ctas = kv_ctas + -(-tokens * -(-heads // heads_a_warp) // WARPS)
-    arch = rows_of.architecture(name, q.device)
-    compile(heads_a_warp, arch)(arguments, Int32(num_ctas), rows_of.current_stream(q.device))
+    arch = architecture(name, q.device)
+    compile(heads_a_warp, arch)(arguments, Int32(num_ctas), current_stream(q.device))
 
 
 def sm90(*arguments: object) -> None:
@@ -325,3 +326,8 @@ def sm90(*arguments: object) -> None:
 def sm100(*arguments: object) -> None:
     """`dsv4_kernels.norm_rope_store.norm_rope_store` on Blackwell (B200, GB200, B300); as `sm90`."""
     _run("sm100", *arguments)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs for one head a warp and for HEADS_A_WARP, of which the number of rows chooses."""
+    return [partial(compile, heads_a_warp, arch) for heads_a_warp in (1, HEADS_A_WARP)]

@@ -79,8 +79,8 @@ def step_mapping(
 
     ::
 
-        ring row of position p            slot * ring_rows + p % ring_rows
-        raw compressor row of p           slot * S + p % S
+        ring row of position p            slot * ring_rows + p % ring_rows     (`ring_row` of radix_cache/ring.py)
+        raw compressor row of p           slot * S + p % S                     (the same)
         page of p                         req_to_token[slot, p // page_tokens * page_tokens] // page_tokens
         row of entry j of ratio r         page(j * r) * (page_tokens / r) + j % (page_tokens / r)
         token i of this step, as a source of a group     request_slots * S + i

@@ -1,6 +1,7 @@
 """A step's slot mapping on a GPU (sm_90a, sm_100a): one CTA a request, one launch, no thread waits for another."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -11,7 +12,9 @@ from cutlass import Int32, Int64
 from torch import Tensor
 
 from dsv4_kernels.device import dependent_launch, ptx
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.step_mapping import GroupMapping, StepLayout, StepMapping
 
 THREADS = 128
@@ -178,17 +181,12 @@ def store_i64(address: Int64, x: Int32 | Int64) -> None:
 def compile(arch: str, layout: StepLayout, tokens_per_request: int) -> Callable[..., None]:
     """The launcher: (arguments, groups' addresses, requests, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        groups = tuple(GroupAddresses(*(Int64(1),) * 5) for _ in layout.groups)
-        kernel = StepMappingKernel(layout, tokens_per_request)
-        return cute.compile(kernel.launch, example, groups, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("step_mapping", (layout, tokens_per_request), arch, from_compiler)
+    kernel, groups = StepMappingKernel(layout, tokens_per_request), (GroupAddresses,) * len(layout.groups)
+    return load_launcher("step_mapping", (layout, tokens_per_request), arch, kernel.launch, Arguments, groups, Int32)
 
 
 def _run(
-    arch: str,
+    name: str,
     first_positions: Tensor,
     req_slots: Tensor,
     req_to_token: Tensor,
@@ -235,18 +233,21 @@ def _run(
             **{name: Int64(getattr(found, name).data_ptr()) for name in StepMapping._fields if name != "groups"},
         )
         addresses = tuple(GroupAddresses(*(Int64(tensor.data_ptr()) for tensor in group)) for group in groups)
-        stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-        compile(arch, layout, tokens_per_request)(arguments, addresses, Int32(requests), stream)
+        launch = compile(architecture(name, device), layout, tokens_per_request)
+        launch(arguments, addresses, Int32(requests), current_stream(device))
     return found
 
 
 def sm90(*arguments: object) -> StepMapping:
     """`dsv4_kernels.step_mapping.step_mapping` on Hopper."""
-    return _run("sm_90a", *arguments)
+    return _run("sm90", *arguments)
 
 
-def sm100(first_positions: Tensor, *arguments: object) -> StepMapping:
+def sm100(*arguments: object) -> StepMapping:
     """`dsv4_kernels.step_mapping.step_mapping` on Blackwell (B200, GB200, B300)."""
-    device = first_positions.device
-    minor = torch.cuda.get_device_capability(device)[1] if device.type == "cuda" else 0
-    return _run(f"sm_10{minor}a", first_positions, *arguments)
+    return _run("sm100", *arguments)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of every mapping of the model's steps."""
+    return [partial(compile, arch, layout, tokens) for layout, tokens in model.step_mappings]

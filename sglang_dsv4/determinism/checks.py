@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from dsv4_kernels import registry
+from dsv4_kernels.model_shapes import Option
+from dsv4_kernels.ops import forward_ops
 from sglang_dsv4.attention import comparison
-from sglang_dsv4.attention.implementation import chosen_implementation
+from sglang_dsv4.attention.implementation import required_implementation
 from sglang_dsv4.determinism.flag import FLAG, is_on
 from sglang_dsv4.determinism.sglang_operators import problems_of_modules
 from sglang_dsv4.layers import fp8_linear
@@ -31,15 +33,6 @@ from sglang_dsv4.seam.compat import StartupError
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from torch import nn
-
-FORWARD_OPS = (
-    *("apply_rope_in_place", "compress_store", "grouped_linear", "hc_boundary", "hc_enter", "hc_finish"),
-    *("index_query", "index_topk", "linear_fp32", "norm_rope_store", "rms_norm"),
-    *("route_hash_logits", "route_topk_logits", "sparse_attention", "step_mapping", "unpack_pages"),
-)
-"""Our ops in a forward on any device. Ops that one device has in addition are checked when they are first called."""
-CPU_OPS = ("experts_forward", "fused_swiglu", "linear")
-GPU_OPS = ("fp8_quantise", "fused_swiglu", "rms_norm_fp8", "swiglu_fp8")
 
 
 def start(runner: ModelRunner) -> None:
@@ -69,16 +62,14 @@ def problems_of_ops(device: torch.device, dtype: torch.dtype, head_dim: int | No
         dtype: of the model.
         head_dim: of the attention, which decides its kernel; None leaves that choice to the registry.
     """
-    ops = {*FORWARD_OPS, *(CPU_OPS if device.type == "cpu" else GPU_OPS)}
+    options = set()
     if fp8_linear.is_on(device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9):
-        ops.add("linear_fp8")
+        options.add(Option.FP8_LINEAR)
+    named = {} if head_dim is None else {"sparse_attention": required_implementation(device, head_dim)}
     problems = []
-    for op in sorted(ops):
+    for op in forward_ops(device.type, options):
         try:
-            if op == "sparse_attention" and head_dim is not None:
-                chosen_implementation(device, dtype, head_dim)
-            else:
-                registry.chosen(op, device, dtype)
+            registry.chosen(op, device, dtype, named.get(op))
         except NotImplementedError as error:
             problems.append(
                 f"{error}. What serves it: a GPU of Hopper's or Blackwell's generation in bfloat16, or a CPU"

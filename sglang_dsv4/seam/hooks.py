@@ -202,7 +202,7 @@ HOOKS = (
          "SGLang's scheduler survives a handler that raises"),
     # ---- the scheduler: pools and batches
     Hook(f"{_CONFIGURATOR}.KVCacheConfigurator._build_dsv4_kv_pool", Kind.REPLACE, Process.SCHEDULER,
-         "sglang_dsv4.cache.kv_pool:build_kv_pool", "rings and pools of compressed entries", _POOLS),
+         "sglang_dsv4.prefix.pool_setup:build_kv_pool", "rings and pools of compressed entries", _POOLS),
     Hook(f"{_RUNNER}.pool_configurator.create_memory_pool_configurator", Kind.AROUND, Process.SCHEDULER,
          "sglang_dsv4.seam.creators:size_pools", "how many tokens fit into memory", _POOLS),
     Hook(f"{_CONFIGURATOR}.KVCacheConfigurator.configure", Kind.AFTER, Process.SCHEDULER,
@@ -213,11 +213,11 @@ HOOKS = (
          f"{_CPU}.overrides:allow_our_kv_pool",
          "SGLang refuses its DeepSeek-V4 pool on an out-of-tree platform; ours is built there", _POOLS),
     Hook(f"{_RUNNER}.forward_batch_info.ForwardBatch.init_new", Kind.AFTER, Process.SCHEDULER,
-         "sglang_dsv4.prefix.tails:carry_request_slots",
+         "sglang_dsv4.prefix.restore_and_save:carry_request_slots",
          "request slots stay on the host in every mode, so that a decode step reads nothing back",
          "SGLang keeps `req_pool_indices_cpu` in every mode"),
     Hook(f"{_RUNNER}.runner.decode_cuda_graph_runner.build_replay_fb_view", Kind.AFTER, Process.SCHEDULER,
-         "sglang_dsv4.prefix.tails:carry_request_slots_to_replay",
+         "sglang_dsv4.prefix.restore_and_save:carry_request_slots_to_replay",
          "the same for a replayed CUDA graph", "SGLang keeps `req_pool_indices_cpu` in every mode"),
     # ---- the scheduler: drafts
     Hook(f"{_DRAFTS}._create_dsv4_decode_backend", Kind.REPLACE, Process.SCHEDULER,
@@ -243,7 +243,7 @@ HOOKS = (
          "SGLang reloads the old weights when an update fails"),
     Hook("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
          ".flush_cache_after_weight_update", Kind.AFTER, Process.SCHEDULER,
-         "sglang_dsv4.prefix.storage:suspend_without_flush",
+         "sglang_dsv4.prefix.prefix_cache:suspend_without_flush",
          "after an update without a flush no prefix is written to or read from a storage backend",
          "SGLang puts the weights' version into the storage key"),
     # ---- the scheduler: sampling and penalties

@@ -17,7 +17,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from dsv4_kernels.quant import dequantise_fp4_weight, dequantise_fp8_weight, dequantise_nvfp4_weight
+from dsv4_kernels.number_formats import dequantise_fp4_weight, dequantise_fp8_weight, dequantise_nvfp4_weight
 from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.weights import nvfp4
 from sglang_dsv4.weights.tensor_table import FLOATS, Format, TensorSpec, TensorTable
@@ -179,6 +179,9 @@ class _Loader:
             _check(spec.scale_name, scale, [(dtype, spec.scale_shape(weight.dtype)) for dtype in _SCALES])
             self.values.note_scale(spec.scale_name, scale, weight)
         self.values.note_weight(spec.name, weight)
+        if spec.parameter is None:
+            self.loaded.add(spec.name)
+            return
         parameter = self.parameters[spec.parameter]
         scale_parameter = self.parameters.get(f"{spec.parameter}_scale_inv")
         if self._is_nvfp4(spec):

@@ -44,8 +44,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     """Shape of its values; in the file an FP4 tensor has half as many columns."""
     format: Format
-    parameter: str
-    """The parameter of the model that it is loaded into."""
+    parameter: str | None
+    """The model's parameter that it is loaded into; None: it is checked and dropped, no forward reads it."""
     shard: str | int | None = None
     """The part of a fused parameter, as the parameter's weight loader names it."""
     expert: int | None = None
@@ -124,7 +124,7 @@ def dspark_tensors(config: Config) -> TensorTable:
         TensorSpec(f"{last}norm.weight", (d,), Format.FLOAT, "model.norm.weight"),
         TensorSpec(f"{last}markov_head.markov_w1.weight", (v, rank), Format.FLOAT, "markov_head.markov_w1"),
         TensorSpec(f"{last}markov_head.markov_w2.weight", (v, rank), Format.FLOAT, "markov_head.markov_w2"),
-        TensorSpec(f"{last}confidence_head.proj.weight", (1, d + rank), Format.FLOAT, "confidence"),
+        TensorSpec(f"{last}confidence_head.proj.weight", (1, d + rank), Format.FLOAT, None),
         *(_moved(spec, last, "model.") for spec in _hyper_connection_head(config)),
     ]
     return TensorTable({spec.name: spec for spec in rows}, lambda name: name.startswith("mtp."))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4_kernels.quant import E2M1_MAX, E4M3_MAX
+from dsv4_kernels.number_formats import E2M1_MAX, E4M3_MAX
 
 _E4M3_NAN, _E4M3_MINUS_NAN = 0x7F, 0xFF  # e4m3fn has no infinity
 _E4M3_MINUS_ZERO = 0x80

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from host import Device
+    from ptx_emulator import Device
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -16,8 +16,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def emulated_device() -> Iterator[Callable[..., "Device"]]:
-    """`emulated_device(schedule="late", ...)` returns the device that this test launches on."""
-    from host import emulated
+    """A function that opens an emulated device for this test: `emulated_device(schedule="late", ...)`."""
+    from ptx_emulator import emulated
 
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(emulated(**options))

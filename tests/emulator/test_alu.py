@@ -1,8 +1,8 @@
-"""Element-wise instructions against NumPy, on all lanes with edge values first."""
+"""Element-wise instructions against NumPy, on all lanes; edge values come first."""
 
 import numpy as np
 import pytest
-from handwritten import run
+from ptx_emulator.samples.handwritten import run
 
 EDGE32 = np.array([0, 1, 2, 31, 32, 33, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFF, 0x10000, 255], np.uint32)
 RNG = np.random.default_rng(7)

@@ -1,13 +1,10 @@
-"""The coverage rule's bookkeeping: spellings, and what the committed results say of each other."""
-
-import json
-from pathlib import Path
+"""The coverage rule: spellings of a form, and agreement of the committed results with each other."""
 
 import numpy as np
 import pytest
-from device import Device
-from emulator import Options
-from form_coverage import BY_DEFINITION, RESULTS, canonical, foreign_forms, report_of
+from ptx_emulator import Device, Options
+from ptx_emulator.campaigns import summaries
+from ptx_emulator.campaigns.form_coverage import BY_DEFINITION, canonical, foreign_forms, report_of
 
 PTX = """.version 9.0
 .target sm_100a
@@ -48,18 +45,19 @@ def test_instructions_that_did_not_run_count_too() -> None:
 
 
 def test_every_form_was_executed_by_a_case_that_passed() -> None:
-    results = {result["name"]: result["status"] for result in json.loads((RESULTS / "foreign.json").read_text())}
+    results = {row["name"]: row["status"] for row in summaries.read("foreign")}
     assert {results[entry["first"]] for entry in foreign_forms().values()} == {"passed"}
 
 
-def test_forms_by_definition_are_those_that_no_foreign_kernel_has() -> None:
+def test_no_form_by_definition_is_executed_by_a_foreign_kernel() -> None:
     assert not BY_DEFINITION.keys() & {canonical(form) for form in foreign_forms()}
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("coverage_*.json")), ids=lambda path: Path(path).stem)
-def test_committed_coverage_is_that_of_the_committed_forms(path: Path) -> None:
-    document = json.loads(path.read_text())
+@pytest.mark.parametrize("kernel", summaries.read("coverage"))
+def test_committed_coverage_follows_from_the_committed_forms(kernel: str) -> None:
+    document = summaries.read("coverage")[kernel]
     assert document["uncovered"] == []
-    assert document["by_definition"].items() <= BY_DEFINITION.items()
+    assert set(document["by_definition"]) <= BY_DEFINITION.keys()
+    assert document["forms"] == len(document["covered"]) + len(document["by_definition"])
     known = {canonical(form) for form in foreign_forms()}
     assert {canonical(form) for form in document["covered"]} <= known

@@ -1,9 +1,9 @@
-"""What the decoder refuses, and that errors say where."""
+"""Refusals of the decoder, and the location in errors."""
 
 import numpy as np
 import pytest
-from emulator import EmulationError, ErrorKind, Program, UnknownInstruction
-from handwritten import kernel, run
+from ptx_emulator import EmulationError, ErrorKind, Program, UnknownInstruction
+from ptx_emulator.samples.handwritten import kernel, run
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from emulator import EmulationError, UnknownInstruction
-from handwritten import run
-from test_convert import FORMATS, decode
+from ptx_emulator import EmulationError, UnknownInstruction
+from ptx_emulator.samples.handwritten import run
+from ptx_emulator.samples.small_floats import FORMATS, decode
 
 RNG = np.random.default_rng(3)
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8}
@@ -25,7 +25,8 @@ def _matrix(kind: str, rows: int, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fragments(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Registers [count, 32] of a row-major matrix of 8 or 16 rows: g = lane / 4 gives the row, t = lane % 4 the elements."""
+    """The registers [count, 32] of a row-major matrix of 8 or 16 rows: lane / 4 selects the row, lane % 4 the
+    elements."""
     rows, k = codes.shape
     each = 32 // bits
     registers = np.zeros((rows * k * bits // 1024, 32), np.uint32)

@@ -1,6 +1,6 @@
-"""Deleting a synchronisation instruction of our own kernels is noticed.
+"""Deleting a synchronisation instruction of the sample kernels is noticed.
 
-The long run, on FlashAttention-4's sparse MLA too, is mutation.py; its results are in results/.
+campaigns/mutation.py runs the same on any recorded launch; results/mutation.json holds the summaries.
 """
 
 import os
@@ -10,10 +10,22 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from device import Recording
-from emulator import Checks, Options
-from mutation import NOT_ANALYSED, SCHEDULES, MutationTest, rate, reason_of, reasons_for, run, without
-from wrong_semantics import save_right_kernels
+from ptx_emulator import Checks, Options, Recording
+from ptx_emulator.campaigns import summaries
+from ptx_emulator.campaigns.mutation import (
+    REDUNDANT,
+    SCHEDULES,
+    MutationTest,
+    Site,
+    rate,
+    reason_of,
+    reasons_for,
+    run,
+    summary,
+    unexplained,
+    without,
+)
+from ptx_emulator.campaigns.wrong_semantics import save_right_kernels
 
 ENOUGH = 0.95
 
@@ -34,13 +46,26 @@ def test_own_kernels_pass_every_check(own_kernels: dict[str, Recording]) -> None
 
 @pytest.mark.parametrize(("case", "name"), [("attention", "attention"), ("gemm_2_cta", "gemm m256 2 CTA k64")])
 def test_every_class_is_caught(own_kernels: dict[str, Recording], case: str, name: str) -> None:
-    """Whatever is not caught has a reason in results/mutation_reasons.json."""
+    """Every deletion is caught or has a reason in results/mutation_reasons.json, as results/mutation.json says."""
     result = run(case, own_kernels[name], checks=Checks.strict())
     reasons = reasons_for(case)
-    unexplained = [o.site for o in result.missed() if reason_of(o.site, reasons) == NOT_ANALYSED]
-    assert not unexplained
+    assert not unexplained(result, reasons)
     for class_name, counts in result.by_class(reasons).items():
         assert rate(*counts) >= ENOUGH, f"{class_name}: caught, redundant, all are {counts}"
+    assert summary(result, reasons)["classes"] == summaries.read("mutation")[case]["classes"]
+
+
+@pytest.mark.parametrize("case", summaries.read("mutation"))
+def test_committed_deletions_that_are_not_caught_have_reasons(case: str) -> None:
+    committed, reasons = summaries.read("mutation")[case], reasons_for(case)
+    found = {name: [0, 0] for name in committed["classes"]}  # redundant, not caught
+    for class_name, line, text in committed["not caught"]:
+        reason = reason_of(Site(class_name, line, text.split()[0], text), reasons)
+        assert reason.startswith((REDUNDANT, "blind spot")), reason
+        found[class_name][0] += reason.startswith(REDUNDANT)
+        found[class_name][1] += 1
+    for class_name, (caught, redundant, mutants, _) in committed["classes"].items():
+        assert found[class_name] == [redundant, mutants - caught]
 
 
 def test_deleting_keeps_the_line_numbers(own_kernels: dict[str, Recording]) -> None:
@@ -54,7 +79,7 @@ def test_deleting_keeps_the_line_numbers(own_kernels: dict[str, Recording]) -> N
 
 @pytest.mark.slow
 def test_fa4_sparse_mla() -> None:
-    """DSV4_FA4_RECORDING: written by foreign/flash_attention_4.py --recording (README.md has the arguments)."""
+    """DSV4_FA4_RECORDING names a file that foreign/flash_attention_4.py --recording wrote (arguments: README.md)."""
     path = os.environ.get("DSV4_FA4_RECORDING")
     if not path:
         pytest.skip("DSV4_FA4_RECORDING is not set")

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from emulator import Options
-from host import Recording
-from planted_faults import Caught, Fault, catch, faults, record
+from ptx_emulator import Options, Recording
+from ptx_emulator.campaigns import summaries
+from ptx_emulator.campaigns.planted_faults import Caught, Fault, catch, faults, record
 
 FAULTS = faults()
 
@@ -36,6 +36,7 @@ def test_fault_is_named(right: Recording, fault: Fault) -> None:
     assert isinstance(caught, Caught), "not caught under any schedule"
     assert caught.kind in fault.kinds.split(), f"{caught.kind} under {caught.schedule}:\n{caught.message}"
     assert re.search(fault.says, caught.message), caught.message
+    assert caught.kind == summaries.read("planted_faults")[fault.name][0]
 
 
 def test_there_are_at_least_25() -> None:

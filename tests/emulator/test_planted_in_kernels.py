@@ -1,4 +1,4 @@
-"""Faults planted in this project's own attention and unpacking kernels: each is caught, and the message names the cause."""
+"""Faults planted in this project's attention and unpacking kernels: each is caught, and the message names the cause."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from planted_in_kernels import FAULTS, LAUNCHES, KernelFault, catch_in_kernel
+from ptx_emulator.campaigns.planted_in_kernels import FAULTS, LAUNCHES, KernelFault, catch_in_kernel
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from planted_in_kernels import FAULTS, LAUNCHES, KernelFault, catch_in_kernel
 def test_fault_is_named(fault: KernelFault) -> None:
     caught = catch_in_kernel(fault)
     assert caught is not None, "not caught under any schedule"
-    allowed = (fault.kinds, *fault.kinds.split())  # "wrong result" is one
+    allowed = (fault.kinds, *fault.kinds.split())  # "wrong result" is one kind
     assert caught.kind in allowed, f"{caught.kind} under {caught.schedule}:\n{caught.message}"
     assert re.search(fault.says, caught.message), caught.message
 

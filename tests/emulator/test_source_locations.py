@@ -1,4 +1,4 @@
-"""Locations that are kept are those that the DSL finds."""
+"""Cached locations equal those that the DSL finds."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-import source_locations  # noqa: E402
-from host import emulated  # noqa: E402
+from ptx_emulator.dsl import source_locations  # noqa: E402
+from ptx_emulator.dsl.session import emulated  # noqa: E402
 
 PROGRAM = """
 import cutlass

@@ -2,30 +2,16 @@
 
 import numpy as np
 import pytest
-from emulator import EmulationError, ErrorKind
-from handwritten import aligned, run
-from tensor_map import ElementType, Swizzle, encode
+from ptx_emulator import EmulationError, ErrorKind
+from ptx_emulator.device.tensor_map import ElementType, Swizzle, encode
+from ptx_emulator.samples.handwritten import aligned, run
+from ptx_emulator.samples.tensor_maps import tensor_map_of
 
 RNG = np.random.default_rng(5)
 WAIT = "{{ .reg .pred q; W{0}: mbarrier.try_wait.parity.shared::cta.b64 q, [%r103], {0}; @!q bra W{0}; }}"
 INIT = """setp.ne.u32 %p1, %r100, 0; @%p1 bra I; mbarrier.init.shared::cta.b64 [%r103], 1; fence.mbarrier_init.release.cluster; I: bar.sync 0;"""
 COPY_OUT = """W: mov.u32 %r50, %r100; C: setp.ge.u32 %p3, %r50, {words}; @%p3 bra E; shl.b32 %r51, %r50, 2; add.u32 %r52, %r103, %r51; ld.shared.u32 %r53, [%r52+1024];
     mul.wide.u32 %rd50, %r50, 4; add.s64 %rd51, %rd{out}, %rd50; st.global.u32 [%rd51], %r53; add.u32 %r50, %r50, {threads}; bra C; E:"""
-
-
-def _map(
-    array: np.ndarray,
-    box: tuple[int, ...],
-    swizzle: Swizzle = Swizzle.NONE,
-    kind: ElementType = ElementType.U32,
-    **options: object,
-) -> np.ndarray:
-    """A tensor map of a C-ordered array; box given innermost first."""
-    sizes = array.shape[::-1]
-    strides = [s for s in array.strides[::-1][1:]]
-    return aligned(
-        np.frombuffer(encode(array.ctypes.data, kind, sizes, strides, box, swizzle=swizzle, **options), np.uint8).copy()
-    )
 
 
 def _load(
@@ -58,13 +44,13 @@ def _load(
 @pytest.mark.parametrize("schedule", ["eager", "late", "random"])
 def test_box_with_coordinates(schedule: str) -> None:
     t = aligned(RNG.integers(0, 1 << 30, (5, 24, 32), dtype=np.uint32))
-    got = _load(t, _map(t, (16, 4, 2)), (8, 3, 1), 16 * 4 * 2 * 4, schedule)
+    got = _load(t, tensor_map_of(t, (16, 4, 2)), (8, 3, 1), 16 * 4 * 2 * 4, schedule)
     np.testing.assert_array_equal(got.reshape(2, 4, 16), t[1:3, 3:7, 8:24])
 
 
 def test_outside_of_the_tensor_is_zero() -> None:
     t = aligned(RNG.integers(1, 1 << 30, (10, 32), dtype=np.uint32))
-    got = _load(t, _map(t, (16, 8)), (-4, 6), 16 * 8 * 4).reshape(8, 16)
+    got = _load(t, tensor_map_of(t, (16, 8)), (-4, 6), 16 * 8 * 4).reshape(8, 16)
     expected = np.zeros((8, 16), np.uint32)
     expected[:4, 4:] = t[6:, :12]
     np.testing.assert_array_equal(got, expected)
@@ -73,7 +59,7 @@ def test_outside_of_the_tensor_is_zero() -> None:
 def test_nan_fill() -> None:
     t = aligned(RNG.standard_normal((4, 32)).astype(np.float32))
     got = (
-        _load(t, _map(t, (32, 8), kind=ElementType.F32, oob_nan=True), (0, 0), 32 * 8 * 4)
+        _load(t, tensor_map_of(t, (32, 8), kind=ElementType.F32, oob_nan=True), (0, 0), 32 * 8 * 4)
         .view(np.float32)
         .reshape(8, 32)
     )
@@ -85,18 +71,18 @@ def test_nan_fill() -> None:
 def test_swizzle_xors_the_chunk_with_the_row(swizzle: Swizzle) -> None:
     span = {0: 32, 1: 32, 2: 64, 3: 128, 4: 128}[swizzle]
     t = aligned(RNG.integers(0, 1 << 30, (32, span // 4), dtype=np.uint32))
-    got = _load(t, _map(t, (span // 4, 32), swizzle), (0, 0), span * 32).reshape(-1, 4)
+    got = _load(t, tensor_map_of(t, (span // 4, 32), swizzle), (0, 0), span * 32).reshape(-1, 4)
     expected = np.zeros_like(got)
     for chunk, data in enumerate(t.reshape(-1, 4)):
         at = chunk * 16
-        # Bits 7.. on the bits of 16-byte chunks; with atoms of 32 bytes, bits 7 and 8 on the bits of the atoms.
+        # Bits 7.. XOR the index of the 16-byte chunk; with atoms of 32 bytes, bits 7 and 8 XOR the index of the atom.
         moved = at >> 2 & 0x60 if swizzle is Swizzle.B128_ATOM32 else at >> 3 & (0, 0x10, 0x30, 0x70)[swizzle]
         expected[(at ^ moved) // 16] = data
     np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize(("kind", "bits"), [(ElementType.U4_ALIGN16, 4), (ElementType.U6_ALIGN16, 6)])
-def test_padded_elements_take_16_bytes_for_16(kind: ElementType, bits: int) -> None:
+def test_16_padded_elements_occupy_16_bytes(kind: ElementType, bits: int) -> None:
     """Two rows of 128 elements; the mbarrier counts the bytes of global memory."""
     row_bytes = 128 * bits // 8
     t = aligned(RNG.integers(0, 256, (8, 2 * row_bytes), dtype=np.uint8))
@@ -113,14 +99,14 @@ REPLACE = """setp.ne.u32 %p9, %r102, 0; @%p9 bra J; setp.ne.u32 %p8, %r101, 0;
 tensormap.replace.tile.global_dim.{space}.b1024.b32 [{map}], 0, 32; tensormap.replace.tile.global_dim.{space}.b1024.b32 [{map}], 1, 20;
 tensormap.replace.tile.global_stride.{space}.b1024.b64 [{map}], 0, 256; D: {publish} J: bar.sync 0;
 fence.proxy.tensormap::generic.acquire.gpu [%rd101], 128;"""
-"""Warp 0 makes the map in p1 one of p0 [20, 64], of which it shows the first half of the columns."""
+"""Warp 0 changes the map in p1 to a map of p0 [20, 64] that covers the first half of the columns."""
 
 
 @pytest.mark.parametrize("space", ["global", "shared::cta"])
 def test_a_kernel_replaces_fields_of_a_tensor_map(space: str) -> None:
     t = aligned(RNG.integers(1, 1 << 30, (20, 64), dtype=np.uint32))
     other = aligned(np.zeros((4, 32), np.uint32))
-    tensor_map = _map(other, (16, 4))
+    tensor_map = tensor_map_of(other, (16, 4))
     out = np.zeros(64, np.uint32)
     if space == "global":
         change = REPLACE.format(
@@ -149,9 +135,9 @@ def test_a_kernel_replaces_fields_of_a_tensor_map(space: str) -> None:
     np.testing.assert_array_equal(out.reshape(4, 16), expected)
 
 
-def test_gather4_takes_four_rows() -> None:
+def test_gather4_loads_four_rows() -> None:
     t = aligned(RNG.integers(0, 1 << 30, (50, 32), dtype=np.uint32))
-    got = _load(t, _map(t, (32, 1), Swizzle.NONE), (0, 7, 49, 0, 23), 4 * 128, form="tile::gather4")
+    got = _load(t, tensor_map_of(t, (32, 1), Swizzle.NONE), (0, 7, 49, 0, 23), 4 * 128, form="tile::gather4")
     np.testing.assert_array_equal(got.reshape(4, 32), t[[7, 49, 0, 23]])
 
 
@@ -159,7 +145,7 @@ def test_gather4_takes_four_rows() -> None:
 def test_wrong_transaction_count(expect: int, kind: ErrorKind) -> None:
     t = aligned(np.zeros((8, 32), np.uint32))
     with pytest.raises(EmulationError) as e:
-        _load(t, _map(t, (32, 4)), (0, 0), 512, expect=expect)
+        _load(t, tensor_map_of(t, (32, 4)), (0, 0), 512, expect=expect)
     assert e.value.kind in (kind, ErrorKind.tx_count) and "bytes" in e.value.message
 
 
@@ -178,7 +164,7 @@ def test_store_clips_and_reduces(form: str, reference, schedule: str) -> None:  
         f"""mul.lo.u32 %r1, %r100, 3; shl.b32 %r2, %r100, 2; add.u32 %r3, %r103, %r2; st.shared.u32 [%r3], %r1; fence.proxy.async.shared::cta; bar.sync 0;
     setp.ne.u32 %p1, %r100, 0; @%p1 bra E; {form} [%rd101, {{8, 6}}], [%r103]; cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; E:""",
         t,
-        _map(t, (16, 8)),
+        tensor_map_of(t, (16, 8)),
         threads=128,
         schedule=schedule,
     )
@@ -241,7 +227,7 @@ def test_phase_alternates() -> None:
 
 @pytest.mark.parametrize("schedule", ["eager", "late", "random"])
 def test_two_halves_of_a_warp_wait_for_deferred_loads(schedule: str) -> None:
-    """Both halves spin at different places; neither may keep the loads from completing."""
+    """Both halves poll at different program counters; neither may keep the loads from completing."""
     t = aligned(np.arange(8, dtype=np.uint32))
     out = np.zeros(32, np.uint32)
     run(

@@ -1,4 +1,4 @@
-"""Prompt ids of each release against what its own encoder renders (encoding/encoding_dsv4.py of the checkpoints)."""
+"""Prompt ids of each release, compared with its own encoder (encoding/encoding_dsv4.py of the checkpoints)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BEYOND = (
 )
 APRIL = {None: "", "high": "", "max": ABSOLUTE}
 LATER = {None: "", "low": "", "high": ABSOLUTE, "max": BEYOND}
-# What neither encoder knows and SGLang lets through: as the tier below or at it.
+# Efforts that neither encoder has and SGLang accepts: served as the tier below, or at it.
 APRIL_ALIASES = {"minimal": "", "low": "", "medium": "", "xhigh": ""}
 LATER_ALIASES = {"minimal": "", "medium": ABSOLUTE, "xhigh": ABSOLUTE}
 
@@ -46,7 +46,7 @@ CASES = [(release, word) for release, words in RELEASES.items() for word in word
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, prefix: str, thinking: bool) -> list[int]:
-    """The release's prompt of one user turn; a prompt without thinking has no prefix."""
+    """Return the release's prompt of one user turn; a prompt without thinking has no prefix."""
     prefix, mark = (prefix, "<think>") if thinking else ("", "</think>")
     text = f"<｜begin▁of▁sentence｜>{prefix}<｜User｜>Hi there<｜Assistant｜>{mark}"
     return tokenizer.encode(text, add_special_tokens=False)
@@ -85,7 +85,7 @@ def test_prompt_ids_are_the_releases(
 
 
 def unhooked(method: Any) -> Any:
-    """SGLang's own method, also where a plugin is loaded in this process."""
+    """Return SGLang's own method, also where a plugin is loaded in this process."""
     return getattr(method, "__wrapped__", method)
 
 
@@ -94,7 +94,8 @@ def unhooked(method: Any) -> Any:
 def test_a_server_renders_what_an_april_checkpoint_has_seen(
     server: Server, checkpoint: Path, word: str | None, thinking: bool
 ) -> None:
-    """SGLang gave a request without an effort the text of April's highest, and the highest one that came later."""
+    """SGLang gave a request without an effort the text of April's highest effort, and the highest effort a later
+    text."""
     body: dict[str, Any] = {"chat_template_kwargs": {"thinking": thinking}, "return_prompt_token_ids": True}
     if word is not None:
         body["reasoning_effort"] = word

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from ops.attention_launch import delete_synchronisation
+from ops.early_launches import launched_early
 from ops.memory_layout import far_apart, sparse, strided
 from ops.number_formats import same_bits
 from ops.order_of_summation import as_from_fp8, channels_that_sum_together, in_order
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from dsv4_kernels import registry
 from dsv4_kernels.linear import HeadRotation, expand_fp8_weight, grouped_linear, grouped_linear_fp8_weight
-from dsv4_kernels.quant import dequantise_fp8_weight, fp8_quantise, quantise_fp8_weight
+from dsv4_kernels.number_formats import dequantise_fp8_weight, quantise_fp8_weight
+from dsv4_kernels.quant import fp8_quantise
 from dsv4_kernels.rope import apply_rope_in_place, rope_frequencies
 
 pytestmark = pytest.mark.usefixtures("compiled_here")
@@ -208,6 +210,14 @@ def test_an_instruction_sums_16_consecutive_channels(tile: int) -> None:
     x, matrix, expected = channels_that_sum_together()
     (got,) = product(x, matrix.to(FP8), torch.ones(1, 4, 4), None, False, tile)
     assert same_bits(got.float(), expected)
+
+
+@CUTLASS
+def test_it_may_begin_early() -> None:
+    arguments, expected = case(2, 128, 512, True, True)
+    with launched_early():
+        got = product(*first(9, arguments))
+    assert same(got, [e[:9] for e in expected])
 
 
 @CUTLASS
@@ -407,7 +417,7 @@ def test_hopper_gets_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @CUTLASS
 def test_registers_and_shared_memory() -> None:
     """Two CTAs of any tile share a multiprocessor: 228 KiB, of which each CTA takes one more, and 65,536 registers."""
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.linear import fp8_weight_gpu as gpu
 
@@ -426,8 +436,7 @@ def test_registers_and_shared_memory() -> None:
 @CUTLASS
 def test_shared_memory_is_read_without_conflicts() -> None:
     """Over a whole K, and of the sums; but for the turns."""
-    from emulator import Checks
-    from host import emulated
+    from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.linear import fp8_weight_gpu as gpu
 
@@ -445,8 +454,7 @@ def test_shared_memory_is_read_without_conflicts() -> None:
 @pytest.mark.parametrize("tile", [1, 3], ids=["16", "64"])
 def test_deleted_synchronisation_is_noticed(tile: int) -> None:
     """Every deletion but those explained in emulator/results/mutation_reasons.json."""
-    from emulator import Checks
-    from host import emulated
+    from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.linear import fp8_weight_gpu
 

@@ -335,7 +335,7 @@ def test_no_tokens_need_no_launch(kernel: str) -> None:
 
 
 def test_the_kernels_need_no_stack(kernel: str) -> None:
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.moe import gpu as gates
     from dsv4_kernels.quant import gpu as quantisers

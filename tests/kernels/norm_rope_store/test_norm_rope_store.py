@@ -310,7 +310,7 @@ def test_what_the_kernel_refuses(kernel: str) -> None:
 
 
 def test_the_kernel_needs_no_stack(kernel: str) -> None:
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.norm_rope_store import gpu
 

@@ -1,4 +1,4 @@
-"""Who shares which memory between launches that divide keys. CUDA is played by the CPU (emulator/torch_as_cuda.py)."""
+"""Who shares which memory between launches that divide keys. CUDA is played by the CPU (torch_as_cuda.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICE = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def cuda() -> Iterator[Callable[[int, bool], None]]:
     """`cuda(stream, capturing)` says where the following calls are made. None was made before."""
-    from torch_as_cuda import torch_as_cuda
+    from ptx_emulator.dsl.torch_as_cuda import torch_as_cuda
 
     with torch_as_cuda(), pytest.MonkeyPatch.context() as patch:
 

@@ -42,7 +42,7 @@ def test_scenario(kernel: str, scenario: str) -> None:
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
 def test_what_holds_multiprocessors_says_so_and_ends_when_it_is_released(target: str) -> None:
-    from host import run_ptx
+    from ptx_emulator import run_ptx
 
     started, released = np.zeros(5, np.int32), np.ones(1, np.int32)
     run_ptx(HOLD.replace("sm_90", target), "hold", 4, 32, [started, released])

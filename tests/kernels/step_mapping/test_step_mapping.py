@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ops.early_launches import launched_early
 from ops.memory_layout import far_apart, use_in_place
 from torch import Tensor
 
@@ -99,8 +100,7 @@ def test_every_address_follows_from_its_position(name: str) -> None:
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_says_the_same(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from emulator import Checks
-    from host import emulated
+    from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.step_mapping import gpu
 
@@ -114,10 +114,17 @@ def test_the_kernel_says_the_same(name: str, arch: str, monkeypatch: pytest.Monk
         assert a.dtype == b.dtype and torch.equal(a, b), what
 
 
+@pytest.mark.usefixtures("compiled_here")
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_it_may_begin_early(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with launched_early():
+        test_the_kernel_says_the_same("verify", arch, monkeypatch)
+
+
 def test_the_kernel_finds_slots_beyond_32_bits() -> None:
     """SGLang's table has a row of the longest context for every request that may run, in rows that may be longer."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from host import emulated
+    from ptx_emulator import emulated
 
     from dsv4_kernels.step_mapping import gpu
 

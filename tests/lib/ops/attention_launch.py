@@ -1,8 +1,7 @@
-"""One call of a GPU attention kernel, or of the one that unpacks its rows, in the emulator; for the tests of both."""
+"""One emulated call of a GPU attention kernel, or of the unpacking kernel; for the tests of both."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,11 +16,11 @@ from dsv4_kernels.sparse_attention.problem import Problem
 from dsv4_kernels.unpack import Pages
 
 if TYPE_CHECKING:
-    from host import Device
+    from ptx_emulator import Device
 
 SCHEDULES = ("late", "random", "random_warps")
 LONG = ("hca_1m", "csa_1024", "more_tokens_than_sms")
-"""How the names of cases begin that take the emulator long."""
+"""Prefixes of the names of cases that take the emulator long."""
 
 
 def launch(
@@ -33,13 +32,13 @@ def launch(
     persistent: bool = True,
     **options: object,
 ) -> tuple[Tensor, Device]:
-    """(out, the emulated device) of one call, with the options of `emulated`.
+    """Return (out, the emulated device) of one call, with the options of `emulated`.
 
-    The result, and partial results that earlier calls left, are NaN before. An `out` that is not given has gaps, which
-    stay as they are. Afterwards the counters are zero, as the next launch needs them; no launch of a `persistent`
-    kernel had more CTAs than there are multiprocessors, and the emulator has warned of nothing.
+    Result and partial results of earlier calls are NaN before. An `out` that is not given has gaps, which must stay
+    unchanged. Afterwards the counters are zero, as the next launch needs them; no launch of a `persistent` kernel had
+    more CTAs than multiprocessors, and the emulator gave no warning.
     """
-    from host import emulated
+    from ptx_emulator import emulated
 
     gaps_of_out = None
     if out is None:
@@ -56,7 +55,7 @@ def launch(
         try:
             kernel(problem)
         except BaseException:
-            scratch._by_stream.clear()  # what a launch that failed has counted would make the next ones wrong
+            scratch._by_stream.clear()  # counters of a failed launch would make the next ones wrong
             raise
     assert device.reports
     assert not persistent or all(report.grid[0] <= multiprocessors for report in device.reports)
@@ -67,9 +66,8 @@ def launch(
 
 
 def unpack_emulated(name: str, parts: list[Pages], out: Tensor) -> None:
-    """Writes `out` as the unpacking kernel "sm90" or "sm100" does, with all checks of the emulator on."""
-    from emulator import Checks
-    from host import emulated
+    """Write `out` with the unpacking kernel "sm90" or "sm100", with all checks of the emulator on."""
+    from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.unpack import gpu
 
@@ -80,20 +78,18 @@ def unpack_emulated(name: str, parts: list[Pages], out: Tensor) -> None:
 
 
 def delete_synchronisation(name: str, device: Device, launched: int = 0) -> dict[str, float]:
-    """Class -> share of the deletions that are noticed, of a mutation test of one launch that `device` recorded.
+    """Return class -> share of the deletions that are noticed, for a mutation test of one launch that `device`
+    recorded.
 
     Every deletion must be noticed or explained in emulator/results/mutation_reasons.json. DSV4_WRITE_RESULTS=1 writes
-    emulator/results/mutation_*.
+    the campaign's entry in emulator/results/mutation.json.
     """
-    import mutation
-    from emulator import Checks
+    from ptx_emulator import Checks
+    from ptx_emulator.campaigns import mutation, summaries
 
     result = mutation.run(name, device.recordings[launched], checks=Checks.strict())
     reasons = mutation.reasons_for(name)
-    document = mutation.as_json(result, reasons)
-    assert not [missed for missed in document["not caught"] if missed["reason"] == mutation.NOT_ANALYSED]
+    assert not mutation.unexplained(result, reasons)
     if os.environ.get("DSV4_WRITE_RESULTS"):
-        base = mutation.RESULTS / f"mutation_{name}"
-        base.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-        base.with_suffix(".md").write_text(mutation.readable(document))
+        summaries.update("mutation", {name: mutation.summary(result, reasons)})
     return {kind: mutation.rate(*counts) for kind, counts in result.by_class(reasons).items()}

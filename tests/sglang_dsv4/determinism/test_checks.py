@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dsv4_kernels import registry
+from dsv4_kernels.ops import MODEL_DTYPES, forward_ops
 from sglang_dsv4.attention.metadata import ForwardMetadata
 from sglang_dsv4.determinism import checks, refused_requests, sglang_operators
 from sglang_dsv4.determinism import flag as determinism_flag
@@ -40,7 +41,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.usefixtures("required")
-@pytest.mark.parametrize("dtype", registry.MODEL_DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", MODEL_DTYPES, ids=["fp32", "bf16"])
 def test_a_cpu_has_all_operators(dtype: torch.dtype) -> None:
     assert not checks.problems_of_ops(CPU, dtype, 64)
     assert registry.chosen("linear", CPU, dtype).name == "tiled"
@@ -51,7 +52,7 @@ def test_a_cpu_has_all_operators(dtype: torch.dtype) -> None:
 def test_hopper_and_blackwell_have_all_operators(gpu: Callable[[int], None], major: int, name: str) -> None:
     gpu(major)
     assert not checks.problems_of_ops(CUDA, torch.bfloat16, 512)
-    taken = {registry.chosen(op, CUDA, torch.bfloat16).name for op in (*checks.FORWARD_OPS, *checks.GPU_OPS)}
+    taken = {registry.chosen(op, CUDA, torch.bfloat16).name for op in forward_ops("cuda")}
     assert taken == {name}
 
 

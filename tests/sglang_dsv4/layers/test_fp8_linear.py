@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from dsv4_kernels import registry
 from dsv4_kernels.host import compile_cache
+from dsv4_kernels.model_shapes import Option
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
 from sglang_dsv4.determinism import checks, sglang_operators
-from sglang_dsv4.layers import fp8_linear, grouped_projection
+from sglang_dsv4.layers import fp8_linear, sequence_parallel
 from sglang_dsv4.layers.linear import Fp8Input, ReferenceLinearConfig, quantised_linear_config
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.seam import compat
-from sglang_dsv4.warmup import compile_ahead
+from sglang_dsv4.warmup.model_shapes import model_shapes
 
 N, K = 256, 384
 
@@ -306,21 +307,22 @@ def test_under_the_flag_more_tokens_must_be_deep_gemm_s(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("hopper")
 def test_its_kernels_are_compiled_ahead(asked_for: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For any weight and up to 64 tokens; those of calls, which the tests of the kernel compare."""
-    from tests.sglang_dsv4.warmup.test_compile_ahead import CUDA, GEOMETRY
+    """The plans of calls with any weight and up to 64 tokens, which the kernel's tests compare."""
+    from model.small_geometry import GEOMETRY
+
+    cuda = torch.device("cuda")
 
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from dsv4_kernels.host import launch
     from dsv4_kernels.linear import fp8, fp8_plan
 
     made: list[object] = []
-    monkeypatch.setattr(fp8, "load_or_compile", lambda name, plan, arch, compile: made.append((name, plan, arch)))
-    monkeypatch.setattr(compile_ahead, "_KERNELS", {})
+    monkeypatch.setattr(launch, "load_or_compile", lambda name, plan, arch, compile: made.append((name, plan, arch)))
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
-    monkeypatch.setenv(grouped_projection.VARIABLE, "bf16")  # which has kernels for FP8 weights of its own
-    for op, compile in compile_ahead.kernels(config(), GEOMETRY, CUDA):
-        assert op == "linear_fp8"
-        compile()
+    monkeypatch.setattr(sequence_parallel, "may_be", lambda: False)
+    for job in fp8.compile_jobs(model_shapes(config(), GEOMETRY, 64, cuda), "sm_90a"):
+        job()
     calls = {fp8_plan.chosen(tokens, width, 132) for tokens in (1, 9, 17, 64) for width in (1536, 4096, 32768)}
     assert {plan for _, plan, _ in made} == calls and {rest[::2] for rest in made} == {("linear_fp8", "sm_90a")}
     asked_for("deepgemm")
-    assert not compile_ahead.kernels(config(), GEOMETRY, CUDA)
+    assert Option.FP8_LINEAR not in model_shapes(config(), GEOMETRY, 64, cuda).options

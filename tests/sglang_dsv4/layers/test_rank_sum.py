@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dsv4_kernels import registry
-from dsv4_kernels.host.invariant import sum_in_order
+from dsv4_kernels.reference.batch_invariant import sum_in_order
 from sglang_dsv4.layers import rank_sum
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS
 
@@ -23,7 +23,7 @@ IN_RANKS = """
 import sys, torch, torch.distributed as dist
 rank, ranks, port = map(int, sys.argv[1:])
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-from dsv4_kernels.host.invariant import sum_in_order
+from dsv4_kernels.reference.batch_invariant import sum_in_order
 rows = torch.randn(64, 96, generator=torch.Generator().manual_seed(rank))
 
 def gathered(x):

@@ -1,4 +1,4 @@
-"""README's table "Coming from SGLang" says what becomes of a flag: each is given to SGLang's argument resolution."""
+"""Each flag in docs/coming_from_sglang.md goes through SGLang's argument resolution and does what the table says."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ for flags in json.load(sys.stdin):
 
 def rows() -> dict[str, str]:
     """Flags, with their values, -> what the table says of them."""
-    section = (ROOT / "README.md").read_text().split("## Coming from SGLang")[1].split("\n## ")[0]
-    cells = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `--")]
+    lines = (ROOT / "docs" / "coming_from_sglang.md").read_text().splitlines()
+    cells = [line.strip("|").split("|") for line in lines if line.startswith("| `--")]
     return {flags: row[1].strip() for row in cells for flags in re.findall(r"`([^`]+)`", row[0])}
 
 

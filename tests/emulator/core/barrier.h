@@ -1,6 +1,0 @@
-// Completion of barriers, also called when a warp exits.
-#pragma once
-#include "machine.h"
-
-void complete_named_barrier(Cta &c, NamedBarrier &b);
-void complete_cluster_barrier(Cluster &c);

@@ -1,0 +1,2 @@
+"""Campaigns that ask whether the emulator notices errors. Each is a module to run by hand; tests run their quick
+part."""

@@ -1,0 +1,1 @@
+"""An emulated device: memory, launches, recordings, tensor maps."""

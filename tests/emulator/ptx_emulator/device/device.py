@@ -1,0 +1,164 @@
+"""An emulated device: its memory, its launches, and their reports and recordings."""
+
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ptx_emulator.device.memory import DeviceMemory, Extent
+from ptx_emulator.device.recording import Dim3, Recording, memory_map_of, parameter_bytes, program_of
+from ptx_emulator.device.tensor_map import ElementType, Swizzle, encode
+from ptx_emulator.program import Options, Report, launch
+
+if TYPE_CHECKING:
+    import torch
+
+    Array = np.ndarray | torch.Tensor
+
+
+@dataclass(frozen=True)
+class TensorMapOf:
+    """A tensor map over an array, encoded when the array's device address is known."""
+
+    array: "Array"
+    box: tuple[int, ...]  # elements, innermost first
+    element_type: ElementType
+    swizzle: Swizzle = Swizzle.NONE
+    sizes: tuple[int, ...] | None = None  # innermost first; default: the array's shape
+    strides_bytes: tuple[int, ...] | None = None  # dimensions 1..; default: the array's
+    element_strides: tuple[int, ...] | None = None
+    oob_nan: bool = False
+
+    def encode_at(self, address: int) -> bytes:
+        shape = tuple(self.array.shape)
+        sizes = self.sizes or shape[::-1]
+        strides = self.strides_bytes
+        if strides is None:
+            strides = _strides_bytes(self.array)[::-1][1:]
+        return encode(
+            address,
+            self.element_type,
+            sizes,
+            strides,
+            self.box,
+            swizzle=self.swizzle,
+            element_strides=self.element_strides,
+            oob_nan=self.oob_nan,
+        )
+
+
+Argument = "Array | TensorMapOf | int | float | bytes | np.generic"
+
+
+class Device:
+    """One emulated GPU. `with Device(options) as device:` owns the process's device memory."""
+
+    def __init__(self, options: Options, *, record: bool = False) -> None:
+        self.options = options
+        self.memory = DeviceMemory()
+        self.reports: list[Report] = []
+        self.recordings: list[Recording] = []
+        self.launch_cpu_seconds = 0.0
+        self.dependent_launches = 0
+        self._record = record
+
+    def __enter__(self) -> "Device":
+        self.memory.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.memory.__exit__(*exc)
+
+    def launch(
+        self,
+        ptx: str,
+        kernel: str,
+        grid: Dim3,
+        block: Dim3,
+        cluster: Dim3,
+        dynamic_smem_bytes: int,
+        params: list[bytes],
+        dependent: bool = False,
+    ) -> Report:
+        """Launches a kernel on the device's memory; returns the report. dependent: see `program.launch`."""
+        self.dependent_launches += dependent
+        with self.memory.on_device():
+            recording = None
+            if self._record:
+                before = [(e.address, e.name, self._read(e)) for e in self.memory.extents()]
+                dims = (grid, block, cluster, dynamic_smem_bytes)
+                recording = Recording(ptx, kernel, *dims, params, before)
+                # Also kept if the launch fails, so that the failure can be replayed.
+                self.recordings.append(recording)
+            program = program_of(ptx)
+            start = time.process_time()
+            report = launch(
+                program,
+                kernel,
+                grid,
+                block,
+                cluster=cluster,
+                dynamic_smem_bytes=dynamic_smem_bytes,
+                params=params,
+                memory=memory_map_of(self.memory),
+                options=self.options,
+                dependent=dependent,
+            )
+            self.launch_cpu_seconds += time.process_time() - start
+            if recording is not None:
+                recording.results.extend(self._read(e) for e in self.memory.extents())
+        self.reports.append(report)
+        return report
+
+    def run_ptx(
+        self,
+        text: str,
+        kernel: str,
+        grid: int | Sequence[int],
+        block: int | Sequence[int],
+        args: Sequence[Argument],
+        *,
+        cluster: int | Sequence[int] = 1,
+        dynamic_smem_bytes: int = 0,
+    ) -> Report:
+        """Launches a kernel of a PTX text with explicit arguments, one for each `.param`; returns the report."""
+        sizes = parameter_bytes(text, kernel)
+        if len(sizes) != len(args):
+            raise ValueError(f"{kernel} has {len(sizes)} parameters, got {len(args)} arguments")
+        params = [self._encode(arg, size) for arg, size in zip(args, sizes, strict=True)]
+        return self.launch(text, kernel, _dim3(grid), _dim3(block), _dim3(cluster), dynamic_smem_bytes, params)
+
+    def _read(self, extent: Extent) -> bytes:
+        return self.memory.read(extent.address, extent.nbytes)
+
+    def _encode(self, argument: Argument, size: int) -> bytes:
+        if isinstance(argument, TensorMapOf):
+            encoded = argument.encode_at(self.memory.address_of(argument.array, "tensor map of"))
+        elif isinstance(argument, bytes):
+            encoded = argument
+        elif isinstance(argument, np.generic):
+            encoded = argument.tobytes()
+        elif isinstance(argument, int):
+            encoded = (argument & (1 << 8 * size) - 1).to_bytes(size, "little")
+        elif isinstance(argument, float):
+            encoded = struct.pack("<f" if size == 4 else "<d", argument)
+        else:
+            encoded = self.memory.address_of(argument).to_bytes(8, "little")
+        if len(encoded) != size:
+            raise ValueError(f"the parameter has {size} bytes, the argument {len(encoded)}")
+        return encoded
+
+
+def _dim3(value: int | Sequence[int]) -> Dim3:
+    dims = (value,) if isinstance(value, int) else tuple(value)
+    x, y, z = dims + (1,) * (3 - len(dims))
+    return x, y, z
+
+
+def _strides_bytes(array: "Array") -> tuple[int, ...]:
+    if isinstance(array, np.ndarray):
+        return array.strides
+    return tuple(stride * array.element_size() for stride in array.stride())

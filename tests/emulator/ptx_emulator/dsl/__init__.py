@@ -1,0 +1,1 @@
+"""CuTe DSL and torch programs on an emulated device."""

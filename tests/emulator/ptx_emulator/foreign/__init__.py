@@ -1,0 +1,1 @@
+"""Third-party kernels on the emulator, unmodified: the validation suite."""

@@ -1,0 +1,1 @@
+"""PTX and kernels that the tests and the campaigns run."""
