@@ -17,7 +17,7 @@ MAY_NOT_IMPORT = {
     "dsv4_radix_cache": {"sglang", "sglang_dsv4", "dsv4_kernels", "transformers"},
     "sglang_dsv4": {"tests", "benchmarks"},
 }
-# Modules of ours that run before SGLang can be imported, or at the start of every Python process. They may import each
+# Our modules that run before SGLang can be imported, or at the start of every Python process. They may import each
 # other.
 STANDARD_LIBRARY_ONLY = {
     "sglang_dsv4/cpu/shims.py",
@@ -62,9 +62,9 @@ MODULES = {module_name(path): path for package in FOLDERS for path in modules(pa
 
 
 def edges(module: str, path: Path, top_level_only: bool = False) -> set[str]:
-    """The modules of ours that a module imports: all, or those that its import imports.
+    """The modules of ours that a module imports: all, or only those that are imported with it.
 
-    All includes imports inside functions, and imports for type checkers: whoever knows a module's types knows it.
+    All includes imports inside functions and imports for type checkers, since a module depends on types, too.
     """
     tree = ast.parse(path.read_text())
     found: set[str] = set()
@@ -107,7 +107,7 @@ def test_a_circle_is_found() -> None:
 
 
 def test_the_top_of_the_package_has_few_files() -> None:
-    """A reader finds a room, and there the module."""
+    """A reader finds the subject's folder, and in it the module."""
     assert len(list((ROOT / "sglang_dsv4").glob("*.py"))) <= 10
 
 

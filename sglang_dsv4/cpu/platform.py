@@ -57,11 +57,11 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "eager"
 
     def get_torch_profiler_activity_str(self) -> str:
-        """The activity that `/start_profile` always records."""
+        """The name of the activity that `/start_profile` always records."""
         return "CPU"
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
-        """The same activity, as torch names it."""
+        """PyTorch's constant for the activity that `/start_profile` always records."""
         return torch.profiler.ProfilerActivity.CPU
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:

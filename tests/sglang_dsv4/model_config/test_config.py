@@ -211,11 +211,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nvfp4-that-sglang-would-miss": (
         {"quantization_config": COMMON["quantization_config"] | {"moe_quant_algo": "NVFP4", "group_size": 16}},
-        r"'quant_algo'.* is None; accepted: 'MIXED_PRECISION', beside moe_quant_algo 'NVFP4'",
+        r"'quant_algo'.* is None; accepted: 'MIXED_PRECISION', with moe_quant_algo 'NVFP4'",
     ),
     "nvfp4-group": (
         {"quantization_config": COMMON["quantization_config"] | NVFP4 | {"group_size": 32}},
-        r"'group_size'.* is 32; accepted: 16, beside moe_quant_algo 'NVFP4'",
+        r"'group_size'.* is 32; accepted: 16, with moe_quant_algo 'NVFP4'",
     ),
     "mixed-precision-of-what": (
         {"quantization_config": COMMON["quantization_config"] | {"quant_algo": "MIXED_PRECISION"}},

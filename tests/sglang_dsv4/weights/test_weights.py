@@ -63,7 +63,7 @@ def quantised(folder: Path) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def plain(quantised: Checkpoint) -> Checkpoint:
-    """The same values, not quantised."""
+    """The checkpoint's values, dequantised."""
     return {name: dequantised(quantised, name) for name in quantised if not name.endswith(".scale")}
 
 
@@ -267,7 +267,7 @@ MISTAKES: dict[str, tuple[Callable[[Checkpoint], None], str]] = {
         with_tensor("layers.0.hc_attn_base", lambda t: with_last(t, -math.inf)),
         r"'layers\.0\.hc_attn_base' \(infinite\)",
     ),
-    "values-beside-a-missing-tensor": (
+    "values-and-a-missing-tensor": (
         two_mistakes,
         r"1 missing tensors: 'norm\.weight'.*1 tensors hold.*'head\.weight' \(infinite\)",
     ),
