@@ -15,7 +15,7 @@ from dsv4_kernels.device import dependent_launch, ptx
 from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.model_shapes import ModelShapes
-from dsv4_kernels.step_mapping import GroupMapping, StepLayout, StepMapping
+from dsv4_kernels.step_mapping.layout import GroupMapping, StepLayout, StepMapping
 
 THREADS = 128
 

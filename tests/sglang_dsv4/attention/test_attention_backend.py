@@ -273,7 +273,7 @@ def test_a_large_chunk_unpacks_and_a_small_one_does_not(
     monkeypatch: pytest.MonkeyPatch, formats_read: list[RowFormat]
 ) -> None:
     """By the real rule, except for the limit on heads: this model has few, whose kernel reads FP8 rows."""
-    monkeypatch.setattr(attention_backend.choice, "FEW_HEADS", 0)
+    monkeypatch.setattr(attention_backend.unpacking, "FEW_HEADS", 0)
     engine = Engine(FP8, Sequences(FP8, 708))
     engine.forward(EXTEND, [(0, 700)])
     assert formats_read == [RowFormat.PLAIN] * 3
@@ -285,7 +285,7 @@ def test_a_kernel_that_unpacking_does_not_help_reads_rows_as_they_are(
     monkeypatch: pytest.MonkeyPatch, formats_read: list[RowFormat]
 ) -> None:
     asked = []
-    monkeypatch.setattr(attention_backend.choice, "helps", lambda kernel: asked.append(kernel))
+    monkeypatch.setattr(attention_backend.unpacking, "helps", lambda kernel: asked.append(kernel))
     Engine(FP8, Sequences(FP8, 700)).forward(EXTEND, [(0, 700)])
     assert formats_read == [RowFormat.FP8] * 3 and asked == ["ref"]
 
