@@ -47,7 +47,7 @@ HEADER = struct.Struct("<8sQ16s32s16s16x")  # magic, record bytes, identity, key
 REST_S = 30
 """Pause of writing after a failed write."""
 LEFT_OVER_S = 600
-"""Age from which an unfinished file is taken for a crash's and deleted."""
+"""Age from which an unfinished file counts as left by a crash, and is deleted."""
 
 
 class Fault(Enum):
