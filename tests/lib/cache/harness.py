@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import torch
 from cache.simulation import Requests
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from dsv4_kernels.compressor import compress
 from dsv4_kernels.kv_layout import KVRows
 from dsv4_radix_cache.ring import ring_row
 from sglang_dsv4.attention.backend import Dsv4AttentionBackend, Window
-from sglang_dsv4.attention.metadata import AttentionReader
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.cache.tail_options import TailSizes
@@ -114,8 +114,12 @@ class Engine(Requests):
         )
         self.generation = torch.zeros(slots, dtype=torch.int64)
         table = SimpleNamespace(req_to_token=self.req_to_token, req_generation=self.generation)
-        self.runner = SimpleNamespace(token_to_kv_pool=self.pool, req_to_token_pool=table, device="cpu")
-        self.backend = Dsv4AttentionBackend(self.runner, reader=AttentionReader(HEADS, TOP_K))
+        config = SimpleNamespace(num_attention_heads=HEADS, hf_config=SimpleNamespace(index_topk=TOP_K))
+        self.runner = SimpleNamespace(
+            token_to_kv_pool=self.pool, req_to_token_pool=table, device="cpu", model_config=config
+        )
+        with get_parallel().override(tp_size=1):
+            self.backend = Dsv4AttentionBackend(self.runner)
         self.geometry, self.sequences, self.slots = geometry, sequences, slots
 
     def reserve(self, request: int, tokens: int) -> None:
