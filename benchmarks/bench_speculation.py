@@ -356,7 +356,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path("."), help="folder of the servers' logs")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--builtin-flags", default="", help="of the built-in alone")
-    parser.add_argument("flags", nargs="*", help="of all servers, behind --")
+    parser.add_argument("flags", nargs="*", help="of all servers, after --")
     arguments = parser.parse_args()
     before = {}
     if arguments.resume:

@@ -316,7 +316,7 @@ def main(arguments_given: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="no work begins on a server after so many seconds"
     )
-    parser.add_argument("flags", nargs="*", help="of all servers, behind --")
+    parser.add_argument("flags", nargs="*", help="of all servers, after --")
     arguments = parser.parse_args(arguments_given)
     arguments.logs.mkdir(parents=True, exist_ok=True)
     begin, proof = time.monotonic(), Proof(arguments)

@@ -47,11 +47,11 @@ class Totals:
     requests: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
-    recomputed: list[int] = field(default_factory=list)  # per request
+    recomputed: list[int] = field(default_factory=list)  # a number for each request
 
     @property
     def hit_rate(self) -> float:
-        """Token-weighted."""
+        """Share of prompt tokens that came from the cache."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
@@ -72,24 +72,24 @@ class ReplayEngine:
         self.totals = Totals()
         self._ids = itertools.count()
 
-    # What a scheduler does
+    # Calls of a scheduler
 
     def run(self, prompt: Sequence[int], output: Sequence[int] = (), **how: str | None) -> Running:
-        """One request from start to finish."""
+        """Run one request from start to finish."""
         running = self.start(prompt, **how)
         self.decode(running, output)
         self.finish(running)
         return running
 
     def start(self, prompt: Sequence[int], extra_key: str | None = None, cache_salt: str | None = None) -> Running:
-        """Match and prefill, chunk by chunk."""
+        """Match and prefill a request, chunk by chunk."""
         running = self.admit(prompt, extra_key, cache_salt)
         while running.length < running.prompt_tokens:
             self.prefill_chunk(running)
         return running
 
     def admit(self, prompt: Sequence[int], extra_key: str | None = None, cache_salt: str | None = None) -> Running:
-        """Match and lock."""
+        """Match a request and lock its prefix."""
         from sglang.srt.managers.schedule_batch import Req
         from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -113,7 +113,7 @@ class ReplayEngine:
         return Running(req, hit, len(prompt), hit)
 
     def _load_back(self, req: Req) -> None:
-        """What is beyond the device, as the scheduler's planner asks for it."""
+        """Load the part of the prefix that is not on the device, as the scheduler's planner asks for it."""
         from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
         lock = self.cache.lock(req.last_node)
@@ -138,7 +138,7 @@ class ReplayEngine:
         checkpoint_kv_cache(req, self.cache)
 
     def forward_extend(self, req: Req, begin: int, end: int) -> None:
-        """What the attention backend does before a prefill forward."""
+        """Do the attention backend's bookkeeping before a prefill forward."""
         from sglang_dsv4.prefix.request_state import tail_receipt
 
         holder = self.holder(req)
@@ -149,7 +149,7 @@ class ReplayEngine:
         self.ledger.extend(*holder, begin, end)
 
     def holder(self, req: Req) -> tuple[int, int]:
-        """The request's slot and its generation."""
+        """Return the request's slot and its generation."""
         slot = req.kv.req_pool_idx
         return slot, int(self.rows.req_generation[slot])
 
@@ -169,13 +169,13 @@ class ReplayEngine:
                 self.cache.evict_sliding_windows(req, running.length - 1, eviction_interval=1)
 
     def forward_decode(self, req: Req, position: int) -> None:
-        """What the attention backend does before a decode forward that writes `position`."""
+        """Do the attention backend's bookkeeping before a decode forward that writes `position`."""
         self.ledger.pop_ring_saves()
         self.ledger.pop_copies()
         self.ledger.decode(*self.holder(req), position, 1)
 
     def finish(self, running: Running) -> None:
-        """The request ended normally: its KV goes to the tree."""
+        """End the request normally: its KV goes to the tree."""
         from sglang.srt.managers.schedule_batch import FINISH_LENGTH
         from sglang.srt.mem_cache.common import release_kv_cache
 
@@ -183,7 +183,7 @@ class ReplayEngine:
         release_kv_cache(running.req, self.cache, checkpoint=True)
 
     def retract(self, running: Running) -> None:
-        """Memory ran out, or the request was aborted: its KV is given up."""
+        """Give up the request's KV, as when memory runs out or the request is aborted."""
         from sglang.srt.mem_cache.common import release_kv_cache
 
         if running.req.kv.holds_kv:
@@ -192,12 +192,12 @@ class ReplayEngine:
             self.cache.unlock(running.req.lock)
 
     def flush(self) -> None:
-        """`/flush_cache`; nothing may be running."""
+        """Flush as `/flush_cache` does; no request may be running."""
         self.cache.reset()
         self.rows.clear()
         self.allocator.clear()
 
-    # Slots
+    # Pool slots
 
     def _grow(self, running: Running, end: int) -> None:
         from sglang.srt.mem_cache.common import evict_from_tree_cache
@@ -217,7 +217,7 @@ class ReplayEngine:
 
 
 def _context(context_tokens: int, requests: int) -> object:
-    """SGLang's global arguments, which its cache code reads, and the table of request rows."""
+    """Set SGLang's global arguments, which its cache code reads; return the table of request rows."""
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
@@ -235,7 +235,7 @@ def tail_engine(
     interval_tokens: int = DEFAULT_INTERVAL_TOKENS,
     **cache_options: Any,  # noqa: ANN401 - of `Dsv4PrefixCache`
 ) -> ReplayEngine:
-    """This project's policy: FULL pages and tails."""
+    """Return an engine with this project's policy: FULL pages and tails."""
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
@@ -258,7 +258,8 @@ def paged_engine(
     requests: int = 16,
     chunk_tokens: int = 8192,
 ) -> ReplayEngine:
-    """SGLang 0.5.23's policy for DeepSeek-V4 on CUDA: FULL pages and paged SWA, components FULL and SWA."""
+    """Return an engine with SGLang 0.5.23's policy for DeepSeek-V4 on CUDA: FULL pages and paged SWA, components FULL
+    and SWA."""
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
     from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams

@@ -214,7 +214,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         return UniformInputs(first, batch.req_pool_indices.long(), k)
 
     def _before_forward(self, batch: ForwardBatch) -> ChunkWrites | None:
-        """Call `TailLifecycle.before_forward`, except for a batch without request slots on the host: it has no requests."""
+        """Call `TailLifecycle.before_forward`, unless the batch has no request slots on the host, so no requests."""
         mode, slots = batch.forward_mode, getattr(batch, "req_pool_indices_cpu", None)
         if slots is None or mode.is_idle() or self.draft_step is not None:
             return None

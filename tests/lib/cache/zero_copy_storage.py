@@ -13,9 +13,12 @@ from sglang_dsv4.cache.checked_storage import ALIGNMENT, StagedRecords
 
 
 class ZeroCopy(HiCacheStorage):
-    """A backend like mooncake and nixl: objects are copied between the store and registered memory, by address, several
-    at once; values are refused. As with nixl a missing object fails the whole batch, and the read of a short object
-    leaves the rest of the memory unchanged."""
+    """Objects move between the store and registered memory by address, several at once, as with mooncake and nixl;
+    values are refused.
+
+    As with nixl, one missing object fails the whole batch, and reading a short object leaves the rest of the memory as
+    it was.
+    """
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -75,7 +78,7 @@ class ZeroCopy(HiCacheStorage):
 
 
 class FromConfig(ZeroCopy):
-    """The same, constructed as SGLang constructs a `dynamic` backend."""
+    """A storage that SGLang makes from a `dynamic` backend's configuration."""
 
     made: ClassVar[list[FromConfig]] = []
 
