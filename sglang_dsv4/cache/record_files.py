@@ -164,7 +164,7 @@ class RecordFiles(HiCacheStorage):
                 self.faults[Fault.UNWRITTEN] += 1
                 self._resting_until = time.monotonic() + REST_S
             logger.warning(
-                "prefix storage: %s can't be written (%s); requests are served on, and nothing is written for %d s. "
+                "prefix storage: %s can't be written (%s); requests are still served, and nothing is written for %d s. "
                 "Free space in %s or start with another folder (%s)",
                 self._path(key).name,
                 error,
@@ -272,7 +272,7 @@ class RecordFiles(HiCacheStorage):
             if not note.exists():
                 note.write_text(json.dumps(self.identity, indent=1))
         except OSError as error:
-            logger.warning("prefix storage: %s can't be written: %s. What is there is read.", self.folder, error)
+            logger.warning("prefix storage: %s can't be written: %s. Existing records are read.", self.folder, error)
         now = time.time()
         for left in self.folder.glob("*/.*.tmp"):
             with contextlib.suppress(OSError):
