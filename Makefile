@@ -1,6 +1,7 @@
 # make serve   a server for a small random DeepSeek-V4 on this machine's CPU     make test    the test suite, but for what is slow
 #
 # Variables: PYTHON=python3.11  PORT=30000  MODEL=<checkpoint folder>  SERVE_ARGS="--tp 2 …"  TEST_ARGS="tests/kernels -k …"  WORKERS=2
+#            SHARD=2/8  MINUTES=20 (of test-slow: an eighth of the slow tests, none of which begins after 20 minutes)
 #            PRESET=<layout of `make checkpoint`: tiny, nvfp4, flash-april, flash-0731, pro-0813, flash, pro>
 #            TORCH_INDEX=<index with CPU builds of torch; empty: only pip's configured ones>
 
@@ -10,6 +11,8 @@ MODEL       ?= checkpoints/tiny
 PRESET      ?= tiny
 SERVE_ARGS  ?=
 TEST_ARGS   ?=
+SHARD       ?=
+MINUTES     ?=
 WORKERS     ?= 2
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -25,6 +28,8 @@ ENV     := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} OMP_WAIT_POLICY=$${OM
 # `make test` runs WORKERS processes side by side (tests/conftest.py says which tests stay together), so each computes
 # with one thread. TEST_ARGS="-n0 …" runs them in one process, which a debugger needs.
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
+# A part of the slow tests: shard 2/8, or HASH/8 for the one that a commit's hash chooses; no test begins after MINUTES.
+PART := $(if $(SHARD),--shard $(SHARD)) $(if $(MINUTES),--minutes $(MINUTES))
 # Tests that skip without one of these modules must not do so here: tests/conftest.py refuses to begin.
 TEST_NEEDS := DSV4_TESTS_NEED="cutlass torch"
 
@@ -32,7 +37,7 @@ TEST_NEEDS := DSV4_TESTS_NEED="cutlass torch"
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,5s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '1,6s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 	@echo "also: make setup | checkpoint | test-slow | lint | format | clean"
 
 setup: $(STAMP)
@@ -55,7 +60,7 @@ test: $(STAMP)
 	$(TEST_ENV) $(TEST_NEEDS) $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(TEST_ARGS)
 
 test-slow: $(STAMP)
-	$(ENV) $(TEST_NEEDS) $(BIN)/python -m pytest -m "slow and not gpu" $(TEST_ARGS)
+	$(TEST_ENV) $(TEST_NEEDS) $(BIN)/python -m pytest -n $(WORKERS) -m "slow and not gpu" $(PART) $(TEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

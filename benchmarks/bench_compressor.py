@@ -1,9 +1,9 @@
-"""A layer's compressors in one call, `compress_store`, against the ops that it is made of and the card's bandwidth.
+"""A layer's compressors in one call, `compress_store`, against the ops that it replaces and the card's bandwidth.
 
     python benchmarks/bench_compressor.py [--cases REGEX] [--quick] [--impl sm90] [--out FILE.json]
 
 Dimensions and row formats of the release: FP8 entries, FP4 indexer keys. A decoding batch appends one token to each
-request, and all requests, a quarter of them, or as few as on average close a group in that step; a chunk has 8,192
+request; in that step all requests, a quarter of them, or the average share close a compression group. A chunk has 8,192
 tokens of one request.
 
 First the call's result is compared with the definition's: states bit for bit, stored rows in the Frobenius norm; a
@@ -13,8 +13,8 @@ more than the L2 cache, as layers have. "parts" are the public ops one after the
 
     floor = bytes / copy bandwidth
 
-with the bytes that must move (`Inputs.bytes`): every raw row of the batch read once, those of closing groups from the
-state, rows that are kept and entries written. The last line is the result as JSON.
+`Inputs.bytes` must move: every raw row of the batch is read once, rows of closing groups are read from the state, and
+kept rows and entries are written. The last line is the result as JSON.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from bench_sparse_attention import Ceilings, interleaved, l2_bytes, measure_ceilings, versions
+from lib.measuring import Ceilings, interleaved, l2_bytes, measure_ceilings, versions
 
 from dsv4_kernels import registry
 from dsv4_kernels.compressor import Compression, Groups, compress, compress_store
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.norm import rms_norm
 from dsv4_kernels.quant import hadamard
-from dsv4_kernels.rope import YarnScaling, apply_rope, rope_frequencies
+from dsv4_kernels.rope import YarnScaling, apply_rope_in_place, rope_frequencies
 
 WRONG = 0.02
-"""Of FP4 keys: a value that lies between two codes may take either, a step of up to a third."""
+"""FP4 keys decide this: a value between two codes may become either, a step of up to a third."""
 SECONDS_PER_CASE = 0.3
 MAX_SETS, MAX_SETS_OF_PARTS = 1024, 16
 BATCHES = (1, 16, 64, 128)
@@ -51,21 +51,22 @@ Call = Callable[[], None]
 
 @dataclass(frozen=True)
 class Case:
-    """tokens: of one request's chunk, or requests that append one token each, of which `closing` close a group."""
+    """A chunk of `tokens` tokens of one request, or `tokens` requests that append one token each, `closing` of which
+    close a compression group."""
 
     name: str
     kind: str
     tokens: int
-    closing: int | None  # None: a chunk
+    closing: int | None  # None for a chunk
 
     @property
     def halves(self) -> int:
-        """Of a raw row."""
+        """Number of head_dim halves of a raw row."""
         return 2 if self.kind == "csa" else 1
 
 
 def all_cases() -> list[Case]:
-    """Decoding batches and chunks, of both kinds of layer."""
+    """Return decoding batches and chunks, for both kinds of layer."""
     cases = []
     for kind, ratio in RATIO.items():
         for batch in BATCHES:
@@ -80,13 +81,13 @@ def all_cases() -> list[Case]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """One call."""
+    """Inputs of one call."""
 
     groups: Groups
     compressions: tuple[Compression, ...]
 
     def bytes(self, case: Case) -> int:
-        """That must move."""
+        """Return the bytes that must move."""
         closed = int((self.groups.sources >= 0).any(1).sum())
         kept = int((self.groups.state_rows >= 0).sum())
         total = 0
@@ -99,7 +100,7 @@ class Inputs:
 
 
 def number_of_sets(case: Case, cache_bytes: int) -> int:
-    """So many that what they touch is three times the cache."""
+    """Return the number of sets that together touch three times the cache."""
     touched = sum(case.halves * dim * 8 * 2 * case.tokens for dim in DIMS[case.kind])
     if case.closing is not None:
         touched += sum(case.closing * case.halves * RATIO[case.kind] * dim * 8 for dim in DIMS[case.kind])
@@ -107,7 +108,7 @@ def number_of_sets(case: Case, cache_bytes: int) -> int:
 
 
 def build(case: Case, sets: int, device: torch.device) -> list[Inputs]:
-    """Requests of all sets have slots of their own in one state."""
+    """Return `sets` sets of inputs; the requests of all sets have slots of their own in one state."""
     ratio, ring, halves = RATIO[case.kind], RING[case.kind], case.halves
     requests = case.tokens if case.closing is not None else 1
     num_states, num_groups = sets * requests * ring, case.tokens if case.closing is not None else case.tokens // ratio
@@ -138,7 +139,7 @@ def build(case: Case, sets: int, device: torch.device) -> list[Inputs]:
 
 
 def _decode(case: Case, which: int, num_states: int, device: torch.device) -> Groups:
-    """The requests that close are spread over the batch."""
+    """Return the groups of a decoding batch, in which the requests that close are spread evenly."""
     ratio, ring = RATIO[case.kind], RING[case.kind]
     request = torch.arange(case.tokens, device=device)
     closes = (request + 1) * case.closing // case.tokens > request * case.closing // case.tokens
@@ -159,7 +160,7 @@ def _decode(case: Case, which: int, num_states: int, device: torch.device) -> Gr
 
 
 def _chunk(case: Case, which: int, num_states: int, device: torch.device) -> Groups:
-    """The first chunk of a request."""
+    """Return the groups of a request's first chunk."""
     ratio, ring, tokens = RATIO[case.kind], RING[case.kind], case.tokens
     positions = torch.arange(tokens, device=device)
     group = torch.arange(tokens // ratio, device=device)
@@ -173,7 +174,7 @@ def _chunk(case: Case, which: int, num_states: int, device: torch.device) -> Gro
 
 
 def ours(sets: list[Inputs], impl: str | None) -> list[Call]:
-    """One call of the op."""
+    """Return calls of the op."""
 
     def call(inputs: Inputs) -> Call:
         return lambda: compress_store(inputs.groups, inputs.compressions, torch.bfloat16, impl)
@@ -182,7 +183,7 @@ def ours(sets: list[Inputs], impl: str | None) -> list[Call]:
 
 
 def parts(sets: list[Inputs]) -> list[Call]:
-    """The ops one after the other; entries of open groups are computed too, and go to the null row."""
+    """Return calls of the parts one after the other; entries of open groups are computed too and go to the null row."""
 
     def call(inputs: Inputs) -> Call:
         g = inputs.groups
@@ -195,7 +196,7 @@ def parts(sets: list[Inputs]) -> list[Call]:
                 score = c.score + c.ape[g.positions % g.ratio]
                 entries = compress(c.state, c.kv, score, g.sources, g.ratio, c.head_dim)
                 entries = rms_norm(entries.bfloat16(), c.norm_weight, c.eps)
-                entries = apply_rope(entries, g.entry_positions, c.frequencies)
+                entries = apply_rope_in_place(entries, g.entry_positions, c.frequencies)
                 raw = torch.stack([c.kv, score], 1).index_select(0, tokens)
                 c.state.index_copy_(0, kept, raw)
                 c.table.scatter(slots, hadamard(entries) if c.hadamard else entries)
@@ -206,7 +207,7 @@ def parts(sets: list[Inputs]) -> list[Call]:
 
 
 def relative_error(inputs: Inputs, impl: str | None) -> float:
-    """Of the stored rows, the largest of the compressions.
+    """Return the largest relative error of the stored rows over the compressions.
 
     Raises:
         AssertionError: a state differs from the definition's.
@@ -222,14 +223,14 @@ def relative_error(inputs: Inputs, impl: str | None) -> float:
         results.append(copies)
     error = 0.0
     for expected, found in zip(*results, strict=True):
-        assert torch.equal(expected.state, found.state), "the raw rows that are kept are not the definition's"
+        assert torch.equal(expected.state, found.state), "the state's raw rows differ from the definition's"
         wanted = expected.table.gather(rows).float()
         error = max(error, float((found.table.gather(rows).float() - wanted).norm() / wanted.norm()))
     return error
 
 
 def run_case(case: Case, ceilings: Ceilings, impl: str | None, device: torch.device, seconds: float) -> dict:
-    """One row of the result.
+    """Return one row of the result.
 
     Raises:
         AssertionError: our result is wrong.
@@ -248,7 +249,7 @@ def run_case(case: Case, ceilings: Ceilings, impl: str | None, device: torch.dev
 
 
 def line(row: dict) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     return (
         f"{row['name']:28} {row['ours_us']:9.2f} {row['parts_us']:9.1f} {row['floor_us']:9.2f} "
         f"{row['floor_us'] / row['ours_us']:6.0%} {row['rel_err']:9.1e} {row['sets']:5}"
@@ -256,9 +257,9 @@ def line(row: dict) -> str:
 
 
 def main(arguments: list[str] | None = None) -> dict:
-    """Runs the cases and prints table and JSON."""
+    """Run the cases; print the table and the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="", help="only those whose names match")
+    parser.add_argument("--cases", default="", help="only cases whose names match")
     parser.add_argument("--quick", action="store_true", help="a tenth of the time a case")
     parser.add_argument("--impl", help="implementation by name; by default the registry's choice")
     parser.add_argument("--out", type=Path, help="a file for the JSON")

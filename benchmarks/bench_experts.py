@@ -7,15 +7,15 @@ Contenders, both from x and the router's output to [T, d] in bf16, in CUDA graph
 
     ours      `dsv4_kernels.moe.sm90`: e4m3 activations as in the release
     marlin    `fused_marlin_moe` as SGLang 0.5.23's runner calls it: bf16 activations
-    ours_by_* (--sweep) ours with each shape of work tiles: `narrow` (decode), `paired` (decode of more than 32 tokens,
+    ours_by_* (--sweep) `ours` by shape of work tiles: `narrow` (decode), `paired` (decode of more than 32 tokens,
               up to 64 slots of an expert in a tile), `wide` (prefill); `overlap`, `turns`: with
               launches that overlap (programmatic dependent launch), and without
 
-First a few tokens of every case are held against float64 of the dequantised weights. `rel_err` and `marlin_rel_err` are
-distances from the sum without any rounding of activations, `release_rel_err` is ours from the release's definition,
+First a few tokens of every case are compared with float64 of the dequantised weights. `rel_err` and `marlin_rel_err`
+are distances from the sum without any rounding of activations, `release_rel_err` is ours from the release's definition,
 which rounds both products' inputs to e4m3; if that, or Marlin's, is above WRONG nothing is timed.
 
-A call's tokens are routed anew in each of several sets, so that what one call leaves in L2 does not serve the next.
+A call's tokens are routed differently in each of several sets, so that no call finds its experts in L2.
 
     floor = (codes and scales of the touched experts, 17/32 byte a weight; x and the result once) / copy bandwidth
 
@@ -30,88 +30,29 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bench_sparse_attention import heading, interleaved
+from lib.experts_inputs import BYTES_A_WEIGHT, LIMIT, MODELS, Inputs, Model, inputs, random_experts
+from lib.measuring import heading, interleaved
 from torch import Tensor, nn
 
 from dsv4_kernels.moe import Mxfp4Experts
 from dsv4_kernels.moe.ref import ACTIVATION_BLOCK
-from dsv4_kernels.quant import dequantise_fp4_weight
+from dsv4_kernels.number_formats import dequantise_fp4_weight
 from dsv4_kernels.quant.ref import fp8_quantise
 
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
 ROUTING = ("uniform", "zipf", "six")
-CHOSEN = 6
-LIMIT = 10.0
 WRONG = 0.01
 CHECKED_TOKENS = 3
 SECONDS = 0.12
 SETS = {1: 12, 4: 8, 16: 6, 64: 4, 128: 4, 256: 3}
 MOST_SETS_OF_PREFILL = 2
-BYTES_A_WEIGHT = 17 / 32
-
-
-@dataclass(frozen=True)
-class Model:
-    """Dimensions of a model's experts on a rank."""
-
-    experts: int
-    d: int
-    channels: int
-
-
-MODELS = {"flash": Model(256, 4096, 2048), "pro": Model(384, 7168, 3072)}
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Of one call."""
-
-    x: Tensor  # [T, d] bf16
-    weights: Tensor  # [T, k] fp32
-    experts: Tensor  # [T, k] int32
-
-
-def random_experts(model: Model, device: torch.device) -> Mxfp4Experts:
-    """Codes of every kind; scales of a row within 2^6, so that outputs are around 1."""
-    generator = torch.Generator(device).manual_seed(1)
-
-    def matrix(rows: int, k: int) -> tuple[Tensor, Tensor]:
-        codes = torch.randint(
-            0, 256, (model.experts, rows, k // 2), generator=generator, dtype=torch.uint8, device=device
-        )
-        centre = 127 - round(math.log2(3 * math.sqrt(k)))
-        shape = model.experts, rows, k // 32
-        scale = torch.randint(centre - 5, centre + 2, shape, generator=generator, dtype=torch.uint8, device=device)
-        return codes, scale.view(torch.float8_e8m0fnu)
-
-    return Mxfp4Experts(*matrix(2 * model.channels, model.d), *matrix(model.d, model.channels))
-
-
-def inputs(model: Model, tokens: int, routing: str, seed: int, device: torch.device) -> Inputs:
-    """Random rows, routed uniformly, by Zipf's law, or all to the same six experts."""
-    generator = torch.Generator(device).manual_seed(seed)
-    x = torch.randn(tokens, model.d, generator=generator, device=device).bfloat16()
-    order = torch.randperm(model.experts, generator=generator, device=device)
-    if routing == "six":
-        ids = order[:CHOSEN].expand(tokens, CHOSEN)
-    else:
-        # The largest of a logarithm of probability and Gumbel noise: draws without replacement.
-        noise = torch.rand(tokens, model.experts, generator=generator, device=device)
-        scores = -torch.log(-torch.log(noise.clamp(1e-9, 1 - 1e-7)))
-        if routing == "zipf":
-            scores -= torch.log(torch.arange(1, model.experts + 1, device=device).float())
-        ids = order[scores.topk(CHOSEN).indices]
-    weights = torch.rand(tokens, CHOSEN, generator=generator, device=device) + 0.1
-    weights = 1.5 * weights / weights.sum(1, keepdim=True)
-    return Inputs(x, weights, ids.int().contiguous())
 
 
 def exact(packed: Mxfp4Experts, i: Inputs, tokens: Tensor, rounds: bool) -> Tensor:
-    """[tokens, d] in float64; with `rounds` both products' inputs are rounded as in the release."""
+    """Return [tokens, d] in float64; with `rounds` both products' inputs are rounded as in the release."""
 
     def rounded(row: Tensor) -> Tensor:
         if not rounds:
@@ -133,13 +74,13 @@ def exact(packed: Mxfp4Experts, i: Inputs, tokens: Tensor, rounds: bool) -> Tens
     return out
 
 
-# ---- contenders: weights, once; then a call for inputs
+# ---- contenders: made once from the weights, then called with inputs
 
 Contender = Callable[[Inputs], Tensor]
 
 
 def ours(packed: Mxfp4Experts, sweep: bool) -> dict[str, Contender]:
-    """Our kernels, by the shape that they choose, and by either."""
+    """Return our kernels with the shape that they choose and, with `sweep`, with each shape."""
     from dsv4_kernels.moe.sm90 import launch
     from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
 
@@ -158,10 +99,10 @@ def ours(packed: Mxfp4Experts, sweep: bool) -> dict[str, Contender]:
 
 
 def marlin(packed: Mxfp4Experts) -> Contender:
-    """SGLang's Marlin.
+    """Return SGLang's Marlin.
 
     Raises:
-        ImportError: SGLang, or what its kernels need, is not here.
+        ImportError: SGLang or a package that its kernels need is missing.
     """
     from sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe import fused_marlin_moe
     from sglang.srt.layers.quantization.marlin_utils import marlin_make_workspace
@@ -197,7 +138,7 @@ def marlin(packed: Mxfp4Experts) -> Contender:
 
 
 def distance(found: Tensor, expected: Tensor, tokens: Tensor) -> float:
-    """|found - expected| / |expected|."""
+    """Return |found - expected| / |expected|."""
     return float(f"{float((found[tokens].double() - expected).norm() / expected.norm()):.3e}")
 
 
@@ -211,7 +152,7 @@ def run_case(
     device: torch.device,
     bandwidth: float,
 ) -> dict:
-    """One row of the result.
+    """Return one row of the result.
 
     Raises:
         AssertionError: a result is wrong.
@@ -240,7 +181,7 @@ def run_case(
 
 
 def line(row: dict) -> str:
-    """A row of the table: microseconds."""
+    """Return a row of the table, in microseconds."""
     ours_us, theirs = row["ours_us"], row.get("marlin_us", math.nan)
     others = ", ".join(
         f"{key[8:-3]} {value:.1f}" for key, value in row.items() if key[:8] == "ours_by_" and key[-3:] == "_us"
@@ -256,7 +197,8 @@ CLASSES = {"decode_1_4": (1, 4), "decode_16_256": (16, 64, 128, 256), "prefill":
 
 
 def summary(rows: list[dict]) -> dict[str, float]:
-    """Geometric means of ours / Marlin, the mean share of the floor, and of each variant over ours, by kind of case."""
+    """Return, by kind of case, geometric means of ours / Marlin, the mean share of the floor, and each variant over
+    ours."""
     found: dict[str, float] = {}
 
     def mean(name: str, numbers: list[float]) -> None:
@@ -284,7 +226,7 @@ def summary(rows: list[dict]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints the table; the last line is JSON."""
+    """Print the table; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--slices", default="1,2", help="ranks of tensor parallelism, by commas")
@@ -309,7 +251,7 @@ def main() -> None:
             contenders = ours(packed, options.sweep)
             try:
                 contenders["marlin"] = marlin(packed)
-            except Exception as error:  # an opponent that is not here is a fact about it
+            except Exception as error:  # a missing opponent is reported, not an error
                 result["marlin_error"] = f"{type(error).__name__}: {error}"[:300]
                 print(f"    marlin: {result['marlin_error']}", file=sys.stderr)
             for routing in options.routing.split(","):

@@ -1,4 +1,4 @@
-"""The first half of the output projection at few tokens: from FP8 in one launch, against what a layer does without it.
+"""The first half of the output projection at few tokens: one launch with an FP8 weight, against the three it replaces.
 
     python benchmarks/bench_grouped_linear.py [--models flash,flash-tp2,flash-tp4,pro] [--tokens 1,4,...] [--sweep]
         [--out FILE.json]
@@ -9,11 +9,11 @@ Contenders, in CUDA graphs, each from the attention's output to the codes that t
     today       `apply_rope_in_place`, `grouped_linear` by cuBLAS with the weight in bf16, `fp8_quantise`
     product     the product of `ours` alone;   cublas: that of `today`
     invariant   `today` with the products of `--enable-deterministic-inference`
-    expanded    as `today` behind an expansion of the FP8 weight into a bf16 buffer that all layers share: prefill
+    expanded    `today` after expanding the FP8 weight into a bf16 buffer that all layers share, as in prefill
     ours_by_*   (--sweep) by each tile, and with launches that do not overlap (`turns`)
 
-First each result of ours must have the bits of `invariant`, and the product those of its product; that is held against
-float64 of the dequantised weight. Sets of weights take turns, more bytes than L2 holds.
+First `ours` must have the bits of `invariant`, and `product` the bits of the product in it, which is compared with
+float64 of the dequantised weight. Calls alternate between sets of weights that exceed L2 in size.
 
     floor = (codes, scales, x and the result once) / copy bandwidth
 
@@ -31,17 +31,18 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_sparse_attention import heading, interleaved, l2_bytes
+from lib.measuring import heading, interleaved, l2_bytes
 from torch import Tensor
 
 from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.linear import HeadRotation, expand_fp8_weight, grouped_linear, grouped_linear_fp8_weight
-from dsv4_kernels.quant import fp8_quantise, quantise_fp8_weight
+from dsv4_kernels.number_formats import quantise_fp8_weight
+from dsv4_kernels.quant import fp8_quantise
 from dsv4_kernels.rope import apply_rope_in_place, rope_frequencies
 
 TOKENS = (1, 4, 16, 32, 64, 128)
 GROUPS = {"flash": 8, "flash-tp2": 4, "flash-tp4": 2, "pro": 16}
-"""Of a rank."""
+"""Output groups of a rank."""
 ROWS, CHANNELS, HEAD, ROTATED = 1024, 4096, 512, 64
 WRONG = 0.01
 CHECKED_TOKENS = 3
@@ -50,7 +51,7 @@ SECONDS = 0.06
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of one call."""
+    """Inputs of one call."""
 
     codes: Tensor  # [G, N, K] e4m3
     scale: Tensor  # [G, N / 128, K / 128] fp32
@@ -59,14 +60,14 @@ class Inputs:
     rotation: HeadRotation
 
     def rotated(self) -> Tensor:
-        """x, turned in place: a layer's own input is new in every step."""
+        """Return a copy of x to rotate in place: a layer's own input is new in every step."""
         positions, frequencies, head = self.rotation
         apply_rope_in_place(self.x.view(len(self.x), -1, head), positions, frequencies, inverse=True)
         return self.x
 
 
 def weights(groups: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and the same in bf16: outputs are around 1."""
+    """Return codes, scales and the bf16 weight, such that outputs are around 1."""
     torch.manual_seed(seed)
     matrix = torch.randn(groups * ROWS, CHANNELS, device=device) / math.sqrt(CHANNELS)
     codes, scale = quantise_fp8_weight(matrix)
@@ -75,7 +76,7 @@ def weights(groups: int, seed: int, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def with_tokens(of: tuple[Tensor, Tensor, Tensor], tokens: int, device: torch.device) -> Inputs:
-    """Random x at far positions."""
+    """Return inputs with random x at large positions."""
     x = torch.randn(tokens, of[0].shape[0], CHANNELS, device=device).bfloat16()
     frequencies = rope_frequencies(ROTATED, 10000.0, None).to(device)
     return Inputs(*of, x, HeadRotation(torch.arange(tokens, device=device) * 7 + 50_000, frequencies, HEAD))
@@ -87,13 +88,13 @@ Contender = Callable[[Inputs], object]
 
 
 def of_layer(product: Callable[[Inputs], Tensor], i: Inputs) -> tuple[Tensor, Tensor]:
-    """A layer's three launches with this product."""
+    """Return the result of a layer's three launches with this product."""
     i.rotated()
     return fp8_quantise(product(i).flatten(1), column_major=True)
 
 
 def contenders(tokens: int, buffer: Tensor, sweep: bool) -> dict[str, Contender]:
-    """By name."""
+    """Return the contenders by name."""
     found: dict[str, Contender] = {
         "ours": lambda i: grouped_linear_fp8_weight(i.x, i.codes, i.scale, i.rotation, quantises=True),
         "today": partial(of_layer, lambda i: grouped_linear(i.x, i.plain)),
@@ -119,7 +120,7 @@ def contenders(tokens: int, buffer: Tensor, sweep: bool) -> dict[str, Contender]
 
 
 def swept() -> list:
-    """The tiles that there are, and others: tokens, warps, stages."""
+    """Return the kernel's tiles and others (tokens, warps, stages)."""
     from dsv4_kernels.linear import fp8_weight_gpu
     from dsv4_kernels.linear.fp8_weight import Tile
 
@@ -128,7 +129,7 @@ def swept() -> list:
 
 
 def by_tile(tile: object, i: Inputs) -> object:
-    """Ours, with a tile that is not chosen for it."""
+    """Run our kernel with a tile that need not be the chosen one."""
     from dsv4_kernels.linear import fp8_weight_gpu
 
     return fp8_weight_gpu.sm90(i.x, i.codes, i.scale, i.rotation, True, tile=tile)
@@ -138,13 +139,13 @@ def by_tile(tile: object, i: Inputs) -> object:
 
 
 def check(i: Inputs, calls: dict[str, Contender]) -> float:
-    """Ours has the invariant products' bits. Returns the product's distance from float64.
+    """Check that ours has the bits of the batch-invariant products; return the product's distance from float64.
 
     Raises:
-        AssertionError: it has not, or is wrong.
+        AssertionError: the bits differ, or the product is wrong.
     """
     product = grouped_linear_fp8_weight(i.x, i.codes, i.scale)
-    assert torch.equal(product, grouped_linear(i.x, i.plain, impl="sm90")), "the product has other bits"
+    assert torch.equal(product, grouped_linear(i.x, i.plain, impl="sm90")), "the product's bits differ"
     some = torch.linspace(0, len(i.x) - 1, min(CHECKED_TOKENS, len(i.x)), device=i.x.device).long()
     exact = torch.einsum("tgk,gnk->tgn", i.x[some].double(), i.plain.double())
     error = float((product[some].double() - exact).norm() / exact.norm())
@@ -156,7 +157,7 @@ def check(i: Inputs, calls: dict[str, Contender]) -> float:
     i.x.copy_(kept)
     for name, (codes, scales) in made.items():
         same = torch.equal(codes.view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(scales, expected[1])
-        assert same, f"{name} has other bits than rotation, product and quantiser one by one"
+        assert same, f"{name} has not the bits of rotation, product and quantiser one by one"
     return error
 
 
@@ -169,7 +170,7 @@ def run_case(
     bandwidth: float,
     sweep: bool,
 ) -> dict:
-    """One row of the result.
+    """Return one row of the result.
 
     Raises:
         AssertionError: a result is wrong; nothing is timed.
@@ -188,7 +189,7 @@ def run_case(
 
 
 def line(row: dict) -> str:
-    """A row of the table: microseconds."""
+    """Return a row of the table, in microseconds."""
     columns = ("ours", "today", "product", "cublas", "invariant", "expanded")
     times = " ".join(f"{row.get(f'{key}_us', math.nan):9.2f}" for key in columns)
     others = ", ".join(f"{k[8:-3]} {v:.2f}" for k, v in row.items() if k.startswith("ours_by_") and k.endswith("_us"))
@@ -197,7 +198,7 @@ def line(row: dict) -> str:
 
 
 def compile_all(sweep: bool) -> None:
-    """Kernels that are missing, by several processes."""
+    """Compile missing kernels in several processes."""
     from dsv4_kernels.host import compile_pool
     from dsv4_kernels.linear import fp8_weight_gpu as gpu
 
@@ -212,7 +213,7 @@ def compile_all(sweep: bool) -> None:
 
 
 def main() -> None:
-    """Prints the table; the last line is JSON."""
+    """Print the table; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(GROUPS))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))

@@ -5,11 +5,10 @@
 Between two sublayers of DeepSeek-V4: `hc_post` of the one, `hc_pre` of the next, RMSNorm. Contenders:
 
     ours           `hc_boundary` with the kernel forced by name
-    ours_parts     `hc_post` and `hc_enter`: two launches of the same kernel, which read the new streams again
-    ours_fp8       as ours, with x as e4m3 beside it
+    ours_fp8       as `ours`, with x also in e4m3
     ours_then_fp8  ours, and `fp8_quantise` of x: two launches
     ours_by_NxM    (--sweep) as ours, with groups of N tokens and M teams a CTA instead of what `gpu.chosen` chooses
-    sglang         `mhc_fused_post_pre` as SGLang 0.5.23 calls it by default: TileLang, behind 32 tokens with DeepGEMM's
+    sglang         `mhc_fused_post_pre` as SGLang 0.5.23 calls it by default: TileLang; above 32 tokens with DeepGEMM's
                    `tf32_hc_prenorm_gemm`. fn is rounded to TF32 there
     sglang_parts   `mhc_post` and `mhc_pre`, with the norm
 
@@ -35,28 +34,28 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from bench_sparse_attention import gpu_state, interleaved, l2_bytes, measure_ceilings, versions
+from lib.measuring import gpu_state, interleaved, l2_bytes, measure_ceilings, versions
 from torch import Tensor
 
 from dsv4_kernels import registry
-from dsv4_kernels.hyper_connection import hc_boundary, hc_enter, hc_post
+from dsv4_kernels.hyper_connection import hc_boundary
 from dsv4_kernels.quant import fp8_quantise
 
 TOKENS = (1, 4, 16, 64, 128, 1024, 8192)
 DIMS = {4096: "Flash", 7168: "Pro"}
 EPS, ITERATIONS = 1e-6, 20
 WRONG = {"streams": 0.004, "x": 0.006, "post": 3e-4, "comb": 3e-4}
-"""Relative: bf16 rounds by 2**-8 at most, once or twice. Sums of fp32 are off by some 1e-6, but a channel in 10,000 is
-rounded to the other bf16 than in float64, which moves a product by some 3e-5."""
+"""Largest relative errors. bf16 rounds by 2**-8 at most, once or twice. fp32 sums are off by some 1e-6, but one channel
+in 10,000 rounds to another bf16 than in float64, which moves a product by some 3e-5."""
 SECONDS = 0.15
 MOST_SETS = 64
 Results = tuple[Tensor, ...]
 Call = Callable[[], Results]
-"""Enqueues one boundary; returns streams, x, post and comb, and what may be beside them."""
+"""Enqueues one boundary; returns streams, x, post, comb and any further results."""
 
 
 class Inputs(NamedTuple):
-    """Of one boundary."""
+    """Inputs of one boundary."""
 
     y: Tensor  # [T, d] bf16
     streams: Tensor  # [T, 4, d] bf16
@@ -69,7 +68,7 @@ class Inputs(NamedTuple):
 
     @staticmethod
     def random(num_tokens: int, d: int, device: torch.device, seed: int) -> Inputs:
-        """Products with fn are around 1, as they are after training starts to matter."""
+        """Return random inputs; products with fn are around 1, as in a trained model."""
         g = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -87,17 +86,17 @@ class Inputs(NamedTuple):
         )
 
     def bytes(self) -> int:
-        """Read and written at least: the streams and a row come and go."""
+        """Return the least bytes to move: streams and a row are read and written."""
         through = sum(x.numel() * x.element_size() for x in (self.y, self.streams, self.post, self.comb))
         return 2 * through + self.fn.numel() * 4
 
     def read_bytes(self) -> int:
-        """Of all inputs."""
+        """Return the bytes of all inputs."""
         return sum(x.numel() * x.element_size() for x in self)
 
 
 def exact(i: Inputs, tokens: Tensor) -> Results:
-    """In float64; the streams are rounded to bf16 before anything is made of them, as the definition says."""
+    """Return the results in float64; streams are rounded to bf16 before they are used, as the definition says."""
     y, x, post, comb = (v[tokens].double() for v in (i.y, i.streams, i.post, i.comb))
     streams = post[..., None] * y[:, None] + torch.einsum("tjk,tjd->tkd", comb, x)
     rounded = streams.bfloat16().double()
@@ -114,21 +113,21 @@ def exact(i: Inputs, tokens: Tensor) -> Results:
     return streams, x, 2 * logits[:, 4:8].sigmoid(), new_comb
 
 
-# ---- contenders: inputs of all sets -> one call for each
+# ---- contenders: the inputs of all sets -> a call for each set
 
 
 def ours(sets: list[Inputs], impl: str) -> list[Call]:
-    """The public function."""
+    """Return calls of the public function."""
     return [lambda i=i: hc_boundary(*i, EPS, EPS, ITERATIONS, impl=impl) for i in sets]
 
 
 def ours_fp8(sets: list[Inputs], impl: str) -> list[Call]:
-    """With codes and scales of x."""
+    """Return calls that also make codes and scales of x."""
     return [lambda i=i: hc_boundary(*i, EPS, EPS, ITERATIONS, fp8=True, impl=impl) for i in sets]
 
 
 def ours_then_fp8(sets: list[Inputs], impl: str) -> list[Call]:
-    """The same in two launches."""
+    """Return calls of the boundary and the quantiser in two launches."""
 
     def call(i: Inputs) -> Results:
         made = hc_boundary(*i, EPS, EPS, ITERATIONS, impl=impl)
@@ -137,36 +136,24 @@ def ours_then_fp8(sets: list[Inputs], impl: str) -> list[Call]:
     return [lambda i=i: call(i) for i in sets]
 
 
-def ours_parts(sets: list[Inputs], impl: str) -> list[Call]:
-    """The public functions that it is made of."""
-
-    def call(i: Inputs) -> Results:
-        streams = hc_post(i.y, i.streams, i.post, i.comb, impl=impl)
-        return streams, *hc_enter(streams, i.fn, i.base, i.scale, i.weight, EPS, EPS, ITERATIONS, impl=impl)
-
-    return [lambda i=i: call(i) for i in sets]
-
-
 def ours_by(sets: list[Inputs], impl: str, tokens: int, teams: int) -> list[Call]:
-    """With groups of so many tokens, and so many teams a CTA."""
+    """Return calls with groups of `tokens` tokens and `teams` teams a CTA."""
     from dsv4_kernels.hyper_connection import gpu
     from dsv4_kernels.hyper_connection.plan import PRE_ROWS
-
-    arch = {"sm90": gpu.hopper, "sm100": gpu.blackwell}[impl](sets[0].y)
 
     def call(i: Inputs) -> Results:
         written_back, parameters = (i.y, i.post, i.comb), (i.fn, i.base, i.scale)
         numbers = (EPS, EPS, ITERATIONS, tokens, teams)
-        return gpu.run(arch, "hc_boundary", PRE_ROWS, i.streams, written_back, parameters, i.weight, *numbers)
+        return gpu.run(impl, "hc_boundary", PRE_ROWS, i.streams, written_back, parameters, i.weight, *numbers)
 
     return [lambda i=i: call(i) for i in sets]
 
 
 def sglang_module() -> types.ModuleType:
-    """SGLang's kernels, outside of a server: no tensor parallelism, no symmetric memory.
+    """Return SGLang's module, set up outside of a server: no tensor parallelism, no symmetric memory.
 
     Raises:
-        ImportError: SGLang, or what its kernels need, is not here.
+        ImportError: SGLang or a package that its kernels need is missing.
     """
     from sglang.kernels.ops.layernorm import mhc
 
@@ -178,7 +165,7 @@ def sglang_module() -> types.ModuleType:
 
 
 def sglang(sets: list[Inputs]) -> list[Call]:
-    """As SGLang's DeepSeek-V4 calls it: the norm inside, a factor of 2 for post."""
+    """Return calls as SGLang's DeepSeek-V4 makes them: the norm inside, a factor of 2 for post."""
     mhc = sglang_module()
 
     def call(i: Inputs) -> Results:
@@ -192,7 +179,7 @@ def sglang(sets: list[Inputs]) -> list[Call]:
 
 
 def sglang_parts(sets: list[Inputs]) -> list[Call]:
-    """With SGLANG_OPT_FUSE_MHC_POST_PRE off."""
+    """Return calls as with SGLANG_OPT_FUSE_MHC_POST_PRE off."""
     mhc = sglang_module()
 
     def call(i: Inputs) -> Results:
@@ -209,13 +196,13 @@ def sglang_parts(sets: list[Inputs]) -> list[Call]:
 
 
 def relative_errors(found: Results, expected: Results, tokens: Tensor) -> dict[str, float]:
-    """|found - exact| / |exact|, of each result."""
+    """Return |found - exact| / |exact| of each result."""
     pairs = zip(WRONG, found[: len(WRONG)], expected, strict=True)
     return {name: float((x[tokens].double() - e).norm() / e.norm()) for name, x, e in pairs}
 
 
 def run_case(num_tokens: int, d: int, impl: str, device: torch.device, sweep: bool, bandwidth: float) -> dict:
-    """One row of the result.
+    """Return one row of the result.
 
     Raises:
         AssertionError: our results are wrong.
@@ -227,13 +214,12 @@ def run_case(num_tokens: int, d: int, impl: str, device: torch.device, sweep: bo
         "ours": lambda: ours(sets, impl),
         "ours_fp8": lambda: ours_fp8(sets, impl),
         "ours_then_fp8": lambda: ours_then_fp8(sets, impl),
-        "ours_parts": lambda: ours_parts(sets, impl),
         "sglang": lambda: sglang(sets),
         "sglang_parts": lambda: sglang_parts(sets),
     }
     if sweep:
         sizes = [(n, 1) for n in (1, 2, 4, 8) if n <= num_tokens]
-        sizes += [(8, 2)] if num_tokens > 64 and d == 4096 else []  # of Pro fn does not fit
+        sizes += [(8, 2)] if num_tokens > 64 and d == 4096 else []  # Pro's fn does not fit
         makers |= {f"ours_by_{n}x{m}": lambda n=n, m=m: ours_by(sets, impl, n, m) for n, m in sizes}
     tokens = torch.linspace(0, num_tokens - 1, min(64, num_tokens), device=device).long()
     expected = exact(first, tokens)
@@ -243,7 +229,7 @@ def run_case(num_tokens: int, d: int, impl: str, device: torch.device, sweep: bo
         try:
             calls = maker()
             errors = relative_errors(calls[0](), expected, tokens)
-        except Exception as error:  # an opponent that is not here, or does not take this case, is a fact about it
+        except Exception as error:  # a missing opponent, or one that does not support the case, is reported
             if name.startswith("ours"):
                 raise
             row[f"{name}_error"] = f"{type(error).__name__}: {error}"[:300]
@@ -261,7 +247,7 @@ def run_case(num_tokens: int, d: int, impl: str, device: torch.device, sweep: bo
 
 
 def line(row: dict) -> str:
-    """A row of the table: microseconds."""
+    """Return a row of the table, in microseconds."""
     ours_us, theirs = row["ours_us"], row.get("sglang_us")
     shown = [f"{name[:-3]} {value:.1f}" for name, value in row.items() if name.endswith("_us")][2:]
     return (
@@ -272,11 +258,11 @@ def line(row: dict) -> str:
 
 
 def main() -> None:
-    """Prints the table; the last line is JSON."""
+    """Print the table; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="tokens of a batch, by commas")
     parser.add_argument("--dims", default=",".join(map(str, DIMS)), help="widths, by commas")
-    parser.add_argument("--sweep", action="store_true", help="also with every number of tokens a cluster")
+    parser.add_argument("--sweep", action="store_true", help="also with every number of tokens a group")
     parser.add_argument("--device", default="cuda", help="cpu: the reference, to try the script")
     parser.add_argument("--out", type=Path, help="write the result there")
     options = parser.parse_args()

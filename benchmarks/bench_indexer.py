@@ -1,11 +1,11 @@
-"""The choice of entries in a prefill chunk, and in decode: the kernel for few tokens against the one of a prefill.
+"""The indexer's choice of entries in a prefill chunk and in decode: the decode kernel against the prefill kernel.
 
     python benchmarks/bench_indexer.py [--out FILE.json]
 
-Flash's sizes: 64 index heads of 128 channels, 512 of the visible entries, FP4 keys. A chunk has 8,192 tokens at the end
-of a context of so many; in decode 64 requests have it. First the rows of both kernels are compared (they may differ
-where scores are equal but for their last bit; `differ` is the share of rows). Times are medians of CUDA events, both in
-turns; `products` is the share of the card's dense bf16 rate that the scores' products are. The last line is JSON.
+Flash's sizes: 64 index heads of 128 channels, 512 of the visible entries, FP4 keys. A chunk is the last 8,192 tokens of
+a context; in decode 64 requests have that context. First the rows of both kernels are compared (they may differ where
+scores differ in their last bit only; `differ` is the share of such rows). Times are medians of CUDA events, the kernels
+alternating; `products` is the rate of the scores' products over the card's dense bf16 rate. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bench_sparse_attention import gpu_state, versions
+from lib.measuring import gpu_state, versions
 from torch import Tensor
 
 from dsv4_kernels.indexer import index_topk
@@ -34,7 +34,7 @@ REPEATS = 7
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of one call."""
+    """Inputs of one call."""
 
     q: Tensor
     head_weights: Tensor
@@ -45,7 +45,7 @@ class Inputs:
 
     @staticmethod
     def of(positions: Tensor, requests: int, context: int, device: torch.device) -> Inputs:
-        """Tokens at these positions; token i is of request i * requests // tokens."""
+        """Return inputs for tokens at these positions; token i belongs to request i * requests // tokens."""
         tokens, pages = len(positions), context // RATIO // PAGE
         keys = KVRows.allocate(requests * pages * PAGE, RowFormat.INDEX_FP4, DIM, 0, torch.bfloat16, device)
         for request in range(requests):
@@ -58,13 +58,13 @@ class Inputs:
         return Inputs(q, weights, keys, table, request, ((positions.to(device) + 1) // RATIO).int())
 
     def call(self, prefill: bool) -> Tensor:
-        """Rows of the chosen entries."""
+        """Return the rows of the chosen entries."""
         lists = (self.page_table, PAGE, self.request, self.visible, TOP_K)
         return index_topk(self.q, self.head_weights, self.keys, *lists, prefill=prefill)
 
 
 def in_turns(calls: list[Callable[[], object]]) -> list[float]:
-    """Median microseconds of each."""
+    """Return the median microseconds of each call; calls alternate."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(REPEATS):
         for call, found in zip(calls, times, strict=True):

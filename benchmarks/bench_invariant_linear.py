@@ -1,11 +1,11 @@
-"""The bf16 products of `--enable-deterministic-inference` against cuBLAS, which may choose its order by the batch.
+"""The batch-invariant bf16 products against cuBLAS, whose order of summation may depend on the batch.
 
     python benchmarks/bench_invariant_linear.py [--layers REGEX] [--tokens 1,4,...] [--sweep] [--out FILE]
 
-Contenders, in CUDA graphs: `ours` (`linear_fp32` or `grouped_linear`, with the tile that a call gets), `cublas` (what
-serves without the flag), and with --sweep `ours_by_*`, every tile that there is and some others. First each has the
-bits of ours in all elements, and ours is held against float64 in some. Sets of weights take turns, more bytes than L2
-holds.
+Contenders, in CUDA graphs: `ours` (`linear_fp32` or `grouped_linear`, with the tile that a call chooses), `cublas` (the
+server without --enable-deterministic-inference), and with --sweep `ours_by_*`, every tile and some others. First every
+tile must have the bits of `ours` in all elements, and some elements are compared with float64. Calls alternate between
+sets of weights that exceed L2 in size.
 
     floor = the larger of the time to move operands and result once, and that of the products at the card's bf16 rate
 
@@ -24,18 +24,17 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from bench_sparse_attention import Ceilings, heading, interleaved, l2_bytes
+from lib.invariant_linear_layers import LAYERS, name_of
+from lib.measuring import Ceilings, heading, interleaved, l2_bytes
 from torch import Tensor
 
 from dsv4_kernels.host import compile_pool
 from dsv4_kernels.linear import grouped_linear, linear_fp32
 
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 2048, 8192)
-LAYERS = {"gate": (1, 256), "hca": (1, 1024), "csa": (1, 2624), "wo_a": (8, 1024), "logits": (1, 129_280)}
-"""Of Flash: groups, and rows of each. More than one: `grouped_linear`."""
 CHANNELS = 4096
 MOST_LOGITS = 128
-"""Tokens of a forward that need logits."""
+"""Most tokens of a forward that need logits."""
 MOST_SETS = 32
 SECONDS = 0.05
 WRONG = 0.004
@@ -46,7 +45,7 @@ Inputs = tuple[Tensor, Tensor]
 
 
 def product(inputs: Inputs, impl: str) -> Tensor:
-    """By the public functions."""
+    """Return the product by the public functions."""
     x, weight = inputs
     if len(weight) > 1:
         return grouped_linear(x, weight, impl=impl)
@@ -54,7 +53,7 @@ def product(inputs: Inputs, impl: str) -> Tensor:
 
 
 def by_tile(tile: object, inputs: Inputs) -> Tensor:
-    """Ours, with a tile that may not be chosen for it."""
+    """Return the product by our kernel with a tile that need not be the chosen one."""
     from dsv4_kernels.linear import gpu
 
     x, weight = inputs
@@ -64,22 +63,16 @@ def by_tile(tile: object, inputs: Inputs) -> Tensor:
 
 
 def swept(gpu: ModuleType) -> list:
-    """Tiles that there are, and others."""
+    """Return the kernel's tiles and others."""
     others = ((64, 64, 6), (64, 192, 6), (128, 176, 5))
     return [*gpu.HOPPER_TILES, *gpu.TILES[1:], *(gpu.wgmma.Tile(*numbers) for numbers in others)]
 
 
-def name_of(tile: object) -> str:
-    """Of a contender."""
-    kind = "" if hasattr(tile, "at_once") else "w"
-    return f"ours_by_{kind}{tile.rows}x{tile.tokens}x{tile.stages}"
-
-
 def check(inputs: Inputs, calls: dict[str, Callable[[Inputs], Tensor]]) -> float:
-    """All of ours have the same bits. Returns the distance from float64.
+    """Check that all of our calls have the same bits; return the distance from float64.
 
     Raises:
-        AssertionError: they have not, or are wrong.
+        AssertionError: bits differ, or a product is wrong.
     """
     x, weight = inputs
     mine = calls["ours"](inputs)
@@ -95,7 +88,7 @@ def check(inputs: Inputs, calls: dict[str, Callable[[Inputs], Tensor]]) -> float
 
 
 def run_case(name: str, tokens: int, device: torch.device, ceilings: Ceilings, sweep: bool) -> dict:
-    """One row of the result."""
+    """Return one row of the result."""
     groups, rows = LAYERS[name]
     weight_bytes = 2 * groups * rows * CHANNELS
     count = min(MOST_SETS, -(-2 * l2_bytes(device) // weight_bytes) + 1) if tokens <= 512 else 2
@@ -125,7 +118,7 @@ def run_case(name: str, tokens: int, device: torch.device, ceilings: Ceilings, s
 
 
 def line(row: dict) -> str:
-    """Of the table."""
+    """Return a row of the table."""
     others = sorted((v, k[8:-3]) for k, v in row.items() if k.startswith("ours_by_") and k.endswith("_us"))
     return (
         f"{row['name']:14} {row['ours_us']:9.2f} {row['cublas_us']:9.2f} {row['ours_us'] / row['cublas_us']:6.2f} "
@@ -135,7 +128,7 @@ def line(row: dict) -> str:
 
 
 def compile_all(sweep: bool) -> None:
-    """Kernels that are missing, by several processes."""
+    """Compile missing kernels in several processes."""
     from dsv4_kernels.linear import gpu
 
     todo = [
@@ -147,7 +140,7 @@ def compile_all(sweep: bool) -> None:
 
 
 def main() -> None:
-    """Prints the table; the last line is JSON."""
+    """Print the table; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", default=".", help=f"of {', '.join(LAYERS)}")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))

@@ -5,19 +5,19 @@
 
 Contenders, both from quantised inputs to [T, N] in bf16, in CUDA graphs, one launch a call:
 
-    ours        `dsv4_kernels.linear.linear_fp8`, sm90, each launched behind the end of the one before
+    ours        `dsv4_kernels.linear.linear_fp8`, sm90, each launched after the end of the one before
     ours_early  the same, each launched while the one before runs (`device.dependent_launch`), as it is served
     deepgemm    `deep_gemm.fp8_gemm_nt` as SGLang 0.5.23 calls it
 
-First every case is held against float64 (distances `rel_err`, `deepgemm_rel_err`; if ours is above WRONG nothing is
-timed), and `bits` says whether ours has DeepGEMM's, in all elements; `replays` whether a graph's replay has them, too.
+First every case is compared with float64 (distances `rel_err`, `deepgemm_rel_err`; if ours is above WRONG nothing is
+timed), `bits` says whether all elements are bitwise equal to DeepGEMM's, `replays` whether a graph's replay is as well.
 
-Weights of several sets take turns, twice the L2 cache in all at least, so each call reads its own from memory.
+Calls alternate between sets of weights that are at least twice the L2 cache, so each call reads its own from memory.
 
     floor = (codes and scales of weight and tokens, and the result, once) / copy bandwidth
 
-`--sweep` also times plans (`fp8_plan.Plan`) that nobody chooses, and names the fastest of each case; choose few cases
-for it. Before anything is timed several processes compile what both need. The last line is the result as JSON.
+`--sweep` also times plans (`fp8_plan.Plan`) that are never chosen, and names the fastest of each case; select few
+cases for it. Before anything is timed several processes compile what both need. The last line is the result as JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bench_sparse_attention import heading, interleaved, l2_bytes
+from lib.measuring import heading, interleaved, l2_bytes
 from torch import Tensor
 
 from dsv4_kernels.device import dependent_launch
@@ -72,12 +72,12 @@ LAYERS = {
         "index_wq_b": (8192, 1536),
     },
 }
-"""(N, K) of the FP8 layers of a layer that has an indexer; of two ranks those that differ."""
+"""(N, K) of the FP8 products of a layer that has an indexer; with two ranks, of the products that differ."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layer with so many tokens."""
+    """A product of a layer at a number of tokens."""
 
     model: str
     layer: str
@@ -90,19 +90,19 @@ class Case:
 
     @property
     def name(self) -> str:
-        """flash-wq_b-t16."""
+        """Return the case's name, such as flash-wq_b-t16."""
         return f"{self.model}-{self.layer}-t{self.tokens}"
 
     @property
     def num_bytes(self) -> int:
-        """Read and written at least."""
+        """Return the least bytes to read and write."""
         n, k = self.shape
         return n * k + n * k // 128**2 * 4 + self.tokens * (k + k // 128 * 4 + 2 * n)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of one call."""
+    """Inputs of one call."""
 
     codes: Tensor  # [T, K] e4m3
     scales: Tensor  # [T, K / 128] fp32, columns of tokens
@@ -110,7 +110,7 @@ class Inputs:
     weight_scale: Tensor  # [ceil(N / 128), K / 128] fp32
 
     def exact(self) -> Tensor:
-        """[T, N] fp64."""
+        """Return the product [T, N] in fp64."""
         n, k = self.weight.shape
         x = self.codes.double() * self.scales.double().repeat_interleave(128, 1)
         scale = self.weight_scale.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
@@ -118,7 +118,7 @@ class Inputs:
 
 
 def inputs(case: Case, seed: int, device: torch.device) -> Inputs:
-    """Channels and blocks of different sizes; weights of all codes but NaN's."""
+    """Return inputs whose channels and blocks differ in size; weights have all codes but NaN."""
     n, k = case.shape
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(case.tokens, k, generator=generator, device=device)
@@ -137,31 +137,31 @@ Contender = Callable[[Inputs], Tensor]
 
 
 def ours(i: Inputs) -> Tensor:
-    """Our kernel."""
+    """Run our kernel with the plan that it chooses."""
     return linear_fp8(i.codes, i.scales, i.weight, i.weight_scale, impl="sm90")
 
 
 def ours_by(plan: object, i: Inputs) -> Tensor:
-    """The same by a plan."""
+    """Run our kernel with the given plan."""
     from dsv4_kernels.linear import fp8
 
     return fp8.sm90(i.codes, i.scales, i.weight, i.weight_scale, plan=plan)
 
 
 def in_turns(call: Contender, i: Inputs) -> Tensor:
-    """A call whose launch begins when the one before has ended."""
+    """Run a call whose launch begins when the one before has ended."""
     with dependent_launch.switched(False):
         return call(i)
 
 
 def early(call: Contender, i: Inputs) -> Tensor:
-    """A call whose launch begins while the one before runs."""
+    """Run a call whose launch begins while the one before runs."""
     with dependent_launch.switched(True):
         return call(i)
 
 
 def deepgemm(i: Inputs) -> Tensor:
-    """DeepGEMM, as SGLang's `w8a8_block_fp8_matmul_deepgemm` calls it on Hopper.
+    """Run DeepGEMM as SGLang's `w8a8_block_fp8_matmul_deepgemm` calls it on Hopper.
 
     Raises:
         ImportError: it is not installed.
@@ -174,7 +174,7 @@ def deepgemm(i: Inputs) -> Tensor:
 
 
 def plans(case: Case, sweep: bool, device: torch.device) -> Iterator[object]:
-    """What serves a case, and with `sweep` what else could."""
+    """Yield the plan that serves a case and, with `sweep`, every other possible plan."""
     from dsv4_kernels.linear import fp8, fp8_plan
 
     chosen = fp8_plan.chosen(case.tokens, case.shape[0], fp8.multiprocessors(device))
@@ -190,7 +190,7 @@ def plans(case: Case, sweep: bool, device: torch.device) -> Iterator[object]:
                     fields = rows, chosen.tokens, blocks, stages, cluster, ctas
                     if stages > 32 or rows * blocks < 32 or chosen.tokens < 8 * cluster:
                         continue
-                    with contextlib.suppress(ValueError):  # no room
+                    with contextlib.suppress(ValueError):  # shared memory does not hold the plan
                         plan = fp8_plan.Plan(*fields)
                         if plan not in seen:
                             seen.add(plan)
@@ -198,7 +198,7 @@ def plans(case: Case, sweep: bool, device: torch.device) -> Iterator[object]:
 
 
 def compile_all(cases: list[Case], options: argparse.Namespace, device: torch.device) -> None:
-    """Ours by `compile_pool`; DeepGEMM's by processes of their own, which leave them on disk."""
+    """Compile our kernels with `compile_pool`, and DeepGEMM's in processes of their own, which leave them on disk."""
     from dsv4_kernels.linear import fp8
 
     children = []
@@ -216,9 +216,9 @@ def compile_all(cases: list[Case], options: argparse.Namespace, device: torch.de
 
 
 def compile_deepgemm(cases: list[Case], device: torch.device) -> None:
-    """Calls DeepGEMM once for each case: it keeps on disk what it compiles."""
+    """Call DeepGEMM once for each case; it keeps compiled kernels on disk."""
     for case in cases:
-        with contextlib.suppress(Exception):  # the run itself says what is wrong
+        with contextlib.suppress(Exception):  # the run itself reports the error
             deepgemm(inputs(case, 0, device))
     torch.cuda.synchronize()
 
@@ -227,18 +227,18 @@ def compile_deepgemm(cases: list[Case], device: torch.device) -> None:
 
 
 def distance(found: Tensor, exact: Tensor) -> float:
-    """|found - exact| / |exact|."""
+    """Return |found - exact| / |exact|."""
     return float(f"{float((found.double() - exact).norm() / exact.norm()):.3e}")
 
 
 def number_of_sets(case: Case, device: torch.device) -> int:
-    """Whose weights together are twice the L2 cache."""
+    """Return the number of sets whose weights together are twice the L2 cache."""
     n, k = case.shape
     return max(3, -(-2 * l2_bytes(device) // (n * k)))
 
 
 def run_case(case: Case, contenders: dict[str, Contender], device: torch.device, bandwidth: float) -> dict:
-    """One row of the result.
+    """Return one row of the result.
 
     Raises:
         AssertionError: a result of ours is wrong.
@@ -252,7 +252,7 @@ def run_case(case: Case, contenders: dict[str, Contender], device: torch.device,
         except Exception as error:
             if name != "deepgemm":
                 raise
-            row["deepgemm_error"] = f"{type(error).__name__}: {error}"[:300]  # a fact about it
+            row["deepgemm_error"] = f"{type(error).__name__}: {error}"[:300]  # reported
             continue
         error = distance(outputs[name], exact)
         row["rel_err" if name == "ours" else f"{name}_rel_err"] = error
@@ -271,7 +271,7 @@ def run_case(case: Case, contenders: dict[str, Contender], device: torch.device,
 
 
 def replays_alike(case: Case, device: torch.device) -> bool:
-    """Whether graphs of our kernel, launched early and in turns, give the bits of a call, with other inputs, too."""
+    """Whether graphs of our kernel, launched early and in turns, give the bits of a call, also with other inputs."""
     first, second = inputs(case, 0, device), inputs(case, 1, device)
     held = Inputs(first.codes.clone(), first.scales, first.weight, first.weight_scale)
     graph = torch.cuda.CUDAGraph()
@@ -289,7 +289,7 @@ def replays_alike(case: Case, device: torch.device) -> bool:
 
 
 def line(row: dict) -> str:
-    """A row of the table: microseconds."""
+    """Return a row of the table, in microseconds."""
     theirs, mine, early_us = row.get("deepgemm_us", math.nan), row["ours_us"], row["ours_early_us"]
     bits = {True: "same", False: f"{row.get('other_bits')}"}.get(row.get("bits"), "-")
     best = min((key for key in row if key.startswith("plan ") and key.endswith("_us")), key=row.get, default=None)
@@ -301,7 +301,7 @@ def line(row: dict) -> str:
 
 
 def summary(rows: list[dict]) -> dict[str, dict[str, float]]:
-    """By model and tokens: microseconds of all of a layer's products, by each contender; where they are all there."""
+    """Return, by model and tokens, the microseconds of all products of a layer for each contender that has them all."""
     found: dict[str, dict[str, float]] = {}
     by_name = {row["name"]: row for row in rows}
     for model in LAYERS:
@@ -315,12 +315,12 @@ def summary(rows: list[dict]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Prints the table; the last line is JSON."""
+    """Print the table; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(LAYERS))
     parser.add_argument("--layers", default="", help="a regular expression of their names")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--sweep", action="store_true", help="also by plans that nobody chooses")
+    parser.add_argument("--sweep", action="store_true", help="also with plans that are never chosen")
     parser.add_argument("--processes", type=int, default=8, help="that compile")
     parser.add_argument("--no-deepgemm", action="store_true")
     parser.add_argument("--compile", nargs="*", help=argparse.SUPPRESS)

@@ -1,52 +1,55 @@
 """The attention kernels against FlashMLA (and on Blackwell flashinfer's trtllm-gen), and against the card's limits.
 
     python benchmarks/bench_sparse_attention.py [--cases REGEX] [--quick] [--impl sm90] [--out FILE.json]
-    python benchmarks/bench_sparse_attention.py --few-heads [...]       8 and 16 heads, beside 64
+    python benchmarks/bench_sparse_attention.py --few-heads [...]       8 and 16 heads, and 64
     python benchmarks/bench_sparse_attention.py --few-heads --alone --seconds 0.08 --minutes 0.9 \
         --cases '^decode-(csa|hca-32k).*-b(1|4|64|128|256)$'            the same within a minute, without FlashMLA
     python benchmarks/bench_sparse_attention.py --plot FILE.json        a picture of a result, FILE.png
 
 Every case runs on the same inputs in the same process: ours by the public function with the kernel forced by name,
 FlashMLA (the `flash_mla` module of sgl-flash-mla) called as SGLang calls it, its schedule made outside the timed part.
-A chunk over FP8 rows is what the attention backend does: where `dsv4_kernels.unpack.choice` says so, its workspace and
+A chunk over FP8 rows runs as in the attention backend: where `dsv4_kernels.unpack.choice` says so, its workspace and
 its request's pages are unpacked first, in the timed part ("rows" of the result: "unpacked"; `--no-unpack` never does).
-Beside it, as `flashmla_unpacked`, FlashMLA's sparse prefill, which SGLang calls for bf16 rows only, after the same
-unpacking. FlashMLA takes 64 heads or 128; fewer are padded, as SGLang does, outside of the timed part.
+`flashmla_unpacked` is FlashMLA's sparse prefill, which SGLang calls for bf16 rows only, after the same unpacking.
+FlashMLA takes 64 heads or 128; fewer are padded, as SGLang does, outside of the timed part.
 
 With `--few-heads` our kernels for many heads are contenders, too (`many_heads`), and at the end ours for few heads is
 compared with them and with the same case of 64 heads. `--alone` leaves FlashMLA and trtllm-gen out.
 
 First each output is compared with fp64 on up to four tokens, in the Frobenius norm; a result that is off by more than
-WRONG is not timed. Then each contender's calls over all sets of inputs (`attention_inputs`: cold L2) are captured in a
-CUDA graph and the graphs are replayed in turns; the time is the median of a replay over its calls.
+WRONG is not timed. Then each contender's calls over all sets of inputs (`lib.attention_inputs`: cold L2) are captured
+in a CUDA graph and the graphs are replayed in turns; the time is the median of a replay over its calls.
 
     floor = max(bytes / copy bandwidth, flops / matmul rate)
 
-with `Inputs.bytes` and `Inputs.flops`, the bandwidth (read + written) of a kernel that negates 1 GiB and the
-rate of a bf16 matrix product of 8,192 cubed, measured in the same run. The last line is the result as JSON.
+with `Inputs.bytes` and `Inputs.flops`, the bandwidth (read + written) of a kernel that negates 1 GiB and the rate of a
+bf16 matrix product of 8,192 cubed, measured in the same run. The last line is the result as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import importlib.metadata
 import json
 import math
 import re
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
-from attention_inputs import (
-    SCALE,
-    WINDOW,
+from lib.attention_contenders import (
+    flashmla,
+    flashmla_unpacked,
+    many_heads,
+    ours,
+    ours_unpacked,
+    trtllm_gen,
+    unpacked_chunks,
+)
+from lib.attention_inputs import (
     Case,
     Inputs,
     Pools,
@@ -57,326 +60,28 @@ from attention_inputs import (
     few_heads_cases,
     number_of_sets,
     quick_cases,
-    unpacked,
     unpacked_rows,
 )
+from lib.measuring import Call, Ceilings, geometric_mean, gpu_state, interleaved, l2_bytes, measure_ceilings, versions
 from torch import Tensor
 
 from dsv4_kernels import registry
-from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.host import compile_cache
-from dsv4_kernels.kv_layout import PAGE_ROWS, ROW_BYTES, ROW_DIM, KVRows
-from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.sparse_attention.problem import FEW_HEADS
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
-from dsv4_kernels.unpack import Pages, choice, unpack_pages
+from dsv4_kernels.unpack import choice
 
 WRONG = 0.02
 LARGE_US = 25.0
-"""Cases with a floor of at least so many microseconds are the large ones."""
-FLASHMLA_HEADS = 64
-"""At least."""
+"""Cases with a floor of at least this many microseconds count as large."""
 SECONDS_PER_CASE = 0.12
-L2_BYTES_WITHOUT_GPU = 1 << 16
-Call = Callable[[], Tensor]
-"""Enqueues one call and returns its output [T, H, 512]."""
-
-
-# ---- contenders: inputs of all sets -> one call for each
-
-
-def ours(sets: list[Inputs], impl: str, split_keys: int | None) -> list[Call]:
-    """The public function, with the kernel forced by name."""
-
-    def call(inputs: Inputs) -> Call:
-        arguments = inputs.arguments()
-        return lambda: sparse_attention(**arguments, split_keys=split_keys, impl=impl)
-
-    return [call(inputs) for inputs in sets]
-
-
-def many_heads(sets: list[Inputs], impl: str, split_keys: int | None) -> list[Call]:
-    """The same by Hopper's kernels for many heads, however few there are."""
-    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
-
-    def call(ordinary: Call) -> Call:
-        def without_few_heads() -> Tensor:
-            with mock.patch.object(sm90, "FEW_HEADS", 0):
-                return ordinary()
-
-        return without_few_heads
-
-    return [call(ordinary) for ordinary in ours(sets, impl, split_keys)]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A set of inputs over bf16 rows, and what makes these of FP8 rows; both belong to the timed part."""
-
-    inputs: Inputs
-    fill: Callable[[], object]
-
-    def after_filling(self, call: Call) -> Call:
-        """Both as one call."""
-
-        def both() -> Tensor:
-            self.fill()
-            return call()
-
-        return both
-
-
-def unpacked_chunks(sets: list[Inputs], case: Case, impl: str) -> list[Chunk]:
-    """Of a case of FP8 rows. All use the same memory, as the layers of a forward do."""
-    device = sets[0].q.device
-    storage = torch.empty(unpacked_rows(case), ROW_DIM, dtype=torch.bfloat16, device=device)
-    window_rows = torch.arange(case.tokens + WINDOW - 1, dtype=torch.int32, device=device)
-
-    def chunk(inputs: Inputs) -> Chunk:
-        def fill() -> None:
-            parts = [Pages(inputs.window, window_rows, 1)]
-            if inputs.pages is not None:
-                parts.append(Pages(inputs.entries, inputs.pages, case.page_entries))
-            unpack_pages(parts, storage, impl)
-
-        return Chunk(unpacked(case, inputs, storage), fill)
-
-    return [chunk(inputs) for inputs in sets]
-
-
-def ours_unpacked(chunks: list[Chunk], impl: str) -> list[Call]:
-    """The public functions, with the kernels forced by name."""
-    calls = ours([chunk.inputs for chunk in chunks], impl, None)
-    return [chunk.after_filling(call) for chunk, call in zip(chunks, calls, strict=True)]
-
-
-def flashmla_unpacked(chunks: list[Chunk]) -> list[Call]:
-    """Our unpacking, and FlashMLA's sparse prefill."""
-    return [chunk.after_filling(_flashmla_prefill(chunk.inputs)) for chunk in chunks]
-
-
-def flashmla(sets: list[Inputs], case: Case) -> list[Call]:
-    """FlashMLA 1.0.0 as SGLang calls it: bf16 chunks by the sparse prefill, FP8 rows by the sparse decode."""
-    if case.prefill and not case.fp8:
-        return [_flashmla_prefill(inputs) for inputs in sets]
-    import flash_mla
-
-    schedule = flash_mla.get_mla_metadata()[0]  # filled by the first call; layers of a forward share one
-    return [_flashmla_decode(inputs, schedule) for inputs in sets]
-
-
-def padded_heads(inputs: Inputs) -> Inputs:
-    """With zeros for the heads that FlashMLA wants."""
-    missing = max(0, FLASHMLA_HEADS - inputs.q.shape[1])
-    pad = torch.nn.functional.pad
-    return replace(inputs, q=pad(inputs.q, (0, 0, 0, missing)), sink=pad(inputs.sink, (0, missing)))
-
-
-def _flashmla_decode(inputs: Inputs, schedule: object) -> Call:
-    import flash_mla
-
-    heads, inputs = inputs.q.shape[1], padded_heads(inputs)
-    T = inputs.q.shape[0]
-    arguments = {
-        "q": inputs.q[:, None],
-        "k_cache": _flashmla_table(inputs.window),
-        "block_table": None,
-        "cache_seqlens": None,
-        "head_dim_v": ROW_DIM,
-        "tile_scheduler_metadata": schedule,
-        "softmax_scale": SCALE,
-        "is_fp8_kvcache": True,
-        "indices": inputs.window_rows[:, None],
-        "topk_length": torch.full((T,), inputs.window_rows.shape[1], dtype=torch.int32, device=inputs.q.device),
-        "attn_sink": inputs.sink,
-    }
-    if inputs.entries is not None:
-        arguments |= {
-            "extra_k_cache": _flashmla_table(inputs.entries),
-            "extra_indices_in_kvcache": padded(inputs.entry_list, 64)[:, None],
-            "extra_topk_length": inputs.visible,
-        }
-    return lambda: flash_mla.flash_mla_with_kvcache(use_legacy=True, **arguments)[0][:, 0, :heads]
-
-
-def _flashmla_table(rows: KVRows) -> Tensor:
-    """[pages, 64, 1, 584] fp8 view of the same bytes; its pages are padded as ours are."""
-    pages = rows.storage.view(torch.float8_e4m3fn)  # as_strided: of a single page other views forget the padding
-    return pages.as_strided((len(pages), PAGE_ROWS, 1, ROW_BYTES), (pages.stride(0), ROW_BYTES, ROW_BYTES, 1))
-
-
-def _flashmla_prefill(inputs: Inputs) -> Call:
-    """One table: window and entries are neighbours in memory."""
-    import flash_mla
-
-    heads, inputs = inputs.q.shape[1], padded_heads(inputs)
-    lists, lengths, storage = one_list(inputs)
-    kv, q, sink = storage[:, None], inputs.q, inputs.sink
-    return lambda: flash_mla.flash_mla_sparse_fwd(q, kv, lists, SCALE, ROW_DIM, sink, lengths, use_legacy=True)[0][
-        :, :heads
-    ]
-
-
-def one_list(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Window and entries of a chunk of plain rows as one list over one table.
-
-    Returns:
-        lists [T, 1, n] int32 with n a multiple of 128 and -1 behind the end, lengths [T] int32, storage [N, 512].
-    """
-    window = inputs.window.storage
-    lists, lengths = inputs.window_rows, torch.full_like(inputs.window_rows[:, 0], inputs.window_rows.shape[1])
-    num_rows = inputs.window.num_rows
-    if inputs.entries is not None:
-        expected = window.data_ptr() + window.numel() * window.element_size()
-        assert inputs.entries.storage.data_ptr() == expected, "entries must lie behind the window's rows"
-        offset = torch.where(inputs.entry_list >= 0, inputs.entry_list + num_rows, -1)
-        lists, lengths = torch.cat([lists, offset], 1), lengths + inputs.visible
-        num_rows += inputs.entries.num_rows
-    return padded(lists, 128)[:, None], lengths, window.as_strided((num_rows, ROW_DIM), (ROW_DIM, 1))
-
-
-def padded(lists: Tensor, multiple: int) -> Tensor:
-    """[T, n] -> [T, a multiple], int32, with -1 behind."""
-    return torch.nn.functional.pad(lists, (0, -lists.shape[1] % multiple), value=-1).int().contiguous()
-
-
-def trtllm_gen(sets: list[Inputs], case: Case) -> list[Call]:
-    """flashinfer's kernel of SGLang's `--dsv4-attn-backend trtllm`: rows and queries in FP8 with one scale, 512 bytes.
-
-    Decode only. Its rows are ours, dequantised and rounded to e4m3: other bytes and less exact.
-    """
-    from flashinfer.mla import trtllm_batch_decode_sparse_mla_dsv4
-
-    window = _uniform_fp8(sets[0].window)
-    entries = window if sets[0].entries is None else _uniform_fp8(sets[0].entries)
-    workspace = torch.zeros(128 << 20, dtype=torch.int8, device=window.device)
-
-    def call(inputs: Inputs) -> Call:
-        lists = inputs.window_rows if inputs.entries is None else torch.cat([inputs.window_rows, inputs.entry_list], 1)
-        lists = torch.nn.functional.pad(lists, (0, 0, 0, -len(lists) % 64), value=-1)  # it reads tables by 64 rows
-        lengths = torch.full_like(inputs.window_rows[:, 0], inputs.window_rows.shape[1])
-        arguments = {
-            "query": inputs.q.to(torch.float8_e4m3fn)[:, None],
-            "swa_kv_cache": window,
-            "workspace_buffer": workspace,
-            "sparse_indices": lists[: len(lengths)],
-            "compressed_kv_cache": entries,
-            "sparse_topk_lens": lengths if inputs.visible is None else lengths + inputs.visible,
-            "seq_lens": torch.full_like(lengths, case.context),
-            "bmm1_scale": SCALE,
-            "bmm2_scale": 1.0,
-            "sinks": inputs.sink,
-            "kv_layout": "HND",
-            "backend": "trtllm-gen",
-        }
-        return lambda: trtllm_batch_decode_sparse_mla_dsv4(**arguments).view(inputs.q.shape)
-
-    return [call(inputs) for inputs in sets]
-
-
-_uniform_pools: dict[int, Tensor] = {}
-
-
-def _uniform_fp8(rows: KVRows) -> Tensor:
-    """[pages, 1, 64, 512] e4m3 of a pool's values, made once."""
-    key = rows.storage.data_ptr()
-    if key not in _uniform_pools:
-        made = torch.empty(rows.num_rows, ROW_DIM, dtype=torch.float8_e4m3fn, device=rows.device)
-        for part in torch.arange(rows.num_rows, device=rows.device).split(1 << 18):
-            made[part[0] : part[0] + len(part)] = rows.gather(part).to(torch.float8_e4m3fn)
-        _uniform_pools[key] = made.view(-1, 1, PAGE_ROWS, ROW_DIM)
-    return _uniform_pools[key]
 
 
 # ---- measuring
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """What this card does at best."""
-
-    bytes_per_second: float
-    flops_per_second: float
-
-    def floor_us(self, inputs: Inputs) -> tuple[float, str]:
-        """The least time of a call, and which of the two bounds it."""
-        memory = 1e6 * inputs.bytes() / self.bytes_per_second
-        compute = 1e6 * inputs.flops() / self.flops_per_second
-        return (memory, "bytes") if memory >= compute else (compute, "flops")
-
-
-def measure_ceilings(device: torch.device) -> Ceilings:
-    """Copy bandwidth and matrix product rate."""
-    size, n = (1 << 30, 8192) if device.type == "cuda" else (1 << 24, 256)
-    origin = torch.randn(size // 4, device=device)
-    copy = torch.empty_like(origin)
-    a, b = torch.randn(2, n, n, device=device).bfloat16()
-    product = torch.empty_like(a)
-    # By a kernel: a graph copies by a memcpy node, 2.7 TB/s on an H200, where our attention over windows moved 3.1.
-    calls = {"copy": [lambda: torch.neg(origin, out=copy)], "matmul": [lambda: torch.mm(a, b, out=product)]}
-    times = interleaved(calls, device, 0.3 if device.type == "cuda" else 0.0)
-    return Ceilings(2e6 * size / times["copy"].median_us, 2e6 * n**3 / times["matmul"].median_us)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Microseconds of one call."""
-
-    median_us: float
-    spread: float
-    """Difference of the quartiles over the median."""
-
-
-def interleaved(contenders: dict[str, list[Call]], device: torch.device, seconds: float) -> dict[str, Timing]:
-    """Replays of each contender's calls, in turns, for `seconds` in all and at least five times."""
-    replays = {name: _prepared(calls, device) for name, calls in contenders.items()}
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < seconds or len(next(iter(samples.values()))) < 5:
-        for name, replay in replays.items():
-            samples[name].append(_elapsed_us(replay, device) / len(contenders[name]))
-    timings = {}
-    for name, taken in samples.items():
-        low, middle, high = statistics.quantiles(taken, n=4)
-        timings[name] = Timing(middle, (high - low) / middle)
-    return timings
-
-
-def _prepared(calls: list[Call], device: torch.device) -> Callable[[], object]:
-    """What runs all calls once; on a GPU one graph, its calls warmed up (compiled, scheduled) beforehand."""
-    if device.type != "cuda":
-        return lambda: [call() for call in calls]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph.replay
-
-
-def _elapsed_us(replay: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        replay()
-        return 1e6 * (time.perf_counter() - begin)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    replay()
-    end.record()
-    end.synchronize()
-    return 1e3 * begin.elapsed_time(end)
-
-
 def relative_errors(outputs: dict[str, Tensor], inputs: Inputs) -> dict[str, float]:
-    """|out - exact| / |exact| over the checked tokens, for each contender."""
+    """Return |out - exact| / |exact| over the checked tokens, for each contender."""
     tokens = list(checked_tokens(inputs))
     expected = torch.stack([exact(inputs, token) for token in tokens])
     return {name: float((out[tokens].double() - expected).norm() / expected.norm()) for name, out in outputs.items()}
@@ -384,7 +89,7 @@ def relative_errors(outputs: dict[str, Tensor], inputs: Inputs) -> dict[str, flo
 
 @dataclass(frozen=True)
 class Options:
-    """Of one run."""
+    """Options of one run."""
 
     impl: str
     split_keys: int | None
@@ -392,13 +97,13 @@ class Options:
     seconds: float
     opponents: tuple[str, ...]
     limit_seconds: float = math.inf
-    """Of the whole run; cases that have not begun by then are left out, and named."""
+    """Limit of the whole run; cases that have not begun by then are left out and named."""
     unpack: bool = True
-    """Whether we unpack FP8 rows of a chunk where that pays."""
+    """Whether our contender unpacks FP8 rows of a chunk where that pays."""
 
 
 def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> dict[str, object]:
-    """One row of the result.
+    """Return one row of the result.
 
     Raises:
         AssertionError: our output is wrong.
@@ -424,12 +129,12 @@ def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> 
         if (name == "trtllm" and case.prefill) or (name == "flashmla_unpacked" and not chunks):
             continue
         if name == "many_heads" and case.heads > FEW_HEADS:
-            continue  # that is ours
+            continue  # that contender is ours
         try:
             calls = makers[name]()
             outputs[name] = calls[0]()
             contenders[name] = calls
-        except Exception as error:  # an opponent that does not take this case is a fact about it
+        except Exception as error:  # an opponent that does not support the case is reported
             row[f"{name}_error"] = f"{type(error).__name__}: {error}"[:300]
     errors = relative_errors(outputs, sets[0])
     outputs.clear()
@@ -445,18 +150,11 @@ def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> 
     return row
 
 
-def l2_bytes(device: torch.device) -> int:
-    """Of the device's L2 cache."""
-    if device.type != "cuda":
-        return L2_BYTES_WITHOUT_GPU
-    return torch.cuda.get_device_properties(device).L2_cache_size
-
-
 # ---- what is reported
 
 
 def summary(rows: list[dict]) -> dict[str, object]:
-    """Means over the cases; a ratio below 1 is in our favour."""
+    """Return means over the cases; a ratio below 1 is in our favour."""
     compared = [row for row in rows if row.get("flashmla_us")]
     ratios = {row["name"]: row["ours_us"] / row["flashmla_us"] for row in compared}
     errors = [row["rel_err"] / row["flashmla_rel_err"] for row in compared if row["flashmla_rel_err"]]
@@ -482,7 +180,8 @@ def summary(rows: list[dict]) -> dict[str, object]:
 
 
 def compare_few_heads(rows: list[dict]) -> list[dict[str, object]]:
-    """Of every case with few heads: its time over that of 64 heads, and over that of the kernels for many."""
+    """Return, for every case with few heads, its time over that of 64 heads and over that of the kernels for many
+    heads."""
     by_name = {row["name"]: row for row in rows}
     compared = []
     for name, row in by_name.items():
@@ -494,11 +193,6 @@ def compare_few_heads(rows: list[dict]) -> list[dict[str, object]]:
             ratios = {"ratio_to_64": round(us / of_64["ours_us"], 3), "ratio_to_many": many and round(us / many, 3)}
             compared.append({"name": name, "heads": heads, **times, **ratios})
     return compared
-
-
-def geometric_mean(values: list[float]) -> float | None:
-    """None of nothing."""
-    return round(math.exp(statistics.fmean(map(math.log, values))), 4) if values else None
 
 
 def _extreme(choose: Callable, values: dict[str, float]) -> dict[str, object] | None:
@@ -513,7 +207,7 @@ HEADER = (
 
 
 def line(row: dict) -> str:
-    """A row of the table: microseconds, and errors against fp64."""
+    """Return a row of the table: microseconds, and errors against fp64."""
 
     def number(value: float | None, width: int, form: str) -> str:
         return f"{value:{width}{form}}" if value is not None else f"{'-':>{width}}"
@@ -539,7 +233,7 @@ def line(row: dict) -> str:
 
 
 def plot(result: dict, path: Path) -> None:
-    """Share of the floor over the batch, one panel for each kind of layer and number of heads."""
+    """Draw the share of the floor over the batch, one panel for each kind of layer and number of heads."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -574,51 +268,11 @@ def plot(result: dict, path: Path) -> None:
     pyplot.close(figure)
 
 
-def versions() -> dict[str, str | None]:
-    """Of what takes part."""
-    found: dict[str, str | None] = {"torch": torch.__version__, "python": sys.version.split()[0]}
-    for package in ("nvidia-cutlass-dsl", "sgl-flash-mla", "flashinfer-python", "sglang-dsv4"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    if found["nvidia-cutlass-dsl"] is None and "cutlass" in sys.modules:  # unpacked, not installed
-        found["nvidia-cutlass-dsl"] = sys.modules["cutlass"].__version__
-    return found
-
-
-def gpu_state() -> dict[str, str] | None:
-    """Clocks, power and driver as nvidia-smi gives them, and whether launches of ours begin early by default."""
-    fields = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "temperature.gpu", "driver_version")
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    found = dict(zip(fields, (part.strip() for part in answer.strip().split(",")), strict=False))
-    return found | {dependent_launch.VARIABLE: "on" if dependent_launch.is_on() else "off"}
-
-
-def heading(benchmark: str, device: torch.device) -> tuple[Ceilings, dict[str, object]]:
-    """The card's limits, printed, and what a result of products begins with: what it is of, the card and its state,
-    versions, and no case yet."""
-    ceilings, gpu = measure_ceilings(device), torch.cuda.get_device_name(device)
-    print(f"{gpu}: {ceilings.bytes_per_second / 1e12:.2f} TB/s, {ceilings.flops_per_second / 1e12:.0f} TFLOP/s in bf16")
-    return ceilings, {
-        "benchmark": benchmark,
-        "gpu": gpu,
-        "copy_tb_s": round(ceilings.bytes_per_second / 1e12, 3),
-        "versions": versions(),
-        "state": gpu_state(),
-        "cases": [],
-    }
-
-
 def _clocks_at_work(device: torch.device) -> dict[str, str] | None:
     if device.type != "cuda":
         return None
     a = torch.randn(8192, 8192, device=device).bfloat16()
-    for _ in range(600):  # a second of matrix products, which runs while nvidia-smi looks
+    for _ in range(600):  # a second of matrix products, during which nvidia-smi reads the clocks
         torch.mm(a, a)
     state = gpu_state()
     torch.cuda.synchronize()
@@ -626,7 +280,7 @@ def _clocks_at_work(device: torch.device) -> dict[str, str] | None:
 
 
 def opponents_here(device: torch.device) -> tuple[str, ...]:
-    """Which others can be imported and run on this device; what is left out is said."""
+    """Return the opponents that can be imported and run on this device; print the others."""
     if device.type != "cuda":
         return ()
     found = []
@@ -645,7 +299,7 @@ def opponents_here(device: torch.device) -> tuple[str, ...]:
 def run(
     cases: list[Case], options: Options, entry_bytes: int, query_bytes: int, show: Callable[[str], None]
 ) -> dict[str, object]:
-    """All cases; the result as it is written to a file."""
+    """Run all cases; return the result as it is written to a file."""
     begin = time.perf_counter()
     ceilings = measure_ceilings(options.device)
     pools = Pools(options.device, entry_bytes, query_bytes)
@@ -668,7 +322,7 @@ def run(
             show(f"WRONG  {error}")
         gc.collect()
         if options.device.type == "cuda":
-            torch.cuda.empty_cache()  # of the case's graphs
+            torch.cuda.empty_cache()  # frees the case's graphs
     if left_out:
         show(f"out of time; left out: {', '.join(left_out)}")
     return {
@@ -706,14 +360,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pool-gib", type=float, default=8.0, help="bound of the pool of FP8 entries")
     parser.add_argument("--query-gib", type=float, default=1.5, help="bound of the queries of a case")
     parser.add_argument("--seconds", type=float, default=SECONDS_PER_CASE, help="of timing, for a case and contender")
-    parser.add_argument("--minutes", type=float, default=8.0, help="after which no further case begins")
-    parser.add_argument("--out", type=Path, help="JSON; the picture lies beside it")
+    parser.add_argument("--minutes", type=float, default=8.0, help="no case begins after so many minutes")
+    parser.add_argument("--out", type=Path, help="JSON; the picture has the same name with .png")
     parser.add_argument("--plot", type=Path, metavar="FILE.json", help="only draw the picture of a result")
     return parser.parse_args()
 
 
 def main() -> int:
-    """Check, measure, print the table, the summary and one line of JSON; 1 if an output was wrong."""
+    """Check, measure, print the table, the summary and one line of JSON; return 1 if an output was wrong."""
     arguments = _arguments()
     if arguments.plot is not None:
         plot(json.loads(arguments.plot.read_text()), arguments.plot.with_suffix(".png"))

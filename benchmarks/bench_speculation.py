@@ -1,40 +1,40 @@
-"""What speculation costs on a GPU: a draft and a verify step against a decode step, ours and SGLang's built-in.
+"""Cost of speculation on a GPU: a draft and a verify step against a decode step, ours and SGLang's built-in.
 
     python benchmarks/bench_speculation.py --models FOLDER --out benchmarks/results/speculation_h200.json \\
         [--works graphs agreement decode eagle dspark] [--algorithms eagle dspark] [--contenders ours builtin] \\
         [--requests 1 16 64] [--turns 3] [--resume] [--builtin-flags "--moe-runner-backend marlin"] \\
         [-- further server flags]
 
-Random weights accept next to nothing, so what is measured is cost. Each work starts servers of its own:
+Random weights accept almost no draft, so only cost is measured. Each work starts servers of its own:
 
-    graphs      greedy answers of ours with each algorithm, one request at a time, with CUDA graphs and without: none
-                may differ, since the same kernels run on the same shapes
-    agreement   greedy answers of ours with EAGLE and with DSPARK, graphs on, beside those without: how many requests
+    graphs      our greedy answers with each algorithm, one request at a time, with CUDA graphs and without: none may
+                differ, since the same kernels run on the same shapes
+    agreement   our greedy answers with EAGLE and with DSPARK, graphs on, and without speculation: how many requests
                 differ, and after how many tokens (products of other batches differ in their last bits on a GPU;
                 `--exact` adds --enable-deterministic-inference, with which none may)
     decode      a decode step, the divisor of the others
     eagle       MTP of the April releases, three drafts a step
     dspark      the draft of the current releases, blocks of five
 
-Under FOLDER there are `april` and `dspark`, six layers of V4-Flash with all 256 experts; configs and tokenizers are
-written there if they are missing, the weights are --load-format dummy. `--tiny` writes small checkpoints with weights
-in their place, which a CPU serves, too: for the agreement. `--full-size` writes all 43 layers, for two GPUs:
+FOLDER holds `april` and `dspark`, six layers of V4-Flash with all 256 experts; configs and tokenizers are written there
+if they are missing, the weights are --load-format dummy. `--tiny` writes small checkpoints with weights instead, which
+a CPU can serve for the agreement. `--full-size` writes all 43 layers, for two GPUs:
 
     python benchmarks/bench_speculation.py --models FOLDER --full-size --works decode eagle dspark --turns 3 \\
         --out benchmarks/results/speculation_h200_x2.json --builtin-flags "--moe-runner-backend marlin" \\
         -- --tp 2 --mem-fraction-static 0.85
 
-Of a step, in microseconds, medians but for the last:
+Times of a step in microseconds, medians except for the last:
 
     *_verify    the graph that holds the target, from its first kernel to the end of its last, by SGLang's profiler
-    *_draft     busy time of everything else: drafts, acceptance, and what the draft stores of tokens that were kept
-    *_step      from one verify step to the next, gaps and host included, without the profiler: tokens a step that
-                requests got, over their tok/s while all of them decode; the shortest of a few runs, since whatever else
-                the machine does only adds to it
+    *_draft     busy time of everything else: drafts, acceptance, and the draft's stores for accepted tokens
+    *_step      from one verify step to the next, gaps and host included, without the profiler: the requests'
+                tokens a step over their tok/s while all of them decode; the shortest of a few runs, since other load of
+                the machine only adds to it
     decode, decode_step     the same of a server without speculation
 
 With few requests the host bounds a step, and a machine's host may change its speed by half within seconds. `--turns`
-measures steps again, one server after the other, as often as that: for servers that run already (`servers.py`).
+repeats the steps on one server after the other, for servers that run already (`servers.py`).
 
 `--resume` adds to what `--out` holds: works can run one after the other. A row has null for a contender that has not
 been measured. `pays` has tokens a step above which speculation pays: a step's time over a decode step's.
@@ -57,12 +57,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import serve_load
-from serve_profile import busy_us, decode_events, gpu_work
-from servers import SWITCHES, Server, running, versions
+from lib import serve_load
+from lib.model_shapes import FLASH, write_config
+from lib.serve_profile import busy_us, decode_events, gpu_work
+from lib.servers import SWITCHES, Server, running, versions
 
-from sglang_dsv4.cpu.random_checkpoint import PRESETS, Shape, hf_config, write_checkpoint
-from sglang_dsv4.cpu.random_tokenizer import write_tokenizer
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 WORKS = ("graphs", "agreement", "decode", "eagle", "dspark")
 CONTENDERS = ("ours", "builtin")
@@ -70,11 +70,8 @@ CONTEXT, NEW_TOKENS = 4608, 192
 SEEDS = (81, 82, 83)
 REQUESTS = (1, 16, 64)
 SMALLEST_GRAPH = 12
-"""Kernels of one launch on the host above which it is a graph's replay; nothing else launches several."""
+"""A launch on the host with more kernels than this is a graph's replay; no other launch has several."""
 
-FLASH = replace(
-    PRESETS["flash"], hidden_size=4096, moe_intermediate_size=2048, n_routed_experts=256, vocab_size=129_280
-)
 MODELS = {
     "april": FLASH,
     "dspark": replace(FLASH, dspark_markov_rank=256, dspark_target_layer_ids=(3, 4, 5), dspark_noise_token_id=128_799),
@@ -102,7 +99,7 @@ EXACT = "--enable-deterministic-inference"
 
 
 def write_models(folder: Path, tiny: bool, full_size: bool = False) -> None:
-    """The two models, unless they are there."""
+    """Write the two models unless they exist."""
     for name, shape in (TINY if tiny else FULL_SIZE if full_size else MODELS).items():
         model = folder / name
         if (model / "config.json").exists():
@@ -113,19 +110,12 @@ def write_models(folder: Path, tiny: bool, full_size: bool = False) -> None:
             write_config(model, shape)
 
 
-def write_config(model: Path, shape: Shape) -> None:
-    """A checkpoint without weights."""
-    model.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(model, shape.vocab_size, shape.max_position_embeddings)
-    (model / "config.json").write_text(json.dumps(hf_config(shape), indent=2) + "\n")
-
-
 # ------------------------------------------------------------------------------------------------ times of steps
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A graph's kernels on the GPU; times in microseconds."""
+    """One replay of a graph on the GPU; times in microseconds."""
 
     begin: float
     end: float
@@ -138,13 +128,14 @@ class Steps:
     """Medians over the steps of a trace, in microseconds."""
 
     largest: float
-    """Of the largest graph of a step, from its first kernel to the end of its last: of the target."""
+    """Time of a step's largest graph, the target's, from its first kernel to the end of its last."""
     others: float
-    """Busy time of a step outside of it."""
+    """Busy time of a step outside of that graph."""
 
 
 def replays(events: Sequence[dict]) -> list[Replay]:
-    """The graphs of what a GPU did, in order: kernels of one launch on the host have its number."""
+    """Return the graph replays in a trace of the GPU, in order. Kernels of one host launch share its correlation
+    number."""
     launches: dict[Any, list[dict]] = collections.defaultdict(list)
     for event in events:
         launches[event.get("args", {}).get("correlation")].append(event)
@@ -163,17 +154,17 @@ def replays(events: Sequence[dict]) -> list[Replay]:
 
 
 def steps(events: Sequence[dict]) -> Steps:
-    """What a trace of decoding says of a step.
+    """Return the step times in a trace of decoding.
 
     Raises:
-        RuntimeError: it has less than three replays of a graph.
+        RuntimeError: the trace has less than three replays of a graph.
     """
     events = gpu_work(events)
     found = replays(events)
     sizes = collections.Counter()
     for replay in found:
         sizes[replay.kernels] += replay.busy
-    # The target's layers are more than a draft's, and they read more.
+    # The target has more layers than a draft, and reads more.
     busy = {size: total / sum(r.kernels == size for r in found) for size, total in sizes.items()}
     of_target = [r for r in found if busy[r.kernels] == max(busy.values())]
     if len(of_target) < 3:
@@ -192,14 +183,14 @@ def steps(events: Sequence[dict]) -> Steps:
 
 
 def rows_of(work: str, found: Steps, step_us: float) -> dict[str, float]:
-    """Row name -> microseconds."""
+    """Return microseconds by row name."""
     if work == "decode":
         return {"decode": found.largest, "decode_step": step_us}
     return {f"{work}_verify": found.largest, f"{work}_draft": found.others, f"{work}_step": step_us}
 
 
 def step_us(url: str, requests: int) -> float:
-    """A whole step's time by what clients get, the shortest of a few runs."""
+    """Return the microseconds of a whole step from the client's tok/s: the shortest of a few runs."""
     runs = [serve_load.run(url, serve_load.decode(requests, CONTEXT, NEW_TOKENS, seed)) for seed in SEEDS]
     return min(1e6 * requests * run.get("tokens_a_step", 1.0) / run["tok_s"] for run in runs)
 
@@ -208,7 +199,7 @@ def step_us(url: str, requests: int) -> float:
 
 
 class Results:
-    """What has been measured, as it is written."""
+    """The figures measured so far, as they are written."""
 
     def __init__(self, before: dict[str, Any]) -> None:
         self.times: dict[tuple[str, int], dict[str, float | None]] = {
@@ -219,7 +210,7 @@ class Results:
         self.about: dict[str, Any] = before.get("about", {})
 
     def note(self, contender: str, requests: int, figures: dict[str, float], *, again: bool = False) -> None:
-        """Add a contender's figures; of those that are measured again the shorter ones stay."""
+        """Add a contender's figures; of figures measured again the shorter ones stay."""
         for work, us in figures.items():
             row = self.times.setdefault((work, requests), dict.fromkeys(CONTENDERS))
             before = row[contender]
@@ -227,7 +218,7 @@ class Results:
             print(f"  {contender:8} {work:14} {requests:4} requests {us:10.0f} us", flush=True)
 
     def pays(self) -> list[dict[str, Any]]:
-        """Tokens a step, the bonus token included, above which speculation is faster than decoding."""
+        """Return the tokens a step, bonus token included, above which speculation is faster than decoding."""
         found = []
         for (work, requests), of_step in self.times.items():
             algorithm, _, what = work.partition("_")
@@ -242,7 +233,7 @@ class Results:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """For the file."""
+        """Return the result for the file."""
         rows = [
             {"work": work, "requests": requests, **{f"{name}_us": us for name, us in row.items()}}
             for (work, requests), row in self.times.items()
@@ -251,7 +242,7 @@ class Results:
 
 
 def measure(server: Server, work: str, requests: int) -> dict[str, float]:
-    """A step's times; the first profile, unmeasured, compiles what is left."""
+    """Return a step's times; the first profile, unmeasured, compiles what is still missing."""
     decode_events(server.url, requests, CONTEXT)
     found = steps(decode_events(server.url, requests, CONTEXT))
     return rows_of(work, found, step_us(server.url, requests))
@@ -261,14 +252,14 @@ def measure(server: Server, work: str, requests: int) -> dict[str, float]:
 
 
 def prompts(count: int, last_id: int) -> list[list[int]]:
-    """Around the ends of groups, windows and pages."""
+    """Return prompts whose lengths are around the ends of compression groups, windows and pages."""
     rng = random.Random(11)
     lengths = [1, 3, 127, 128, 130, 251, 254, 256, 300, 511, 512, 600]
     return [[rng.randrange(3, last_id) for _ in range(lengths[i % len(lengths)])] for i in range(count)]
 
 
 def answers(server: Server, asked: Iterable[list[int]], at_once: int, new_tokens: int) -> list[list[int]]:
-    """Greedy tokens of each prompt."""
+    """Return the greedy tokens of each prompt."""
 
     def one(prompt: list[int]) -> list[int]:
         sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
@@ -279,7 +270,7 @@ def answers(server: Server, asked: Iterable[list[int]], at_once: int, new_tokens
 
 
 def compared(plain: list[list[int]], drafted: list[list[int]]) -> dict[str, Any]:
-    """How many requests differ, and after how many tokens the first ones do."""
+    """Return how many requests differ, and after how many tokens the first ones do."""
     agreed = [
         next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
         for one, other in zip(plain, drafted, strict=True)
@@ -289,8 +280,8 @@ def compared(plain: list[list[int]], drafted: list[list[int]]) -> dict[str, Any]
 
 
 def agreement(arguments: argparse.Namespace, algorithm: str, flags: Sequence[str], work: str) -> list[dict[str, Any]]:
-    """Ours with an algorithm against ours without it, one request at a time and sixteen; or against itself without
-    graphs, one at a time."""
+    """Compare our answers with an algorithm to those without it, one request at a time and sixteen; or to the same
+    algorithm without graphs, one at a time."""
     model = arguments.models / MODEL_OF[algorithm]
     asked = prompts(24, json.loads((model / "config.json").read_text())["vocab_size"] - 1)
     other = () if work == "agreement" else (*SPECULATION[algorithm], "--disable-cuda-graph")
@@ -311,7 +302,7 @@ def agreement(arguments: argparse.Namespace, algorithm: str, flags: Sequence[str
 
 
 def run(arguments: argparse.Namespace, results: Results) -> None:
-    """The works, one after the other; results are written after each server."""
+    """Run the works one after the other; results are written after each server."""
     write_models(arguments.models, arguments.tiny, arguments.full_size)
     common = [*([] if arguments.tiny else DUMMY_FLAGS), "--random-seed", "1"]
     exact = (EXACT,) if arguments.exact else ()
@@ -341,13 +332,13 @@ def run(arguments: argparse.Namespace, results: Results) -> None:
 
 
 def save(out: Path | None, results: Results) -> None:
-    """Write what there is."""
+    """Write the results so far."""
     if out is not None:
         out.write_text(json.dumps(results.as_json(), indent=1) + "\n")
 
 
 def main() -> int:
-    """Measure, print, write JSON; 1 if answers that must not differ do."""
+    """Measure, print, write JSON; return 1 if answers differ that must not."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=Path, required=True, help="folder of the two models")
     parser.add_argument("--works", nargs="+", choices=WORKS, default=WORKS)
@@ -365,7 +356,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path("."), help="folder of the servers' logs")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--builtin-flags", default="", help="of the built-in alone")
-    parser.add_argument("flags", nargs="*", help="of all servers, behind --")
+    parser.add_argument("flags", nargs="*", help="of all servers, after --")
     arguments = parser.parse_args()
     before = {}
     if arguments.resume:

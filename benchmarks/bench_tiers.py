@@ -1,4 +1,4 @@
-"""Prefixes in host memory and files: how fast they come back, and beside SGLang's own hierarchical cache.
+"""Time to restore prefixes from host memory and from files, ours and SGLang's own hierarchical cache.
 
     python benchmarks/bench_tiers.py --model MODEL --out benchmarks/results/tiers_h200.json \\
         [--works copies ttft] [--contenders ours builtin] [--prefix 50000] [--pool 131072] [-- further server flags]
@@ -6,16 +6,17 @@
 Works:
 
     copies   records of `--prefix` tokens of the whole of V4-Flash (no weights, no MODEL), by `HostRecords` alone: pages
-             to host memory and back, beside plain copies of pinned memory of the same size in the same run (`builtin`
-             is that rate, `ratio` the share of it; at least 0.7 is the goal), and to files and back, beside plain files
+             to host memory and back, against plain copies of pinned memory of the same size in the same run
+             (`builtin` is that rate, `ratio` our share of it; the goal is at least 0.7), and to files and back, against
+             plain files
     ttft     a prompt of `--prefix` tokens through a server, milliseconds until its one token: cold, from the device,
              from host memory (after prompts that fill the pool one and a half times), from files (after a flush); ours
-             beside the built-in with the same flags (`SGLANG_DSV4=off`). What was a hit, of how many tokens, and which
-             tier had them, is asked of the server and kept beside the time
+             and the built-in with the same flags (`SGLANG_DSV4=off`). The server reports hits, their tokens and their
+             tiers, which the result has next to the time
 
-Files are read from the disk: what the system keeps of them in memory is dropped before. Rows of the result: `{work,
-metric, ours, builtin, ratio}`, ratio above 1 where ours is better. Weights may be dummies; a MODEL that is not there is
-written, as the config of six layers of V4-Flash. On a CPU the same script runs with `--contenders ours` and a small
+Files are read from the disk: the system's page cache is dropped before. Rows of the result: `{work,
+metric, ours, builtin, ratio}`, ratio above 1 where ours is better. Weights may be dummies; a missing MODEL is
+written as the config of six layers of V4-Flash. On a CPU the same script runs with `--contenders ours` and a small
 model, where its numbers mean nothing.
 
 The result is written after every round, so that a command that is ended keeps what was measured; a later one with the
@@ -46,15 +47,15 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import servers
 import torch
-from bench_speculation import FLASH, write_config
+from lib import servers
+from lib.model_shapes import FLASH, write_config
 
 WORKS = ("copies", "ttft")
 TIERS = ("cold", "device", "host", "disk")
 REPEATS = 5
 PAGE = 256
-FLASH_RATIOS = (0, 0, *(4, 128) * 20, 4)  # of V4-Flash's 43 layers
+FLASH_RATIOS = (0, 0, *(4, 128) * 20, 4)  # V4-Flash's 43 layers
 REQUEST_TIMEOUT_S = 120
 STORE_VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
@@ -74,7 +75,7 @@ class Row:
 
 
 def median_s(run: Callable[[], None], device: torch.device, before: Callable[[], None] = lambda: None) -> float:
-    """Median time of a run, the device's work included; `before` each, unmeasured."""
+    """Return the median time of a run, the device's work included; `before` runs unmeasured each time."""
     times = []
     for _ in range(REPEATS + 1):
         before()
@@ -92,14 +93,13 @@ def _synchronise(device: torch.device) -> None:
 
 
 def copies(prefix: int, device: torch.device) -> list[Row]:
-    """Rates in GB/s of everything that a prefix of so many tokens consists of, but its tail."""
+    """Return rates in GB/s of all that a prefix of `prefix` tokens consists of, except its tail."""
     from dsv4_kernels.kv_layout import RowFormat
     from sglang_dsv4.cache.geometry import PoolGeometry
     from sglang_dsv4.cache.host_records import HostRecords
     from sglang_dsv4.cache.kv_pool import Dsv4KVPool
-    from sglang_dsv4.cache.page_records import PageRecords
     from sglang_dsv4.cache.record_files import RecordFiles
-    from sglang_dsv4.prefix.storage import READERS
+    from sglang_dsv4.prefix.storage_tier import READERS
 
     pages = -(-prefix // PAGE)
     fp8 = device.type == "cuda"
@@ -116,8 +116,8 @@ def copies(prefix: int, device: torch.device) -> list[Row]:
     for name, _, storage in pool.tensors():
         if "entries" in name or "keys" in name:
             storage.view(torch.uint8).random_(0, 256)
-    host = HostRecords(PageRecords(pool), pages)
-    order = random.Random(1).sample(range(1, 2 * pages + 1), pages)  # pages of the pool lie anywhere
+    host = HostRecords(pool.page_records(), pages)
+    order = random.Random(1).sample(range(1, 2 * pages + 1), pages)  # a prefix's pages are anywhere in the pool
     back = random.Random(2).sample(range(1, 2 * pages + 1), pages)
     slots = list(range(pages))
     there, anew = (torch.tensor(numbers, device=device) for numbers in (order, back))
@@ -159,7 +159,7 @@ def copies(prefix: int, device: torch.device) -> list[Row]:
             _share("copies", "file_write_gb_s", size / write_s / 1e9, size / plain_write_s / 1e9),
             _share("copies", "file_read_gb_s", size / read_s / 1e9, size / plain_read_s / 1e9),
         ]
-    if device.type == "cuda":  # memory that is freed while it is registered stays locked
+    if device.type == "cuda":  # freeing registered memory would leave it locked
         torch.cuda.cudart().cudaHostUnregister(host.memory.data_ptr())
         del host, pool, pinned, plain
         torch.cuda.empty_cache()
@@ -167,7 +167,7 @@ def copies(prefix: int, device: torch.device) -> list[Row]:
 
 
 def _forget(folder: Path) -> None:
-    """Have the system write what is in a folder, and drop it from memory, so that the next read is the disk's."""
+    """Make the system write a folder's files and drop them from memory, so that the next read is the disk's."""
     for root, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(FileNotFoundError), (Path(root) / name).open("rb") as file:
@@ -176,12 +176,12 @@ def _forget(folder: Path) -> None:
 
 
 def _check_round_trip(host: object, order: Sequence[int], back: Sequence[int]) -> None:
-    """What was loaded is what was saved, gathered from the pool again."""
+    """Check that the loaded records, gathered from the pool again, equal the saved ones."""
     device = host.records.device
     _synchronise(device)
     found = torch.zeros((1, host.records.record_bytes), dtype=torch.uint8, device=device)
     for i in range(0, len(order), 7):
-        if order[i] not in back:  # the original is still there
+        if order[i] not in back:  # the original is still in the pool
             original = torch.zeros_like(found)
             host.records.gather(torch.tensor([order[i]], device=device), original)
             host.records.gather(torch.tensor([back[i]], device=device), found)
@@ -196,11 +196,13 @@ def _share(work: str, metric: str, ours: float, limit: float) -> Row:
 
 
 Figures = dict[str, list[dict]]
-"""tier -> of each round: `ms` until the first token, `hit_tokens` that the server took from its cache, and of where."""
+"""By tier, for each round: `ms` until the first token, `hit_tokens` from the server's cache, and the tiers that they
+came from."""
 
 
 def ttft(contender: str, args: argparse.Namespace, flags: Sequence[str], keep: Callable[[Figures], None]) -> None:
-    """Rounds of one server; `keep` is called with all of them after each. The first warms up and does not count."""
+    """Run the rounds of one server; `keep` is called with all rounds after each. The first warms up and does not
+    count."""
     vocab = json.loads((args.model / "config.json").read_text())["vocab_size"]
     prompts = random.Random(3)
 
@@ -247,7 +249,7 @@ def _first_token(server: servers.Server, prompt: list[int]) -> dict:
 
 
 def _flush(server: servers.Server) -> None:
-    """Device and host memory; the files stay. SGLang answers 400 while it is busy."""
+    """Flush device and host memory; files stay. SGLang answers 400 while it is busy."""
     for _ in range(300):
         with contextlib.suppress(urllib.error.HTTPError):
             request = urllib.request.Request(f"{server.url}/flush_cache", b"")
@@ -258,7 +260,7 @@ def _flush(server: servers.Server) -> None:
 
 
 def _until_quiet(folder: Path, quiet_s: float = 1.0) -> None:
-    """Until no file has been added for a second."""
+    """Wait until no file has been added for a second."""
     before, since = -1, time.monotonic()
     while time.monotonic() - since < quiet_s:
         count = sum(len(files) for _, _, files in os.walk(folder))
@@ -278,7 +280,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def rows_of(found: Mapping[str, Figures]) -> list[Row]:
-    """Medians of both servers' times by tier, and of the tokens that they took from it; none without ours."""
+    """Return medians of both servers' times by tier, and of the tokens that came from it; no rows without ours."""
 
     def median(contender: str, tier: str, metric: str) -> float | None:
         figures = found.get(contender, {}).get(tier)
@@ -295,10 +297,10 @@ def rows_of(found: Mapping[str, Figures]) -> list[Row]:
 
 
 class Result:
-    """What was measured so far, in a file."""
+    """The figures measured so far, kept in a file."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        """Begin with what `args.out` has of the same setting."""
+        """Begin with the figures in `args.out` if they have the same setting."""
         self._out = args.out
         setting = {
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -317,7 +319,7 @@ class Result:
         self.errors: dict[str, str] = {}
 
     def write(self) -> list[Row]:
-        """All of it; the rows."""
+        """Write all figures; return the rows."""
         rows = [*self.copies, *rows_of(self.figures)]
         result = {**self._setting, "rows": [asdict(row) for row in rows], "figures": self.figures}
         if self.errors:
@@ -329,7 +331,7 @@ class Result:
 
 
 def main() -> None:
-    """Run and write."""
+    """Run the works and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -340,10 +342,10 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=4.0, help="--hicache-ratio: all that is pushed out must fit")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="no round begins that would end later")
-    parser.add_argument("--ready-s", type=float, default=300, help="so long a server may take to start")
+    parser.add_argument("--ready-s", type=float, default=300, help="seconds that a server may take to start")
     parser.add_argument("--port", type=int, default=30_117)
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("flags", nargs="*", help="further server flags, behind --")
+    parser.add_argument("flags", nargs="*", help="further server flags, after --")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if "ttft" in args.works and not (args.model / "config.json").exists():
@@ -375,7 +377,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _noted(result: Result, what: str) -> Iterator[None]:
-    """An error of one part is kept, and the others run; what there is, is written."""
+    """Keep an error of one part in the result and go on; write the figures so far."""
     try:
         yield
     except Exception as error:

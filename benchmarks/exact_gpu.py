@@ -1,32 +1,32 @@
-"""`--enable-deterministic-inference` on a GPU: that a request has the same bits in every company, and what that costs.
+"""Determinism under `--enable-deterministic-inference` on a GPU: bitwise equal answers in any batch, and its price.
 
     python benchmarks/exact_gpu.py --model MODEL --out benchmarks/results/exact_h200.json \\
         [--works proof chunks sglang price speculation] [--resume] [--seconds 560] [--tp 2] [--small] \\
         [-- further server flags, as --load-format dummy]
 
-Works, by the servers that they need, each with the flag:
+Works, by the servers that they need; all servers but the last of `price` have the flag:
 
-    proof         `exact_trace.py`'s sweep and random trace (2,200 requests), with a small pool, few device slots for
-                  checkpoints, and requests retracted every few steps
+    proof         `lib/exact_trace.py`'s sweep and random trace (2,200 requests), with a small pool, few device slots
+                  for tails, and requests retracted every few steps
     chunks        the same references from another start of the server, which prefills in other chunks
-    sglang        on that one `python -m sglang.test.test_deterministic`: single and prefix at once, then radix_cache,
-                  and p_vs_d beside them
-    price         on that one decode and prefill, loads of `serve_load.py`; then on one without the flag
-    speculation   the same greedy references from one that drafts (EAGLE, by the checkpoint's MTP module)
+    sglang        on that server `python -m sglang.test.test_deterministic`: single and prefix at once, then
+                  radix_cache and p_vs_d
+    price         on that server decode and prefill, loads of `lib/serve_load.py`; then on a server without the flag
+    speculation   the same greedy references from a server that drafts (EAGLE, with the checkpoint's MTP module)
 
 Three starts without speculation, and about eight minutes on an H200 with six layers of V4-Flash if kernels are compiled
 already, DeepGEMM's too, which it compiles for each range of rows: leave its compilation ahead on, or bring its cache.
 `--context-length` must have room for a prompt of 65,536 tokens, `--max-running-requests` for 128.
 
-The result is one JSON object, written after every work: `compared`, `mismatches`, `by_kind`, the first mismatches,
-what was seen (hits by tier, retractions), and `rows` of `{work, requests, default, exact, ratio}` in tokens a second,
-where a ratio below 1 is the price; `not_run` names works that `--seconds` left no time for. The exit status is 1 if
-anything differed or was left out. `--resume` adds to what `--out` holds, with the references beside it: works can run
-one after the other, each by itself. `--small` is for a CPU.
+The result is one JSON object, written after every work: `compared`, `mismatches`, `by_kind`, the first mismatches, what
+was seen (hits by tier, retractions), and `rows` of `{work, requests, default, exact, ratio}` in tokens a second, where
+a ratio below 1 is the price; `not_run` names works that `--seconds` left no time for. The exit status is 1 if anything
+differed or was left out. `--resume` adds to what `--out` holds, with the references beside it: works can run one after
+the other, each by itself. `--small` is for a CPU.
 
 Weights must be the same at every start. With `--load-format dummy` they are: SGLang seeds what it fills, and packed
-experts are filled by `sglang_dsv4.layers.packed_experts`. A model that says the same whatever it is asked is refused:
-it would prove nothing.
+experts are filled by `sglang_dsv4.layers.packed_experts`. A model that gives the same answer to every prompt is
+refused: it would prove nothing.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import exact_trace
-import serve_load
-from exact_trace import Findings, References, Sizes, read_references, write_references
-from servers import Server, running, versions
+from lib import exact_trace, serve_load
+from lib.exact_trace import Findings, References, Sizes, read_references, write_references
+from lib.servers import Server, running, versions
 
 FLAG = "--enable-deterministic-inference"
 WORKS = ("proof", "chunks", "sglang", "price", "speculation")
@@ -72,7 +71,7 @@ LARGE = Sizes(
     batches=(2, 3, 7, 16, 33, 64, 128),
     pool_tokens=131_072,
     displaced=80,
-    requests=2200,  # of which some are left by their clients: at least 2,000 are compared
+    requests=2200,  # some clients disconnect: at least 2,000 are compared
     at_once=96,
     longest=6000,
     repeats=10,
@@ -87,9 +86,9 @@ SMALL = Sizes(
     at_once=12,
     longest=700,
 )
-TAIL_SLOTS = {False: 64, True: 9}  # on the device; by whether it is small
+TAIL_SLOTS = {False: 64, True: 9}  # device slots, by `--small`
 RETRACT_EVERY = 61  # steps
-CHUNKS = {False: (2048, 8192), True: (512, 256)}  # tokens of a prefill chunk, of the proof and of what runs behind it
+CHUNKS = {False: (2048, 8192), True: (512, 256)}  # tokens of a prefill chunk: of the proof, and of the works after it
 SPECULATION = (
     *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
@@ -98,7 +97,7 @@ TRIALS = {False: 50, True: 3}
 MODES = ("single", "prefix", "radix_cache", "p_vs_d")
 MODES_AT_ONCE = ("single", "prefix")
 HIGHEST_ID_OF_RADIX_CACHE = 50_000
-"""SGLang's script draws token ids up to here in that mode: a smaller vocabulary can't be asked."""
+"""SGLang's script draws token ids up to here in that mode, so a model with a smaller vocabulary cannot be asked."""
 DECODE = {False: ((1, 16, 64, 128), 4608, 192), True: ((1, 4), 300, 24)}  # requests, context, new tokens
 PREFILL = {False: ((8, 8192), (1, 65_536)), True: ((2, 600),)}  # prompts, length
 REPEATS = (71, 72, 73)
@@ -107,7 +106,7 @@ SGLANG_TIMEOUT_S = 300
 
 
 class Proof:
-    """What the works share: the model, flags, and the references that the first server gave."""
+    """State that the works share: model, flags, and the references that the first server gave."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.model: Path = arguments.model
@@ -137,14 +136,14 @@ class Proof:
     def server(
         self, name: str, *flags: str, env: dict[str, str] | None = None, alone: bool = False
     ) -> Iterator[Server]:
-        """A running server of ours; its log is `name.log`. `alone` as in `servers.running`."""
+        """Yield a running server of ours; its log is `name.log`. `alone` as in `lib.servers.running`."""
         log = self.logs / f"{name}.log"
         with mock.patch.dict(os.environ, env or {}):
             with running("ours", self.model, (*self.flags, *flags), self.port, log, alone) as server:
                 yield server
 
     def ask(self, name: str, server: Server, sizes: Sizes) -> None:
-        """Sweep and trace of a running server; a work behind the proof gives its name to what it compares."""
+        """Run sweep and trace on a server. Comparisons of a work other than the proof carry the work's name."""
         found = exact_trace.prove(server.url, sizes, self.known)
         found.seen["retracted"] += retractions(server.log.read_text(errors="replace"))
         print(f"{name}\n  " + "\n  ".join(exact_trace.describe(found)), flush=True)
@@ -152,11 +151,11 @@ class Proof:
         refuse_mute_models(self.known)
 
     def limits(self, chunk: int) -> tuple[str, ...]:
-        """Flags of a small pool, and of chunks."""
+        """Return flags of a small pool and of the chunk size."""
         return ("--max-total-tokens", str(self.sizes.pool_tokens), "--chunked-prefill-size", str(chunk))
 
     def run(self, works: Sequence[str]) -> Iterator[str]:
-        """Runs the works, servers in turn, and says each one's name when it is done: references first."""
+        """Run the works, references first, starting servers as needed; yield each work's name when it is done."""
         chunk, other_chunk = CHUNKS[self.small]
         few_slots = {"SGLANG_DSV4_TAIL_SLOTS": str(TAIL_SLOTS[self.small])}
         if "proof" in works:
@@ -178,13 +177,14 @@ class Proof:
             with self.server("default", "--chunked-prefill-size", str(other_chunk), alone=True) as server:
                 self.rows = rows_of(speeds(server.url, self.small), exact)
             yield "price"
-        if "speculation" in works:  # sampled requests are refused there, so none is asked
+        if "speculation" in works:  # a drafting server refuses sampled requests
             with self.server("speculation", FLAG, *self.limits(chunk), *SPECULATION, env=few_slots) as server:
                 self.ask("speculation", server, replace(self.sizes, sampled=False))
             yield "speculation"
 
     def sglang(self, server: Server) -> None:
-        """Unique samples by mode: all 1 if it is deterministic. Those that flush no cache run at once."""
+        """Record SGLang's unique samples by mode: all 1 if it is deterministic. Modes that flush no cache run at
+        once."""
         modes = [mode for mode in MODES if mode != "radix_cache" or self.sizes.last_id >= HIGHEST_ID_OF_RADIX_CACHE]
         port = server.url.rsplit(":", 1)[1]
 
@@ -211,7 +211,7 @@ class Proof:
             print(f"test_deterministic {mode}: unique samples {uniques}", flush=True)
 
     def result(self, not_run: Sequence[str]) -> dict[str, Any]:
-        """What is written."""
+        """Return the result as it is written."""
         import torch
 
         return {
@@ -228,7 +228,7 @@ class Proof:
         }
 
     def write(self, not_run: Sequence[str]) -> str:
-        """To --out, with the references beside it: a run that is cut off has what was done."""
+        """Write the result to --out and the references beside it, so that a run that is cut off keeps its figures."""
         text = json.dumps(self.result(not_run))
         if self.out is not None:
             self.out.write_text(text + "\n")
@@ -237,13 +237,13 @@ class Proof:
 
 
 def once_each(sizes: Sizes) -> Sizes:
-    """The same requests, those of the trace about once."""
+    """Return the same sizes with each request of the trace asked about once."""
     different = sizes.requests // sizes.repeats
     return replace(sizes, requests=different, repeats=1)
 
 
 def refuse_mute_models(known: References) -> None:
-    """A model that says the same whatever it is asked has weights of zeros, or others that say nothing.
+    """Refuse a model that gives the same answer to every prompt: its weights are zeros or say nothing.
 
     Raises:
         RuntimeError: the first tokens' log-probabilities are the same for most prompts.
@@ -257,12 +257,12 @@ def refuse_mute_models(known: References) -> None:
 
 
 def retractions(log: str) -> int:
-    """Requests that a server has retracted, by its log."""
+    """Return the number of requests that a server has retracted, by its log."""
     return sum(int(count) for count in re.findall(r"#retracted_reqs: (\d+)", log))
 
 
 def unique_samples(mode: str, said: str) -> list[int]:
-    """The numbers of different answers in what SGLang's script said; [] if it said none."""
+    """Return the numbers of different answers that SGLang's script printed; [] if it printed none."""
     if mode == "radix_cache":
         return [1] if "TEST PASSED" in said else [2] if "TEST FAILED" in said else []
     if mode == "p_vs_d":
@@ -276,7 +276,8 @@ Speeds = dict[tuple[str, int], float]  # (work, requests) -> tokens a second
 
 
 def speeds(url: str, small: bool) -> Speeds:
-    """Of decode and prefill, after a load of either kind that is not measured: kernels may be compiled for shapes."""
+    """Return tokens a second of decode and prefill. A load of each kind runs unmeasured first, since it may compile
+    kernels."""
     requests, context, new_tokens = DECODE[small]
     found: Speeds = {}
     serve_load.run(url, serve_load.decode(requests[1], context, max(8, new_tokens // 8), seed=1))
@@ -292,7 +293,7 @@ def speeds(url: str, small: bool) -> Speeds:
 
 
 def rows_of(default: Speeds, exact: Speeds) -> list[dict[str, Any]]:
-    """`{work, requests, default, exact, ratio}` of each load, in tokens a second."""
+    """Return `{work, requests, default, exact, ratio}` of each load, in tokens a second."""
     return [
         {"work": work, "requests": requests, "default": before, "exact": exact[work, requests],
          "ratio": exact[work, requests] / before}
@@ -312,8 +313,10 @@ def main(arguments_given: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=30_200)
     parser.add_argument("--logs", type=Path, default=Path("."), help="folder of the servers' logs")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="no work begins on a server after that")
-    parser.add_argument("flags", nargs="*", help="of all servers, behind --")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="no work begins on a server after so many seconds"
+    )
+    parser.add_argument("flags", nargs="*", help="of all servers, after --")
     arguments = parser.parse_args(arguments_given)
     arguments.logs.mkdir(parents=True, exist_ok=True)
     begin, proof = time.monotonic(), Proof(arguments)

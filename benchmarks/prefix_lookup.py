@@ -1,4 +1,4 @@
-"""What prefix lookup and checkpoint bookkeeping cost per request, in a tree of 100,000 nodes.
+"""Cost of prefix lookup and tail bookkeeping per request, in a tree of 100,000 nodes.
 
     python benchmarks/prefix_lookup.py [--nodes N] [--json benchmarks/results/prefix_lookup.json]
 
@@ -6,7 +6,7 @@ Scheduler time only: no model, no bytes. For prompts of several lengths, median 
 
     first match    the prompt is seen for the first time: its pages are hashed
     later match    the scheduler matches waiting requests again in every round: the digests are known
-    bookkeeping    one forward's resume, reservation and publication of a checkpoint, and its release
+    bookkeeping    one forward's resume, reservation and publication of a tail, and its release
 
 and SGLang's own walk over the same tree (`UnifiedTreeCore._match_prefix_helper`) for comparison.
 """
@@ -24,15 +24,15 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-from prefix_replay import PAGE, tail_engine
+from lib.prefix_replay import PAGE, tail_engine
 
-from dsv4_radix_cache.store import CheckpointStore
+from dsv4_radix_cache.tail_store import TailStore
 
 PROMPTS = (2_000, 5_000, 30_000, 100_000)
 
 
 def median_us(call: Callable[[], object], repeats: int) -> float:
-    """Median microseconds of one call."""
+    """Return the median microseconds of one call."""
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
@@ -99,20 +99,20 @@ def main() -> None:
         first, later, walk = row["first_match_us"], row["later_match_us"], row["sglang_walk_us"]
         print(f"{length:8,} {first:12.1f} {later:12.1f} {walk:12.1f}", flush=True)
 
-    store = CheckpointStore(arguments.nodes // 10, arguments.nodes)
+    store = TailStore(arguments.nodes // 10, arguments.nodes)
     previous = None
     while len(store) < arguments.nodes:
         checkpoint, _ = store.reserve(rng.randrange(1, 400) * PAGE)
         store.publish(checkpoint.id, None)
-        store.take_copies()
+        store.pop_copies()
         previous = checkpoint.id
 
     def bookkeeping() -> None:
         store.hit(previous)
-        store.take_copies()
+        store.pop_copies()
         checkpoint, _ = store.reserve(4096)
         store.publish(checkpoint.id, None)
-        store.take_copies()
+        store.pop_copies()
 
     cost = median_us(bookkeeping, 2001)
     print(

@@ -1,4 +1,4 @@
-"""What moving one tail checkpoint costs, with the row sizes of V4-Flash or V4-Pro.
+"""Cost of moving one tail, with the row sizes of V4-Flash or V4-Pro.
 
     python benchmarks/prefix_restore.py [--model flash|pro] [--device cuda|cpu] [--json FILE]
 
@@ -7,8 +7,8 @@
     snapshot    rings -> device slot (a decoding request fills a page)
     to host     device slot -> pinned host slot (write-through)
 
-Each is checked byte for byte first. Median of the wall time from launch to completion, and of the launch alone, which
-is what the scheduler's thread pays. Rings and slots are picked at random, so the L2 cache is cold.
+Each is checked byte for byte first. Median of the wall time from launch to completion, and of the launch alone, the
+cost for the scheduler's thread. Rings and slots are picked at random, so the L2 cache is cold.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows, RowFormat
-from dsv4_radix_cache.requests import Restore, Write
-from dsv4_radix_cache.store import Copy, Tier
+from dsv4_radix_cache.moves import TailRestore, TailWrite, Tier, TierCopy
 from sglang_dsv4.cache.geometry import PoolGeometry
-from sglang_dsv4.cache.tail_storage import TailStorage
+from sglang_dsv4.cache.tail_memory import TailMemory
 from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, HCA_RATIO
 
 FLASH = (0, 0) + (CSA_RATIO, HCA_RATIO) * 20 + (CSA_RATIO,)
@@ -37,7 +36,7 @@ REQUESTS, SLOTS, POSITION = 64, 64, 4096
 
 
 def rings_of(g: PoolGeometry, device: torch.device) -> dict[str, Tensor]:
-    """As much of a KV pool as a checkpoint touches, by name: [layers, rows, ...]."""
+    """Return the part of a KV pool that a tail touches, by name: [layers, rows, ...]."""
     ring = KVRows.allocate(REQUESTS * g.ring_rows, g.row_format, g.row_dim, g.rope_dim, g.dtype, "meta").storage
     states, csa = REQUESTS * g.state_rows(CSA_RATIO), len(g.layers(CSA_RATIO))
     return {
@@ -60,7 +59,7 @@ def main() -> None:
         row_format=RowFormat.FP8,
         index_format=RowFormat.INDEX_FP4,
     )
-    storage = TailStorage(geometry, rings_of(geometry, device), device, SLOTS, SLOTS)
+    memory = TailMemory(geometry, rings_of(geometry, device), device, SLOTS, SLOTS)
     rng = random.Random(0)
 
     def synchronise() -> None:
@@ -68,15 +67,15 @@ def main() -> None:
             torch.cuda.synchronize()
 
     def image(request: int) -> list[Tensor]:
-        return [view.clone() for view in storage._rings(request, POSITION)]
+        return [view.clone() for view in memory._rings(request, POSITION)]
 
     saved = image(5)
-    storage.snapshot(5, Write(POSITION, 9))
-    storage.issue([Copy(Tier.HOST, 9, 17)])
-    storage.device.window[:, 9] = 0
-    storage.restore(6, Restore(POSITION, Tier.HOST, 17))
-    storage.issue([Copy(Tier.DEVICE, 11, 17)])
-    storage.restore(7, Restore(POSITION, Tier.DEVICE, 11))
+    memory.save_rings(5, TailWrite(POSITION, 9))
+    memory.issue([], [TierCopy(Tier.HOST, 9, 17)])
+    memory.device.window[:, 9] = 0
+    memory.restore(6, TailRestore(POSITION, Tier.HOST, 17))
+    memory.issue([], [TierCopy(Tier.DEVICE, 11, 17)])
+    memory.restore(7, TailRestore(POSITION, Tier.DEVICE, 11))
     synchronise()
     for request in (6, 7):
         assert all(torch.equal(a, b) for a, b in zip(saved, image(request), strict=True)), "the bytes differ"
@@ -95,20 +94,20 @@ def main() -> None:
         return statistics.median(launches[10:]), statistics.median(totals[10:])
 
     calls: dict[str, Callable[[int, int], None]] = {
-        "restore": lambda request, slot: storage.restore(request, Restore(POSITION, Tier.DEVICE, slot)),
-        "from host": lambda request, slot: storage.restore(request, Restore(POSITION, Tier.HOST, slot)),
-        "snapshot": lambda request, slot: storage.snapshot(request, Write(POSITION, slot)),
-        "to host": lambda request, slot: storage.issue([Copy(Tier.HOST, slot, slot)]),
+        "restore": lambda request, slot: memory.restore(request, TailRestore(POSITION, Tier.DEVICE, slot)),
+        "from host": lambda request, slot: memory.restore(request, TailRestore(POSITION, Tier.HOST, slot)),
+        "snapshot": lambda request, slot: memory.save_rings(request, TailWrite(POSITION, slot)),
+        "to host": lambda request, slot: memory.issue([], [TierCopy(Tier.HOST, slot, slot)]),
     }
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"{arguments.model} on {name}, torch {torch.__version__}: {storage.slot_bytes / 1e6:.2f} MB a checkpoint")
+    print(f"{arguments.model} on {name}, torch {torch.__version__}: {memory.slot_bytes / 1e6:.2f} MB a checkpoint")
     print(f"{'':10} {'launch us':>10} {'total us':>10} {'GB/s':>8}")
     rows = {}
     for what, call in calls.items():
         launch, total = one(call)
         rows[what] = {"launch_us": round(launch, 1), "total_us": round(total, 1)}
-        print(f"{what:10} {launch:10.1f} {total:10.1f} {storage.slot_bytes / total / 1e3:8.1f}")
-    result = {"benchmark": "prefix_restore", "model": arguments.model, "device": name, "bytes": storage.slot_bytes}
+        print(f"{what:10} {launch:10.1f} {total:10.1f} {memory.slot_bytes / total / 1e3:8.1f}")
+    result = {"benchmark": "prefix_restore", "model": arguments.model, "device": name, "bytes": memory.slot_bytes}
     line = json.dumps({**result, "torch": torch.__version__, "results": rows})
     if arguments.json:
         arguments.json.write_text(line + "\n")

@@ -1,28 +1,29 @@
-"""How much of a prompt each policy reuses, at equal device memory: tail checkpoints against SGLang's paged SWA tails.
+"""Share of a prompt that each policy reuses at equal device memory: our tails against SGLang's paged SWA.
 
     python benchmarks/prefix_simulation.py [--quick] [--json benchmarks/results/prefix_simulation.json]
 
 Both policies replay the same request traces through SGLang 0.5.23's own scheduler calls, allocators and radix tree
-(prefix_replay.py); no model is run. Memory is that of V4-Flash with fp8 rows (DeepSeek-V4 specification, section 10):
+(lib/prefix_replay.py); no model is run. Memory is that of V4-Flash with fp8 rows (DeepSeek-V4 specification, section
+10):
 
     SGLang      21 CSA x 179.25 + 20 HCA x 6.75 B a token; 43 x 585 + 21 x 320 B a paged SWA token, default ratio 0.1
-    this        21 x 179.25 + 20 x 4.5625 B a token; 3.65 MB a checkpoint; 4.9 MB of rings a request slot
+    this        21 x 179.25 + 20 x 4.5625 B a token; 3.65 MB a tail; 4.9 MB of rings a request slot
 
-HCA states (10.5 MB a request) are the same in both and left out. "bound" is an infinite cache with whole pages: what
-was ever computed before is reused up to its last page.
+HCA states (10.5 MB a request) are the same in both and left out. "bound" is an unbounded cache with whole pages: a
+prefix that was ever computed is reused up to its last page.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from prefix_replay import PAGE, ReplayEngine, Running, Totals, paged_engine, tail_engine
+from lib.prefix_replay import PAGE, ReplayEngine, Totals, paged_engine, tail_engine
+from lib.prefix_traces import SCENARIOS, Trace
 
 CSA, HCA, LAYERS = 21, 20, 43
 SGLANG_TOKEN_BYTES = CSA * 179.25 + HCA * 6.75
@@ -38,7 +39,7 @@ HOST_SLOTS_PER_DEVICE_SLOT = 4
 
 @dataclass(frozen=True)
 class Budget:
-    """What both policies make of the same bytes."""
+    """How each policy divides the same bytes."""
 
     device_bytes: int
     sglang_tokens: int
@@ -48,7 +49,7 @@ class Budget:
 
     @classmethod
     def of(cls, sglang_tokens: int) -> Budget:
-        """The bytes that SGLang needs for `sglang_tokens`, and how this project divides them."""
+        """Return the bytes that SGLang needs for `sglang_tokens`, and how this project divides them."""
         swa = int(sglang_tokens * SGLANG_SWA_RATIO) // PAGE * PAGE
         total = sglang_tokens * SGLANG_TOKEN_BYTES + swa * SGLANG_SWA_TOKEN_BYTES
         left = total - REQUEST_SLOTS * (RING_BYTES + CHECKPOINT_BYTES)
@@ -57,137 +58,9 @@ class Budget:
         return cls(int(total), sglang_tokens, swa, tokens, slots)
 
 
-class Bound:
-    """A cache that forgets nothing and reuses whole pages."""
-
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-
-    def _chain(self, tokens: Sequence[int], pages: int) -> list[int]:
-        chain, digest = [], 0
-        for page in range(pages):
-            digest = hash((digest, tuple(tokens[page * PAGE : (page + 1) * PAGE])))
-            chain.append(digest)
-        return chain
-
-    def hit(self, prompt: Sequence[int]) -> int:
-        """Tokens that it would reuse."""
-        pages = 0
-        for digest in self._chain(prompt, (len(prompt) - 1) // PAGE):
-            if digest not in self._seen:
-                break
-            pages += 1
-        return pages * PAGE
-
-    def keep(self, tokens: Sequence[int]) -> None:
-        """This was computed."""
-        self._seen.update(self._chain(tokens, len(tokens) // PAGE))
-
-
-class Trace:
-    """Replays a scenario on one engine and notes what the bound would have done."""
-
-    def __init__(self, engine: ReplayEngine, seed: int) -> None:
-        self.engine, self.rng, self.bound = engine, random.Random(seed), Bound()
-        self.measuring = True
-        self.hits: list[int] = []
-        self.bounds: list[int] = []
-        self.prompts: list[int] = []
-
-    def tokens(self, count: int) -> list[int]:
-        """Fresh random tokens."""
-        return [self.rng.randrange(1 << 17) for _ in range(count)]
-
-    def start(self, prompt: list[int]) -> Running:
-        """Prefill a request."""
-        running = self.engine.start(prompt)
-        if self.measuring:
-            self.hits.append(running.hit_tokens)
-            self.bounds.append(self.bound.hit(prompt))
-            self.prompts.append(len(prompt))
-        self.bound.keep(prompt)
-        return running
-
-    def finish(self, running: Running, output_tokens: int) -> list[int]:
-        """Decode and end it; returns the whole conversation."""
-        self.engine.decode(running, self.tokens(output_tokens))
-        self.engine.finish(running)
-        whole = [*running.req.origin_input_ids, *running.req.output_ids]
-        self.bound.keep(whole[:-1])
-        return whole
-
-    def run(self, prompt: list[int], output_tokens: int) -> list[int]:
-        """One request alone."""
-        return self.finish(self.start(prompt), output_tokens)
-
-
-def retention(trace: Trace, small: bool, batches: int = 2) -> None:
-    """2 x 16 distinct 4K-token prefixes, 16 at a time, each with its own question; measured in the second pass."""
-    batch = 4 if small else 16
-    prefixes = [trace.tokens(4096) for _ in range(batches * batch)]
-    for second in (False, True):
-        trace.measuring = second
-        for first in range(0, len(prefixes), batch):
-            running = [trace.start(p + trace.tokens(200)) for p in prefixes[first : first + batch]]
-            for request in running:
-                trace.finish(request, 64)
-
-
-def retention_of_one_batch(trace: Trace, small: bool) -> None:
-    """The same with 16 prefixes: half the load."""
-    retention(trace, small, batches=1)
-
-
-def alternation(trace: Trace, small: bool) -> None:
-    """Two long sessions that take turns; measured from each one's second visit on."""
-    length = 8_000 if small else 56_000
-    sessions = [trace.tokens(length), trace.tokens(length)]
-    for visit in range(3 if small else 6):
-        trace.measuring = visit > 0
-        sessions = [trace.run(s + trace.tokens(300), 200) for s in sessions]
-
-
-def agent_loop(trace: Trace, small: bool) -> None:
-    """Four agents, 30 turns each, interleaved: a turn appends 50-800 tokens to the whole history."""
-    histories = [trace.tokens(1500) for _ in range(4)]
-    for _turn in range(5 if small else 30):
-        for i in range(4):
-            prompt = histories[i] + trace.tokens(trace.rng.randint(50, 800))
-            histories[i] = trace.run(prompt, trace.rng.randint(20, 300))
-
-
-def volatile_tail(trace: Trace, small: bool) -> None:
-    """A 6,000-token prefix whose last 0, 200, 700 or 1,500 tokens differ in each request, ten requests each."""
-    for changed in (0, 200, 700, 1500):
-        prefix = trace.tokens(6000)
-        for _ in range(3 if small else 10):
-            kept = len(prefix) - changed
-            trace.run(prefix[:kept] + trace.tokens(changed) + trace.tokens(60), 40)
-
-
-def churn(trace: Trace, small: bool) -> None:
-    """48 agents of which a random one takes a turn: more history than either cache holds."""
-    agents = 12 if small else 48
-    histories = [trace.tokens(trace.rng.randint(1000, 6000)) for _ in range(agents)]
-    for _ in range(60 if small else 500):
-        i = min(agents - 1, int(trace.rng.expovariate(6.0 / agents)))
-        prompt = histories[i] + trace.tokens(trace.rng.randint(50, 800))
-        histories[i] = trace.run(prompt, trace.rng.randint(20, 300))[:24_000]
-
-
-SCENARIOS: dict[str, Callable[[Trace, bool], None]] = {
-    "retention": retention,
-    "retention / 2": retention_of_one_batch,
-    "alternation": alternation,
-    "agent loop": agent_loop,
-    "volatile tail": volatile_tail,
-    "churn": churn,
-}
-
-
 @dataclass
 class Result:
-    """One scenario on one policy; tokens of the measured requests."""
+    """Result of one scenario with one policy; tokens of the measured requests."""
 
     scenario: str
     policy: str
@@ -195,17 +68,17 @@ class Result:
     prompt_tokens: int
     hit_tokens: int
     bound_tokens: int
-    zero_hits: int  # requests that reused nothing although the bound did
-    recomputed_per_request: float  # beyond the bound
+    zero_hits: int  # requests that reused nothing where the bound reused something
+    recomputed_per_request: float  # more than the bound
 
     @property
     def hit_rate(self) -> float:
-        """Token-weighted."""
+        """Share of prompt tokens that came from the cache."""
         return self.hit_tokens / self.prompt_tokens
 
     @property
     def of_bound(self) -> float:
-        """Share of the bound that was reached."""
+        """Share of the bound's hits."""
         return self.hit_tokens / self.bound_tokens if self.bound_tokens else 1.0
 
 
@@ -229,7 +102,7 @@ def measure(name: str, policy: str, engine: ReplayEngine, small: bool) -> Result
 
 
 def policies(budget: Budget, chunk_tokens: int) -> dict[str, Callable[[], ReplayEngine]]:
-    """Engines of the compared policies."""
+    """Return the engines of the compared policies."""
     how = {"context_tokens": 1 << 17, "requests": 64, "chunk_tokens": chunk_tokens}
     return {
         "SGLang 0.5.23": lambda: paged_engine(budget.sglang_tokens, budget.sglang_swa_tokens, **how),
@@ -241,7 +114,7 @@ def policies(budget: Budget, chunk_tokens: int) -> dict[str, Callable[[], Replay
 
 
 def main() -> None:
-    """Print the table for people, and one line of JSON last."""
+    """Print the table, and one line of JSON last."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of the work, for a test")
     parser.add_argument("--json", type=Path, help="also write the results there")

@@ -1,10 +1,10 @@
-"""Which operators give a row other bits when it stands among more or fewer rows, or when it is asked twice.
+"""Batch invariance of operators: does a row have the same bits in any batch, and in a second call?
 
     python benchmarks/row_invariance.py [--model flash|pro] [--device cuda] [--out FILE.json]
 
-Each operator of a forward that sums, at the model's shapes: what serves under `--enable-deterministic-inference`, and
-beside it what serves without, marked by the registry or in `exact.SGLANG_OPERATORS`. The rows of the largest batch are
-the reference. A smaller batch takes its first or its last rows, so that a row also changes its place. The last line is
+Each operator of a forward that sums, at the model's shapes: the one under `--enable-deterministic-inference` and the
+default; the registry or SGLANG_OPERATORS marks the batch-invariant ones. The rows of the largest batch are
+the reference. A smaller batch takes its first or its last rows, so that a row's index changes as well. The last line is
 JSON; the exit status is 1 if an operator that is marked batch-invariant is not.
 """
 
@@ -32,7 +32,7 @@ from dsv4_kernels.router import route_topk_logits
 
 MOST_ROWS = 2048
 DECODED = 64
-"""Rows up to which the indexer is asked as by a decode step."""
+"""Most rows for which the indexer is called as in a decode step."""
 BATCHES = (
     *(1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 170, 171, 200),
     *(255, 256, 257, 300, 384, 385, 500, 511, 512, 513, 1000, 1023, 1024, 1025, 2047),
@@ -41,7 +41,7 @@ BATCHES = (
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Of a model."""
+    """Dimensions of a model."""
 
     hidden: int
     heads: int
@@ -64,7 +64,7 @@ MODELS = {
 }
 
 Rows = Callable[[slice], Tensor]
-"""Some of the rows of one batch, computed as a batch of their own: [n, ...], with the rows in front."""
+"""Computes some rows of one batch as a batch of their own: [n, ...], n rows first."""
 
 
 @dataclass(frozen=True)
@@ -75,23 +75,23 @@ class Operator:
     implementation: str
     shape: str
     marked: bool
-    """Whether it is said to be batch-invariant."""
+    """Whether it is marked batch-invariant."""
     rows: Rows
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an operator did."""
+    """Result of one operator."""
 
     operator: Operator
     differs_at: tuple[int, ...]
-    """Sizes of batches in which some row had other bits."""
+    """Batch sizes at which some row's bits differ."""
     repeats: bool
     """Whether the same call gave the same bits twice."""
 
     @property
     def breaks_its_word(self) -> bool:
-        """Whether it is marked and should not be."""
+        """Whether it is marked batch-invariant and is not."""
         return self.operator.marked and bool(self.differs_at or not self.repeats)
 
 
@@ -109,18 +109,18 @@ def ask(operator: Operator, most: int = MOST_ROWS, batches: Sequence[int] = BATC
 
 
 def bits(x: Tensor) -> Tensor:
-    """As numbers that equal each other only if all bits do."""
+    """Return integers that are equal only if all bits are."""
     return x.contiguous().view(torch.uint8)
 
 
 def normal(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    """Random numbers, the same at every call."""
+    """Return random numbers, the same at every call."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=device).to(dtype)
 
 
 def operators(d: Dimensions, device: torch.device, most: int = MOST_ROWS) -> Iterator[Operator]:
-    """All that there are on this device."""
+    """Yield all operators that this device has."""
     yield from products(d, device, most)
     yield from others(d, device, most)
     yield from indexer(d, device, most)
@@ -130,7 +130,8 @@ def operators(d: Dimensions, device: torch.device, most: int = MOST_ROWS) -> Ite
 
 
 def implementations(op: str, device: torch.device) -> list[registry.Implementation]:
-    """Those of an op that a model may get here: the best that is marked, and the default if that is another one."""
+    """Return the implementations that a model may get here: the best batch-invariant one, and the default if it
+    differs."""
     default = registry.chosen(op, device, torch.bfloat16)
     registry.require_batch_invariance()
     try:
@@ -143,7 +144,8 @@ def implementations(op: str, device: torch.device) -> list[registry.Implementati
 
 
 def products(d: Dimensions, device: torch.device, most: int) -> Iterator[Operator]:
-    """Of bf16 with weights: gate, compressors and indexer, logits, the first half of the output projection."""
+    """Yield bf16 products with weights: gate, compressors and indexer, logits, the first half of the output
+    projection."""
     x = normal(most, d.hidden, device=device)
     widths = {
         "gate": d.experts,
@@ -175,7 +177,7 @@ def products(d: Dimensions, device: torch.device, most: int) -> Iterator[Operato
 
 
 def others(d: Dimensions, device: torch.device, most: int) -> Iterator[Operator]:
-    """Norms, the boundary between sublayers, the router, activations, and what samples."""
+    """Yield norms, the boundary between sublayers, the router, activations and sampling."""
     x = normal(most, d.hidden, device=device)
     streams = normal(most, d.streams, d.hidden, device=device, seed=4)
     fp32 = {"device": device, "dtype": torch.float32}
@@ -220,11 +222,11 @@ def others(d: Dimensions, device: torch.device, most: int) -> Iterator[Operator]
 
 
 def indexer(d: Dimensions, device: torch.device, most: int) -> Iterator[Operator]:
-    """The choice of entries: as a decode step where rows are few and as a prefill chunk where they are many."""
+    """Yield the choice of entries, called as in a decode step for few rows and as in a prefill chunk for many."""
     context = 16_384 if device.type == "cuda" else 1024
     keys = KVRows.allocate(context // 4, RowFormat.INDEX_FP4, d.index_dim, 0, torch.bfloat16, device)
     apart = torch.exp2(torch.randint(-8, 9, (4,), generator=torch.Generator().manual_seed(15))).to(device)
-    # Blocks whose scales lie far apart: their sums are rounded, and another instruction may round them otherwise.
+    # Blocks whose scales differ widely: their sums are rounded, and another instruction may round them differently.
     values = normal(context // 4, d.index_dim, device=device, dtype=torch.float32, seed=16)
     keys.scatter(torch.arange(context // 4, device=device), values * apart.repeat_interleave(d.index_dim // 4))
     q = fp4_qdq(normal(most, d.index_heads, d.index_dim, device=device, seed=17), 32)
@@ -249,10 +251,10 @@ def indexer(d: Dimensions, device: torch.device, most: int) -> Iterator[Operator
 
 
 def packed_experts(d: Dimensions, device: torch.device, most: int) -> Iterator[Operator]:
-    """Hopper's routed experts, a few of them, so that tiles of all widths occur."""
+    """Yield Hopper's routed experts, a few of them, so that tiles of all widths occur."""
     if torch.cuda.get_device_capability(device)[0] != 9:
         return
-    from bench_experts import LIMIT, Model, inputs, random_experts
+    from lib.experts_inputs import LIMIT, Model, inputs, random_experts
 
     from dsv4_kernels.moe.sm90 import launch
 
@@ -270,11 +272,11 @@ def packed_experts(d: Dimensions, device: torch.device, most: int) -> Iterator[O
 
 
 def fp8_products(d: Dimensions, device: torch.device, most: int) -> Iterator[Operator]:
-    """SGLang's FP8 linear layers, by DeepGEMM: nothing where it is not installed."""
+    """Yield SGLang's FP8 linear layers by DeepGEMM; none where it is not installed."""
     try:
         import deep_gemm
     except ImportError:
-        print("no DeepGEMM: its products are not asked", file=sys.stderr)
+        print("no DeepGEMM: its products are left out", file=sys.stderr)
         return
     shapes = {
         "wqkv_a": (d.q_lora + d.head_dim, d.hidden),
@@ -305,7 +307,7 @@ def fp8_products(d: Dimensions, device: torch.device, most: int) -> Iterator[Ope
 
 
 def main() -> int:
-    """Ask all, print a table, write JSON."""
+    """Check all operators, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="flash")
     parser.add_argument("--device", default="cuda")
@@ -315,7 +317,7 @@ def main() -> int:
     device = torch.device(arguments.device)
     verdicts = []
     for operator in operators(MODELS[arguments.model], device, arguments.rows):
-        # The sampler's rows are fewer: a vocabulary each.
+        # The sampler gets fewer rows, as each has a vocabulary's size.
         most = min(arguments.rows, 256) if operator.name.startswith("sampler") else arguments.rows
         verdict = ask(operator, most)
         verdicts.append(verdict)

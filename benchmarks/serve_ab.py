@@ -1,24 +1,24 @@
-"""Ours beside SGLang's built-in DeepSeek-V4: the same weights, flags and machine, one server after the other.
+"""Ours against SGLang's built-in DeepSeek-V4: the same weights, flags and machine, one server after the other.
 
     python benchmarks/serve_ab.py --model MODEL --out benchmarks/results/serve_ab_h200.json --picture FILE.png \\
         [--works decode prefill multi_turn profile churn agreement] [--kv-gib 0.5] [--builtin-flags FLAGS] \\
         [--figures FOLDER] [--contenders ours builtin] [-- further server flags]
 
-Works (loads are `serve_load.py`'s):
+Works (loads are `lib/serve_load.py`'s):
 
     decode       1, 16, 64 and 128 requests of 4.6K tokens; tok/s while all of them decode
     prefill      eight prompts of 8K tokens; one of 64K
-    multi_turn   32 conversations of four turns over four shared prefixes of 4K, everything fits
-    profile      launches, busy time and span of a decode step and of a prefill chunk, and how often the host had to
-                 give the GPU work for it (a graph is one time); KV bytes a token
-    churn        sessions that come back, under equal bytes of KV memory: their number from a quarter of what ours holds
+    multi_turn   32 conversations of four turns over four shared prefixes of 4K, which all fit into the pool
+    profile      launches, busy time and span of a decode step and of a prefill chunk, and the host calls that
+                 enqueue its work (a graph is one call); KV bytes a token
+    churn        returning sessions under equal bytes of KV memory: their number from a quarter of those that ours holds
                  to twice that, with prefixes of 16K and of 1.5K tokens (rows: churn_sweep; churn has the best third)
     agreement    log-probabilities of given tokens, both servers and the built-in in another batch (needs a checkpoint
                  with weights: two random initialisations differ)
 
-With --figures, what a server has shown is kept in a folder and not measured again: where a command may not take long
-enough for both, one call a server (`--contenders`), or a work, fills it, and the last call has all rows. So does the
-whole of V4-Flash on two GPUs, in less than ten minutes a call (MODEL: its config, dummy weights):
+With --figures, a server's figures are kept in a folder and not measured again: where the time of a command is limited,
+several calls with one server (`--contenders`) or one work each fill the folder, and the last call has all rows. For
+example the whole of V4-Flash on two GPUs, in less than ten minutes a call (MODEL: its config, dummy weights):
 
     for server in builtin ours; do python benchmarks/serve_ab.py --model MODEL --contenders $server --figures FOLDER \\
         --works decode prefill multi_turn profile --stall-s 8 --out benchmarks/results/serve_ab_h200_x2.json \\
@@ -28,10 +28,10 @@ whole of V4-Flash on two GPUs, in less than ten minutes a call (MODEL: its confi
 
 Ours is checked to be live by its start-up line. The rows of the result have a ratio above 1 where ours is better.
 
-Serving is compared, not compilers: what a load runs for the first time may be compiled then (DeepGEMM's products, by
-number of tokens), and a server whose kernels lie on disk from an earlier run would have the advantage. So every load
-runs unmeasured first, on both servers alike. A run in which a server was silent for STALL_S or longer, that is in which
-no request got a token, is made again, MOST_RUNS at most; then the result keeps it, as longest_silence_s shows.
+Compilation is not measured: the first run of a load may compile kernels (DeepGEMM's products, by number of tokens), and
+a server whose kernels are on disk from an earlier run would have the advantage. So every load runs unmeasured first on
+both servers. A run in which no request got a token for STALL_S or longer is repeated, MOST_RUNS times at most; then the
+result keeps it, as longest_silence_s shows.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import serve_load
-from serve_profile import Profile, profile_decode, profile_prefill
-from servers import CONTENDERS, STALL_S, SWITCHES, Server, running, versions
+from lib import serve_load
+from lib.serve_profile import Profile, profile_decode, profile_prefill
+from lib.servers import CONTENDERS, STALL_S, SWITCHES, Server, running, versions
 
 WORKS = ("decode", "prefill", "multi_turn", "profile", "churn", "agreement")
-WORKS_OF = {  # how the rows are named that only this work has
+WORKS_OF = {  # names of the rows that only this work has
     "decode": ("decode",),
     "prefill": ("prefill",),
     "multi_turn": ("multi_turn",),
@@ -62,13 +62,13 @@ DECODE_REQUESTS = (1, 16, 64, 128)
 CONTEXT = 4608
 CHURN = {16_384: (2, 256, 32), 1_536: (3, 64, 32)}  # prefix of a session -> turns, user and new tokens of each
 SWEEP = "churn_sweep"
-CHURN_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the sessions that ours holds
+CHURN_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the sessions that our pool holds
 CHURN_AT_ONCE = 16
 LESS_IS_BETTER = ("ttft", "itl", "bytes", "launches", "busy", "span", "recomputed", "distance", "silence")
 PRINTED_KERNELS = 30
 PRINTED_HOST_CALLS = 5
 REPEATS = (71, 72, 73)  # seeds of the short works; their medians count
-MOST_RUNS = 3  # of a load, beside the first, because of stalls
+MOST_RUNS = 3  # runs of a load after the first, repeated because of stalls
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class Row:
     ours: float
     builtin: float
     prefix: int | None = None
-    """Of the churn sweep: tokens that a session begins with; `requests` are the sessions."""
+    """In the churn sweep, the tokens that a session begins with; `requests` are the sessions."""
 
     @classmethod
     def of(cls, key: Key, ours: float, builtin: float) -> Row:
-        """Of a figure that both have shown."""
+        """Return the row of a figure that both servers have."""
         work, requests, metric, *prefix = key
         return cls(work, requests, metric, ours, builtin, *prefix)
 
@@ -104,9 +104,9 @@ Figures = dict[Key, float]
 
 
 def with_ample_memory(server: Server, works: Sequence[str]) -> Iterator[tuple[str, Figures]]:
-    """The works that do not need equal KV memory, each with its figures when it is done."""
+    """Run the works that do not need equal KV memory; yield each work with its figures."""
     yield "start", {("start", 1, "ready_s"): server.ready_s}
-    # Numbers of tokens depend on how a load is cut into batches: conversations run as often as they are measured.
+    # How a load is cut into batches changes the numbers of tokens, so conversations run once for each measurement.
     serve_load.run(server.url, serve_load.decode(24, 4096, 8, seed=1))
     serve_load.run(server.url, serve_load.prefill(1, 65_536, seed=2))
     serve_load.run(server.url, serve_load.prefill(8, 8192, seed=3))
@@ -115,7 +115,7 @@ def with_ample_memory(server: Server, works: Sequence[str]) -> Iterator[tuple[st
     if "decode" in works:
         figures: Figures = {}
         for requests in DECODE_REQUESTS:
-            # One request's 256 tokens take half a second, in which another program of the machine is felt.
+            # One request's 256 tokens take half a second, in which any other program of the machine shows.
             seeds = REPEATS if requests < 32 else (requests,)
             runs = [_steady(server, serve_load.decode(requests, CONTEXT, 256, seed)) for seed in seeds]
             _note(figures, "decode", requests, _medians(runs))
@@ -147,7 +147,7 @@ def _conversations(seed: int) -> serve_load.Load:
 
 
 def _steady(server: Server, load: serve_load.Load) -> dict[str, float]:
-    """The figures of the first run without a stall, or of the one with the shortest."""
+    """Return the figures of the first run without a stall, or of the run with the shortest stall."""
     runs = []
     for _ in range(1 + MOST_RUNS):
         runs.append(serve_load.run(server.url, load))
@@ -172,7 +172,7 @@ def _of_step(found: Profile) -> dict[str, float]:
 
 
 def under_churn(server: Server, sessions: dict[int, list[int]]) -> Figures:
-    """Every number of sessions, with either prefix; the smallest number of each runs unmeasured first."""
+    """Measure every number of sessions with either prefix; the smallest number of each runs unmeasured first."""
     figures: Figures = {}
     for prefix, counts in sessions.items():
         rounds, user, new_tokens = CHURN[prefix]
@@ -187,7 +187,7 @@ def under_churn(server: Server, sessions: dict[int, list[int]]) -> Figures:
 
 
 def logprobs(server: Server, vocab: int, prompts: int, length: int) -> tuple[list[float], list[float]]:
-    """Log-probabilities of the tokens of random prompts: each prompt alone, and all of them at once."""
+    """Return log-probabilities of the tokens of random prompts: each prompt alone, and all of them at once."""
     rng = random.Random(5)
     asked = [[rng.randrange(3, vocab) for _ in range(length)] for _ in range(prompts)]
 
@@ -229,8 +229,8 @@ def compare(
     """Run the works on both servers, each with its flags.
 
     Args:
-        contenders: the servers that are run. There are no rows of what only one of both has shown.
-        kept: folder of what was shown before, which is not measured again.
+        contenders: the servers to run. A figure that only one server has gets no row.
+        kept: folder of earlier figures, which are not measured again.
 
     Raises:
         ValueError: churn of ours without the built-in's, whose bytes it gets.
@@ -262,7 +262,8 @@ def compare(
                 tokens = tokens_that_fit(model, size, flags_of["ours"])
                 sessions = _sessions(tokens)
             print(f"{name}, {size / 2**30:.3f} GiB of KV memory", flush=True)
-            # The built-in's bytes follow from its tokens by its own rules: two starts find those of the budget.
+            # The built-in's bytes follow from its tokens by its own rules: two starts find the tokens that fit the
+            # budget.
             if name == "builtin":
                 tokens = _builtin_tokens(model, flags_of[name], size, port, logs)
             limit = ("--max-total-tokens", str(tokens))
@@ -286,7 +287,7 @@ def compare(
 
 
 def keep_figures(folder: Path | None, name: str, stage: str, figures: Figures) -> None:
-    """Write what a server has shown; nowhere without a folder."""
+    """Write a server's figures; without a folder do nothing."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         rows = [[*key, value] for key, value in figures.items()]
@@ -294,7 +295,7 @@ def keep_figures(folder: Path | None, name: str, stage: str, figures: Figures) -
 
 
 def read_figures(folder: Path | None) -> Iterator[tuple[str, str, Figures]]:
-    """(contender, stage, figures) of all that was written."""
+    """Yield (contender, stage, figures) of all files in the folder."""
     for path in sorted(folder.glob("*.json")) if folder is not None and folder.is_dir() else ():
         name, stage, _ = path.name.split(".")
         rows = json.loads(path.read_text())
@@ -318,7 +319,7 @@ def _sessions(tokens: int) -> dict[int, list[int]]:
 
 
 def tokens_that_fit(model: Path, size: float, flags: Sequence[str]) -> int:
-    """--max-total-tokens of ours whose pools, rings and tail checkpoints take at most `size` bytes.
+    """Return our --max-total-tokens whose pools, rings and tails have at most `size` bytes.
 
     Raises:
         ValueError: not even the smallest pool fits.
@@ -334,8 +335,8 @@ def tokens_that_fit(model: Path, size: float, flags: Sequence[str]) -> int:
 
 
 def agreement(model: Path, flags_of: Mapping[str, Sequence[str]], port: int, logs: Path) -> list[Row]:
-    """Of log-probabilities the mean absolute difference: ours against the built-in, beside the built-in against itself
-    in another batch; and each against itself."""
+    """Return mean absolute differences of log-probabilities: ours against the built-in; for comparison the built-in
+    against itself in another batch; and ours against itself."""
     found = {}
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     for name in CONTENDERS:
@@ -353,8 +354,8 @@ def agreement(model: Path, flags_of: Mapping[str, Sequence[str]], port: int, log
 
 
 def best_third_of(rows: Sequence[Row]) -> list[Row]:
-    """With either prefix of the churn sweep, the third of the numbers of sessions with the best tok/s against the
-    built-in: work "churn", the mean of both prefixes' rows."""
+    """For either prefix of the churn sweep, take the third of the numbers of sessions with the best tok/s against the
+    built-in. Return the mean of both prefixes' rows as work "churn"."""
     chosen: dict[str, list[Row]] = {}
     for prefix in CHURN:
         sweep = [row for row in rows if row.prefix == prefix]
@@ -374,7 +375,7 @@ def best_third_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows for people."""
+    """Return the rows as a table."""
     lines = [f"{'work':18}{'requests':>9}  {'metric':20}{'ours':>14}{'built-in':>14}{'ratio':>8}"]
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
@@ -384,7 +385,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
-    """Hit rate and tok/s over the number of sessions, and decode tok/s over requests."""
+    """Draw hit rate and tok/s over the number of sessions, and decode tok/s over requests."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -410,7 +411,7 @@ def draw(rows: Sequence[Row], file: Path) -> None:
 
 
 def as_json(row: Row) -> dict:
-    """For the file; a prefix where there is one."""
+    """Return the row for the file, with a prefix where it has one."""
     fields = {**vars(row), "ratio": row.ratio}
     return {name: value for name, value in fields.items() if name != "prefix" or value is not None}
 
@@ -423,13 +424,15 @@ def main() -> int:
     parser.add_argument("--kv-gib", type=float, default=0.5, help="KV memory of either server under churn")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="servers to run")
     parser.add_argument("--figures", type=Path, help="folder of what was measured, to go on from")
-    parser.add_argument("--stall-s", type=float, default=STALL_S, help="silence that makes a run be made again")
+    parser.add_argument(
+        "--stall-s", type=float, default=STALL_S, help="seconds of silence after which a run is repeated"
+    )
     parser.add_argument("--port", type=int, default=30_100)
     parser.add_argument("--logs", type=Path, default=Path("."), help="folder of the servers' logs")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--builtin-flags", default="", help="of the built-in alone: a MoE runner that it finds there")
-    parser.add_argument("flags", nargs="*", help="of both servers, behind --")
+    parser.add_argument("flags", nargs="*", help="of both servers, after --")
     arguments = parser.parse_args()
     import torch
 

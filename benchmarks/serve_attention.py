@@ -1,11 +1,11 @@
-"""A running server, asked the same things with and without its prefix cache: is cached = cold, and by how much not?
+"""Compares a running server's answers with and without its prefix cache, and reports how far they are apart.
 
     SGLANG_DSV4_COMPARE_ATTENTION=distances python -m sglang.launch_server --model-path MODEL ...
     python benchmarks/serve_attention.py [URL] [--distances FILE] [--log FILE] [--out FILE.json]
 
-Single prompts are asked cold (after `/flush_cache`) twice and then twice with what the cache holds: cold against cold
-is the noise of the server's other kernels. Then conversations run at once, with shared beginnings, every turn going on
-from the last; each of their requests is asked again, cold and alone. Two answers are compared by their tokens (greedy)
+Single prompts are asked cold (after `/flush_cache`) twice and then twice with a filled cache: cold against cold is the
+noise of the server's other kernels. Then several conversations with shared prefixes run at once, every turn appending
+to the last; each of their requests is asked again, cold and alone. Two answers are compared by their tokens (greedy)
 and by the log-probabilities up to the first different token.
 
 `--distances` is the file of the variable above (without it the reference is not run): the distance of the kernel from
@@ -37,7 +37,7 @@ LINES_OF_INTEREST = re.compile(
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server said to one request."""
+    """A server's answer to one request."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -46,7 +46,7 @@ class Answer:
 
 
 class Server:
-    """The few calls that are needed of SGLang's HTTP interface."""
+    """The calls of SGLang's HTTP interface that this needs."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -58,11 +58,11 @@ class Server:
             return answer.read().decode()
 
     def info(self) -> dict:
-        """`/server_info`."""
+        """Return `/server_info`."""
         return json.loads(self._open("/server_info"))
 
     def flush(self) -> None:
-        """Empties the prefix cache; a server that has just answered refuses for a moment."""
+        """Empty the prefix cache, repeating the request: a server that has just answered refuses it for a moment."""
         for _ in range(50):
             try:
                 self._open("/flush_cache", {})
@@ -73,7 +73,7 @@ class Server:
         raise refusal
 
     def generate(self, prompt: list[int], new_tokens: int) -> Answer:
-        """Greedy, with the log-probability of each new token."""
+        """Return the greedy answer, with the log-probability of each new token."""
         sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
         begin = time.perf_counter()
         found = json.loads(
@@ -85,11 +85,11 @@ class Server:
 
 
 def compare(a: Answer, b: Answer) -> dict[str, object]:
-    """How far two answers to the same prompt are apart.
+    """Return how far two answers to the same prompt are apart.
 
     Returns:
-        equal: tokens and log-probabilities are the same to the last bit; first_difference: the first token that is
-        another, None if none is; logprob_distance: the largest difference up to there.
+        equal: tokens and log-probabilities are bitwise equal; first_difference: index of the first token that
+        differs, None if none does; logprob_distance: the largest difference up to that token.
     """
     pairs = zip(a.tokens, b.tokens, strict=True)
     different = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
@@ -105,7 +105,7 @@ def compare(a: Answer, b: Answer) -> dict[str, object]:
 def single_prompts(
     server: Server, rng: random.Random, vocab: int, new_tokens: int, lengths: Iterable[int] = PROMPT_TOKENS
 ) -> list[dict]:
-    """Cold, cold, cached, cached."""
+    """Ask each prompt cold twice, then twice with a filled cache; compare."""
     rows = []
     for length in lengths:
         prompt = _tokens(rng, vocab, length)
@@ -133,7 +133,7 @@ def single_prompts(
 def conversations(
     server: Server, rng: random.Random, vocab: int, new_tokens: int, sessions: int, turns: int
 ) -> list[dict]:
-    """Several at once, half of them with the same beginning; then every request again, cold and alone."""
+    """Ask several conversations at once, half of them with the same prefix; then each request again, cold and alone."""
     beginnings = [_tokens(rng, vocab, 1024) for _ in range(max(1, sessions // 2))]
     users = [[_tokens(rng, vocab, 200 + 37 * turn) for turn in range(turns)] for _ in range(sessions)]
 
@@ -174,7 +174,7 @@ def _tokens(rng: random.Random, vocab: int, count: int) -> list[int]:
 
 
 def summary(singles: list[dict], turns: list[dict]) -> dict[str, object]:
-    """Shares of equal answers, and the largest differences."""
+    """Return shares of equal answers, and the largest differences."""
 
     def of(name: str, rows: Iterable[dict]) -> dict[str, object]:
         found = [row[name] for row in rows]
@@ -197,7 +197,7 @@ def summary(singles: list[dict], turns: list[dict]) -> dict[str, object]:
 
 
 def distances(file: Path) -> dict[str, dict[str, float | int]]:
-    """Of the kernel from the reference: quantiles over tokens, by kind of layer, mode and what is compared."""
+    """Return distances of the kernel from the reference: quantiles over tokens, by kind of layer, mode and quantity."""
     values: dict[str, list[float]] = {}
     for text in file.read_text().splitlines():
         line = json.loads(text)
@@ -217,7 +217,7 @@ def _quantiles(values: list[float]) -> dict[str, float | int]:
 
 
 def main() -> int:
-    """Ask, compare, print; 1 if nothing was answered from the cache."""
+    """Ask, compare, print; return 1 if no answer used the cache."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:30000")
     parser.add_argument("--vocab", type=int, default=1000, help="token ids are drawn below this")
@@ -254,7 +254,7 @@ def main() -> int:
 
 
 def _lines_of_interest(log: Path) -> list[str]:
-    """Each once, without the prefix that differs from line to line."""
+    """Return each line once, without the prefix that differs from line to line."""
     found = [line for line in log.read_text(errors="replace").splitlines() if LINES_OF_INTEREST.search(line)]
     return list(dict.fromkeys(re.sub(r"^\[[^\]]*\]\s*", "", line) for line in found))
 

@@ -1,10 +1,10 @@
-"""Servers of ours that differ in switches or flags, loaded in turns: which setting a default should be.
+"""Chooses defaults: servers of ours that differ in switches or flags, loaded in turns.
 
     python benchmarks/serve_switches.py VARIANTS.json --folder FOLDER --out FILE.json
         [--works decode prefill multi_turn profile] [--requests 1 4 16 64] [--turns 3] [--seconds 400]
 
 VARIANTS.json has the format of `servers.py`; its first server is the baseline. Servers that run in FOLDER already are
-used as they are. A turn runs a load on one server after the other, in rising and falling order by turns, with the other
+used as they are. A turn runs a load on one server after the other, in an order that every turn reverses, with the other
 servers suspended; the file has every measurement and, for each variant, work and number of requests, the median of the
 ratios of a turn to the baseline's of the same turn. `profile` is a decode step's busy time on the GPU (mean of eight
 steps), which the host does not disturb. The file is written after every turn; no turn begins after --seconds.
@@ -18,9 +18,8 @@ import statistics
 import time
 from pathlib import Path
 
-import serve_load
-import servers
-from serve_profile import profile_decode
+from lib import serve_load, servers
+from lib.serve_profile import profile_decode
 
 CONTEXT = 4608
 LONG_PROMPT = 65536
@@ -29,7 +28,7 @@ Row = dict[str, object]
 
 
 def measure(url: str, work: str, requests: int, turn: int) -> float:
-    """tok/s of a load, larger is better; for `profile` steps a second of busy GPU time."""
+    """Return tok/s of a load; for `profile`, steps a second of busy GPU time."""
     if work == "decode":
         return serve_load.run(url, serve_load.decode(requests, CONTEXT, 192, 71 + turn))["tok_s"]
     if work == "prefill":
@@ -42,13 +41,14 @@ def measure(url: str, work: str, requests: int, turn: int) -> float:
 
 
 def cells(works: list[str], requests: list[int]) -> list[tuple[str, int]]:
-    """(work, requests) in the order in which a turn measures them."""
+    """Return (work, requests) in the order in which a turn measures them."""
     of_work = {"decode": requests, "prefill": [8, 1], "multi_turn": [32], "profile": requests}
     return [(work, count) for work in works for count in of_work[work]]
 
 
 def ratios(rows: list[Row], baseline: str) -> list[Row]:
-    """A row for each variant, work and number of requests: the median over turns of its figure over the baseline's."""
+    """Return a row for each variant, work and number of requests: the median over turns of its figure over the
+    baseline's."""
     figures = {(row["variant"], row["work"], row["requests"], row["turn"]): float(row["figure"]) for row in rows}
     keys = dict.fromkeys((variant, work, requests) for variant, work, requests, _ in figures if variant != baseline)
     found = []
@@ -65,7 +65,7 @@ def ratios(rows: list[Row], baseline: str) -> list[Row]:
 
 
 def main() -> None:
-    """Start what does not run, measure in turns, print and write."""
+    """Start servers that do not run, measure in turns, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("variants", type=Path)
     parser.add_argument("--folder", type=Path, required=True)
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=400.0, help="after which no turn begins")
+    parser.add_argument("--seconds", type=float, default=400.0, help="seconds after which no turn begins")
     parser.add_argument("--about", default="", help="hardware, model and stack, for the file")
     arguments = parser.parse_args()
     begin, about = time.monotonic(), json.loads(arguments.variants.read_text())
@@ -88,7 +88,7 @@ def main() -> None:
             return measure(running[name]["url"], work, requests, turn)
 
     for work, requests in cells([work for work in arguments.works if work != "profile"], arguments.requests):
-        for name in names:  # what a load compiles or captures at its first run is in no figure
+        for name in names:  # unmeasured first run: it compiles and captures
             loaded(name, work, requests, turn=-1)
     print(f"warm after {time.monotonic() - begin:.0f} s", flush=True)
     for turn in range(arguments.turns):

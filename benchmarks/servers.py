@@ -1,16 +1,15 @@
-"""Servers that benchmarks load: ours, or SGLang's built-in, each a `python -m sglang.launch_server`.
+"""Starts servers for several benchmarks: ours or SGLang's built-in, each a `python -m sglang.launch_server`.
 
     python benchmarks/servers.py start SERVERS.json --folder FOLDER [--port 31000]
     python benchmarks/servers.py stop --folder FOLDER
 
-A benchmark starts the servers that it needs, one after the other, and a start takes a minute in which the GPU has next
-to nothing to do. Where several fit its memory, `start` starts them at once and returns when all of them answer. A
-benchmark that finds FOLDER in the variable BENCHMARK_SERVERS takes such a server in place of starting one, if
-contender, model, flags and SGLang's and our variables are those that it asks for; otherwise it starts its own. A step
-of one request, which the host bounds, took twice as long beside three idle servers as by itself: a benchmark that
-measures times suspends the others meanwhile. Give all of them --sleep-on-idle. With --nnodes N in its flags a server is
-N nodes on this machine: on one GPU that shows whether ranks agree, not how fast they are. SERVERS.json, where a
-server's own model, flags and env are optional:
+A benchmark starts the servers that it needs one after the other, and a start takes a minute in which the GPU is almost
+idle. Where several fit into its memory, `start` starts them at once and returns when all of them answer. A benchmark
+with FOLDER in the variable BENCHMARK_SERVERS uses such a server instead of starting one, if contender, model, flags and
+SGLang's and our variables are equal; otherwise it starts its own. A step of one request, which the host bounds, took
+twice as long with three idle servers on the machine: a benchmark that measures times suspends them meanwhile. Give all
+of them --sleep-on-idle. With --nnodes N in its flags a server is N nodes on this machine: on one GPU that shows whether
+ranks agree, not how fast they are. SERVERS.json, where a server's own model, flags and env are optional:
 
     {"model": FOLDER, "flags": [of all], "servers": {name: {"contender": "ours", "model": …, "flags": […], "env": {…}}}}
 """
@@ -18,271 +17,17 @@ server's own model, flags and env are optional:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import re
-import shlex
-import signal
-import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-CONTENDERS = ("builtin", "ours")
-HCA_GROUP = 128  # tokens of an entry there, and rows of a request's state in the built-in
-READY_TIMEOUT_S = 900
-NODES_PORT, NODE_PORTS = 500, 1000  # above a server's port: where its nodes meet, and from a node's port to the next
-PORT_TAKEN = "address already in use"
-"""What a server says that then answers nobody. Ports from 32768 on Linux gives to whoever asks for any."""
-STALL_S = 2.0  # twice what the longest forward takes, a chunk's of the prefill of 64K
-SWITCHES = (
-    "DSV4_DEPENDENT_LAUNCH",
-    "SGLANG_DSV4_FP8_LINEAR",
-    "SGLANG_DSV4_SEQUENCE_PARALLEL",
-    "SGLANG_DSV4_SIDE_STREAM",
-    "SGLANG_DSV4_VERIFY_EPILOGUE",
-    "SGLANG_DSV4_WO_A",
-)
-"""Of ours, which change how a step runs."""
-FOLDER_VARIABLE = "BENCHMARK_SERVERS"
-LIST = "servers.json"
-"""In that folder: what runs."""
-
-
-class Server:
-    """A running `sglang.launch_server`.
-
-    Attributes:
-        stall_s: of all servers: so long a silence is none that serving explains.
-    """
-
-    stall_s = STALL_S
-
-    def __init__(self, contender: str, model: Path, url: str, log: Path, ready_s: float) -> None:
-        self.contender, self.model, self.url, self.log, self.ready_s = contender, model, url, log, ready_s
-
-    def get(self, path: str) -> dict:
-        """A JSON answer."""
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
-            return json.load(answer)
-
-    def post(self, path: str, body: dict) -> dict:
-        """A JSON answer to a JSON body."""
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            return json.load(answer)
-
-    def kv_memory(self) -> tuple[float, int]:
-        """Bytes of the KV pools with all that belongs to them (rings, states, tail checkpoints), and tokens they hold.
-
-        By what each server logs of its own sizing. (Free GPU memory before and after has two decimals of a GB, and
-        what the allocator had already: of a pool of 0.5 GB it says nothing. Neither `/server_info` nor `/metrics`
-        counts the built-in's pools.)
-        """
-        text = self.log.read_text(errors="replace")
-        if self.contender == "ours":
-            return our_pools(text)
-        return builtin_pools(text, self.model)
-
-
-def our_pools(log: str) -> tuple[float, int]:
-    """Bytes and tokens of the memory plans in our server's log, a draft worker's beside the target's.
-
-    Raises:
-        ValueError: there is no plan in it.
-    """
-    plans = {}  # a rank logs its own: the last one of each worker
-    table = r"(Target|Draft) worker\nDeepSeek-V4 pools: ([\d,]+) tokens(?:.*\n)+?total +([\d,]+)"
-    for worker, tokens, size in re.findall(table, log):
-        plans[worker] = int(size.replace(",", "")), int(tokens.replace(",", ""))
-    if "Target" not in plans:
-        raise ValueError('the log has no memory plan of ours ("Target worker", "DeepSeek-V4 pools: …")')
-    return float(sum(size for size, _ in plans.values())), plans["Target"][1]
-
-
-def builtin_pools(log: str, model: Path) -> tuple[float, int]:
-    """Bytes and tokens of SGLang 0.5.23's own pools by its log: so much a token, and the HCA layers' states.
-
-    `DSV4PoolConfigurator` logs the bytes of a token (entries, indexer keys, paged windows and CSA states), and the rows
-    of the states that requests have: [rows, 2, head_dim] fp32 a HCA layer, up to whole groups of 128 with one more.
-
-    Raises:
-        ValueError: a line is missing, or has memory of a kind that is not counted here.
-    """
-    cost = re.findall(r"DSV4 memory calculation: unified=(\w+),.*bytes_per_full_token=([\d.]+)", log)
-    sizes = re.findall(r"Initialize DeepSeekV4TokenToKVPool with .*c128_state_pool_size=(\d+)", log)
-    tokens = re.findall(r"max_total_num_tokens=(\d+)", log)
-    if not (cost and sizes and tokens) or cost[-1][0] != "False":
-        raise ValueError(
-            "the built-in's log should have 'DSV4 memory calculation: unified=False, … bytes_per_full_token=', "
-            "'Initialize DeepSeekV4TokenToKVPool with … c128_state_pool_size=' and 'max_total_num_tokens='"
-        )
-    config = json.loads((model / "config.json").read_text())
-    layers = config["compress_ratios"][: config["num_hidden_layers"]].count(HCA_GROUP)
-    rows = -(-(int(sizes[-1]) + HCA_GROUP + 1) // HCA_GROUP) * HCA_GROUP
-    states = layers * rows * 2 * config["head_dim"] * 4
-    return int(tokens[-1]) * float(cost[-1][1]) + states, int(tokens[-1])
-
-
-Process = subprocess.Popen[bytes]
-
-
-def environment_of(contender: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Of a server's process: this one's, with `more`."""
-    env = {**os.environ, **(more or {}), "SGLANG_DSV4": "off" if contender == "builtin" else ""}
-    return {name: value for name, value in env.items() if value or name != "SGLANG_DSV4"}
-
-
-def start(contender: str, model: Path, flags: Sequence[str], port: int, log: Path, env: Mapping[str, str]) -> Process:
-    """A server's process, in a session of its own; with --nnodes a shell, which becomes the first node's."""
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *flags]
-    if "--nnodes" in flags:
-        command = ["sh", "-c", nodes_script(command, int(flags[flags.index("--nnodes") + 1]), port, log)]
-    else:
-        command += ["--port", str(port)]
-    with log.open("wb") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True)
-
-
-def nodes_script(command: Sequence[str], nodes: int, port: int, log: Path) -> str:
-    """A shell's command that starts nodes on this machine, in one session. NCCL takes them for machines, so their ranks
-    may share a GPU, and it connects them by sockets."""
-    command = [*command, "--dist-init-addr", f"127.0.0.1:{port + NODES_PORT}"]
-    lines = []
-    for node in reversed(range(nodes)):
-        names = {"NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-        own = ["env", *(f"{name}={value}" for name, value in names.items()), *command]
-        line = shlex.join([*own, "--node-rank", str(node), "--port", str(port + node * NODE_PORTS)])
-        lines.append(f"{line} > {shlex.quote(f'{log}.node{node}')} 2>&1 &" if node else f"exec {line}")
-    return "\n".join(lines)
-
-
-def wait(contender: str, process: Process, url: str, log: Path, begin: float) -> float:
-    """Until it answers; the seconds since `begin`.
-
-    Raises:
-        RuntimeError: it ended or was not ready in time, or ours is not live although it was asked for; the log's end.
-    """
-    while not _answers(url):
-        taken = PORT_TAKEN in log.read_text(errors="replace")  # its warm-up asks for two minutes all the same
-        if taken or process.poll() is not None or time.monotonic() - begin > READY_TIMEOUT_S:
-            raise RuntimeError(f"the {contender} server did not come up; {log} ends:\n{_end_of(log)}")
-        time.sleep(0.5)
-    text = log.read_text(errors="replace")
-    live = "sglang_dsv4" in text and "is live on" in text
-    if live != (contender == "ours"):
-        raise RuntimeError(f"{contender} was asked for, but sglang_dsv4 is {'' if live else 'not '}live: see {log}")
-    return time.monotonic() - begin
-
-
-@contextlib.contextmanager
-def running(
-    contender: str, model: Path, flags: Sequence[str], port: int, log: Path, alone: bool = False
-) -> Iterator[Server]:
-    """Start a server, wait until it answers, stop it with all its processes; or take one that runs (see above), which
-    stays. With `alone` the processes of all others in that folder are suspended meanwhile: for times.
-
-    Raises:
-        RuntimeError: see `wait`.
-    """
-    here = already_running(contender, model, flags, os.environ)
-    if here is not None:
-        print(f"{contender}: taking the server that runs at {here.url}, ready after {here.ready_s:.0f} s", flush=True)
-        with others_suspended(Path(os.environ[FOLDER_VARIABLE]), here.url) if alone else contextlib.nullcontext():
-            yield here
-        return
-    begin = time.monotonic()
-    process = start(contender, model, flags, port, log, environment_of(contender))
-    try:
-        url = f"http://127.0.0.1:{port}"
-        yield Server(contender, model, url, log, wait(contender, process, url, log, begin))
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-@contextlib.contextmanager
-def others_suspended(folder: Path, url: str) -> Iterator[None]:
-    """Stops the processes of the servers of `folder` but the one at `url`; they go on behind it."""
-    sessions = [found["pid"] for found in _listed(folder).values() if found["url"] != url]
-    try:
-        for session in sessions:
-            os.killpg(session, signal.SIGSTOP)
-        yield
-    finally:
-        for session in sessions:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(session, signal.SIGCONT)
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health_generate", timeout=20) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _end_of(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-40:])
-
-
-def versions() -> dict[str, str]:
-    """Of what decides speed."""
-    import importlib.metadata
-
-    names = ("sglang-dsv4", "sglang", "torch", "nvidia-cutlass-dsl", "sgl-flash-mla", "sgl-deep-gemm", "sglang-kernel")
-    found = {}
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
-# ------------------------------------------------------------------------------------------------ several at once
-
-
-def identity(contender: str, model: Path, flags: Sequence[str], env: Mapping[str, str]) -> dict[str, object]:
-    """What makes two servers the same to a benchmark: of a flag that is given twice the last one counts."""
-    options: dict[str, list[str]] = {}
-    for word in flags:
-        if word.startswith("--"):
-            values = options[word] = []
-        else:
-            values.append(word)
-    switches = {name: env[name] for name in sorted(env) if name.startswith(("SGLANG_", "DSV4_")) and env[name]}
-    switches.pop("SGLANG_DSV4", None)  # what the contender says
-    return {"contender": contender, "model": str(model.resolve()), "options": options, "switches": switches}
-
-
-def already_running(contender: str, model: Path, flags: Sequence[str], env: Mapping[str, str]) -> Server | None:
-    """The server in FOLDER that is the one asked for, if there is one."""
-    if not env.get(FOLDER_VARIABLE):
-        return None
-    wanted = identity(contender, model, flags, env)
-    for found in json.loads((Path(env[FOLDER_VARIABLE]) / LIST).read_text()).values():
-        if found["identity"] != wanted:
-            continue
-        with contextlib.suppress(ProcessLookupError):  # a benchmark that was killed may have left it suspended
-            os.killpg(found["pid"], signal.SIGCONT)
-        if _answers(found["url"]):
-            return Server(contender, model, found["url"], Path(found["log"]), found["ready_s"])
-    return None
+from lib.servers import LIST, end_session, environment_of, identity, listed_servers, start, wait
 
 
 def start_all(about: Mapping, folder: Path, port: int) -> int:
-    """Start what SERVERS.json names, all at once, and note those that came up; the number of those that did not."""
+    """Start all servers that SERVERS.json names at once and list the ones that are ready; return how many failed."""
     folder.mkdir(parents=True, exist_ok=True)
     model, common, begin, processes = Path(about["model"]), about.get("flags", []), time.monotonic(), {}
     for i, (name, server) in enumerate(about["servers"].items()):
@@ -297,7 +42,7 @@ def start_all(about: Mapping, folder: Path, port: int) -> int:
         processes[name] = process, {
             "identity": identity(contender, where, flags, env), "url": url, "log": str(log), "pid": process.pid
         }  # fmt: skip
-    listed, failed = _listed(folder), 0
+    listed, failed = listed_servers(folder), 0
     for name, (process, found) in processes.items():
         try:
             contender = found["identity"]["contender"]
@@ -306,7 +51,7 @@ def start_all(about: Mapping, folder: Path, port: int) -> int:
         except RuntimeError as error:
             failed += 1
             print(f"{name}: {error}", flush=True)
-            _end(process.pid)
+            end_session(process.pid)
             continue
         listed[name] = found
         (folder / LIST).write_text(json.dumps(listed, indent=1))
@@ -314,25 +59,14 @@ def start_all(about: Mapping, folder: Path, port: int) -> int:
 
 
 def stop_all(folder: Path) -> None:
-    """End those of FOLDER, with all their processes."""
-    for found in _listed(folder).values():
-        _end(found["pid"])
+    """End the servers of FOLDER with all their processes."""
+    for found in listed_servers(folder).values():
+        end_session(found["pid"])
     (folder / LIST).write_text("{}")
 
 
-def _listed(folder: Path) -> dict[str, dict]:
-    return json.loads((folder / LIST).read_text()) if (folder / LIST).exists() else {}
-
-
-def _end(session: int) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(session, number)
-            time.sleep(2.0)
-
-
 def main() -> int:
-    """Start or stop; 1 if one did not come up."""
+    """Start or stop servers; return 1 if one failed to start."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("start", "stop"))
     parser.add_argument("servers", type=Path, nargs="?", help="SERVERS.json")

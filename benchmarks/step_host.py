@@ -1,19 +1,19 @@
-"""Host time of a decode step, with no GPU: SGLang's scheduler loop, its forward replaced by nothing, as a replay is.
+"""Host time of a decode step without a GPU: SGLang's scheduler loop with an empty forward, as a graph replay is.
 
     python benchmarks/step_host.py --model CHECKPOINT [--requests 1 16 64] [--steps 400] [--out FILE.json] [--profile]
 
 A real scheduler (overlapped, with prefix reuse) in this process, a random checkpoint's pools, and requests that decode.
-In place of the model: what SGLang's decode runner does around a replay (inputs into the graph's buffers, the view of
-the batch, the attention backend's part outside of the graph), and logits that are there already. On a GPU this is what
-bounds decoding at few requests: the scheduler has to be through with it before the GPU is done.
+The model is replaced by the host's part of a replay in SGLang's decode runner (inputs into the graph's buffers, the
+view of the batch, the attention backend's part outside of the graph) and by prepared logits. On a GPU this time bounds
+decoding at few requests: the scheduler must finish it before the GPU is done.
 
 Two kinds of numbers:
 
     step     microseconds of a pass of the scheduler's loop; median, and 10th percentile
-    ours     of that in this package's functions, by function; those that others of them call are not counted twice
+    ours     its part in this package's functions, by function; time in a nested function counts once
 
-Time is the thread's own (CPU time): what else the machine does is not in it, nor is waiting, and here nobody waits. A
-tensor operation here is one on a CPU: 1 to 3 us, where a GPU's launch takes 4 to 8.
+Time is the thread's CPU time, so other load of the machine does not count, and the thread never waits here. A tensor
+operation here runs on a CPU: 1 to 3 us, where a GPU's launch takes 4 to 8.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Clock:
-    """Time in functions, step by step; a function inside another one counts for itself."""
+    """Time in functions, step by step; time in a nested function counts for that function only."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -58,7 +58,7 @@ class Clock:
         self._inner = [0.0]
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, counted under a name."""
+        """Return the function, counted under `name`."""
 
         @functools.wraps(function)
         def wrapper(*args: object, **kwargs: object) -> object:
@@ -74,21 +74,21 @@ class Clock:
         return wrapper
 
     def end_step(self) -> None:
-        """What was counted since the last call is one step's."""
+        """End a step: the time since the last call is this step's."""
         self.steps.append(dict(self._spent))
         self._spent.clear()
 
 
 def functions_of_ours() -> list[tuple[Any, str]]:
-    """(module or class, name) of what this package runs in the scheduler's process in a decode step."""
+    """Return (module or class, name) of this package's functions that the scheduler's process runs in a decode step."""
     from sglang_dsv4.attention.backend import Dsv4AttentionBackend
-    from sglang_dsv4.prefix import tails
+    from sglang_dsv4.prefix import restore_and_save
     from sglang_dsv4.requests import penalties, sampling
 
     return [
-        (tails, "carry_request_slots"),
-        (tails, "carry_request_slots_to_replay"),
-        (tails.Tails, "before_forward"),
+        (restore_and_save, "carry_request_slots"),
+        (restore_and_save, "carry_request_slots_to_replay"),
+        (restore_and_save.TailLifecycle, "before_forward"),
         (Dsv4AttentionBackend, "init_forward_metadata_out_graph"),
         (sampling, "note_greedy_tokens"),
         (sampling, "take_greedy_tokens"),
@@ -100,19 +100,19 @@ def functions_of_ours() -> list[tuple[Any, str]]:
 
 
 def start_scheduler(model: str, most_requests: int, steps: int, clock: Clock | None) -> Scheduler:
-    """A scheduler of this process, with the plugin's hooks, timed if there is a clock."""
+    """Return a scheduler in this process with the plugin's hooks, timed if there is a clock."""
     import sglang.srt.managers.scheduler as scheduler_module
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
-    if clock is not None:  # before the plugin hands them to SGLang
+    if clock is not None:  # before the plugin hands the functions to SGLang
         for owner, name in functions_of_ours():
             setattr(owner, name, clock.timed(name, getattr(owner, name)))
     load_plugins()
     pages = -(-(PROMPT_TOKENS + new_tokens(steps)) // 256) + 1
     slots = ["--max-running-requests", str(most_requests + 1)]
-    slots += ["--max-total-tokens", str(256 * pages * (2 * most_requests + 8))]  # none is kept waiting
+    slots += ["--max-total-tokens", str(256 * pages * (2 * most_requests + 8))]  # large enough that no request waits
     arguments = prepare_server_args(["--model-path", model, "--device", "cpu", "--skip-tokenizer-init", *slots])
     ranks = scheduler_module.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
     publish(arguments, role="scheduler", ranks=ranks)
@@ -120,12 +120,14 @@ def start_scheduler(model: str, most_requests: int, steps: int, clock: Clock | N
 
 
 def new_tokens(steps: int) -> int:
-    """Of each request: it does not end while steps are counted, and the first ones wait for the last one's prefill."""
+    """Return the new tokens of each request: it outlasts the counted steps, and the first ones wait for the last one's
+    prefill."""
     return 2 * (WARM_STEPS + steps)
 
 
 class Replay:
-    """In place of `ModelRunner.forward`: a prefill computes nothing, a decode step is what a replay takes the host."""
+    """Replaces `ModelRunner.forward`: a prefill computes nothing, and a decode step does the host's part of a
+    replay."""
 
     def __init__(self, runner: ModelRunner, most_requests: int) -> None:
         from sglang.srt.model_executor.cuda_graph_buffer_registry import build_decode_registry
@@ -161,7 +163,7 @@ class Replay:
         )
 
     def forward(self, batch: ForwardBatch, **_: object) -> ModelRunnerOutput:
-        """The logits that are there already."""
+        """Return prepared logits."""
         from sglang.srt.layers.logits_processor import LogitsProcessorOutput
         from sglang.srt.model_executor.model_runner import ModelRunnerOutput
         from sglang.srt.model_executor.runner import decode_cuda_graph_runner
@@ -189,7 +191,7 @@ class Replay:
 
 
 def request(number: int, tokens: int) -> TokenizedGenerateReqInput:
-    """A prompt of its own, decoded greedily."""
+    """Return a request with its own prompt, decoded greedily."""
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -212,11 +214,12 @@ def request(number: int, tokens: int) -> TokenizedGenerateReqInput:
 
 
 class Ended(Exception):
-    """All steps were counted."""
+    """Raised when all steps have been counted."""
 
 
 def decode(scheduler: Scheduler, requests: int, steps: int, clock: Clock | None) -> list[float]:
-    """Seconds of each pass of the scheduler's loop in which so many requests decode; the clock keeps these steps."""
+    """Return the seconds of each pass of the scheduler's loop in which `requests` requests decode; the clock keeps
+    these steps."""
     from sglang.srt.managers.io_struct import AbortReq
 
     ingest, passes = scheduler.ingest_requests, []
@@ -255,7 +258,7 @@ class Measured:
 
 
 def measure(model: str, requests: int, steps: int) -> Measured:
-    """A scheduler of its own for so many requests."""
+    """Measure with a scheduler for `requests` requests."""
     clock = Clock()
     scheduler = start_scheduler(model, requests, steps, clock)
     runner = scheduler.tp_worker.model_runner
@@ -274,7 +277,7 @@ def measure(model: str, requests: int, steps: int) -> Measured:
 
 
 def profile(model: str, requests: int, steps: int) -> None:
-    """Where the host's time goes, by function: SGLang's, ours and PyTorch's."""
+    """Print the host's time by function: SGLang's, ours and PyTorch's."""
     scheduler = start_scheduler(model, requests, steps, None)
     runner = scheduler.tp_worker.model_runner
     runner.forward = Replay(runner, requests).forward
@@ -285,7 +288,7 @@ def profile(model: str, requests: int, steps: int) -> None:
 
 
 def main() -> None:
-    """One process for each number of requests: a process has one scheduler."""
+    """Measure each number of requests in a process of its own, since a process has one scheduler."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64])

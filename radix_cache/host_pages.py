@@ -1,11 +1,11 @@
-"""Pages of stored prefixes in host memory: which slot holds which page, and which page has to go.
+"""Pages of stored prefixes in host memory: which host slot holds which page, and which page's host copy is freed.
 
-A page is named by the digest of the prefix that it ends (`page_chain`), not by a place in SGLang's tree, so it does not
-matter to it how the tree splits, evicts or rebuilds its nodes. Bookkeeping alone: no tensor, no stream, no clock, so
-every rank of a tensor-parallel group that makes the same calls takes the same decisions.
+A page is named by the digest of the prefix that it ends (`page_chain`), not by a node of SGLang's tree, so it does not
+matter how the tree splits, evicts or rebuilds its nodes. Bookkeeping alone: no tensor, no stream, no clock, so all
+ranks of a tensor-parallel group that make the same calls come to the same decisions.
 
-The pages are closed under prefix: a page is here only while the page before it is. So one goes only when nothing
-follows it, the least recently used of those first, and a prefix that nobody asks for is given back from its end.
+The pages are closed under prefix: a page is stored only while the page before it is. So only a page that no stored page
+follows may be freed, the least recently used of these first, and an unused prefix shrinks from its end.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dsv4_radix_cache.policy import CreditHeap
+from dsv4_radix_cache.eviction_policy import CreditHeap
 
 
 @dataclass
 class HostPage:
-    """One page: its slot, the page before it, and what keeps it."""
+    """One page: its host slot, the page before it, and what keeps it stored."""
 
     slot: int
     before: bytes | None  # digest of the page before it; None for a prefix's first page
     following: int = 0  # pages whose `before` is this one
     pins: int = 0
-    used: int = 0  # when it was used last, in uses of this store
+    used: int = 0  # the store's use count when it was last used
 
 
 class HostPages:
-    """Slots `0 .. capacity-1` of page records by digest. All methods are O(log n) a page."""
+    """Host slots `0 .. capacity-1` of page records, by digest. All methods are O(log n) a page."""
 
     def __init__(self, capacity: int) -> None:
-        """`capacity` in pages; 0 makes a tier that keeps nothing."""
+        """Make an empty store. `capacity` in pages; 0 makes a tier that stores nothing."""
         self.capacity = capacity
-        self.evicted = 0  # pages that had to go; only ever grows
+        self.evicted = 0  # pages freed to make room; only grows
         self.reset()
 
     def reset(self) -> None:
         """Forget every page."""
         self._free = list(range(self.capacity - 1, -1, -1))
         self._pages: dict[bytes, HostPage] = {}
-        self._ends = CreditHeap()  # pages that nothing follows, by their last use
+        self._ends = CreditHeap()  # pages that no page follows, by their last use
         self._use = 0
 
     def __len__(self) -> int:
@@ -51,26 +51,26 @@ class HostPages:
 
     @property
     def free(self) -> int:
-        """Slots that hold no page and are not reserved."""
+        """Number of slots that hold no page and are not reserved."""
         return len(self._free)
 
     def slot(self, digest: bytes) -> int:
-        """The slot of a page that is here."""
+        """The slot of a stored page."""
         return self._pages[digest].slot
 
     def get(self, digest: bytes) -> HostPage | None:
-        """The page's entry, or None; a page that went and came back has another one."""
+        """The page's entry, or None. A page that was freed and stored again has a new entry."""
         return self._pages.get(digest)
 
-    def reach(self, digests: Sequence[bytes], begin: int = 0) -> int:
-        """The first index from `begin` on whose page is not here; len(digests) if all are."""
+    def first_missing(self, digests: Sequence[bytes], begin: int = 0) -> int:
+        """The first index from `begin` on whose page is not stored; len(digests) if all are."""
         end = begin
         while end < len(digests) and digests[end] in self._pages:
             end += 1
         return end
 
     def path(self, digest: bytes) -> list[bytes]:
-        """The pages of a prefix that is here, by its last page's digest."""
+        """Digests of all pages of a stored prefix, given the digest of its last page."""
         found: list[bytes] = []
         at: bytes | None = digest
         while at is not None:
@@ -79,7 +79,7 @@ class HostPages:
         return found[::-1]
 
     def touch(self, digests: Iterable[bytes]) -> None:
-        """A prefix is used: its pages become the most recently used ones, equally."""
+        """Make the stored pages of a prefix the most recently used ones, all equally."""
         self._use += 1
         for digest in digests:
             page = self._pages.get(digest)
@@ -87,37 +87,41 @@ class HostPages:
                 self._renew(digest, page)
 
     def put(self, digest: bytes, before: bytes | None) -> tuple[int | None, list[tuple[bytes, int]]]:
-        """A slot for a page that is not here yet.
+        """Store a page that is not stored yet.
 
         Args:
-            digest: of the prefix that it ends.
-            before: the page before it, which must be here; None for the first page of a prefix.
+            digest: of the prefix that the page ends.
+            before: the page before it, which must be stored; None for the first page of a prefix.
 
         Returns:
-            The slot, or None where every page is pinned or is part of this one's prefix; and (digest, slot) of the
-            page that had to go, if one had to.
+            The slot, or None if every page is pinned or belongs to this page's prefix; and (digest, slot) of the page
+            that was freed for it, if any.
         """
-        slot, lost = self.reserve(keep=before)
+        slot, freed = self.reserve(keep=before)
         if slot is not None:
             self.publish(digest, before, slot)
-        return slot, lost
+        return slot, freed
 
     def reserve(self, keep: bytes | None = None) -> tuple[int | None, list[tuple[bytes, int]]]:
-        """A slot for a page whose bytes come later; `publish` or `give_back` it. The page `keep` does not go for it."""
-        lost: list[tuple[bytes, int]] = []
+        """Reserve a slot for a page whose bytes come later; the caller calls `publish` or `give_back` for it.
+
+        Returns:
+            The slot, or None; and (digest, slot) of the page that was freed for it, which is never the page `keep`.
+        """
+        freed: list[tuple[bytes, int]] = []
         if not self._free:
             victim = self._ends.least(lambda d: not self._pages[d].pins and d != keep)
             if victim is None:
-                return None, lost
-            lost.append((victim, self._drop(victim)))
+                return None, freed
+            freed.append((victim, self._free_page(victim)))
             self.evicted += 1
-        return self._free.pop(), lost
+        return self._free.pop(), freed
 
     def publish(self, digest: bytes, before: bytes | None, slot: int) -> None:
-        """The reserved slot holds this page.
+        """Store a page in a slot that was reserved.
 
         Raises:
-            ValueError: the page is here already, or the page before it is not.
+            ValueError: the page is stored already, or the page before it is not.
         """
         if digest in self._pages:
             raise ValueError(f"page {digest.hex()} is in host memory already, in slot {self._pages[digest].slot}")
@@ -131,11 +135,11 @@ class HostPages:
         self._renew(digest, page)
 
     def give_back(self, slot: int) -> None:
-        """A reserved slot is not needed."""
+        """Free a reserved slot that is not needed."""
         self._free.append(slot)
 
     def pin(self, digests: Iterable[bytes]) -> None:
-        """Keep pages, and so all before them, until `unpin`."""
+        """Keep pages, and so all pages before them, until `unpin`."""
         for digest in digests:
             self._pages[digest].pins += 1
 
@@ -147,7 +151,8 @@ class HostPages:
             page.pins -= 1
 
     def check(self, reserved: int = 0) -> None:
-        """Assert that slots are free, reserved or one page's, that pages are closed under prefix, and who may go."""
+        """Assert that each slot is free, reserved or of one page, that pages are closed under prefix, and that exactly
+        the pages which no page follows may be freed."""
         slots = [page.slot for page in self._pages.values()] + self._free
         assert len(slots) == len(set(slots)), "a slot has two owners"
         assert len(slots) + reserved == self.capacity, (
@@ -167,7 +172,8 @@ class HostPages:
         if not page.following:
             self._ends.put(digest, self._use)
 
-    def _drop(self, digest: bytes) -> int:
+    def _free_page(self, digest: bytes) -> int:
+        """Forget a page and free its slot; returns the slot."""
         page = self._pages.pop(digest)
         self._ends.discard(digest)
         if page.before is not None:

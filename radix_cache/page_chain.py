@@ -1,8 +1,8 @@
 """Names of prefixes: one digest per page, each over the page's tokens and the digest before it.
 
 Two prefixes have the same digest exactly if they have the same tokens and namespace (128-bit BLAKE2b; a collision is
-not to be expected before 2**64 pages). So the deepest checkpoint of a prompt is found by looking its digests up,
-deepest first, instead of comparing tokens node by node from the root.
+not to be expected before 2**64 pages). So the deepest tail of a prompt is found by looking up its digests, deepest
+first, instead of comparing tokens node by node from the root.
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ _TOKEN_BYTES = 8
 
 
 class PageChain:
-    """Digests of the pages of one growing token sequence. Keep it with the request: only new pages are hashed."""
+    """Digests of the pages of one growing token sequence, kept with its request so that only new pages are hashed."""
 
     def __init__(self, namespace: object, overlap_tokens: int = 0) -> None:
-        """`namespace` separates equal tokens; `overlap_tokens` of the next page belong to a page too (bigram keys)."""
+        """Make an empty chain.
+
+        Args:
+            namespace: equal tokens of different namespaces have different digests.
+            overlap_tokens: tokens of the next page that a page's digest covers too (bigram keys).
+        """
         self.namespace = namespace
         self.overlap_tokens = overlap_tokens
         self._seed = blake2b(repr(namespace).encode(), digest_size=DIGEST_BYTES).digest()
@@ -32,10 +37,10 @@ class PageChain:
     def digests(self, tokens: array[int], pages: int) -> list[bytes]:
         """Digests of the first `pages` pages of `tokens` (int64); element i names the prefix of i + 1 pages.
 
-        The tokens may differ from those of an earlier call; what is known of a common beginning is used.
+        The tokens may differ from those of an earlier call; digests of a common beginning are reused.
 
         Raises:
-            ValueError: fewer tokens than that many pages need.
+            ValueError: fewer tokens than `pages` pages need.
         """
         needed = pages * PAGE_TOKENS + (self.overlap_tokens if pages else 0)
         if len(tokens) < needed:

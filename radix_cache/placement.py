@@ -1,9 +1,10 @@
-"""Where checkpoints are taken: the positions inside one prefill chunk that are worth a slot."""
+"""Tail placement: the positions inside one prefill chunk at which tails are written."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsv4_radix_cache.pages import page_floor
 from dsv4_radix_cache.ring import PAGE_TOKENS
 
 DEFAULT_INTERVAL_TOKENS = 2048
@@ -11,8 +12,8 @@ DEFAULT_INTERVAL_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Placement:
-    """The rule. `interval_tokens` is the distance of the checkpoints inside a prefill: at most that many tokens are
-    recomputed by the first request that diverges inside a stored stretch."""
+    """The placement rule. `interval_tokens` is the distance of tails inside a prefill: the first request that diverges
+    inside a stored stretch recomputes at most that many tokens."""
 
     interval_tokens: int = DEFAULT_INTERVAL_TOKENS
 
@@ -20,26 +21,25 @@ class Placement:
         """Raise ValueError unless the interval is a positive multiple of the page."""
         if self.interval_tokens <= 0 or self.interval_tokens % PAGE_TOKENS:
             raise ValueError(
-                f"the checkpoint interval must be a positive multiple of {PAGE_TOKENS} tokens, "
-                f"got {self.interval_tokens}"
+                f"the tail interval must be a positive multiple of {PAGE_TOKENS} tokens, got {self.interval_tokens}"
             )
 
     def in_chunk(self, begin: int, end: int, prompt_tokens: int, branch: int | None = None) -> list[int]:
-        """Positions in (begin, end] of a chunk of a prompt of `prompt_tokens` tokens, the most valuable one first.
+        """Positions of tails in (begin, end] of a chunk, in a prompt of `prompt_tokens` tokens; most valuable first.
 
-        * the last page boundary of the prompt, and the one at which the *same* prompt would match again (a match must
-          leave at least one token to compute, so these differ when the prompt fills its last page);
+        * the last page boundary of the prompt, and the boundary at which the *same* prompt would match again (a match
+          must leave at least one token to compute, so the two differ when the prompt fills its last page);
         * `branch`: where this request left a stored stretch (a learned branch point);
-        * the chunk's end, if it is a page boundary: a request that is retracted or aborted half way loses no chunk;
+        * the chunk's end, if it is a page boundary: a request that is retracted or aborted later loses no chunk;
         * multiples of the interval, counted from position 0, so that different requests agree on them.
 
-        The order matters when slots are short: the head of the list gets them.
+        The order matters when slots are short: the first positions get them.
         """
-        last = prompt_tokens // PAGE_TOKENS * PAGE_TOKENS
-        again = (prompt_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
+        last = page_floor(prompt_tokens)
+        again = page_floor(prompt_tokens - 1)
         wanted = [last, again]
         if branch is not None:
-            wanted.append(branch // PAGE_TOKENS * PAGE_TOKENS)
+            wanted.append(page_floor(branch))
         if end % PAGE_TOKENS == 0:
             wanted.append(end)
         first_multiple = begin // self.interval_tokens * self.interval_tokens + self.interval_tokens

@@ -1,4 +1,4 @@
-"""A pool of numbered slots in which every slot is free, cached or in use, and the three always add up to the total."""
+"""A pool of numbered tail slots: every slot is free, cached or in use, and the three always add up to the total."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from enum import Enum
 
 
 class Holder(Enum):
-    """Who owns a slot that is not free."""
+    """The owner of a slot that is not free."""
 
-    REQUEST = "in use"  # a running request writes it; nobody else knows of it
+    REQUEST = "in use"  # a running request writes it; the tree does not know of it yet
     TREE = "cached"  # a tree node carries it; it may be evicted
 
 
@@ -16,7 +16,7 @@ class SlotPool:
     """Slots `0 .. capacity-1` of one tier. Slot numbers are reused last-in-first-out, so that hot memory stays hot."""
 
     def __init__(self, name: str, capacity: int) -> None:
-        """`capacity` in slots; 0 makes a tier that is always full.
+        """Make a pool of free slots. `capacity` in slots; 0 makes a tier that is always full.
 
         Raises:
             ValueError: capacity is negative.
@@ -31,7 +31,7 @@ class SlotPool:
 
     @property
     def free(self) -> int:
-        """Slots nobody owns."""
+        """Slots without an owner."""
         return len(self._free)
 
     @property
@@ -45,7 +45,7 @@ class SlotPool:
         return self._held[Holder.REQUEST]
 
     def acquire(self, holder: Holder) -> int | None:
-        """A free slot for `holder`, or None when there is none."""
+        """Give a free slot to `holder`; returns the slot, or None when all are held."""
         if not self._free:
             return None
         slot = self._free.pop()
@@ -54,7 +54,7 @@ class SlotPool:
         return slot
 
     def transfer(self, slot: int, holder: Holder) -> None:
-        """Give a held slot to another holder."""
+        """Change the holder of a held slot."""
         self._held[self._holders[slot]] -= 1
         self._holders[slot] = holder
         self._held[holder] += 1
@@ -72,11 +72,11 @@ class SlotPool:
         self._free.append(slot)
 
     def holders(self) -> dict[int, Holder]:
-        """A copy of slot -> holder, of the slots that are not free."""
+        """Slot -> holder, for the slots that are not free (a copy)."""
         return dict(self._holders)
 
     def check(self) -> None:
-        """Assert that free + cached + in use = total, and that no slot is in two of them."""
+        """Assert that free + cached + in use = total, and that no slot has two states."""
         assert self.free + self.cached + self.in_use == self.capacity, (
             f"{self.name}: free {self.free} + cached {self.cached} + in use {self.in_use} != total {self.capacity}"
         )

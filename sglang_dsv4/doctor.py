@@ -107,7 +107,7 @@ def plan(
     options = TailOptions.from_environment()
     slots = options.slots_on_device(tokens, requests + 1)
     plan = PoolPlan.of(geometry, tokens // FULL_PAGE_TOKENS * FULL_PAGE_TOKENS, requests + 1, slots)
-    host = options.slots_on_host(slots, int(plan.bytes_per_checkpoint))
+    host = options.slots_on_host(slots, int(plan.bytes_per_tail))
     lines = [
         plan.table(),
         *(
@@ -122,9 +122,9 @@ def plan(
         ),
         "",
         f"tail checkpoints: one every {options.interval_tokens:,} prefilled tokens, {slots:,} on the device, "
-        f"{host:,} in host memory ({format_bytes(host * plan.bytes_per_checkpoint)})",
+        f"{host:,} in host memory ({format_bytes(host * plan.bytes_per_tail)})",
     ]
-    slot_bytes, token_bytes = plan.bytes_per_checkpoint, plan.bytes_per_token
+    slot_bytes, token_bytes = plan.bytes_per_tail, plan.bytes_per_token
     chosen = HostOptions(hicache_ratio, hicache_size)
     pages, tails = chosen.sizes(plan.full_tokens, token_bytes, int(slot_bytes))
     host_tokens, tails = pages * FULL_PAGE_TOKENS, max(tails, host)

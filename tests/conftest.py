@@ -1,4 +1,5 @@
-"""Fixtures that several folders share, and how `make test` shares the tests out among its processes."""
+"""Fixtures that several folders share, shards of the suite, and the distribution of tests over `make test`'s
+processes."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import gc
 import importlib.util
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,26 +15,31 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from selection.shards import Shard
     from serving.server import Server
 
-# What only the fixtures need is imported by them: this file is also read where kernels are tested without SGLang.
+# Fixtures import what only they need: this file is also read where kernels are tested without SGLang.
 
 
 @pytest.fixture(scope="session", autouse=True)
-def bookkeeping_errors_are_fatal() -> Iterator[None]:
-    """Here and in every server that a test starts; outside of tests they are counted."""
+def bookkeeping_errors_are_fatal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """In this process and in every server that a test starts; outside of tests they are counted."""
+    from serving import strict_bookkeeping
+
+    strict_bookkeeping.setup()
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("SGLANG_DSV4_TAIL_ERRORS", "raise")
+        for name, value in strict_bookkeeping.install(tmp_path_factory.mktemp("strict")).items():
+            environment.setenv(name, value)
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What servers leave in the system's folder for temporary files (locks, sockets, metrics) goes with the session.
+    """Delete with the session what servers leave in the system's temporary folder (locks, sockets, metrics).
 
-    Not in pytest's folder, since the path of a socket may have no more than 107 characters.
+    The folder is not in pytest's, since a socket's path may have no more than 107 characters.
     """
-    tmp_path_factory.getbasetemp()  # this one stays where it would be
+    tmp_path_factory.getbasetemp()  # fixes pytest's own folder before TMPDIR changes
     with (
         tempfile.TemporaryDirectory(prefix="dsv4-tests-", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as environment,
@@ -47,16 +54,42 @@ LEFT_BY_AN_ENGINE = ("NCCL_GRAPH_REGISTER", "SGLANG_RUN_ID")
 
 @pytest.fixture(scope="module", autouse=True)
 def what_an_engine_leaves() -> Iterator[None]:
-    """With these variables of `sglang.Engine` no server of a later file would be forked (`serving.preloaded`). Others
-    stay: what this package's set-up has put there is put there once a process."""
+    """Remove the variables that `sglang.Engine` sets, with which no server of a later file could be forked
+    (`serving.preloaded`). Other variables stay: the package's set-up sets them once a process."""
     before = {name for name in LEFT_BY_AN_ENGINE if name in os.environ}
     yield
     for name in set(LEFT_BY_AN_ENGINE) - before:
         os.environ.pop(name, None)
 
 
-def pytest_configure() -> None:
-    """Under `make test` a missing package is an error: elsewhere the tests that need it are skipped."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    options = parser.getgroup("parts of the suite (tests/lib/selection/shards.py)")
+    options.addoption("--shard", metavar="K/N", help="run part K of N; a commit's hash in place of K chooses one")
+    options.addoption("--minutes", type=float, help="begin no test later than this; the tests left out are listed")
+
+
+DEADLINE = "DSV4_TESTS_DEADLINE"
+"""Seconds since 1970, for the session and for its worker processes."""
+LEFT_OUT = "out of time"
+
+
+def shard_of(config: pytest.Config) -> Shard:
+    from selection.shards import Shard
+
+    try:
+        return Shard.of(config.getoption("shard"))
+    except ValueError as error:
+        raise pytest.UsageError(f"--shard: {error}") from None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Check the options; under `make test` a missing package is an error, elsewhere the tests that need it are
+    skipped."""
+    if config.getoption("shard") is not None:
+        shard_of(config)
+    minutes = config.getoption("minutes")
+    if minutes is not None and not hasattr(config, "workerinput"):
+        os.environ[DEADLINE] = str(time.time() + 60 * minutes)
     missing = [name for name in os.environ.get("DSV4_TESTS_NEED", "").split() if importlib.util.find_spec(name) is None]
     if missing:
         raise pytest.UsageError(
@@ -65,8 +98,33 @@ def pytest_configure() -> None:
         )
 
 
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("shard") is None:
+        return
+    from selection.shards import chosen
+
+    by_id = {item.nodeid: item for item in items}
+    own = chosen(list(by_id), shard_of(config))
+    config.hook.pytest_deselected(items=[item for nodeid, item in by_id.items() if nodeid not in set(own)])
+    items[:] = [by_id[nodeid] for nodeid in own]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the shard, and each test that it left out."""
+    if config.getoption("shard") is not None:
+        terminalreporter.write_line(f"shard {shard_of(config)} of the selected tests")
+    skipped = terminalreporter.stats.get("skipped", [])
+    left_out = [report.nodeid for report in skipped if LEFT_OUT in str(report.longrepr)]
+    if left_out:
+        terminalreporter.section(f"{len(left_out)} tests not run within {config.getoption('minutes'):g} minutes")
+        for nodeid in left_out:
+            terminalreporter.write_line(nodeid)
+
+
 def pytest_collection_finish() -> None:
-    """What was imported stays: the garbage collector need not look at it again and again while kernels are traced."""
+    """Freeze the imported objects, so that the garbage collector does not scan them again and again while kernels are
+    traced."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
@@ -74,16 +132,33 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this test registers is gone afterwards."""
+    """Undo the test's registrations at its end."""
     from dsv4_kernels import registry
 
     monkeypatch.setattr(registry, "_table", {op: dict(rows) for op, rows in registry._table.items()})
     monkeypatch.setattr(registry, "_resolved", {})
 
 
+@pytest.fixture(scope="module")
+def compiled_here() -> Iterator[None]:
+    """Compile kernels in this process, since the emulator needs their PTX: none from disk, and none kept afterwards.
+
+    Scratch memory of earlier launches is hidden as well: the emulator would copy it for these.
+    """
+    from dsv4_kernels.host import compile_cache
+    from dsv4_kernels.sparse_attention import scratch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(compile_cache.FOLDER_VARIABLE, "off")
+        patch.setattr(scratch, "_by_stream", {})
+        patch.setattr(scratch, "_graph_counters", {})
+        patch.setattr(compile_cache, "_in_memory", {})
+        yield
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The random checkpoint of `make serve`, in the released format."""
+    """Return the random checkpoint of `make serve`, in the released format."""
     from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
     path = tmp_path_factory.mktemp("checkpoint")
@@ -93,21 +168,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for the session: the tiny checkpoint behind a small pool, short prefill chunks and few checkpoints."""
+    """Yield the session's server: the tiny checkpoint with a small pool, short prefill chunks and few tail slots."""
     from serving.server import MAX_RUNNING, POOL_TOKENS, SLEEP_ON_IDLE, TAILS, running_server
 
     from sglang_dsv4.cpu.quickstart import parser_flags
 
     log_path = tmp_path_factory.mktemp("server") / "log"
     flags = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING))
-    # A random model would fill the white space that a JSON grammar allows without end.
+    # A random model would generate the white space that a JSON grammar allows without end.
     flags += ("--chunked-prefill-size", "512", "--constrained-json-disable-any-whitespace", "--enable-metrics")
     flags += tuple(parser_flags([]))  # as `make serve` has them
     with running_server(checkpoint, log_path, *flags, SLEEP_ON_IDLE, env=TAILS, from_command=True) as running:
         yield running
 
 
-# ---- pytest-xdist: a file is a unit of work, all that starts a server is another one
+# ---- pytest-xdist: a file is a unit of work, and all tests that start a server are one unit
 
 SERVERS = "what starts a server"
 STARTS_A_SERVER = (
@@ -135,19 +210,23 @@ LONG = (
 
 
 def unit_of(nodeid: str) -> str:
-    """One process runs everything with a server: one is shared, the others start one at a time and share no port."""
+    """Return the unit of a test. All tests with servers are in one: the session's is shared, and other servers run one
+    at a time and share no port."""
     path = nodeid.split("::")[0]
     return SERVERS if path.startswith(STARTS_A_SERVER) else path
 
 
+@pytest.hookimpl(tryfirst=True)  # before a fixture is set up
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > float(os.environ.get(DEADLINE, "inf")):
+        pytest.skip(LEFT_OUT)
     if "server" in getattr(item, "fixturenames", ()) and unit_of(item.nodeid) != SERVERS:
         pytest.fail(f"this test uses the server: name its file in STARTS_A_SERVER ({__file__})", pytrace=False)
 
 
-@pytest.hookimpl(tryfirst=True, optionalhook=True)  # where the suite runs in one process, xdist need not be installed
+@pytest.hookimpl(tryfirst=True, optionalhook=True)  # in a single process xdist need not be installed
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Takes the place of `--dist load`, the default; another `--dist` is left alone."""
+    """Replace `--dist load`, the default; another `--dist` is left alone."""
     if config.getoption("dist") != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -157,8 +236,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return unit_of(nodeid)
 
         def _assign_work_unit(self, node: Any) -> None:
-            first = min(self.workqueue, key=lambda unit: LONG.index(unit) if unit in LONG else len(LONG))
-            self.workqueue.move_to_end(first, last=False)
+            if config.getoption("shard") is None:  # a shard has an order of its own
+                first = min(self.workqueue, key=lambda unit: LONG.index(unit) if unit in LONG else len(LONG))
+                self.workqueue.move_to_end(first, last=False)
             super()._assign_work_unit(node)
 
     return Units(config, log)

@@ -17,8 +17,15 @@ MAY_NOT_IMPORT = {
     "dsv4_radix_cache": {"sglang", "sglang_dsv4", "dsv4_kernels", "transformers"},
     "sglang_dsv4": {"tests", "benchmarks"},
 }
-# Modules of ours that run before SGLang can be imported, or at the start of every Python process.
-STANDARD_LIBRARY_ONLY = {"cpu/shims.py", "cpu/quickstart.py"}
+# Modules of ours that run before SGLang can be imported, or at the start of every Python process. They may import each
+# other.
+STANDARD_LIBRARY_ONLY = {
+    "sglang_dsv4/cpu/shims.py",
+    "sglang_dsv4/cpu/quickstart.py",
+    "sglang_dsv4/env.py",
+    "sglang_dsv4/seam/hooks.py",
+    "kernels/host/environment.py",
+}
 
 
 def modules(package: str) -> list[Path]:
@@ -44,6 +51,72 @@ def heads(names: set[str]) -> set[str]:
     return {name.split(".")[0] for name in names}
 
 
+def module_name(path: Path) -> str:
+    """`sglang_dsv4.seam.hooks` of its file."""
+    (package,) = [name for name, folder in FOLDERS.items() if path.is_relative_to(ROOT / folder)]
+    parts = path.relative_to(ROOT / FOLDERS[package]).with_suffix("").parts
+    return ".".join((package, *parts)).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for package in FOLDERS for path in modules(package)}
+
+
+def edges(module: str, path: Path, top_level_only: bool = False) -> set[str]:
+    """The modules of ours that a module imports, also inside its functions; not those that only type checkers see."""
+    tree = ast.parse(path.read_text())
+    seen_by_type_checkers = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    found: set[str] = set()
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if id(node) in seen_by_type_checkers:
+            continue
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in MODULES else node.module or "")
+    return (found & set(MODULES)) - {module}
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, the first again as the last; empty if there is none."""
+    done: set[str] = set()
+
+    def walk(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name not in done:
+            for imported in sorted(graph[name]):
+                if found := walk(imported, [*path, name]):
+                    return found
+            done.add(name)
+        return []
+
+    return next((found for name in sorted(graph) if (found := walk(name, []))), [])
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Late imports included, but no functions that a table names by a string ("module:attribute")."""
+    found = circle({name: edges(name, path) for name, path in MODULES.items()})
+    assert not found, " -> ".join(found)
+
+
+def test_a_circle_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set(), "d": {"b"}}) == []
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"d", "e"}, "d": set(), "e": {"b"}}) == ["b", "c", "e", "b"]
+
+
+def test_the_top_of_the_package_has_few_files() -> None:
+    """A reader finds a room, and there the module."""
+    assert len(list((ROOT / "sglang_dsv4").glob("*.py"))) <= 10
+
+
 @pytest.mark.parametrize("package", FOLDERS)
 def test_package_imports_only_what_it_may(package: str) -> None:
     wrong = {
@@ -58,19 +131,27 @@ def test_package_imports_only_what_it_may(package: str) -> None:
 def test_early_modules_need_nothing_but_python(name: str) -> None:
     import sys
 
-    assert heads(imports(ROOT / "sglang_dsv4" / name, top_level_only=True)) <= set(sys.stdlib_module_names)
+    early = {module_name(ROOT / other) for other in STANDARD_LIBRARY_ONLY}
+    imported = edges(module_name(ROOT / name), ROOT / name, top_level_only=True)
+    assert imported <= early
+    assert heads(imports(ROOT / name, top_level_only=True)) - set(FOLDERS) <= set(sys.stdlib_module_names)
 
 
-@pytest.mark.parametrize("name", ["plugin.py", "seam/compat.py"])
-def test_plugin_imports_sglang_only_inside_functions(name: str) -> None:
+def test_plugin_imports_sglang_only_inside_functions() -> None:
     """SGLang imports the plugin in every process; a failing import there would be logged and forgotten."""
-    assert "sglang" not in heads(imports(ROOT / "sglang_dsv4" / name, top_level_only=True))
+    todo, seen = ["sglang_dsv4.plugin"], set()
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        assert not heads(imports(MODULES[name], top_level_only=True)) & {"sglang", "torch", "transformers"}, name
+        todo += edges(name, MODULES[name], top_level_only=True) - seen
+    assert "sglang_dsv4.seam.self_check" in seen
 
 
-# SGLang's private names: functions and classes in compat, methods and attributes of its classes in sglang_bases. Two
-# exceptions: what shims take of SGLang's stand-in for triton before SGLang can be imported, and how a platform that is
-# not SGLang's says so, as SGLang asks for.
-KNOWS_PRIVATE_NAMES = {"seam/compat.py", "seam/bases.py", "cpu/shims.py"}
+# SGLang's private names: functions that are imported in compat, targets of hooks in hooks, methods and attributes of
+# its classes in bases. Two exceptions: names of SGLang's stand-in for triton, which shims need before SGLang can be
+# imported, and the attribute by which SGLang asks a platform whether it is out of tree.
+KNOWS_PRIVATE_NAMES = {"seam/compat.py", "seam/hooks.py", "seam/bases.py", "cpu/shims.py"}
 ASKED_FOR = {("cpu/platform.py", "_enum")}
 
 
@@ -120,7 +201,7 @@ def names_of_sglang_bases(module: str) -> set[str]:
     return names
 
 
-def test_sglangs_private_names_are_in_two_modules() -> None:
+def test_sglangs_private_names_are_in_the_seam() -> None:
     """Elsewhere a private name is one that the file itself makes, and none that an SGLang base class uses."""
     wrong: dict[str, list[str]] = {}
     for path in modules("sglang_dsv4"):
@@ -134,7 +215,7 @@ def test_sglangs_private_names_are_in_two_modules() -> None:
         foreign -= {private for file, private in ASKED_FOR if file == name}
         if foreign:
             wrong[name] = sorted(foreign)
-    assert not wrong, "take these from sglang_dsv4.seam.compat or sglang_dsv4.seam.bases"
+    assert not wrong, "take these from sglang_dsv4.seam.compat, hooks or bases"
 
 
 def test_private_names_are_seen() -> None:
@@ -188,3 +269,59 @@ def test_sglangs_own_deepseek_v4_code_is_named_in_compat_only() -> None:
         if (found := {name for name in imports(path) if name.startswith("sglang.") and "deepseek_v4" in name})
     }
     assert not wrong, f"take these names from sglang_dsv4.seam.compat: {wrong}"
+
+
+# The floor under the kernels: what every op may use, besides its own folder.
+FLOOR = {"device", "host"}
+FORMATS = {"kv_layout", "number_formats"}
+FOR_EVERY_OP = FLOOR | FORMATS | {"reference", "registry"}
+# Arithmetic in plain PyTorch, which is built of other ops' definitions.
+DEFINITIONS = {"ref.py", "tiled.py"}
+
+
+def rooms(path: Path) -> set[str]:
+    """Folders and top modules of dsv4_kernels that a file imports from, late imports included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dsv4_kernels":
+            parts = node.module.split(".")
+            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("dsv4_kernels.")}
+    return found
+
+
+def test_ops_do_not_import_each_other() -> None:
+    """An op's folder imports the floor, formats and itself; its definition may be built of other ops."""
+    wrong: dict[str, list[str]] = {}
+    for path in modules("dsv4_kernels"):
+        folder, *rest = path.relative_to(ROOT / "kernels").parts
+        if rest and folder not in FOR_EVERY_OP and path.name not in DEFINITIONS:
+            if foreign := rooms(path) - FOR_EVERY_OP - {folder}:
+                wrong[str(path.relative_to(ROOT))] = sorted(foreign)
+    assert not wrong, "move what these share to kernels/device, kernels/host or a format"
+
+
+def test_the_floor_imports_no_op() -> None:
+    """device/ and host/ know each other and formats; reference/ and the formats need neither."""
+    may_import = {
+        **dict.fromkeys(FLOOR, FLOOR | FORMATS),
+        "reference": {"reference"},
+        "kv_layout.py": FORMATS,
+        "number_formats.py": set(),
+    }
+    wrong: dict[str, list[str]] = {}
+    for path in modules("dsv4_kernels"):
+        room = path.relative_to(ROOT / "kernels").parts[0]
+        if room in may_import and (foreign := rooms(path) - may_import[room]):
+            wrong[str(path.relative_to(ROOT))] = sorted(foreign)
+    assert not wrong
+
+
+def test_an_import_of_another_op_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.py"
+    file.write_text(
+        "from dsv4_kernels import kv_layout\nfrom dsv4_kernels.device import ptx\nimport dsv4_kernels.rope.gpu\n"
+        "def late():\n    from dsv4_kernels.norm.gpu import launch\n"
+    )
+    assert rooms(file) == {"kv_layout", "device", "rope", "norm"}

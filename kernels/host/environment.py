@@ -1,23 +1,74 @@
-"""Switches in the environment."""
+"""The environment switches of the kernels, and the one parser of all switches (`sglang_dsv4.env` uses it too).
+
+Standard library only: the CPU shims read a switch at the start of every Python process.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import TypeVar
+from collections.abc import Iterable
+from typing import NamedTuple
 
-Default = TypeVar("Default", str, None)
+
+class Switch(NamedTuple):
+    """An environment variable that this project reads. Unset and empty mean the default."""
+
+    name: str
+    values: tuple[str, ...]  # the words that it takes, in lower case; none: any text
+    default: str  # for a reader
+    meaning: str
+    form: str = ""  # what the text is, where it is not one of `values`
+
+    def text(self) -> str | None:
+        """The variable's text without surrounding blanks; None if it is unset or empty."""
+        return os.environ.get(self.name, "").strip() or None
+
+    def choice(self) -> str | None:
+        """The word of `values` that the variable holds, in lower case; None if it is unset or empty.
+
+        Raises:
+            ValueError: it holds another word.
+        """
+        text = self.text()
+        word = None if text is None else text.lower()
+        if word is not None and word not in self.values:
+            raise ValueError(f"{self.name} must be {' or '.join(map(repr, self.values))}, got {text!r}")
+        return word
+
+    def number(self) -> int | None:
+        """The number that the variable holds; None if it is unset or empty.
+
+        Raises:
+            ValueError: it holds no number of at least 0.
+        """
+        text = self.text()
+        if text is not None and not text.isdigit():
+            raise ValueError(f"{self.name} must be a number of at least 0, got {text!r}")
+        return None if text is None else int(text)
 
 
-def one_of(variable: str, values: tuple[str, ...], default: Default) -> str | Default:
-    """What a variable says, in lower case; `default` where it is not set.
+DEPENDENT_LAUNCH = Switch(
+    "DSV4_DEPENDENT_LAUNCH",
+    ("on", "off"),
+    "on",
+    "programmatic dependent launch: a kernel is launched while the one before it in the stream still runs, and waits "
+    "for its end",
+)
+KERNEL_CACHE = Switch(
+    "DSV4_KERNEL_CACHE",
+    (),
+    "`~/.cache/sglang-dsv4/kernels`",
+    "where compiled kernels are kept",
+    form="a folder, or `off` for none",
+)
+SWITCHES = (DEPENDENT_LAUNCH, KERNEL_CACHE)
 
-    Raises:
-        ValueError: it says something else than one of these values.
-    """
-    value = os.environ.get(variable)
-    if value is None:
-        return default
-    value = value.strip().lower()
-    if value not in values:
-        raise ValueError(f"{variable} must be {' or '.join(map(repr, values))}, got {value!r}")
-    return value
+
+def table(switches: Iterable[Switch]) -> str:
+    """A Markdown table of switches: variable, values, default, meaning."""
+    lines = ["| variable | values | default | meaning |", "|---|---|---|---|"]
+    for switch in switches:
+        values = ", ".join(f"`{value}`" for value in switch.values) or switch.form
+        cells = (f"`{switch.name}`", values.replace("|", "\\|"), switch.default, switch.meaning)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

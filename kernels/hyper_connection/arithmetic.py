@@ -53,18 +53,6 @@ def split_tf32(x: Float32) -> tuple:
     return high, ptx.as_u32(x - ptx.as_f32(high))
 
 
-def multiply_tf32(a: tuple, b: tuple, c: list) -> list:
-    """mma.m16n8k8 of tf32, accumulated in fp32."""
-    return ptx.asm(
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
-        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
-        [Float32] * 4,
-        *a,
-        *b,
-        *c,
-    )
-
-
 def in_turn(values: list) -> Float32:
     """The sum, one after the other."""
     total = values[0]
@@ -115,11 +103,6 @@ def reciprocal(x: Float32) -> Float32:
 def rsqrt(x: Float32) -> Float32:
     """1 / sqrt(x), to 2**-22.9."""
     return ptx.asm("rsqrt.approx.ftz.f32 {$w0}, {$r0};", [Float32], x)
-
-
-def unpack(words: tuple | list) -> list:
-    """bf16 in words -> fp32, the low halves first."""
-    return [ptx.as_f32(half) for word in words for half in (word << 16, word & 0xFFFF0000)]
 
 
 # Memory

@@ -1,22 +1,24 @@
 """The hyper-connections on Hopper and Blackwell: which plan, and launching it. The kernel is in `kernel`.
 
-All six functions of this package are that kernel with some of its parts left out, one launch each.
+`hc_boundary`, `hc_enter` and `hc_finish` are that kernel with some of its parts left out, one launch each.
 """
 
 import functools
 from collections.abc import Callable
 
-import cuda.bindings.driver as cuda
 import cutlass
-import cutlass.cute as cute
 import torch
-from cutlass import Int32, Int64
+from cutlass import Int32
 from torch import Tensor
 
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.addresses import address
+from dsv4_kernels.host.arch import ARCHITECTURES, architecture
+from dsv4_kernels.host.fp8_rows import new_codes
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.strides import stride_bytes
 from dsv4_kernels.hyper_connection.kernel import HyperConnection
 from dsv4_kernels.hyper_connection.plan import CLUSTER, HEAD_ROWS, PRE_ROWS, STREAMS, TEAMS, TOKENS, Arguments, Plan
-from dsv4_kernels.quant.gpu import new_codes
+from dsv4_kernels.model_shapes import ModelShapes
 
 MOST_TOKENS = {1: 4, 2: 16, 4: 64, 8: 128}
 """Tokens of a group -> up to how many tokens in all, one group a cluster: with few tokens more clusters share what each
@@ -54,11 +56,7 @@ def compile(plan: Plan, arch: str) -> Callable[..., None]:
     """
     plan.check()
 
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(HyperConnection(plan).launch, example, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("hyper_connection", plan, arch, from_compiler)
+    return load_launcher("hyper_connection", plan, arch, HyperConnection(plan).launch, Arguments, Int32)
 
 
 def plans(dim: int, fp8: bool, bf16_weight: bool = False, fewest: int = 1) -> list[Plan]:
@@ -84,13 +82,21 @@ def plans(dim: int, fp8: bool, bf16_weight: bool = False, fewest: int = 1) -> li
     return list(dict.fromkeys(made))
 
 
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of the kernels of `hc_boundary`, `hc_enter` and `hc_finish`."""
+    made = plans(model.hidden_size, model.quantises_inputs)
+    if model.fewest_own_rows:  # a rank's own rows are gathered first and quantised after that
+        made += plans(model.hidden_size, False, fewest=model.fewest_own_rows)
+    return [functools.partial(compile, plan, arch) for plan in dict.fromkeys(made)]
+
+
 def run(
-    arch: str,
+    name: str,
     op: str,
     rows: int,
     streams: Tensor,
     written_back: tuple[Tensor, Tensor, Tensor] | None,
-    parameters: tuple[Tensor, Tensor, Tensor] | None,
+    parameters: tuple[Tensor, Tensor, Tensor],
     norm_weight: Tensor | None,
     norm_eps: float = 0.0,
     hc_eps: float = 0.0,
@@ -102,12 +108,12 @@ def run(
     """One launch of one form of the kernel.
 
     Args:
-        arch: "sm_90a".
+        name: "sm90" or "sm100".
         op: the function's name, for errors.
-        rows: of fn; 0 without.
+        rows: of fn.
         streams: [T, 4, d] bf16.
         written_back: y, post and comb of the sublayer that ends, if one does.
-        parameters: fn, base and scale, if there are rows.
+        parameters: fn, base and scale.
         norm_weight: [d] fp32 or bf16, or None for no norm.
         norm_eps, hc_eps, iterations: as in the functions.
         tokens: of a group; None chooses, and chooses `teams` too.
@@ -129,7 +135,7 @@ def run(
     plan = chosen(num_tokens, *form, fp8) if tokens is None else Plan(tokens, *form, teams, fp8)
     plan.check()  # an empty batch, too, for which nothing is compiled
     y, post, comb = written_back or (None, None, None)
-    fn, base, scale = parameters or (None, None, None)
+    fn, base, scale = parameters
     _check(op, {"y": y, "streams": streams}, (torch.bfloat16,))
     _check(op, {"post": post, "comb": comb}, (torch.float32,))
     _check(op, {"fn": fn, "base": base, "scale": scale}, (torch.float32,), dense=True)
@@ -141,41 +147,40 @@ def run(
         return torch.empty(num_tokens, *shape, dtype=dtype, device=streams.device) if is_made else None
 
     out_streams = made(plan.post, STREAMS, dim, dtype=torch.bfloat16)
-    out = made(rows > 0, dim, dtype=torch.bfloat16)
+    out = made(True, dim, dtype=torch.bfloat16)
     out_post, out_comb = made(rows == PRE_ROWS, STREAMS), made(rows == PRE_ROWS, STREAMS, STREAMS)
     codes, scales, places = new_codes(num_tokens, dim, True, streams.device) if fp8 else (None, None, None)
     if num_tokens:
         arguments = Arguments(
             num_tokens=num_tokens,
-            y=_address(y),
-            y_stride=_stride(y, 0),
-            streams=_address(streams),
-            streams_stride=_stride(streams, 0),
-            stream_stride=_stride(streams, 1),
-            post=_address(post),
-            post_stride=_stride(post, 0),
-            comb=_address(comb),
-            comb_stride=_stride(comb, 0),
-            fn=_address(fn),
-            base=_address(base),
-            scale=_address(scale),
-            norm_weight=_address(norm_weight),
+            y=address(y),
+            y_stride=stride_bytes(y, 0),
+            streams=address(streams),
+            streams_stride=stride_bytes(streams, 0),
+            stream_stride=stride_bytes(streams, 1),
+            post=address(post),
+            post_stride=stride_bytes(post, 0),
+            comb=address(comb),
+            comb_stride=stride_bytes(comb, 0),
+            fn=address(fn),
+            base=address(base),
+            scale=address(scale),
+            norm_weight=address(norm_weight),
             norm_eps=norm_eps,
             hc_eps=hc_eps,
             iterations=iterations,
-            out_streams=_address(out_streams),
-            out=_address(out),
-            out_post=_address(out_post),
-            out_comb=_address(out_comb),
-            out_codes=_address(codes),
-            out_scales=_address(scales),
-            scale_block_stride=Int64(places.scale_block_bytes if fp8 else 0),
+            out_streams=address(out_streams),
+            out=address(out),
+            out_post=address(out_post),
+            out_comb=address(out_comb),
+            out_codes=address(codes),
+            out_scales=address(scales),
+            scale_block_stride=places.scale_block_bytes if fp8 else 0,
         )
         device, num_clusters = streams.device, -(-num_tokens // plan.tokens)
         if plan.teams > 1:
             num_clusters = min(-(-num_clusters // plan.teams), clusters_at_once(device))
-        stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-        compile(plan, arch)(arguments, Int32(num_clusters), stream)
+        compile(plan, architecture(name, device))(arguments, Int32(num_clusters), current_stream(device))
     made_ones = (out_streams, out, out_post, out_comb)
     return (*made_ones, codes, scales) if fp8 else made_ones
 
@@ -198,20 +203,11 @@ def _check(op: str, tensors: dict[str, Tensor | None], dtypes: tuple[torch.dtype
             )
 
 
-def _address(x: Tensor | None) -> Int64:
-    return Int64(0 if x is None else x.data_ptr())
-
-
-def _stride(x: Tensor | None, dim: int) -> Int64:
-    """In bytes."""
-    return Int64(0 if x is None else x.stride(dim) * x.element_size())
-
-
-# The functions of this package; `arch` says on what
+# The functions of this package; name: "sm90" or "sm100"
 
 
 def hc_boundary(
-    arch: Callable[[Tensor], str],
+    name: str,
     y: Tensor,
     streams: Tensor,
     post: Tensor,
@@ -228,11 +224,11 @@ def hc_boundary(
     """`dsv4_kernels.hyper_connection.hc_boundary`."""
     written_back, parameters, numbers = (y, post, comb), (fn, base, scale), (norm_eps, hc_eps, iterations)
     form = (PRE_ROWS, streams, written_back, parameters, norm_weight)
-    return run(arch(streams), "hc_boundary", *form, *numbers, fp8=fp8)
+    return run(name, "hc_boundary", *form, *numbers, fp8=fp8)
 
 
 def hc_enter(
-    arch: Callable[[Tensor], str],
+    name: str,
     streams: Tensor,
     fn: Tensor,
     base: Tensor,
@@ -245,11 +241,11 @@ def hc_enter(
 ) -> tuple[Tensor, ...]:
     """`dsv4_kernels.hyper_connection.hc_enter`."""
     parameters, numbers = (fn, base, scale), (norm_eps, hc_eps, iterations)
-    return run(arch(streams), "hc_enter", PRE_ROWS, streams, None, parameters, norm_weight, *numbers, fp8=fp8)[1:]
+    return run(name, "hc_enter", PRE_ROWS, streams, None, parameters, norm_weight, *numbers, fp8=fp8)[1:]
 
 
 def hc_finish(
-    arch: Callable[[Tensor], str],
+    name: str,
     y: Tensor,
     streams: Tensor,
     post: Tensor,
@@ -263,57 +259,9 @@ def hc_finish(
 ) -> tuple[Tensor, ...]:
     """`dsv4_kernels.hyper_connection.hc_finish`."""
     written_back, parameters = (y, post, comb), (fn, base, scale)
-    return run(arch(streams), "hc_finish", HEAD_ROWS, streams, written_back, parameters, norm_weight, norm_eps, hc_eps)[
-        :2
-    ]
+    return run(name, "hc_finish", HEAD_ROWS, streams, written_back, parameters, norm_weight, norm_eps, hc_eps)[:2]
 
 
-def hc_pre(
-    arch: Callable[[Tensor], str],
-    x: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
-) -> tuple[Tensor, ...]:
-    """`dsv4_kernels.hyper_connection.hc_pre`."""
-    return run(arch(x), "hc_pre", PRE_ROWS, x, None, (fn, base, scale), None, norm_eps, hc_eps, iterations)[1:]
-
-
-def hc_post(arch: Callable[[Tensor], str], y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """`dsv4_kernels.hyper_connection.hc_post`."""
-    return run(arch(x), "hc_post", 0, x, (y, post, comb), None, None)[0]
-
-
-def hc_head(
-    arch: Callable[[Tensor], str],
-    x: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    norm_eps: float,
-    hc_eps: float,
-) -> Tensor:
-    """`dsv4_kernels.hyper_connection.hc_head`."""
-    return run(arch(x), "hc_head", HEAD_ROWS, x, None, (fn, base, scale), None, norm_eps, hc_eps)[1]
-
-
-def hopper(x: Tensor) -> str:
-    """H100, H200, H20."""
-    return "sm_90a"
-
-
-def blackwell(x: Tensor) -> str:
-    """B200, GB200 (10.0), B300 (10.3)."""
-    minor = torch.cuda.get_device_capability(x.device)[1] if x.device.type == "cuda" else 0
-    return f"sm_10{minor}a"
-
-
-sm90_hc_boundary, sm100_hc_boundary = (functools.partial(hc_boundary, arch) for arch in (hopper, blackwell))
-sm90_hc_enter, sm100_hc_enter = (functools.partial(hc_enter, arch) for arch in (hopper, blackwell))
-sm90_hc_finish, sm100_hc_finish = (functools.partial(hc_finish, arch) for arch in (hopper, blackwell))
-sm90_hc_pre, sm100_hc_pre = (functools.partial(hc_pre, arch) for arch in (hopper, blackwell))
-sm90_hc_post, sm100_hc_post = (functools.partial(hc_post, arch) for arch in (hopper, blackwell))
-sm90_hc_head, sm100_hc_head = (functools.partial(hc_head, arch) for arch in (hopper, blackwell))
+sm90_hc_boundary, sm100_hc_boundary = (functools.partial(hc_boundary, name) for name in ARCHITECTURES)
+sm90_hc_enter, sm100_hc_enter = (functools.partial(hc_enter, name) for name in ARCHITECTURES)
+sm90_hc_finish, sm100_hc_finish = (functools.partial(hc_finish, name) for name in ARCHITECTURES)

@@ -33,7 +33,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from dsv4_kernels.device import dependent_launch, e4m3, ptx
+from dsv4_kernels.device import bf16_rows, dependent_launch, e4m3, ptx
 from dsv4_kernels.hyper_connection.arithmetic import (
     address_of,
     copy_bulk,
@@ -48,7 +48,6 @@ from dsv4_kernels.hyper_connection.arithmetic import (
     store_words_if,
     sum_of_squares,
     sum_over_units,
-    unpack,
 )
 from dsv4_kernels.hyper_connection.plan import (
     CHANNELS,
@@ -73,37 +72,20 @@ class HyperConnection(Products):
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.shared_memory = shared_memory(plan) if plan.rows else None
+        self.shared_memory = shared_memory(plan)
 
     @cute.jit
     def launch(self, arguments: Arguments, num_clusters: Int32, stream: cuda.CUstream) -> None:
         """One cluster for a group of tokens; of several teams as many clusters as run at once."""
-        if const_expr(self.plan.rows > 0):
-            self.kernel(arguments).launch(
-                grid=[num_clusters * CLUSTER, 1, 1],
-                cluster=[CLUSTER, 1, 1],
-                block=[self.plan.cta_threads, 1, 1],
-                stream=stream,
-                min_blocks_per_mp=self.plan.ctas,
-                preferred_smem_carveout=100,  # percent: all shared memory, so that as many CTAs fit as were planned
-                use_pdl=dependent_launch.is_on(),
-            )
-        else:
-            self.write_back(arguments).launch(
-                grid=[num_clusters * CLUSTER, 1, 1],
-                block=[self.plan.cta_threads, 1, 1],
-                stream=stream,
-                use_pdl=dependent_launch.is_on(),
-            )
-
-    @cute.kernel
-    def write_back(self, args: Arguments) -> None:
-        """`hc_post` alone: CTAs have nothing to tell each other."""
-        dependent_launch.begin()
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        token = cta // CLUSTER * self.plan.tokens + self.token_of(thread)
-        self.new_streams(args, token, self.first_channel(cta % CLUSTER, thread))
+        self.kernel(arguments).launch(
+            grid=[num_clusters * CLUSTER, 1, 1],
+            cluster=[CLUSTER, 1, 1],
+            block=[self.plan.cta_threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=self.plan.ctas,
+            preferred_smem_carveout=100,  # percent: all shared memory, so that as many CTAs fit as were planned
+            use_pdl=dependent_launch.is_on(),
+        )
 
     @cute.kernel
     def kernel(self, args: Arguments) -> None:
@@ -423,7 +405,7 @@ class HyperConnection(Products):
     ) -> None:
         """This warp's part of the sums of squares of the mixtures; lane groups behind the tokens repeat them."""
         plan = self.plan
-        squares = [sum_of_squares(values) for values in self.by_units([unpack(run) for run in words])]
+        squares = [sum_of_squares(values) for values in self.by_units([bf16_rows.channels(run) for run in words])]
         square = sum_over_units(squares, plan.tokens)
         if (lane % QUAD == 0) & (lane // QUAD < plan.square_slots):
             place = address_of(shared.squares, team, plan.warps * plan.square_slots * 4)
@@ -446,8 +428,8 @@ class HyperConnection(Products):
         square = in_turn([ptx.load_shared_f32(place + cta * plan.square_slots * 4) for cta in range(CLUSTER)])
         inverse = rsqrt(square * (1.0 / plan.dim) + args.norm_eps)
         for run in range(plan.runs):
-            weights = unpack(weight[run]) if plan.bf16_weight else weight[run]
-            x = [value * inverse * w for value, w in zip(unpack(words[run]), weights, strict=True)]
+            weights = bf16_rows.channels(weight[run]) if plan.bf16_weight else weight[run]
+            x = [value * inverse * w for value, w in zip(bf16_rows.channels(words[run]), weights, strict=True)]
             packed = [ptx.pack_bf16(x[c], x[c + 1]) for c in range(0, len(x), 2)]
             store_words_if(exists, out + run * plan.run_step * 2, packed)
             written.append(packed)
@@ -457,7 +439,7 @@ class HyperConnection(Products):
     def write_codes(self, args: Arguments, x: list, token: Int32, channel: Int32, lane: Int32, exists: Int32) -> None:
         """x as FP8 products read it, to the bits of `fp8_quantise`: a warp has a block of each of its tokens."""
         plan = self.plan
-        values = [unpack(words) for words in x]
+        values = [bf16_rows.channels(words) for words in x]
         amax = max_over_units(e4m3.largest([value for run in values for value in run]), plan.tokens)
         exponent = e4m3.scale_exponent(amax)
         codes = args.out_codes + Int64(token) * plan.dim + channel

@@ -38,7 +38,7 @@ class Plan:
     """Of a group, which a cluster, or a team of it, has at a time."""
     dim: int
     rows: int
-    """Of fn: PRE_ROWS, HEAD_ROWS, or 0 where the streams are written and nothing is made of them."""
+    """Rows of fn: PRE_ROWS or HEAD_ROWS."""
     post: bool
     """Whether a sublayer's output is written back first."""
     norm: bool
@@ -58,8 +58,7 @@ class Plan:
                 f"the hyper-connection kernels take d in multiples of {DIM_UNIT} up to {MAX_DIM}; got {self.dim}. "
                 "Choose the reference (impl='ref') for other widths"
             )
-        assert self.tokens in TOKENS and self.rows in (0, HEAD_ROWS, PRE_ROWS), self
-        assert self.post or self.rows, self
+        assert self.tokens in TOKENS and self.rows in (HEAD_ROWS, PRE_ROWS), self
         assert not self.fp8 or (self.norm and self.rows == PRE_ROWS), self
         assert self.teams == 1 or self.fits, self
 
@@ -67,7 +66,7 @@ class Plan:
     def fits(self) -> bool:
         """Whether the teams, if several, have the registers and fn the shared memory."""
         registers = self.cta_threads * 168 <= REGISTERS
-        return registers and self.tokens == CLUSTER and self.norm and self.rows > 0 and self.stages == STREAMS
+        return registers and self.tokens == CLUSTER and self.norm and self.stages == STREAMS
 
     @property
     def slice(self) -> int:
@@ -87,7 +86,7 @@ class Plan:
     @property
     def cta_threads(self) -> int:
         """Of all teams, with a warp each that fetches fn and balances comb."""
-        return self.teams * (self.threads + (WARP if self.rows else 0))
+        return self.teams * (self.threads + WARP)
 
     @property
     def ctas(self) -> int:

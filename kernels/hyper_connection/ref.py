@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_kernels.host.invariant import sigmoid, tree_sum
 from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.norm import rms_norm
 from dsv4_kernels.quant import fp8_quantise
+from dsv4_kernels.reference.batch_invariant import sigmoid, tree_sum
 
 
 def hc_pre(

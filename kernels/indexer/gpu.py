@@ -1,39 +1,44 @@
 """The indexer on a GPU: scores into a bounded buffer, then the choice, for as many tokens at a time as fit.
 
-Shapes alone decide what is launched, so a CUDA graph can record it: CTAs look up how many entries their token sees.
+Shapes alone decide what is launched, so a CUDA graph can capture it: CTAs read how many entries their token sees.
 
-Hopper has two score kernels, and a token has one score, whichever of them computes it: they weigh and add heads alike,
-and their instructions (`mma.sync`, `wgmma`) sum the same sets of 16 channels in the same order, to the same bits.
+Hopper has two score kernels, and both give a token the same scores: they weight and add heads alike, and their
+instructions (`mma.sync`, `wgmma`) sum the same sets of 16 channels in the same order, to the same bits.
 """
 
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import torch
 from cutlass import Int32, Int64
 from torch import Tensor
 
-from dsv4_kernels.device import bf16_rows
+from dsv4_kernels.host.arch import ARCHITECTURES, architecture
+from dsv4_kernels.host.launch import current_stream
+from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.indexer import SCRATCH_BYTES, prefill_scores, scores, topk
 from dsv4_kernels.kv_layout import PAGE_ROWS, KVRows, RowFormat
+from dsv4_kernels.model_shapes import ModelShapes
 
 RUNS = 64
-"""CTAs of one token, at the most: each has as many pages as that takes, and at least PAGES_A_CTA."""
+"""The most CTAs of one token: each CTA gets as many pages as that takes, and at least PAGES_A_CTA."""
 PAGES_A_CTA = 4
 
 
 def scratch_bytes(tokens: int, max_entries: int) -> int:
-    """Bytes of the buffer that a call needs, whose page table has room for so many entries."""
+    """Bytes of the score buffer for a call whose page table has room for `max_entries` entries."""
     return 4 * max_entries * tokens_at_a_time(tokens, max_entries)
 
 
 def tokens_at_a_time(tokens: int, max_entries: int) -> int:
-    """Tokens whose scores are in the buffer together."""
+    """Number of tokens whose scores are in the buffer together."""
     return max(1, min(tokens, SCRATCH_BYTES // max(1, 4 * max_entries)))
 
 
 def score_kernels(arch: str) -> tuple[ModuleType, ...]:
-    """The module of decode's scores, and that of a prefill's where it has its own."""
-    return (scores, prefill_scores) if arch == bf16_rows.ARCHITECTURES["sm90"] else (scores,)
+    """The modules of the score kernels: decode's, and prefill's on architectures that have one."""
+    return (scores, prefill_scores) if arch == ARCHITECTURES["sm90"] else (scores,)
 
 
 def _run(
@@ -55,7 +60,7 @@ def _run(
     num_pages = page_table.shape[1]
     if not tokens or not num_pages:
         return rows.fill_(-1)
-    arch, stream = bf16_rows.architecture(name, device), bf16_rows.current_stream(device)
+    arch, stream = architecture(name, device), current_stream(device)
     at_a_time = tokens_at_a_time(tokens, num_pages * PAGE_ROWS)
     score_kernel, *of_prefill = score_kernels(arch)
     pages_a_cta = max(PAGES_A_CTA, -(-num_pages // RUNS))
@@ -75,14 +80,14 @@ def _run(
         }
         if buffer is not None:
             score_arguments = scores.Arguments(
-                q=q.data_ptr() + begin * bf16_rows.stride_bytes(q, 0),
-                q_token_bytes=bf16_rows.stride_bytes(q, 0),
-                head_weights=head_weights.data_ptr() + begin * bf16_rows.stride_bytes(head_weights, 0),
-                head_weights_token_bytes=bf16_rows.stride_bytes(head_weights, 0),
+                q=q.data_ptr() + begin * stride_bytes(q, 0),
+                q_token_bytes=stride_bytes(q, 0),
+                head_weights=head_weights.data_ptr() + begin * stride_bytes(head_weights, 0),
+                head_weights_token_bytes=stride_bytes(head_weights, 0),
                 keys=keys.storage.data_ptr(),
-                page_bytes=bf16_rows.stride_bytes(keys.storage, 0),
+                page_bytes=stride_bytes(keys.storage, 0),
                 page_table=page_table.data_ptr(),
-                page_table_row_bytes=bf16_rows.stride_bytes(page_table, 0),
+                page_table_row_bytes=stride_bytes(page_table, 0),
                 pages_a_cta=pages_a_cta,
                 **of_tokens,
             )
@@ -90,7 +95,7 @@ def _run(
             score_kernel.compile(arch, heads)(score_arguments, runs, Int32(count), stream)
         topk_arguments = topk.Arguments(
             row_pages=row_pages.data_ptr(),
-            row_pages_row_bytes=bf16_rows.stride_bytes(row_pages, 0),
+            row_pages_row_bytes=stride_bytes(row_pages, 0),
             rows=rows.data_ptr() + begin * top_k * 4,
             **of_tokens,
         )
@@ -99,13 +104,13 @@ def _run(
 
 
 def _check(q: Tensor, head_weights: Tensor, keys: KVRows, entries_per_page: int, lists: tuple[Tensor, ...]) -> int:
-    """Number of heads.
+    """Checks what the kernels support; returns the number of heads.
 
     Raises:
-        ValueError: what the kernels have no code for.
+        ValueError: arguments that the kernels do not support.
     """
     heads = q.shape[1]
-    bf16_rows.check_rows("index_topk: q", q, scores.KEY_DIM)
+    check_rows("index_topk: q", q, scores.KEY_DIM)
     if heads % scores.HEADS_A_TILE or not 0 < heads <= 64 or q.stride(1) != scores.KEY_DIM:
         raise ValueError(
             f"index_topk on a GPU takes a multiple of {scores.HEADS_A_TILE} heads, at most 64, side by side; got "
@@ -134,3 +139,11 @@ def sm90(*arguments: object) -> Tensor:
 def sm100(*arguments: object) -> Tensor:
     """`dsv4_kernels.indexer.index_topk` on Blackwell (B200, GB200, B300)."""
     return _run("sm100", *arguments)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of the kernels of scores and of the choice; none for a model without an indexer."""
+    if not model.index_heads:
+        return []
+    scores_of = [partial(kernel.compile, arch, model.index_heads) for kernel in score_kernels(arch)]
+    return [*scores_of, partial(topk.compile, arch)]

@@ -1,12 +1,13 @@
-"""The indexer's queries on a GPU (sm_90a, sm_100a): rotated, transformed and rounded to FP4 in one launch, beside their
-heads' weights.
+"""The indexer's queries on a GPU (sm_90a, sm_100a): rotated, transformed and rounded to FP4 in one launch, together
+with the head weights.
 
-A warp has one head of a token, a lane four neighbouring channels: two pairs of the rotation, what the transform's first
-two levels are made of, and an eighth of a block; the first lane also has the head's weight. Nothing passes through
+A warp has one head of a token, a lane four neighbouring channels: two pairs of the rotation, the inputs of the
+transform's first two levels, and an eighth of a block. The first lane also has the head's weight. Nothing goes through
 shared memory.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -16,13 +17,16 @@ import torch
 from cutlass import Float32, Int32, Int64, Uint32
 from torch import Tensor
 
-from dsv4_kernels.device import bf16_rows, dependent_launch, e2m1, e4m3, ptx
-from dsv4_kernels.device.bf16_rows import channels, max_over_lanes, mul, packed, store_8_bytes
+from dsv4_kernels.device import dependent_launch, e2m1, e4m3, ptx
+from dsv4_kernels.device.bf16_rows import channels, load_8_bytes, max_over_lanes, mul, packed, store_8_bytes
 from dsv4_kernels.device.e2m1 import DIM
 from dsv4_kernels.device.e2m1 import LANE_CHANNELS as CHANNELS
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.device.rotation import cosine_and_sine, position_of, turned
+from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.kv_layout import FP4_SCALE_GROUP
-from dsv4_kernels.rope.angle import cosine_and_sine, position_of, turned
+from dsv4_kernels.model_shapes import ModelShapes
 
 ROTATED = 64
 LANES_A_BLOCK = FP4_SCALE_GROUP // CHANNELS
@@ -47,7 +51,7 @@ class Arguments(NamedTuple):
 
 @cute.jit
 def launch(args: Arguments, quantise: cutlass.Constexpr[bool], ctas: Int32, stream: cuda.CUstream) -> None:
-    """One warp a head of a token."""
+    """Launches one warp for each head of a token."""
     kernel(args, quantise).launch(
         grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
     )
@@ -55,7 +59,7 @@ def launch(args: Arguments, quantise: cutlass.Constexpr[bool], ctas: Int32, stre
 
 @cute.kernel
 def kernel(args: Arguments, quantise: cutlass.Constexpr[bool]) -> None:
-    """One head."""
+    """Makes the query of one head, and its weight."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
@@ -65,7 +69,7 @@ def kernel(args: Arguments, quantise: cutlass.Constexpr[bool]) -> None:
         token = row // args.num_heads
         head = row - token * args.num_heads
         address = args.q + Int64(token) * args.token_bytes + Int64(head) * (2 * DIM) + lane * (2 * CHANNELS)
-        words = ptx.asm("ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", [Uint32] * 2, address)
+        words = load_8_bytes(address)
         first, second = words[0], words[1]
         if lane >= 32 - ROTATED // CHANNELS:
             position = position_of(args.positions + Int64(token) * 8)
@@ -84,7 +88,7 @@ def kernel(args: Arguments, quantise: cutlass.Constexpr[bool]) -> None:
 
 
 def rounded(words: Sequence[Uint32], lane: Int32) -> tuple:
-    """The Hadamard transform, and the FP4 round trip (`fp4_qdq`) of what that rounds to."""
+    """The Hadamard transform rounded to bf16, then its FP4 round trip (`fp4_qdq`)."""
     values = channels(packed(e2m1.hadamard(channels(words), lane)))
     exponent = e2m1.scale_exponent(max_over_lanes(e4m3.largest(values), LANES_A_BLOCK))
     return packed([e2m1.value_of(code, exponent) for code in e2m1.codes(values, exponent)])
@@ -94,13 +98,9 @@ def rounded(words: Sequence[Uint32], lane: Int32) -> tuple:
 
 
 def compile(arch: str, quantise: bool) -> Callable[..., None]:
-    """The launcher: (arguments, CTAs, stream)."""
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, quantise, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("index_query", quantise, arch, from_compiler)
+    return load_launcher("index_query", quantise, arch, launch, Arguments, quantise, Int32)
 
 
 def _run(
@@ -112,7 +112,7 @@ def _run(
     weight_scale: float,
     quantise: bool,
 ) -> tuple[Tensor, Tensor]:
-    bf16_rows.check_rows("index_query: q", q, DIM)
+    check_rows("index_query: q", q, DIM)
     side_by_side = q.stride(1) == DIM and head_weights.stride(1) == 1
     if not side_by_side or 2 * frequencies.shape[0] != ROTATED or positions.dtype != torch.int64:
         raise ValueError(
@@ -126,10 +126,10 @@ def _run(
     if out.numel():
         arguments = Arguments(
             q=q.data_ptr(),
-            token_bytes=bf16_rows.stride_bytes(q, 0),
+            token_bytes=stride_bytes(q, 0),
             out=out.data_ptr(),
             head_weights=head_weights.data_ptr(),
-            weights_token_bytes=bf16_rows.stride_bytes(head_weights, 0),
+            weights_token_bytes=stride_bytes(head_weights, 0),
             weight_scale=weight_scale,
             out_weights=out_weights.data_ptr(),
             positions=positions.data_ptr(),
@@ -137,8 +137,8 @@ def _run(
             num_heads=heads,
             num_rows=tokens * heads,
         )
-        launcher = compile(bf16_rows.architecture(name, q.device), quantise)
-        launcher(arguments, Int32(-(-tokens * heads * 32 // THREADS)), bf16_rows.current_stream(q.device))
+        launcher = compile(architecture(name, q.device), quantise)
+        launcher(arguments, Int32(-(-tokens * heads * 32 // THREADS)), current_stream(q.device))
     return out, out_weights
 
 
@@ -150,3 +150,8 @@ def sm90(*arguments: object) -> tuple[Tensor, Tensor]:
 def sm100(*arguments: object) -> tuple[Tensor, Tensor]:
     """`dsv4_kernels.indexer.index_query` on Blackwell (B200, GB200, B300)."""
     return _run("sm100", *arguments)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs; none for a model without an indexer."""
+    return [partial(compile, arch, model.index_fp4)] if model.index_heads else []

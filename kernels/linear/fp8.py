@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-import cuda.bindings.driver as cuda
-import cutlass.cute as cute
 import torch
 from cutlass import Int32
 from torch import Tensor
 
-from dsv4_kernels.device import bf16_rows
-from dsv4_kernels.device.bf16_rows import stride_bytes
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.arch import multiprocessors
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.strides import stride_bytes
 from dsv4_kernels.linear.fp8_kernel import launch
 from dsv4_kernels.linear.fp8_plan import BLOCK, MOST_TOKENS, ROWS, TOKENS, Arguments, Plan, chosen, planned
-from dsv4_kernels.linear.gpu import multiprocessors
+from dsv4_kernels.model_shapes import ModelShapes
 
 ARCH = "sm_90a"
 
@@ -23,11 +22,7 @@ ARCH = "sm_90a"
 def compile(plan: Plan, arch: str = ARCH) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, clusters, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, Int32(1), plan, cuda.CUstream(0))
-
-    return load_or_compile("linear_fp8", plan, arch, from_compiler)
+    return load_launcher("linear_fp8", plan, arch, launch, Arguments, Int32, plan)
 
 
 def plans(most_tokens: int) -> list[Plan]:
@@ -75,7 +70,7 @@ def sm90(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, pl
         num_tiles=tiles,
     )
     clusters = min(tiles, resident * plan.ctas_per_sm // plan.cluster)
-    compile(plan)(arguments, Int32(clusters), bf16_rows.current_stream(codes.device))
+    compile(plan)(arguments, Int32(clusters), current_stream(codes.device))
     return out
 
 
@@ -97,3 +92,8 @@ def _check(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor) 
         raise ValueError(
             f"linear_fp8 on sm90: weight_scale must have contiguous rows; got strides {weight_scale.stride()}"
         )
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of every plan that the layers of `model` may get."""
+    return [partial(compile, plan, arch) for plan in plans(model.fp8_linear_tokens)]

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-import cuda.bindings.driver as cuda
-import cutlass.cute as cute
 import torch
 from cutlass import Int32
 from torch import Tensor
 
-from dsv4_kernels.device import bf16_rows
-from dsv4_kernels.device.bf16_rows import stride_bytes
-from dsv4_kernels.host.compile_cache import load_or_compile
-from dsv4_kernels.host.launch_arguments import example
+from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.fp8_rows import new_codes
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.linear.fp8_weight import HEAD, ROTATED, ROWS, STEP, Arguments, Configuration, Tile, launch
 from dsv4_kernels.linear.kernel import SEGMENTS
 from dsv4_kernels.linear.ref import HeadRotation
-from dsv4_kernels.quant.gpu import new_codes
+from dsv4_kernels.model_shapes import ModelShapes
 
 TILES = (
     Tile(tokens=8, warps=8, stages=3),
@@ -42,10 +41,7 @@ def serves(rows: int, channels: int) -> bool:
 def compile(configuration: Configuration, arch: str) -> Callable[..., None]:
     """The launcher, from memory, from disk or from the compiler: (arguments, tiles, groups, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        return cute.compile(launch, example(Arguments), configuration, Int32(1), Int32(1), cuda.CUstream(0))
-
-    return load_or_compile(_OP, configuration, arch, from_compiler)
+    return load_launcher(_OP, configuration, arch, launch, Arguments, configuration, Int32, Int32)
 
 
 def run(
@@ -101,12 +97,12 @@ def run(
         steps=channels // (SEGMENTS * STEP),
     )
     configuration = Configuration(tile, rotation is not None, out_scales is not None)
-    launcher = compile(configuration, bf16_rows.architecture("sm90", x.device))
-    launcher(arguments, Int32(row_tiles * token_tiles), Int32(groups), bf16_rows.current_stream(x.device))
+    launcher = compile(configuration, architecture("sm90", x.device))
+    launcher(arguments, Int32(row_tiles * token_tiles), Int32(groups), current_stream(x.device))
 
 
 def _check(x: Tensor, weight: Tensor, scale: Tensor, rotation: HeadRotation | None) -> None:
-    bf16_rows.check_rows(f"{_OP}: x", x)
+    check_rows(f"{_OP}: x", x)
     if not serves(*weight.shape[1:]):
         raise ValueError(
             f"{_OP}: the GPU kernel takes N in multiples of {ROWS} and K in multiples of {SEGMENTS * STEP}; got "
@@ -154,3 +150,9 @@ def sm90(
     out = torch.empty(tokens, groups, rows, dtype=torch.bfloat16, device=x.device)
     run(x, weight, scale, rotation, out, tile=tile)
     return out
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of every tile that a forward's number of tokens may choose, with rotation and quantised result."""
+    tiles = dict.fromkeys(chosen(tokens) for tokens in range(1, model.fp8_wo_a_tokens + 1))
+    return [partial(compile, Configuration(tile, True, True), arch) for tile in tiles]

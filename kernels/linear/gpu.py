@@ -10,17 +10,16 @@ batch invariance is required, since cuBLAS is faster where it may split K and ch
 import functools
 from collections.abc import Callable
 
-import cuda.bindings.driver as cuda
-import cutlass.cute as cute
 import torch
 from cutlass import Int32
 from torch import Tensor
 
-from dsv4_kernels.device import bf16_rows
-from dsv4_kernels.device.bf16_rows import stride_bytes
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.arch import ARCHITECTURES, architecture, multiprocessors
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.linear import wgmma
 from dsv4_kernels.linear.kernel import CHUNK, SEGMENTS, Arguments, Configuration, Tile, launch
+from dsv4_kernels.model_shapes import ModelShapes
 
 TILES = (
     Tile(rows=16, tokens=16, at_once=SEGMENTS, row_warps=1, token_warps=1, stages=4),
@@ -47,7 +46,7 @@ HOPPER_BYTES_A_NANOSECOND = 4200
 
 def tiles(arch: str) -> tuple[Tile | wgmma.Tile, ...]:
     """All that a call may get; the bits are the same."""
-    return tuple(HOPPER_TILES) if arch == bf16_rows.ARCHITECTURES["sm90"] else TILES
+    return tuple(HOPPER_TILES) if arch == ARCHITECTURES["sm90"] else TILES
 
 
 @functools.lru_cache(1024)
@@ -71,7 +70,7 @@ def chosen(
         ctas = -(-num_rows // tile.rows) * -(-num_tokens // tile.tokens) * groups
         return -(-ctas // multiprocessors)
 
-    if arch == bf16_rows.ARCHITECTURES["sm90"]:
+    if arch == ARCHITECTURES["sm90"]:
         # Of 64 channels: operands in bf16, and a share of the result.
         moved = groups * (num_rows + num_tokens) * 2 * CHUNK + groups * num_rows * num_tokens // 16
         memory = moved / HOPPER_BYTES_A_NANOSECOND
@@ -97,16 +96,6 @@ def stores_pairs(out: Tensor) -> bool:
     return not any(step % 2 for step in (out.shape[2], *steps)) and out.data_ptr() % (2 * out.element_size()) == 0
 
 
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Of the GPU; in the emulator those of an H200."""
-    return _multiprocessors(device.index or 0) if device.type == "cuda" else 132
-
-
 def configuration(tile: Tile | wgmma.Tile, fp32: bool) -> Configuration | wgmma.Configuration:
     """Of the kernel that has the tile."""
     return (wgmma.Configuration if isinstance(tile, wgmma.Tile) else Configuration)(tile, fp32)
@@ -119,11 +108,7 @@ def compile(configuration: Configuration | wgmma.Configuration, arch: str) -> Ca
     if isinstance(configuration, wgmma.Configuration):
         name, of_kernel, counts = "linear_wgmma", wgmma.launch, 3
 
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(of_kernel, example, configuration, *[Int32(1)] * counts, cuda.CUstream(0))
-
-    return load_or_compile(name, configuration, arch, from_compiler)
+    return load_launcher(name, configuration, arch, of_kernel, Arguments, configuration, *[Int32] * counts)
 
 
 def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile | wgmma.Tile | None = None) -> Tensor:
@@ -141,11 +126,11 @@ def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile |
         ValueError: dtypes, strides or a K that the kernel is not made for, or a result that the tile is not.
     """
     for what, operand in (("x", x), ("weight", weight)):
-        bf16_rows.check_rows(f"{op}: {what}", operand)
+        check_rows(f"{op}: {what}", operand)
     (num_tokens, groups, channels), num_rows = x.shape, weight.shape[1]
     if not out.numel():
         return out
-    arch, pairs = bf16_rows.architecture(name, x.device), stores_pairs(out)
+    arch, pairs = architecture(name, x.device), stores_pairs(out)
     if tile is None:
         tile = chosen(arch, num_tokens, num_rows, groups, multiprocessors(x.device), pairs)
     elif isinstance(tile, wgmma.Tile) and not pairs:
@@ -170,7 +155,7 @@ def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile |
         num_row_tiles=row_tiles,
     )
     launcher = compile(configuration(tile, out.dtype == torch.float32), arch)
-    count, stream = row_tiles * token_tiles, bf16_rows.current_stream(x.device)
+    count, stream = row_tiles * token_tiles, current_stream(x.device)
     if isinstance(tile, wgmma.Tile):
         ctas = min(count * groups, multiprocessors(x.device))
         launcher(arguments, Int32(count * groups), Int32(groups), Int32(ctas), stream)
@@ -194,3 +179,17 @@ sm90_linear_fp32 = functools.partial(_linear_fp32, "sm90")
 sm100_linear_fp32 = functools.partial(_linear_fp32, "sm100")
 sm90_grouped_linear = functools.partial(_grouped_linear, "sm90")
 sm100_grouped_linear = functools.partial(_grouped_linear, "sm100")
+
+
+def _jobs(fp32: bool, arch: str) -> list[Callable[[], object]]:
+    return [functools.partial(compile, configuration(tile, fp32), arch) for tile in tiles(arch)]
+
+
+def linear_fp32_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of `linear_fp32`: of every tile, since any may be chosen."""
+    return _jobs(True, arch)
+
+
+def grouped_linear_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of `grouped_linear`: of every tile, since any may be chosen."""
+    return _jobs(False, arch)

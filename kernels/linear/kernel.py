@@ -25,9 +25,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device import dependent_launch, pipeline, ptx
 from dsv4_kernels.device.bf16_rows import add
-from dsv4_kernels.indexer.scores import multiply
+from dsv4_kernels.device.mma import multiply_bf16
 
 SEGMENTS = 4
 """Parts of K with sums of their own: part of what the bits are made of."""
@@ -225,15 +225,11 @@ def one_after_the_other(
         for i in cutlass.range(begin_of(segment, chunks), begin_of(segment + 1, chunks), unroll=1):
             cute.arch.cp_async_wait_group(tile.stages - 2)
             cute.arch.sync_threads()  # what all have loaded is there, and the stage before is read
-            following = stage + (tile.stages - 1)
-            if following >= tile.stages:
-                following -= tile.stages
+            following = pipeline.index_after(stage, tile.stages, tile.stages - 1)
             load(args, tile, place, i + (tile.stages - 1), chunks, thread, stages + following * tile.stage_bytes)
             cute.arch.cp_async_commit_group()
             sum_chunk(tile, stages + stage * tile.stage_bytes, first, lane, sums)
-            stage += 1
-            if stage == tile.stages:
-                stage = Int32(0)
+            stage = pipeline.index_after(stage, tile.stages)
         for i in cutlass.range_constexpr(tile.accumulators):
             total[i] = add(total[i], sums[i])
     cute.arch.cp_async_wait_group(0)
@@ -262,17 +258,13 @@ def side_by_side(
     for i in cutlass.range(longest, unroll=1):
         cute.arch.cp_async_wait_group(tile.stages - 2)
         cute.arch.sync_threads()
-        following = stage + (tile.stages - 1)
-        if following >= tile.stages:
-            following -= tile.stages
+        following = pipeline.index_after(stage, tile.stages, tile.stages - 1)
         load_segments(args, tile, place, i + (tile.stages - 1), chunks, thread, stages + following * tile.stage_bytes)
         cute.arch.cp_async_commit_group()
         if begin + i < end:  # zeros would make +0 of a sum that is -0
             at = stages + stage * tile.stage_bytes + segment * tile.segment_bytes
             sum_chunk(tile, at, first, lane, sums)
-        stage += 1
-        if stage == tile.stages:
-            stage = Int32(0)
+        stage = pipeline.index_after(stage, tile.stages)
     cute.arch.cp_async_wait_group(0)
     cute.arch.sync_threads()  # nobody reads the stages any more: the segments' sums take their place
 
@@ -364,7 +356,7 @@ def sum_chunk(tile: cutlass.Constexpr[Tile], shared: Int32, first: tuple, lane: 
                 for j in cutlass.range_constexpr(token_tiles):
                     place = (i * token_tiles + j) * 4
                     before = tuple(sums[place + n] for n in range(4))
-                    after = multiply(left, (right[j][2 * step], right[j][2 * step + 1]), before)
+                    after = multiply_bf16(left, (right[j][2 * step], right[j][2 * step + 1]), before)
                     for n in cutlass.range_constexpr(4):
                         sums[place + n] = after[n]
 
@@ -402,9 +394,4 @@ def store(
                     if cutlass.const_expr(configuration.fp32):
                         ptx.store_f32(address, value)
                     else:
-                        store_bf16(address, value)
-
-
-def store_bf16(address: Int64, x: Float32) -> None:
-    """An fp32 to global memory, rounded to bf16."""
-    ptx.asm("{\n.reg .b16 x;\ncvt.rn.bf16.f32 x, {$r1};\nst.global.b16 [{$r0}], x;\n}", [], address, x)
+                        ptx.store_bf16(address, value)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4_kernels.quant import dequantise_fp8_weight, fp8_qdq
+from dsv4_kernels.number_formats import dequantise_fp8_weight
+from dsv4_kernels.quant import fp8_qdq
 from dsv4_kernels.quant.ref import fp8_quantise
 from dsv4_kernels.rope.ref import apply_rope
 

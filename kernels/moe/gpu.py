@@ -1,10 +1,11 @@
 """Clamped SwiGLU on Hopper and Blackwell (sm_90a, sm_100a): one kernel, bound by memory.
 
 A thread makes 8 channels from as many of the gate and of up, in bf16 or, with 15 neighbours, as a block of e4m3. The
-padding of rows to whole blocks is `dsv4_kernels.quant.gpu`'s.
+padding of rows to whole blocks is `dsv4_kernels.device.fp8_rows`'s.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -15,10 +16,14 @@ from cutlass import Float32, Int32, Int64
 from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
-from dsv4_kernels.device.bf16_rows import CHUNK_BYTES, add, at_least, at_most, load_words_if, mul
-from dsv4_kernels.host.compile_cache import load_or_compile
-from dsv4_kernels.host.launch_arguments import example
-from dsv4_kernels.quant.gpu import THREADS, Codes, new_codes, num_ctas, place_of_thread, plain_result, store_codes
+from dsv4_kernels.device.bf16_rows import CHUNK_BYTES, load_words_if
+from dsv4_kernels.device.fp8_rows import chunk_of_thread, store_codes
+from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.fp8_rows import THREADS, Codes, bf16_result, new_codes, num_ctas
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.strides import check_rows, stride_bytes
+from dsv4_kernels.model_shapes import ModelShapes
+from dsv4_kernels.moe.activation import swiglu
 
 
 class Arguments(NamedTuple):
@@ -43,7 +48,7 @@ def launch(arguments: Arguments, is_fp8: cutlass.Constexpr[bool], ctas: Int32, s
 def kernel(args: Arguments, is_fp8: cutlass.Constexpr[bool]) -> None:
     """Makes one chunk."""
     dependent_launch.begin()
-    row, chunk, exists = place_of_thread(args.to)
+    row, chunk, exists = chunk_of_thread(args.to)
     offset = Int64(row) * args.row_bytes + chunk * CHUNK_BYTES
     gate, up = load_words_if(exists, args.gate + offset), load_words_if(exists, args.up + offset)
     words = product(gate, up, args.limit)
@@ -56,24 +61,16 @@ def kernel(args: Arguments, is_fp8: cutlass.Constexpr[bool]) -> None:
 
 def product(gate: tuple, up: tuple, limit: Float32) -> tuple:
     """`silu(min(gate, limit)) * clamp(up, -limit, limit)` rounded to bf16."""
-    made = []
-    for a, b in zip(bf16_rows.channels(gate), bf16_rows.channels(up), strict=True):
-        a = at_most(a, limit)
-        silu = mul(a, bf16_rows.reciprocal(add(Float32(1.0), bf16_rows.exp(-a))))
-        made.append(mul(silu, at_most(at_least(b, -limit), limit)))
-    return bf16_rows.packed(made)
+    channels = zip(bf16_rows.channels(gate), bf16_rows.channels(up), strict=True)
+    return bf16_rows.packed([swiglu(a, b, limit) for a, b in channels])
 
 
 # Host side
 
 
 def compile(is_fp8: bool, arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
-
-    def from_compiler() -> Callable[..., None]:
-        return cute.compile(launch, example(Arguments), is_fp8, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("swiglu", "fp8" if is_fp8 else "bf16", arch, from_compiler)
+    """The launcher: (arguments, CTAs, stream)."""
+    return load_launcher("swiglu", "fp8" if is_fp8 else "bf16", arch, launch, Arguments, is_fp8, Int32)
 
 
 def _run(name: str, gate_up: Tensor, limit: float, to: Codes, is_fp8: bool) -> None:
@@ -81,18 +78,18 @@ def _run(name: str, gate_up: Tensor, limit: float, to: Codes, is_fp8: bool) -> N
     arguments = Arguments(
         gate=gate_up.data_ptr(),
         up=gate_up.data_ptr() + dim * gate_up.element_size(),
-        row_bytes=bf16_rows.stride_bytes(gate_up, 0),
+        row_bytes=stride_bytes(gate_up, 0),
         limit=limit,
         to=to,
     )
-    launcher = compile(is_fp8, bf16_rows.architecture(name, gate_up.device))
-    launcher(arguments, Int32(num_ctas(rows, dim)), bf16_rows.current_stream(gate_up.device))
+    launcher = compile(is_fp8, architecture(name, gate_up.device))
+    launcher(arguments, Int32(num_ctas(rows, dim)), current_stream(gate_up.device))
 
 
 def _check(what: str, gate_up: Tensor) -> tuple[int, int]:
     """Rows and channels of the result."""
-    bf16_rows.check_rows(f"{what}: gate_up", gate_up)
-    bf16_rows.check_rows(f"{what}: the half of up in gate_up", gate_up[:, gate_up.shape[1] // 2 :])
+    check_rows(f"{what}: gate_up", gate_up)
+    check_rows(f"{what}: the half of up in gate_up", gate_up[:, gate_up.shape[1] // 2 :])
     return gate_up.shape[0], gate_up.shape[1] // 2
 
 
@@ -100,7 +97,7 @@ def _bf16(name: str, gate_up: Tensor, limit: float) -> Tensor:
     rows, dim = _check("fused_swiglu", gate_up)
     out = torch.empty(rows, dim, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        _run(name, gate_up, limit, plain_result(out, rows, dim), False)
+        _run(name, gate_up, limit, bf16_result(out, rows, dim), False)
     return out
 
 
@@ -130,3 +127,13 @@ def sm90_fp8(gate_up: Tensor, limit: float, column_major: bool) -> tuple[Tensor,
 def sm100_fp8(gate_up: Tensor, limit: float, column_major: bool) -> tuple[Tensor, Tensor]:
     """`dsv4_kernels.moe.swiglu_fp8` on Blackwell (B200, GB200, B300); as `sm90_fp8`."""
     return _fp8("sm100", gate_up, limit, column_major)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """The compile job of `fused_swiglu`."""
+    return [partial(compile, False, arch)]
+
+
+def fp8_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """The compile job of `swiglu_fp8`."""
+    return [partial(compile, True, arch)]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_kernels.host.invariant import silu
 from dsv4_kernels.linear import linear
 from dsv4_kernels.moe.weights import Mxfp4Experts, Nvfp4Experts
-from dsv4_kernels.quant.ref import dequantise_fp4_weight, dequantise_nvfp4_weight, encode_nvfp4, fp8_quantise
+from dsv4_kernels.number_formats import dequantise_fp4_weight, dequantise_nvfp4_weight, encode_nvfp4
+from dsv4_kernels.quant.ref import fp8_quantise
+from dsv4_kernels.reference.batch_invariant import silu
 
 ACTIVATION_BLOCK = 128
 """Channels of a product's input that share a scale (section 4.2)."""

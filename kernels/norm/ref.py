@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_kernels.host.row_pieces import in_row_pieces
 from dsv4_kernels.quant import fp8_quantise
+from dsv4_kernels.reference.row_pieces import in_row_pieces
 
 
 @in_row_pieces

@@ -1,16 +1,17 @@
 """Norm, rotation and storing on Hopper and Blackwell (sm_90a, sm_100a): one kernel, bound by memory.
 
-A warp makes a row of 512 channels: lane l has channels [8 l, 8 l + 8) and [256 + 8 l, 256 + 8 l + 8), two loads of 16
-bytes. So blocks 0 to 3 of 64 channels are the first halves of 8 neighbouring lanes each, blocks 4 to 6 the second
-halves, and the second halves of lanes 24 to 31 are the rotated channels, a pair a word. Lane l computes cosine and
-sine of pair l; lane 24 + i takes those of its four pairs from lanes 4 i to 4 i + 3.
+A warp computes a row of 512 channels: lane l has channels [8 l, 8 l + 8) and [256 + 8 l, 256 + 8 l + 8), two loads of
+16 bytes. So blocks 0 to 3 of 64 channels are the first halves of 8 neighbouring lanes each, blocks 4 to 6 the second
+halves, and the second halves of lanes 24 to 31 are the rotated channels, a pair a word. Lane l computes cosine and sine
+of pair l; lane 24 + i gets those of its four pairs from lanes 4 i to 4 i + 3.
 
-The first CTAs make window rows, a warp a token, since these take longest; the others queries, a warp `heads_a_warp`
-heads of a token, which share the angles and whose loads are all on their way before the first is used. Warps share
-nothing and none waits for another.
+The first CTAs make window rows, a warp a token, because these take longest. The other CTAs make queries: a warp has
+`heads_a_warp` heads of a token, which share the angles, and issues all their loads before it uses the first. Warps
+share nothing and never wait for each other.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -23,7 +24,11 @@ from torch import Tensor
 from dsv4_kernels.device import bf16_rows as rows_of
 from dsv4_kernels.device import dependent_launch, e4m3, ptx
 from dsv4_kernels.device.bf16_rows import WARP
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.device.rotation import cosine_and_sine, position_of, turned
+from dsv4_kernels.host.addresses import row_bytes
+from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.kv_layout import (
     NOPE_DIM,
     PAGE_ROWS,
@@ -34,22 +39,21 @@ from dsv4_kernels.kv_layout import (
     SCALE_GROUP,
     RowFormat,
 )
+from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.norm_rope_store import MAX_DESTINATIONS, Destination
-from dsv4_kernels.rope.angle import cosine_and_sine, position_of, turned
-from dsv4_kernels.sparse_attention.addresses import row_bytes
 
 WARPS = 4
-HALF_BYTES = ROW_DIM  # of half a row in bf16
+HALF_BYTES = ROW_DIM  # bytes of half a row in bf16
 BLOCK_LANES = SCALE_GROUP // rows_of.CHUNK
 ROTATED_LANE = WARP - ROPE_DIM // rows_of.CHUNK
 """The first lane whose second half is rotated."""
 FEW_ROWS = 8448
-"""Up to so many heads of all tokens a warp makes one: 64 warps on each of 132 multiprocessors."""
+"""Up to this many heads of all tokens, a warp makes one head: 64 warps on each of 132 multiprocessors."""
 HEADS_A_WARP = 4
 
 
 class Table(NamedTuple):
-    """A destination; addresses are Int64."""
+    """A destination of window rows; addresses are Int64."""
 
     storage: Int64
     page_bytes: Int64  # from page to page, or from plain row to plain row
@@ -83,7 +87,7 @@ class Arguments(NamedTuple):
 
 @cute.jit
 def launch(arguments: Arguments, heads_a_warp: cutlass.Constexpr[int], num_ctas: Int32, stream: cuda.CUstream) -> None:
-    """One warp for a window row, or for `heads_a_warp` heads of a token."""
+    """Launches one warp for each window row, and one for `heads_a_warp` heads of a token."""
     kernel(arguments, heads_a_warp).launch(
         grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
     )
@@ -91,7 +95,7 @@ def launch(arguments: Arguments, heads_a_warp: cutlass.Constexpr[int], num_ctas:
 
 @cute.kernel
 def kernel(args: Arguments, heads_a_warp: cutlass.Constexpr[int]) -> None:
-    """Makes the rows of one warp."""
+    """Makes the rows of each warp."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
@@ -109,7 +113,8 @@ def kernel(args: Arguments, heads_a_warp: cutlass.Constexpr[int]) -> None:
 
 
 def turns(args: Arguments, token: Int32, lane: Int32) -> list:
-    """(cosine, sine) of the four pairs that a lane rotates; of the lanes before ROTATED_LANE those of others."""
+    """(cosine, sine) of the four pairs that a lane rotates; lanes before ROTATED_LANE get values that they do not
+    use."""
     frequency = ptx.load_f32(args.frequencies + lane * 4)
     cosine, sine = cosine_and_sine(rows_of.mul(position_of(args.positions + Int64(token) * 8), frequency))
     pairs = []
@@ -120,7 +125,7 @@ def turns(args: Arguments, token: Int32, lane: Int32) -> list:
 
 
 def normed(words: tuple, eps: Float32, weights: Sequence[Float32] | None) -> tuple:
-    """A lane's words of a row, `x * rsqrt(mean(x**2) + eps) * weight` rounded to bf16."""
+    """A lane's words of a row: `x * rsqrt(mean(x**2) + eps) * weight`, rounded to bf16."""
     values = rows_of.channels(words)
     half = len(values) // 2
     total = rows_of.add(rows_of.sum_of_squares(values[:half]), rows_of.sum_of_squares(values[half:]))
@@ -133,7 +138,7 @@ def normed(words: tuple, eps: Float32, weights: Sequence[Float32] | None) -> tup
 
 
 def rotated(words: tuple, lane: Int32, pairs: list) -> tuple:
-    """The same words, those of the rotated channels rotated."""
+    """A lane's words, with the rotated channels turned."""
     rotates = lane >= ROTATED_LANE
     upper = [cutlass.select_(rotates, turned(word, *pair), word) for word, pair in zip(words[4:], pairs, strict=True)]
     return (*words[:4], *upper)
@@ -182,13 +187,13 @@ def store_row(args: Arguments, token: Int32, lane: Int32) -> None:
     exponents = [rows_of.max_over_lanes(e4m3.largest(half), BLOCK_LANES) for half in (lower, upper)]
     exponents = [e4m3.scale_exponent(amax) for amax in exponents]
     lower_codes, upper_codes = e4m3.codes(lower, exponents[0]), e4m3.codes(upper, exponents[1])
-    # Seven bytes from the first lanes of seven blocks, and a zero.
+    # The scales' 8 bytes: one byte from the first lane of each of seven blocks, and a zero.
     block, speaks = lane // BLOCK_LANES, lane % BLOCK_LANES == 0
     nothing = Uint32(0)
     shift = 8 * block
     in_first = cutlass.select_(speaks, exponents[0] << shift, nothing)
     in_second = cutlass.select_(speaks & (lane < ROTATED_LANE), exponents[1] << shift, nothing)
-    scales = (rows_of.or_over_warp(in_first), rows_of.or_over_warp(in_second))
+    scales = (cute.arch.warp_redux_sync(in_first, "or"), cute.arch.warp_redux_sync(in_second, "or"))
     kept = plain_words(words, lower_codes, upper_codes, exponents, lane, args.qat != 0)
     for i in cutlass.range_constexpr(MAX_DESTINATIONS):
         if numbers[i] >= 0:
@@ -203,7 +208,7 @@ def store_row(args: Arguments, token: Int32, lane: Int32) -> None:
 def plain_words(
     words: tuple, lower_codes: tuple, upper_codes: tuple, exponents: list, lane: Int32, qat: cutlass.Boolean
 ) -> tuple:
-    """What a plain table keeps: the row, or what its codes stand for."""
+    """The words that a plain table stores: the row, or with `qat` the values of its codes."""
     rounded = []
     for codes, exponent in ((lower_codes, exponents[0]), (upper_codes, exponents[1])):
         scale = ptx.scale_pair(exponent)
@@ -234,20 +239,17 @@ def store_fp8(
 
 
 def compile(heads_a_warp: int, arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        table = Table(*(kind(1) for kind in Table.__annotations__.values()))
-        example = Arguments(*(table if kind is Table else kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, heads_a_warp, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("norm_rope_store", f"{heads_a_warp} heads a warp", arch, from_compiler)
+    return load_launcher(
+        "norm_rope_store", f"{heads_a_warp} heads a warp", arch, launch, Arguments, heads_a_warp, Int32
+    )
 
 
 def _table(destination: Destination) -> Table:
     table, rows = destination
     if table.format is RowFormat.PLAIN:
-        rows_of.check_rows("norm_rope_store: plain rows", table.storage, ROW_DIM)
+        check_rows("norm_rope_store: plain rows", table.storage, ROW_DIM)
     elif table.storage.stride(0) % 16 or table.storage.data_ptr() % 16:
         raise ValueError(
             f"norm_rope_store: pages of FP8 rows must lie at multiples of 16 bytes; got pages of "
@@ -274,7 +276,7 @@ def _run(
     out: Tensor,
 ) -> None:
     for what, rows in (("q", q), ("kv", kv), ("out", out)):
-        rows_of.check_rows(f"norm_rope_store: {what}", rows, ROW_DIM)
+        check_rows(f"norm_rope_store: {what}", rows, ROW_DIM)
     constants = {"kv_weight": (kv_weight, ROW_DIM), "frequencies": (frequencies, ROPE_DIM // 2)}
     for what, (values, length) in constants.items():
         if values.shape != (length,) or values.dtype != torch.float32 or not values.is_contiguous():
@@ -293,13 +295,13 @@ def _run(
     kv_ctas = -(-tokens // WARPS)
     arguments = Arguments(
         q=q.data_ptr(),
-        q_token_bytes=rows_of.stride_bytes(q, 0),
-        q_head_bytes=rows_of.stride_bytes(q, 1),
+        q_token_bytes=stride_bytes(q, 0),
+        q_head_bytes=stride_bytes(q, 1),
         out=out.data_ptr(),
-        out_token_bytes=rows_of.stride_bytes(out, 0),
-        out_head_bytes=rows_of.stride_bytes(out, 1),
+        out_token_bytes=stride_bytes(out, 0),
+        out_head_bytes=stride_bytes(out, 1),
         kv=kv.data_ptr(),
-        kv_token_bytes=rows_of.stride_bytes(kv, 0),
+        kv_token_bytes=stride_bytes(kv, 0),
         kv_weight=kv_weight.data_ptr(),
         positions=positions.data_ptr(),
         frequencies=frequencies.data_ptr(),
@@ -313,8 +315,8 @@ def _run(
         kv_ctas=kv_ctas,
     )
     num_ctas = kv_ctas + -(-tokens * -(-heads // heads_a_warp) // WARPS)
-    arch = rows_of.architecture(name, q.device)
-    compile(heads_a_warp, arch)(arguments, Int32(num_ctas), rows_of.current_stream(q.device))
+    arch = architecture(name, q.device)
+    compile(heads_a_warp, arch)(arguments, Int32(num_ctas), current_stream(q.device))
 
 
 def sm90(*arguments: object) -> None:
@@ -323,5 +325,10 @@ def sm90(*arguments: object) -> None:
 
 
 def sm100(*arguments: object) -> None:
-    """`dsv4_kernels.norm_rope_store.norm_rope_store` on Blackwell (B200, GB200, B300); as `sm90`."""
+    """`dsv4_kernels.norm_rope_store.norm_rope_store` on Blackwell (B200, GB200, B300); arguments as for `sm90`."""
     _run("sm100", *arguments)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs for one head a warp and for HEADS_A_WARP, of which the number of rows chooses."""
+    return [partial(compile, heads_a_warp, arch) for heads_a_warp in (1, HEADS_A_WARP)]

@@ -1,11 +1,11 @@
-"""Rotation on Hopper and Blackwell (sm_90a, sm_100a): one kernel, bound by memory.
+"""Rotation in place on Hopper and Blackwell (sm_90a, sm_100a): one kernel, bound by memory.
 
-A thread has one chunk of 8 channels, four pairs, of HEADS_A_THREAD heads of a token, which share the angles and whose
-loads are all on their way before the first is used. In place only the rotated channels are touched; into another tensor
-the chunks before them are copied by threads of their own.
+A thread rotates one chunk of 8 channels, four pairs, of HEADS_A_THREAD heads of a token. The heads share the angles,
+and all their loads are issued before the first is used. Only the rotated channels are read and written.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -17,34 +17,33 @@ from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES, load_words_if, mul
-from dsv4_kernels.host.compile_cache import load_or_compile
-from dsv4_kernels.rope.angle import cosine_and_sine, inverted, position_of, turned
+from dsv4_kernels.device.rotation import cosine_and_sine, inverted, position_of, turned
+from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.strides import check_rows, stride_bytes
+from dsv4_kernels.model_shapes import ModelShapes
 
 THREADS = 128
 HEADS_A_THREAD = 4
 
 
 class Arguments(NamedTuple):
-    """Dynamic arguments of the kernel. Addresses are Int64, of the first channel that is read or written."""
+    """Dynamic arguments of the kernel. Addresses are Int64; x: of the first rotated channel."""
 
     x: Int64
     x_token_bytes: Int64
     x_head_bytes: Int64
-    out: Int64
-    out_token_bytes: Int64
-    out_head_bytes: Int64
     positions: Int64  # int64
     frequencies: Int64  # fp32
     inverse: Int32
     num_tokens: Int32
     num_heads: Int32
-    chunks: Int32  # of a row, of those that are read
-    copied_chunks: Int32  # of these the first ones, which are not rotated
+    chunks: Int32  # rotated chunks of a row
 
 
 @cute.jit
 def launch(arguments: Arguments, heads_a_thread: cutlass.Constexpr[int], ctas: Int32, stream: cuda.CUstream) -> None:
-    """One thread for a chunk of `heads_a_thread` heads."""
+    """Launches one thread for each chunk of `heads_a_thread` heads."""
     kernel(arguments, heads_a_thread).launch(
         grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
     )
@@ -52,7 +51,7 @@ def launch(arguments: Arguments, heads_a_thread: cutlass.Constexpr[int], ctas: I
 
 @cute.kernel
 def kernel(args: Arguments, heads_a_thread: cutlass.Constexpr[int]) -> None:
-    """Makes one chunk of some heads of a token."""
+    """Rotates one chunk of some heads of a token."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
@@ -66,17 +65,10 @@ def kernel(args: Arguments, heads_a_thread: cutlass.Constexpr[int]) -> None:
         loaded = []
         for i in cutlass.range_constexpr(heads_a_thread):
             loaded.append(load_words_if(first_head + i < args.num_heads, x + i * args.x_head_bytes))
-        out = args.out + Int64(token) * args.out_token_bytes + Int64(first_head) * args.out_head_bytes
-        out += chunk * CHUNK_BYTES
-        if chunk < args.copied_chunks:
-            for i in cutlass.range_constexpr(heads_a_thread):
-                if first_head + i < args.num_heads:
-                    ptx.store_16_bytes(out + i * args.out_head_bytes, loaded[i])
-        else:
-            pairs = turns(args, token, chunk - args.copied_chunks)
-            for i in cutlass.range_constexpr(heads_a_thread):
-                if first_head + i < args.num_heads:
-                    ptx.store_16_bytes(out + i * args.out_head_bytes, rotated(loaded[i], pairs))
+        pairs = turns(args, token, chunk)
+        for i in cutlass.range_constexpr(heads_a_thread):
+            if first_head + i < args.num_heads:
+                ptx.store_16_bytes(x + i * args.x_head_bytes, rotated(loaded[i], pairs))
 
 
 def turns(args: Arguments, token: Int32, chunk: Int32) -> list:
@@ -88,7 +80,7 @@ def turns(args: Arguments, token: Int32, chunk: Int32) -> list:
 
 
 def rotated(words: tuple, pairs: list) -> tuple:
-    """A chunk, a pair a word."""
+    """The words of a chunk, rotated; a pair is a word."""
     return tuple(turned(word, *pair) for word, pair in zip(words, pairs, strict=True))
 
 
@@ -96,21 +88,21 @@ def rotated(words: tuple, pairs: list) -> tuple:
 
 
 def compile(heads_a_thread: int, arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, heads_a_thread, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("apply_rope", f"{heads_a_thread} heads a thread", arch, from_compiler)
+    return load_launcher(
+        "apply_rope_in_place", f"{heads_a_thread} heads a thread", arch, launch, Arguments, heads_a_thread, Int32
+    )
 
 
-def _run(name: str, x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool, out: Tensor | None) -> None:
-    """Into `out`, or in place."""
-    rotated_dim, dim = 2 * len(frequencies), x.shape[-1]
-    for what, rows in (("x", x), ("out", out)):
-        if rows is not None:
-            bf16_rows.check_rows(f"apply_rope: {what}", rows)
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """The compile job of `apply_rope_in_place`."""
+    return [partial(compile, HEADS_A_THREAD, arch)]
+
+
+def _run(name: str, x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> None:
+    rotated_dim = 2 * len(frequencies)
+    check_rows("apply_rope: x", x)
     if x.dim() not in (2, 3) or rotated_dim % CHUNK or not frequencies.is_contiguous():
         raise ValueError(
             f"apply_rope: the GPU kernel takes x [T, D] or [T, H, D] and a multiple of {CHUNK} rotated channels, with "
@@ -121,54 +113,31 @@ def _run(name: str, x: Tensor, positions: Tensor, frequencies: Tensor, inverse: 
             f"apply_rope: the GPU kernel takes contiguous torch.int64 positions and torch.float32 frequencies; got "
             f"{positions.dtype} and {frequencies.dtype}"
         )
-    copied = 0 if out is None else dim - rotated_dim
-    skipped_bytes = 0 if out is not None else (dim - rotated_dim) * x.element_size()
-    to = x if out is None else out
-    heads, chunks = x.shape[1] if x.dim() == 3 else 1, (dim if out is not None else rotated_dim) // CHUNK
+    heads, chunks = x.shape[1] if x.dim() == 3 else 1, rotated_dim // CHUNK
     if not (len(x) and heads and chunks):
         return
     arguments = Arguments(
-        x=x.data_ptr() + skipped_bytes,
-        x_token_bytes=bf16_rows.stride_bytes(x, 0),
-        x_head_bytes=bf16_rows.stride_bytes(x, 1),
-        out=to.data_ptr() + skipped_bytes,
-        out_token_bytes=bf16_rows.stride_bytes(to, 0),
-        out_head_bytes=bf16_rows.stride_bytes(to, 1),
+        x=x.data_ptr() + (x.shape[-1] - rotated_dim) * x.element_size(),
+        x_token_bytes=stride_bytes(x, 0),
+        x_head_bytes=stride_bytes(x, 1),
         positions=positions.data_ptr(),
         frequencies=frequencies.data_ptr(),
         inverse=inverse,
         num_tokens=len(x),
         num_heads=heads,
         chunks=chunks,
-        copied_chunks=copied // CHUNK,
     )
     heads_a_thread = 1 if heads == 1 else HEADS_A_THREAD
     num_ctas = -(-len(x) * -(-heads // heads_a_thread) * chunks // THREADS)
-    arch = bf16_rows.architecture(name, x.device)
-    compile(heads_a_thread, arch)(arguments, Int32(num_ctas), bf16_rows.current_stream(x.device))
-
-
-def _new(name: str, x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _run(name, x, positions, frequencies, inverse, out)
-    return out
-
-
-def sm90(x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> Tensor:
-    """`dsv4_kernels.rope.apply_rope` on Hopper: x [T, D] or [T, H, D] bf16, all dimensions multiples of 8."""
-    return _new("sm90", x, positions, frequencies, inverse)
-
-
-def sm100(x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> Tensor:
-    """`dsv4_kernels.rope.apply_rope` on Blackwell (B200, GB200, B300); as `sm90`."""
-    return _new("sm100", x, positions, frequencies, inverse)
+    launch = compile(heads_a_thread, architecture(name, x.device))
+    launch(arguments, Int32(num_ctas), current_stream(x.device))
 
 
 def sm90_in_place(x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> None:
-    """`dsv4_kernels.rope.apply_rope_in_place` on Hopper; x as `sm90`."""
-    _run("sm90", x, positions, frequencies, inverse, None)
+    """`dsv4_kernels.rope.apply_rope_in_place` on Hopper: x [T, D] or [T, H, D] bf16, all dimensions multiples of 8."""
+    _run("sm90", x, positions, frequencies, inverse)
 
 
 def sm100_in_place(x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> None:
-    """`dsv4_kernels.rope.apply_rope_in_place` on Blackwell; x as `sm90`."""
-    _run("sm100", x, positions, frequencies, inverse, None)
+    """`dsv4_kernels.rope.apply_rope_in_place` on Blackwell (B200, GB200, B300); x as for `sm90_in_place`."""
+    _run("sm100", x, positions, frequencies, inverse)

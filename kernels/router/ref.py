@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_kernels.host.invariant import softplus, tree_sum
 from dsv4_kernels.linear import linear_fp32
+from dsv4_kernels.reference.batch_invariant import softplus, tree_sum
 
 
 def route_topk(x: Tensor, gate_weight: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:

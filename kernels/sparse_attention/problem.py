@@ -19,7 +19,7 @@ MAX_HEADS = 128
 FEW_HEADS = 16
 """Hopper computes calls of at most so many heads by a kernel of their own (sm90/few_heads); 0: none, 16 at most.
 
-benchmarks/LOG.md has what was measured. Rows are not unpacked for it (`dsv4_kernels.unpack.choice`).
+docs/log/attention_few_heads.md has what was measured. Rows are not unpacked for it (`dsv4_kernels.unpack.choice`).
 """
 VECTOR_BYTES = 16
 """Rows of q, of the tables and of the output begin at multiples of this: kernels move 16 bytes at a time."""

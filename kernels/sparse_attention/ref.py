@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_kernels.host.invariant import at_least_as_many_as_threads, padded_to_full_rows
 from dsv4_kernels.kv_layout import KVRows, RowFormat, entry_rows
+from dsv4_kernels.reference.batch_invariant import at_least_as_many_as_threads, padded_to_full_rows
 
 KEY_TILE = 64
 """Keys of one product."""

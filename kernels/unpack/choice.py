@@ -17,7 +17,7 @@ def helps(kernel: str) -> bool:
     """Whether an attention kernel ("sm90", "sm100", "ref") may be faster over bf16 rows than over FP8 rows at all.
 
     Blackwell's is not, as far as can be told without one: what bounds it is the port of shared memory, whatever the
-    rows were before (benchmarks/README_B200.md).
+    rows were before (docs/blackwell.md).
     """
     return kernel != "sm100"
 

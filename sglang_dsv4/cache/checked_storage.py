@@ -1,15 +1,16 @@
-"""Storages of SGLang's registry other than files (`--hicache-storage-backend mooncake`, `nixl`, `dynamic`, …).
+"""Storage backends of SGLang's registry other than files (`--hicache-storage-backend mooncake`, `nixl`, `dynamic`, …).
 
-SGLang's controller speaks to a storage in one of two ways, and a storage may serve only one of them:
+SGLang's controller calls a storage backend through one of two interfaces, and a backend may implement only one:
 
-    values     `get` into a tensor, `set` from one: `file`, or what `dynamic` loads
+    values     `get` into a tensor, `set` from one: `file`, or the backend that `dynamic` loads
     zero copy  `batch_get_v1` and `batch_set_v1` of slots in host memory that was registered before
-               (`register_mem_pool_host`): mooncake, nixl and others, which raise or assert in the first way
+               (`register_mem_pool_host`): mooncake, nixl and others, which raise or assert in the first interface
 
-Whichever a storage has is used here; zero copy by way of a few registered slots (`StagedRecords`), into which a record
-and its checksum are copied: the checksum costs many times that copy, and the host's memory of prefixes, which may be
-hundreds of gigabytes, need not be registered with it. Keys carry the identity of the records, and checksums the key, so
-a record of other weights, of another key, cut short or damaged is a miss.
+`CheckedStorage` uses the interface that the backend implements; zero copy through a few registered slots
+(`StagedRecords`), into which a record and its checksum are copied. The checksum costs many times that copy, and the
+host memory of prefixes, possibly hundreds of gigabytes, need not be registered with the backend. Keys contain the
+identity of the records, and checksums cover the key, so a record of other weights or of another key, a truncated or a
+damaged record is a miss.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ logger = logging.getLogger(__name__)
 
 CHECKSUM_BYTES = 16
 ALIGNMENT = 4096
-"""Of slots and of what is stored by zero copy: O_DIRECT wants it."""
+"""Alignment of slots and of records that are stored by zero copy: O_DIRECT requires it."""
 READ_SLOTS = 16
 PROBE_KEY = "probe"
 
 
 class StagedRecords:
-    """Slots in host memory that a storage reads and fills, with what it asks of one of SGLang's host pools.
+    """Slots in host memory that a storage backend reads and fills, with the interface of SGLang's host pools.
 
-    An index of SGLang's is a token, and a page of tokens an object of the storage; here a page is one token, a slot.
+    SGLang's index is a token, and a page of tokens is one object of the backend; here a page is one token, a slot.
 
     Attributes:
-        kv_buffer: [slots, bytes] uint8; what a storage registers.
+        kv_buffer: [slots, bytes] uint8; the memory that a backend registers.
     """
 
     layout = "page_first"
@@ -53,7 +54,7 @@ class StagedRecords:
     allocator = None
 
     def __init__(self, slots: int, largest_record: int) -> None:
-        """`largest_record`: in bytes, without its checksum."""
+        """Allocate the slots. `largest_record` in bytes, without its checksum."""
         self.size_per_token = stored_bytes(largest_record)
         memory = torch.zeros(slots * self.size_per_token + ALIGNMENT, dtype=torch.uint8)
         first = -memory.data_ptr() % ALIGNMENT
@@ -69,18 +70,18 @@ class StagedRecords:
         self.kv_buffer[slot, end : self._used[slot]] = 0
 
     def reserve(self, slot: int, record_bytes: int) -> None:
-        """A record of this size is what the storage reads from the slot, or fills it with."""
+        """Set the size of the record that the backend will read from the slot, or fill it with."""
         self._used[slot] = stored_bytes(record_bytes)
 
     def take(self, slot: int, key: str, target: Tensor) -> bool:
-        """Copy a slot's record to `target`, [bytes] uint8. False: it is damaged."""
+        """Copy a slot's record to `target`, [bytes] uint8; False if it is damaged."""
         stored = self.kv_buffer[slot, : target.numel() + CHECKSUM_BYTES]
         return _take(stored, key, target)
 
-    # What storages ask
+    # The interface of SGLang's host pools
 
     def get_page_buffer_meta(self, indices: Tensor) -> tuple[list[int], list[int]]:
-        """Address and bytes of each slot's record."""
+        """Addresses and sizes in bytes of the slots' records."""
         slots = indices.tolist()
         return [self.kv_buffer[slot].data_ptr() for slot in slots], [self._used[slot] for slot in slots]
 
@@ -89,52 +90,52 @@ class StagedRecords:
         return self.size_per_token
 
     def get_ksize_per_token(self) -> int:
-        """Bytes of a slot; there are no values beside the keys."""
+        """Bytes of a slot; there are no values in addition to the keys."""
         return self.size_per_token
 
     def is_stride_page_aligned(self, alignment: int) -> bool:
-        """Whether slots begin and end at multiples of this."""
+        """Whether slots begin and end at multiples of `alignment`."""
         return ALIGNMENT % alignment == 0
 
     def get_data_page(self, index: Tensor | int, flat: bool = True) -> Tensor:
-        """A slot, for storages that copy it."""
+        """A slot, for backends that copy it."""
         return self.kv_buffer[int(index)]
 
     def get_dummy_flat_data_page(self) -> Tensor:
-        """Memory of a slot's size, for storages that copy it."""
+        """Memory of a slot's size, for backends that copy it."""
         return torch.zeros_like(self.kv_buffer[0])
 
     def set_from_flat_data_page(self, index: Tensor | int, data_page: Tensor) -> None:
-        """Fill a slot, for storages that copy it."""
+        """Fill a slot, for backends that copy it."""
         self.kv_buffer[int(index)] = data_page.view(torch.uint8)
 
 
 class CheckedStorage:
-    """Another backend of SGLang's: its keys carry the identity, and its records a checksum.
+    """One of SGLang's backends, with the identity in its keys and a checksum in its records.
 
-    Safe to be used by several threads; zero copy is one read and one write at a time, as in SGLang.
+    Safe for use by several threads; zero copy does one read and one write at a time, as in SGLang.
 
     Attributes:
-        batch: how many records are best asked for at once.
-        is_limited: False: what the backend keeps is its own affair.
+        batch: records to ask for in one call.
+        is_limited: False: the backend decides by itself which records it keeps.
         faults: how often a record was missing or damaged, or the backend failed.
     """
 
     is_limited = False
 
     def __init__(self, backend: HiCacheStorage, staged: StagedRecords | None, identity: Mapping[str, str]) -> None:
-        """`staged`: what the backend has registered (`stage`); None for one that takes values."""
+        """Wrap `backend`. `staged`: the slots that it has registered (`stage`); None if it takes values."""
         self._backend, self._prefix, self._staged = backend, identity_digest(identity).hex(), staged
         self.batch = 1 if staged is None else READ_SLOTS
         self.faults: Counter[Fault] = Counter()
         self._reading, self._writing, self._counting = threading.Lock(), threading.Lock(), threading.Lock()
 
     def exists(self, key: str) -> bool:
-        """Whether there is a record."""
+        """Whether the backend has a record of this key."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str]) -> int:
-        """How many of the keys, from the first one on, have a record. 0 if the backend fails."""
+        """Number of keys, counted from the first, before one without a record; 0 if the backend fails."""
         try:
             return int(self._backend.batch_exists([self._full(key) for key in keys]))
         except Exception as error:
@@ -142,11 +143,11 @@ class CheckedStorage:
             return 0
 
     def get(self, key: str, target: Tensor) -> Tensor | None:
-        """Read a record into `target`, [bytes] uint8; None for a miss. The target is undefined then."""
+        """Read a record into `target`, [bytes] uint8; returns it, or None for a miss, which leaves it undefined."""
         return self.batch_get([key], [target])[0]
 
     def batch_get(self, keys: Sequence[str], targets: Sequence[Tensor]) -> list[Tensor | None]:
-        """`get` of each key."""
+        """`get` for each key."""
         try:
             found = (self._values if self._staged is None else self._staged_records)(keys, targets)
         except Exception as error:
@@ -158,7 +159,7 @@ class CheckedStorage:
         return [target if fault is None else None for fault, target in zip(found, targets, strict=True)]
 
     def set(self, key: str, record: Tensor) -> bool:
-        """Write a record, [bytes] uint8."""
+        """Write a record, [bytes] uint8; False if it could not be written."""
         full = self._full(key)
         try:
             if self._staged is None:
@@ -175,14 +176,14 @@ class CheckedStorage:
         return bool(written)
 
     def clear(self) -> None:
-        """Whatever the backend does."""
+        """Let the backend delete its records."""
         self._backend.clear()
 
     def probe(self, name: str, record_bytes: int) -> None:
-        """Write a record and read it.
+        """Write a record and read it back.
 
         Raises:
-            ValueError: it did not come back.
+            ValueError: the record could not be read back.
         """
         record = torch.arange(record_bytes, dtype=torch.int64).to(torch.uint8)
         found = torch.zeros_like(record)
@@ -219,7 +220,7 @@ class CheckedStorage:
                     self._staged.reserve(slot, target.numel())
                 slots = torch.arange(len(some))
                 read = list(self._backend.batch_get_v1(some, slots))
-                if not all(read) and len(some) > 1:  # one that is missing may fail all of them
+                if not all(read) and len(some) > 1:  # a missing record may fail the whole batch
                     read = [self._backend.batch_get_v1([some[i]], slots[i : i + 1])[0] for i in range(len(some))]
                 for slot, (key, target) in enumerate(zip(some, into, strict=True)):
                     if not read[slot]:
@@ -237,8 +238,8 @@ class CheckedStorage:
 
 
 def stage(backend: HiCacheStorage, staged: StagedRecords) -> StagedRecords | None:
-    """Let a backend that serves zero copy register `staged`; None for one that takes values."""
-    inner: Any = getattr(backend, "_backend", backend)  # SGLang's injector of failures wraps one
+    """`staged`, registered with a backend that implements zero copy; None for a backend that takes values."""
+    inner: Any = getattr(backend, "_backend", backend)  # SGLang's injector of failures wraps the backend
     if type(inner).batch_get_v1 is HiCacheStorage.batch_get_v1:
         return None
     backend.register_mem_pool_host(staged)
@@ -246,12 +247,12 @@ def stage(backend: HiCacheStorage, staged: StagedRecords) -> StagedRecords | Non
 
 
 def stored_bytes(record_bytes: int) -> int:
-    """Of a record with its checksum, in whole units of `ALIGNMENT`."""
+    """Bytes of a record with its checksum, rounded up to `ALIGNMENT`."""
     return -(-(record_bytes + CHECKSUM_BYTES) // ALIGNMENT) * ALIGNMENT
 
 
 def checksum(key: str, record: Tensor) -> Tensor:
-    """[16] uint8, of a record under its key."""
+    """The checksum of a key and its record: [16] uint8."""
     digest = blake2b(key.encode(), digest_size=CHECKSUM_BYTES)
     digest.update(memoryview(record.numpy()))
     return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)

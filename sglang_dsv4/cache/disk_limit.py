@@ -1,13 +1,13 @@
-"""A bound on what files of records take of a disk, under the options of SGLang's own file backend.
+"""A limit on the disk space of record files, with the options of SGLang's own file backend.
 
 `--hicache-storage-backend-extra-config '{"max_size": "200G", "min_free_space": "10G", "eviction_ratio": 0.9}'`, or
-`SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE`, `…_MIN_FREE_SPACE`, `…_EVICTION_RATIO`. `max_size` is of all records below the
-folder, those of other servers and earlier versions included: what nobody uses any more is the oldest, and goes first.
+`SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE`, `…_MIN_FREE_SPACE`, `…_EVICTION_RATIO`. `max_size` bounds all records below the
+folder, including those of other servers and earlier versions: records out of use are the oldest, and are deleted first.
 
-A file's age is its time of modification, which is renewed when the prefix is used, so nothing has to be remembered: a
-server that was killed finds the ages again. The pages of a prefix get ages of a nanosecond's difference, the later page
-the older: a prefix is given back from its end, since a page without those before it is of no use. A file that is read
-is locked (`flock`), by this process or another, and is passed over.
+A file's age is its modification time, which is renewed when the prefix is used. So no other state is needed: a server
+that was killed finds the ages again. The ages of a prefix's pages differ by a nanosecond, the later page being older: a
+prefix is deleted from its end, since a page without the pages before it is useless. A file that is being read, by this
+process or another, is locked (`flock`) and not deleted.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ logger = logging.getLogger(__name__)
 
 SUFFIXES = (".page", ".tail")
 SCANS_SHARE = 0.01
-"""Of the time may go into looking what other servers have written and used."""
+"""Share of the time that may go into scanning for files that other servers have written and used."""
 FLAG = "--hicache-storage-backend-extra-config"
 
 
 @dataclass(frozen=True)
 class DiskOptions:
-    """How much of a disk records may take; 0 for no bound."""
+    """Limits on the disk space of records; 0 for no limit."""
 
     max_bytes: int = 0
     min_free_bytes: int = 0
-    keep: float = 0.9  # of `max_bytes`, where files have to go
+    keep: float = 0.9  # share of `max_bytes` to shrink to when files are deleted
 
     @classmethod
     def of(cls, extra: Mapping[str, Any] | None) -> DiskOptions:
-        """From the flag's JSON, which comes first, and SGLang's variables.
+        """The options of the flag's JSON, which has precedence, and of SGLang's variables.
 
         Raises:
-            ValueError: an option that is no size or ratio.
+            ValueError: an option is no size or ratio.
         """
         given = dict(extra or {})
 
@@ -81,26 +81,26 @@ def _size(name: str, value: Any) -> int:  # noqa: ANN401
     return size
 
 
-@dataclass
+@dataclass(frozen=True)
 class _File:
     nbytes: int
-    age: int  # nanoseconds; the least is the oldest
+    age: int  # modification time in nanoseconds; the least is the oldest
 
 
 class DiskLimit:
-    """What lies below a folder, and what has to go. One thread writes; any may say what it has used."""
+    """The files below a folder, and the deletion of the oldest. One thread writes; every thread may report uses."""
 
     def __init__(self, root: Path, options: DiskOptions) -> None:
-        """Nothing is looked at before the first write."""
+        """Start without a scan: the first write scans the folder."""
         self._root, self._options = root, options
         self._files: dict[Path, _File] = {}
         self._total = 0
-        self._lock = threading.Lock()  # never held for longer than one file takes: a request may wait for a reader
+        self._lock = threading.Lock()  # held for one file at a time only: a request may wait for a reader
         self._next_scan = 0.0
         self.deleted = 0  # files; only ever grows
 
     def make_room(self, nbytes: int) -> bool:
-        """Delete the oldest files until one of this size may be written. False: it may not be."""
+        """Delete the oldest files until a file of this size may be written; False if it still may not."""
         if self._options.max_bytes and nbytes > self._options.max_bytes:
             return False
         if not self._next_scan:
@@ -124,12 +124,12 @@ class DiskLimit:
             self._remember(path, nbytes, time.time_ns())
 
     def removed(self, path: Path) -> None:
-        """A file was deleted by another than this."""
+        """A file was deleted, but not by this object."""
         with self._lock:
             self._forget(path)
 
     def used(self, prefix: Sequence[Iterable[Path]]) -> None:
-        """A prefix was used: the files of each of its pages, which need not be there, in their order."""
+        """Renew a prefix: the files of each of its pages, in page order; files that do not exist are ignored."""
         with self._lock:
             now = time.time_ns()
             for later, paths in enumerate(prefix):
@@ -137,7 +137,7 @@ class DiskLimit:
                     if path in self._files:
                         with contextlib.suppress(OSError):
                             os.utime(path, ns=(now - later, now - later))
-                            self._files[path].age = now - later
+                            self._files[path] = _File(self._files[path].nbytes, now - later)
 
     def _fits(self, nbytes: int, share: float) -> bool:
         options = self._options
@@ -158,7 +158,7 @@ class DiskLimit:
                     return
                 now = os.fstat(opened.fileno()).st_mtime_ns
                 if now > file.age:  # another server has used it
-                    file.age = now
+                    self._files[path] = _File(file.nbytes, now)
                     return
                 path.unlink()
                 self.deleted += 1
@@ -169,7 +169,7 @@ class DiskLimit:
         self._forget(path)
 
     def _scan(self) -> None:
-        """Ages that are renewed meanwhile are seen when it comes to deleting."""
+        """Scan the folder. An age that is renewed meanwhile is noticed when its file would be deleted (`_delete`)."""
         begin, found = time.monotonic(), {}
         for folder, _, names in os.walk(self._root):
             for name in names:
@@ -196,14 +196,14 @@ class DiskLimit:
 
 
 def lock_to_read(descriptor: int) -> None:
-    """Until the file is closed, no `DiskLimit` deletes it. Where the file system has no such locks, it may: what is
-    open can be read to its end."""
+    """Lock an open file: until it is closed, no `DiskLimit` deletes it. On a file system without such locks it may be
+    deleted, and an open file can be read to its end."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def is_read(descriptor: int) -> bool:
-    """Whether another has the file open to read; else nobody will before it is closed."""
+    """Whether another reader holds the file's lock; if not, this descriptor locks readers out until it is closed."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,14 +1,14 @@
-"""What the caches look like: layer ratios, row sizes and ring arithmetic, in one frozen place.
+"""Dimensions of the caches: layer ratios, row sizes and ring lengths, in one frozen dataclass.
 
-Three address spaces meet here (DeepSeek-V4 specification, sections 3.3, 3.4 and 3.6):
+Three address spaces (DeepSeek-V4 specification, sections 3.3, 3.4 and 3.6):
 
-* `position`: a token's place in its sequence.
-* `full_slot`: its place in SGLang's address space of 256-token pages. Entry j of ratio r, which covers positions
-  [j*r, (j+1)*r), lives in row `full_slot(j*r) // r` of its layer's entry pool.
-* `ring_row = request_slot * rows + position % rows`: rings hold what only the running request needs, the sliding window
-  and the raw rows of the compressors' open groups.
+* `position`: the index of a token in its sequence.
+* `full_slot`: the token's index in SGLang's address space of 256-token pages. Entry j of ratio r, which covers
+  positions [j*r, (j+1)*r), is in row `full_slot(j*r) // r` of its layer's entry pool.
+* `dsv4_radix_cache.ring.ring_row`: the row of a request slot and position in a ring. Rings hold the rows that only the
+  running request needs: the sliding window, and the raw rows of the compressors' open compression groups.
 
-This module knows no SGLang and allocates nothing.
+This module does not import SGLang and allocates nothing.
 """
 
 from __future__ import annotations
@@ -18,21 +18,17 @@ from dataclasses import dataclass
 import torch
 
 from dsv4_kernels.kv_layout import ROPE_DIM, ROW_DIM, RowFormat
+from sglang_dsv4.cache.draft_rollback import state_ring_rows, window_ring_rows
 from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS, SWA_RATIO, WINDOW_TOKENS, LayerKind
 
 RATIOS = tuple(kind.ratio for kind in LayerKind)
 FP4_INDEX_DIM = 128
-"""Of the release; `index_row_bytes_fp4` itself takes any multiple of 32."""
+"""Channels of the release's indexer keys; `index_row_bytes_fp4` itself accepts any multiple of 32."""
 
 
 def overlap_groups(ratio: int) -> int:
-    """Groups of raw rows that one entry of a CSA or HCA layer is made of (section 3.4)."""
+    """Compression groups of raw rows that one entry of a CSA or HCA layer is made of (section 3.4)."""
     return LayerKind(ratio).groups
-
-
-def _rows_at_least(needed: int) -> int:
-    """Smallest power of two >= `needed`: it divides the 256-token page, so position % rows is 0 at every page start."""
-    return 1 << (needed - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -42,11 +38,11 @@ class PoolGeometry:
     Attributes:
         ratios: compression ratio of each layer held here, 0 (SWA), 4 (CSA) or 128 (HCA).
         first_layer: model layer id of `ratios[0]`.
-        row_dim, rope_dim: channels of a window row or entry, and how many of the last of them are rotated.
+        row_dim, rope_dim: channels of a window row or entry, and the number of its last channels that are rotated.
         index_dim: channels of an indexer key (CSA layers only).
-        window_tokens: rows a query reads of the sliding window, its own included.
+        window_tokens: rows of the sliding window that a query reads, its own included.
         draft_tokens: tokens that one speculative step writes for a request; 0 without speculation.
-        draft_layers: SWA layers of the draft model; their rings are counted in the target's plan.
+        draft_layers: SWA layers of the draft model; the target's plan counts their rings.
         row_format, index_format: byte format of window rows and entries, and of indexer keys.
         dtype: dtype of plain rows (the model's).
     """
@@ -64,7 +60,7 @@ class PoolGeometry:
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        """Refuses what the pools cannot hold."""
+        """Refuse dimensions that the pools cannot hold."""
         unknown = sorted(set(self.ratios) - set(RATIOS))
         if unknown:
             raise ValueError(f"compress_ratios: expected values from {RATIOS}, found {unknown}")
@@ -88,26 +84,23 @@ class PoolGeometry:
 
     @property
     def ring_rows(self) -> int:
-        """Window rows kept per request and layer.
-
-        A step that writes k tokens at positions [t, t+k) before any of them is read must leave rows t-127 .. t alone.
-        """
-        return _rows_at_least(self.window_tokens - 1 + max(1, self.draft_tokens))
+        """Window rows per request and layer (`draft_rollback`)."""
+        return window_ring_rows(self.window_tokens, self.draft_tokens)
 
     def state_rows(self, ratio: int) -> int:
-        """Raw compressor rows kept per request and layer: the open group, the overlap, and what a rollback re-reads.
-
-        After a step of k tokens at [t, t+k) the next one may start at t+1. If that closes a group, it reads the
-        C*r - 1 rows before it, t included, which the k - 1 rows after t must have left alone.
-        """
-        return _rows_at_least(overlap_groups(ratio) * ratio - 2 + max(1, self.draft_tokens))
+        """Raw compressor rows per request and layer (`draft_rollback`)."""
+        return state_ring_rows(overlap_groups(ratio), ratio, self.draft_tokens)
 
     def state_dim(self, ratio: int, *, indexer: bool) -> int:
         """Channels of one raw compressor row: `coff * D` (section 3.4)."""
         return overlap_groups(ratio) * (self.index_dim if indexer else self.row_dim)
 
     def layer_ratio(self, layer_id: int) -> int:
-        """Ratio of a model layer. Raises KeyError for a layer that this worker does not hold."""
+        """Ratio of a model layer.
+
+        Raises:
+            KeyError: this worker does not hold the layer.
+        """
         index = layer_id - self.first_layer
         if not 0 <= index < len(self.ratios):
             raise KeyError(

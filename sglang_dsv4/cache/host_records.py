@@ -1,10 +1,10 @@
 """Page records in host memory, and the copies between them and the pool.
 
-Every copy is ordered by the stream that runs the forwards, as the scheduler decided: a page is read before a later
-forward overwrites it, and written before a later forward reads it. On a GPU that stream only gathers or scatters, from
-or into a staging buffer of a few records on the device; the transfers run beside it, in one stream for both directions,
-so that they are ordered among themselves too. Host memory is registered with CUDA, and neighbouring slots travel
-together: PCIe sees runs of megabytes.
+The stream that runs the forwards orders every copy as the scheduler decided: a page is read before a later forward
+overwrites it, and written before a later forward reads it. On a GPU that stream only gathers or scatters, from or into
+a staging buffer of a few records on the device; the transfers run in a second stream, one for both directions, so that
+they are ordered among themselves too. Host memory is registered with CUDA, and neighbouring host slots are transferred
+together, in runs of megabytes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 from sglang_dsv4.cache.page_records import PageRecords
 
 STAGED_BYTES = 32 << 20
-"""Of one of the two staging buffers on a GPU: some 30 records of V4-Flash, half a millisecond of PCIe."""
+"""Bytes of each of the two staging buffers on a GPU: some 30 records of V4-Flash, half a millisecond of PCIe."""
 MAX_STAGED_RECORDS = 64
 
 
 @dataclass
 class CopyTotals:
-    """Pages, bytes and seconds of one direction. Only ever grow. On a GPU the seconds are the transfers'."""
+    """Pages, bytes and seconds of one direction; they only grow. On a GPU the seconds are those of the transfers."""
 
     pages: int = 0
     bytes: int = 0
@@ -37,12 +37,12 @@ class HostRecords:
     """`slots` page records in host memory.
 
     Attributes:
-        memory: [slots, record_bytes] uint8. Who reads or writes it on the host waits for `mark` first.
-        saved, loaded: what was copied to and from it.
+        memory: [slots, record_bytes] uint8. The host waits for `mark` before it reads or writes it.
+        saved, loaded: totals of the copies to and from it.
     """
 
     def __init__(self, records: PageRecords, slots: int) -> None:
-        """Allocate them. Untouched slots take no memory where the device is a CPU."""
+        """Allocate the records. Where the device is a CPU, untouched slots use no memory."""
         self.records = records
         self.memory = torch.empty((slots, records.record_bytes), dtype=torch.uint8)
         self.saved, self.loaded = CopyTotals(), CopyTotals()
@@ -50,19 +50,19 @@ class HostRecords:
         self._gpu = _GpuCopies(self) if records.device.type == "cuda" else None
 
     def save(self, pages: Tensor, slots: Sequence[int]) -> None:
-        """Copy pages of the pool, [N] int64 on its device, into slots. No slot may be named twice."""
+        """Copy pages of the pool, [N] int64 on its device, into host slots. Slots must differ."""
         self._run(pages, slots, self.saved, self._save_now if self._gpu is None else self._gpu.save)
 
     def load(self, slots: Sequence[int], pages: Tensor) -> None:
-        """Copy slots into pages of the pool, [N] int64 on its device. No page may be named twice."""
+        """Copy host slots into pages of the pool, [N] int64 on its device. Pages must differ."""
         self._run(pages, slots, self.loaded, self._load_now if self._gpu is None else self._gpu.load)
 
     def mark(self) -> Callable[[], bool]:
-        """A question: has everything that was issued so far been done?"""
+        """A function that says whether all copies issued before this call are done."""
         return (lambda: True) if self._gpu is None else self._gpu.mark()
 
     def collect_times(self) -> None:
-        """Add the time of finished transfers to the totals."""
+        """Add the times of finished transfers to the totals."""
         if self._gpu is not None:
             self._gpu.collect_times()
 
@@ -77,7 +77,9 @@ class HostRecords:
             totals.seconds += time.perf_counter() - begin
 
     def _save_now(self, pages: Tensor, slots: list[int]) -> None:
-        staged = torch.zeros((len(slots), self.records.record_bytes), dtype=torch.uint8)  # padding too has a value
+        staged = torch.zeros(
+            (len(slots), self.records.record_bytes), dtype=torch.uint8
+        )  # zeros: padding has a defined value too
         self.records.gather(pages, staged)
         self.memory[torch.tensor(slots)] = staged
 
@@ -86,7 +88,7 @@ class HostRecords:
 
 
 class _GpuCopies:
-    """The same on a GPU: two staging buffers in turn, and a stream for the transfers."""
+    """The copies on a GPU: two staging buffers, used alternately, and a stream for the transfers."""
 
     def __init__(self, host: HostRecords) -> None:
         self._host, self._records = host, host.records
@@ -137,7 +139,7 @@ class _GpuCopies:
             totals.seconds += begin.elapsed_time(end) / 1e3
 
     def _next(self, count: int) -> tuple[Tensor, Any, Any]:
-        """The staging buffer whose turn it is, the event after which it is free, and the stream of the forwards."""
+        """The next staging buffer, the event after which it is free, and the stream of the forwards."""
         self._turn ^= 1
         forward = torch.cuda.current_stream(self._records.device)
         return self._staging[self._turn, :count], self._free[self._turn], forward
@@ -147,7 +149,7 @@ class _GpuCopies:
 
 
 class _Timing:
-    """Events of the current stream around a transfer."""
+    """Context that times a transfer by events of the current stream."""
 
     def __init__(self, timed: list[tuple[CopyTotals, Any, Any]], totals: CopyTotals) -> None:
         self._timed, self._totals = timed, totals
@@ -162,7 +164,7 @@ class _Timing:
 
 
 def runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first, end, slot): `slots[first:end]` are slot, slot + 1, …"""
+    """Yield (first, end, slot) of each run of neighbours: `slots[first:end]` are slot, slot + 1, …"""
     first = 0
     for i in range(1, len(slots) + 1):
         if i == len(slots) or slots[i] != slots[i - 1] + 1:

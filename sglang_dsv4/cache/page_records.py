@@ -1,40 +1,39 @@
-"""A page's record: all that the KV pools hold of one FULL page of 256 tokens, in one run of bytes.
+"""Page records: everything that the KV pools hold of one FULL page of 256 tokens, in one run of bytes.
 
     64 entries of each CSA layer | 64 indexer keys of each CSA layer | 2 entries of each HCA layer
 
-byte for byte as in the pools: nothing is quantised again. Windows and compressor states are no part of it: they belong
-to a request, and at a prefix's end to its tail checkpoint.
+byte for byte as in the pools: nothing is quantised again. Windows and compressor states are not part of it: they belong
+to a request, and at a prefix's end to its tail.
 
-One run of bytes, because that is what a copy to host memory and a file want: the rows of a page are gathered on the
-device, all layers of a kind at once, and cross the bus together.
+A copy to host memory and a file need one run of bytes: the rows of a page are gathered on the device, all layers of a
+kind at once, and cross the bus together.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dsv4_kernels.kv_layout import KVRows
 from sglang_dsv4.cache.geometry import entries_per_page
 from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, HCA_RATIO
 
-if TYPE_CHECKING:
-    from sglang_dsv4.cache.kv_pool import Dsv4KVPool
-
 ALIGNMENT = 16
 FORMAT_VERSION = 1
-"""Of records and tails; a change of their bytes needs another one."""
+"""Version of the bytes of page records and tails; it changes with them."""
 TABLES = {"CSA entries": CSA_RATIO, "HCA entries": HCA_RATIO, "indexer keys": CSA_RATIO}
 
 
 class Part(NamedTuple):
-    """A piece of a record, of all layers of a kind: where it lies there, and in the pool."""
+    """One piece of a record, for all layers of a kind: its position in the record and in the pool."""
 
     name: str
     offset: int  # 8-byte words, in the record
-    words: int  # of a layer
+    words: int  # per layer
     view: Tensor  # [layers, N, per, words] int64: page p is at [:, p // per, p % per]
 
 
@@ -43,21 +42,28 @@ class PageRecords:
 
     Attributes:
         record_bytes: bytes of a record.
-        layout: the parts in words; equal exactly if records can be exchanged.
+        layout: a description of the parts; two pools can exchange records exactly if it is equal.
     """
 
-    def __init__(self, pool: Dsv4KVPool) -> None:
-        """`pool`: the worker's; a draft has no entries."""
-        self.device = torch.device(pool.device)
+    def __init__(
+        self, ratios: tuple[int, ...], tables: Mapping[str, tuple[KVRows, int]], device: torch.device | str
+    ) -> None:
+        """Lay out the record of a target worker's pool; a draft has no entries.
+
+        Args:
+            ratios: compression ratio of each layer.
+            tables: for each table that follows FULL pages its rows, all layers as one, and the number of layers.
+            device: the pool's device.
+        """
+        self.device = torch.device(device)
         self.parts: list[Part] = []
-        offset, described = 0, [f"ratios {pool.geometry.ratios}"]
-        for name in pool.tables:
-            rows, layers = pool.table(name)
+        offset, described = 0, [f"ratios {ratios}"]
+        for name, (rows, layers) in tables.items():
             for piece, view in enumerate(rows.page_views(entries_per_page(TABLES[name]))):
                 nbytes = view.shape[2]
                 if nbytes % 8:
                     raise ValueError(f"{name}: {nbytes} bytes of a page are no whole number of 8-byte words")
-                # As words: a copy of bytes would move one at a time.
+                # In words: a copy of bytes would move one byte at a time.
                 words = view.view(torch.int64).unflatten(0, (layers, -1))
                 self.parts.append(Part(name, offset // 8, nbytes // 8, words))
                 kind = f"{rows.format.value} {rows.row_dim} {rows.storage.dtype}"
@@ -68,7 +74,7 @@ class PageRecords:
 
     @property
     def fingerprint(self) -> str:
-        """Of the layout."""
+        """A digest of the layout."""
         return hashlib.blake2b(f"{FORMAT_VERSION} {self.layout}".encode(), digest_size=8).hexdigest()
 
     def gather(self, pages: Tensor, records: Tensor) -> None:
@@ -76,18 +82,18 @@ class PageRecords:
 
         Args:
             pages: [N] int64 page numbers, on the pool's device.
-            records: [N, record_bytes] uint8 there. Padding is not written.
+            records: [N, record_bytes] uint8 on the same device. Padding is not written.
         """
         for part, inside in self._parts_of(records):
-            inside.copy_(part.view[:, *_place(pages, part)].transpose(0, 1))
+            inside.copy_(part.view[:, *_index_of(pages, part)].transpose(0, 1))
 
     def scatter(self, pages: Tensor, records: Tensor) -> None:
-        """Copy records into pages of the pool; arguments as of `gather`. No page may be named twice."""
+        """Copy records into pages of the pool; the arguments are those of `gather`. Pages must differ."""
         for part, inside in self._parts_of(records):
-            part.view[:, *_place(pages, part)] = inside.transpose(0, 1)
+            part.view[:, *_index_of(pages, part)] = inside.transpose(0, 1)
 
     def _parts_of(self, records: Tensor) -> list[tuple[Part, Tensor]]:
-        """Each part, and where it lies in records: [N, layers, words] int64."""
+        """Each part with its view of the records: [N, layers, words] int64."""
         words = records.view(torch.int64)
         return [
             (part, words[:, part.offset : part.offset + len(part.view) * part.words].unflatten(1, (len(part.view), -1)))
@@ -95,6 +101,6 @@ class PageRecords:
         ]
 
 
-def _place(pages: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+def _index_of(pages: Tensor, part: Part) -> tuple[Tensor, Tensor]:
     per = part.view.shape[2]
     return pages // per, pages % per

@@ -1,6 +1,6 @@
-"""SGLang's pool configurator for our pools: the worker's geometry, and how many tokens it gets.
+"""SGLang's pool configurator for this project's pools: the worker's geometry, and its number of tokens.
 
-Takes the place of `DSV4PoolConfigurator`, whose sizes belong to SGLang's own paged pools. Bytes are `pool_plan`'s.
+Replaces `DSV4PoolConfigurator`, whose sizes are those of SGLang's own paged pools. `pool_plan` computes the bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, Memory
 from sglang.srt.runtime_context import get_memory, get_schedule, get_spec, max_speculative_num_draft_tokens
 
 from dsv4_kernels.kv_layout import RowFormat
+from dsv4_radix_cache.pages import page_floor
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.pool_plan import ADMISSION_TOKENS, MIN_FULL_TOKENS, largest_plan
 from sglang_dsv4.cache.tail_options import TailOptions
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def geometry_of(kvc: KVCacheConfigurator) -> PoolGeometry:
-    """Geometry of the worker that `kvc` configures: the target's layers of this pipeline stage, or the draft's."""
+    """The geometry of the worker that `kvc` configures: the target's layers of this pipeline stage, or the draft's."""
     config = Config.from_hf(kvc.model_config.hf_config)
     start, end = kvc.layer_info.start_layer, kvc.layer_info.end_layer
     speculative = get_spec().speculative_algorithm is not None
@@ -57,7 +58,7 @@ def geometry_of(kvc: KVCacheConfigurator) -> PoolGeometry:
 
 
 class Dsv4PoolConfigurator(MemoryPoolConfigurator):
-    """Takes the place of SGLang's DSV4PoolConfigurator, whose sizes belong to its own paged pools."""
+    """Replaces SGLang's DSV4PoolConfigurator, whose sizes are those of its own paged pools."""
 
     def __init__(self, kvc: KVCacheConfigurator) -> None:
         if kvc.page_size != FULL_PAGE_TOKENS:
@@ -68,18 +69,18 @@ class Dsv4PoolConfigurator(MemoryPoolConfigurator):
         self._requested = None if requested is None else max(1, requested // kvc.attn_dp_size)
 
     def _request_slots(self, full_tokens: int) -> int:
-        """Slots that SGLang will ask for (KVCacheConfigurator.resolve_max_num_reqs), and the null slot."""
+        """Request slots that SGLang will allocate (KVCacheConfigurator.resolve_max_num_reqs), and the null slot."""
         default = max(min(full_tokens * 512 // self._context_len, 4096), 2048)
         wanted = default if self._requested is None else self._requested
         return min(wanted, full_tokens // 2) + 1
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
-        """Sizes from a byte budget (--mem-fraction-static of the GPU's, or of the host's memory on a CPU)."""
+        """Pool sizes for a byte budget (--mem-fraction-static of the GPU's memory, or of the host's on a CPU)."""
         return self._config(largest_plan(self.geometry, available_bytes, self._request_slots, tail_slots).full_tokens)
 
     def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
-        """Sizes from --max-total-tokens, rounded down to whole pages."""
-        full_tokens = max_total_num_tokens // FULL_PAGE_TOKENS * FULL_PAGE_TOKENS
+        """Pool sizes for --max-total-tokens, rounded down to whole pages."""
+        full_tokens = page_floor(max_total_num_tokens)
         if full_tokens < MIN_FULL_TOKENS:
             raise ValueError(
                 f"--max-total-tokens {max_total_num_tokens} is less than {MIN_FULL_TOKENS} (three pages of "
@@ -89,7 +90,7 @@ class Dsv4PoolConfigurator(MemoryPoolConfigurator):
 
     @staticmethod
     def _config(full_tokens: int) -> MemoryPoolConfig:
-        # `swa` only feeds SGLang's reports: our window rows are rings of request slots, not tokens.
+        # `swa` feeds only SGLang's reports: window rows are in rings of request slots here, not in tokens.
         return MemoryPoolConfig(
             max_total_num_tokens=full_tokens,
             full_max_total_num_tokens=full_tokens,
@@ -98,18 +99,18 @@ class Dsv4PoolConfigurator(MemoryPoolConfigurator):
 
 
 def tail_slots(full_tokens: int, request_slots: int) -> int:
-    """Tail checkpoints on the device of a target worker; none with --disable-radix-cache."""
+    """Tail slots on the device of a target worker; 0 with --disable-radix-cache."""
     if get_memory().disable_radix_cache:
         return 0
     return TailOptions.from_environment().slots_on_device(full_tokens, request_slots)
 
 
 def reserve_admission_pages(result: KVCacheConfigResult, *args: object, **kwargs: object) -> KVCacheConfigResult:
-    """Tell SGLang that the longest request is two pages shorter than the pool (an AFTER hook on `configure`).
+    """The result with the longest request two pages shorter than the pool (an AFTER hook on `configure`).
 
-    SGLang refuses requests that are longer than the pool. Of those in the last two pages, which it accepts, the longer
-    ones would never be admitted and wait for ever, and the shorter ones be answered with no token at all. With this
-    they get a 400 that names the limit.
+    SGLang refuses requests that are longer than the pool. It accepts requests that end in the last two pages, but never
+    admits the longer ones, which wait for ever, and answers the shorter ones with no token at all. With this hook they
+    get a 400 that names the limit.
     """
     tokens = result.full_max_total_num_tokens
     return msgspec.structs.replace(result, full_max_total_num_tokens=tokens - ADMISSION_TOKENS)

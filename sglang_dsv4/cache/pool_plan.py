@@ -1,10 +1,10 @@
-"""How large the pools are: an exact plan, and the largest one that fits.
+"""Pool sizes: the plan of a pool to the byte, and the largest plan that fits into memory.
 
 The plan is the list of tensors that the pool allocates. Its bytes are measured on meta tensors of the same shapes, so
-there is no second formula that could drift from the allocation: `PoolPlan.total_bytes` equals the pool's to the byte.
+no second formula can drift from the allocation: `PoolPlan.total_bytes` equals the pool's bytes.
 
-Costs come in two kinds. A FULL token pays its share of entries and indexer keys; a request slot (running requests + the
-null slot) pays its rings, which do not grow with the context.
+Costs are of two kinds. A FULL token costs its share of entries and indexer keys; a request slot (running requests + the
+null slot) costs its rings, which do not grow with the context.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, WINDOW_TOKENS, LayerKind
 
 # SGLang admits a request only if its tokens and a page more fit (PrefillAdder.add_one_req), and lets it generate only
-# what whole pages leave after its prompt and that page (max_new_tokens_for_memory): the last two pages serve nobody.
+# what whole pages leave after its prompt and that page (max_new_tokens_for_memory): no request uses the last two pages.
 ADMISSION_TOKENS = 2 * FULL_PAGE_TOKENS
 MIN_FULL_TOKENS = ADMISSION_TOKENS + FULL_PAGE_TOKENS
 
@@ -33,7 +33,7 @@ class PoolSpec:
     name: str
     layers: tuple[int, ...]
     rows: int  # per layer
-    per: str  # "token", "request" or "checkpoint": what the rows grow with
+    per: str  # "token", "request" or "checkpoint" (a tail): the unit that the rows grow with, as the table prints it
     rows_per_unit: float
     row_format: RowFormat | None  # None: raw compressor rows, fp32 [rows, 2, row_dim]
     row_dim: int
@@ -41,14 +41,14 @@ class PoolSpec:
     dtype: torch.dtype
 
     def allocate(self, device: str | torch.device, rows: int | None = None) -> KVRows | torch.Tensor:
-        """One layer's storage, zero: null rows and rows never written stay finite."""
+        """The tensor of one layer, zero: null rows and rows never written stay finite."""
         rows = self.rows if rows is None else rows
         if self.row_format is None:
             return torch.zeros((rows, 2, self.row_dim), dtype=torch.float32, device=device)
         return KVRows.allocate(rows, self.row_format, self.row_dim, self.rope_dim, self.dtype, device, fill=0)
 
     def allocate_stack(self, device: str | torch.device) -> tuple[torch.Tensor, list[KVRows | torch.Tensor]]:
-        """All layers' storage in one zero tensor [layers, ...], and each layer's part of it."""
+        """One zero tensor [layers, ...] for all layers, and each layer's part of it."""
         one = self.allocate("meta")
         storage = one.storage if isinstance(one, KVRows) else one
         stack = torch.zeros((len(self.layers), *storage.shape), dtype=storage.dtype, device=device)
@@ -58,7 +58,7 @@ class PoolSpec:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer's storage, padding included."""
+        """Bytes of one layer, padding included."""
         return self.allocate("meta").nbytes
 
     @property
@@ -68,12 +68,12 @@ class PoolSpec:
 
     @property
     def bytes_per_unit(self) -> float:
-        """Marginal bytes of a token or a request slot here, over all layers (padding of 64-row pages included)."""
+        """Marginal bytes of one more unit, over all layers (padding of 64-row pages included)."""
         return self.allocate("meta", rows=64).nbytes / 64 * self.rows_per_unit * len(self.layers)
 
     @property
     def format_name(self) -> str:
-        """The row format in words."""
+        """The row format as the table prints it."""
         return "fp32 raw" if self.row_format is None else self.row_format.name.lower()
 
 
@@ -84,7 +84,7 @@ class PoolPlan:
     Attributes:
         full_tokens: tokens that SGLang may hand out, a multiple of 256. FULL page 0, the null page, comes on top.
         request_slots: running requests + 1; slot 0 is the null slot.
-        tail_slots: tail checkpoints on the device, without the landing slot.
+        tail_slots: tail slots on the device, without the transit slot (`tail_memory`).
         pools: every kind of tensor that is allocated.
     """
 
@@ -98,8 +98,7 @@ class PoolPlan:
     def of(cls, geometry: PoolGeometry, full_tokens: int, request_slots: int, tail_slots: int = 0) -> PoolPlan:
         """The plan for `full_tokens`, `request_slots` and `tail_slots`; pools without layers are left out.
 
-        `tail_slots` are the device slots of tail checkpoints (tail_storage.py). If there are any, one more is
-        allocated: what is restored from the host lands there.
+        If there are tail slots, one more is allocated: the transit slot of `tail_memory`.
         """
         if full_tokens % FULL_PAGE_TOKENS:
             raise ValueError(f"{full_tokens} tokens are not a multiple of the page of {FULL_PAGE_TOKENS}")
@@ -147,15 +146,15 @@ class PoolPlan:
         return sum(p.bytes_per_unit for p in self.pools if p.per == "request")
 
     @property
-    def bytes_per_checkpoint(self) -> float:
-        """Bytes of one tail checkpoint."""
+    def bytes_per_tail(self) -> float:
+        """Bytes of one tail."""
         return sum(p.bytes_per_unit for p in self.pools if p.per == "checkpoint")
 
     def table(self) -> str:
-        """The plan as a table for people."""
+        """The plan as a printed table."""
         units = {"token": self.bytes_per_token, "request": self.bytes_per_request}
         if self.tail_slots:
-            units["checkpoint"] = self.bytes_per_checkpoint
+            units["checkpoint"] = self.bytes_per_tail
         header = ("pool", "layers", "rows/layer", "format", "bytes", *(f"bytes/{unit}" for unit in units))
         lines = [header]
         for p in self.pools:
@@ -178,10 +177,10 @@ class PoolPlan:
 
 
 def tail_specs(geometry: PoolGeometry, slots: int) -> tuple[PoolSpec, PoolSpec, PoolSpec, PoolSpec]:
-    """The four tensors of so many slots of tail checkpoints (specification, section 3.6; `tail_storage`).
+    """The four tensors that hold `slots` tails (specification, section 3.6; `tail_memory`).
 
-    Of every layer the window rows; of a CSA layer's main and indexer compressor the raw rows of one group, of which the
-    overlap needs the first channel half. Of a draft's layers the window rows.
+    The window rows of every layer; for a CSA layer's main and indexer compressor the raw rows of one compression group,
+    whose first channel half the overlap needs; the window rows of a draft's layers.
     """
     g, csa = geometry, geometry.layers(CSA_RATIO)
     raw = {"row_format": None, "rope_dim": 0, "dtype": torch.float32}
@@ -199,7 +198,7 @@ def tail_specs(geometry: PoolGeometry, slots: int) -> tuple[PoolSpec, PoolSpec, 
 
 
 def format_bytes(count: float) -> str:
-    """Bytes with a binary unit, four significant digits."""
+    """The number of bytes with a binary unit and four significant digits."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.4g} {unit}"
@@ -217,10 +216,10 @@ def largest_plan(
 
     Args:
         slots_for: request slots for a number of FULL tokens; must not fall when the tokens grow.
-        tails_for: tail checkpoints for numbers of FULL tokens and request slots; must not fall either.
+        tails_for: tail slots for numbers of FULL tokens and request slots; must not fall either.
 
     Raises:
-        ValueError: not even `MIN_FULL_TOKENS` fit; the message has the numbers and what to change.
+        ValueError: `MIN_FULL_TOKENS` do not fit; the message has the numbers and what to change.
     """
 
     def plan(pages: int) -> PoolPlan:

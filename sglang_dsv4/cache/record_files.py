@@ -1,17 +1,17 @@
 """Records as files (`--hicache-storage-backend file`), under SGLang's storage interface.
 
-SGLang's own backend of that name writes in place and checks nothing: what a crash leaves behind is read as if it were
-whole, and neither names nor files say of which weights they are. Here
+SGLang's own backend of that name writes files in place and checks nothing: it reads the incomplete file that a crash
+leaves as if it were complete, and neither names nor files tell which weights they belong to. The layout here:
 
-    FOLDER/IDENTITY/identity.json            what the bytes depend on (`prefix.identity`), for people
+    FOLDER/IDENTITY/identity.json            everything that the bytes depend on (`prefix.identity`), for people
     FOLDER/IDENTITY/ab/abcdef….page, .tail   a header of 96 bytes, then the record
 
-A file gets its name when it is whole and on the disk, so a name that is there is a whole file, whoever was killed.
-The header repeats identity and key and has a checksum of the record: a file that was truncated, damaged, or brought
-from elsewhere is a miss, counted by its reason, and deleted, so that it is written anew.
+A file gets its name when it is complete and on the disk, so a file with a name is complete, whichever process was
+killed. The header repeats identity and key and has a checksum of the record: a file that was truncated, damaged, or
+copied from another folder is a miss, counted by its reason, and deleted, so that it is written again.
 
-Faults of the disk cost time, never an answer: a write that fails is counted and logged, and writing rests for a while.
-How much of the disk they take may be bounded (`disk_limit`).
+Faults of the disk cost time, never an answer: a failed write is counted and logged, and writing pauses for a while.
+`disk_limit` can limit the disk space.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from torch import Tensor
 
+from sglang_dsv4 import env
 from sglang_dsv4.cache.disk_limit import DiskLimit, lock_to_read
 
 logger = logging.getLogger(__name__)
@@ -44,41 +45,41 @@ DEFAULT_FOLDER = "~/.cache/sglang-dsv4/prefixes"
 MAGIC = b"DSV4REC\x01"
 HEADER = struct.Struct("<8sQ16s32s16s16x")  # magic, record bytes, identity, key, checksum
 REST_S = 30
-"""How long nothing is written after a write has failed."""
+"""Pause of writing after a failed write."""
 LEFT_OVER_S = 600
-"""An unfinished file of that age is nobody's."""
+"""Age from which an unfinished file is taken for a crash's and deleted."""
 
 
 class Fault(Enum):
-    """Why a record that was asked for, or handed over, is not there."""
+    """Why a record could not be read or written."""
 
-    MISSING = "missing"  # it was there when its key was looked up
+    MISSING = "missing"  # deleted since its key was looked up
     TRUNCATED = "truncated"
-    CORRUPT = "corrupt"  # another checksum, or no header
-    FOREIGN = "foreign"  # of another identity or key, or size
-    UNREADABLE = "unreadable"  # the file system says so
+    CORRUPT = "corrupt"  # wrong checksum, or no header
+    FOREIGN = "foreign"  # has another identity, key or size
+    UNREADABLE = "unreadable"  # the file system raised an error
     UNWRITTEN = "unwritten"
 
 
 class RecordFiles(HiCacheStorage):
-    """Records of one identity in a folder. Safe to be used by several threads and processes at once.
+    """Records of one identity in a folder. Safe for concurrent use by several threads and processes.
 
     Attributes:
-        batch: how many records are best asked for at once: files are read side by side.
-        folder: of this identity.
-        faults: how often each fault was met; only ever grow.
-        bytes_read, bytes_written: records alone.
+        batch: records to ask for in one call: one, since files are read in parallel by several calls.
+        folder: the folder of this identity.
+        faults: how often each fault occurred; the counts only grow.
+        bytes_read, bytes_written: of records, without headers.
     """
 
     batch = 1
 
     def __init__(self, root: Path, identity: Mapping[str, str], limit: DiskLimit | None = None) -> None:
-        """Open a folder, which is made if it is not there. A folder that can't be made or written is a warning.
+        """Open the folder, and create it if needed. A folder that cannot be created or written is a warning.
 
         Args:
-            root: of all identities.
-            identity: what the records' bytes depend on.
-            limit: of what lies below `root`; None for none.
+            root: the folder of all identities.
+            identity: everything that the records' bytes depend on.
+            limit: of the files below `root`; None for no limit.
         """
         self.identity = dict(identity)
         self._digest = identity_digest(identity)
@@ -95,12 +96,12 @@ class RecordFiles(HiCacheStorage):
     @staticmethod
     def root_from_environment(configured: str | None) -> Path:
         """`configured` (`--file-storage-path`), else SGLang's variable, else a folder in the user's cache."""
-        return Path(configured or os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER).expanduser()
+        return Path(configured or env.text(FOLDER_VARIABLE) or DEFAULT_FOLDER).expanduser()
 
     # -- SGLang's interface -------------------------------------------------------------------------------------------
 
     def exists(self, key: str) -> bool:
-        """Whether a record of that key is there; `get` may still find it damaged."""
+        """Whether a file of that key exists; `get` may still find it damaged."""
         return self._path(key).exists()
 
     def get(self, key: str, target_location: Tensor | None = None, target_sizes: Any = None) -> Tensor | None:  # noqa: ANN401
@@ -135,7 +136,7 @@ class RecordFiles(HiCacheStorage):
         return None
 
     def set(self, key: str, value: Tensor | None = None, target_location: Any = None, target_sizes: Any = None) -> bool:  # noqa: ANN401
-        """Write a record, [bytes] uint8 on the host, unless it is there. False: it could not be written."""
+        """Write a record, [bytes] uint8 on the host, unless it exists; False if it could not be written."""
         if self.exists(key):
             return True
         if time.monotonic() < self._resting_until:
@@ -192,21 +193,21 @@ class RecordFiles(HiCacheStorage):
         target_locations: Any = None,  # noqa: ANN401
         target_sizes: Any = None,  # noqa: ANN401
     ) -> bool:
-        """`set` for each key; whether all of them were written."""
+        """`set` for each key; returns whether all of them were written."""
         return all([self.set(key, value) for key, value in zip(keys, values, strict=True)])
 
     @property
     def is_limited(self) -> bool:
-        """Whether it matters what is used."""
+        """Whether `used` has an effect."""
         return self._limit is not None
 
     def used(self, prefix: Sequence[Sequence[str]]) -> None:
-        """A prefix was used: the keys of each of its pages, which need not be there, in their order."""
+        """Renew a prefix: the keys of each of its pages, in page order; records that do not exist are ignored."""
         if self._limit is not None:
             self._limit.used([[self._path(key) for key in keys] for keys in prefix])
 
     def clear(self) -> None:
-        """Delete the records of this identity; others in the folder stay."""
+        """Delete the records of this identity; those of other identities stay."""
         if self._limit is not None:
             for path in self.folder.glob("*/*"):
                 self._limit.removed(path)
@@ -264,7 +265,7 @@ class RecordFiles(HiCacheStorage):
             raise
 
     def _open(self) -> None:
-        """Make the folder, sweep what crashes left, and say which records of others lie beside it."""
+        """Create the folder, delete the unfinished files of crashes, and log the other identities."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             note = self.folder / "identity.json"
@@ -281,7 +282,7 @@ class RecordFiles(HiCacheStorage):
             logger.info("prefix storage: %s is of another server and not read: other %s", name, ", ".join(differing))
 
     def others(self) -> dict[str, list[str]]:
-        """Of each other identity in the folder: in what it differs."""
+        """Folder name of each other identity -> names of the fields in which it differs."""
         found = {}
         for note in sorted(self.root.glob("*/identity.json")):
             if note.parent != self.folder:
@@ -295,5 +296,5 @@ class RecordFiles(HiCacheStorage):
 
 
 def identity_digest(identity: Mapping[str, str]) -> bytes:
-    """Sixteen bytes that name an identity."""
+    """The 16-byte digest that names an identity."""
     return blake2b(json.dumps(dict(identity), sort_keys=True).encode(), digest_size=16).digest()

@@ -8,7 +8,6 @@ asks :func:`activate` once in every process.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 
 import torch
@@ -16,6 +15,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
+from sglang_dsv4 import env
 from sglang_dsv4.cpu.shims import is_off
 
 logger = logging.getLogger(__name__)
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 def activate() -> str | None:
     """The platform class's dotted path on a machine with no accelerator; None (no opinion) everywhere else."""
-    if is_off() or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+    if is_off() or env.text("SGLANG_USE_CPU_ENGINE") == "1":
         return None
     accelerators = [torch.cuda, torch.xpu, getattr(torch, "npu", None), getattr(torch, "mps", None)]
     if any(device is not None and device.is_available() for device in accelerators):
         return None
     # SGLang wraps a few sampling functions in torch.compile: seconds of tracing in the first request that uses one, for
     # nothing, as the backend is "eager". Set in the launcher, inherited by the processes that it spawns.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    env.set_default("TORCHDYNAMO_DISABLE", "1")
     return "sglang_dsv4.cpu.platform.CpuPlatform"
 
 

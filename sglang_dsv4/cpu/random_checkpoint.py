@@ -30,7 +30,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsv4_kernels.quant import E2M1_MAX, E4M3_MAX, quantise_fp4_weight, quantise_fp8_weight, quantise_nvfp4_weight
+from dsv4_kernels.number_formats import (
+    E2M1_MAX,
+    E4M3_MAX,
+    quantise_fp4_weight,
+    quantise_fp8_weight,
+    quantise_nvfp4_weight,
+)
 from sglang_dsv4.cpu.random_tokenizer import write_tokenizer
 from sglang_dsv4.weights import nvfp4
 

@@ -27,13 +27,14 @@ import functools
 import importlib
 import importlib.machinery
 import importlib.util
-import os
 import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from sglang_dsv4 import env
 
 PTH_NAME = "sglang_dsv4_cpu.pth"
 # One line, because `site` executes only lines that start with `import`. find_spec: the file may outlive the package.
@@ -44,15 +45,12 @@ PTH_LINE = (
 
 ENTRY_POINTS = {"sglang.srt.plugins": "sglang_dsv4", "sglang.srt.platforms": "sglang_dsv4_cpu"}  # group -> name
 
-ON_WORDS = ("on", "1", "true")
-OFF_WORDS = ("off", "0", "false")
-
 _keep_alive: list[Any] = []  # torch.library.Library objects undefine their operators when they are collected
 
 
 def is_off() -> bool:
     """Whether ``SGLANG_DSV4=off`` turns this whole package off."""
-    return _switch() in OFF_WORDS
+    return _switch() in env.OFF_WORDS
 
 
 def require_known_switch() -> None:
@@ -63,15 +61,15 @@ def require_known_switch() -> None:
     Raises:
         SystemExit: the one exception that SGLang's plugin loader does not swallow.
     """
-    if _switch() not in (*ON_WORDS, *OFF_WORDS):
+    if _switch() not in (*env.ON_WORDS, *env.OFF_WORDS):
         raise SystemExit(
-            f"SGLANG_DSV4 is {os.environ['SGLANG_DSV4']!r}; expected one of {', '.join(OFF_WORDS)} to turn sglang-dsv4 "
-            f"off, one of {', '.join(ON_WORDS)} to keep it on, or no such variable (on)."
+            f"SGLANG_DSV4 is {env.text('SGLANG_DSV4')!r}; expected one of {', '.join(env.OFF_WORDS)} to turn "
+            f"sglang-dsv4 off, one of {', '.join(env.ON_WORDS)} to keep it on, or no such variable (on)."
         )
 
 
 def _switch() -> str:
-    return os.environ.get("SGLANG_DSV4", "").strip().lower() or "on"
+    return (env.text("SGLANG_DSV4") or "on").lower()
 
 
 class CpuImportHook:
@@ -136,12 +134,12 @@ def why_sglang_does_not_load_us() -> str | None:
             "them SGLang serves its own DeepSeek-V4 on a GPU, and reports a missing accelerator on a CPU. "
             f"What to do: `{sys.executable} -m pip install -e .` in the checkout of sglang-dsv4."
         )
-    plugins = os.environ.get("SGLANG_PLUGINS", "")
+    plugins = env.text("SGLANG_PLUGINS")
     if plugins and ENTRY_POINTS["sglang.srt.plugins"] not in [name.strip() for name in plugins.split(",")]:
         return (
             f"SGLang will not load this package: SGLANG_PLUGINS is {plugins!r}. Add 'sglang_dsv4' to it, or unset it."
         )
-    selected = os.environ.get("SGLANG_PLATFORM", "")
+    selected = env.text("SGLANG_PLATFORM")
     if selected and selected != ENTRY_POINTS["sglang.srt.platforms"]:
         return f"SGLang will not load this package: SGLANG_PLATFORM is {selected!r}. Unset it."
     return None

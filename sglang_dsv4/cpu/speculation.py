@@ -13,10 +13,15 @@ both distributions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from sglang_dsv4.seam import compat
+from sglang_dsv4.seam.hooks import RESOLVING_VIEW
+from sglang_dsv4.seam.install import attribute_set
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import GrammarMask
@@ -223,14 +228,15 @@ def resolve_dspark(original: Callable[[ServerArgs], None], server_args: ServerAr
     """AROUND SGLang's step that resolves DSPARK's arguments: it refuses a CPU, and asks no platform about it."""
     from sglang.srt.arg_groups import speculative_hook
 
-    view = speculative_hook.resolving_view
-    if view(server_args).device != "cpu":
+    if compat.resolving_view(server_args).device != "cpu":
         return original(server_args)
-    speculative_hook.resolving_view = lambda record: _OnAGpu(view(record))
-    try:
+    with attribute_set(speculative_hook, RESOLVING_VIEW):
         return original(server_args)
-    finally:
-        speculative_hook.resolving_view = view
+
+
+def view_as_on_a_gpu(view: Callable[[ServerArgs], Any], module: ModuleType) -> Callable[[ServerArgs], _OnAGpu]:
+    """The value of ``speculative_hook.resolving_view``: SGLang's view, except that the device is a GPU."""
+    return lambda record: _OnAGpu(view(record))
 
 
 def keep_for_stream(original: Callable[..., None], tensor: Tensor, stream: object) -> None:

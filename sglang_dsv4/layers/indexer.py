@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Indexer(nn.Module):
-    """Scores every visible entry of a CSA layer and keeps the best `index_topk` (section 3.5).
+    """Scores every visible entry of a CSA layer and selects the best `index_topk` (section 3.5).
 
-    Replicated under tensor parallelism; where rows are sharded a rank chooses for its own tokens.
+    It is replicated under tensor parallelism; where rows are sharded, a rank selects for its own tokens.
     """
 
     def __init__(
@@ -57,25 +57,20 @@ class Indexer(nn.Module):
         head_weights: Tensor,
         q_latent: Tensor | Fp8Input,
         positions: Tensor,
-        num_heads: int,
         rows: RowShards,
     ) -> Tensor:
-        """Select, once this forward's keys are written.
+        """Rows of the selected entries, [T, index_topk] int32, -1 = hole. This forward's keys must be written before.
 
         Args:
             head_weights: [T, index heads] fp32, the sublayer's normed input times `weights_proj`.
             q_latent: [T, q_lora_rank], the normed query latent of the main attention.
             positions: [T] int64.
-            num_heads: of the main attention, on this rank.
-            rows: those that this rank chooses for.
-
-        Returns:
-            [T, index_topk] int32 rows of the layer's entries, -1 = hole.
+            rows: this rank's share of the tokens, for which it selects.
         """
         own = rows.own
         q_latent = q_latent.of_tokens(own) if isinstance(q_latent, Fp8Input) else q_latent[own]
         q = self.wq_b(q_latent)[0].unflatten(-1, (self.config.index_n_heads, self.config.index_head_dim))
         frequencies, quantise = self.compressor.rope.frequencies, self.config.qat.indexer_fp4
         q, weights = index_query(q, head_weights[own], positions[own], frequencies, self.weight_scale, quantise)
-        chosen = get_attn_backend().select(self.layer_id, q, weights, self.config.index_topk, num_heads, own)
+        chosen = get_attn_backend().select(self.layer_id, q, weights, self.config.index_topk, own)
         return rows.gather(chosen)

@@ -1,4 +1,5 @@
-"""What the bytes of stored prefixes depend on: two servers may read each other's records if all of it is the same."""
+"""The identity of stored prefixes: everything that their bytes depend on. Two servers may read each other's records if
+their identities are equal."""
 
 from __future__ import annotations
 
@@ -22,19 +23,19 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_dsv4.cache.page_records import PageRecords
-    from sglang_dsv4.cache.tail_storage import TailSlots
+    from sglang_dsv4.cache.tail_memory import TierSlots
 
 WORDS = 1 << 22
-"""Words of a tensor that are summed at once: 32 MiB, and as much again for the products."""
+"""8-byte words of a tensor that are summed at once: 32 MiB, and as much again for the products."""
 
 
-def identity_of(runner: ModelRunner, records: PageRecords, tails: TailSlots, ranks: list[str]) -> dict[str, str]:
+def identity_of(runner: ModelRunner, records: PageRecords, tails: TierSlots, ranks: list[str]) -> dict[str, str]:
     """The identity of a worker's records.
 
     Args:
         runner: the worker's.
-        records, tails: their formats.
-        ranks: `weights_fingerprint` of each tensor-parallel rank, in their order. Another number of ranks adds in
+        records, tails: give the formats of page records and tails.
+        ranks: `weights_fingerprint` of each tensor-parallel rank, in rank order. Another number of ranks adds in
             another order, so it computes other bits.
     """
     config, arguments = runner.model.dsv4_config, runner.server_args
@@ -62,8 +63,8 @@ def identity_of(runner: ModelRunner, records: PageRecords, tails: TailSlots, ran
 
 @cache
 def code_fingerprint() -> str:
-    """Of this package's sources, as they are when it is asked first: a checkout may compute other bits under the same
-    version, and what changes there later is not what runs."""
+    """A digest of this package's sources as they are at the first call: a checkout may compute other bits under the
+    same version, and later changes of its files are not what runs."""
     digest = blake2b(digest_size=8)
     for package in (sglang_dsv4, dsv4_kernels):
         for root in map(Path, package.__path__):
@@ -74,10 +75,11 @@ def code_fingerprint() -> str:
 
 @torch.no_grad()
 def weights_fingerprint(*models: nn.Module) -> str:
-    """Of every parameter and buffer of the target, and of its draft, as it was loaded: name, dtype, shape and contents.
+    """A digest of every parameter and buffer of the models as loaded (a target and its draft): name, dtype, shape and
+    contents.
 
     Contents by sums of products with fixed odd numbers, modulo 2**64, which any change of one value changes; every byte
-    is read once, where it lies. It tells other weights from these; it does not withstand someone who wants a collision.
+    is read once, on its device. It distinguishes different weights; it does not withstand a deliberate collision.
     """
     digest, factors = blake2b(digest_size=16), {}
     tensors = (sorted((*model.named_parameters(), *model.named_buffers()), key=itemgetter(0)) for model in models)
@@ -96,7 +98,7 @@ def weights_fingerprint(*models: nn.Module) -> str:
 
 
 def _words(tensor: Tensor) -> Iterator[Tensor]:
-    """The bytes of a tensor as int64, up to `WORDS` at a time; the last ones are filled up with zeros."""
+    """The bytes of a tensor as int64 words, up to `WORDS` at a time; the last word is padded with zeros."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     for first in range(0, data.numel(), 8 * WORDS):
         part = data[first : first + 8 * WORDS]

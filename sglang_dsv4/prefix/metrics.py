@@ -1,27 +1,27 @@
 """Prometheus metrics of prefix reuse, on SGLang's own `/metrics` (`--enable-metrics`).
 
-    sglang_dsv4:prefix_hit_tokens_total{tail}           prompt tokens taken from the cache, by where the tail came from
+    sglang_dsv4:prefix_hit_tokens_total{tail}           prompt tokens reused from the cache, by the tier of the tail
     sglang_dsv4:prefix_recomputed_tokens_total{reason}  prompt tokens computed: no block, no tail, page remainder,
                                                         salt, prompt logprobs
-    sglang_dsv4:tail_slots{tier,state}                  checkpoints: free, cached, in use
-    sglang_dsv4:tail_bytes{tier}                        memory of a tier's slots
-    sglang_dsv4:tail_events_total{event}                what happened to checkpoints
-    sglang_dsv4:tail_errors_total                       errors in their bookkeeping that the server outlived
-    sglang_dsv4:prefix_page_tokens_total{tier}          the hit tokens again, by the tier that had their pages: device,
-                                                        host, storage
-    sglang_dsv4:prefix_tier_hits_total{tier}            requests that hit, by the slowest tier that had pages of theirs
+    sglang_dsv4:tail_slots{tier,state}                  tail slots: free, cached, in use
+    sglang_dsv4:tail_bytes{tier}                        memory of a tier's tail slots
+    sglang_dsv4:tail_events_total{event}                events of tails: reserved, published, lost, …
+    sglang_dsv4:tail_errors_total                       bookkeeping errors that the server survived
+    sglang_dsv4:prefix_page_tokens_total{tier}          the hit tokens again, by the tier of their pages: device, host,
+                                                        storage
+    sglang_dsv4:prefix_tier_hits_total{tier}            requests with a hit, by the slowest tier of their pages
 
 With `--enable-hierarchical-cache`:
 
     sglang_dsv4:host_pages{state}                       pages in host memory: free, cached
-    sglang_dsv4:prefix_tier_pages_total{tier,way}       pages and, of the storage, checkpoints: read, written
+    sglang_dsv4:prefix_tier_pages_total{tier,way}       pages, and tails of the storage backend: read, written
     sglang_dsv4:prefix_tier_bytes_total{tier,way}       their bytes
-    sglang_dsv4:prefix_tier_seconds_total{tier,way}     the time that it took: of host memory the transfers', of the
-                                                        storage the threads'
+    sglang_dsv4:prefix_tier_seconds_total{tier,way}     the time that they took: of transfers for host memory, of
+                                                        threads for the storage backend
     sglang_dsv4:prefix_tier_faults_total{reason}        records that were missing, damaged, foreign or not written;
-                                                        requests that did not wait, prefixes that were read in vain
+                                                        requests that stopped waiting, prefixes that were read in vain
 
-A tail on the host never makes a token be recomputed: it is a hit, with tail="host".
+A tail on the host causes no recomputation: it is a hit, with tail="host".
 """
 
 from __future__ import annotations
@@ -33,33 +33,36 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prometheus_client import Counter
 
-    from dsv4_radix_cache.requests import TailRequests
-    from sglang_dsv4.prefix.tiers import PrefixTiers
+    from dsv4_radix_cache.ledger import Ledger
+    from sglang_dsv4.prefix.host_tier import HostTier
+    from sglang_dsv4.prefix.storage_tier import StorageTier
 
 
 class PrefixMetrics:
-    """Mirrors the counts of one worker's ledger and checkpoint store."""
+    """Mirrors the counts of one worker's ledger, tail store and tiers."""
 
     def __init__(
         self,
-        tails: TailRequests,
+        ledger: Ledger,
         tier_bytes: Mapping[str, int],
         labels: dict[str, str],
-        tiers: PrefixTiers | None = None,
+        host: HostTier | None = None,
+        storage: StorageTier | None = None,
     ) -> None:
         """Declare the metrics. Make it after SGLang has set prometheus_client's multi-process folder.
 
         Args:
-            tails: whose counts.
-            tier_bytes: memory of each tier's slots.
+            ledger: the worker's ledger.
+            tier_bytes: memory of each tier's tail slots.
             labels: SGLang's, of this worker.
-            tiers: pages beyond the device, if there are any.
+            host: the host tier, if there is one.
+            storage: the storage tier, if there is one.
         """
         from prometheus_client import Counter, Gauge
 
         names = list(labels)
         self._labels = labels
-        self._tails, self._tiers = tails, tiers
+        self._ledger, self._host, self._storage = ledger, host, storage
         self._hit = Counter("sglang_dsv4:prefix_hit_tokens", "Prompt tokens taken from the cache.", [*names, "tail"])
         self._recomputed = Counter(
             "sglang_dsv4:prefix_recomputed_tokens", "Prompt tokens computed, and why.", [*names, "reason"]
@@ -77,7 +80,7 @@ class PrefixMetrics:
         self._hits = Counter(
             "sglang_dsv4:prefix_tier_hits", "Requests that hit, by their slowest tier.", [*names, "tier"]
         )
-        if tiers is not None:
+        if host is not None:
             by_way = [*names, "tier", "way"]
             self._host_pages = Gauge("sglang_dsv4:host_pages", "Pages in host memory.", [*names, "state"], **how)
             self._moved = {
@@ -91,8 +94,8 @@ class PrefixMetrics:
         self.refresh()
 
     def refresh(self) -> None:
-        """Copy the counts."""
-        store, totals = self._tails.store, self._tails.totals
+        """Copy the counts to Prometheus."""
+        store, totals = self._ledger.store, self._ledger.totals
         for tier, pool in (("device", store.device), ("host", store.host)):
             for state, count in (("free", pool.free), ("cached", pool.cached), ("in use", pool.in_use)):
                 self._slots.labels(**self._labels, tier=tier, state=state).set(count)
@@ -107,16 +110,16 @@ class PrefixMetrics:
             self._count(f"pages {tier}", self._page_tokens, {"tier": tier}, tokens)
         for tier, count in totals.requests.items():
             self._count(f"requests {tier}", self._hits, {"tier": tier}, count)
-        if self._tiers is not None:
-            self._refresh_tiers(self._tiers)
+        if self._host is not None:
+            self._refresh_tiers(self._host, self._storage)
 
-    def _refresh_tiers(self, tiers: PrefixTiers) -> None:
-        for state, count in (("free", tiers.pages.free), ("cached", len(tiers.pages))):
+    def _refresh_tiers(self, host: HostTier, storage: StorageTier | None) -> None:
+        for state, count in (("free", host.pages.free), ("cached", len(host.pages))):
             self._host_pages.labels(**self._labels, state=state).set(count)
-        host, storage = tiers.records, tiers.storage
+        records = host.copies.records
         moved = {
             ("host", way): {"pages": totals.pages, "bytes": totals.bytes, "seconds": totals.seconds}
-            for way, totals in (("read", host.loaded), ("written", host.saved))
+            for way, totals in (("read", records.loaded), ("written", records.saved))
         }
         if storage is not None:
             done = storage.totals
@@ -136,7 +139,7 @@ class PrefixMetrics:
                 self._count(f"{tier} {way} {unit}", self._moved[unit], {"tier": tier, "way": way}, total)
 
     def _count(self, key: str, counter: Counter, labels: dict[str, str], total: float) -> None:
-        """Raise one time series of a counter to `total`; a series that never counted anything is not shown."""
+        """Raise one time series of a counter to `total`; a series whose total is 0 is not shown."""
         before = self._counted.get(key, 0)
         if total > before:
             counter.labels(**self._labels, **labels).inc(total - before)

@@ -1,17 +1,22 @@
-"""SGLang's prefix cache for DeepSeek-V4: its own radix tree over FULL pages, with tail checkpoints on it.
+"""SGLang's prefix cache for DeepSeek-V4: SGLang's own radix tree over FULL pages, with tails on its nodes.
 
 A stored prefix has its compressed entries, but neither the 128 window rows nor the compressor rows at its end. A hit is
-therefore legal only where a tail checkpoint holds them (`tail_component`); which checkpoints exist, where and for how
-long is decided by `dsv4_radix_cache`; they are taken and restored by `tails`, and `tail_storage` moves their bytes.
+therefore legal only where a tail holds them (`tail_nodes`); `dsv4_radix_cache` decides which tails exist, where and for
+how long; `restore_and_save` restores and saves them around a forward, and `sglang_dsv4.cache.tail_memory` copies their
+bytes.
 
-With `--enable-hierarchical-cache` pages outlive the tree in host memory (`tiers`) and in a storage (`storage`). What
-SGLang's scheduler asks of its own hierarchical cache is answered here; SGLang's controller and host pools are not used.
+With `--enable-hierarchical-cache` pages outlive the tree in host memory (`host_tier`) and in a storage backend
+(`storage_tier`). This class answers what SGLang's scheduler asks of its own hierarchical cache; SGLang's controller and
+host pools are not used.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from array import array
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,25 +28,30 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
-    register_tree_core_backend,
-    registered_tree_core_backends,
-)
 from sglang.srt.runtime_context import get_memory
 
 from dsv4_radix_cache import invariants
 from dsv4_radix_cache.host_pages import HostPages
-from dsv4_radix_cache.requests import TailRequests
+from dsv4_radix_cache.ledger import Ledger
+from dsv4_radix_cache.pages import whole_pages
+from dsv4_radix_cache.ring import PAGE_TOKENS
+from sglang_dsv4.cache.page_copies import PageCopies
 from sglang_dsv4.cache.pool_plan import format_bytes
-from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
-from sglang_dsv4.prefix import tail_tree
+from sglang_dsv4.prefix import tree_core
+from sglang_dsv4.prefix.host_tier import HostTier, WritePolicy
 from sglang_dsv4.prefix.metrics import PrefixMetrics
-from sglang_dsv4.prefix.tail_component import TAIL, TailComponent
-from sglang_dsv4.prefix.tier_setup import create_tiers, open_storage
-from sglang_dsv4.prefix.tiers import PrefixTiers
+from sglang_dsv4.prefix.request_state import TAIL, match_of
+from sglang_dsv4.prefix.storage_tier import StorageTier
+from sglang_dsv4.prefix.tail_nodes import TailNodes
+from sglang_dsv4.prefix.tier_setup import log_host_memory, open_storage, write_policy
 from sglang_dsv4.seam.bases import RankedRadixCache
+from sglang_dsv4.seam.hooks import NAME, TREE_CORE
+from sglang_dsv4.seam.install import install_once
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
     from sglang.srt.mem_cache.base_prefix_cache import (
         CacheRequestHandle,
         DecLockRefParams,
@@ -58,46 +68,81 @@ logger = logging.getLogger(__name__)
 
 
 class Dsv4PrefixCache(RankedRadixCache):
-    """SGLang's radix tree over FULL pages; a match ends where a tail checkpoint stands."""
+    """SGLang's radix tree over FULL pages; a match ends where a tail is.
+
+    The owner of a worker's prefix reuse: it makes the tail nodes, the host tier and the storage tier, and connects
+    them. None of these holds a reference to the cache that is set later.
+
+    Attributes:
+        ledger: the worker's ledger; None without prefix reuse.
+        host: the host tier; None without `--enable-hierarchical-cache`.
+        storage: the storage tier; None without `--hicache-storage-backend`.
+    """
 
     def __init__(
         self,
         params: CacheInitParams,
-        tails: TailRequests | None = None,
+        ledger: Ledger | None = None,
+        *,
         tier_bytes: dict[str, int] | None = None,
-        tiers: PrefixTiers | None = None,
+        page_copies: PageCopies | None = None,
+        policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+        open_storage: Callable[[Dsv4PrefixCache], StorageTier] | None = None,
     ) -> None:
         """Make an empty tree.
 
         Args:
             params: SGLang's.
-            tails: the ledger of the worker's KV pool. It may be left out only when `params.disable` is set: then the
+            ledger: the ledger of the worker's KV pool. It may be left out only when `params.disable` is set: then the
                 tree matches and keeps nothing.
-            tier_bytes: memory of each tier's checkpoints, for the metrics.
-            tiers: where pages go that the tree loses; None without `--enable-hierarchical-cache`.
+            tier_bytes: memory of each tier's tails, for the metrics.
+            page_copies: the pool's queue of page copies; None without `--enable-hierarchical-cache`.
+            policy: when pages are saved to host memory.
+            open_storage: makes the storage tier for this cache; None without `--hicache-storage-backend`.
         """
-        if tails is None and not params.disable:
-            raise ValueError("a prefix cache without tail checkpoints must be disabled")
-        self.tails = tails
-        params.tree_components = (ComponentType.FULL,) if tails is None else (ComponentType.FULL, TAIL)
-        params.component_registry_override = {TAIL: TailComponent}
-        if tails is not None:
-            if tail_tree.NAME not in registered_tree_core_backends():
-                register_tree_core_backend(tail_tree.NAME, _create_tree_core)
-            params.tree_core_backend = tail_tree.NAME
-        self.tiers: PrefixTiers | None = None  # `super().__init__` resets the tree
-        super().__init__(params)
-        if tiers is not None:
-            self.attach_tiers(tiers)
+        if ledger is None and not params.disable:
+            raise ValueError("a prefix cache without tails must be disabled")
+        self.ledger = ledger
+        self.storage: StorageTier | None = None  # `super().__init__` resets the tree and the tiers
+        self.host: HostTier | None = None
+        if page_copies is not None:
+            reports_saved = open_storage is not None
+            self.host = HostTier(page_copies, policy, on_freed=self._host_copy_freed, reports_saved=reports_saved)
+        super().__init__(self._with_tails(params))
+        if open_storage is not None:
+            self.storage = open_storage(self)
         self._metrics: PrefixMetrics | None = None
-        if tails is not None and params.enable_metrics:
-            self._metrics = PrefixMetrics(tails, tier_bytes or {}, self.metrics_collector.labels, tiers)
+        if ledger is not None and params.enable_metrics:
+            labels = self.metrics_collector.labels
+            self._metrics = PrefixMetrics(ledger, tier_bytes or {}, labels, self.host, self.storage)
 
-    def attach_tiers(self, tiers: PrefixTiers) -> None:
-        """From now on pages that the tree loses go there. The tree must be empty."""
-        component: TailComponent = self.components[TAIL]
-        self.tiers = component.tiers = tiers
-        tiers.drop_tail = component.drop_parked
+    def _with_tails(self, params: CacheInitParams) -> CacheInitParams:
+        """SGLang's parameters with the tree's components and its core."""
+        if self.ledger is None:
+            return dataclasses.replace(params, tree_components=(ComponentType.FULL,))
+        install_once(TREE_CORE)
+        nodes = partial(TailNodes, ledger=self.ledger, host=self.host, on_attached=self._tail_attached)
+        return dataclasses.replace(
+            params,
+            tree_components=(ComponentType.FULL, TAIL),
+            component_registry_override={TAIL: nodes},
+            tree_core_backend=NAME,
+        )
+
+    @property
+    def nodes(self) -> TailNodes:
+        """The tails on the tree's nodes."""
+        return self.components[TAIL]
+
+    def _host_copy_freed(self, digest: bytes, slot: int) -> None:
+        """Host memory has lost a page: its slot may be filled again, and no tail can end there any longer."""
+        if self.storage is not None:
+            self.storage.wait_for_slot(slot)
+        self.nodes.drop_detached(digest)
+
+    def _tail_attached(self, digest: bytes, tail_id: int) -> None:
+        if self.storage is not None:
+            self.storage.tail_published(digest, tail_id)
 
     def refresh_metrics(self) -> None:
         """Copy the counts of ledger and store to Prometheus, if metrics are on."""
@@ -105,77 +150,76 @@ class Dsv4PrefixCache(RankedRadixCache):
             self._metrics.refresh()
 
     def reset(self) -> None:
-        """Empty the tree (`/flush_cache`): every page, checkpoint and request's ledger goes."""
-        if self.tiers is not None:
-            self.tiers.reset()
+        """Empty the tree (`/flush_cache`): forget every page, tail and request."""
+        if self.storage is not None:
+            self.storage.reset()
+        if self.host is not None:
+            self.host.reset()
         super().reset()
-        if self.tails is not None:
-            self.components[TAIL].reset()
+        if self.ledger is not None:
+            self.nodes.reset()
 
     def sanity_check(self) -> None:
-        """SGLang calls it when idle: its tree's invariants, and those of the checkpoint store."""
+        """Assert the invariants of SGLang's tree, the tail store and the host tier; SGLang calls it when idle."""
         super().sanity_check()
-        if self.tails is not None:
-            invariants.check(self.tails.store)
-        if self.tiers is not None:
-            self.tiers.check()
+        if self.ledger is not None:
+            invariants.check(self.ledger.store)
+        if self.host is not None:
+            self.host.check(0 if self.storage is None else self.storage.reserved)
 
     # -- the tree and the tiers --------------------------------------------------------------------------------------
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """The tree takes a prefix; its pages are saved to host memory, now or when the policy says so."""
+        """Insert a prefix into the tree; its pages are saved to host memory, now or when the policy says so."""
         result = super().insert(params)
-        if self.tiers is not None and params.key is not None:
-            component = self.components[TAIL]
-            digests = component.digests(params.key, component.inserting)
-            match = getattr(component.inserting, "tail_match", None)
-            hit_pages = 0 if match is None else match.position // FULL_PAGE_TOKENS
-            component.note_ends(result.last_device_node, digests)
-            self.tiers.inserted(digests, page_numbers(params.value[: len(digests) * FULL_PAGE_TOKENS]), hit_pages)
+        if self.host is not None and params.key is not None:
+            digests = self.nodes.digests(params.key, self.nodes.inserting)
+            match = match_of(self.nodes.inserting)
+            hit_pages = 0 if match is None else whole_pages(match.position)
+            self.nodes.note_ends(result.last_device_node, digests)
+            self.host.inserted(digests, page_numbers(params.value[: len(digests) * PAGE_TOKENS]), hit_pages)
         return result
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, int]:
         """Bring the pages of a request's host hit back: into the tree now, filled before the next forward.
 
         Returns:
-            Tokens that came, all of `params.host_hit_length` or none; and the node at which the prefix ends now.
+            Tokens brought back, all of `params.host_hit_length` or 0; and the node at which the prefix ends now.
         """
         req, tokens = params.req, params.host_hit_length
-        if self.tiers is None or tokens <= 0:
-            return 0, req.last_node
-        component: TailComponent = self.components[TAIL]
+        node = self._load_back(req, tokens) if self.host is not None and tokens > 0 else None
+        return (0, req.last_node) if node is None else (tokens, node)
+
+    def _load_back(self, req: Req, tokens: int) -> int | None:
+        """The node at which the prefix ends afterwards; None if host memory or the pool no longer allows the hit."""
         begin, end = req.prefix_len, req.prefix_len + tokens
         key = self._key(req.full_untruncated_fill_ids[: end + self._boundary_tokens], req.extra_key, req.cache_salt)
-        digests, first = component.digests(key, req), begin // FULL_PAGE_TOKENS
-        if component.host_hit_tokens(key, req, begin) != tokens:  # it went while the request waited for its turn
-            return 0, req.last_node
-        wanted = digests[first:]
-        self.tiers.pin(wanted)
-        slots = self._slots_for(tokens)
-        if slots is None:
-            self.tiers.unpin(wanted)
-            return 0, req.last_node
-        value = torch.cat([self.path_device_indices(req.last_node)[:begin], slots])
-        result = super().insert(InsertParams(key=key, value=value, prev_prefix_len=begin))
-        component.note_ends(result.last_device_node, digests)
-        new = self.tiers.inserted(digests, page_numbers(value))  # what it had behind `begin` it keeps, and frees ours
-        from_storage = self.tiers.load(wanted, [digests[i] for i in new])
-        component.unpark(result.last_device_node, digests, first)
-        checkpoint_id = component.checkpoint_at(result.last_device_node)
-        component.note_load(req, checkpoint_id, tokens, from_storage * FULL_PAGE_TOKENS)
-        return tokens, result.last_device_node
+        if self.nodes.host_hit_tokens(key, req, begin) != tokens:  # freed while the request waited for its turn
+            return None
+        digests, first = self.nodes.digests(key, req), whole_pages(begin)
+        with self.host.pinned(digests[first:]):
+            slots = self._slots_for(tokens)
+            if slots is None:
+                return None
+            value = torch.cat([self.path_device_indices(req.last_node)[:begin], slots])
+            node = super().insert(InsertParams(key=key, value=value, prev_prefix_len=begin)).last_device_node
+            # Pages beyond `begin` that the tree had already it keeps, and frees the new slots.
+            new = self.host.inserted(digests, page_numbers(value))
+            from_storage = self.host.load(digests[first:], [digests[i] for i in new])
+        self.nodes.came_back(node, digests, first, req, from_storage)
+        return node
 
     @property
     def _boundary_tokens(self) -> int:
-        """Tokens that a key has beyond the positions it names: an MTP module's row is made of the next token, too."""
+        """Tokens of a key beyond the positions it names: an MTP module's row depends on the next token too."""
         return int(self.tree_core.is_eagle)
 
     def _key(self, tokens: array[int], extra_key: str | None, cache_salt: str | None) -> RadixKey:
-        """As SGLang makes keys of this tree."""
+        """A key as SGLang makes them for this tree."""
         return RadixKey(tokens, extra_key, is_bigram=self.tree_core.is_eagle, cache_salt=cache_salt)
 
     def _slots_for(self, tokens: int) -> torch.Tensor | None:
-        """Slots of whole pages, for which the tree gives up what nobody uses; None if that is not enough."""
+        """FULL slots of whole pages, for which the tree evicts unused pages; None if that is not enough."""
         allocator = self.token_to_kv_pool_allocator
         missing = tokens - allocator.available_size()
         if missing > 0:
@@ -185,40 +229,41 @@ class Dsv4PrefixCache(RankedRadixCache):
     # -- what the scheduler asks of a hierarchical cache --------------------------------------------------------------
 
     def inc_host_lock_ref(self, node_id: int) -> IncLockRefResult:
-        """Nothing on the host is tied to a node; `init_load_back` pins what it uses."""
-        return super().inc_host_lock_ref(node_id) if self.tiers is None else IncLockRefResult()
+        """Nothing to lock: host memory is not tied to nodes, and `init_load_back` pins the pages that it uses."""
+        return super().inc_host_lock_ref(node_id) if self.host is None else IncLockRefResult()
 
     def dec_host_lock_ref(self, node_id: int, params: DecLockRefParams) -> DecLockRefResult:
-        """See `inc_host_lock_ref`."""
-        return super().dec_host_lock_ref(node_id, params) if self.tiers is None else DecLockRefResult()
+        """Nothing to unlock, see `inc_host_lock_ref`."""
+        return super().dec_host_lock_ref(node_id, params) if self.host is None else DecLockRefResult()
 
     def ready_to_load_host_cache(self) -> int:
-        """No load of SGLang's controller: the forward waits for ours by the order of its stream."""
+        """-1, no load of SGLang's controller: a forward waits for loads by the order of its stream."""
         return -1
 
     def check_hicache_events(self) -> None:
-        """Called in every round of the scheduler: copies for which no forward has come yet are issued if none runs."""
-        if self.tiers is not None:
-            with self.tiers.between_forwards():
-                self.tiers.issue()
-                over = {} if self.tiers.storage is None else self.tiers.storage.poll()
-            for handle, (begin, tokens) in over.items():
-                if tokens:
-                    self.prefetch_loaded_tokens_by_reqid[handle] = tokens
-                    self.prefetch_loaded_storage_start_by_reqid[handle] = begin
+        """Issue queued copies between forwards; called in every round of the scheduler."""
+        if self.host is None:
+            return
+        with self.host.copies.between_forwards():
+            self.host.copies.issue()
+            over = {} if self.storage is None else self.storage.poll()
+        for handle, (begin, tokens) in over.items():
+            if tokens:
+                self.prefetch_loaded_tokens_by_reqid[handle] = tokens
+                self.prefetch_loaded_storage_start_by_reqid[handle] = begin
 
     @property
     def full_kv_pool_host(self) -> HostUse | None:
-        """What SGLang's metrics ask."""
-        return None if self.tiers is None else HostUse(self.tiers.pages)
+        """The use of host memory, for SGLang's metrics."""
+        return None if self.host is None else HostUse(self.host.pages)
 
     def is_backuped(self, node_id: int) -> bool:
-        """Whether to look for more of a prefix behind this node: always."""
-        return super().is_backuped(node_id) if self.tiers is None else True
+        """True with a host tier: the scheduler may always look for more of a prefix after this node."""
+        return super().is_backuped(node_id) if self.host is None else True
 
     def get_last_hash_value(self, node_id: int) -> str | None:
-        """Digests are ours, from the prompt's first token on."""
-        return super().get_last_hash_value(node_id) if self.tiers is None else None
+        """None with a host tier: digests are computed here, from the prompt's first token on."""
+        return super().get_last_hash_value(node_id) if self.host is None else None
 
     def prefetch_from_storage(
         self,
@@ -231,37 +276,36 @@ class Dsv4PrefixCache(RankedRadixCache):
         cache_salt: str | None = None,
         **kwargs: object,
     ) -> None:
-        """A request arrived: see whether the storage knows more of its prefix."""
-        if self.tiers is not None and self.tiers.storage is not None:
+        """A request arrived: look up whether the storage backend has more of its prefix."""
+        if self.storage is not None:
             key = self._key(matched_prefix_tokens + new_input_tokens, extra_key, cache_salt)
-            digests = self.components[TAIL].digests(key, None)
-            self.tiers.storage.prefetch(request, digests, len(matched_prefix_tokens) // FULL_PAGE_TOKENS)
+            self.storage.prefetch(request, self.nodes.digests(key, None), whole_pages(len(matched_prefix_tokens)))
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
-        """Whether the request need not wait for the storage any longer."""
-        return self.tiers is None or self.tiers.storage is None or not self.tiers.storage.is_waiting(request)
+        """Whether the request need not wait for the storage backend any longer."""
+        return self.storage is None or not self.storage.is_waiting(request)
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
-        """The request is gone; what is read for it stays in host memory."""
+        """The request is gone; what is being read for it stays in host memory."""
         super().release_aborted_request(request)
-        if self.tiers is not None and self.tiers.storage is not None:
-            self.tiers.storage.forget(request)
+        if self.storage is not None:
+            self.storage.forget(request)
 
     def clear_storage_backend(self) -> bool:
         """Delete this server's records (`/clear_hicache_storage_backend`)."""
-        if self.tiers is None or self.tiers.storage is None:
+        if self.storage is None:
             return False
-        self.tiers.storage.backend.clear()
+        self.storage.backend.clear()
         return True
 
     def release_host_resources(self) -> None:
-        """The server ends: finish what is being written."""
+        """The server ends: finish the writes that are queued."""
         super().release_host_resources()
-        if self.tiers is not None and self.tiers.storage is not None:
-            self.tiers.storage.shutdown()
+        if self.storage is not None:
+            self.storage.shutdown()
 
     def flush_pending_backups(self) -> None:
-        """Saves are queued already."""
+        """Nothing: saves are queued as soon as they are due."""
 
 
 class HostUse(NamedTuple):
@@ -271,55 +315,80 @@ class HostUse(NamedTuple):
 
     @property
     def logical_size(self) -> int:
-        """All of it."""
-        return self.pages.capacity * FULL_PAGE_TOKENS
+        """Tokens that host memory can hold."""
+        return self.pages.capacity * PAGE_TOKENS
 
     def available_size(self) -> int:
-        """What is free."""
-        return self.pages.free * FULL_PAGE_TOKENS
+        """Tokens for which host memory is free."""
+        return self.pages.free * PAGE_TOKENS
 
 
 def page_numbers(slots: torch.Tensor) -> torch.Tensor:
-    """[N * 256] slots of whole pages -> [N] int64, the pages of the pool; on their device, which nobody waits for."""
-    return slots[::FULL_PAGE_TOKENS].long() // FULL_PAGE_TOKENS
+    """[N] int64 page numbers of [N * 256] slots of whole pages; on their device, without waiting for it."""
+    return slots[::PAGE_TOKENS].long() // PAGE_TOKENS
 
 
-def _create_tree_core(
-    params: CacheInitParams, components: dict[ComponentType, TreeComponent]
-) -> tail_tree.TailTreeCore:
-    return tail_tree.TailTreeCore(params, components, components[TAIL])
+def suspend_without_flush(
+    result: tuple[bool, str],
+    updater: SchedulerWeightUpdaterManager,
+    request: UpdateWeightFromDiskReqInput,
+    *_: object,
+) -> None:
+    """After ``SchedulerWeightUpdaterManager.flush_cache_after_weight_update``, which every exchange of weights
+    calls, from disk or from a trainer: stop the storage tier unless the cache was flushed.
+
+    A flush opens the storage backend anew, under the identity of the new weights.
+    """
+    cache = updater.scheduler.tree_cache
+    if isinstance(cache, Dsv4PrefixCache) and cache.storage is not None and not (request.flush_cache and result[0]):
+        cache.storage.suspend()
+
+
+def create_tree_core(params: CacheInitParams, components: dict[ComponentType, TreeComponent]) -> tree_core.Dsv4TreeCore:
+    """The tree core of SGLang's registry named "dsv4"."""
+    return tree_core.Dsv4TreeCore(params, components, components[TAIL])
 
 
 def create_prefix_cache(ctx: TreeCacheBuildContext) -> Dsv4PrefixCache:
     """Factory for SGLang's radix cache registry, name "dsv4".
 
     Raises:
-        ValueError: whole prefixes were asked for, and no checkpoints at their ends.
+        ValueError: host memory for whole prefixes was asked for, but no tails at their ends.
     """
     pool: Dsv4KVPool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    tails, storage = pool.tail_requests, pool.tail_storage
-    if ctx.enable_hierarchical_cache and tails is None:
+    ledger, memory = pool.ledger, pool.tail_memory
+    if ctx.enable_hierarchical_cache and ledger is None:
         raise ValueError(
-            "sglang-dsv4 does not support --enable-hierarchical-cache without tail checkpoints, at which a prefix is "
-            "taken up again: unset SGLANG_DSV4_TAIL_SLOTS, which is 0"
+            "sglang-dsv4 does not support --enable-hierarchical-cache without tails, at which a request continues a "
+            "stored prefix: unset SGLANG_DSV4_TAIL_SLOTS, which is 0"
         )
-    if ctx.disable_radix_cache or tails is None:
+    if ctx.disable_radix_cache or ledger is None:
         why = "--disable-radix-cache" if ctx.disable_radix_cache else "SGLANG_DSV4_TAIL_SLOTS=0"
-        ctx.params.disable = True
         logger.info("Prefix reuse is off (%s): every request is computed from its first token.", why)
-        return Dsv4PrefixCache(ctx.params)
+        return Dsv4PrefixCache(dataclasses.replace(ctx.params, disable=True))
     logger.info(
         "Prefix reuse is on: tail checkpoints of %s every %d tokens, %d on the device (%s), %d in host memory (%s).",
-        format_bytes(storage.slot_bytes),
-        tails.placement.interval_tokens,
-        storage.device_slots,
-        format_bytes(storage.slot_bytes * storage.device_slots),
-        storage.host.slots,
-        format_bytes(storage.slot_bytes * storage.host.slots),
+        format_bytes(memory.slot_bytes),
+        ledger.placement.interval_tokens,
+        memory.device_slots,
+        format_bytes(memory.slot_bytes * memory.device_slots),
+        memory.host.slots,
+        format_bytes(memory.slot_bytes * memory.host.slots),
     )
-    tiers = create_tiers(pool) if ctx.enable_hierarchical_cache else None
-    tier_bytes = {"device": storage.device.nbytes, "host": storage.host.nbytes}
-    cache = Dsv4PrefixCache(ctx.params, tails, tier_bytes, tiers)
-    if tiers is not None and get_memory().hicache_storage_backend is not None:
-        tiers.storage = open_storage(ctx.tp_worker.model_runner, tiers, cache.components[TAIL], cache.least_of_ranks)
-    return cache
+    tier_bytes = {"device": memory.device.nbytes, "host": memory.host.nbytes}
+    if not ctx.enable_hierarchical_cache:
+        return Dsv4PrefixCache(ctx.params, ledger, tier_bytes=tier_bytes)
+    log_host_memory(pool.page_copies)
+
+    def storage_of(cache: Dsv4PrefixCache) -> StorageTier:
+        return open_storage(ctx.tp_worker.model_runner, cache.host, cache.nodes, cache.least_of_ranks)
+
+    has_storage = get_memory().hicache_storage_backend is not None
+    return Dsv4PrefixCache(
+        ctx.params,
+        ledger,
+        tier_bytes=tier_bytes,
+        page_copies=pool.page_copies,
+        policy=write_policy(),
+        open_storage=storage_of if has_storage else None,
+    )

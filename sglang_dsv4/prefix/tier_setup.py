@@ -1,4 +1,4 @@
-"""The tiers beyond the device, as SGLang's flags say (`--enable-hierarchical-cache`, `--hicache-…`)."""
+"""Set-up of the host and storage tiers by SGLang's flags (`--enable-hierarchical-cache`, `--hicache-…`)."""
 
 from __future__ import annotations
 
@@ -13,56 +13,53 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.runtime_context import get_memory
 
-from dsv4_radix_cache.host_pages import HostPages
+from dsv4_radix_cache.ring import PAGE_TOKENS
 from sglang_dsv4.cache.checked_storage import READ_SLOTS, CheckedStorage, StagedRecords, stage
 from sglang_dsv4.cache.disk_limit import DiskLimit, DiskOptions
-from sglang_dsv4.cache.host_records import HostRecords
-from sglang_dsv4.cache.page_records import PageRecords
+from sglang_dsv4.cache.page_copies import PageCopies
 from sglang_dsv4.cache.pool_plan import format_bytes
 from sglang_dsv4.cache.record_files import RecordFiles, identity_digest
-from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.prefix.host_tier import HostTier, WritePolicy
 from sglang_dsv4.prefix.identity import identity_of, weights_fingerprint
-from sglang_dsv4.prefix.storage import PrefetchOptions, PrefixStorage
-from sglang_dsv4.prefix.tiers import PrefixTiers, WritePolicy
+from sglang_dsv4.prefix.storage_tier import PrefetchOptions, StorageTier
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_dsv4.cache.kv_pool import Dsv4KVPool
-    from sglang_dsv4.prefix.tail_component import TailComponent
+    from sglang_dsv4.prefix.tail_nodes import TailNodes
 
 logger = logging.getLogger(__name__)
 
 
-def create_tiers(pool: Dsv4KVPool) -> PrefixTiers:
-    """Host memory for whole prefixes: `pool.host_pages` pages, which are copied to and from `pool`."""
-    host, policy = HostRecords(PageRecords(pool), pool.host_pages), WritePolicy(get_memory().hicache_write_policy)
-    tiers = PrefixTiers(HostPages(pool.host_pages), host, policy, on_gpu=host.records.device.type == "cuda")
-    tiers.land = pool.tail_storage.land
-    pool.prefix_tiers = tiers
+def write_policy() -> WritePolicy:
+    """`--hicache-write-policy`."""
+    return WritePolicy(get_memory().hicache_write_policy)
+
+
+def log_host_memory(copies: PageCopies) -> None:
+    """Log the size of the host tier and its write policy."""
     logger.info(
         "Whole prefixes in host memory: %d pages of %d tokens (%s), %s.",
-        pool.host_pages,
-        FULL_PAGE_TOKENS,
-        format_bytes(host.memory.nbytes),
-        policy.value,
+        copies.host_slots,
+        PAGE_TOKENS,
+        format_bytes(copies.records.memory.nbytes),
+        write_policy().value,
     )
-    return tiers
 
 
 def open_storage(
     runner: ModelRunner,
-    tiers: PrefixTiers,
-    tails: TailComponent,
+    host: HostTier,
+    nodes: TailNodes,
     least_of_ranks: Callable[[list[int]], list[int]] = list,
-) -> PrefixStorage:
-    """The third tier of a worker (`--hicache-storage-backend`).
+) -> StorageTier:
+    """The storage tier of a worker (`--hicache-storage-backend`).
 
     Args:
         runner: the worker's; its model is loaded.
-        tiers: pages on the device and in host memory.
-        tails: the checkpoints.
+        host: the host tier.
+        nodes: the tails on the tree's nodes.
         least_of_ranks: the least of each number over the ranks.
     """
     memory, group, pool = get_memory(), get_tp_group(), runner.token_to_kv_pool
@@ -71,11 +68,11 @@ def open_storage(
         memory.hicache_storage_backend_extra_config
     )
 
-    writes, sizes = group.rank_in_group == 0, (tiers.records.memory.shape[1], pool.tail_storage.slot_bytes)
+    writes, sizes = group.rank_in_group == 0, (host.copies.records.memory.shape[1], pool.tail_memory.slot_bytes)
 
     @cache
     def connection() -> tuple[HiCacheStorage, StagedRecords | None]:
-        """One for the server's life: what is flushed is here, not there."""
+        """One connection for the server's life: a flush empties this server, not the storage backend."""
         staged = StagedRecords(READ_SLOTS + 1, max(sizes))
         backend = other_backend(name, extra, group.rank_in_group, group.world_size, staged)
         return backend, stage(backend, staged)
@@ -92,7 +89,7 @@ def open_storage(
         if group.world_size > 1:
             ranks *= group.world_size
             torch.distributed.all_gather_object(ranks, ranks[0], group=group.cpu_group)
-        identity = identity_of(runner, tiers.records.records, pool.tail_storage.host, ranks)
+        identity = identity_of(runner, host.copies.records.records, pool.tail_memory.host, ranks)
         if name == "file":
             root = RecordFiles.root_from_environment(getattr(runner.server_args, "file_storage_path", None))
             logger.info("Prefixes are kept in %s, those of this server in %s.", root, identity_digest(identity).hex())
@@ -100,8 +97,15 @@ def open_storage(
         return CheckedStorage(*connection(), identity)
 
     options = PrefetchOptions(memory.hicache_storage_prefetch_policy, threshold, timeout_s, timeout_s_per_ki_token)
-    storage = PrefixStorage(
-        open_backend, tiers, tails, pool.tail_storage, writes=writes, options=options, least_of_ranks=least_of_ranks
+    storage = StorageTier(
+        open_backend,
+        host,
+        nodes,
+        pool.ledger,
+        pool.tail_memory,
+        writes=writes,
+        options=options,
+        least_of_ranks=least_of_ranks,
     )
     if isinstance(storage.backend, CheckedStorage) and writes:
         for size in sizes:
@@ -110,10 +114,10 @@ def open_storage(
 
 
 def other_backend(name: str, extra: dict | None, rank: int, ranks: int, staged: StagedRecords) -> HiCacheStorage:
-    """A storage of SGLang's registry, or the one that `extra` names (`dynamic`).
+    """A storage backend of SGLang's registry, or the one that `extra` names (`dynamic`).
 
     Raises:
-        ValueError: it can't be made; why.
+        ValueError: it cannot be made; the message says why.
     """
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
@@ -125,7 +129,7 @@ def other_backend(name: str, extra: dict | None, rank: int, ranks: int, staged: 
         pp_size=1,
         attn_cp_rank=0,
         attn_cp_size=1,
-        is_mla_model=True,  # every rank has the same rows, so keys carry no rank
+        is_mla_model=True,  # every rank has the same rows, so keys contain no rank
         enable_storage_metrics=False,
         is_page_first_layout=True,
         model_name=None,

@@ -9,26 +9,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sglang_dsv4.seam.hooks import NAME
+
 logger = logging.getLogger(__name__)
 
-RUNNER = "dsv4"
+RUNNER = NAME
 LEAST_CHANNELS = 256
 """Columns of a matrix whose rows' factors fit where its scales were."""
-
-
-def add_choice() -> None:
-    """Let SGLang's launcher accept `--moe-runner-backend dsv4`."""
-    from sglang.srt.arg_groups import choices
-
-    if RUNNER not in choices.MOE_RUNNER_BACKEND_CHOICES:
-        choices.add_moe_runner_backend_choices([RUNNER])
-
-
-def register() -> None:
-    """Let the processes that hold a model look the name up."""
-    from sglang.srt.layers.moe.utils import register_moe_runner_backend_name
-
-    register_moe_runner_backend_name(RUNNER)
 
 
 def reason_against(

@@ -1,7 +1,8 @@
 """Flags of ``sglang.launch_server`` that are refused before anything is loaded, each with the reason.
 
-SGLang would accept them for DeepSeek-V4, and our model, pools or prefix cache can't serve them. README, "Coming from
-SGLang", has them beside those that work and those that SGLang itself refuses; a test holds that table to this code.
+SGLang would accept them for DeepSeek-V4, but our model, pools or prefix cache can't serve them.
+`docs/coming_from_sglang.md` lists them together with the flags that work and those that SGLang itself refuses; a test
+keeps that table and this code equal.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class Refusal(NamedTuple):
     """A flag and the values of it that can't be served."""
 
     flag: str
-    is_refused: Callable[[Any], bool]  # of the value of the field of that name
+    is_refused: Callable[[Any], bool]  # called with the value of the ServerArgs field of that name
     why: str
 
 
@@ -25,7 +26,7 @@ REFUSALS = (
     Refusal("--pp-size", lambda size: size > 1, USE_TENSOR_PARALLELISM),
     Refusal(
         "--attn-dp-size", lambda size: size > 1, USE_TENSOR_PARALLELISM
-    ),  # SGLang makes it of --enable-dp-attention
+    ),  # SGLang derives it from --enable-dp-attention
     Refusal("--moe-a2a-backend", lambda name: name != "none", "experts are summed by an all-reduce; leave it out"),
     Refusal("--dtype", lambda name: name in ("float16", "half"), "the model computes in bfloat16 or float32"),
     Refusal(
@@ -53,8 +54,34 @@ REFUSALS = (
 )
 
 
+def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # ServerArgs, or SGLang's view of it
+    """Raise for flags that SGLang would accept and that our pools, or the checkpoint's draft, can't serve.
+
+    Raises:
+        ValueError: names the flag and why.
+    """
+    refuse(arguments)
+    algorithm = arguments.speculative_algorithm
+    has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
+    if algorithm == "DSPARK" and not has_dspark:
+        raise ValueError(
+            "sglang-dsv4 does not support --speculative-algorithm DSPARK with this checkpoint: it has no DSpark draft. "
+            "Leave the flag out, or draft with its MTP module: EAGLE."
+        )
+    if algorithm not in (None, "DSPARK") and has_dspark:
+        raise ValueError(
+            f"sglang-dsv4 does not support --speculative-algorithm {algorithm} with this checkpoint: its draft is "
+            "DSpark's, and it has no MTP module. Leave the flag out."
+        )
+    if arguments.device == "cpu" and arguments.speculative_use_rejection_sampling:
+        raise ValueError(
+            "sglang-dsv4 does not support --speculative-use-rejection-sampling on a CPU: leave the flag out, drafts "
+            "are accepted by the target's probabilities"
+        )
+
+
 def refuse(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
-    """Raises for a flag of :data:`REFUSALS`.
+    """Raise for a flag of :data:`REFUSALS`.
 
     Raises:
         ValueError: names the flag, its value and why.

@@ -11,7 +11,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from attention_inputs import (
+from bench_sparse_attention import Options, compare_few_heads, line, plot, run, summary
+from lib import attention_contenders
+from lib.attention_contenders import flashmla_table, one_list, padded, unpacked_chunks
+from lib.attention_inputs import (
     CONTEXTS,
     WINDOW,
     Case,
@@ -26,20 +29,7 @@ from attention_inputs import (
     quick_cases,
     unpacked_rows,
 )
-from bench_sparse_attention import (
-    Ceilings,
-    Options,
-    _flashmla_table,
-    compare_few_heads,
-    geometric_mean,
-    line,
-    one_list,
-    padded,
-    plot,
-    run,
-    summary,
-    unpacked_chunks,
-)
+from lib.measuring import Ceilings, geometric_mean
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import ROW_BYTES, KVRows, RowFormat
@@ -145,8 +135,8 @@ def test_flashmla_is_given_the_same_rows_as_one_list(pools: Pools, case: Case) -
 
 
 def test_flashmla_reads_the_same_bytes(pools: Pools) -> None:
-    """Row r is page r // 64, place r % 64; within a page 64 x 576 bytes of data come before 64 x 8 of scales."""
-    table = _flashmla_table(pools.window)
+    """Row r is row r % 64 of page r // 64; a page has 64 x 576 bytes of data and then 64 x 8 bytes of scales."""
+    table = flashmla_table(pools.window)
     assert table.shape[1:] == (64, 1, 584) and table.stride()[:2] == (37_440, 584)
     page = table[2].view(torch.uint8).flatten()
     data, scales = pools.window._split_pages()
@@ -213,7 +203,7 @@ class StandIn:
 
 @pytest.mark.slow
 def test_flashmla_is_called_as_it_documents_and_gets_what_we_get(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in that follows the documentation comes to our result on every kind of case."""
+    """A stand-in that follows the documentation has our result on every kind of case."""
     monkeypatch.setitem(sys.modules, "flash_mla", StandIn)
     StandIn.calls.clear()
     cases = [replace(case, tokens=3) for case in DECODE + PREFILL]
@@ -235,7 +225,7 @@ def test_padding_of_lists() -> None:
 
 
 def test_what_a_call_must_move_and_compute(pools: Pools) -> None:
-    """By hand: two requests of four heads that share ring and pages."""
+    """Computed by hand for two requests of four heads that share ring and pages."""
     (inputs,) = build(Case(False, "csa512", 4096, 4, 2), pools, 1)
     io = 2 * 2 * 4 * 512 * 2
     expected = (2 * (128 + 512)) * ROW_BYTES + io + 4 * 2 * (128 + 512)
@@ -270,9 +260,9 @@ def test_few_heads_are_compared_with_64() -> None:
     rows = [
         {"name": "decode-csa512-32k-h64-b64", "ours_us": 30.0},
         {"name": "decode-csa512-32k-h16-b64", "ours_us": 12.0, "many_heads_us": 24.0},
-        {"name": "decode-csa512-32k-h8-b128", "ours_us": 9.0},  # of 64 heads there is none
+        {"name": "decode-csa512-32k-h8-b128", "ours_us": 9.0},  # no case with 64 heads
         {"name": "decode-csa512-32k-h8-b64", "ours_us": 15.0, "many_heads_us": None},
-        {"name": "decode-csa512-32k-h128-b64", "ours_us": 60.0},  # not few
+        {"name": "decode-csa512-32k-h128-b64", "ours_us": 60.0},  # not few heads
     ]
     found = compare_few_heads(rows)
     assert [(r["heads"], r["ratio_to_64"], r["ratio_to_many"]) for r in found] == [(16, 0.4, 0.5), (8, 0.5, None)]
@@ -318,10 +308,8 @@ def test_a_line_of_the_table() -> None:
 
 
 def test_a_wrong_output_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import bench_sparse_attention
-
-    original = bench_sparse_attention.sparse_attention
-    monkeypatch.setattr(bench_sparse_attention, "sparse_attention", lambda **kwargs: original(**kwargs) * 1.05)
+    original = attention_contenders.sparse_attention
+    monkeypatch.setattr(attention_contenders, "sparse_attention", lambda **kwargs: original(**kwargs) * 1.05)
     result = run([DECODE[0]], Options("ref", None, CPU, 0.0, ()), 12 * MIB, 8 * MIB, lambda text: None)
     assert not result["cases"] and "our output is off by 0.05" in result["wrong"][0]
 
@@ -334,7 +322,8 @@ def test_out_of_time_says_what_is_missing() -> None:
 
 
 def test_an_opponent_that_refuses_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no flash_mla, although the emulator's tests may have put a module of that name on the path."""
+    """The flash_mla module cannot be imported, even if the emulator's tests have put a module of that name on the
+    path."""
     monkeypatch.setitem(sys.modules, "flash_mla", None)
     result = run([DECODE[1]], Options("ref", None, CPU, 0.0, ("flashmla",)), 12 * MIB, 8 * MIB, lambda text: None)
     (row,) = result["cases"]

@@ -1,4 +1,4 @@
-"""Servers that benchmarks take when they run already; starting them is what every benchmark's test does."""
+"""Running servers that benchmarks use instead of starting their own. The benchmarks' own tests start servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-import servers
+from lib import servers
 
 FLAGS = ("--tp-size", "1", "--chunked-prefill-size", "2048", "--sleep-on-idle")
 
@@ -27,7 +27,7 @@ class Healthy(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Print nothing."""
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_the_last_of_a_flag_counts_and_their_order_does_not(tmp_path: Path) -> N
 
 
 def test_only_the_server_that_is_asked_for_is_taken(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another contender, model, flag or switch none is, nor one that does not answer."""
+    """A server with another contender, model, flag or switch is not used, nor one that does not answer."""
     monkeypatch.setenv("SGLANG_DSV4_SIDE_STREAM", "on")
     monkeypatch.setenv(servers.FOLDER_VARIABLE, str(tmp_path))
     env = dict(os.environ)
@@ -62,7 +62,7 @@ def test_only_the_server_that_is_asked_for_is_taken(url: str, tmp_path: Path, mo
         assert running.url == url
     assert not (tmp_path / "own.log").exists()
 
-    os.killpg(suspended.pid, signal.SIGTERM)  # which waits for as long as a process is suspended
+    os.killpg(suspended.pid, signal.SIGTERM)  # delivered when the process continues
     assert suspended.wait(timeout=10) == -signal.SIGTERM
 
     assert servers.already_running("builtin", tmp_path, FLAGS, env) is None
@@ -79,7 +79,7 @@ def test_others_are_suspended_while_one_is_measured(url: str, tmp_path: Path, mo
     other = subprocess.Popen(["sh", "-c", "sleep 60; true"], start_new_session=True)
 
     def states() -> set[str]:
-        """Of all processes of its session: R, S, T for stopped, …"""
+        """Return the states of all processes of its session: R, S, T for stopped, …"""
         stats = [Path(f"/proc/{pid}/stat") for pid in os.listdir("/proc") if pid.isdigit()]
         fields = [stat.read_text().rpartition(")")[2].split() for stat in stats if stat.exists()]
         return {state for state, _, group, *_ in fields if int(group) == other.pid}
@@ -103,7 +103,7 @@ def test_others_are_suspended_while_one_is_measured(url: str, tmp_path: Path, mo
 
 
 def test_nodes_of_one_machine(tmp_path: Path) -> None:
-    """Each with the flags of all and its own; the first one is the process that was started."""
+    """Each node has the common flags and its own; the first node is the process that was started."""
     program = "import os, sys; print(os.environ['NCCL_HOSTID'], os.getpid(), *sys.argv[1:])"
     script = servers.nodes_script([sys.executable, "-c", program, "--tp", "2 x"], 2, 31_000, tmp_path / "log")
     process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True)
@@ -118,7 +118,7 @@ def test_nodes_of_one_machine(tmp_path: Path) -> None:
 
 
 def test_a_server_without_its_port_is_not_waited_for(tmp_path: Path) -> None:
-    """It lives on, and says so."""
+    """The server goes on running, and its log has the error."""
     log = tmp_path / "log"
     log.write_text("ERROR:    [Errno 98] error while attempting to bind on (...): address already in use")
     process = subprocess.Popen(["sleep", "60"])

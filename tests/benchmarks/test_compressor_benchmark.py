@@ -21,7 +21,7 @@ def test_the_cases_are_those_of_a_server() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}-{case.tokens}-{case.closing}")
 def test_both_contenders_do_the_same(case: Case) -> None:
-    """Of the second of two sets: tables but for the null row, and states, bit for bit."""
+    """Both contenders leave bitwise equal states and tables, except for the null row, on the second of two sets."""
     results = []
     for make in (lambda sets: ours(sets, "ref"), parts):
         sets = build(case, 2, CPU)

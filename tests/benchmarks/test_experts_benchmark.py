@@ -1,4 +1,4 @@
-"""The experts' benchmark without a GPU: what it holds against fp64, and what it makes of its times."""
+"""The experts' benchmark without a GPU: its comparison with fp64, and its summary of times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_variant_is_compared_by_kind_of_case() -> None:
 
 
 def test_every_variant_is_held_against_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of a sweep, by the emulator; a wrong variant is not timed."""
+    """A row of a sweep in the emulator; a wrong variant is not timed."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from ptx_emulator import emulated
 
@@ -47,7 +47,9 @@ def test_every_variant_is_held_against_fp64(monkeypatch: pytest.MonkeyPatch) -> 
     with emulated(arch="sm_90a", multiprocessors=4):
         variants = bench_experts.ours(packed, True)
         assert len(variants) == 6
-        contenders = {name: variants[name] for name in ("ours", "ours_by_narrow")}  # others only take longer to compile
+        contenders = {
+            name: variants[name] for name in ("ours", "ours_by_narrow")
+        }  # other variants only take longer to compile
         arguments = model, packed, contenders, 40, "six", cpu, 4e12
         row = bench_experts.run_case("flash-six-t40", *arguments)
         errors = {row[key] for key in row if key.endswith("release_rel_err")}

@@ -1,4 +1,4 @@
-"""The benchmark of the product from FP8 without a GPU: what it compares before it times anything."""
+"""The benchmark of the product with an FP8 weight, without a GPU: its comparisons before any timing."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def on_hopper(compiled_here: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ops take Hopper's kernels in the emulator, but for cuBLAS's product, which is PyTorch's.
+    """Ops use Hopper's kernels in the emulator, except for cuBLAS's product, which is PyTorch's.
 
-    The invariant product gets channels as the one from FP8 has them in an instruction: in the emulator that counts.
+    The batch-invariant product gets the channels in the order of the FP8 kernel's instructions, because the emulator's
+    sums depend on the order within an instruction.
     """
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -45,7 +46,7 @@ def on_hopper(compiled_here: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("tokens", [3, 64])
 def test_every_contender_is_run_and_compared(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row with all variants; one that is wrong is not timed."""
+    """A row with all variants; a wrong variant is not timed."""
     sets = [bench.weights(2, seed, CPU) for seed in range(2)]
     buffer = torch.empty_like(sets[0][2])
     arguments = "flash-t3", sets, buffer, tokens, CPU, 4e12, True
@@ -57,7 +58,11 @@ def test_every_contender_is_run_and_compared(tokens: int, monkeypatch: pytest.Mo
         assert "9.00" in bench.line(row)
         calls = bench.contenders(tokens, buffer, False)
         i = bench.with_tokens(sets[1], tokens, CPU)
-        for name in ("today", "invariant", "expanded"):  # each is a layer's whole, up to cuBLAS's order of summation
+        for name in (
+            "today",
+            "invariant",
+            "expanded",
+        ):  # each is a whole layer, and differs by cuBLAS's order of summation only
             if name in calls:
                 i.x.normal_()
                 ours, theirs = calls["ours"](i), calls[name](i)
@@ -65,5 +70,5 @@ def test_every_contender_is_run_and_compared(tokens: int, monkeypatch: pytest.Mo
                 assert (values[0] - values[1]).norm() <= 0.01 * values[1].norm(), name
         wrong = bench.grouped_linear_fp8_weight
         monkeypatch.setattr(bench, "grouped_linear_fp8_weight", lambda *a, **k: wrong(*a[:2], a[2] * 2, *a[3:], **k))
-        with pytest.raises(AssertionError, match="the product has other bits"):
+        with pytest.raises(AssertionError, match="the product's bits differ"):
             bench.run_case(*arguments)

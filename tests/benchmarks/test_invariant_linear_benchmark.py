@@ -1,4 +1,4 @@
-"""The benchmark of the invariant products without a GPU: what it compares before it times anything."""
+"""The benchmark of the batch-invariant products without a GPU: its comparisons before any timing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ops.row_kernels import emulated_row_kernel
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_all_tiles_are_compared(groups: int, compiled_here: None) -> None:
-    """By the chosen tile and by each; one that is off in one element is not timed, nor is what is wrong alike."""
+    """The chosen tile and every other: a tile with one wrong element is not timed, nor are tiles that are all wrong
+    alike."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from dsv4_kernels.linear import gpu
 

@@ -1,4 +1,4 @@
-"""The benchmark of FP8 products without a GPU: what it holds against fp64, and what it makes of its times."""
+"""The benchmark of FP8 products without a GPU: its comparison with fp64, and its summary of times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def row(name: str, ours: float, theirs: float | None) -> dict:
 
 
 def test_a_layer_is_the_sum_of_its_products() -> None:
-    """Only where all of them are there, with both contenders."""
+    """A layer's sum needs all of its products, with both contenders."""
     rows = [row(bench_linear.Case("flash", layer, 16).name, 2.0, 4.0) for layer in bench_linear.LAYERS["flash"]]
     rows += [row(bench_linear.Case("flash", "wq_b", 4).name, 2.0, 4.0)]
     rows += [
@@ -29,14 +29,14 @@ def test_a_layer_is_the_sum_of_its_products() -> None:
 
 
 def another_bit(i: bench_linear.Inputs) -> torch.Tensor:
-    """Our product, with the last bit of one number turned."""
+    """Return our product with the last bit of one number flipped."""
     out = bench_linear.ours(i)
     out.view(torch.int16)[3, 5] ^= 1
     return out
 
 
 def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row with two plans of a sweep, by the emulator; DeepGEMM's bits, where it is not installed, are not said."""
+    """A row with two plans of a sweep in the emulator; without DeepGEMM the row has no entry for its bits."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from ptx_emulator import emulated
 

@@ -1,4 +1,4 @@
-"""The question whether a row's bits depend on the number of rows, asked on a CPU: and that it finds those that do."""
+"""The check of batch invariance on a CPU: it finds operators whose bits depend on the number of rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ X, WEIGHT = row_invariance.normal(40, 64, device=CPU, seed=1).float(), row_invar
 
 
 def by_rows(rows: slice) -> Tensor:
-    """Sums from the other end for more than 16 rows, as a product with two tiles may."""
+    """Sums in the reverse order for more than 16 rows, as a product with two tiles may."""
     order = torch.arange(64) if rows.stop - rows.start <= 16 else torch.arange(63, -1, -1)
     total = torch.zeros(rows.stop - rows.start, 8)
     for k in order:
@@ -30,7 +30,7 @@ def by_rows(rows: slice) -> Tensor:
 
 
 def by_chance(rows: slice) -> Tensor:
-    """As a sum by atomics."""
+    """Sums in a random order, as atomics do."""
     total = X[rows].sum(1)
     return torch.where(torch.rand(len(total)) < 0.5, total, torch.nextafter(total, torch.tensor(torch.inf)))
 
@@ -45,7 +45,7 @@ def test_what_depends_on_the_rows_is_found() -> None:
 
 
 def test_the_place_of_a_row_counts_too() -> None:
-    """A batch of the last rows: an operator that treats the first of a batch in another way."""
+    """A batch of the last rows: an operator that treats the first row of a batch differently."""
 
     def first_is_special(rows: slice) -> Tensor:
         result = X[rows].clone()
@@ -56,7 +56,7 @@ def test_the_place_of_a_row_counts_too() -> None:
 
 
 def test_a_cpus_operators_keep_their_word() -> None:
-    """Of every kind that sums; all are marked, and none is asked of an implementation that is not there."""
+    """Operators of every kind that sums; all are marked, and no missing implementation is called."""
     asked = list(operators(MODELS["tiny"], CPU, 48))
     names = {one.name for one in asked}
     assert {"linear_fp32: logits", "grouped_linear: wo_a", "hc_boundary", "rms_norm", "sampler: log_softmax"} <= names
@@ -67,7 +67,7 @@ def test_a_cpus_operators_keep_their_word() -> None:
 
 
 def test_on_a_gpu_both_choices_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they are two, as on Blackwell."""
+    """Where the batch-invariant implementation and the default differ, as on Blackwell."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     cuda = torch.device("cuda", 0)

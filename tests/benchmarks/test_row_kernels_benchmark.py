@@ -5,7 +5,10 @@ from __future__ import annotations
 import bench_row_kernels
 import pytest
 import torch
-from bench_row_kernels import WORKS, Chain, check_chain, distance, line, number_of_sets, run, run_chain
+from bench_row_kernels import distance, line, number_of_sets, run, run_chain
+from lib import row_kernel_chain
+from lib.row_kernel_chain import Chain, check_chain
+from lib.row_kernel_works import WORKS
 
 CPU = torch.device("cpu")
 
@@ -19,7 +22,7 @@ def test_every_row_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bytes() -> None:
-    """Of two tokens: read once, written once."""
+    """Two tokens, read once and written once."""
     per_token = {
         "norm_rope_store": 2 * 64 * 1024 + 1024 + 584 + 16,
         "inverse_rope": 2 * 64 * 128 + 8,
@@ -58,22 +61,22 @@ def test_sets_exceed_the_cache_twice() -> None:
 
 
 def test_a_chain_is_timed_both_ways() -> None:
-    """Every launch depends on what the boundary before it made, so nothing in it may be left out."""
+    """Every launch depends on the boundary before it, so none may be left out."""
     result = run_chain(CPU, "ref", [1], 1)
     (row,) = result["rows"]
     assert (row["tokens"], row["launches"]) == (1, Chain.LAUNCHES) and row["us"] > 0 and row["early_us"] > 0
 
 
 def test_a_chain_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where launches that begin early read what is not there yet."""
+    """Launches that begin early and read a result that is not written yet."""
     from dsv4_kernels.device import dependent_launch
 
     def late(*arguments: object) -> tuple[torch.Tensor, ...]:
-        codes, scales = bench_row_kernels.rms_norm_fp8(*arguments)
+        codes, scales = row_kernel_chain.rms_norm_fp8(*arguments)
         return codes, scales + dependent_launch.is_on()
 
     chain = Chain(1, 1, CPU, "ref")
     check_chain(chain)
-    monkeypatch.setattr(bench_row_kernels, "swiglu_fp8", lambda x, *rest: late(x[:, :2048], None, 1e-6, *rest[1:]))
+    monkeypatch.setattr(row_kernel_chain, "swiglu_fp8", lambda x, *rest: late(x[:, :2048], None, 1e-6, *rest[1:]))
     with pytest.raises(AssertionError, match=r"differ in replay 0; nothing is timed"):
         check_chain(chain)

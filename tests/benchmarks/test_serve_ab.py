@@ -1,4 +1,4 @@
-"""The comparison of two servers: what it reads from their logs, and how it sums up. The servers need a GPU."""
+"""The comparison of two servers: the sizes it reads in their logs, and its sums. The servers need a GPU."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from pathlib import Path
 
 import pytest
 import serve_ab
-import serve_load
-import serve_profile
-import servers
+from lib import serve_load, serve_profile, servers
+from lib.serve_load import Reply
 from serve_ab import Row
-from serve_load import Reply
 
 from sglang_dsv4.cache.pool_plan import PoolPlan
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
 from sglang_dsv4.doctor import geometry_of_checkpoint
 
-# As `DSV4PoolConfigurator` and `DeepSeekV4TokenToKVPool` of SGLang 0.5.23 write them.
+# Log lines of `DSV4PoolConfigurator` and `DeepSeekV4TokenToKVPool` of SGLang 0.5.23.
 BUILTIN_LOG = """\
 [2026-11-23 15:45:33] DSV4 memory calculation: unified=False, unified_fp8=False, dspark_draft_bf16=False, \
 bytes_per_full_token=763.50, available_bytes=81.57 GB, c128_state_fixed=0.02 GB, c2_state_fixed=0.00 GB, \
@@ -32,7 +30,7 @@ c4_logical_size=16384 c128_size=512 c4_state_pool_size=200 c128_state_pool_size=
 
 
 def test_the_builtins_memory_is_that_of_its_own_sizing(tmp_path: Path) -> None:
-    """Nine request slots of 128 rows and a group more; the flash preset has two HCA layers of head_dim 512."""
+    """Nine request slots of 128 rows and one group more; the flash preset has two HCA layers of head_dim 512."""
     (tmp_path / "config.json").write_text(json.dumps(hf_config(PRESETS["flash"])))
     size, tokens = servers.builtin_pools(BUILTIN_LOG, tmp_path)
     assert tokens == 65_536
@@ -59,7 +57,7 @@ def test_above_one_is_better_for_ours() -> None:
 
 
 def test_the_best_third_is_chosen_by_speed() -> None:
-    """Of six numbers of sessions two, with each prefix; their other metrics with them."""
+    """Two of six numbers of sessions with each prefix, and their other metrics."""
     rows = []
     for prefix in serve_ab.CHURN:
         for i in range(6):
@@ -86,10 +84,10 @@ def reply(sent: float, *tokens: float) -> Reply:
     ("replies", "seconds"),
     [
         ([reply(0, 1, 2, 3)], 1.0),
-        ([reply(0, 0.5, 4, 4.5)], 3.5),  # nobody got anything
-        ([reply(0, 0.5, 4, 4.5), reply(0.2, 1, 2, 3, 4)], 1.0),  # one waits while another one is served
-        ([reply(0, 1), reply(50, 51)], 1.0),  # in between nobody has asked
-        ([reply(0, 1), reply(0.5, 6), reply(2, 3)], 3.0),  # a request that is sent later is no answer, its token is
+        ([reply(0, 0.5, 4, 4.5)], 3.5),  # no request got a token
+        ([reply(0, 0.5, 4, 4.5), reply(0.2, 1, 2, 3, 4)], 1.0),  # one request waits while another one is served
+        ([reply(0, 1), reply(50, 51)], 1.0),  # no request was open in between
+        ([reply(0, 1), reply(0.5, 6), reply(2, 3)], 3.0),  # sending a request breaks no silence, a token of it does
     ],
     ids=["steady", "stalled", "one waits", "idle", "overlapping"],
 )
@@ -114,7 +112,7 @@ def test_a_run_with_a_stall_is_made_again(
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One server a call; the last call has the rows of both, and starts none."""
+    """One server a call; the last call has the rows of both and starts none."""
     started: list[str] = []
 
     class Running:
@@ -183,7 +181,7 @@ def test_a_decode_profile_begins_when_all_decode(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_graph_is_one_launch_of_the_host() -> None:
-    """Of two steps with a graph of three kernels, and one launch and one copy beside it."""
+    """Two steps, each with a graph of three kernels, one launch and one copy."""
     events = []
     for step in range(2):
         calls = ("cudaGraphLaunch", "cudaLaunchKernel", "cudaMemcpyAsync", "cudaEventRecord")
@@ -199,7 +197,7 @@ def test_a_graph_is_one_launch_of_the_host() -> None:
 
 
 def test_what_overlaps_is_busy_once() -> None:
-    """Kernels that begin while others run, one within another, side by side, and with a gap; in any order."""
+    """Kernels that overlap, are nested, start together or leave a gap, in any order."""
     times = [(0, 10), (8, 4), (9, 1), (12, 3), (20, 5), (20, 2)]
     events = [{"cat": "kernel", "name": f"k{i}", "ts": ts, "dur": dur} for i, (ts, dur) in enumerate(times)]
     found = serve_profile._read(events[::-1], 2)

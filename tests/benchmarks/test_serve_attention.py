@@ -1,4 +1,4 @@
-"""The benchmark that asks a server with and without its cache, against the CPU server: there, cached is cold."""
+"""The benchmark that compares cached with cold answers, on the CPU server, where they are equal."""
 
 from __future__ import annotations
 

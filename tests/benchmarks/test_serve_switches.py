@@ -1,4 +1,4 @@
-"""The comparison of servers that differ in switches, without a GPU: what it makes of its figures."""
+"""The comparison of servers that differ in switches, without a GPU: its ratios."""
 
 from __future__ import annotations
 

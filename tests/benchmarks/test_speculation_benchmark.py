@@ -1,4 +1,4 @@
-"""The speculation benchmark without a GPU: what it reads off a trace, and what it makes of the figures."""
+"""The speculation benchmark without a GPU: the times it reads in a trace, and its results."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 import bench_speculation
 import pytest
-import serve_load
 from bench_speculation import Results, Steps, compared, replays, rows_of, steps, write_config
-from serve_load import Reply
-from serve_profile import gpu_work
+from lib import serve_load
+from lib.serve_load import Reply
+from lib.serve_profile import gpu_work
+from model.released_configs import FLASH, FLASH_0731
 
 from sglang_dsv4.cpu.random_checkpoint import hf_config
 from sglang_dsv4.model_config.config import Config
-from tests.sglang_dsv4.model_config.test_config import FLASH, FLASH_0731
 
 
 def trace(verify_us: float, draft_us: float, extend_us: float, gap_us: float, count: int = 4) -> list[dict]:
-    """Steps of a chain of drafts, a verify step, an eager launch and an extend step; a GPU's trace is in no order. The
-    host is a step ahead."""
+    """Return a trace of steps with a chain of drafts, a verify step, an eager launch and an extend step, in no order,
+    as a GPU's trace is. The host is a step ahead."""
     events, now, launch = [], 1000.0, 7
 
     def call(name: str) -> dict[str, int]:
@@ -57,7 +57,7 @@ def test_steps_of_a_trace() -> None:
     events = trace(verify_us=1000, draft_us=200, extend_us=120, gap_us=50)
     assert [replay.kernels for replay in replays(gpu_work(events))] == [30, 200, 30] * 4
     found = steps(events)
-    assert found.largest == pytest.approx(1000 - 5 * 0.25)  # the last kernel's share of a gap is behind its end
+    assert found.largest == pytest.approx(1000 - 5 * 0.25)  # the gap after the last kernel comes after the graph's end
     assert found.others == pytest.approx(0.75 * 320 + 10)
     assert set(rows_of("eagle", found, 1400.0)) == {"eagle_verify", "eagle_draft", "eagle_step"}
     assert rows_of("decode", found, 1400.0) == {"decode": found.largest, "decode_step": 1400.0}
@@ -65,8 +65,8 @@ def test_steps_of_a_trace() -> None:
 
 @pytest.mark.parametrize(("verify_steps", "step_us"), [(0, 1e4), (10, 2e4)], ids=["decode", "two tokens a step"])
 def test_a_step_lasts_as_clients_see_it(verify_steps: int, step_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two requests that get a token every 10 ms, the first one their prefill's; drafting, two of them by one step. In
-    all runs but the second the machine does something else meanwhile."""
+    """Two requests that get a token every 10 ms, the first from their prefill; with drafting, two tokens a step. In all
+    runs except the second the machine has other load."""
     runs = 0
 
     class Client:
@@ -82,7 +82,7 @@ def test_a_step_lasts_as_clients_see_it(verify_steps: int, step_us: float, monke
 
 
 def test_servers_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs once each; steps in every turn, of which the shortest stays."""
+    """Graphs are measured once; steps in every turn, of which the shortest stays."""
     asked, steps_us = [], iter([5.0, 6.0, 4.0, 7.0])
 
     @contextlib.contextmanager
@@ -123,7 +123,7 @@ def test_where_speculation_pays(tmp_path: Path) -> None:
     results.note("ours", 16, rows_of("decode", Steps(2000.0, 10.0), 2500.0))
     results.note("ours", 16, rows_of("dspark", Steps(2400.0, 900.0), 5000.0))
     results.note("builtin", 16, rows_of("dspark", Steps(2500.0, 900.0), 6000.0))
-    results.note("ours", 1, rows_of("dspark", Steps(1.0, 2.0), 3.0))  # nothing to divide by
+    results.note("ours", 1, rows_of("dspark", Steps(1.0, 2.0), 3.0))  # no decode step to divide by
     written = results.as_json()
     assert written["pays"] == [{"algorithm": "dspark", "requests": 16, "ours": 2.0, "builtin": None}]
     assert {"work": "decode", "requests": 16, "ours_us": 2000.0, "builtin_us": None} in written["rows"]

@@ -1,4 +1,4 @@
-"""The benchmark of a decode step's host time runs, and counts what is ours once."""
+"""The benchmark of a decode step's host time runs, and counts nested functions of ours once."""
 
 from __future__ import annotations
 

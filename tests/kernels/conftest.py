@@ -1,4 +1,4 @@
-"""Where kernels run: in the emulator or on a GPU; and fixtures of both."""
+"""Fixtures of kernels in the emulator and on a GPU."""
 
 from __future__ import annotations
 
@@ -9,34 +9,19 @@ import torch
 
 from dsv4_kernels import registry
 from dsv4_kernels.device import dependent_launch
-from dsv4_kernels.host import compile_cache
-from dsv4_kernels.sparse_attention import scratch
-
-
-@pytest.fixture(scope="module")
-def compiled_here() -> Iterator[None]:
-    """Kernels are compiled in the emulator, which needs their PTX: none from disk, and none is left behind.
-
-    Nor is memory of one kernel's launches, which the emulator would copy for the other's.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(compile_cache.FOLDER_VARIABLE, "off")
-        patch.setattr(scratch, "_by_stream", {})
-        patch.setattr(scratch, "_graph_counters", {})
-        patch.setattr(compile_cache, "_in_memory", {})
-        yield
 
 
 @pytest.fixture
 def in_turns() -> Iterator[None]:
-    """Launches do not begin early: what is said of deletions (emulator/results) names lines of such kernels' PTX."""
+    """Launches do not begin early: explanations of deletions (emulator/results) name lines of the PTX of such
+    kernels."""
     with dependent_launch.switched(False):
         yield
 
 
 @pytest.fixture(scope="session")
 def kernel_on_gpu() -> Callable[[str], str]:
-    """op -> name of the kernel that serves this GPU; skips where there is none."""
+    """Return a function: op -> name of the kernel for this GPU. The function skips the test if there is none."""
 
     def name_of(op: str) -> str:
         if not torch.cuda.is_available():

@@ -237,7 +237,7 @@ def test_more_threads(count: int, name: str, dtype: torch.dtype, threads: Callab
 
 
 def test_an_op_that_is_not_invariant_is_caught(threads: Callable[[int], None]) -> None:
-    """The reason for dsv4_kernels.host.invariant and for the tiles: PyTorch's own functions fail this test."""
+    """PyTorch's own functions fail this test: the reason for `reference.batch_invariant` and for the tiles."""
     threads(1)
     x, weight = torch.randn(N, 40, generator=torch.Generator().manual_seed(4)), torch.ones(3, 40) / 3
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":

@@ -1,4 +1,4 @@
-"""Pages in host memory: closed under prefix, given back from the end, and 10,000 random calls against plain dicts."""
+"""Pages in host memory: closed under prefix, freed from the end, and 10,000 random calls against plain dicts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsv4_radix_cache.host_pages import HostPages
 
 
 def path(pages: HostPages, *names: str) -> list[int | None]:
-    """Put a prefix, page after page; its slots."""
+    """Store a prefix, page after page; returns its slots."""
     digests = [name.encode() for name in names]
     slots = []
     for i, digest in enumerate(digests):
@@ -28,7 +28,7 @@ def test_a_prefix_goes_from_its_end_and_the_oldest_first() -> None:
     pages.touch([b"a", b"ab"])
     _, gone = pages.put(b"m", None)
     assert [digest for digest, _ in gone] == [b"xy"]
-    assert pages.reach([b"a", b"ab", b"abc"]) == 2 and pages.reach([b"x", b"xy"], 1) == 1
+    assert pages.first_missing([b"a", b"ab", b"abc"]) == 2 and pages.first_missing([b"x", b"xy"], 1) == 1
     pages.check()
 
 
@@ -66,7 +66,7 @@ def test_no_host_memory_keeps_nothing() -> None:
 
 @pytest.mark.parametrize("capacity", [1, 7, 40])
 def test_random_calls(capacity: int) -> None:
-    """The model: digest -> (slot, page before it). A page may only go when it is the end of a prefix, and unpinned."""
+    """The model: digest -> (slot, page before it). A page may be freed only if it ends a prefix and is not pinned."""
     rng, pages = random.Random(capacity), HostPages(capacity)
     model: dict[bytes, tuple[int, bytes | None]] = {}
     pins: list[list[bytes]] = []
@@ -107,6 +107,8 @@ def test_random_calls(capacity: int) -> None:
         elif reserved:
             pages.give_back(reserved.pop())
         assert {d: (pages.slot(d), pages.get(d).before) for d in model} == model and len(pages) == len(model)
-        assert pages.reach(prefix) == next((i for i, page in enumerate(prefix) if page not in model), len(prefix))
+        assert pages.first_missing(prefix) == next(
+            (i for i, page in enumerate(prefix) if page not in model), len(prefix)
+        )
         pages.check(len(reserved))
     assert went > 100 or capacity > 20

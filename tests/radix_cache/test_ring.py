@@ -1,12 +1,49 @@
-"""Ring arithmetic against a ring that is written token by token, and where checkpoints are placed."""
+"""Ring arithmetic against a ring that is written token by token, and tail placement."""
 
 from __future__ import annotations
+
+import ast
+from pathlib import Path
 
 import pytest
 
 from dsv4_radix_cache.accounting import Stop, explain
 from dsv4_radix_cache.placement import Placement
-from dsv4_radix_cache.ring import chunk_rows, overlap_span, still_intact, window_span
+from dsv4_radix_cache.ring import chunk_rows, overlap_span, ring_row, still_intact, window_span
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def ring_formulas(tree: ast.AST) -> list[str]:
+    """Expressions `a * rows + b % rows`."""
+
+    def is_one(node: ast.AST) -> bool:
+        if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
+            return False
+        left, right = node.left, node.right
+        if not (isinstance(left, ast.BinOp) and isinstance(right, ast.BinOp)):
+            return False
+        kinds = isinstance(left.op, ast.Mult) and isinstance(right.op, ast.Mod)
+        return kinds and ast.dump(right.right) in (ast.dump(left.left), ast.dump(left.right))
+
+    return [ast.unparse(node) for node in ast.walk(tree) if is_one(node)]
+
+
+def test_the_ring_row_of_a_position_is_said_once() -> None:
+    """Except in kernels and their references, which may not import this package and name the function instead."""
+    files = [path for folder in ("radix_cache", "sglang_dsv4") for path in (ROOT / folder).rglob("*.py")]
+    found = {
+        str(path.relative_to(ROOT)): formulas
+        for path in files
+        if (formulas := ring_formulas(ast.parse(path.read_text())))
+    }
+    assert found == {"radix_cache/ring.py": ["request_slot * rows + position % rows"]}
+    assert ring_formulas(ast.parse("x[i] * g.ring_rows + (t + 1) % g.ring_rows")), "the check would not notice it"
+    assert "`ring_row` of radix_cache/ring.py" in (ROOT / "kernels/step_mapping/__init__.py").read_text()
+
+
+def test_ring_rows_of_a_request_slot_follow_each_other() -> None:
+    assert [ring_row(3, position, 8) for position in (0, 7, 8, 20)] == [24, 31, 24, 28]
 
 
 @pytest.mark.parametrize(("ring_rows", "state_rows"), [(128, 8), (256, 16)], ids=["decode", "speculation"])
@@ -15,7 +52,7 @@ from dsv4_radix_cache.ring import chunk_rows, overlap_span, still_intact, window
 def test_spans_find_the_rows_and_know_when_they_are_gone(
     ring_rows: int, state_rows: int, position: int, beyond: int
 ) -> None:
-    """The definition: write positions 0, 1, 2 ... into rings, then look for what a checkpoint needs."""
+    """The definition: write positions 0, 1, 2 ... into rings, then look for the rows that a tail needs."""
     ring, state = {}, {}
     for p in range(position + beyond):
         ring[p % ring_rows] = p
@@ -27,12 +64,12 @@ def test_spans_find_the_rows_and_know_when_they_are_gone(
     assert (window.first_position, overlap.first_position) == (position - 128, position - 4)
 
 
-def test_a_checkpoint_ahead_of_what_was_written_is_not_intact() -> None:
+def test_a_tail_ahead_of_what_was_written_is_not_intact() -> None:
     assert not still_intact(512, 511, 256, 16)
 
 
 @pytest.mark.parametrize("position", [0, -256, 128, 255, 257])
-def test_checkpoints_stand_at_page_boundaries(position: int) -> None:
+def test_tails_stand_at_page_boundaries(position: int) -> None:
     with pytest.raises(ValueError, match=f"multiple of 256 tokens, got {position}"):
         window_span(position, 128)
 
@@ -54,7 +91,7 @@ def test_rings_that_do_not_divide_the_page_are_refused(ring_rows: int) -> None:
     ],
     ids=["from-zero", "next-page", "just-enough", "one-row-short", "begins-in-the-window"],
 )
-def test_rows_of_a_checkpoint_in_a_chunk(begin: int, end: int, expected: range | None) -> None:
+def test_rows_of_a_tail_in_a_chunk(begin: int, end: int, expected: range | None) -> None:
     position = 512 if begin == 256 else 256
     assert chunk_rows(position, 128, begin, end) == expected
 

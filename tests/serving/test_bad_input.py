@@ -1,4 +1,4 @@
-"""What a client gets wrong is answered with a 4xx and a reason, and the server lives on."""
+"""Invalid requests get a 4xx with a reason, and the server goes on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ CASES = {
     "unknown-token-id": (*generate([5, VOCAB_SIZE]), str(VOCAB_SIZE)),
     "far-too-large-token-id": (*generate([2**31 - 1]), "vocab"),
     "negative-token-id": (*generate([-1]), "-1"),
-    # These ended the server: the embedding of nothing has no last row, the penaliser and topk index with what they get.
+    # These ended the server: an empty prompt's embedding has no last row, and the penaliser and topk index with the
+    # values.
     "no-text": ("/generate", {"text": "", "sampling_params": {"max_new_tokens": 4}}, "empty"),
     "no-prompt": ("/v1/completions", {"model": "tiny", "prompt": "", "max_tokens": 4}, "empty"),
     "unknown-stop-token-id": (*generate([5], min_new_tokens=2, stop_token_ids=[VOCAB_SIZE + 1]), str(VOCAB_SIZE + 1)),

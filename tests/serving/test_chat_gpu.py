@@ -1,21 +1,17 @@
-"""Chat, reasoning, tools and JSON through a server on a GPU: what test_chat.py asks of one on a CPU.
+"""Chat, reasoning, tools and JSON through a server on a GPU: the tests of test_chat.py that hold there too.
 
-A small checkpoint of random weights with the released attention, CUDA graphs on, default flags but for the pool's size.
+A small checkpoint of random weights with the released attention, CUDA graphs on, default flags except for the pool's
+size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from serving.server import Server, running_server
-
-from sglang_dsv4.cpu.quickstart import parser_flags
-from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
-from tests.serving.test_chat import (  # noqa: F401 - collected here, with the server below
+from serving.chat_tests import (  # noqa: F401 - collected here, with the server below
     reasoned,
     test_a_tool_call_is_parsed,
     test_chat_answers_with_the_tokens_asked_for,
@@ -26,18 +22,16 @@ from tests.serving.test_chat import (  # noqa: F401 - collected here, with the s
     test_stream_reports_usage_last,
     test_thinking_mode_ends_the_prompt_with_a_think_token,
 )
+from serving.server import Server, running_server
+from serving.small_release import FLAGS, SHAPE
+
+from sglang_dsv4.cpu.quickstart import parser_flags
+from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU with SGLang on it"),
 ]
-# The least widths that the kernels take, and the vocabulary whose tokens the tests count.
-SHAPE = replace(
-    PRESETS["flash"], compress_ratios=(0, 4, 128), num_hash_layers=1, hidden_size=1024, q_lora_rank=512, vocab_size=1024
-)
-FLAGS = ("--max-total-tokens", "65536", "--max-running-requests", "16", "--chunked-prefill-size", "512")
-FLAGS += ("--context-length", "8192", "--mem-fraction-static", "0.9", "--cuda-graph-bs-decode", "1", "4", "16")
-FLAGS += ("--constrained-json-disable-any-whitespace",)  # a random model would fill it without end
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +48,6 @@ def server(checkpoint: Path) -> Iterator[Server]:
 
 
 def test_reasoning_is_parsed(server: Server, checkpoint: Path) -> None:
-    """With overlapped steps SGLang's penalties come a step or two late, so the word is said more than once."""
+    """With overlapped steps SGLang's penalties are a step or two late, so the word is generated more than once."""
     thought, said = reasoned(server, checkpoint)
     assert set(thought.split()) == {"because"} and said == "It is 42."

@@ -1,4 +1,4 @@
-"""Prompt ids of each release against what its own encoder renders (encoding/encoding_dsv4.py of the checkpoints)."""
+"""Prompt ids of each release, compared with its own encoder (encoding/encoding_dsv4.py of the checkpoints)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from serving.server import Server
 from sglang.srt.parser.deepseek_recipe_renderer import DeepSeekRecipe
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sglang_dsv4 import plugin
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.requests import reasoning_effort as effort
+from sglang_dsv4.seam import default_arguments
 
 ABSOLUTE = (
     "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
@@ -33,7 +33,7 @@ BEYOND = (
 )
 APRIL = {None: "", "high": "", "max": ABSOLUTE}
 LATER = {None: "", "low": "", "high": ABSOLUTE, "max": BEYOND}
-# What neither encoder knows and SGLang lets through: as the tier below or at it.
+# Efforts that neither encoder has and SGLang accepts: served as the tier below, or at it.
 APRIL_ALIASES = {"minimal": "", "low": "", "medium": "", "xhigh": ""}
 LATER_ALIASES = {"minimal": "", "medium": ABSOLUTE, "xhigh": ABSOLUTE}
 
@@ -46,7 +46,7 @@ CASES = [(release, word) for release, words in RELEASES.items() for word in word
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, prefix: str, thinking: bool) -> list[int]:
-    """The release's prompt of one user turn; a prompt without thinking has no prefix."""
+    """Return the release's prompt of one user turn; a prompt without thinking has no prefix."""
     prefix, mark = (prefix, "<think>") if thinking else ("", "</think>")
     text = f"<｜begin▁of▁sentence｜>{prefix}<｜User｜>Hi there<｜Assistant｜>{mark}"
     return tokenizer.encode(text, add_special_tokens=False)
@@ -85,7 +85,7 @@ def test_prompt_ids_are_the_releases(
 
 
 def unhooked(method: Any) -> Any:
-    """SGLang's own method, also where a plugin is loaded in this process."""
+    """Return SGLang's own method, also where a plugin is loaded in this process."""
     return getattr(method, "__wrapped__", method)
 
 
@@ -94,7 +94,8 @@ def unhooked(method: Any) -> Any:
 def test_a_server_renders_what_an_april_checkpoint_has_seen(
     server: Server, checkpoint: Path, word: str | None, thinking: bool
 ) -> None:
-    """SGLang gave a request without an effort the text of April's highest, and the highest one that came later."""
+    """SGLang gave a request without an effort the text of April's highest effort, and the highest effort a later
+    text."""
     body: dict[str, Any] = {"chat_template_kwargs": {"thinking": thinking}, "return_prompt_token_ids": True}
     if word is not None:
         body["reasoning_effort"] = word
@@ -128,16 +129,16 @@ def test_the_checkpoints_own_encoder_decides(
 
 def test_an_unknown_word_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(effort.VARIABLE, "june")
-    with pytest.raises(ValueError, match="SGLANG_DSV4_EFFORT_TIERS is 'june'; expected april or later"):
+    with pytest.raises(ValueError, match="SGLANG_DSV4_EFFORT_TIERS must be 'april' or 'later', got 'june'"):
         effort.tiers_of(str(tmp_path), None, True)
 
 
 def test_workers_without_the_plugin_are_refused(tmp_path: Path) -> None:
     arguments = SimpleNamespace(model_path=str(tmp_path), revision=None, tokenizer_worker_num=2)
     later = SimpleNamespace(dspark_target_layer_ids=[2, 3, 4])
-    plugin.choose_effort_tiers(arguments, later)
+    default_arguments.choose_effort_tiers(arguments, later)
     with pytest.raises(ValueError, match="--tokenizer-worker-num 2 with an April checkpoint"):
-        plugin.choose_effort_tiers(arguments, SimpleNamespace())
+        default_arguments.choose_effort_tiers(arguments, SimpleNamespace())
 
 
 def test_another_models_encoding_is_left_alone() -> None:

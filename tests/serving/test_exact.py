@@ -1,6 +1,6 @@
-"""The same bits alone, in any batch and after any hit, through a server; and that the proof of it can fail.
+"""Determinism through a server: the same bits alone, in any batch and after any hit; and planted faults are found.
 
-`benchmarks/exact_trace.py` asks; on a CPU answers are exact with the flag and without it.
+`lib.exact_trace` asks the server; on a CPU answers are deterministic with the flag and without it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import exact_trace
 import pytest
-from exact_trace import Answer, Findings, Request, Sizes
+from lib import exact_trace
+from lib.exact_trace import Answer, Findings, Request, Sizes
 from serving.planted import planted_ops
 from serving.planted.planted_ops import FILE_VARIABLE
 from serving.server import MAX_RUNNING, POOL_TOKENS, SLEEP_ON_IDLE, TAILS, Server, run_until_it_stops, running_server
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.layers import sequence_parallel
-from sglang_dsv4.plugin import cores_of_ranks
+from sglang_dsv4.seam.default_arguments import cores_of_ranks
 
 FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING), SLEEP_ON_IDLE)
 FLAGS += ("--chunked-prefill-size", "512", "--enable-deterministic-inference")
@@ -71,7 +71,7 @@ def test_whatever_differs_is_a_mismatch(tokens: tuple) -> None:
 
 
 def test_references_and_findings_outlive_a_run(tmp_path: Path) -> None:
-    """To the bit: a later run compares with them."""
+    """Written references are bitwise equal when read, so that a later run can compare with them."""
     sampled = Request((1, 2, 3), 4, 17, (("temperature", 0.7), ("top_p", 0.9)))
     known = {REQUEST: ANSWER, sampled: Answer(((3, -0.1234567835569381, ((-0.1, 3),)),))}
     exact_trace.write_references(known, tmp_path / "references.json")
@@ -83,7 +83,7 @@ def test_references_and_findings_outlive_a_run(tmp_path: Path) -> None:
 
 
 def test_a_trace_has_what_it_should() -> None:
-    """Prompts that share beginnings, greedy ones and seeds; with speculation none is sampled."""
+    """Prompts that share prefixes, greedy requests and seeds; with speculation no request is sampled."""
     asked = exact_trace.requests_of_a_trace(WHOLE)
     assert len(asked) == len(set(asked)) == 20
     assert 4 < sum(request.seed is not None for request in asked) < 14
@@ -96,7 +96,7 @@ def test_a_trace_has_what_it_should() -> None:
 
 @pytest.mark.slow
 def test_under_the_flag_everything_is_exact(checkpoint: Path, tmp_path: Path) -> None:
-    """All comparisons, requests retracted now and then; then other chunks, and another start, give the same bits."""
+    """All comparisons, with requests retracted now and then; other chunks and another start give the same bits."""
     known: exact_trace.References = {}
     retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "23"}
     with running_server(checkpoint, tmp_path / "log", *FLAGS, env=TAILS | retract) as server:
@@ -118,12 +118,12 @@ def test_under_the_flag_everything_is_exact(checkpoint: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "switch"), [(2, "off"), (4, "off"), (4, "on")], ids=["2", "4", "4-shards"])
 def test_ranks_are_exact_under_the_flag(checkpoint: Path, tmp_path: Path, ranks: int, switch: str) -> None:
-    """Two add alike in any order; four do not, and gloo's order depends on a row's place in the batch. Chunks are of
-    512 tokens, as many as sequence parallelism begins with."""
+    """Two ranks add in any order with the same result; four do not, and gloo's order depends on a row's index in the
+    batch. Chunks have 512 tokens, the threshold of sequence parallelism."""
     if ranks == 4:
         checkpoint = tmp_path / "model"
         write_checkpoint(checkpoint, dataclasses.replace(PRESETS["tiny"], o_groups=4, moe_intermediate_size=512))
-    # Other tests of this process may have left the cores of one rank.
+    # Other tests of this process may have left one rank's cores in the affinity mask.
     env = {"SGLANG_CPU_OMP_THREADS_BIND": cores_of_ranks(ranks, sorted(os.sched_getaffinity(0)))}
     env[sequence_parallel.VARIABLE] = switch
     with running_server(checkpoint, tmp_path / "log", *FLAGS, "--tp-size", str(ranks), env=TAILS | env) as server:
@@ -134,7 +134,7 @@ def test_ranks_are_exact_under_the_flag(checkpoint: Path, tmp_path: Path, ranks:
 
 @pytest.fixture(scope="module")
 def planted_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """A server whose operators are spoilt while the file names them."""
+    """Yield a server whose operators are faulty while the file names them, and the file."""
     folder = tmp_path_factory.mktemp("planted")
     file = folder / "fault"
     file.write_text("")
@@ -178,7 +178,7 @@ def test_a_planted_fault_is_found(planted_server: tuple[Server, Path], fault: st
 
 @pytest.mark.slow
 def test_an_operator_that_is_not_batch_invariant_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
-    """As if nobody had marked the CPU's products."""
+    """As if the CPU's products were not marked batch-invariant."""
     (tmp_path / "sitecustomize.py").write_text(
         (Path(planted_ops.__file__).parent / "sitecustomize.py").read_text().replace("planted_ops", "unmarked")
     )

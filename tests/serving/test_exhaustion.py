@@ -1,8 +1,7 @@
-"""The pool runs out, in SGLang's own engine: back-pressure, retraction or a refusal, and never another request's rows.
+"""The pool runs out in SGLang's own engine: requests wait, are retracted or refused, and never read another's rows.
 
-A pool of 5 pages and 3 request slots takes 9 requests, and SGLang is told to retract running ones every few steps:
-slots and pages change hands all the time, in the middle of groups and windows. What a request answers must be what it
-answers alone.
+A pool of 5 pages and 3 request slots serves 9 requests, and SGLang retracts running ones every few steps: slots and
+pages change owners in the middle of groups and windows. A request's answer must be the one that it gets alone.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def test_more_requests_than_slots_and_pages(engine: object) -> None:
 
 
 def test_longest_prompt_is_answered_and_a_longer_one_refused(engine: object) -> None:
-    """Between the pool's last pages SGLang alone would wait for ever, or answer with no token."""
+    """Within the pool's last pages SGLang alone would wait for ever, or answer with no token."""
     longest = LONGEST - 1 - 5 - 1
     assert len(generate(engine, [[7] * longest], 3)[0]["output_ids"]) == 3
     assert len(generate(engine, [[7] * 730], 4000)[0]["output_ids"]) == LONGEST - 1 - 730 - 1
@@ -67,7 +66,7 @@ def test_longest_prompt_is_answered_and_a_longer_one_refused(engine: object) -> 
 
 
 def test_nothing_leaks(engine: object) -> None:
-    """With all requests done every page is free again; SGLang's own check raises otherwise."""
+    """When all requests are done every page is free again; SGLang's own check raises otherwise."""
     assert engine.get_server_info()["internal_states"][0]["memory_usage"]["kvcache"] > 0
     engine.flush_cache()
     assert len(generate(engine, [[9] * (LONGEST - 7)], 1)[0]["output_ids"]) == 1

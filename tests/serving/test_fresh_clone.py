@@ -1,4 +1,4 @@
-"""The first command of the README, as somebody types it who has just cloned the repository."""
+"""The first command of the README, run in a fresh clone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETUP_TIMEOUT_S = 1200  # downloads included
 
 @pytest.mark.slow
 def test_make_serve_on_a_fresh_clone(tmp_path: Path) -> None:
-    """Needs git, make and pip's index. What is not committed is not in the clone, as it would not be for a stranger."""
+    """Needs git, make and pip's index. The clone lacks uncommitted files, as a user's does."""
     clone, log_path, port = tmp_path / "clone", tmp_path / "log", free_port()
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     with log_path.open("wb") as log:
@@ -43,7 +43,7 @@ def test_make_serve_on_a_fresh_clone(tmp_path: Path) -> None:
         stop(process)
     log = log_path.read_text()
     assert f"curl -s http://127.0.0.1:{port}/v1/chat/completions" in log
-    # CuTe DSL compiles for GPUs with none there; CUDA's libraries, gigabytes of them, have no business here.
+    # CuTe DSL compiles for GPUs without one; CUDA's libraries, gigabytes in size, must not be installed.
     cuda = [line for line in log.splitlines() if "Collecting nvidia" in line and "nvidia-cutlass-dsl" not in line]
     assert not cuda
     again = subprocess.run(["make", "setup", f"PYTHON={sys.executable}"], cwd=clone, capture_output=True, text=True)

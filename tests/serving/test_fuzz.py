@@ -1,4 +1,4 @@
-"""Thousands of generated requests over all public routes: the server lives, and known answers keep their bits."""
+"""Thousands of generated requests over all public routes: the server goes on, and known answers keep their bits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from serving.server import MAX_RUNNING, POOL_TOKENS, SLEEP_ON_IDLE, TAILS, Serve
 
 KNOWN = {"short": [0, 7, 8, 9], "two-pages": [0, *(3 + i % 800 for i in range(520))]}
 BETWEEN = 25
-"""Generated requests from one known answer to the next."""
+"""Generated requests between two known answers."""
 
 
 def answers(server: Server) -> dict[str, tuple[list[int], list[float]]]:
-    """Greedy, and drawn: of a prefix that is stored, and of one that is not."""
+    """Return greedy and sampled answers, of a prefix that is stored and of one that is not."""
     found = {}
     for name, ids in KNOWN.items():
         for how, parameters in (("greedy", {}), ("drawn", {"temperature": 1.0, "sampling_seed": 5})):
@@ -26,7 +26,7 @@ def answers(server: Server) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def fuzz(server: Server, seed: int, count: int) -> Counter[int]:
-    """Status codes of so many requests. A server that ends, or does not answer, is an exception of `requests`."""
+    """Send `count` requests; return their status codes. If the server ends or does not answer, `requests` raises."""
     fuzzer = Fuzzer(requests.get(f"{server.url}/openapi.json", timeout=300).json(), seed)
     known, statuses = answers(server), Counter()
     for number in range(count):
@@ -57,6 +57,6 @@ def test_thousands_of_requests(checkpoint: Path, tmp_path: Path, seed: int) -> N
 
 
 def test_routes_left_out_exist(server: Server) -> None:
-    """Else a reason would stay in the list when its route has another name."""
+    """Otherwise the list would keep a reason whose route has been renamed."""
     paths = requests.get(f"{server.url}/openapi.json", timeout=300).json()["paths"]
     assert set(LEFT_OUT) <= set(paths)

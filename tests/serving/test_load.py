@@ -1,7 +1,7 @@
 """More work than the pool holds: requests wait, none is lost, no answer changes, and nothing leaks.
 
-SGLang checks at every idle moment that free + cached tokens are all there are, and stops the server when they are not;
-`is_alive` after each test therefore also says that nothing leaked.
+SGLang checks at every idle moment that free + cached tokens are the whole pool, and stops the server otherwise;
+`is_alive` after each test therefore also shows that nothing leaked.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_more_requests_than_slots_are_queued(server: Server) -> None:
 
 
 def test_short_prompt_after_a_long_one_does_not_see_its_slot(server: Server) -> None:
-    """Prompts of 1 to 5 tokens read compressor rows that a slot's last owner may have left behind."""
+    """Prompts of 1 to 5 tokens read compressor rows that a slot's last owner may have left."""
     short = [prompt(7, length) for length in range(1, 6)]
     before = [output_logprobs(server.generate(ids)) for ids in short]
     server.generate(prompt(8, 700))

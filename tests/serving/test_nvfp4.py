@@ -1,4 +1,4 @@
-"""A checkpoint with NVFP4 experts behind the server: SGLang takes its config for a GPU's, and answers all the same."""
+"""A checkpoint with NVFP4 experts on a CPU server, although SGLang's config handling expects a GPU for it."""
 
 import math
 from pathlib import Path
@@ -11,7 +11,7 @@ from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 @pytest.mark.slow
 def test_nvfp4_is_served(tmp_path: Path) -> None:
-    """`make serve` with `make checkpoint PRESET=nvfp4`; other numbers than those of the same weights in MXFP4."""
+    """`make serve` with `make checkpoint PRESET=nvfp4`; its numbers differ from those of the same weights in MXFP4."""
     prompt, answers = list(range(5, 105)), []
     for preset in ("nvfp4", "tiny"):
         write_checkpoint(tmp_path / preset, PRESETS[preset])

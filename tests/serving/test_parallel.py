@@ -11,17 +11,18 @@ import pytest
 import requests
 import torch
 from serving.server import VOCAB_SIZE, Server, free_port, output_logprobs, running_server, start, stop
+from serving.speculation import ALGORITHMS
 from torch import Tensor
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.layers import sequence_parallel
-from tests.serving.test_speculation import ALGORITHMS
 
 PROMPT = [0, *range(40, 340)]
 
 
 def distributions(server: Server) -> Tensor:
-    """Log-probabilities [len(PROMPT) - 1, vocabulary] of the token after each token of the prompt but the last."""
+    """Return log-probabilities [len(PROMPT) - 1, vocabulary] of the token after each token of the prompt but the
+    last."""
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1, "temperature": 0}, "return_logprob": True}
     body |= {"logprob_start_len": 0, "top_logprobs_num": VOCAB_SIZE}
     response = requests.post(f"{server.url}/generate", json=body, timeout=300)
@@ -32,20 +33,20 @@ def distributions(server: Server) -> Tensor:
 
 
 def divergence(p: Tensor, q: Tensor) -> Tensor:
-    """Kullback-Leibler divergence of each row of log-probabilities."""
+    """Return the Kullback-Leibler divergence of each row of log-probabilities."""
     return (p.exp() * (p - q)).sum(1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantised", [False, True], ids=["fp32", "released-format"])
 def test_two_ranks_answer_as_one(quantised: bool, tmp_path: Path) -> None:
-    """The ranks' partial sums are added in another order than one rank adds them.
+    """The ranks' partial sums are added in another order than one rank's.
 
     In fp32 that moves a log-probability by some 1e-6 (32 products of a random network, each 1e-7); 1e-3 is far below
     the distance of the likeliest two tokens. Quantised activations turn it into 0.1 and now and then into a whole logit
     (a rounding or an expert flips), so there the distributions after each token of the prompt are compared: the median
-    divergence of two ranks from one must be below 5 % of that of two neighbouring tokens. Measured: 0.009 of 1.9.
-    The order of a number of ranks is always the same, so two ranks repeat themselves to the bit, cached or not.
+    divergence of two ranks from one must be below 5 % of that of two neighbouring tokens. Measured: 0.009 of 1.9. The
+    order for a number of ranks is fixed, so two ranks repeat their answers bitwise, cached or not.
     """
     write_checkpoint(tmp_path / "model", PRESETS["tiny"], quantised=quantised)
     results = []
@@ -67,7 +68,8 @@ def test_two_ranks_answer_as_one(quantised: bool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_nodes_answer_as_two_ranks(tmp_path: Path) -> None:
-    """A rank each, started by themselves: the bits of two ranks of one node, cold and behind a reused prefix."""
+    """Two nodes of one rank each, started separately, have the bits of two ranks of one node, cold and after a reused
+    prefix."""
     model = tmp_path / "model"
     write_checkpoint(model, PRESETS["tiny"])
     nodes = ("--tp", "2", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}", "--node-rank")
@@ -89,7 +91,7 @@ def test_two_nodes_answer_as_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["EAGLE", "DSPARK"])
 def test_drafts_behind_sharded_rows(tmp_path: Path, algorithm: str) -> None:
-    """Two ranks with rows in shards and without: prompts alone, together, in chunks and behind a prefix."""
+    """Two ranks with sharded rows and without: prompts alone, together, in chunks and after a prefix."""
     shape, drafts, flags = ALGORITHMS[algorithm]
     write_checkpoint(tmp_path / "model", shape)
     flags += ("--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", str(drafts + 1))

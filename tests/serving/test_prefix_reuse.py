@@ -1,9 +1,8 @@
-"""Prefix reuse through SGLang's own server: exact under concurrency, chunked prefill, overlap, retraction, abort and
-flush; and what the server says about it.
+"""Prefix reuse through SGLang's own server is deterministic under concurrency, chunked prefill, overlap, retraction,
+abort and flush; and the server reports it.
 
-Two servers: the session's, with SGLang's overlap scheduling, and one without it but with requests retracted every few
-steps. Both have few pages, fewer device slots for checkpoints than there are prefixes, and prefill in chunks of two
-pages.
+Two servers: the session's, with SGLang's overlap scheduling, and one without it whose requests are retracted every few
+steps. Both have few pages, fewer device slots for tails than there are prefixes, and prefill in chunks of two pages.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
 
 
 WITH_OVERLAP_ONLY = pytest.mark.parametrize("schedule", ["overlap"], indirect=True, scope="module")
-"""For what a server says, which does not depend on when it is said."""
+"""For reports of a server, which do not depend on the schedule."""
 
 
 @pytest.fixture(scope="module", params=["overlap", "no-overlap-retracting"])
@@ -60,7 +59,7 @@ def flush(server: Server) -> None:
 
 
 def answer(result: dict[str, Any]) -> list[tuple[float, int]]:
-    """Tokens and their logprobs, which must agree to the last bit."""
+    """Return tokens and their log-probabilities, which must be bitwise equal."""
     return [(entry[0], entry[1]) for entry in result["meta_info"]["output_token_logprobs"]]
 
 
@@ -85,15 +84,15 @@ def test_cached_equals_cold(server: Server, remainder: int) -> None:
 
 @pytest.fixture(scope="module")
 def answers_alone() -> dict[tuple[int, ...], list[tuple[float, int]]]:
-    """What the first of the two servers answered alone, which is what the other one does."""
+    """The first server's answers alone, which are the other one's as well."""
     return {}
 
 
 def test_concurrent_requests_with_shared_prefixes(
     server: Server, schedule: str, answers_alone: dict[tuple[int, ...], list[tuple[float, int]]]
 ) -> None:
-    """Twelve at once, over three prefixes: some hit, some race, some wait for a slot (six of them) or for pages (24 of
-    the other server); all answer as they do alone."""
+    """Twelve requests at once over three prefixes: some hit, some race, some wait for a slot (six of them) or for pages
+    (24 on the other server); all answer as they do alone."""
     prefixes = [some(10 + i, 700 + 150 * i) for i in range(3)]
     prompts = [prefixes[i % 3] + some(20 + i, 30 + 17 * i) for i in range(12)]
     for prompt in prompts:
@@ -110,7 +109,7 @@ def test_concurrent_requests_with_shared_prefixes(
 
 
 def test_a_conversation(server: Server) -> None:
-    """Every turn goes on from the last full page of the turn before, which decoding may have filled."""
+    """Every turn continues from the last full page of the turn before, which decoding may have filled."""
     history, hits = some(40, 480), []
     for turn in range(4):
         result = server.generate(history, max_new_tokens=40)
@@ -129,7 +128,7 @@ def running_requests(server: Server) -> int:
 
 
 def test_abort_gives_everything_back(server: Server) -> None:
-    """Requests aborted while queued, prefilling and decoding; then every page and every slot can be used again."""
+    """Requests aborted while queued, prefilling and decoding; afterwards every page and every slot is usable again."""
     flush(server)
     prompt = some(60, 3000)
 
@@ -144,7 +143,7 @@ def test_abort_gives_everything_back(server: Server) -> None:
             )
             for i in range(8)
         ]
-        # Once some of them run; and again for those that a busy machine has brought there later.
+        # Abort when some run, and again for requests that a busy machine starts later.
         while not running_requests(server):
             time.sleep(0.05)
         while not all(call.done() for call in calls):
@@ -194,7 +193,7 @@ def test_a_response_says_where_its_hit_ended(server: Server) -> None:
 
 @WITH_OVERLAP_ONLY
 def test_metrics(server: Server) -> None:
-    """Prometheus, through SGLang's /metrics: the account adds up, and the memory is not zero."""
+    """The figures in Prometheus' format at SGLang's /metrics add up, and the memory is not zero."""
     flush(server)
 
     def read() -> dict[str, float]:
@@ -223,7 +222,7 @@ def test_metrics(server: Server) -> None:
 
 
 def test_nothing_was_broken_on_the_way(server: Server) -> None:
-    """SGLang's idle check asks our tree and store for their invariants; a leak would have ended the server."""
+    """SGLang's idle check runs the invariants of our tree and store; a leak would have ended the server."""
     flush(server)
     assert server.is_alive()
     assert "is live on SGLang" in server.log and "Dsv4PrefixCache" in server.log
@@ -241,7 +240,7 @@ def test_doctor_asks_the_server(server: Server) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_keep_the_same_prefixes(tmp_path: Path) -> None:
-    """Each rank has a tree and a store of its own, which must take the same decisions; SGLang compares them."""
+    """Each rank has its own tree and store, which must decide alike; SGLang compares them."""
     write_checkpoint(tmp_path / "model", PRESETS["tiny"], quantised=False)
     prompt = some(95, 860)
     env = TAILS | {"SGLANG_DSV4_TAIL_SLOTS": "4", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}

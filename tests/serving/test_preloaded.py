@@ -1,4 +1,4 @@
-"""Which servers may be forked from a process that has imported SGLang: a wrong yes would test something else."""
+"""Which servers may be forked from a process that has imported SGLang: a wrong yes would test a different program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from serving.preloaded import imports_the_same
 from serving.server import TAILS
 
-BEFORE = {"PATH": "/bin", "SGLANG_DSV4_TAIL_ERRORS": "raise", "OMP_NUM_THREADS": "1"}
+BEFORE = {"PATH": "/bin", "SGLANG_DSV4_TAIL_SLOTS": "9", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Speculation with CUDA graphs, as far as a CPU can show it: `replayed_graphs`, and the answers of a server without.
+"""Speculation with CUDA graphs, as far as a CPU can show it: `replayed_graphs` against a server without speculation.
 
-Graphs of 1, 4 and 16 requests: batches are padded. The host knows the lengths of requests a step late, as on a GPU.
+Graphs of 1, 4 and 16 requests, so batches are padded. The host learns the requests' lengths a step late, as on a GPU.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from pathlib import Path
 import pytest
 from serving import oracle_drafts, replayed_graphs
 from serving.server import TAILS, Server, flush, running_server
-
-from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
-from sglang_dsv4.warmup.cuda_graphs import VERIFY_EPILOGUE
-from tests.serving.test_speculation import (
+from serving.speculation import (
     ALGORITHMS,
     FLAGS,
     NO_EPILOGUE,
@@ -28,18 +25,21 @@ from tests.serving.test_speculation import (
     tokens_a_step,
 )
 
+from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
+from sglang_dsv4.warmup.cuda_graphs import VERIFY_EPILOGUE
+
 RUNNERS = {
     "EAGLE": {"DecodeCudaGraphRunner": 4, "EAGLEDraftCudaGraphRunner": 1, "EAGLEDraftExtendCudaGraphRunner": 4},
     "DSPARK": {"DecodeCudaGraphRunner": 6, "DraftDecodeCudaGraphRunner": 5},
 }
 
-# A server more, for what is switched off.
+# The switch needs a further server.
 PARAMS = [*ALGORITHMS, pytest.param(NO_EPILOGUE, marks=pytest.mark.slow)]
 
 
 @contextmanager
 def replaying_server(name: str, folder: Path, *more: str, env: dict[str, str] | None = None) -> Iterator[Speculating]:
-    """That drafts by what is named, with the checkpoint that is written to the folder."""
+    """Yield a server that drafts with the named algorithm, with the checkpoint written to the folder."""
     algorithm, switch = algorithm_and_switch(name)
     write_checkpoint(folder / "checkpoint", ALGORITHMS[algorithm][0])
     with pytest.MonkeyPatch.context() as environment:
@@ -59,7 +59,7 @@ def replaying(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.parametrize("at_once", [1, 11])
 def test_replays_answer_the_same_bits(server: Server, replaying: Speculating, at_once: int) -> None:
-    """Accepted up to every place across groups and pages; then as the draft has it, nearly all refused."""
+    """Drafts accepted up to every position across groups and pages; then the draft's own, nearly all rejected."""
     lengths = {1: [250], 11: [1, 2, 3, 4, 123, 124, 125, 126, 253, 254, 255]}[at_once]
     prompts = random_prompts(20 + at_once, lengths)
     plain = ask(server, prompts, at_once, max_new_tokens=18)
@@ -74,7 +74,7 @@ def test_replays_answer_the_same_bits(server: Server, replaying: Speculating, at
 
 
 def test_a_page_that_was_filled_by_drafts_is_reused(server: Server, replaying: Speculating) -> None:
-    """Its checkpoint was taken a step later than it was full, and has the rows of the tokens that were kept."""
+    """Its tail was stored a step after the page was full, and has the rows of the accepted tokens."""
     prompts = random_prompts(7, [240, 244])
     plain = ask(server, prompts, 2, max_new_tokens=60)
     replaying.will_answer(prompts, plain)
@@ -88,8 +88,8 @@ def test_a_page_that_was_filled_by_drafts_is_reused(server: Server, replaying: S
 
 
 def test_the_next_drafts_are_the_same_outside_of_the_graph(server: Server, replaying: Speculating) -> None:
-    """A logit bias, of zero here, has SGLang accept drafts and store their context outside of the verify step's graph.
-    What is drafted then depends on the rows of all tokens that were kept."""
+    """A logit bias, of zero here, makes SGLang accept drafts and store their context outside of the verify step's
+    graph. The next drafts then depend on the rows of all accepted tokens."""
     prompts = random_prompts(60, [7, 250])
     replaying.will_answer(prompts, ask(server, prompts, 2, max_new_tokens=24))
     drafted, commits = [], []
@@ -107,7 +107,7 @@ def test_the_next_drafts_are_the_same_outside_of_the_graph(server: Server, repla
 
 
 def test_every_kind_of_graph_was_replayed(replaying: Speculating) -> None:
-    """Last: and no check of SGLang's or ours has ended the server."""
+    """Runs last: and no check of SGLang's or ours has ended the server."""
     for runner, width in RUNNERS[replaying.algorithm].items():
         assert replayed_graphs.LINE.format(runner, width) in replaying.server.log
     assert replaying.server.is_alive()
@@ -116,7 +116,7 @@ def test_every_kind_of_graph_was_replayed(replaying: Speculating) -> None:
 
 @pytest.mark.slow
 def test_ranks_answer_the_same_bits(tmp_path: Path) -> None:
-    """With the epilogue, in which rank 0 tells the other one what is kept."""
+    """With the epilogue, in which rank 0 sends the other rank the number of accepted drafts."""
     ranks = ("--tp", "2")
     prompts = random_prompts(31, [1, 2, 3, 4, 123, 126, 253, 254])
     with replaying_server("DSPARK", tmp_path, *ranks, env={VERIFY_EPILOGUE: "on"}) as drafting:

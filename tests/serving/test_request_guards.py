@@ -1,6 +1,6 @@
-"""Requests that ended the server, or got a 500, or were served as if they had asked for something else: a 400 each.
+"""Requests that ended the server, got a 500 or were served as other requests: now a 400 each.
 
-One test a row of the table in `request_guards`. Whoever asks behind them gets the bits of before.
+One test a row of the table in `requests.guards`. A request after them gets the same bits as before.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CASES = {
     "a-grammar-of-itself": (*sampled(ebnf="root ::= root"), "no text fulfils"),
     "a-schema-and-a-least-length": (
         *sampled(json_schema='{"type": "null"}', min_new_tokens=30, max_new_tokens=40),
-        "min_new_tokens is 30 beside json_schema",
+        "min_new_tokens is 30 with json_schema",
     ),
     "embeddings-by-position": (*generate(positional_embed_overrides=["x"]), "positional_embed_overrides"),
     "profile-of-minus-one-steps": ("/start_profile", {"num_steps": -1}, "num_steps must be at least 1"),
@@ -94,7 +94,8 @@ def test_a_section_that_is_none_is_refused(server: Server) -> None:
 
 
 def test_scores_are_computed(server: Server) -> None:
-    """/v1/score wants log-probabilities and no token: it ended the server, by a hook of ours that took no names."""
+    """/v1/score asks for log-probabilities and no token: it ended the server, because a hook of ours accepted no
+    keywords."""
     body = {"query": "x", "items": ["a", "b"], "label_token_ids": [5, 6], "model": "tiny"}
     response = requests.post(f"{server.url}/v1/score", json=body, timeout=TIMEOUT_S)
     assert response.status_code == 200, response.text
@@ -111,7 +112,7 @@ def test_a_profile_is_made(server: Server, tmp_path: Path) -> None:
     assert server.is_alive() and list(tmp_path.rglob("*.json*"))
 
 
-# ---- a server without prefix reuse, which takes embeddings; and whose weights may be changed
+# ---- a server without prefix reuse, which accepts embeddings and new weights
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +149,7 @@ def test_embeddings_are_taken(plain_server: Server) -> None:
 
 
 def test_weights_that_do_not_fit_leave_those_of_before(plain_server: Server, tmp_path: Path) -> None:
-    """SGLang writes those that fit, and rolls back to the same files; then it ended."""
+    """SGLang writes the weights that fit and then rolls back to the same files; that ended the server."""
     write_checkpoint(tmp_path, PRESETS["pro-0813"])
     before = known_answer(plain_server)
     body = {"model_path": str(tmp_path)}

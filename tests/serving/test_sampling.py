@@ -1,4 +1,4 @@
-"""SGLang's sampler on a CPU: each option does to the distribution what it says."""
+"""SGLang's sampler on a CPU: each option changes the distribution as documented."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from serving.server import Server, output_logprobs
 
 from sglang_dsv4.requests import penalties, sampling
-from sglang_dsv4.seam import compat
+from sglang_dsv4.seam import live
 
 PROMPT = [0, *range(40, 90)]
 LIMITS = [{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}, {"frequency_penalty": 1.0}]
@@ -24,7 +24,7 @@ def tokens(server: Server, **sampling_params: Any) -> list[int]:
 
 @pytest.mark.parametrize(
     "options",
-    # The two likeliest tokens of a random model may lie so close that 1e-3 draws the other one now and then.
+    # The two likeliest tokens of a random model may be so close that 1e-3 draws the other one now and then.
     [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-5}],
     ids=["top_k=1", "top_p=1e-6", "min_p=1", "temperature=0.00001"],
 )
@@ -46,7 +46,7 @@ def test_top_k_never_leaves_the_k_likeliest(server: Server) -> None:
 
 
 def test_frequency_penalty_forbids_repetition(server: Server) -> None:
-    """A logit falls by 2 for each time its token was said: without it a greedy random model repeats itself."""
+    """A logit falls by 2 each time its token is generated: without it a greedy random model repeats itself."""
     free = tokens(server, max_new_tokens=96)
     penalised = tokens(server, max_new_tokens=96, frequency_penalty=2.0)
     assert len(set(penalised)) > len(set(free))
@@ -84,14 +84,14 @@ def test_a_seed_decides_the_answer(server: Server, options: dict[str, float]) ->
 
 
 def test_a_seed_decides_beside_every_other_kind_of_request(server: Server) -> None:
-    """Seeded requests come into a running batch of unseeded ones and outlive others: batches merge and are filtered."""
+    """Seeded requests join a running batch of unseeded ones and outlive others: batches merge and are filtered."""
     alone = [tokens(server, temperature=1.5, sampling_seed=1, **options) for options in LIMITS]
     others = [{"temperature": 0.0}, *({"temperature": 1.5, **options} for options in LIMITS)]
     with ThreadPoolExecutor(16) as pool:
         beside = [pool.submit(tokens, server, max_new_tokens=8 * n, **o) for n, o in enumerate(others, 1)]
         seeded = [pool.submit(tokens, server, temperature=1.5, sampling_seed=1, **options) for options in LIMITS]
         assert [future.result() for future in seeded] == alone
-        assert beside[0].result() == tokens(server, max_new_tokens=8)  # the greedy one
+        assert beside[0].result() == tokens(server, max_new_tokens=8)  # the greedy request
     assert server.is_alive()
 
 
@@ -108,7 +108,7 @@ GREEDY = [
 def test_greedy_requests_have_the_same_bits_beside_requests_that_sample(server: Server) -> None:
     """SGLang took log(softmax) for log_softmax, divided by a temperature, and counted tokens late, twice or never.
 
-    The others are of many lengths and come while the judged ones decode, so that batches merge and shrink.
+    The other requests have many lengths and join while the compared ones decode, so that batches merge and shrink.
     """
 
     def answer(options: dict[str, Any]) -> tuple[list[int], list[float]]:
@@ -132,7 +132,7 @@ def test_greedy_requests_have_the_same_bits_beside_requests_that_sample(server: 
 def test_a_penalty_counts_each_token_of_the_answer_once(server: Server) -> None:
     """The same greedy choices, step by step, with the penalty as a bias of the next token's logits.
 
-    It was one token behind, and began with the last token of the prompt.
+    The penalty was one token late, and began with the last token of the prompt.
     """
     answer = server.generate(PROMPT, max_new_tokens=12, frequency_penalty=2.0)
     said, logprobs = answer["output_ids"], output_logprobs(answer)
@@ -144,7 +144,7 @@ def test_a_penalty_counts_each_token_of_the_answer_once(server: Server) -> None:
 
 
 def test_penalties_of_a_retracted_request_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes back in a new batch, whose penalisers SGLang makes with nothing counted."""
+    """The request returns in a new batch, whose penalisers SGLang makes with no counts."""
     from sglang.srt.sampling import penaltylib
 
     kinds = {
@@ -176,8 +176,8 @@ def test_penalties_of_a_retracted_request_go_on(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_greedy_row_takes_its_largest_logit_where_probabilities_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """exp rounds both of its largest logits to 1; a list of equal probabilities is sorted in any order."""
-    monkeypatch.setattr(compat, "live_parts", lambda: object())
+    """exp rounds its two largest logits to 1; a list of equal probabilities is sorted in any order."""
+    monkeypatch.setattr(live, "_live", object())
     logits = torch.tensor([[0.0, 1e-9, 2e-9, 0.0], [1.0, 0.0, 0.0, 0.0]])
     info = SimpleNamespace(is_any_greedy=True, is_all_greedy=False, top_ks=torch.tensor([1, 4]))
     sampling.note_greedy_tokens(logits, None, logits, info)  # type: ignore[arg-type]
@@ -202,7 +202,7 @@ def test_the_chat_api_takes_a_seed(server: Server) -> None:
 
 
 def test_seeded_draws_follow_the_distribution() -> None:
-    """Each count is binomial: 5 standard deviations of it, over 20 tokens, are missed by chance once in 10^5 runs."""
+    """Each count is binomial: 5 standard deviations, over 20 tokens, are exceeded by chance once in 10^5 runs."""
     draws = 20_000
     probs = torch.softmax(torch.randn(20, generator=torch.Generator().manual_seed(0)), 0)
     for seeds, positions in (
@@ -217,12 +217,12 @@ def test_seeded_draws_follow_the_distribution() -> None:
 
 @pytest.fixture
 def first_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of a draw, which needs SGLang's Triton kernel outside a server: the likeliest that is left."""
+    """Replaces the draw, which needs SGLang's Triton kernel outside a server, by the likeliest remaining token."""
     monkeypatch.setattr(sampling, "draw_by_seed", lambda logprobs, seed, positions: logprobs.argmax(1, keepdim=True))
 
 
 def left_of(probs: torch.Tensor, *limits: Any) -> torch.Tensor:
-    """What `sample_with_seeds` leaves of a distribution [B, V]."""
+    """Return the tokens that `sample_with_seeds` keeps of a distribution [B, V]."""
     seeds = torch.arange(len(probs))
     results = sampling.sample_with_seeds(None, probs.clone(), *limits, seeds, seeds, return_filtered_probs=True)
     _, left, ids, weight = results
@@ -232,7 +232,7 @@ def left_of(probs: torch.Tensor, *limits: Any) -> torch.Tensor:
 
 @pytest.mark.usefixtures("first_column")
 def test_the_limits_leave_what_they_leave_without_seeds() -> None:
-    """Compared with SGLang's function, which takes min_p last, and not beside seeds."""
+    """Compared with SGLang's function, which applies min_p last, and not together with seeds."""
     from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch as limited
 
     g = torch.Generator().manual_seed(0)
@@ -247,7 +247,8 @@ def test_the_limits_leave_what_they_leave_without_seeds() -> None:
 
 @pytest.mark.usefixtures("first_column")
 def test_equal_probabilities_are_taken_by_id_and_sums_are_exact() -> None:
-    """An eighth each: top_k takes the first ids; top_p those up to the sum, which is whole whatever its order."""
+    """Probabilities of an eighth each: top_k keeps the first ids; top_p those up to the sum, which is exact in any
+    order."""
     probs = torch.full((3, 8), 0.125)
     everything = torch.full((3,), 8)
     some = left_of(probs, torch.tensor([3, 8, 1]), torch.ones(3), torch.zeros(3), False)
@@ -258,7 +259,7 @@ def test_equal_probabilities_are_taken_by_id_and_sums_are_exact() -> None:
 
 @pytest.mark.usefixtures("first_column")
 def test_where_top_p_cuts_does_not_depend_on_the_order_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's cumulative sum may add in another order in another batch: here it adds from the other end."""
+    """A GPU's cumulative sum may add in another order in another batch: here it adds in reverse order."""
     probs = torch.softmax(torch.randn(200, 1000, generator=torch.Generator().manual_seed(1)), 1)
     limits = (torch.full((200,), 1000), torch.linspace(0.5, 0.99, 200), torch.zeros(200), False)
     expected = left_of(probs, *limits)

@@ -1,7 +1,7 @@
-"""Every number of the sampling parameters at the limits of its type and beyond, alone and beside others.
+"""Every number of the sampling parameters at the limits of its type and beyond, alone and with other requests.
 
-What a batch's tensors can't hold ended the server: they are made in the scheduler, of all requests at once. Now it is a
-400 that names the parameter, and those beside it have the bits that they have alone.
+A value that a batch's tensors cannot hold ended the server: they are made in the scheduler, of all requests at once.
+Now it is a 400 that names the parameter, and the other requests have the bits that they have alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "stop_token-negative": ("stop_token_ids", [-(2**31) - 1]),
 }
 SGLANGS = ("invalid type: ", "Requested token count exceeds")
-"""Reasons that come before ours and name no field."""
+"""SGLang's reasons, which come before ours and name no field."""
 IN_CHAT = ("top_k", "temperature", "repetition_penalty", "logit_bias", "min_p", "frequency_penalty", "stop_token_ids")
 TAKEN: dict[str, dict[str, Any]] = {
     "top_k-the-largest": {"top_k": 2**31 - 1, "temperature": 1.0},
@@ -45,7 +45,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     "bias-the-largest": {"logit_bias": {"5": 3e38}},
     "bias-the-least": {"logit_bias": {"5": -3e38}},
     "penalties": {"frequency_penalty": 2.0, "presence_penalty": -2.0, "repetition_penalty": 2.0},
-    "temperature-below-fp32": {"temperature": 1e-46},  # greedy, as everything below 1e-6
+    "temperature-below-fp32": {"temperature": 1e-46},  # greedy, as all below 1e-6
     "seed-the-largest": {"sampling_seed": 2**31 - 1, "temperature": 1.0},
 }
 
@@ -56,7 +56,7 @@ def known(server: Server) -> tuple[list[int], list[float]]:
 
 
 def answer_beside(server: Server, parameters: dict[str, Any]) -> tuple[int, tuple[list[int], list[float]] | None]:
-    """Status of a call with two prompts, and what the first one got, whose parameters are plain."""
+    """Return the status of a call with two prompts, and the answer to the first one, whose parameters are plain."""
     plain = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
     body = {
         "input_ids": [BESIDE, [0, 5, 6]],

@@ -20,10 +20,10 @@ from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config, write_checkpoi
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 127, 128, 129, 130, 255, 256, 257, 511, 512, 513, 1030)
 DECODED = 6
-# 32 indexer heads: a score of exactly 0 (no head's ReLU open), and with it a tie, does not occur.
+# With 32 indexer heads a score of exactly 0 (all ReLUs closed), and with it a tie, does not occur.
 SHAPE = replace(PRESETS["tiny"], index_n_heads=32, moe_intermediate_size=128)
 SEED = 10  # every decision of these prompts is clearer than MARGIN
-ASKED = list(range(0, SHAPE.vocab_size, 8))  # ids whose log-probabilities are asked for; each has all logits in it
+ASKED = list(range(0, SHAPE.vocab_size, 8))  # ids whose log-probabilities are requested; each one depends on all logits
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +42,14 @@ def oracle(checkpoint: Path) -> TransformersOracle:
 def fp32_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("fp32-server") / "log"
     flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "7", SLEEP_ON_IDLE)
-    # Mixed batches: while one request prefills, the others' decode steps ride along.
+    # Mixed batches: decode steps of running requests join a prefill.
     with running_server(checkpoint, log, *flags, "--chunked-prefill-size", "256", "--enable-mixed-chunk") as server:
         yield server
 
 
 def generate(server: Server, prompt: list[int]) -> tuple[Tensor, list[int]]:
-    """(log-probabilities of ASKED at prompt positions 0.. and at each output step [n, len(ASKED)], output ids)."""
+    """Return (log-probabilities of ASKED at prompt positions 0.. and at each output step [n, len(ASKED)], output
+    ids)."""
     body = {
         "input_ids": prompt,
         "sampling_params": {"max_new_tokens": DECODED, "temperature": 0, "ignore_eos": True},
@@ -67,7 +68,7 @@ def generate(server: Server, prompt: list[int]) -> tuple[Tensor, list[int]]:
 
 
 def check(oracle: TransformersOracle, prompt: list[int], answer: tuple[Tensor, list[int]]) -> None:
-    """The prompt's positions from transformers' whole-sequence logits, with our own output ids appended."""
+    """Compare the prompt's positions with transformers' whole-sequence logits, with our own output ids appended."""
     actual, output = answer
     expected = oracle.run(torch.tensor(prompt + output[:-1]))
     assert len(actual) == len(prompt) - 1 + DECODED == len(expected.logits)
@@ -92,7 +93,7 @@ def test_prompt_alone(fp32_server: Server, oracle: TransformersOracle, prompt: l
 
 
 def test_prompts_together(fp32_server: Server, oracle: TransformersOracle) -> None:
-    """All at once against seven running requests: waiting, mixed batches, slots and pages that others have used."""
+    """All at once with seven running requests: waiting, mixed batches, reused slots and pages."""
     with ThreadPoolExecutor(len(LENGTHS)) as pool:
         answers = list(pool.map(lambda prompt: generate(fp32_server, prompt), prompts()))
     for prompt, answer in zip(prompts(), answers, strict=True):

@@ -1,101 +1,47 @@
-"""Drafts through SGLang's server on a CPU: an answer has the tokens and log-probabilities that it has without them.
+"""Speculation through SGLang's server on a CPU: answers have the same tokens and log-probabilities as without it.
 
-Proposals come from an oracle (`oracle_drafts`), so that blocks are accepted up to every place. The server without
-speculation is the one that the session shares; those with it keep prefixes in host memory and files, too.
+Proposals come from an oracle (`oracle_drafts`), so that blocks are accepted up to every position. The server without
+speculation is the session's; those with it also keep prefixes in host memory and files.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 from serving import oracle_drafts
 from serving.server import (
-    MAX_RUNNING,
-    POOL_TOKENS,
-    SLEEP_ON_IDLE,
     TAILS,
     Server,
     account,
     flush,
-    output_logprobs,
     running_server,
     wait_for_files,
 )
+from serving.speculation import (
+    ALGORITHMS,
+    FLAGS,
+    HOST_TIERS,
+    Speculating,
+    ask,
+    assert_same,
+    drafting_flags,
+    random_prompts,
+    tokens_a_step,
+)
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
-from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
-from sglang_dsv4.warmup.cuda_graphs import VERIFY_EPILOGUE
-
-# Requests are let in as if they answered with a token or two, so that the pool runs out while they decode.
-OPTIMISTIC = ("--schedule-conservativeness", "0.01")
-FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING), SLEEP_ON_IDLE)
-FLAGS += ("--chunked-prefill-size", "512", "--constrained-json-disable-any-whitespace", *OPTIMISTIC)
-HOST_TIERS = ("--enable-hierarchical-cache", "--hicache-ratio", "2")
-HOST_TIERS += ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete")
-# The same target: a checkpoint's draft is drawn behind it, from the same seed.
-ALGORITHMS = {
-    "EAGLE": (PRESETS["tiny"], 3, ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1")),
-    "DSPARK": (replace(PRESETS["tiny"], dspark_markov_rank=32, dspark_target_layer_ids=(1, 2, 3)), 5, ()),
-}
-
-NO_EPILOGUE = "DSPARK, acceptance outside of the graph"
-"""In place of an algorithm's name: that one, and the host launches what DSpark does behind a verify step."""
-
-
-def algorithm_and_switch(name: str) -> tuple[str, dict[str, str]]:
-    """SGLang's name of an algorithm or of `NO_EPILOGUE`, and the environment that its server is to have."""
-    return name.partition(",")[0], {VERIFY_EPILOGUE: "off"} if name == NO_EPILOGUE else {}
-
-
-def drafting_flags(algorithm: str) -> tuple[str, ...]:
-    """Of a server that drafts by it."""
-    _, drafts, flags = ALGORITHMS[algorithm]
-    return (*flags, "--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", str(drafts + 1))
-
-
-class Speculating:
-    """A server that drafts, and the answers that its oracle knows, in a file of the folder that it was installed to."""
-
-    def __init__(self, server: Server, name: str, folder: Path) -> None:
-        self.server, self.algorithm, self.prefixes = server, algorithm_and_switch(name)[0], folder / "prefixes"
-        self.ends_in_the_graph = name == "DSPARK"
-        self._file = folder / oracle_drafts.ANSWERS
-        self._answers: dict[str, list[int]] = {}
-
-    @property
-    def drafts(self) -> int:
-        """Tokens that are drafted in a step."""
-        return ALGORITHMS[self.algorithm][1]
-
-    def will_answer(self, prompts: list[list[int]], results: list[dict[str, Any]]) -> None:
-        """Let the oracle draft them."""
-        for prompt, result in zip(prompts, results, strict=True):
-            self._answers[" ".join(map(str, prompt))] = result["output_ids"]
-        written = self._file.with_suffix(".new")
-        written.write_text(json.dumps(self._answers))
-        written.rename(self._file)
-
-    def drafted(self) -> list[list[Any]]:
-        """What the draft proposed for requests that the oracle knows since this was last asked, by prompt and place."""
-        file = self._file.with_name(oracle_drafts.DRAFTED)
-        lines = file.read_text().splitlines() if file.exists() else []
-        file.unlink(missing_ok=True)
-        return sorted(json.loads(line) for line in lines)
-
+from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 
 ONE_OF_BOTH = pytest.mark.parametrize(
     "speculating", [pytest.param("EAGLE", marks=pytest.mark.slow), "DSPARK"], indirect=True, scope="module"
 )
-"""What takes half a minute, and is of the scheduler and of the tiers rather than of a draft."""
+"""For tests of half a minute that concern the scheduler and the tiers rather than a draft."""
 
 
 @pytest.fixture(scope="module", params=list(ALGORITHMS))
@@ -108,44 +54,22 @@ def speculating(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         yield Speculating(running, request.param, folder)
 
 
-def random_prompts(seed: int, lengths: list[int]) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(10, 1000) for _ in range(n)] for n in lengths]
-
-
-def ask(server: Server, prompts: list[list[int]], at_once: int, **sampling_params: Any) -> list[dict[str, Any]]:
-    with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(lambda prompt: server.generate(prompt, **sampling_params), prompts))
-
-
-def assert_same(plain: list[dict[str, Any]], drafted: list[dict[str, Any]]) -> None:
-    for number, (one, other) in enumerate(zip(plain, drafted, strict=True)):
-        assert other["output_ids"] == one["output_ids"], f"request {number}"
-        assert output_logprobs(other) == output_logprobs(one), f"request {number}"
-        assert other["meta_info"]["finish_reason"] == one["meta_info"]["finish_reason"], f"request {number}"
-
-
-def tokens_a_step(results: list[dict[str, Any]]) -> float:
-    steps = sum(result["meta_info"]["spec_verify_ct"] for result in results)
-    return sum(len(result["output_ids"]) - 1 for result in results) / steps
-
-
-# Every residue of a CSA group, and beside the boundaries of HCA's groups and of pages.
+# Every residue of a CSA group, and both sides of the ends of HCA's groups and of pages.
 LENGTHS = {1: [1, 126, 251], 14: [2, 3, 4, 121, 123, 124, 125, 127, 249, 250, 252, 253, 254, 255]}
 
 
 @pytest.mark.parametrize("at_once", LENGTHS)
 def test_greedy_answers_are_the_same_bits(server: Server, speculating: Speculating, at_once: int) -> None:
-    """Blocks cross groups and pages, and are accepted up to every place; then again, nearly all refused."""
+    """Blocks cross groups and pages and are accepted up to every position; then again, nearly all rejected."""
     prompts = random_prompts(at_once, LENGTHS[at_once])
     plain = ask(server, prompts, 14, max_new_tokens=20)
     speculating.will_answer(prompts, plain)
     drafted = ask(speculating.server, prompts, at_once, max_new_tokens=20)
     assert_same(plain, drafted)
-    assert tokens_a_step(drafted) > 1 + 0.3 * speculating.drafts  # half of them, but for the ends
+    assert tokens_a_step(drafted) > 1 + 0.3 * speculating.drafts  # half of them, except at the ends
     prompts = random_prompts(at_once + 1, LENGTHS[at_once])
     plain = ask(server, prompts, 14, max_new_tokens=10)
-    drafted = ask(speculating.server, prompts, at_once, max_new_tokens=10)  # as drafted
+    drafted = ask(speculating.server, prompts, at_once, max_new_tokens=10)  # with the draft's own proposals
     assert_same(plain, drafted)
     assert tokens_a_step(drafted) < 1.2
 
@@ -162,14 +86,14 @@ def test_hits_answer_the_same_bits(server: Server, speculating: Speculating) -> 
     speculating.will_answer(prompts, plain)
     drafted = ask(speculating.server, prompts, 6, max_new_tokens=20)
     assert_same(plain, drafted)
-    # EAGLE's keys are pairs of tokens: what was stored ends a token earlier.
+    # EAGLE's keys are pairs of tokens: a stored prefix ends a token earlier.
     assert [result["meta_info"]["cached_tokens"] for result in drafted] == [512] * 4 + [256] * 2
 
 
 @ONE_OF_BOTH
 def test_prefixes_from_host_memory_and_files_answer_the_same_bits(server: Server, speculating: Speculating) -> None:
-    """Of prefills, and of a conversation whose last page decoding filled: first others take the pool, then it is
-    flushed. That the draft's own proposals are the same there is `test_draft_tails`' matter."""
+    """Prefixes of prefills, and of a conversation whose last page decoding filled: first other requests fill the pool,
+    then it is flushed. `test_draft_tails` shows that the draft's own proposals are the same there."""
     first, talk = random_prompts(10, [1100, 240])
     answers = ask(speculating.server, [first, talk], 2, max_new_tokens=40)
     prompts = [[*first, 5], [*first[:560], 6, 7], [*talk, *answers[1]["output_ids"][:30], 9]]
@@ -190,7 +114,7 @@ def test_prefixes_from_host_memory_and_files_answer_the_same_bits(server: Server
 
 @ONE_OF_BOTH
 def test_answers_end_inside_a_block(server: Server, speculating: Speculating) -> None:
-    """By a stop token, a stop string or the limit, at each place of a block."""
+    """An answer ends at a stop token, a stop string or the limit, at each position of a block."""
     prompts = random_prompts(4, [40] * 4)
     whole = ask(server, prompts, 4, max_new_tokens=14)
     speculating.will_answer(prompts, whole)
@@ -243,7 +167,8 @@ def test_seeded_answers_are_the_same_tokens(server: Server, speculating: Specula
 
 
 def test_draws_of_the_only_likely_token_are_greedy(server: Server, speculating: Speculating) -> None:
-    """Without a seed, beside a greedy request: what is kept and what follows it is drawn, with one token's odds."""
+    """Sampled without a seed in a batch with a greedy request: acceptance and the next token are drawn from one likely
+    token."""
     prompts = random_prompts(9, [21, 131, 253, 60])
     plain = ask(server, prompts, 4, max_new_tokens=20)
     speculating.will_answer(prompts, plain)
@@ -258,7 +183,7 @@ def test_draws_of_the_only_likely_token_are_greedy(server: Server, speculating: 
 
 @ONE_OF_BOTH
 def test_retracted_and_aborted_requests_leave_no_trace(server: Server, speculating: Speculating) -> None:
-    """The pool runs out at page boundaries; others are aborted, and their slots go to who waits."""
+    """The pool runs out at page boundaries; other requests are aborted, and waiting requests get their slots."""
     prompts = random_prompts(7, [480, 490, 495, 500, 500, 3, 485, 499, 488, 501, 491, 492])
     plain = ask(server, prompts, 12, max_new_tokens=36)
     speculating.will_answer(prompts, plain)
@@ -268,7 +193,7 @@ def test_retracted_and_aborted_requests_leave_no_trace(server: Server, speculati
         sampling = {"max_new_tokens": 500, "temperature": 0}
         body = {"rid": f"doomed-{index}", "input_ids": doomed[index], "sampling_params": sampling}
         request = pool.submit(requests.post, f"{speculating.server.url}/generate", json=body, timeout=300)
-        while not request.done():  # again, if it was not there yet
+        while not request.done():  # again, if the request was not known yet
             time.sleep(0.5)
             requests.post(f"{speculating.server.url}/abort_request", json={"rid": f"doomed-{index}"}, timeout=300)
         request.result()
@@ -283,6 +208,6 @@ def test_retracted_and_aborted_requests_leave_no_trace(server: Server, speculati
 
 
 def test_the_server_lives(speculating: Speculating) -> None:
-    """Last: no check of SGLang's or ours on pages, slots and checkpoints has ended it."""
+    """Runs last: no check of SGLang's or ours on pages, slots and tails has ended the server."""
     assert speculating.server.is_alive()
     assert "Traceback" not in speculating.server.log

@@ -1,10 +1,10 @@
-"""What a GPU should run first of speculation: servers with CUDA graphs of verify and draft steps, and without.
+"""The first tests of speculation on a GPU: servers with CUDA graphs of verify and draft steps, and without.
 
 A small checkpoint of random weights with the released attention. Proposals come from an oracle (`oracle_drafts`), so
-that blocks are accepted up to every place. Requests run one at a time with graphs of their own size, so that a server
-without graphs launches the same kernels: every token has to be the same. In batches the products' last bits depend on
-the batch, except under --enable-deterministic-inference: there every answer has to be that of a server without
-speculation.
+that blocks are accepted up to every position. Requests run one at a time with graphs of their own size, so that a
+server without graphs launches the same kernels: every token has to be the same. In batches the products' last bits
+depend on the batch, except under --enable-deterministic-inference: there every answer has to be that of a server
+without speculation.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ import pytest
 import torch
 from serving import oracle_drafts
 from serving.server import running_server
-
-from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
-from sglang_dsv4.warmup.cuda_graphs import VERIFY_EPILOGUE
-from tests.serving.test_speculation import (
+from serving.speculation import (
     ALGORITHMS,
     NO_EPILOGUE,
     Speculating,
@@ -33,12 +30,15 @@ from tests.serving.test_speculation import (
     tokens_a_step,
 )
 
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.warmup.cuda_graphs import VERIFY_EPILOGUE
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU with SGLang on it"),
 ]
-# As few layers as SGLang takes for a DSpark target, with the least widths that the kernels take: weights are drawn and
-# encoded on the host.
+# As few layers as SGLang allows for a DSpark target, with the least widths that the kernels support, because weights
+# are drawn and encoded on the host.
 SMALL = replace(PRESETS["flash"], compress_ratios=(0, 4, 128, 4), num_hash_layers=1, hidden_size=1024, q_lora_rank=512)
 SHAPES = {
     "EAGLE": SMALL,
@@ -49,10 +49,10 @@ FLAGS += ("--context-length", "8192", "--mem-fraction-static", "0.9", "--random-
 GRAPHS = ("--cuda-graph-bs-decode", "1", "4", "16")
 EXACT = "--enable-deterministic-inference"
 SHORT = [1, 3, 126, 127, 128, 150, 165]
-"""Prefills in which no runner of SGLang's orders tokens by atomics; the answers end behind a page."""
+"""Lengths of prefills in which no runner of SGLang's orders tokens by atomics; the answers end after a page's end."""
 LENGTHS = [1, 3, 126, 127, 128, 250, 253, 255, 256, 511, 600, 770]
 GRAPH_LINES = {"EAGLE": ("target verify", "draft decode", "extend step"), "DSPARK": ("target verify", "draft verify")}
-EPILOGUE_LINE = "graphs of verify steps end with which of DSpark's drafts are kept"
+EPILOGUE_LINE = "draft acceptance is captured in the graphs of verify steps"
 
 
 @pytest.fixture(scope="module", params=[*SHAPES, NO_EPILOGUE])
@@ -89,7 +89,7 @@ def tokens(results: list[dict]) -> list[list[int]]:
 
 
 def test_replays_are_what_was_recorded(checkpoint: Path, algorithm: str) -> None:
-    """One request at a time. What was drafted without graphs is what the oracle knows of the second server's."""
+    """One request at a time. The second server's oracle drafts the answers of the first, which has no graphs."""
     prompts = random_prompts(1, SHORT)
     with serving(checkpoint, "eager", algorithm, "--disable-cuda-graph") as eager:
         refused = ask(eager.server, prompts, 1, max_new_tokens=100)
@@ -107,7 +107,7 @@ def test_replays_are_what_was_recorded(checkpoint: Path, algorithm: str) -> None
 
 
 def test_answers_are_those_without_speculation(checkpoint: Path, algorithm: str) -> None:
-    """In batches that are padded, with prefixes reused, under the flag."""
+    """In padded batches, with reused prefixes, under the flag."""
     prompts = random_prompts(2, LENGTHS)
     turns: list[list[int]] = []
     with serving(checkpoint, "plain", None, EXACT, *GRAPHS) as plain:
@@ -116,7 +116,9 @@ def test_answers_are_those_without_speculation(checkpoint: Path, algorithm: str)
         second = ask(plain.server, turns, 12, max_new_tokens=24)
     with serving(checkpoint, "drafted", algorithm, EXACT, *GRAPHS) as drafted:
         for asked, expected, new_tokens in ((prompts, first, 40), (turns, second, 24)):
-            assert tokens(ask(drafted.server, asked, 3, max_new_tokens=new_tokens)) == tokens(expected)  # as drafted
+            assert tokens(ask(drafted.server, asked, 3, max_new_tokens=new_tokens)) == tokens(
+                expected
+            )  # with the draft's own proposals
             drafted.will_answer(asked, expected)
             found = ask(drafted.server, asked, 12, max_new_tokens=new_tokens)
             assert tokens(found) == tokens(expected)

@@ -1,4 +1,4 @@
-"""What happens between the command and the first answer: ready in time, or stopped with a reason."""
+"""From the command to the first answer: the server is ready in time, or stops with a reason."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_plain_command_without_flags_is_ready_in_a_minute(checkpoint: Path, tmp_
         assert server.chat("Hello!").choices[0].message.content
         info = requests.get(f"{server.url}/server_info", timeout=300).json()
         assert (info["max_total_num_tokens"], info["max_running_requests"]) == (65536, 32)
-        # The promise is for a quiet machine: not judged while others compute.
+        # The promise is for a quiet machine: not judged while other processes compute.
         if os.getloadavg()[0] < os.cpu_count() + 1:
             assert server.ready_s < 60
 
@@ -128,7 +128,8 @@ def test_quickstart_says_that_the_port_is_taken(checkpoint: Path) -> None:
 def test_quickstart_says_what_is_wrong_with_the_port(
     error: OSError, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Port 80 "was taken by another program". Whoever runs this test may be privileged, so the kernel is not asked."""
+    """The message was wrong: port 80 "was taken by another program". A privileged user may run this test, so the
+    kernel's answer is replaced."""
 
     class Socket(socket.socket):
         def bind(self, address: object) -> None:
@@ -164,7 +165,7 @@ def test_continuous_integration_runs_both_and_fails_with_either(failing: str, tm
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
     rules = [f"{goal}:\n\t@echo {goal}{'; exit 1' if goal == failing else ''}\n" for goal in ("test", "lint")]
     (tmp_path / "Makefile").write_text("".join(rules))
-    # This suite is itself run by make, whose variables would make the inner one announce its folders.
+    # make runs this suite, and its variables would make the inner make announce its folders.
     env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     done = subprocess.run([tmp_path / ".ci" / "run"], capture_output=True, text=True, env=env)
     assert done.stdout.split() == ["test", "lint"]
@@ -172,7 +173,7 @@ def test_continuous_integration_runs_both_and_fails_with_either(failing: str, tm
 
 
 def test_quickstart_says_that_there_is_no_such_port(checkpoint: Path) -> None:
-    """It used to end in the socket's OverflowError."""
+    """It used to end with the socket's OverflowError."""
     done = quickstart("--model-path", str(checkpoint), "--port", "70000")
     assert done.returncode == 1
     assert done.stderr.strip().startswith("70000 is no port")

@@ -1,8 +1,8 @@
 """Switches that change how a step runs on a GPU change no bit of an answer: its tokens and their log-probabilities.
 
-A small checkpoint of random weights with the released attention: two starts have the same weights, whatever they keep.
-Answers of one request at a time, of 16 and of 40 at once, so that graphs of several sizes and steps on either side of
-what the switches do by the number of tokens are in it; prefixes are reused.
+A small checkpoint of random weights with the released attention: two starts have the same weights in any storage
+format. Answers of one request at a time, of 16 and of 40 at once cover graphs of several sizes and both sides of the
+switches' thresholds on the number of tokens; prefixes are reused.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from serving.server import output_logprobs, running_server
+from serving.small_release import FLAGS, SHAPE
+from serving.speculation import ask, random_prompts
 
 from dsv4_kernels.device import dependent_launch
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 from sglang_dsv4.layers import fp8_linear, grouped_projection, side_stream
-from tests.serving.test_chat_gpu import FLAGS, SHAPE
-from tests.serving.test_speculation import ask, random_prompts
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,4 +1,5 @@
-"""Two ranks over gloo answer as one process does: heads, groups, experts and vocabulary are sharded, caches are not.
+"""Two ranks over gloo answer as one process does: heads, output groups, experts and vocabulary are sharded, caches are
+not.
 
 fp32, nothing quantised: only the order of the sums over ranks differs.
 """

@@ -1,5 +1,5 @@
-"""Prefixes beyond the device through SGLang's own server: exact under concurrency, aborts and flushes, found again by
-the next server, and left alone by one with other weights.
+"""Prefixes beyond the device through SGLang's own server: deterministic under concurrency, aborts and flushes, found
+again by the next server, and ignored by a server with other weights.
 
 Ten pages on the device, some thirty in host memory, and files.
 """
@@ -69,8 +69,8 @@ PROMPT = some(1, 1100)
 def test_from_host_memory_from_files_and_after_a_restart(
     server: Server, checkpoint: Path, folder: Path, tmp_path: Path
 ) -> None:
-    """One prompt, four times: cold; from host memory after others took the pool; from files after a flush; from files
-    by another server, while the first one is killed in the middle of writing."""
+    """One prompt, four times: cold; from host memory after other requests filled the pool; from files after a flush;
+    from files by another server, while the first one is killed in the middle of writing."""
     cold = server.generate(PROMPT, max_new_tokens=6)
     assert account(cold)["position"] == 0
     for seed in range(10, 14):
@@ -165,7 +165,7 @@ def test_other_weights_find_nothing(checkpoint: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
-    """Rank 0 writes, both read, and both trees stay equal (SGLang compares them)."""
+    """Rank 0 writes, both ranks read, and both trees stay equal (SGLang compares them)."""
     from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
     write_checkpoint(tmp_path / "model", PRESETS["tiny"], quantised=False)

@@ -1,4 +1,4 @@
-"""Loaded models shared by the tests of this folder: each (schedule, dtype, switches) is built once a session."""
+"""Loaded models that the tests of this folder share: each (schedule, dtype, switches) is built once a session."""
 
 import sys
 from collections.abc import Callable
@@ -14,13 +14,16 @@ from model.served import SCHEDULES, SEED, Served
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "emulator"))  # for experts that are computed there
 
-# These dimensions are far too small for a second thread, whose barriers cost more than it brings.
+# These dimensions are far too small for a second thread, whose barriers cost more than it gains.
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
-    """`serve(schedule="flash-like", dtype="float32", qat="off", seed=SEED, server_args=None, **config overrides)`."""
+    """Return a function that builds or finds a served model.
+
+    `serve(schedule="flash-like", dtype="float32", qat="off", seed=SEED, server_args=None, **config overrides)`.
+    """
     made: dict[Any, Served] = {}
 
     def build(
@@ -35,7 +38,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
         if key not in made:
             config = configuration(SCHEDULES[schedule], torch_dtype=dtype, **overrides)
             weights = random_weights(config, seed)
-            if dtype == "bfloat16":  # the model holds them in bf16; the others' fp32 copies shall be the same numbers
+            if dtype == "bfloat16":  # the model holds them in bf16; the references' fp32 copies get the same numbers
                 weights = {name: as_stored(name, value) for name, value in weights.items()}
             folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), config, weights)
             harness = Harness(folder, dtype=dtype, qat=qat, **(server_args or {}))

@@ -29,6 +29,10 @@ from cutlass import Float32, Int32, Int64
 from cutlass.experimental import primitives as prims
 
 from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device.mbarrier import arrive, wait
+from dsv4_kernels.device.pipeline import stage_of
+from dsv4_kernels.device.pointers import gmem, typed
+from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES, swizzled, tmem_columns, unswizzled
 from dsv4_kernels.moe.sm100.epilogue import finish_tiles
 from dsv4_kernels.moe.sm100.plan import (
     CHUNK,
@@ -37,7 +41,6 @@ from dsv4_kernels.moe.sm100.plan import (
     SCALE_COLUMNS,
     SCALE_TILE_BYTES,
     SCALES_PER_TILE,
-    SWIZZLE_ROW_BYTES,
     THREADS,
     TILE_ROWS,
     WARPS_OF_GROUP,
@@ -48,8 +51,6 @@ from dsv4_kernels.moe.sm100.plan import (
     Product,
     Warp,
 )
-from dsv4_kernels.sparse_attention.sm100.barriers import arrive, wait
-from dsv4_kernels.sparse_attention.sm100.memory import gmem, tmem_columns, typed
 
 PRODUCT_BYTES = SWIZZLE_ROW_BYTES // PRODUCTS_PER_STEP
 AHEAD = 3
@@ -134,7 +135,8 @@ def experts_kernel(
 def wait_until_empty(barriers: cutlass.Pointer, count: Int32, plan: cutlass.Constexpr) -> None:
     """Until the products of the step that had this step's stage before are through."""
     if count >= plan.stages:
-        wait(barriers, Barrier.EMPTY + count % plan.stages, (count // plan.stages - 1) & 1)
+        stage = stage_of(count, plan.stages)
+        wait(barriers, Barrier.EMPTY + stage.index, stage.phase ^ 1)
 
 
 # Weights
@@ -281,10 +283,9 @@ def multiply(
             wait(barriers, Barrier.FREE + buffer, (tiles // 2 - 1) & 1)
             prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
         for step in cutlass.range(steps):
-            stage = count % plan.stages
-            parity = count // plan.stages & 1
-            wait(barriers, Barrier.WEIGHTS + stage, parity)
-            wait(barriers, Barrier.TOKENS + stage, parity)
+            stage, phase = stage_of(count, plan.stages)
+            wait(barriers, Barrier.WEIGHTS + stage, phase)
+            wait(barriers, Barrier.TOKENS + stage, phase)
             start = smem + stage * plan.stage_bytes
             for part in cutlass.range_constexpr((plan.matrices + 1) * plan.scale_tiles):
                 prims.tcgen05_cp(
@@ -359,24 +360,4 @@ def multiply_part(
         weight_scales,
         token_scales,
         scale_vec_size=per_row,
-    )
-
-
-def swizzled(start: cutlass.Pointer) -> prims.Tcgen05SmemDesc:
-    """Descriptor of rows of 128 bytes, K innermost."""
-    return prims.Tcgen05SmemDesc.build(
-        start_address=start,
-        leading_byte_offset=16,
-        stride_byte_offset=8 * SWIZZLE_ROW_BYTES,
-        layout=prims.Tcgen05SmemSwizzle.SWIZZLE_128B,
-    )
-
-
-def unswizzled(start: cutlass.Pointer) -> prims.Tcgen05SmemDesc:
-    """Descriptor of 32 rows of 16 bytes in a row."""
-    return prims.Tcgen05SmemDesc.build(
-        start_address=start,
-        leading_byte_offset=16,
-        stride_byte_offset=8 * CHUNK,
-        layout=prims.Tcgen05SmemSwizzle.NONE,
     )

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from cutlass import Float32, Int32, Int64
 
+from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES
+
 TILE_ROWS = 128
 """Weight rows of a product, the M of an instruction and the lanes of tensor memory."""
-SWIZZLE_ROW_BYTES = 128
-"""Of a row of either operand in a pipeline stage."""
 PRODUCTS_PER_STEP = 4
 """Instructions of a stage and matrix, of 32 bytes of a row each."""
 SCALES_PER_TILE = 4

@@ -25,8 +25,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from dsv4_kernels.device import dependent_launch, ptx
-from dsv4_kernels.device.bf16_rows import add, at_least, at_most, exp, mul, reciprocal
-from dsv4_kernels.linear.kernel import store_bf16
+from dsv4_kernels.device.bf16_rows import mul
+from dsv4_kernels.device.pipeline import Stage, first_to_fill, first_to_read, following, wrapped
+from dsv4_kernels.moe.activation import swiglu
 from dsv4_kernels.moe.sm90.plan import (
     CHANNELS,
     CONSUMER_WARPS,
@@ -124,7 +125,7 @@ def produce(
     end: Int32,
 ) -> None:
     """One thread: all copies, a stage after the other."""
-    stage, phase = Int32(0), Int32(1)  # nobody has to give back a stage that was never filled
+    stage = first_to_fill()
     for index in cutlass.range(first, end, stride, unroll=1):
         row_tile, expert, first_group, groups = work_tile(args, index)
         codes = args.codes + (Int64(expert) * args.row_tiles + row_tile) * args.steps * CODE_BYTES
@@ -135,11 +136,11 @@ def produce(
         if cutlass.const_expr(plan.shape.paired):
             # A loop each: a branch in every step of the only one took decode 2 % of its time.
             if groups * GROUP > plan.shape.room:
-                stage, phase = copy_steps(args, plan, 2, base, full, empty, stage, phase, sources, groups)
+                stage = copy_steps(args, plan, 2, base, full, empty, stage, sources, groups)
             else:
-                stage, phase = copy_steps(args, plan, 1, base, full, empty, stage, phase, sources, groups)
+                stage = copy_steps(args, plan, 1, base, full, empty, stage, sources, groups)
         else:
-            stage, phase = copy_steps(args, plan, 1, base, full, empty, stage, phase, sources, groups)
+            stage = copy_steps(args, plan, 1, base, full, empty, stage, sources, groups)
 
 
 @cute.jit
@@ -150,11 +151,10 @@ def copy_steps(
     base: Int32,
     full: cute.Pointer,
     empty: cute.Pointer,
-    stage: Int32,
-    phase: Int32,
+    stage: Stage,
     sources: tuple,
     groups: Int32,
-) -> tuple:
+) -> Stage:
     """Copies of a work tile, whose steps take so many stages; returns the stage and phase behind it.
 
     The tokens of one that takes two reach into the second, whose codes nobody needs.
@@ -162,21 +162,20 @@ def copy_steps(
     codes, shifts, tokens, scales = sources
     token_bytes, scale_bytes = groups * GROUP_BYTES, groups * (4 * GROUP)
     for step in cutlass.range(args.steps, unroll=1):
-        cute.arch.mbarrier_wait(empty + stage + (stages - 1), phase)  # warps give stages back in order
+        at = stage.index
+        cute.arch.mbarrier_wait(empty + at + (stages - 1), stage.phase)  # warps give stages back in order
         for other in cutlass.range_constexpr(1, stages):
-            cute.arch.mbarrier_arrive(full + stage + other)
-        barrier = full + stage
+            cute.arch.mbarrier_arrive(full + at + other)
+        barrier = full + at
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, CODE_BYTES + SHIFT_BYTES + token_bytes + scale_bytes)
-        at = Int32(barrier.toint())
-        copy(base + plan.codes_offset + stage * CODE_BYTES, codes + Int64(step) * CODE_BYTES, CODE_BYTES, at)
-        copy(base + plan.shifts_offset + stage * SHIFT_BYTES, shifts + step * SHIFT_BYTES, SHIFT_BYTES, at)
-        copy(base + stage * plan.token_bytes, tokens + Int64(step) * token_bytes, token_bytes, at)
-        to_scales = base + plan.scales_offset + stage * (4 * plan.shape.room)
-        copy(to_scales, scales + Int64(step) * scale_bytes, scale_bytes, at)
-        stage += stages
-        if stage == plan.shape.stages:
-            stage, phase = Int32(0), phase ^ 1
-    return stage, phase
+        arrival = Int32(barrier.toint())
+        copy(base + plan.codes_offset + at * CODE_BYTES, codes + Int64(step) * CODE_BYTES, CODE_BYTES, arrival)
+        copy(base + plan.shifts_offset + at * SHIFT_BYTES, shifts + step * SHIFT_BYTES, SHIFT_BYTES, arrival)
+        copy(base + at * plan.token_bytes, tokens + Int64(step) * token_bytes, token_bytes, arrival)
+        to_scales = base + plan.scales_offset + at * (4 * plan.shape.room)
+        copy(to_scales, scales + Int64(step) * scale_bytes, scale_bytes, arrival)
+        stage = following(stage, plan.shape.stages, stages)
+    return stage
 
 
 def copy(shared: Int32, address: Int64, num_bytes: Int32 | int, barrier: Int32) -> None:
@@ -207,7 +206,7 @@ def consume(
     lane, unit = thread % WARP, thread // WARP
     barriers = full, empty
     sum_all = sum_products_ahead if plan.shape.ahead else sum_products
-    stage, phase = Int32(0), Int32(0)
+    stage = first_to_read()
     for index in cutlass.range(first, end, stride, unroll=1):
         row_tile, expert, first_group, groups = work_tile(args, index)
         least = 0
@@ -216,15 +215,14 @@ def consume(
             if (groups * GROUP > least) & (groups * GROUP <= slots):
                 sums = cute.make_rmem_tensor((slots // 2,), Float32)
                 sums.fill(0.0)
-                sum_all(args.steps, plan, slots, base, barriers, lane, unit, stage, phase, sums)
+                sum_all(args.steps, plan, slots, base, barriers, lane, unit, stage, sums)
                 finish(args, plan, slots, lane, unit, (row_tile, expert, first_group, groups), sums)
             least = slots
-        passed = stage + args.steps
+        index_after = stage.index + args.steps
         if cutlass.const_expr(plan.shape.paired):
             if groups * GROUP > plan.shape.room:
-                passed += args.steps
-        phase = (phase + passed // plan.shape.stages) & 1
-        stage = passed % plan.shape.stages
+                index_after += args.steps
+        stage = wrapped(index_after, stage.phase, plan.shape.stages)
 
 
 def places_of(plan: Plan, base: Int32, lane: Int32, unit: Int32) -> tuple:
@@ -243,8 +241,7 @@ def sum_products(
     barriers: tuple,
     lane: Int32,
     unit: Int32,
-    stage: Int32,
-    phase: Int32,
+    stage: Stage,
     sums: cute.Tensor,
 ) -> None:
     """Adds all of K. Element 4 j + 2 h + b of a lane is of its warp's unit row lane // 4 + 8 h, and of the work tile
@@ -252,18 +249,17 @@ def sum_products(
     full, empty = barriers
     codes, shifts, scales = places_of(plan, base, lane, unit)
     for _ in cutlass.range(steps, unroll=1):
-        cute.arch.mbarrier_wait(full + stage, phase)
-        left = fragments(codes + stage * CODE_BYTES, shifts + stage * SHIFT_BYTES, lane)
-        of_slots = scales + stage * (4 * plan.shape.room)
+        at = stage.index
+        cute.arch.mbarrier_wait(full + at, stage.phase)
+        left = fragments(codes + at * CODE_BYTES, shifts + at * SHIFT_BYTES, lane)
+        of_slots = scales + at * (4 * plan.shape.room)
         # Both halves of a tile that takes two stages one after the other: registers do not hold all its products.
         width = slots // plan.shape.stages_of(slots)
         for first in cutlass.range_constexpr(0, slots, width):
-            products = multiply(left, width, base + stage * plan.token_bytes + first * STEP)
+            products = multiply(left, width, base + at * plan.token_bytes + first * STEP)
             add_scaled(sums, products, first, of_slots)
-        give_back(plan, empty, lane, stage, plan.shape.stages_of(slots))
-        stage += plan.shape.stages_of(slots)
-        if stage == plan.shape.stages:
-            stage, phase = Int32(0), phase ^ 1
+        give_back(plan, empty, lane, at, plan.shape.stages_of(slots))
+        stage = following(stage, plan.shape.stages, plan.shape.stages_of(slots))
 
 
 @cute.jit
@@ -275,26 +271,23 @@ def sum_products_ahead(
     barriers: tuple,
     lane: Int32,
     unit: Int32,
-    stage: Int32,
-    phase: Int32,
+    stage: Stage,
     sums: cute.Tensor,
 ) -> None:
     """As `sum_products`, with the codes of a step converted while the products of the one before run."""
     full = barriers[0]
     codes, shifts, _ = places = places_of(plan, base, lane, unit)
     even, odd = (cute.make_rmem_tensor((LEFT_WORDS,), Uint32) for _ in range(2))
-    cute.arch.mbarrier_wait(full + stage, phase)
-    converted = fragments(codes + stage * CODE_BYTES, shifts + stage * SHIFT_BYTES, lane)
+    cute.arch.mbarrier_wait(full + stage.index, stage.phase)
+    converted = fragments(codes + stage.index * CODE_BYTES, shifts + stage.index * SHIFT_BYTES, lane)
     for i in cutlass.range_constexpr(LEFT_WORDS):
         even[i] = converted[i]
     for pair in cutlass.range((steps + 1) // 2, unroll=1):
         # Two sets of registers in turns: of one set ptxas would make every instruction wait for the one before.
         left = steps - 2 * pair - 1
-        stage, phase = step_ahead(plan, slots, base, places, barriers, lane, stage, phase, sums, even, odd, left > 0)
+        stage = step_ahead(plan, slots, base, places, barriers, lane, stage, sums, even, odd, left > 0)
         if left > 0:
-            stage, phase = step_ahead(
-                plan, slots, base, places, barriers, lane, stage, phase, sums, odd, even, left > 1
-            )
+            stage = step_ahead(plan, slots, base, places, barriers, lane, stage, sums, odd, even, left > 1)
 
 
 @cute.jit
@@ -305,35 +298,32 @@ def step_ahead(
     places: tuple,
     barriers: tuple,
     lane: Int32,
-    stage: Int32,
-    phase: Int32,
+    stage: Stage,
     sums: cute.Tensor,
     left: cute.Tensor,
-    following_left: cute.Tensor,
-    has_following: Boolean,
-) -> tuple:
-    """A step's products, and the next one's codes; returns the next stage and phase."""
+    next_left: cute.Tensor,
+    has_next: Boolean,
+) -> Stage:
+    """A step's products, and the next step's codes; returns the next stage."""
     (codes, shifts, scales), (full, empty) = places, barriers
-    following, following_phase = stage + plan.shape.stages_of(slots), phase
-    if following == plan.shape.stages:
-        following, following_phase = Int32(0), phase ^ 1
-    source = stage  # behind the last step there is nothing to convert: these codes again, for nobody
-    if has_following:
-        cute.arch.mbarrier_wait(full + following, following_phase)
-        source = following
+    next_stage = following(stage, plan.shape.stages, plan.shape.stages_of(slots))
+    source = stage.index  # after the last step nothing is left to convert: the same codes again, unused
+    if has_next:
+        cute.arch.mbarrier_wait(full + next_stage.index, next_stage.phase)
+        source = next_stage.index
     converted = multiply_and_convert(
         [left[i] for i in range(LEFT_WORDS)],
         slots,
-        base + stage * plan.token_bytes,
-        scales + stage * (4 * plan.shape.room),
+        base + stage.index * plan.token_bytes,
+        scales + stage.index * (4 * plan.shape.room),
         codes + source * CODE_BYTES + lane * 16,
         shifts + source * SHIFT_BYTES + lane // 4 * 4,
         sums,
     )
     for i in cutlass.range_constexpr(LEFT_WORDS):
-        following_left[i] = converted[i]
-    give_back(plan, empty, lane, stage, plan.shape.stages_of(slots))
-    return following, following_phase
+        next_left[i] = converted[i]
+    give_back(plan, empty, lane, stage.index, plan.shape.stages_of(slots))
+    return next_stage
 
 
 @cute.jit
@@ -388,7 +378,7 @@ def finish(
                 if cutlass.const_expr(plan.product is Product.GATE_UP):
                     h = mul(ptx.load_f32(args.routing + slot * 4), swiglu(rounded(first), rounded(second), args.limit))
                     channel = row_tile * CHANNELS + unit * (UNIT_ROWS // 2) + lane // 4
-                    store_bf16(args.out + (slot * args.row_tiles * CHANNELS + channel) * 2, h)
+                    ptx.store_bf16(args.out + (slot * args.row_tiles * CHANNELS + channel) * 2, h)
                 else:
                     channel = row_tile * TILE_ROWS + unit * UNIT_ROWS + lane // 4 * 2
                     address = args.out + (slot * args.row_tiles * TILE_ROWS + channel) * 2
@@ -398,10 +388,3 @@ def finish(
 def rounded(x: Float32) -> Float32:
     """To bf16, as a product's output is."""
     return ptx.as_f32(ptx.pack_bf16(Float32(0.0), x) & 0xFFFF0000)
-
-
-def swiglu(gate: Float32, up: Float32, limit: Float32) -> Float32:
-    """`silu(min(gate, limit)) * clamp(up, -limit, limit)`."""
-    gate = at_most(gate, limit)
-    silu = mul(gate, reciprocal(add(Float32(1.0), exp(-gate))))
-    return mul(silu, at_most(at_least(up, -limit), limit))

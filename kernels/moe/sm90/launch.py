@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
-import cuda.bindings.driver as cuda
-import cutlass
-import cutlass.cute as cute
 import torch
 from cutlass import Int32
 from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.arch import ARCHITECTURES, hardware_multiprocessors
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.strides import check_rows, stride_bytes
+from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.moe.sm90 import rows, work_list
 from dsv4_kernels.moe.sm90.kernel import launch
 from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Arguments, Plan, Product, Shape
 from dsv4_kernels.moe.sm90.weights import STEP, TILE_ROWS, HopperExperts, HopperMatrix
 from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS, most_groups
 
-ARCH = "sm_90a"
+ARCH = ARCHITECTURES["sm90"]
 PAIRED_SLOTS = 56
 """Slots that an expert may have in the mean for decode's kernels to take them: with 48 they take 0.8 of WIDE's time,
 with 64 more than WIDE (`benchmarks/results/experts_prefill_h200.json`)."""
@@ -75,20 +76,9 @@ def least_paired_tiles(packed: HopperExperts, multiprocessors: int) -> int:
     return -(-multiprocessors // min(matrix.codes.shape[1] for matrix in (packed.w13, packed.w2)))
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of the GPU, or of the emulator."""
-    return cutlass.utils.HardwareInfo(device.index or 0).get_device_multiprocessor_count()
-
-
 def compile(plan: Plan, arch: str = ARCH) -> Callable[..., None]:
-    """The launcher of a product, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
-
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, Int32(1), plan, cuda.CUstream(0))
-
-    return load_or_compile("experts_sm90", plan, arch, from_compiler)
+    """The launcher of a product: (arguments, CTAs, stream)."""
+    return load_launcher("experts_sm90", plan, arch, launch, Arguments, Int32, plan)
 
 
 def list_work(
@@ -137,7 +127,7 @@ def list_work(
         tiles=listed.tiles.data_ptr(),
         totals=listed.totals.data_ptr(),
     )
-    work_list.compile(ARCH)(arguments, bf16_rows.current_stream(device))
+    work_list.compile(ARCH)(arguments, current_stream(device))
     return listed
 
 
@@ -154,7 +144,7 @@ def quantise(x: Tensor, listed: Listed, *, chooses: bool) -> tuple[Tensor, Tenso
     scales = torch.empty(slots * (k // STEP), dtype=torch.float32, device=x.device)
     arguments = rows.QuantiseArguments(
         x=x.data_ptr(),
-        x_row_bytes=bf16_rows.stride_bytes(x, 0),
+        x_row_bytes=stride_bytes(x, 0),
         source=listed.source.data_ptr(),
         group_tile=listed.group_tile.data_ptr(),
         tiles=listed.tiles.data_ptr(),
@@ -164,7 +154,7 @@ def quantise(x: Tensor, listed: Listed, *, chooses: bool) -> tuple[Tensor, Tenso
         scales=scales.data_ptr(),
     )
     launcher = rows.compile_quantise(chooses, ARCH)
-    launcher(arguments, Int32(listed.groups), bf16_rows.current_stream(x.device))
+    launcher(arguments, Int32(listed.groups), current_stream(x.device))
     return codes, scales
 
 
@@ -186,9 +176,9 @@ def multiply(
     arguments = Arguments(
         codes=weights.codes.data_ptr(),
         shifts=weights.shifts.data_ptr(),
-        shift_expert_bytes=bf16_rows.stride_bytes(weights.shifts, 0),
+        shift_expert_bytes=stride_bytes(weights.shifts, 0),
         factors=weights.factors.data_ptr(),
-        factor_expert_bytes=bf16_rows.stride_bytes(weights.factors, 0),
+        factor_expert_bytes=stride_bytes(weights.factors, 0),
         tokens=codes.data_ptr(),
         token_scales=scales.data_ptr(),
         tiles=listed.tiles.data_ptr(),
@@ -199,8 +189,8 @@ def multiply(
         limit=limit,
         out=out.data_ptr(),
     )
-    ctas = min(plan.shape.ctas_per_sm * multiprocessors(codes.device), listed.groups * row_tiles)
-    compile(plan)(arguments, Int32(ctas), bf16_rows.current_stream(codes.device))
+    ctas = min(plan.shape.ctas_per_sm * hardware_multiprocessors(codes.device), listed.groups * row_tiles)
+    compile(plan)(arguments, Int32(ctas), current_stream(codes.device))
     return out
 
 
@@ -215,13 +205,13 @@ def sum_rows(slot_rows: Tensor, experts: Tensor, listed: Listed, dtype: torch.dt
         experts=experts.data_ptr(),
         slot_of_pair=listed.slot_of_pair.data_ptr(),
         shared=0 if shared is None else shared.data_ptr(),
-        shared_row_bytes=0 if shared is None else bf16_rows.stride_bytes(shared, 0),
+        shared_row_bytes=0 if shared is None else stride_bytes(shared, 0),
         chunks=chunks,
         num_chunks=tokens * chunks,
         out=out.data_ptr(),
     )
     launcher = rows.compile_sum(rows.Sum(chosen, dtype == torch.float32, shared is not None), ARCH)
-    launcher(arguments, Int32(-(-tokens * chunks // rows.THREADS)), bf16_rows.current_stream(out.device))
+    launcher(arguments, Int32(-(-tokens * chunks // rows.THREADS)), current_stream(out.device))
     return out
 
 
@@ -257,18 +247,18 @@ def experts_forward(
     Raises:
         ValueError: rows that cannot be read 16 bytes at a time, or more experts than the work list takes.
     """
-    bf16_rows.check_rows("mxfp4_experts_forward: x", x, packed.hidden_size)
+    check_rows("mxfp4_experts_forward: x", x, packed.hidden_size)
     if packed.num_experts > work_list.MAX_EXPERTS:
         raise ValueError(
             f"mxfp4_experts_forward on sm90: {packed.num_experts} experts on a rank; at most {work_list.MAX_EXPERTS}"
         )
     if shared is not None:
-        bf16_rows.check_rows("mxfp4_experts_forward: shared", shared, packed.hidden_size)
+        check_rows("mxfp4_experts_forward: shared", shared, packed.hidden_size)
     if not x.shape[0]:
         return x.new_empty(x.shape, dtype=dtype)
     weights, experts = weights.float().contiguous(), experts.int().contiguous()
     shape = shape or shape_for(*experts.shape, packed.num_experts)
-    least_paired = least_paired_tiles(packed, multiprocessors(x.device))
+    least_paired = least_paired_tiles(packed, hardware_multiprocessors(x.device))
     if overlaps is None:
         overlaps = dependent_launch.is_on() and len(x) <= EARLY_TOKENS
     with dependent_launch.switched(overlaps):
@@ -291,3 +281,21 @@ def mxfp4_experts_forward(
     if not isinstance(packed, HopperExperts):
         raise ValueError("mxfp4_experts_forward on sm90 needs arranged weights; call Mxfp4Experts.for_hopper() at load")
     return experts_forward(x, weights, experts, packed, swiglu_limit, expert_offset)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of all kernels of `experts_forward`, for launches that begin early and for those that do not."""
+    summed = rows.Sum(model.experts_per_token, fp32=model.experts_sum_fp32, adds_shared=True)
+    of_any_call: list[Callable[[], object]] = [
+        *(partial(compile, Plan(product, shape), arch) for shape in (PAIRED, WIDE) for product in Product),
+        *(partial(rows.compile_quantise, chooses, arch) for chooses in (True, False)),
+        partial(rows.compile_sum, summed, arch),
+        partial(work_list.compile, arch),
+    ]
+    of_few_tokens = [partial(compile, Plan(product, NARROW), arch) for product in Product]
+    # Calls of more than EARLY_TOKENS tokens launch nothing early.
+    early = dict.fromkeys((dependent_launch.is_on(), False))
+    return [
+        *of_few_tokens,
+        *(partial(dependent_launch.compiled, job, on) for on in early for job in of_any_call),
+    ]

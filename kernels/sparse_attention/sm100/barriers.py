@@ -5,28 +5,16 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.experimental import primitives as prims
 
+from dsv4_kernels.device.mbarrier import wait
+from dsv4_kernels.device.pipeline import stage_of
 from dsv4_kernels.sparse_attention.sm100.plan import GROUP_THREADS, NamedBarrier, Plan
-
-
-@cute.jit
-def wait(barriers: cutlass.Pointer, index: Int32, parity: Int32) -> None:
-    """Until the phase of this parity is over."""
-    while not prims.mbarrier_try_wait_parity(barriers + index, parity):
-        pass
 
 
 @cute.jit
 def wait_for_tile(barriers: cutlass.Pointer, first: cutlass.Constexpr, tile: Int32, plan: cutlass.Constexpr) -> None:
     """Waits for what happens once a key tile at the barrier of its stage."""
-    wait(barriers, first + tile % plan.stages, tile // plan.stages & 1)
-
-
-@cute.jit
-def arrive(barrier: cutlass.Pointer) -> None:
-    """One arrival for this warp, after what all its lanes did."""
-    prims.bar_warp_sync(0xFFFFFFFF)
-    if prims.elect_sync():
-        prims.mbarrier_arrive(barrier)
+    stage = stage_of(tile, plan.stages)
+    wait(barriers, first + stage.index, stage.phase)
 
 
 def of_first_cta(barrier: cutlass.Pointer, plan: Plan) -> cutlass.Pointer:

@@ -7,8 +7,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.experimental import primitives as prims
 
+from dsv4_kernels.device.pointers import gmem, store_words, typed
+from dsv4_kernels.device.tcgen05 import as_float, load_tmem, tmem_columns
 from dsv4_kernels.sparse_attention.sm100.barriers import softmax_barrier
-from dsv4_kernels.sparse_attention.sm100.memory import as_float, gmem, load_tmem, store_words, tmem_columns, typed
 from dsv4_kernels.sparse_attention.sm100.plan import (
     CHUNK,
     GROUP_THREADS,

@@ -5,12 +5,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.experimental import primitives as prims
 
+from dsv4_kernels.device.pointers import gmem, load_words, store_words
+from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES
 from dsv4_kernels.kv_layout import NOPE_DIM, PAGE_ROWS, ROW_DATA_BYTES, ROW_SCALE_BYTES, SCALE_GROUP
-from dsv4_kernels.sparse_attention.sm100.memory import gmem, load_words, store_words
 from dsv4_kernels.sparse_attention.sm100.plan import (
     EIGHT_ROWS,
     SWIZZLE_CHANNELS,
-    SWIZZLE_ROW_BYTES,
     TILE_KEYS,
     Arguments,
     Plan,

@@ -33,10 +33,12 @@ from cutlass import Float32, Int32, Int64
 from cutlass.experimental import primitives as prims
 
 from dsv4_kernels.device import dependent_launch
-from dsv4_kernels.sparse_attention.sm100.barriers import arrive, of_first_cta, sync_all, wait, wait_for_tile
+from dsv4_kernels.device.mbarrier import arrive, wait
+from dsv4_kernels.device.pointers import typed
+from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES
+from dsv4_kernels.sparse_attention.sm100.barriers import of_first_cta, sync_all, wait_for_tile
 from dsv4_kernels.sparse_attention.sm100.epilogue import finish_work_tile
 from dsv4_kernels.sparse_attention.sm100.gather import load_row, row_addresses, row_bits, store_row
-from dsv4_kernels.sparse_attention.sm100.memory import typed
 from dsv4_kernels.sparse_attention.sm100.mma import multiply_scores, multiply_values
 from dsv4_kernels.sparse_attention.sm100.plan import (
     FEW_TILES,
@@ -45,7 +47,6 @@ from dsv4_kernels.sparse_attention.sm100.plan import (
     HEADS,
     RESCALE_LOG2,
     ROW_BITS_BYTES,
-    SWIZZLE_ROW_BYTES,
     THREADS,
     TILE_KEYS,
     WARPS_OF_GROUP,

@@ -5,14 +5,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.experimental import primitives as prims
 
-from dsv4_kernels.sparse_attention.sm100.barriers import wait, wait_for_tile
-from dsv4_kernels.sparse_attention.sm100.memory import tmem_columns
+from dsv4_kernels.device.mbarrier import wait
+from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES, swizzled, tmem_columns
+from dsv4_kernels.sparse_attention.sm100.barriers import wait_for_tile
 from dsv4_kernels.sparse_attention.sm100.plan import (
     HALF_DIM,
     MMA_K,
     P_BYTES,
     STEPS_PER_BLOCK,
-    SWIZZLE_ROW_BYTES,
     TILE_KEYS,
     Barrier,
     Plan,
@@ -35,7 +35,7 @@ def multiply_scores(
     The softmax has read this buffer's last scores: it said so with p_ready, for which P V of that key tile waited.
     """
     wait_for_tile(barriers, Barrier.FULL if plan.ctas == 1 else Barrier.ALL_FULL, count, plan)
-    keys = swizzled(smem + (Smem.KV + count % plan.stages * plan.stage_bytes), leading_bytes=16)
+    keys = swizzled(smem + (Smem.KV + count % plan.stages * plan.stage_bytes))
     out = tmem_columns(tmem, Int32(0), Tmem.S + count % 2 * Tmem.S_COLUMNS, Float32)
     for step in cutlass.range_constexpr(HALF_DIM // MMA_K):
         block, step_of_block = step // STEPS_PER_BLOCK, step % STEPS_PER_BLOCK
@@ -58,7 +58,7 @@ def multiply_values(
     """O += P V, two products for half of O's columns each; `accumulate` is False for a work tile's first key tile."""
     wait(barriers, Barrier.P_READY + count % 2, count // 2 & 1)
     prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-    weights = swizzled(smem + (Smem.P + count % 2 * P_BYTES), leading_bytes=16)
+    weights = swizzled(smem + (Smem.P + count % 2 * P_BYTES))
     stage = smem + (Smem.KV + count % plan.stages * plan.stage_bytes)
     for product in cutlass.range_constexpr(2):
         # Blocks of 64 channels at equal distances; within a block 8 keys every kilobyte.
@@ -94,13 +94,3 @@ def commit(barrier: cutlass.Pointer, plan: Plan) -> None:
         prims.tcgen05_commit(barrier, group=prims.CTAGroup.CTA_1)
     else:
         prims.tcgen05_commit(barrier, multicast_mask=3, group=prims.CTAGroup.CTA_2)
-
-
-def swizzled(start: cutlass.Pointer, leading_bytes: int) -> prims.Tcgen05SmemDesc:
-    """Descriptor of an operand whose groups of 8 swizzled rows lie 1,024 bytes apart."""
-    return prims.Tcgen05SmemDesc.build(
-        start_address=start,
-        leading_byte_offset=leading_bytes,
-        stride_byte_offset=8 * SWIZZLE_ROW_BYTES,
-        layout=prims.Tcgen05SmemSwizzle.SWIZZLE_128B,
-    )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from cutlass import Float32, Int32, Int64
 
+from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES
 from dsv4_kernels.kv_layout import ROW_DIM
 from dsv4_kernels.sparse_attention.split import STEP_KEYS
 
@@ -21,7 +22,6 @@ RESCALE_LOG2 = 8.0
 precisely, and never exceed it: with values near fp32's limits O would overflow."""
 FEW_TILES = 4
 """Up to so many key tiles O is rescaled whenever a row max has grown."""
-SWIZZLE_ROW_BYTES = 128  # 64 channels (or keys) of bf16: the span of the 128-byte swizzle
 SWIZZLE_CHANNELS = 64
 CHANNEL_BLOCKS = ROW_DIM // SWIZZLE_CHANNELS
 BLOCK_BYTES = TILE_KEYS * SWIZZLE_ROW_BYTES

@@ -8,8 +8,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.experimental import primitives as prims
 
-from dsv4_kernels.sparse_attention.sm100.barriers import arrive, of_first_cta, softmax_barrier, wait, wait_for_tile
-from dsv4_kernels.sparse_attention.sm100.memory import as_float, load_tmem, load_words, store_words, tmem_columns, typed
+from dsv4_kernels.device.mbarrier import arrive, wait
+from dsv4_kernels.device.pointers import load_words, store_words, typed
+from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES, as_float, load_tmem, tmem_columns
+from dsv4_kernels.sparse_attention.sm100.barriers import of_first_cta, softmax_barrier, wait_for_tile
 from dsv4_kernels.sparse_attention.sm100.plan import (
     ALL_ROWS,
     CHUNK,
@@ -19,7 +21,6 @@ from dsv4_kernels.sparse_attention.sm100.plan import (
     HEADS,
     P_BYTES,
     ROW_BITS_BYTES,
-    SWIZZLE_ROW_BYTES,
     Arguments,
     Barrier,
     Plan,

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from dsv4_kernels.sparse_attention.sm100.memory import gmem
+from dsv4_kernels.device.pointers import gmem
 from dsv4_kernels.sparse_attention.sm100.plan import TILE_KEYS, TILES_PER_STEP, Arguments, Plan
 from dsv4_kernels.sparse_attention.split import STEP_KEYS
 

@@ -29,8 +29,9 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, con
 from cutlass.cute.nvgpu import warpgroup
 
 from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device.tma import TmaTensor, swizzled_layout, tma_partition
 from dsv4_kernels.kv_layout import NOPE_DIM
-from dsv4_kernels.sparse_attention.sm90 import epilogue, gather, softmax, tma
+from dsv4_kernels.sparse_attention.sm90 import epilogue, gather, q_and_out, softmax
 from dsv4_kernels.sparse_attention.sm90 import tile_scheduler as scheduler
 from dsv4_kernels.sparse_attention.sm90.barriers import arrive_for_warp, sync
 from dsv4_kernels.sparse_attention.sm90.plan import (
@@ -89,8 +90,8 @@ class ClusterShared:
 @cute.jit
 def launch(config: cutlass.Constexpr, arguments: Arguments, num_steps: Int32, stream: cuda.CUstream) -> None:
     """As many CTAs as a token may have steps are a cluster."""
-    tma_out = tma.tma_of_out(arguments)
-    kernel(config, arguments, tma.tma_of_q(arguments), tma_out).launch(
+    tma_out = q_and_out.tma_of_out(arguments)
+    kernel(config, arguments, q_and_out.tma_of_q(arguments), tma_out).launch(
         grid=[num_steps, config.channel_splits, arguments.num_tokens * scheduler.count_head_blocks(arguments)],
         cluster=[num_steps, 1, 1],
         block=[config.threads, 1, 1],
@@ -101,7 +102,7 @@ def launch(config: cutlass.Constexpr, arguments: Arguments, num_steps: Int32, st
 
 
 @cute.kernel
-def kernel(config: cutlass.Constexpr, args: Arguments, tma_q: tma.TmaTensor, tma_out: tma.TmaTensor) -> None:
+def kernel(config: cutlass.Constexpr, args: Arguments, tma_q: TmaTensor, tma_out: TmaTensor) -> None:
     """Sets up barriers and sends every warp to its role with its number of registers."""
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -141,10 +142,10 @@ def kernel(config: cutlass.Constexpr, args: Arguments, tma_q: tma.TmaTensor, tma
 
 
 @cute.jit
-def load_q(shared: cutlass.Constexpr, tma_q: tma.TmaTensor, token: Int32, head_block: Int32) -> None:
+def load_q(shared: cutlass.Constexpr, tma_q: TmaTensor, token: Int32, head_block: Int32) -> None:
     """Starts copying Q; a group of its channels counts for that group of the keys'."""
-    places = shared.q.get_tensor(*tma.swizzled_layout((HEADS, GROUP, GROUPS)))
-    targets, sources = tma.tma_partition(tma_q, places)
+    places = shared.q.get_tensor(*swizzled_layout((HEADS, GROUP, GROUPS)))
+    targets, sources = tma_partition(tma_q, places)
     for group in scheduler.groups_in_order():
         full = shared.full.data_ptr() + group
         with cute.arch.elect_one():
@@ -228,7 +229,7 @@ def consume(
     config: cutlass.Constexpr,
     args: Arguments,
     shared: cutlass.Constexpr,
-    tma_out: tma.TmaTensor,
+    tma_out: TmaTensor,
     thread: Int32,
     consumer: Int32,
     work_tile: WorkTile,
@@ -242,20 +243,18 @@ def consume(
     rows = cute.recast_ptr(shared.rows.data_ptr() + consumer * KEY_TILE // 8, dtype=Uint32)
     shared_max = Int32(shared.row_max.data_ptr().toint()) + row * 4
 
-    scores_mma, own_mma, other_mma, q_operand, key_operand, p_operand, value_operand = softmax.mma_operands(
-        shared, in_group
-    )
-    scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((HEADS, KEY_TILE)), Float32)
-    shape = own_mma.partition_shape_C((HEADS, GROUP))
+    mma = softmax.products_of(shared, in_group)
+    scores = cute.make_rmem_tensor(mma.scores.partition_shape_C((HEADS, KEY_TILE)), Float32)
+    shape = mma.own.partition_shape_C((HEADS, GROUP))
     products = [cute.make_rmem_tensor(shape, Float32) for _ in range(config.groups_per_split)]
-    own_p = cute.make_rmem_tensor(own_mma.partition_shape_A((HEADS, KEY_TILE)), BFloat16)
+    own_p = cute.make_rmem_tensor(mma.own.partition_shape_A((HEADS, KEY_TILE)), BFloat16)
     packed_p = cute.recast_tensor(own_p, Uint32)
     row_sum = cute.make_rmem_tensor((2,), Float32)
     row_sum.fill(0.0)
 
     first_head, step, steps = work_tile.head_block * HEADS, work_tile.first_step, work_tile.end_step
     sinks = epilogue.load_sink(args, first_head + row), epilogue.load_sink(args, first_head + row + 8)
-    holes = softmax.compute_scores(full, Int32(0), consumer, rows, scores_mma, scores, q_operand, key_operand)
+    holes = softmax.compute_scores(full, Int32(0), consumer, rows, mma, scores)
     softmax.mask_scores(scores, holes, lane)
     step_max = softmax.find_step_max(args, scores, shared_max, consumer, lane)
     cute.arch.cluster_wait()  # all CTAs of the cluster have begun
@@ -267,11 +266,11 @@ def consume(
     sync(NamedBarrier.CONSUMERS)
     for i in cutlass.range_constexpr(config.groups_per_split):
         group = consumer * HALF_GROUPS + work_tile.channel_split * config.groups_per_split + i
-        own_values = value_operand[None, None, None, consumer * GROUPS + group]
-        softmax.multiply(own_mma, products[i], own_p, own_values, 0, False)
-        other_p = p_operand[None, None, None, 1 - consumer]
-        other_values = value_operand[None, None, None, (1 - consumer) * GROUPS + group]
-        softmax.multiply(other_mma, products[i], other_p, other_values, 0, True)
+        own_values = mma.values[None, None, None, consumer * GROUPS + group]
+        softmax.multiply(mma.own, products[i], own_p, own_values, 0, False)
+        other_p = mma.p[None, None, None, 1 - consumer]
+        other_values = mma.values[None, None, None, (1 - consumer) * GROUPS + group]
+        softmax.multiply(mma.other, products[i], other_p, other_values, 0, True)
     warpgroup.commit_group()
     row_max = cute.make_rmem_tensor((2,), Float32)
     for k in cutlass.range_constexpr(2):
@@ -442,7 +441,7 @@ def write_columns(
 def store_by_tma(
     config: cutlass.Constexpr,
     shared: cutlass.Constexpr,
-    tma_out: tma.TmaTensor,
+    tma_out: TmaTensor,
     work_tile: WorkTile,
     consumer: Int32,
     warp: Int32,
@@ -452,8 +451,8 @@ def store_by_tma(
 ) -> None:
     """All columns of O of a token with a single step, by TMA, from where Q was."""
     q = Int32(shared.q.data_ptr().toint())
-    places = shared.q.get_tensor(*tma.swizzled_layout((WARP_HEADS, GROUP, HEADS // WARP_HEADS, GROUPS)))
-    sources, targets = tma.tma_partition(tma_out, places)
+    places = shared.q.get_tensor(*swizzled_layout((WARP_HEADS, GROUP, HEADS // WARP_HEADS, GROUPS)))
+    sources, targets = tma_partition(tma_out, places)
     heads = work_tile.head_block * (HEADS // WARP_HEADS) + warp
     for i in cutlass.range_constexpr(len(products)):
         words = output_words(products[i], inverse)

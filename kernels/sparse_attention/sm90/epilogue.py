@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from dsv4_kernels.device import ptx
+from dsv4_kernels.device.tma import TmaTensor, swizzled_layout, tma_partition
 from dsv4_kernels.sparse_attention.sm90.barriers import sync
 from dsv4_kernels.sparse_attention.sm90.plan import (
     BLOCK_BYTES,
@@ -23,7 +24,6 @@ from dsv4_kernels.sparse_attention.sm90.plan import (
 )
 from dsv4_kernels.sparse_attention.sm90.softmax import store_p
 from dsv4_kernels.sparse_attention.sm90.tile_scheduler import WorkTile
-from dsv4_kernels.sparse_attention.sm90.tma import TmaTensor, swizzled_layout, tma_partition
 
 # What O is multiplied with
 

@@ -25,6 +25,7 @@ from ops.compressor_cases import (
     allowed_entry,
     forward,
 )
+from ops.early_launches import a_missing_wait_is_noticed, launched_early
 from ops.number_formats import same_bits
 from torch import Tensor
 
@@ -191,6 +192,18 @@ def test_entries_of_a_chunk(kernel: str, kind: str, schedule: str) -> None:
     run(kernel, f, schedule, seed=1, launches=2)
     assert_allowed(setting, f)
     assert_state(setting, f, untouched)
+
+
+@pytest.mark.parametrize("kind", RATIOS)
+def test_it_may_begin_early(kernel: str, kind: str) -> None:
+    with launched_early():
+        test_entries_of_a_chunk(kernel, kind, "late")
+
+
+def test_a_missing_wait_is_noticed(compiled_here: None) -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    with a_missing_wait_is_noticed():
+        run("sm90", forward(SETTINGS["hca"], CHUNKS["hca"]))
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "plain"])
@@ -423,7 +436,7 @@ MOST_REGISTERS = {"csa": 168, "hca": 128, "keep": 48}
 
 
 def test_nothing_is_spilled(kernel: str) -> None:
-    from cubin import resources
+    from lib.cubin import resources
     from ptx_emulator import emulated
 
     from dsv4_kernels.compressor import gpu

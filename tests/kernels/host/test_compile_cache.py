@@ -108,10 +108,10 @@ def test_another_configuration_architecture_source_or_environment_is_another_ker
 
 def test_the_source_hash_covers_every_file_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel takes constants from other files than its own."""
-    for name, text in (("compile_cache.py", "a"), ("sparse_attention/sm90/launch.py", "b"), ("kv_layout.py", "c")):
+    for name, text in (("host/compile_cache.py", "a"), ("sparse_attention/sm90/launch.py", "b"), ("kv_layout.py", "c")):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(compile_cache, "__file__", str(tmp_path / "compile_cache.py"))
+    monkeypatch.setattr(compile_cache, "__file__", str(tmp_path / "host" / "compile_cache.py"))
     hashes = {compile_cache._source_hash.__wrapped__()}
     for name in ("sparse_attention/sm90/launch.py", "kv_layout.py", "sparse_attention/new.py"):
         (tmp_path / name).write_text("edited")
@@ -281,7 +281,7 @@ import cutlass
 from cuda.bindings import driver
 from cutlass import cute
 from cutlass.cute import runtime
-from dsv4_kernels import compile_cache
+from dsv4_kernels.host import compile_cache
 
 arch = sys.argv[1]
 

@@ -168,7 +168,7 @@ def test_as_many_workers_as_cores_and_memory(monkeypatch: pytest.MonkeyPatch) ->
 RANK = """
 import json, sys
 from functools import partial
-from dsv4_kernels import compile_cache, compile_pool
+from dsv4_kernels.host import compile_cache, compile_pool
 from dsv4_kernels.moe import gpu as moe
 from dsv4_kernels.quant import gpu as quant
 

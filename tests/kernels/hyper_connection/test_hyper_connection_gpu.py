@@ -11,14 +11,17 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
 from ops.attention_launch import delete_synchronisation
+from ops.early_launches import a_missing_wait_is_noticed, launched_early
 from ops.memory_layout import far_apart, use_in_place
 from torch import Tensor
 
+from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.hyper_connection import hc_boundary, hc_enter, hc_finish, hc_head, hc_post, hc_pre, ref
 from dsv4_kernels.norm import rms_norm
 from dsv4_kernels.quant import fp8_quantise
@@ -28,6 +31,7 @@ ITERATIONS = 20
 U32, U16 = 2.0**-24, 2.0**-8
 """Half a unit in the last place of fp32 and of bf16, relative."""
 ARCHES = {"sm90": "sm_90a", "sm100": "sm_100a"}
+NAMES = {arch: name for name, arch in ARCHES.items()}
 
 
 class Inputs(NamedTuple):
@@ -219,14 +223,21 @@ def emulate(arch: str, call: Callable[[], object], fn: Tensor | None = None, **o
 
 
 def boundary(
-    arch: str, i: Inputs, tokens: int | None = None, teams: int = 1, fp8: bool = False, **options: object
+    arch: str,
+    i: Inputs,
+    tokens: int | None = None,
+    teams: int = 1,
+    fp8: bool = False,
+    fn_is_constant: bool = True,
+    **options: object,
 ) -> tuple[Tensor, ...]:
-    """hc_boundary, with so many tokens a group, and teams a CTA."""
+    """Results of hc_boundary with `tokens` tokens a group and `teams` teams a CTA."""
     from dsv4_kernels.hyper_connection import gpu
 
     y, streams, post, comb, fn, base, scale, weight = i
     arguments = (streams, (y, post, comb), (fn, base, scale), weight, NORM_EPS, HC_EPS, ITERATIONS)
-    return emulate(arch, lambda: gpu.run(arch, "hc_boundary", 24, *arguments, tokens, teams, fp8), fn, **options)
+    call = partial(gpu.run, NAMES[arch], "hc_boundary", 24, *arguments, tokens, teams, fp8)
+    return emulate(arch, call, fn if fn_is_constant else None, **options)
 
 
 @pytest.mark.usefixtures("compiled_here", "nan_memory")
@@ -245,7 +256,7 @@ def test_both_architectures_run_one_program(num_tokens: int, tokens: int, teams:
         with emulated(arch=arch, record=True, multiprocessors=16) as device:
             device.memory.constant(i.fn)
             options = (i.weight, NORM_EPS, HC_EPS, ITERATIONS, tokens, teams, fp8)
-            gpu.run(arch, "hc_boundary", 24, i.streams, (i.y, i.post, i.comb), (i.fn, i.base, i.scale), *options)
+            gpu.run(NAMES[arch], "hc_boundary", 24, i.streams, (i.y, i.post, i.comb), (i.fn, i.base, i.scale), *options)
         (launched,) = device.recordings
         programs[name] = re.sub(r"(?m)^\.target .*$", "", launched.ptx.replace(launched.kernel, "kernel"))
     assert programs["sm90"] == programs["sm100"]
@@ -335,6 +346,30 @@ def test_teams_take_one_group_after_the_other(arch: str, schedule: str) -> None:
 
 
 # (tokens, d), and tokens a group and teams a CTA: all rows of fn at once, through stages, and two teams that stay.
+@pytest.mark.parametrize(
+    ("num_tokens", "tokens", "teams"), [(3, 2, 1), pytest.param(35, 8, 2, marks=pytest.mark.slow)], ids=["one", "teams"]
+)
+def test_a_boundary_may_begin_early(arch: str, num_tokens: int, tokens: int, teams: int) -> None:
+    i = inputs(num_tokens, 1024)
+    options = {"multiprocessors": 16} if teams > 1 else {}
+    with launched_early():
+        out = boundary(arch, i, tokens, teams, **options)
+    check_boundary(out, i)
+
+
+def test_a_missing_wait_is_noticed(arch: str) -> None:
+    with a_missing_wait_is_noticed():
+        boundary(arch, inputs(3, 1024), 2)
+
+
+def test_only_constants_are_read_before_the_wait(arch: str) -> None:
+    """The boundary reads fn before it waits, which is right for a weight: here the emulator is not told that it is."""
+    from ptx_emulator import EmulationError
+
+    with dependent_launch.switched(True), pytest.raises(EmulationError, match=r"reads float32\[24, 4096\]"):
+        boundary(arch, inputs(3, 1024), 2, fn_is_constant=False)
+
+
 MUTATED = {
     "hyper_connection": ((3, 1024), (2, 1)),
     "hyper_connection_stages": ((3, 3072), (2, 1)),
@@ -356,7 +391,7 @@ def test_deleted_synchronisation_is_noticed(name: str) -> None:
     y, streams, post, comb, fn, base, scale, weight = inputs(*size)
     arguments = (streams, (y, post, comb), (fn, base, scale), weight, NORM_EPS, HC_EPS, ITERATIONS)
     with emulated(checks=Checks.strict(), arch="sm_90a", multiprocessors=16, record=True) as device:
-        gpu.run("sm_90a", "hc_boundary", 24, *arguments, *plan)
+        gpu.run("sm90", "hc_boundary", 24, *arguments, *plan)
     rates = delete_synchronisation(name, device)
     assert rates and set(rates.values()) == {1}
 
@@ -379,24 +414,19 @@ def test_the_other_functions(arch: str) -> None:
     from dsv4_kernels.hyper_connection import gpu
 
     def run(name: str, *arguments: object) -> object:
-        return emulate(arch, lambda: getattr(gpu, name)(lambda _: arch, *arguments), i.fn)
+        return emulate(arch, lambda: getattr(gpu, name)(NAMES[arch], *arguments), i.fn)
 
     i = inputs(3, 1024, seed=7, weight=torch.bfloat16)
-    streams = run("hc_post", i.y, i.streams, i.post, i.comb)
+    streams, x = run("hc_finish", i.y, i.streams, i.post, i.comb, *i.head(), i.weight, NORM_EPS, HC_EPS)
     check_streams(streams, i)
-    finished, x = run("hc_finish", i.y, i.streams, i.post, i.comb, *i.head(), i.weight, NORM_EPS, HC_EPS)
-    assert torch.equal(finished, streams)
     check_mixture(x, streams, i.head(), i.weight)
-    check_mixture(run("hc_head", streams, *i.head(), NORM_EPS, HC_EPS), streams, i.head(), None)
     parameters = (i.fn, i.base, i.scale)
-    row, post, comb = run("hc_pre", streams, *parameters, NORM_EPS, HC_EPS, ITERATIONS)
-    check_mixture(row, streams, parameters, None)
     x, *coefficients = run("hc_enter", streams, *parameters, i.weight, NORM_EPS, HC_EPS, ITERATIONS)
     check_mixture(x, streams, parameters, i.weight)
     _, bounded_x, *others = boundary(arch, i)
     for found, same in zip(coefficients, others, strict=True):
         assert torch.equal(found, same)
-    assert torch.equal(x, bounded_x) and torch.equal(post, others[0]) and torch.equal(comb, others[1])
+    assert torch.equal(x, bounded_x)
 
 
 def test_rows_may_lie_apart(arch: str) -> None:
@@ -430,7 +460,7 @@ def test_rows_beyond_32_bits(arch: str) -> None:
     with emulated(arch=arch) as device:
         use_in_place(device, *far)
         device.memory.constant(far.fn)
-        found = gpu.hc_boundary(lambda _: arch, far.y, far.streams, far.post, far.comb, *far[4:], *i.boundary()[8:])
+        found = gpu.hc_boundary(NAMES[arch], far.y, far.streams, far.post, far.comb, *far[4:], *i.boundary()[8:])
     for a, b in zip(found, boundary(arch, i), strict=True):
         assert torch.equal(a, b)
 
@@ -459,7 +489,7 @@ def test_the_models_widths(arch: str, d: int) -> None:
     """Right, and as planned by what the compiler says of what many tokens take, with one team and with several:
     registers and shared memory for as many CTAs of a multiprocessor. 28 words of a thread may lie on the stack, of
     some 4,300 instructions: where streams are loaded, 80 words of them and 20 coefficients are held at once."""
-    from cubin import resources
+    from lib.cubin import resources
     from ptx_emulator import emulated
 
     from dsv4_kernels.hyper_connection import gpu
@@ -484,7 +514,7 @@ def test_no_tokens_are_no_launch(arch: str) -> None:
     from dsv4_kernels.hyper_connection import gpu
 
     with emulated(arch=arch) as device:
-        shapes = [x.shape for x in gpu.hc_boundary(lambda _: arch, *inputs(0, 1024).boundary())]
+        shapes = [x.shape for x in gpu.hc_boundary(NAMES[arch], *inputs(0, 1024).boundary())]
     assert shapes == [(0, 4, 1024), (0, 1024), (0, 4), (0, 4, 4)] and not device.reports
 
 
@@ -507,7 +537,7 @@ def test_what_the_kernel_refuses(compiled_here: None) -> None:
     refused("matrices of comb must be contiguous", i._replace(comb=torch.zeros(2, 4, 8)[..., :4]))
     three = torch.zeros(2, 3, 1024).bfloat16()
     with pytest.raises(ValueError, match="made for 4 streams; got 3"):
-        gpu.sm90_hc_post(i.y, three, torch.zeros(2, 3), torch.zeros(2, 3, 3))
+        gpu.sm90_hc_enter(three, i.fn, i.base, i.scale, i.weight, NORM_EPS, HC_EPS, ITERATIONS)
 
 
 # ---- on a GPU
@@ -547,9 +577,6 @@ def test_the_gpu_runs_all_functions_out_of_a_graph(kernel_here: str) -> None:
             *hc_boundary(*i.boundary(), impl=kernel_here),
             *hc_enter(i.streams, *parameters, i.weight, NORM_EPS, HC_EPS, ITERATIONS, impl=kernel_here),
             *hc_finish(i.y, i.streams, i.post, i.comb, *i.head(), i.weight, NORM_EPS, HC_EPS, impl=kernel_here),
-            *hc_pre(i.streams, *parameters, NORM_EPS, HC_EPS, ITERATIONS, impl=kernel_here),
-            hc_post(i.y, i.streams, i.post, i.comb, impl=kernel_here),
-            hc_head(i.streams, *i.head(), NORM_EPS, HC_EPS, impl=kernel_here),
         ]
 
     expected = [run(i), run(other)]

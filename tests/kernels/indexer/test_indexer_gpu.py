@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from ops.attention_launch import delete_synchronisation
+from ops.early_launches import launched_early
 from ops.memory_layout import BEYOND_BYTES, sparse, strided
 from ops.row_kernels import ARCH, KERNELS, SCHEDULES, assert_no_spills, emulated_row_kernel
 from torch import Tensor
@@ -323,6 +324,18 @@ def test_queries(name: str, quantise: bool) -> None:
     with emulated_row_kernel(name):
         alone, of_it = getattr(query, name)(q[3:4], head_weights[3:4], positions[3:4], frequencies, scale, quantise)
     assert torch.equal(alone[0], found[3]) and torch.equal(of_it[0], weights[3])
+
+
+@pytest.mark.parametrize("name", ALL_KERNELS)
+def test_scores_and_choice_may_begin_early(name: str) -> None:
+    with launched_early():
+        test_scores_and_choice(name, "random")
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_queries_may_begin_early(name: str) -> None:
+    with launched_early():
+        test_queries(name, True)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from ops.attention_launch import delete_synchronisation
+from ops.early_launches import launched_early
 from ops.memory_layout import far_apart, sparse, strided
 from ops.number_formats import same_bits
 from ops.order_of_summation import as_from_fp8, channels_that_sum_together, in_order
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from dsv4_kernels import registry
 from dsv4_kernels.linear import HeadRotation, expand_fp8_weight, grouped_linear, grouped_linear_fp8_weight
-from dsv4_kernels.quant import dequantise_fp8_weight, fp8_quantise, quantise_fp8_weight
+from dsv4_kernels.number_formats import dequantise_fp8_weight, quantise_fp8_weight
+from dsv4_kernels.quant import fp8_quantise
 from dsv4_kernels.rope import apply_rope_in_place, rope_frequencies
 
 pytestmark = pytest.mark.usefixtures("compiled_here")
@@ -208,6 +210,14 @@ def test_an_instruction_sums_16_consecutive_channels(tile: int) -> None:
     x, matrix, expected = channels_that_sum_together()
     (got,) = product(x, matrix.to(FP8), torch.ones(1, 4, 4), None, False, tile)
     assert same_bits(got.float(), expected)
+
+
+@CUTLASS
+def test_it_may_begin_early() -> None:
+    arguments, expected = case(2, 128, 512, True, True)
+    with launched_early():
+        got = product(*first(9, arguments))
+    assert same(got, [e[:9] for e in expected])
 
 
 @CUTLASS

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from ops.attention_launch import delete_synchronisation
+from ops.early_launches import launched_early
 from ops.memory_layout import far_apart, strided, use_in_place
 from ops.number_formats import same_bits
 from ops.row_kernels import poisoned
@@ -144,6 +145,12 @@ def test_it_multiplies(case: tuple) -> None:
     tiles = -(-width // (plan.rows * plan.cluster))
     clusters = min(tiles, multiprocessors * plan.ctas_per_sm // plan.cluster)
     assert device.reports[0].grid[0] == clusters * plan.cluster
+
+
+def test_it_may_begin_early() -> None:
+    """A warp reads weights of four blocks and their scales, which are constant, before the wait."""
+    with launched_early(read_ahead={"linear_fp8": ["UTMALDG"] * 4 + ["LDGSTS"]}):
+        test_it_multiplies(CASES["persistent-clusters"])
 
 
 def test_a_tile_of_nobody_s_is_not_looked_up() -> None:
@@ -363,7 +370,7 @@ def test_narrow_weights_have_narrow_tiles() -> None:
 
 
 def test_registers_and_shared_memory() -> None:
-    from cubin import resources
+    from lib.cubin import resources
     from ptx_emulator import emulated
 
     from dsv4_kernels.linear import fp8

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from ops.attention_launch import delete_synchronisation
+from ops.early_launches import launched_early
 from ops.memory_layout import far_apart, strided
 from ops.number_formats import same_bits
 from ops.order_of_summation import channels_that_sum_together, in_order
@@ -197,6 +198,12 @@ def test_deleted_synchronisation_is_noticed(tile: str, monkeypatch: pytest.Monke
     assert rates and set(rates.values()) == {1}, rates
 
 
+def test_it_may_begin_early(kernel: str) -> None:
+    x, weight = normal(3, 2, 264, seed=1), normal(2, 40, 264, seed=2)
+    with launched_early():
+        assert_products(product(kernel, x, weight, None), x, weight)
+
+
 def test_a_result_that_has_no_pairs(compiled_here: None) -> None:
     """An odd number of rows gets a tile that writes one at a time; one that writes two refuses it."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -265,7 +272,7 @@ def test_the_choice_of_a_tile(rows: int, groups: int) -> None:
 def test_the_choice_is_near_the_best_that_was_measured() -> None:
     """Within 1 % of the fastest tile in the geometric mean of the committed sweep."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    import bench_invariant_linear as bench
+    from lib.invariant_linear_layers import LAYERS, name_of
 
     from dsv4_kernels.linear import gpu
 
@@ -273,9 +280,9 @@ def test_the_choice_is_near_the_best_that_was_measured() -> None:
     regrets = []
     for case in cases:
         name, _, tokens = case["name"].rpartition("-t")
-        groups, rows = bench.LAYERS[name]
+        groups, rows = LAYERS[name]
         times = {key: value for key, value in case.items() if key.startswith("ours") and key.endswith("_us")}
-        tile = bench.name_of(gpu.chosen("sm_90a", int(tokens), rows, groups, 132))
+        tile = name_of(gpu.chosen("sm_90a", int(tokens), rows, groups, 132))
         if f"{tile}_us" in times:
             regrets.append(math.log(times[f"{tile}_us"] / min(times.values())))
     assert len(regrets) > 40 and math.exp(statistics.mean(regrets)) < 1.015

@@ -7,74 +7,25 @@ from block to block by 2^8; clamped and zero gates. The work list is held agains
 
 from __future__ import annotations
 
-import functools
 import json
-import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from ops.attention_launch import delete_synchronisation
+from ops.early_launches import launched_early
+from ops.experts_cases import LIMIT, Case, emulated_on, packed_experts
 from ops.number_formats import same_bits
 from torch import Tensor
 
 from dsv4_kernels import moe
 from dsv4_kernels.moe import Mxfp4Experts, ref
-from dsv4_kernels.quant import dequantise_fp4_weight, quantise_fp4_weight
+from dsv4_kernels.number_formats import dequantise_fp4_weight
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-
-LIMIT = 10.0
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call. Weights are of `experts` experts, of which the first is expert `offset` of `all_experts`."""
-
-    tokens: int
-    chosen: int = 2
-    experts: int = 3
-    d: int = 256
-    channels: int = 128
-    offset: int = 0
-    all_experts: int | None = None
-    one_expert: bool = False
-    multiprocessors: int = 4
-
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Mxfp4Experts]:
-        """x, routing weights, expert ids, and the packed weights."""
-        generator = torch.Generator().manual_seed(self.tokens + 7 * self.d)
-        x = torch.randn(self.tokens, self.d, generator=generator)
-        spread = torch.exp2(torch.randint(-4, 5, (self.tokens, self.d // 128), generator=generator))
-        x *= spread.repeat_interleave(128, 1)
-        x[0] = 0
-        of_all = self.all_experts or self.experts
-        ids = torch.rand(self.tokens, of_all, generator=generator).topk(self.chosen).indices
-        if self.one_expert:
-            ids[:] = torch.arange(self.chosen)
-        weights = torch.rand(self.tokens, self.chosen, generator=generator)
-        return x.bfloat16(), weights, ids.int(), packed_experts(self.experts, self.d, self.channels)
-
-
-@functools.cache
-def packed_experts(experts: int, d: int, channels: int) -> Mxfp4Experts:
-    generator = torch.Generator().manual_seed(d + channels)
-
-    def matrix(rows: int, columns: int, gain: float) -> tuple[Tensor, Tensor]:
-        codes, scales = [], []
-        for _ in range(experts):
-            spread = torch.exp2(torch.randint(-4, 5, (rows, columns // 32), generator=generator))
-            weight = torch.randn(rows, columns, generator=generator) * spread.repeat_interleave(32, 1)
-            code, scale = quantise_fp4_weight(weight * (gain / math.sqrt(columns)))
-            codes.append(code)
-            scales.append(scale.view(torch.uint8))
-        return torch.stack(codes), torch.stack(scales).view(torch.float8_e8m0fnu)
-
-    return Mxfp4Experts(*matrix(2 * channels, d, 2.0), *matrix(d, channels, 1.0))
 
 
 CASES = {
@@ -92,29 +43,6 @@ SLOW = {
     "only-other-ranks": Case(4, experts=2, offset=5, all_experts=5),
     "wide-and-deep": Case(33, chosen=2, experts=2, d=2048, channels=1280, multiprocessors=5),
 }
-
-
-@pytest.fixture(autouse=True)
-def compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulator needs the PTX that compiling gives; kernels compiled in one test serve the others."""
-    from dsv4_kernels.host import compile_cache
-
-    monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
-
-
-@contextmanager
-def emulated_on(multiprocessors: int, **options: object) -> Iterator[Any]:
-    """`emulated`, whose number of multiprocessors the kernel asks for once and remembers."""
-    from ptx_emulator import emulated
-
-    from dsv4_kernels.sparse_attention.sm100.launch import device_facts
-
-    device_facts.cache_clear()
-    try:
-        with emulated(multiprocessors=multiprocessors, **options) as device:
-            yield device
-    finally:
-        device_facts.cache_clear()
 
 
 def launched(case: Case, **options: object) -> tuple[Tensor, Any]:
@@ -200,6 +128,11 @@ def test_the_sum_is_the_definition_s(name: str) -> None:
     assert (out - expected).norm() <= 2.0**-9 * expected.norm()
     if name == "only-other-ranks":
         assert not out.any()
+
+
+def test_it_may_begin_early() -> None:
+    with launched_early():
+        test_the_sum_is_the_definition_s("few")
 
 
 SCHEDULES = [
@@ -365,7 +298,7 @@ def test_the_work_list_is_made_without_the_host(nothing_waits: None) -> None:
 
 def test_no_configuration_spills() -> None:
     """And the table of bounds is of this kernel."""
-    from experts_sm100_static import PLANS, RESULTS, resources_of
+    from lib.experts_sm100_static import PLANS, RESULTS, resources_of
     from ptx_emulator import emulated
 
     recorded = json.loads(RESULTS.read_text())["resources"]

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 from ops.attention_launch import delete_synchronisation
+from ops.early_launches import launched_early
+from ops.experts_cases import LIMIT, Case, packed_experts
 from ops.number_formats import same_bits
 from torch import Tensor
 
@@ -25,8 +27,7 @@ from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.moe import Mxfp4Experts, ref
 from dsv4_kernels.moe.sm90 import weights as arrangement
 from dsv4_kernels.moe.sm90 import workspace
-from dsv4_kernels.quant import dequantise_fp4_weight
-from tests.kernels.moe.test_experts_sm100 import LIMIT, Case, packed_experts
+from dsv4_kernels.number_formats import dequantise_fp4_weight
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -52,14 +53,6 @@ def shapes() -> dict[str, Any]:
     return {"narrow": NARROW, "paired": PAIRED, "wide": WIDE}
 
 
-@pytest.fixture(autouse=True)
-def compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulator needs the PTX that compiling gives; kernels compiled in one test serve the others."""
-    from dsv4_kernels.host import compile_cache
-
-    monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
-
-
 @functools.cache
 def arranged(experts: int, d: int, channels: int) -> arrangement.HopperExperts:
     return packed_experts(experts, d, channels).for_hopper()
@@ -73,12 +66,12 @@ def launched(case: Case, shape: str = "narrow", **options: object) -> tuple[Tens
 
     x, weights, ids, _ = case.inputs()
     packed = arranged(case.experts, case.d, case.channels)
-    launch.multiprocessors.cache_clear()
+    launch.hardware_multiprocessors.cache_clear()
     try:
         with emulated(arch="sm_90a", multiprocessors=case.multiprocessors, **options) as device:
             out = launch.experts_forward(x, weights, ids, packed, LIMIT, case.offset, shape=shapes()[shape])
     finally:
-        launch.multiprocessors.cache_clear()
+        launch.hardware_multiprocessors.cache_clear()
     assert len(device.reports) == 6 and not any(report.warnings for report in device.reports)
     return out, device
 
@@ -148,6 +141,11 @@ def test_the_sum_is_the_definition_s(name: str, shape: str) -> None:
         assert not out.any()
 
 
+def test_it_may_begin_early() -> None:
+    with launched_early():
+        test_the_sum_is_the_definition_s("few", "narrow")
+
+
 SCHEDULES = [
     (name, schedule, seed)
     for name in ("few", "several-tiles-of-one-expert", "k-longer-than-the-stages")
@@ -186,13 +184,13 @@ def test_a_token_s_bits_do_not_depend_on_its_batch(shape: str) -> None:
     x, weights, ids, _ = case.inputs()
     packed = arranged(case.experts, case.d, case.channels)
     for width in shapes()[shape].widths:
-        launch.multiprocessors.cache_clear()
+        launch.hardware_multiprocessors.cache_clear()
         rows = slice(most - width, most)
         with emulated(arch="sm_90a", multiprocessors=1):
             out = launch.experts_forward(x[rows], weights[rows], ids[rows], packed, LIMIT, shape=shapes()[shape])
         assert listed_widths(replace(case, tokens=width, multiprocessors=1), shape) == [width]
         assert same_bits(out, expected[rows]), width
-    launch.multiprocessors.cache_clear()
+    launch.hardware_multiprocessors.cache_clear()
 
 
 @functools.cache
@@ -215,11 +213,11 @@ def test_a_token_s_bits_are_its_own_in_a_mixed_batch() -> None:
     x, weights, ids, _ = case.inputs()
     packed = arranged(case.experts, case.d, case.channels)
     for rows in (slice(7, 8), slice(20, 34)):
-        launch.multiprocessors.cache_clear()
+        launch.hardware_multiprocessors.cache_clear()
         with emulated(arch="sm_90a", multiprocessors=5):
             out = launch.experts_forward(x[rows], weights[rows], ids[rows], packed, LIMIT)
         assert same_bits(out, expected[rows])
-    launch.multiprocessors.cache_clear()
+    launch.hardware_multiprocessors.cache_clear()
 
 
 def test_zeros_and_clamps() -> None:
@@ -350,7 +348,7 @@ def test_sizes_follow_from_shapes() -> None:
 
 @pytest.mark.parametrize("shape", shape_names())
 def test_the_estimate_counts_what_is_listed(shape: str) -> None:
-    import experts_sm90_static as static
+    from lib import experts_sm90_static as static
 
     for case in (*PAIRED.values(), CASES["several-tiles-of-one-expert"], Case(300, chosen=2, experts=3, d=512)):
         slots = torch.bincount(case.inputs()[2].flatten(), minlength=case.experts).tolist()
@@ -363,9 +361,10 @@ def test_the_estimate_counts_what_is_listed(shape: str) -> None:
 
 def test_the_estimate_is_near_what_was_measured() -> None:
     """Of an H200 with all tokens at six experts; and pairs are worth having there."""
-    import experts_sm90_static as static
+    from lib import experts_sm90_static as static
+    from lib.experts_inputs import MODELS
 
-    measured, model = static.measured_us(), static.MODELS["flash"]
+    measured, model = static.measured_us(), MODELS["flash"]
     for tokens in (16, 64, 128, 256, 1024):
         slots = [tokens] * 6 + [0] * (model.experts - 6)
         by_shape = {name: static.estimate(slots, model, shapes()[name]).us for name in ("narrow", "paired")}
@@ -547,7 +546,7 @@ def test_pairs_are_taken_where_multiprocessors_stay_busy() -> None:
 
 @pytest.mark.parametrize("shape", shape_names())
 def test_no_configuration_spills(shape: str) -> None:
-    from cubin import resources
+    from lib.cubin import resources
     from ptx_emulator import emulated
 
     from dsv4_kernels.moe.sm90 import launch

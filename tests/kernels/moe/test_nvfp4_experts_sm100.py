@@ -10,13 +10,13 @@ import functools
 
 import pytest
 import torch
+from ops.experts_cases import LIMIT, Case, emulated_on
 from ops.number_formats import same_bits
 from torch import Tensor
 
 from dsv4_kernels import moe, registry
 from dsv4_kernels.moe import Nvfp4Experts, ref
-from dsv4_kernels.quant import dequantise_nvfp4_weight, encode_nvfp4, quantise_nvfp4_weight
-from tests.kernels.moe.test_experts_sm100 import LIMIT, Case, compiled_here, emulated_on  # noqa: F401 - a fixture
+from dsv4_kernels.number_formats import dequantise_nvfp4_weight, encode_nvfp4, quantise_nvfp4_weight
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ops.number_formats import E2M1, E4M3, nearest_codes, quantise_e2m1, quantise_e4m3, same_bits
 
-from dsv4_kernels import quant
+from dsv4_kernels import number_formats, quant
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -65,10 +65,10 @@ def test_rounds_as_the_enumeration_says(kind: str, case: str, dtype: torch.dtype
     rounded = (quant.fp8_qdq if fp8 else quant.fp4_qdq)(x, block)
     assert same_bits(rounded, torch.from_numpy(values).float().to(dtype))
 
-    got_codes, got_scales = (quant.encode_fp8 if fp8 else quant.encode_fp4)(x, block)
+    got_codes, got_scales = (number_formats.encode_fp8 if fp8 else number_formats.encode_fp4)(x, block)
     assert np.array_equal(got_codes.contiguous().view(torch.uint8).numpy(), codes)
     assert np.array_equal(np.log2(got_scales.double().numpy()), exponents)
-    decoded = (quant.decode_fp8 if fp8 else quant.decode_fp4)(got_codes, got_scales, block)
+    decoded = (number_formats.decode_fp8 if fp8 else number_formats.decode_fp4)(got_codes, got_scales, block)
     assert same_bits(decoded.to(dtype), rounded)
 
 
@@ -100,8 +100,8 @@ def test_long_inputs_are_rounded_piece_by_piece_alike() -> None:
 def test_ue8m0_ceil(shift: int) -> None:
     power = torch.tensor([2.0**shift])
     above = torch.nextafter(power, torch.tensor([torch.inf]))
-    assert quant.ue8m0_ceil(power).item() == 2.0**shift
-    assert quant.ue8m0_ceil(above).item() == 2.0 ** (shift + 1)
+    assert number_formats.ue8m0_ceil(power).item() == 2.0**shift
+    assert number_formats.ue8m0_ceil(above).item() == 2.0 ** (shift + 1)
 
 
 def hadamard_matrix(d: int) -> torch.Tensor:
@@ -129,7 +129,7 @@ def test_hadamard_is_its_own_inverse() -> None:
 def test_fp8_weight(shape: tuple[int, int]) -> None:
     n, k = shape
     w = torch.randn(n, k, generator=torch.Generator().manual_seed(8)) * torch.logspace(-4, 4, n).unsqueeze(1)
-    codes, scale = quant.quantise_fp8_weight(w)
+    codes, scale = number_formats.quantise_fp8_weight(w)
     assert codes.dtype == torch.float8_e4m3fn and scale.dtype == torch.float8_e8m0fnu
     assert scale.shape == (-(-n // 128), -(-k // 128))
     expected = torch.empty_like(w)
@@ -139,8 +139,8 @@ def test_fp8_weight(shape: tuple[int, int]) -> None:
             _, exponent, values = quantise_e4m3(block.reshape(1, -1), block.numel())
             assert scale[i // 128, j // 128].float().log2().item() == exponent.item()
             expected[i : i + 128, j : j + 128] = torch.from_numpy(values).float().view(block.shape)
-    assert same_bits(quant.dequantise_fp8_weight(codes, scale, torch.float32), expected)
-    assert same_bits(quant.dequantise_fp8_weight(codes, scale, torch.bfloat16).float(), expected)
+    assert same_bits(number_formats.dequantise_fp8_weight(codes, scale, torch.float32), expected)
+    assert same_bits(number_formats.dequantise_fp8_weight(codes, scale, torch.bfloat16).float(), expected)
 
 
 def test_fp4_weight_bytes() -> None:
@@ -153,18 +153,18 @@ def test_fp4_weight_bytes() -> None:
         row, place = divmod(byte, 16)
         expected[row, 2 * place] = signed[byte & 15] * 2.0 ** (row - 7)
         expected[row, 2 * place + 1] = signed[byte >> 4] * 2.0 ** (row - 7)
-    assert same_bits(quant.dequantise_fp4_weight(weight, scale, torch.float32), expected)
-    assert same_bits(quant.dequantise_fp4_weight(weight, scale, torch.bfloat16), expected.bfloat16())
+    assert same_bits(number_formats.dequantise_fp4_weight(weight, scale, torch.float32), expected)
+    assert same_bits(number_formats.dequantise_fp4_weight(weight, scale, torch.bfloat16), expected.bfloat16())
 
 
 def test_fp4_weight_rounding() -> None:
     w = torch.randn(7, 96, generator=torch.Generator().manual_seed(9)) * torch.logspace(-4, 4, 7).unsqueeze(1)
-    weight, scale = quant.quantise_fp4_weight(w)
+    weight, scale = number_formats.quantise_fp4_weight(w)
     codes, exponents, values = quantise_e2m1(w, 32)
     assert np.array_equal(weight.view(torch.uint8).numpy(), codes[:, 0::2] | codes[:, 1::2] << 4)
     assert np.array_equal(scale.float().log2().numpy(), exponents)
     expected = torch.from_numpy(values).float()
-    assert same_bits(quant.dequantise_fp4_weight(weight, scale, torch.float32), expected)
+    assert same_bits(number_formats.dequantise_fp4_weight(weight, scale, torch.float32), expected)
 
 
 @pytest.mark.parametrize("global_scale", [1.0, 3.7e-5, 0.0])
@@ -177,9 +177,9 @@ def test_nvfp4_weight_bytes(global_scale: float) -> None:
     exact = signed[codes] * np.repeat(E4M3, 32)[:, None] * float(np.float32(global_scale))
     expected = torch.from_numpy(exact.astype(np.float32))
     for shape in ((), (1,)):
-        got = quant.dequantise_nvfp4_weight(weight, scale, torch.full(shape, global_scale), torch.float32)
+        got = number_formats.dequantise_nvfp4_weight(weight, scale, torch.full(shape, global_scale), torch.float32)
         assert same_bits(got, expected)
-    got = quant.dequantise_nvfp4_weight(weight, scale, torch.tensor(global_scale), torch.bfloat16)
+    got = number_formats.dequantise_nvfp4_weight(weight, scale, torch.tensor(global_scale), torch.bfloat16)
     assert same_bits(got, expected.bfloat16())
 
 
@@ -188,7 +188,7 @@ def test_nvfp4_weight_rounding(amax: float | None) -> None:
     """Codes and scales are the nearest there are; a row of zeros, and rows whose scale e4m3 rounds to nothing."""
     w = torch.randn(9, 96, generator=torch.Generator().manual_seed(9)) * torch.logspace(-8, 2.5, 9).unsqueeze(1)
     w[4] = 0
-    weight, scale, global_scale = quant.quantise_nvfp4_weight(w, amax)
+    weight, scale, global_scale = number_formats.quantise_nvfp4_weight(w, amax)
     assert global_scale == np.float32(amax or w.abs().max()) / np.float32(6 * 448)
     blocks = w.numpy().reshape(9, 6, 16)
     wanted = np.abs(blocks).max(-1) / (np.float32(6) * global_scale.numpy())
@@ -197,23 +197,26 @@ def test_nvfp4_weight_rounding(amax: float | None) -> None:
     unit = E4M3[of_block].astype(np.float32) * global_scale.numpy()
     codes = nearest_codes((blocks / unit[..., None]).astype(np.float64), E2M1, 0x8).reshape(9, 96)
     assert np.array_equal(weight.numpy(), codes[:, 0::2] | codes[:, 1::2] << 4)
-    back = quant.dequantise_nvfp4_weight(weight, scale, global_scale, torch.float32)
+    back = number_formats.dequantise_nvfp4_weight(weight, scale, global_scale, torch.float32)
     step = torch.from_numpy(np.repeat(unit.reshape(9, 6), 16, 1))
     assert ((back - w).abs() <= step * (1 + 2.0**-3)).all()  # half of 6 - 4, and what e4m3 rounds off the scale
 
 
 def test_nvfp4_weight_of_zeros() -> None:
-    weight, scale, global_scale = quant.quantise_nvfp4_weight(torch.zeros(2, 32))
-    assert global_scale == 0 and not quant.dequantise_nvfp4_weight(weight, scale, global_scale, torch.float32).any()
+    weight, scale, global_scale = number_formats.quantise_nvfp4_weight(torch.zeros(2, 32))
+    assert (
+        global_scale == 0
+        and not number_formats.dequantise_nvfp4_weight(weight, scale, global_scale, torch.float32).any()
+    )
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: quant.hadamard(torch.zeros(2, 96)), "power of two"),
-        (lambda: quant.quantise_nvfp4_weight(torch.zeros(2, 40)), "multiple of 16"),
+        (lambda: number_formats.quantise_nvfp4_weight(torch.zeros(2, 40)), "multiple of 16"),
         (
-            lambda: quant.dequantise_nvfp4_weight(
+            lambda: number_formats.dequantise_nvfp4_weight(
                 torch.zeros(2, 16, dtype=torch.uint8),
                 torch.ones(2, 1).to(torch.float8_e4m3fn),
                 torch.ones(()),
@@ -222,7 +225,7 @@ def test_nvfp4_weight_of_zeros() -> None:
             r"NVFP4 weight of 2x16 bytes has shape \(2, 1\); expected \(2, 2\)",
         ),
         (
-            lambda: quant.dequantise_nvfp4_weight(
+            lambda: number_formats.dequantise_nvfp4_weight(
                 torch.zeros(2, 16, dtype=torch.uint8),
                 torch.ones(2, 2).to(torch.float8_e4m3fn),
                 torch.ones(2),
@@ -232,15 +235,17 @@ def test_nvfp4_weight_of_zeros() -> None:
         ),
         (lambda: quant.fp8_qdq(torch.zeros(2, 96), 0), "at least 1"),
         (lambda: quant.fp4_qdq(torch.zeros(2, 96), -32), "at least 1"),
-        (lambda: quant.quantise_fp4_weight(torch.zeros(2, 40)), "multiple of 32"),
+        (lambda: number_formats.quantise_fp4_weight(torch.zeros(2, 40)), "multiple of 32"),
         (
-            lambda: quant.dequantise_fp8_weight(
+            lambda: number_formats.dequantise_fp8_weight(
                 torch.zeros(129, 128, dtype=torch.float8_e4m3fn), torch.ones(1, 1), torch.float32
             ),
             r"\(1, 1\); expected \(2, 1\)",
         ),
         (
-            lambda: quant.dequantise_fp4_weight(torch.zeros(4, 32, dtype=torch.int8), torch.ones(4, 4), torch.float32),
+            lambda: number_formats.dequantise_fp4_weight(
+                torch.zeros(4, 32, dtype=torch.int8), torch.ones(4, 4), torch.float32
+            ),
             r"\(4, 4\); expected \(4, 2\)",
         ),
     ],

@@ -19,6 +19,7 @@ import torch
 from ops import attention_launch
 from ops.attention_cases import CASES, Case, Spec, build, check, check_surroundings
 from ops.attention_launch import SCHEDULES
+from ops.early_launches import launched_early
 from ops.memory_layout import far_apart
 from ops.number_formats import same_bits
 from ops.random_attention import random_spec
@@ -52,7 +53,7 @@ def launch_on(
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     sm90.num_clusters.cache_clear()  # this device has another number
-    sm90.num_multiprocessors.cache_clear()
+    sm90.hardware_multiprocessors.cache_clear()
     options = {"checks": Checks.strict(), "arch": sm90.ARCH, **options}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90, "FEW_HEADS", max(HEADS))
@@ -218,6 +219,13 @@ def test_parts_are_as_many_as_pay(
         assert sm90._parts(problem) == expected, tokens
 
 
+def test_it_may_begin_early() -> None:
+    case = build(Spec(tokens=2, heads=16, entry_lengths=(300, 5)))
+    with launched_early():
+        out = launch(case)
+    check(case, out)
+
+
 def test_whole_tokens_are_computed_by_as_many_ctas_as_find_room() -> None:
     """One after the other; the parts of a token have a CTA each, however many."""
     case = build(Spec(tokens=11, heads=16, entry_lengths=(5, 200, 0)))
@@ -354,8 +362,8 @@ CONFIGURATIONS = [(fp8, entries) for fp8 in (True, False) for entries in ("NONE"
 )
 def test_compiled(fp8_rows: bool, entries: str) -> None:
     """No register, byte of the stack or of code more than benchmarks/results says; wgmma runs asynchronously."""
+    from lib.sparse_attention_sm90_static import RESULTS, static_numbers
     from ptx_emulator import emulated
-    from sparse_attention_sm90_static import RESULTS, static_numbers
 
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
     from dsv4_kernels.sparse_attention.sm90.few_heads.plan import CTAS, WARPGROUP, FewHeads

@@ -23,6 +23,7 @@ import torch
 from ops import attention_launch
 from ops.attention_cases import CASES, Case, Spec, build, check, check_surroundings, reference, relative_error
 from ops.attention_launch import LONG, SCHEDULES
+from ops.early_launches import a_missing_wait_is_noticed, launched_early
 from ops.memory_layout import NONSENSE, far_apart, sparse
 from ops.number_formats import same_bits
 from ops.random_attention import random_spec
@@ -40,7 +41,7 @@ def launch(case: Case, multiprocessors: int = 148, **options: object) -> tuple[t
 
     from dsv4_kernels.sparse_attention.sm100 import launch as sm100
 
-    sm100.device_facts.cache_clear()  # this device has another number of multiprocessors
+    sm100.hardware_multiprocessors.cache_clear()  # this device has another number of multiprocessors
     options = {"checks": Checks.strict(), **options}
     return attention_launch.launch(sm100.sparse_attention, case, multiprocessors, **options)
 
@@ -86,6 +87,20 @@ def test_weights_never_exceed_one() -> None:
     case = build(Spec(tokens=8, window_lengths=(3,), entry_lengths=(512,), holes=0.95, scales="extreme"))
     result, _ = launch(case)
     check(case, result)
+
+
+@pytest.mark.parametrize("name", ["csa_512-fp8", pytest.param("split_512-fp8", marks=pytest.mark.slow)])
+def test_it_may_begin_early(name: str) -> None:
+    case = build(CASES[name])
+    with launched_early():
+        out, _ = launch(case)
+    check(case, out)
+
+
+def test_a_missing_wait_is_noticed() -> None:
+    case = build(CASES["csa_512-fp8"])
+    with a_missing_wait_is_noticed():
+        launch(case)
 
 
 @pytest.mark.parametrize("heads", [1, 63, 65, 128])
@@ -244,15 +259,15 @@ def test_the_width_of_lists_and_tables_is_not_seen(split_keys: int | None) -> No
 
 
 def recorded() -> dict:
-    from sparse_attention_sm100_static import RESULTS
+    from lib.sparse_attention_sm100_static import RESULTS
 
     return json.loads(RESULTS.read_text())
 
 
 def test_resources_are_the_recorded_ones() -> None:
     """No spills, and no register or byte more than benchmarks/results says (written by the script of that name)."""
+    from lib.sparse_attention_sm100_static import all_resources
     from ptx_emulator import emulated
-    from sparse_attention_sm100_static import all_resources
 
     with emulated():
         found = all_resources()
@@ -267,7 +282,7 @@ def test_resources_are_the_recorded_ones() -> None:
 
 def test_compiles_for_b300() -> None:
     """benchmarks/README_B200.md names it."""
-    from cubin import resources
+    from lib.cubin import resources
     from ptx_emulator import emulated
 
     from dsv4_kernels.sparse_attention.sm100 import launch as sm100
@@ -300,8 +315,8 @@ def test_static_bounds() -> None:
     For pairs of CTAs nothing on the chip takes more than 1.25 of the tensor core's floor. Nothing takes more than 1.25
     of the larger of that floor and HBM's, but for 1M tokens of HCA with 64 heads.
     """
-    from sparse_attention_sm100_static import CASES as STATIC_CASES
-    from sparse_attention_sm100_static import UNITS, cycles_of
+    from lib.sparse_attention_sm100_static import CASES as STATIC_CASES
+    from lib.sparse_attention_sm100_static import UNITS, cycles_of
 
     cycles = recorded()["cycles"]
     assert cycles.keys() == {case.name for case in STATIC_CASES}

@@ -24,6 +24,7 @@ import torch
 from ops import attention_launch
 from ops.attention_cases import CASES, Case, Spec, build, check, check_surroundings
 from ops.attention_launch import LONG, SCHEDULES
+from ops.early_launches import launched_early
 from ops.memory_layout import far_apart
 from ops.number_formats import same_bits
 from ops.random_attention import random_spec
@@ -71,7 +72,7 @@ def launch_on(case: Case, multiprocessors: int, clusters: bool = False, **option
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     sm90.num_clusters.cache_clear()
-    sm90.num_multiprocessors.cache_clear()  # this device has another number
+    sm90.hardware_multiprocessors.cache_clear()  # this device has another number
     options = {"checks": Checks.strict(), "arch": sm90.ARCH, **options}
     clusters_up_to = mock.patch.object(sm90, "MAX_CLUSTER", cluster.MAX_CLUSTER if clusters else 0)
     with clusters_up_to, mock.patch.object(sm90, "FEW_HEADS", 0):
@@ -109,6 +110,24 @@ def test_random_case(seed: int) -> None:
     _, fewest, _ = multiprocessors_for(case)
     other = launch(case, fewest + seed % 17, schedule=SCHEDULES[(seed + 1) % len(SCHEDULES)], seed=seed)
     assert same_bits(result, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "cooperative"), [("csa_512-fp8", False), pytest.param("split_512-fp8", True, marks=pytest.mark.slow)]
+)
+def test_it_may_begin_early(name: str, cooperative: bool) -> None:
+    """Unless its CTAs wait for each other."""
+    case = build(CASES[name])
+    with launched_early(cooperative):
+        out = launch(case)
+    check(case, out)
+
+
+def test_clusters_may_begin_early() -> None:
+    case = build(Spec(tokens=1, entry_lengths=(300,)))
+    with launched_early():
+        out = launch_on(case, 132, clusters=True)[0]
+    check(case, out)
 
 
 @pytest.mark.parametrize("heads", [1, 63, 65, 128])
@@ -437,8 +456,8 @@ def test_deleted_synchronisation_is_noticed(name: str) -> None:
 
 def gate(configuration: Configuration) -> dict[str, int]:
     """Compiles a configuration and compares it with the record, which is what it says of it."""
+    from lib.sparse_attention_sm90_static import RESULTS, static_numbers
     from ptx_emulator import emulated
-    from sparse_attention_sm90_static import RESULTS, static_numbers
 
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
@@ -502,7 +521,7 @@ def test_compiled(fp8_rows: bool, entries: str, split: str, channel_splits: int)
 
 
 def test_every_configuration_is_recorded() -> None:
-    from sparse_attention_sm90_static import RESULTS
+    from lib.sparse_attention_sm90_static import RESULTS
 
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 

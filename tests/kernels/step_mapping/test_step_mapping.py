@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ops.early_launches import launched_early
 from ops.memory_layout import far_apart, use_in_place
 from torch import Tensor
 
@@ -111,6 +112,13 @@ def test_the_kernel_says_the_same(name: str, arch: str, monkeypatch: pytest.Monk
     assert len(device.reports) == 1 and not device.reports[0].warnings
     for (what, a), (_, b) in zip(tensors(expected), tensors(found), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b), what
+
+
+@pytest.mark.usefixtures("compiled_here")
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_it_may_begin_early(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with launched_early():
+        test_the_kernel_says_the_same("verify", arch, monkeypatch)
 
 
 def test_the_kernel_finds_slots_beyond_32_bits() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from ops.attention_launch import unpack_emulated
+from ops.early_launches import launched_early
 from ops.memory_layout import BEYOND_BYTES, far_apart, sparse, strided
 from ops.number_formats import E4M3, same_bits
 from torch import Tensor
@@ -202,6 +203,11 @@ def test_the_kernel_makes_both_parts(kernel: str, empty: int | None) -> None:
     unpack_pages(parts, expected)
     unpack_emulated(kernel, parts, out[: sum(part.num_rows for part in parts)])
     assert same_bits(out, expected)
+
+
+def test_it_may_begin_early(kernel: str) -> None:
+    with launched_early():
+        test_the_kernel_makes_both_parts(kernel, None)
 
 
 @pytest.mark.parametrize("names", [("pages_of_64", "holes"), ("rows", "pages_of_2")], ids="-".join)

@@ -1,4 +1,4 @@
-"""A DSpark draft behind the draft ModelRunner that SGLang's worker builds, driven as that worker drives it."""
+"""A DSpark draft in the draft ModelRunner that SGLang's worker builds, driven as that worker drives it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DSparkDraft:
         )
 
     def inject_prefill(self, request: Request, taps: Tensor, first: int) -> None:
-        """Of a chunk whose first token is at `first`: SGLang keeps the last window of it."""
+        """Store the context rows of a chunk whose first token is at `first`; SGLang keeps the chunk's last window."""
         positions = torch.arange(first, first + len(taps))
         with self.harness._active():
             self.injector.inject_target_hidden(
@@ -55,7 +55,7 @@ class DSparkDraft:
             )
 
     def commit(self, request: Request, taps: Tensor, first: int, kept: int) -> None:
-        """Behind a verify step at `first`: the rows of the anchor and of `kept - 1` drafts."""
+        """Store the context rows after a verify step at `first`: of the anchor and `kept - 1` drafts."""
         positions = torch.arange(first, first + len(taps))
         with self.harness._active():
             self.injector.inject_target_hidden(
@@ -68,7 +68,7 @@ class DSparkDraft:
             )
 
     def blocks(self, parts: Sequence[tuple[Request, int]]) -> Tensor:
-        """Rows [B, k, d] behind the last norm, of each (request, anchor)."""
+        """Return rows [B, k, d] after the last norm, for each (request, anchor)."""
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
         from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -95,12 +95,12 @@ class DSparkDraft:
             return self.runner.forward(batch).logits_output.hidden_states.view(len(parts), k, -1).clone()
 
     def logits(self, rows: Tensor) -> Tensor:
-        """[B, k, V] fp32 of `blocks`, before the Markov head."""
+        """Return [B, k, V] fp32 logits of `blocks`, before the Markov head."""
         with self.harness._active(), torch.no_grad():
             return self.model.compute_base_logits(rows.flatten(0, 1))[0].view(*rows.shape[:2], -1)
 
     def drafts(self, rows: Tensor, anchors: Sequence[int]) -> list[list[int]]:
-        """Greedy proposals of `blocks`, by SGLang's own loop over the rows."""
+        """Return greedy proposals of `blocks`, by SGLang's own loop over the rows."""
         from sglang.srt.speculative.dspark_components.dspark_draft import DraftNoise, draft_markov_block
 
         noise: Any = DraftNoise(key=0, offset=torch.zeros(1, dtype=torch.int64))

@@ -1,7 +1,7 @@
-"""An independent DSpark draft: its equations over a whole sequence, no rings; beside `reference.Reference`.
+"""An independent DSpark draft on top of `reference.Reference`: its equations over a whole sequence, without rings.
 
-Of a committed sequence of P tokens the draft sees one row a token and stage. All rows of a block see the last 128 of
-these, wherever in the block they are, and the whole block.
+The draft sees one row for each token of the committed sequence and stage. All rows of a block attend to the last 128 of
+these rows and to the whole block.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Block:
-    """What one block of a draft computes."""
+    """Results of one block of a draft."""
 
     logits: Tensor  # [k, V] fp32, without the Markov head
     mixed: Tensor  # [k, d], before the last norm
     drafts: list[int]  # greedy
-    confidences: Tensor  # [k] fp32
 
 
 class DSparkReference:
@@ -34,7 +33,7 @@ class DSparkReference:
 
     @torch.no_grad()
     def taps(self, tokens: Tensor) -> Tensor:
-        """[T, 3 * d]: of each tapped layer, when it is complete, the mean of its streams."""
+        """Return [T, 3 * d]: for each tapped layer, the mean of its output streams."""
         r, found = self.reference, []
         x = self.weights["embed.weight"][tokens].to(r.dtype)[:, None].repeat(1, self.config["hc_mult"], 1)
         for layer in range(self.config["num_hidden_layers"]):
@@ -45,7 +44,7 @@ class DSparkReference:
 
     @torch.no_grad()
     def context(self, taps: Tensor, first_position: int = 0) -> list[Tensor]:
-        """Of each stage the rows [T, D] of the tokens whose taps these are."""
+        """Return, for each stage, the rows [T, D] of the tokens with these taps."""
         r, positions = self.reference, first_position + torch.arange(len(taps))
         m = r.rms_norm(r.lin8(taps, "mtp.0.main_proj"), self.weights["mtp.0.main_norm.weight"])
         rows = []
@@ -57,7 +56,7 @@ class DSparkReference:
 
     @torch.no_grad()
     def block(self, context: list[Tensor], anchor: int) -> Block:
-        """The block behind the P tokens of `context`."""
+        """Return the block after the P tokens of `context`."""
         r, w, k = self.reference, self.weights, self.config["dspark_block_size"]
         ids = [anchor] + [self.config["dspark_noise_token_id"]] * (k - 1)
         x = w["embed.weight"][ids].to(r.dtype)[:, None].repeat(1, self.config["hc_mult"], 1)
@@ -73,17 +72,16 @@ class DSparkReference:
             x = r.hc_post(y, x, post, comb)
         mixed = r.hc_head(x, self.last)
         logits = r.rms_norm(mixed, w[self.last + "norm.weight"]).float() @ w["head.weight"].float().T
-        drafts, confidences, previous = [], [], anchor
+        drafts, previous = [], anchor
         for row in range(k):
             latent = w[self.last + "markov_head.markov_w1.weight"][previous].float()
-            features = torch.cat([mixed[row].float(), latent])
-            confidences.append(torch.sigmoid(features @ w[self.last + "confidence_head.proj.weight"][0].float()))
             previous = int((logits[row] + w[self.last + "markov_head.markov_w2.weight"].float() @ latent).argmax())
             drafts.append(previous)
-        return Block(logits, mixed, drafts, torch.stack(confidences))
+        return Block(logits, mixed, drafts)
 
     def _attention(self, x: Tensor, prefix: str, context: Tensor, first: int) -> Tensor:
-        """Of a block's normed rows x [k, d] at positions first..: over `context [n, D]` and the block."""
+        """Return the attention of a block's normed rows x [k, d] at positions first.. over `context [n, D]` and the
+        block."""
         r, w, config = self.reference, self.weights, self.config
         heads, dim, positions = config["num_attention_heads"], config["head_dim"], first + torch.arange(len(x))
         qr = r.rms_norm(r.lin8(x, prefix + "wq_a"), w[prefix + "q_norm.weight"])

@@ -1,8 +1,8 @@
 """Drives our model in process through SGLang's own ModelRunner, request and page allocators, pool and backend.
 
-What the scheduler decides is decided by the test instead: which requests are in a batch, how many tokens each brings
-(also fewer than a page, which the scheduler would not do), when slots are freed and reused. Everything below that line
-is what a server runs. Logits come back at every position of every request.
+The test decides what the scheduler would decide: which requests are in a batch, how many tokens each adds (also fewer
+than a page, which the scheduler would not do), when slots are freed and reused. Everything else is a server's code.
+Logits come back at every position of every request.
 """
 
 import json
@@ -26,18 +26,18 @@ _process_groups: dict[str, Any] = {}  # SGLang's parallel groups of this process
 
 @dataclass
 class Request:
-    """One live request: its row in ReqToTokenPool, and how many tokens it holds. Made by `Harness.open`."""
+    """One live request, made by `Harness.open`: its row in ReqToTokenPool, and how many tokens it holds."""
 
     row: int
     num_tokens: int = 0
     num_allocated: int = 0  # >= num_tokens after a speculative rollback
     tokens: list[int] = field(default_factory=list)
-    match: Any = None  # where its prefix match ended, if a prefix cache has one for it
-    lock: Any = None  # what keeps that prefix in the cache
+    match: Any = None  # its prefix match, if a prefix cache has one
+    lock: Any = None  # lock that keeps that prefix in the cache
 
 
 class Harness:
-    """A loaded checkpoint behind a real ModelRunner. Several can live in one process; they do not share state.
+    """A loaded checkpoint in a real ModelRunner. Several harnesses can exist in one process; they do not share state.
 
     Args:
         checkpoint: a folder in the released format.
@@ -46,7 +46,7 @@ class Harness:
         max_total_tokens: FULL token slots in the pool (a multiple of 256).
         max_requests: request slots.
         rank: of the process, with `tp_size` among the fields.
-        port: where its ranks meet; None for one rank.
+        port: port through which ranks connect; None for one rank.
         server_args: further fields of SGLang's ServerArgs.
     """
 
@@ -61,12 +61,13 @@ class Harness:
         port: int | None = None,
         **server_args: Any,
     ) -> None:
-        # As in a scheduler process: the scheduler's module is there before the plugins are loaded.
+        # As in a scheduler process, the scheduler's module is imported before the plugins are loaded.
         import sglang.srt.managers.scheduler  # noqa: F401
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
-        # A server on a CPU refuses speculation, for SGLang's Triton kernels around it; the modules themselves do run.
+        # A server on a CPU refuses speculation because of SGLang's Triton kernels around it; the modules themselves do
+        # run.
         from sglang.srt.platforms import current_platform
 
         with mock.patch.object(type(current_platform), "supports_speculative_algorithm", lambda *_: True):
@@ -124,14 +125,14 @@ class Harness:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def open(self) -> Request:
-        """Takes a request slot, as the scheduler does when it admits a request."""
+        """Allocate a request slot, as the scheduler does when it admits a request."""
         rows = self.runner.req_to_token_pool.alloc_rows(1)
         if rows is None:
             raise RuntimeError("the harness has no free request slot; close one first")
         return Request(rows[0])
 
     def close(self, request: Request) -> None:
-        """Frees the request's pages and its slot."""
+        """Free the request's pages and its slot."""
         pool = self.runner.req_to_token_pool
         if request.num_allocated:
             slots = pool.req_to_token[request.row, : request.num_allocated].to(torch.int64)
@@ -139,19 +140,19 @@ class Harness:
         pool.free_rows([request.row])
 
     def rollback(self, request: Request, num_tokens: int) -> None:
-        """Forgets the tokens after the first `num_tokens`; their slots stay allocated, as after rejected drafts."""
+        """Drop the tokens after the first `num_tokens`; their slots stay allocated, as after rejected drafts."""
         request.num_tokens = num_tokens
         del request.tokens[num_tokens:]
 
     def shuffle_free_pages(self, seed: int = 0) -> None:
-        """Makes the next page tables non-contiguous and unordered."""
+        """Make the next page tables non-contiguous and unordered."""
         allocator = self.runner.token_to_kv_pool_allocator
         allocator.merge_and_sort_free()
         order = torch.randperm(len(allocator.free_pages), generator=torch.Generator().manual_seed(seed))
         allocator.free_pages = allocator.free_pages[order]
 
     def _allocate(self, parts: Sequence[tuple[Request, Sequence[int]]], decode: bool) -> Tensor:
-        """FULL slots [num_tokens] for the parts' tokens, allocated where the request does not hold them yet."""
+        """Return FULL slots [num_tokens] for the parts' tokens, allocated where the request does not hold them yet."""
         table = self.runner.req_to_token_pool.req_to_token
         allocator = self.runner.token_to_kv_pool_allocator
         slots = []
@@ -178,17 +179,17 @@ class Harness:
     # -- forwards ---------------------------------------------------------------------------------------------------
 
     def step(self, parts: Sequence[tuple[Request, Sequence[int]]], mode: Mode = "extend") -> list[Tensor]:
-        """One forward of a batch; returns logits [len(tokens), vocab] fp32 for each (request, tokens) part.
+        """Run one forward of a batch; return logits [len(tokens), vocab] fp32 for each (request, tokens) part.
 
-        "decode" demands one token a request, "verify" the same number for all (the drafts of speculative decoding:
-        they are kept, and `rollback` drops those that were rejected).
+        "decode" demands one token a request, "verify" the same number for all (the drafts of speculative decoding: they
+        are kept, and `rollback` drops the rejected ones).
         """
         return [logits for logits, _ in self.step_with_streams(parts, mode)]
 
     def step_with_streams(
         self, parts: Sequence[tuple[Request, Sequence[int]]], mode: Mode = "extend"
     ) -> list[tuple[Tensor, Tensor]]:
-        """As `step`; also the streams before hc_head [len(tokens), hc_mult * d], which an MTP draft reads."""
+        """Run `step`; return also the streams before hc_head [len(tokens), hc_mult * d], which an MTP draft reads."""
         lengths = [len(tokens) for _, tokens in parts]
         if min(lengths) < 1 or (mode == "decode" and max(lengths) > 1):
             raise ValueError(f"mode {mode!r} cannot take parts of {lengths} tokens")
@@ -278,7 +279,7 @@ class Harness:
     # -- conveniences -----------------------------------------------------------------------------------------------
 
     def run(self, tokens: Tensor, chunk_tokens: int | None = None, decode_from: int | None = None) -> Tensor:
-        """Logits [num_tokens, vocab] of one request alone: prefill in chunks, decode from `decode_from` on."""
+        """Return logits [num_tokens, vocab] of one request alone: prefill in chunks, decode from `decode_from` on."""
         return self.run_many([tokens], chunk_tokens, [decode_from])[0]
 
     def run_many(
@@ -288,9 +289,10 @@ class Harness:
         decode_from: Sequence[int | None] | None = None,
         start_at_step: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Logits of several requests served together: in every step each live request brings its next chunk, or one
-        token once it has reached `decode_from`; a request joins at `start_at_step` and leaves when its tokens end.
-        A step whose requests all decode runs as a decode batch, any other as an extend batch (as mixed batches do)."""
+        """Return the logits of several requests served together. In every step each live request adds its next chunk,
+        or one token once it has got to `decode_from`; a request joins at `start_at_step` and leaves when its tokens
+        end. A step whose requests all decode runs as a decode batch, any other as an extend batch (as mixed batches
+        do)."""
         count = len(prompts)
         limits = [n if n is not None else len(p) for n, p in zip(decode_from or [None] * count, prompts, strict=True)]
         joins = list(start_at_step or [0] * count)
@@ -320,9 +322,9 @@ class Harness:
 
 
 class Draft:
-    """The MTP module of a harness with speculation, behind the draft ModelRunner that SGLang's EAGLE worker builds.
+    """The MTP module of a harness with speculation, in the draft ModelRunner that SGLang's EAGLE worker builds.
 
-    Its cache is its own; request slots and pages are the harness's, so a position must be served by the harness first.
+    It has its own cache; request slots and pages are the harness's, so the harness must serve a position first.
     """
 
     def __init__(self, harness: Harness) -> None:
@@ -351,8 +353,8 @@ class Draft:
     def step(
         self, parts: Sequence[tuple[Request, int, Sequence[int], Tensor]], mode: Mode = "extend"
     ) -> list[tuple[Tensor, Tensor]]:
-        """One forward. Each part is (request, position t of the first token, the ids at t+1.., the streams of t..
-        [len(ids), hc_mult * d]); returns (logits [len(ids), vocab], streams [len(ids), hc_mult * d]) for each."""
+        """Run one forward. Each part is (request, position t of the first token, the ids at t+1.., the streams of t..
+        [len(ids), hc_mult * d]); return (logits [len(ids), vocab], streams [len(ids), hc_mult * d]) for each."""
         from sglang.srt.speculative.eagle_info import EagleDraftInput
 
         lengths = [len(tokens) for _, _, tokens, _ in parts]
@@ -373,7 +375,7 @@ class Draft:
 
 
 def _prepare_process(server_args: Any, port: int | None) -> None:
-    """What one scheduler process sets up: the process groups once, the per-config globals for every harness."""
+    """Set up what a scheduler process has: the process groups once, the per-config globals for every harness."""
     from sglang.srt.distributed import bootstrap
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
@@ -418,7 +420,7 @@ def _load_runner(server_args: Any, model_config: Any, **draft: Any) -> Any:
 
 
 def _keep_logits_of_every_position(processor: Any) -> None:
-    """An extend forward prunes to the last token of each request before lm_head; here nothing is pruned."""
+    """Keep logits of every position: an extend forward prunes to the last token of each request before lm_head."""
 
     def everything(hidden_states: Tensor, before_norm: Any, aux: Any, metadata: Any) -> tuple[Any, ...]:
         return hidden_states, before_norm, aux, None, None, []

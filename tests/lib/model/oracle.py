@@ -1,9 +1,10 @@
-"""The independent side of the model tests: random checkpoints in official names, and transformers' DeepSeek-V4 in fp32.
+"""Independent references of the model tests: random checkpoints in official names, and transformers' DeepSeek-V4 in
+fp32.
 
 Nothing here imports sglang_dsv4 or dsv4_kernels. `configuration()` is a config.json of the released format with small
 dimensions, `random_weights()` its tensors with every parameter non-trivial (norms, biases, sinks, ape, mHC), and
-`TransformersOracle` returns logits at every position, together with the margin by which each position's discrete
-choices (CSA top-k, router top-k) were decided: a position whose margin is within rounding cannot be compared.
+`TransformersOracle` returns logits at every position, with the margin by which each position's discrete choices (CSA
+top-k, router top-k) were decided: a position whose margin is within rounding cannot be compared.
 """
 
 import json
@@ -25,7 +26,7 @@ QUANTISABLE = dict(
     hidden_size=128, q_lora_rank=128, o_lora_rank=128, moe_intermediate_size=128, head_dim=128, qk_rope_head_dim=64,
     num_attention_heads=4, index_n_heads=8, index_head_dim=64, num_hash_layers=2,
 )  # fmt: skip
-# Rows and indexer keys of the released dimensions, which the byte formats demand.
+# Rows and indexer keys of the released dimensions, which the byte formats need.
 REAL_ROWS = dict(
     hidden_size=128, q_lora_rank=128, o_lora_rank=128, moe_intermediate_size=128, head_dim=512, qk_rope_head_dim=64,
     num_attention_heads=4, index_n_heads=8, index_head_dim=128,
@@ -67,7 +68,7 @@ _RENAMES = (
 
 
 def configuration(ratios: Iterable[int] = FLASH_LIKE, **overrides: Any) -> dict[str, Any]:
-    """A config.json in the released format (specification, section 1) with small dimensions and the real window,
+    """Return a config.json in the released format (specification, section 1) with small dimensions and the real window,
     ratios, rope and mHC constants. `ratios` are those of the main layers; the MTP layer's 0 is appended."""
     ratios = list(ratios)
     config = dict(
@@ -122,7 +123,8 @@ def configuration(ratios: Iterable[int] = FLASH_LIKE, **overrides: Any) -> dict[
 
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """Official names to fp32 tensors (int64 for tid2eid), MTP included; logits have a standard deviation near 1.4."""
+    """Return official names -> fp32 tensors (int64 for tid2eid), MTP included; logits have a standard deviation near
+    1.4."""
     generator = torch.Generator().manual_seed(seed)
     d, heads, head_dim = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
     q_rank, groups, o_rank = config["q_lora_rank"], config["o_groups"], config["o_lora_rank"]
@@ -182,7 +184,7 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
             weights[ffn + "gate.tid2eid"] = torch.stack(table)
         else:
             weights[ffn + "gate.bias"] = 0.3 * normal(experts)
-        # Gain 6 sends about one pre-activation in ten past the SwiGLU limit, so that both clamps show in the logits.
+        # Gain 6 makes about one pre-activation in ten exceed the SwiGLU limit, so that both clamps show in the logits.
         for expert in [f"experts.{e}" for e in range(experts)] + ["shared_experts"]:
             weights[f"{ffn}{expert}.w1.weight"] = matrix(inner, d, 6.0)
             weights[f"{ffn}{expert}.w3.weight"] = matrix(inner, d, 6.0)
@@ -205,14 +207,15 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
 
 
 def as_stored(name: str, value: Tensor) -> Tensor:
-    """Rounded to what the released files hold in bf16 (or fewer bits); they keep mHC, ape, sinks and biases in fp32."""
+    """Return the value rounded as the released files store it, in bf16 or fewer bits; they keep mHC, ape, sinks and
+    biases in fp32."""
     if value.dtype != torch.float32 or ".hc_" in name or name.startswith("hc_"):
         return value
     return value if name.endswith(("ape", "attn_sink", "gate.bias")) else value.bfloat16().float()
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
-    """Writes config.json and one safetensors shard with its index, as the released checkpoints have them."""
+    """Write config.json and one safetensors shard with its index, as the released checkpoints have them."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     shard = "model-00001-of-00001.safetensors"
@@ -226,7 +229,7 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def read_dequantised(folder: Path) -> dict[str, Tensor]:
-    """Every weight of a checkpoint in the released format as fp32 (tid2eid int64), dequantised (section 4.2)."""
+    """Return every weight of a checkpoint in the released format as fp32 (tid2eid int64), dequantised (section 4.2)."""
     stored: dict[str, Tensor] = {}
     for shard in sorted(folder.glob("*.safetensors")):
         stored.update(load_file(shard))
@@ -253,7 +256,7 @@ def read_dequantised(folder: Path) -> dict[str, Tensor]:
 
 
 def _nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    """modelopt's NVFP4 as fp32: its values exactly, in fp64, rounded once.
+    """Return modelopt's NVFP4 values as fp32: computed in fp64 without error, rounded once.
 
     Two e2m1 codes a byte, the even column in the low nibble, and an e4m3 scale for 16 columns, read from its bits.
     """
@@ -270,7 +273,8 @@ def _nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
 
 
 def transformers_state(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Official tensors under transformers' names (specification, section 6); routed experts stacked, MTP left out."""
+    """Return official tensors under transformers' names (specification, section 6); routed experts stacked, MTP left
+    out."""
     state: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         if name.startswith("mtp.") or ".ffn.experts." in name:
@@ -328,7 +332,7 @@ class TransformersOracle:
 
     @contextmanager
     def _record_margins(self, margins: list[Tensor]) -> Iterator[None]:
-        """Appends one [num_tokens] tensor for every discrete choice made while the context is open."""
+        """Append one [num_tokens] tensor to `margins` for every discrete choice inside the context."""
         handles = []
         top_k, ratio = self.config["index_topk"], 4
         start = 0
@@ -368,7 +372,7 @@ class TransformersOracle:
 
     @torch.no_grad()
     def run(self, tokens: Tensor, chunk_tokens: int | None = None) -> OracleRun:
-        """Logits of `tokens` [num_tokens] int64, in chunks of `chunk_tokens` (None: all at once)."""
+        """Return the logits of `tokens` [num_tokens] int64, in chunks of `chunk_tokens` (None: all at once)."""
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self.model.config)

@@ -1,4 +1,4 @@
-"""A model on a CPU whose inputs of FP8 products are quantised before them, as on Hopper."""
+"""A model on a CPU whose inputs of FP8 products are quantised before the products, as on Hopper."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_dsv4.layers.linear import Fp8Input, ReferenceLinearMethod
 
 
 def as_on_hopper(model: nn.Module, patch: pytest.MonkeyPatch) -> list[str]:
-    """All modules of a bf16 model as on Hopper. Gets the names of the products that took codes and scales."""
+    """Change all modules of a bf16 model as on Hopper; return the names of the products that got codes and scales."""
     names: list[str] = []
     quantising = [module for module in model.modules() if hasattr(module, "quantises")]
     assert {type(module).__name__ for module in quantising} == {"Attention", "HyperConnection", "SharedExpert"}

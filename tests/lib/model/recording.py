@@ -1,4 +1,4 @@
-"""What our model's sublayers and its backend see and return while a request runs, token by token in order."""
+"""Inputs and outputs of our model's sublayers and backend while a request runs, token by token in order."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ class Recording:
     """Tensors by (name, layer), concatenated over the forwards, on the CPU; token axis first.
 
     "attn.in", "attn.out", "ffn.in", "ffn.out": normed inputs and outputs of the sublayers. "block.in", "block.out":
-    streams. "kv", "entries", "index_keys": rows on their way to the pools. "q", "attended": in and out of the
-    attention kernel. "index_q", "index_weights", "selected" [num_tokens, num_entries] bool: the indexer. "experts",
-    "weights": the router.
+    streams. "kv", "entries", "index_keys": rows before they are stored in the pools. "q", "attended": input and output
+    of the attention kernel. "index_q", "index_weights", "selected" [num_tokens, num_entries] bool: the indexer.
+    "experts", "weights": the router.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Recording:
 
 
 def tensor_of(value: Tensor | SublayerInput | Pending) -> Tensor:
-    """Rows of an input; streams to which what was pending is written back; tensors as they are."""
+    """Return the rows of an input; streams with a pending update applied; other tensors as they are."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, SublayerInput):
@@ -55,7 +55,7 @@ def tensor_of(value: Tensor | SublayerInput | Pending) -> Tensor:
 
 @contextmanager
 def recording(harness: Harness) -> Iterator[Recording]:
-    """Records one request's forwards (several requests in a batch would be mixed up)."""
+    """Record one request's forwards (several requests in a batch would be mixed up)."""
     record, backend, undo = Recording(), harness.backend, []
 
     layers, window = [0], backend.window
@@ -94,11 +94,12 @@ def recording(harness: Harness) -> Iterator[Recording]:
 
     select, attend = backend.select, backend.attend
 
-    def recorded_select(layer: int, q: Tensor, weights: Tensor, top_k: int, num_heads: int, tokens: slice) -> Tensor:
-        rows = select(layer, q, weights, top_k, num_heads, tokens)
+    def recorded_select(layer: int, q: Tensor, weights: Tensor, top_k: int, tokens: slice) -> Tensor:
+        rows = select(layer, q, weights, top_k, tokens)
         record.add("index_q", layer, q)
         record.add("index_weights", layer, weights)
-        rows_of = backend.metadata.unpack if backend._unpacks(4, top_k, num_heads) else backend.metadata
+        metadata = backend.metadata
+        rows_of = metadata.unpack if 4 in metadata.unpacked_ratios else metadata
         pages = rows_of.page_table[0].long()
         place = torch.full((int(pages.max()) + 1,), -1, device=pages.device)
         place[pages] = torch.arange(len(pages), device=pages.device)

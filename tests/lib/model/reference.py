@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Quant:
-    """Which quantisers are on (section 4.3)."""
+    """The quantisers that are on (section 4.3)."""
 
     kv_fp8: bool = False
     indexer_fp4: bool = False
@@ -34,7 +34,7 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def nearest(x: Tensor, values: Tensor) -> Tensor:
-    """Index into the ascending `values` of the one nearest to |x|; a tie goes to the even index (= even code)."""
+    """Return indices into the ascending `values` of the nearest to |x|; a tie goes to the even index (= even code)."""
     magnitude = x.abs().double()
     values = values.double()
     upper = torch.searchsorted(values, magnitude.contiguous()).clamp(max=len(values) - 1)
@@ -45,13 +45,13 @@ def nearest(x: Tensor, values: Tensor) -> Tensor:
 
 
 def scale_exponent(x: Tensor) -> Tensor:
-    """ceil(log2(x)) exactly, for x > 0."""
+    """Return ceil(log2(x)) without rounding error, for x > 0."""
     mantissa, exponent = torch.frexp(x)
     return torch.where(mantissa == 0.5, exponent - 1, exponent)
 
 
 def fp8_codes(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """(e4m3 bytes [..., n] uint8, ue8m0 bytes [..., n/block] uint8)."""
+    """Return (e4m3 bytes [..., n] uint8, ue8m0 bytes [..., n/block] uint8)."""
     blocks = x.float().unflatten(-1, (-1, block))
     amax = blocks.abs().amax(-1).clamp(min=1e-4)
     exponent = scale_exponent(amax * torch.tensor(1.0 / 448.0))
@@ -68,7 +68,7 @@ def fp8_qdq(x: Tensor, block: int) -> Tensor:
 
 
 def fp4_codes(x: Tensor, block: int = 32) -> tuple[Tensor, Tensor]:
-    """(e2m1 codes [..., n] uint8, one a byte, ue8m0 bytes [..., n/block] uint8)."""
+    """Return (e2m1 codes [..., n] uint8, one a byte, ue8m0 bytes [..., n/block] uint8)."""
     blocks = x.float().unflatten(-1, (-1, block))
     amax = blocks.abs().amax(-1).clamp(min=6 * 2.0**-126)
     exponent = scale_exponent(amax * torch.tensor(1.0 / 6.0))
@@ -85,7 +85,7 @@ def fp4_qdq(x: Tensor, block: int = 32) -> Tensor:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Orthonormal Hadamard transform in Sylvester order: H[i, j] = (-1)^popcount(i & j) / sqrt(n)."""
+    """Return the orthonormal Hadamard transform in Sylvester order: H[i, j] = (-1)^popcount(i & j) / sqrt(n)."""
     n = x.shape[-1]
     i = torch.arange(n)
     parity = torch.zeros(n, n, dtype=torch.int64)
@@ -115,7 +115,7 @@ class Reference:
     Args:
         config: config.json's fields under their official names.
         weights: official names to fp32 tensors (quantised weights already dequantised).
-        quant: which quantisers are on.
+        quant: the quantisers that are on.
         dtype: of activations between operations; coefficients, scores and sums are fp32 (sections 2-5).
     """
 
@@ -181,7 +181,7 @@ class Reference:
         return freq / yarn["factor"] * ramp + freq * (1 - ramp)
 
     def rope(self, x: Tensor, positions: Tensor, ratio: int, inverse: bool = False) -> Tensor:
-        """Rotates the last qk_rope_head_dim channels of x [T, ..., D]; interleaved pairs."""
+        """Rotate the last qk_rope_head_dim channels of x [T, ..., D]; interleaved pairs."""
         dim = self.config["qk_rope_head_dim"]
         angle = (positions[:, None].float() * self.frequencies(ratio).float()).double()
         angle = angle.view(len(positions), *[1] * (x.dim() - 2), dim // 2)
@@ -198,7 +198,7 @@ class Reference:
         return (x.float() @ self.weights[name + ".weight"].T).to(self.dtype)
 
     def compress(self, x: Tensor, prefix: str, ratio: int, dim: int) -> Tensor:
-        """Entries [T // ratio, dim] fp32, before norm and rope (section 3.4)."""
+        """Return entries [T // ratio, dim] fp32, before norm and rope (section 3.4)."""
         kv = x.float() @ self.weights[prefix + "wkv.weight"].float().T
         score = x.float() @ self.weights[prefix + "wgate.weight"].float().T
         count = len(x) // ratio
@@ -214,7 +214,8 @@ class Reference:
     def attention(
         self, x: Tensor, layer: str, ratio: int, trace: Trace | None = None, selected: Tensor | None = None
     ) -> Tensor:
-        """Attention sublayer on normed x [T, d]; `selected` [T, num_entries] bool takes the indexer's place."""
+        """Return the attention sublayer of normed x [T, d]; `selected` [T, num_entries] bool replaces the indexer's
+        choice."""
         config, w = self.config, self.weights
         trace = trace or Trace()
         prefix = layer + "attn."
@@ -251,7 +252,7 @@ class Reference:
         return self.lin8(trace.put("z", z.flatten(1).to(self.dtype)), prefix + "wo_b")
 
     def select(self, x: Tensor, qr: Tensor, prefix: str, visible: Tensor, trace: Trace) -> Tensor:
-        """The lightning indexer's choice [T, num_entries] bool (section 3.5); the lower entry wins a tie."""
+        """Return the lightning indexer's choice [T, num_entries] bool (section 3.5); the lower entry wins a tie."""
         config, w = self.config, self.weights
         heads, dim, count = config["index_n_heads"], config["index_head_dim"], len(x)
         q = self.rope(self.lin8(qr, prefix + "wq_b").view(count, heads, dim), torch.arange(count), 4)
@@ -272,7 +273,7 @@ class Reference:
     # section 5
 
     def route(self, x: Tensor, prefix: str, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(weights [T, k] fp32, experts [T, k])."""
+        """Return (weights [T, k] fp32, experts [T, k])."""
         score = torch.nn.functional.softplus(x.float() @ self.weights[prefix + "gate.weight"].float().T).sqrt()
         if prefix + "gate.tid2eid" in self.weights:
             experts = self.weights[prefix + "gate.tid2eid"][token_ids]
@@ -290,7 +291,7 @@ class Reference:
         return self.lin8((hidden if weight is None else hidden * weight[:, None]).to(self.dtype), prefix + "w2")
 
     def moe(self, x: Tensor, layer: str, token_ids: Tensor | None, experts: Tensor | None = None) -> Tensor:
-        """MoE sublayer on normed input x [T, d]; `experts` [T, k] replaces the router's choice."""
+        """Return the MoE sublayer of normed input x [T, d]; `experts` [T, k] replaces the router's choice."""
         prefix = layer + "ffn."
         weights, chosen = self.route(x, prefix, token_ids)
         if experts is not None:
@@ -316,7 +317,7 @@ class Reference:
 
     @torch.no_grad()
     def streams(self, tokens: Tensor) -> Tensor:
-        """Streams after the last layer, before hc_head: [T, n, d]."""
+        """Return the streams after the last layer, before hc_head: [T, n, d]."""
         x = self.weights["embed.weight"][tokens].to(self.dtype)[:, None].repeat(1, self.config["hc_mult"], 1)
         for layer in range(self.config["num_hidden_layers"]):
             x = self.block(x, f"layers.{layer}.", self.config["compress_ratios"][layer], tokens)
@@ -324,13 +325,14 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """[T, vocab] fp32."""
+        """Return logits [T, vocab] fp32."""
         hidden = self.rms_norm(self.hc_head(self.streams(tokens)), self.weights["norm.weight"])
         return hidden.float() @ self.weights["head.weight"].float().T
 
     @torch.no_grad()
     def mtp_streams(self, streams: Tensor, next_tokens: Tensor) -> Tensor:
-        """The MTP layer's streams [T, n, d] from `streams` [T, n, d] at positions 0.. and the ids that follow."""
+        """Return the MTP layer's streams [T, n, d] from `streams` [T, n, d] at positions 0.. and the ids that
+        follow."""
         w, p = self.weights, "mtp.0."
         e = self.rms_norm(w["embed.weight"][next_tokens].to(self.dtype), w[p + "enorm.weight"])
         h = self.lin8(self.rms_norm(streams, w[p + "hnorm.weight"]), p + "h_proj")
@@ -339,6 +341,6 @@ class Reference:
 
     @torch.no_grad()
     def mtp_logits(self, mtp_streams: Tensor) -> Tensor:
-        """[T, vocab] fp32 from `mtp_streams`."""
+        """Return [T, vocab] fp32 logits of `mtp_streams`."""
         hidden = self.rms_norm(self.hc_head(mtp_streams, "mtp.0."), self.weights["mtp.0.norm.weight"])
         return hidden.float() @ self.weights["head.weight"].float().T

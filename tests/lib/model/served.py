@@ -1,4 +1,4 @@
-"""A checkpoint behind the harness, the independent models of the same weights, and sequences with known logits."""
+"""A checkpoint in the harness, the independent models of the same weights, and sequences with known logits."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,13 +13,13 @@ from torch import Tensor
 # With these weights and tokens every top-k and router decision of the corpus is clearer than 1e-5 of the score's std.
 SEED = 6
 SCHEDULES = {"flash-like": FLASH_LIKE, "pro-like": PRO_LIKE}
-# Lengths of the sequences whose oracle logits are at hand; requests that share a batch hold different tokens.
+# Lengths of the sequences with oracle logits; requests in one batch hold different tokens.
 CORPUS_LENGTHS = (1040, 520, 520, 300, 300, 140, 140)
 
 
 @dataclass(frozen=True)
 class Served:
-    """One checkpoint behind the harness, with the independent models of the same weights."""
+    """One checkpoint in the harness, with the independent models of the same weights."""
 
     harness: Harness
     config: dict[str, Any]
@@ -43,5 +43,5 @@ class Served:
 
     @cached_property
     def expected(self) -> list[OracleRun]:
-        """transformers' logits of every corpus sequence; those of a prompt are the first rows (it is causal)."""
+        """Return transformers' logits of every corpus sequence; a prompt's are the first rows (the model is causal)."""
         return [self.oracle.run(tokens) for tokens in self.corpus]

@@ -1,7 +1,7 @@
 """One rank of several over gloo, for `test_sequence_parallel.py`: python -m model.sharded_ranks WHAT RANK RANKS PORT …
 
-Rows are computed with shards and without, in the same process, and compared. Prints RESULT and, as JSON, what each
-comparison found.
+Rows are computed with shards and without, in the same process, and compared. Prints RESULT and the comparisons' results
+as JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from model.quantised_inputs import as_on_hopper
 from torch import Tensor
 
 from dsv4_kernels import registry
-from dsv4_kernels.host.invariant import sum_in_order
+from dsv4_kernels.reference.batch_invariant import sum_in_order
 from sglang_dsv4.layers import rank_sum, sequence_parallel
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.models import deepseek_v4
@@ -39,19 +39,19 @@ WIDTH = 24
 
 
 def tokens_of(ranks: int) -> list[int]:
-    """None, fewer than ranks, as many, one more, and more than that."""
+    """Return numbers of tokens: none, fewer than ranks, as many, one more, and many more."""
     return [0, 1, ranks - 1, ranks, ranks + 1, 2 * ranks - 1, 64, 509]
 
 
 def rows_of(rank: int, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Random [T, WIDTH], other ones on every rank; some so large that their sum depends on the order."""
+    """Return random [T, WIDTH], different on every rank; some are so large that their sum depends on the order."""
     rows = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(97 * rank + tokens))
     rows[:, ::3] *= 2.0 ** (9 * (rank - 1))
     return rows.to(dtype)
 
 
 def module(rank: int, ranks: int, port: int) -> dict[str, bool]:
-    """`RowShards` and `sum_over_ranks` by themselves."""
+    """Check `RowShards` and `sum_over_ranks` alone."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     group = SimpleNamespace(device_group=dist.group.WORLD)
     parallel = SimpleNamespace(tp_size=ranks, tp_rank=rank)
@@ -87,7 +87,7 @@ def module(rank: int, ranks: int, port: int) -> dict[str, bool]:
                 registry.require_batch_invariance(flag)
                 shard = rank_sum.sum_over_ranks(part.clone(), rows)
                 summed, expected = rows.gather(shard), rank_sum.sum_over_ranks(part.clone(), ALL_ROWS)
-                # Without the flag gloo adds in rings; two parts have one sum.
+                # Without the flag gloo adds in rings; two parts have one possible sum.
                 same = torch.equal if flag or ranks == 2 else _close(ranks, dtype)
                 found[f"sum {tokens} {dtype} {flag}"] = shard.shape == (rows.size, WIDTH) and same(summed, expected)
     registry.require_batch_invariance()
@@ -112,14 +112,14 @@ LENGTHS = (1, 2, 3, 64, 131, 300)
 
 
 class Compared:
-    """Forwards of one harness, with rows in shards and not; all ranks make the same calls."""
+    """Forwards of one harness, with sharded rows and without; all ranks make the same calls."""
 
     def __init__(self, harness: Harness) -> None:
         self.harness, self.found = harness, {}
         self.tokens = torch.randint(10, 900, (1200,), generator=torch.Generator().manual_seed(1)).tolist()
 
     def both(self, forwards: Callable[[], list[Tensor]]) -> tuple[list[Tensor], list[Tensor], int]:
-        """What the forwards give with shards and without, and how many of them were sharded."""
+        """Return the forwards' results with shards and without, and how many of them were sharded."""
         chosen: list[RowShards] = []
 
         def counted(*arguments: object) -> RowShards:
@@ -137,7 +137,7 @@ class Compared:
         self.found[name] = same(sharded, whole) and count == num_sharded
 
     def plant(self, mistake: str, *patches: AbstractContextManager) -> None:
-        """Two ranks' prompt of an odd length, while something is wrong with shards."""
+        """Run two ranks' prompt of an odd length with a planted mistake in the shards."""
         with ExitStack() as planted:
             for patch in patches:
                 planted.enter_context(patch)
@@ -145,7 +145,7 @@ class Compared:
         self.found[f"{mistake}: noticed"] = not same(sharded, whole)
 
     def prompt(self, length: int, chunk: int | None = None) -> list[Tensor]:
-        """Logits and what a draft reads, of a prompt in chunks, a decode and a verify step."""
+        """Return logits and the draft's inputs, of a prompt in chunks, a decode and a verify step."""
         request, made = self.harness.open(), []
         for begin in range(0, length, chunk or length):
             part = self.tokens[begin : min(begin + (chunk or length), length)]
@@ -156,13 +156,13 @@ class Compared:
         return made
 
     def batch(self) -> list[Tensor]:
-        """Requests that join and leave, with prefixes, in batches of chunks and of single tokens."""
+        """Return logits of requests that join and leave, with prefixes, in batches of chunks and of single tokens."""
         prompts = [torch.tensor(self.tokens[i : i + n]) for i, n in enumerate((290, 130, 257, 31))]
         return self.harness.run_many(prompts, 67, [280, 125, 250, 24], [0, 1, 0, 3])
 
 
 def model(rank: int, ranks: int, port: int, folder: str, dtype: str, algorithm: str, flag: str) -> dict[str, bool]:
-    """A whole model, behind the harness."""
+    """Compare a whole model in the harness."""
     drafts = {"EAGLE": SPECULATION, "DSPARK": {"speculative_algorithm": "DSPARK"}}[algorithm]
     options = {"enable_deterministic_inference": True} if flag == "flag" else {}
     harness = Harness(Path(folder), dtype, None, 4096, rank=rank, port=port, tp_size=ranks, **drafts, **options)
@@ -182,7 +182,7 @@ def model(rank: int, ranks: int, port: int, folder: str, dtype: str, algorithm: 
 
 
 def plant_mistakes(compared: Compared) -> None:
-    """One after another, in what tells a rank's rows from the others'."""
+    """Plant one mistake after another in the code that separates a rank's rows from the other ranks'."""
     cls, own, gather = RowShards, RowShards.own.fget, RowShards.gather
     backend, select = compared.harness.backend, compared.harness.backend.select
 
@@ -232,7 +232,7 @@ def _padded_in_front(rows: Tensor, size: int) -> Tensor:
 
 
 def main() -> None:
-    """As said above."""
+    """Run the named check as this rank."""
     what, rank, ranks, port, *arguments = sys.argv[1:]
     rank, ranks = int(rank), int(ranks)
     found = {"module": module, "model": model}[what](rank, ranks, int(port), *arguments)

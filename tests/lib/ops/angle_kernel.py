@@ -1,4 +1,4 @@
-"""A kernel that computes cosine and sine of a list of angles; for tests of `dsv4_kernels.rope.angle`."""
+"""A kernel that computes cosine and sine of a list of angles; for tests of `dsv4_kernels.device.rotation`."""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -7,20 +7,20 @@ from cutlass import Int32, Int64
 from torch import Tensor
 
 from dsv4_kernels.device import ptx
-from dsv4_kernels.rope.angle import cosine_and_sine
+from dsv4_kernels.device.rotation import cosine_and_sine
 
 THREADS = 128
 
 
 @cute.jit
 def launch(x: Int64, out: Int64, count: Int32, num_ctas: Int32, stream: cuda.CUstream) -> None:
-    """A thread an angle."""
+    """Launch one thread an angle."""
     every_angle(x, out, count).launch(grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream)
 
 
 @cute.kernel
 def every_angle(x: Int64, out: Int64, count: Int32) -> None:
-    """Cosine and sine of one angle."""
+    """Compute cosine and sine of one angle."""
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     i = cta * THREADS + thread
@@ -29,7 +29,7 @@ def every_angle(x: Int64, out: Int64, count: Int32) -> None:
 
 
 def cosines_and_sines(angles: Tensor) -> Tensor:
-    """[n] -> [n, 2] fp32."""
+    """Return [n, 2] fp32 for angles [n]."""
     out = torch.empty(len(angles), 2)
     arguments = (Int64(angles.data_ptr()), Int64(out.data_ptr()), Int32(len(angles)))
     launch(*arguments, Int32(-(-len(angles) // THREADS)), cuda.CUstream(0))

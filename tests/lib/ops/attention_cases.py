@@ -1,13 +1,13 @@
-"""Hard cases of the sparse attention, as data; what builds their tensors; and how exact a kernel must be.
+"""Adversarial cases of the sparse attention as data, their tensors, and the bound on a kernel's error.
 
     case = build(CASES["csa_512-fp8"], device="cuda")
-    out = case.run(impl="sm90")         # before anything else: recycled memory must not hold the right answer
+    out = case.run(impl="sm90")         # first: recycled memory must not hold the right answer
     check(case, out)
 
-Every table is filled with NaN except in rows that a token reads, and lists hold nonsense where they must not be looked
-at: a kernel that reads a wrong row, or a right one of another token, gives NaN or a wrong value. Nothing is contiguous:
-rows of q, pages of either table and lists have gaps of their own behind them. Sinks weigh about as much as all keys
-together. All random numbers come from the CPU, so a case has the same contents on every device.
+Every table is NaN except in rows that a token reads, and lists hold invalid numbers where they must not be read: a
+kernel that reads a wrong row, or another token's row, gives NaN or a wrong value. No tensor is contiguous: rows of q,
+pages of either table and lists each have their own gaps. Sinks weigh about as much as all keys together. All random
+numbers come from the CPU, so a case has the same contents on every device.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from dsv4_kernels.unpack import Pages
 
 INF = float("inf")
 Q_GAPS = (0, 1, 8)
-"""Of a head, and of 8 channels behind every head: rows of q must begin at multiples of 16 bytes."""
+"""Gap in heads, and in channels after every head: rows of q must begin at multiples of 16 bytes."""
 PAGE_GAP_BYTES = {"window": 48, "entries": 176}
-"""Behind a page (FP8) or a row (PLAIN)."""
+"""Gap after a page (FP8) or a row (PLAIN)."""
 LIST_GAPS = {"window_rows": (0, 5), "entry_indices": (0, 3), "page_table": (0, 2)}
 EXTREME_SCALES = (0, 1, 64, 127, 190, 253, 254)
 """Scale bytes of the seven groups in `scales="extreme"`: 2**-127, ..., 1, ..., 2**127."""
@@ -37,7 +37,7 @@ EXTREME_SCALES = (0, 1, 64, 127, 190, 253, 254)
 
 @dataclass(frozen=True)
 class Spec:
-    """One case. Token t has the lengths at t modulo their number."""
+    """One case. Token t has the lengths at index t modulo their number."""
 
     tokens: int = 3
     heads: int = 64
@@ -49,15 +49,15 @@ class Spec:
     entries: int = 0
     """Width of the entry lists; 0: the longest length."""
     dense: bool = False
-    """Entries through a page table instead of a list."""
+    """Entries come through a page table instead of a list."""
     entries_per_page: int = 2
     tokens_per_request: int = 1
     visible: bool = True
-    """A list is cut by `visible` and goes on with nonsense; else with holes."""
+    """A list is cut by `visible` and continues with invalid numbers; otherwise it has holes."""
     holes: float = 0.0
     """Share of live slots of lists that are holes."""
     repeats: bool = False
-    """A few rows fill the lists many times over."""
+    """A few rows fill the lists many times."""
     fp8: bool = True
     scales: str = "usual"
     sink: float | str | None = "random"
@@ -65,13 +65,13 @@ class Spec:
     q_layout: str = "gaps"
     q_scale: float = 1.0
     magnitude: float = 1.0
-    """Of rows; q is divided by it."""
+    """Magnitude of rows; q is divided by it."""
     split_keys: int | None = None
 
 
 LENGTHS = (0, 1, 127, 128, 129)
 _BOTH_FORMATS = {
-    # The window alone
+    # Window only
     **{f"window_{n}": Spec(window=n, window_lengths=(n,)) for n in (1, 127, 128, 129)},
     "window_lengths": Spec(tokens=5, window=129, window_lengths=LENGTHS),
     "start_of_sequence": Spec(tokens=9, window_lengths=(1, 2, 3, 4, 5, 6, 7, 8, 9), tokens_per_request=9),
@@ -136,7 +136,7 @@ _BOTH_FORMATS = {
     "sub_splits": Spec(tokens=2, entry_lengths=(512, 300), split_keys=1280),
     "whole_tokens_of_kv_splits": Spec(tokens=3, heads=65, entry_lengths=(1300,), split_keys=512),
     "sub_splits_of_kv_splits": Spec(tokens=1, heads=65, entry_lengths=(2900,), split_keys=640),
-    # Maxima grow by some 2**30 from the window to the entries: with weights of that O would overflow
+    # Maxima grow by some 2**30 from the window to the entries: without rescaled weights O would overflow
     "large_values": Spec(tokens=4, window_lengths=(1,), entry_lengths=(512,), q_scale=8.0, magnitude=2.0**105),
 }
 CASES: dict[str, Spec] = {
@@ -144,12 +144,12 @@ CASES: dict[str, Spec] = {
     for name, spec in _BOTH_FORMATS.items()
     for fp8 in (True, False)
 } | {"scales_at_the_extremes-fp8": Spec(window_lengths=(20,), entry_lengths=(40, 3, 0), scales="extreme")}
-"""By name. Small enough for a CPU; `csa_1024`, `hca_1m` and `more_tokens_than_sms` are the long ones."""
+"""Cases by name, small enough for a CPU; `csa_1024`, `hca_1m` and `more_tokens_than_sms` are the long ones."""
 
 
 @dataclass
 class Case:
-    """Arguments of one call, and which rows each token reads."""
+    """Arguments of one call, and the rows that each token reads."""
 
     spec: Spec
     q: Tensor  # [T, H, 512] bf16
@@ -159,11 +159,11 @@ class Case:
     entry_arguments: dict[str, Tensor | int]
     """entry_indices and visible, or page_table, entries_per_page, token_to_request and visible."""
     sink: Tensor | None
-    read_entries: Tensor | None  # [T, n] int64: the entries that a token reads, -1 none
+    read_entries: Tensor | None  # [T, n] int64: the entries that a token reads, -1 for none
     scale: float = ROW_DIM**-0.5
 
     def arguments(self) -> dict[str, object]:
-        """Of `sparse_attention`."""
+        """Return the keyword arguments of `sparse_attention`."""
         return {
             "q": self.q,
             "window": self.window,
@@ -176,7 +176,8 @@ class Case:
         }
 
     def problem(self, out: Tensor | None = None) -> Problem:
-        """What a kernel is given for it, with its output, for kernels that are called without the registry."""
+        """Return the problem that the op hands to a kernel, with its output, for kernels that are called without the
+        registry."""
         given = {"entries_per_page": 0, **self.arguments()}
         tables = ("q", "window", "window_rows", "entries", "entry_indices", "page_table", "entries_per_page")
         rest = ("token_to_request", "visible", "sink")
@@ -184,11 +185,11 @@ class Case:
         return Problem.of(*(given.get(name) for name in (*tables, *rest)), out=out, **options)
 
     def run(self, **overrides: object) -> Tensor:
-        """The public function's result."""
+        """Return the public function's result."""
         return sparse_attention(**{**self.arguments(), **overrides})
 
     def unpacked(self, unpack: Callable[[list[Pages], Tensor], object]) -> Case:
-        """The same over bf16 rows, which `unpack(parts, out)` makes of the FP8 rows."""
+        """Return the case over bf16 rows, which `unpack(parts, out)` makes from the FP8 rows."""
 
         def plain(table: KVRows, name: str) -> KVRows:
             pages = torch.arange(len(table.storage), dtype=torch.int32, device=table.device)
@@ -205,7 +206,8 @@ class Case:
         )
 
     def spread(self, num_bytes: int = BEYOND_BYTES) -> Case:
-        """The same over tables of at least `num_bytes`, whose pages lie all over them; between them anything may be."""
+        """Return the case over tables of at least `num_bytes`, with its pages spread over them and arbitrary bytes
+        between."""
         window, step = _spread(self.window, num_bytes)
         spread = replace(self, window=window, window_rows=_moved(self.window_rows, step))
         if self.entries is None:
@@ -221,7 +223,7 @@ class Case:
         )
 
     def take(self, tokens: list[int]) -> Case:
-        """The same for these tokens only, in this order; a token may come several times."""
+        """Return the case for these tokens only, in this order; a token may be repeated."""
         index = torch.tensor(tokens, device=self.q.device)
         by_token = {
             name: _as_list(value[index], name) if name in ("entry_indices", "visible", "token_to_request") else value
@@ -237,7 +239,7 @@ class Case:
 
 
 def build(spec: Spec, device: str | torch.device = "cpu", seed: int = 0) -> Case:
-    """The tensors of a case."""
+    """Return the tensors of a case."""
     generator = torch.Generator().manual_seed(seed)
     T, H = spec.tokens, spec.heads
     lengths = _by_token(spec.window_lengths, T)
@@ -278,7 +280,8 @@ def _by_token(lengths: tuple[int, ...], tokens: int) -> Tensor:
 
 
 def _random_rows(live: Tensor, spec: Spec, generator: torch.Generator) -> tuple[Tensor, int]:
-    """Rows in any order where `live` [T, n] says so, else -1; and the rows of their table, the last one unnamed."""
+    """Return rows in random order where `live` [T, n] is set, else -1; and the number of rows of their table, whose
+    last row is not named."""
     num_rows = 2 * live.numel() + 65
     if spec.repeats:
         rows = torch.randint(0, 5, live.shape, generator=generator) * 7
@@ -309,17 +312,18 @@ def _dense(
 
 
 def _as_list(x: Tensor, name: str, device: str | torch.device | None = None) -> Tensor:
-    """With the gaps of the list of this name; lengths and the like have none."""
+    """Return x with the gaps of the list of this name; lengths have no gaps."""
     return strided(x, *LIST_GAPS.get(name, (0,)), device=device)
 
 
 def _with_gaps(storage: Tensor, name: str, device: str | torch.device) -> Tensor:
-    """Pages or rows of the table of this name."""
+    """Return pages or rows with the gaps of the table of this name."""
     return strided(storage, 0, PAGE_GAP_BYTES[name] // storage.element_size(), device=device)
 
 
 def _spread(table: KVRows, num_bytes: int) -> tuple[KVRows, int]:
-    """A table of so many bytes, and the step: page p, or stretch p of 64 plain rows, is where page p * step was."""
+    """Return a table of `num_bytes` bytes, and the step: page p (or 64 plain rows, range p) has moved to page p *
+    step."""
     storage, unit = table.storage, 1 if table.format is RowFormat.FP8 else PAGE_ROWS
     pages = -(-len(storage) // unit)
     step = -(-num_bytes // ((pages - 1) * unit * storage.stride(0) * storage.element_size()))
@@ -332,7 +336,7 @@ def _spread(table: KVRows, num_bytes: int) -> tuple[KVRows, int]:
 
 
 def _moved(listed: Tensor, step: int, rows_per_number: int = 1) -> Tensor:
-    """Rows, or numbers of pages of so many rows, as they are in a table that was spread."""
+    """Return rows, or numbers of pages of `rows_per_number` rows, renumbered for a table that was spread."""
     numbers = PAGE_ROWS // rows_per_number
     exists = (listed >= 0) & (listed != NONSENSE)
     moved = torch.where(exists, listed // numbers * step * numbers + listed % numbers, listed)
@@ -342,7 +346,7 @@ def _moved(listed: Tensor, step: int, rows_per_number: int = 1) -> Tensor:
 def _table(
     name: str, num_rows: int, read: Tensor, spec: Spec, generator: torch.Generator, device: str | torch.device
 ) -> KVRows:
-    """Random where `read` names a row, NaN elsewhere."""
+    """Return a table that is random in the rows of `read` and NaN elsewhere."""
     format = RowFormat.FP8 if spec.fp8 else RowFormat.PLAIN
     rows = KVRows.allocate(num_rows, format, ROW_DIM, 64, torch.bfloat16, "cpu", float("nan"))
     named = read[read >= 0].unique()
@@ -353,7 +357,7 @@ def _table(
 
 
 def _set_extreme_scales(rows: KVRows, named: Tensor, generator: torch.Generator) -> None:
-    """Codes times scales that bf16 holds exactly, far from its limits: small codes under large scales."""
+    """Set codes and scales that bf16 holds exactly, far from its limits: small codes with large scales."""
     data, scales = rows._split_pages()
     page, place = named // 64, named % 64
     signs = torch.randint(0, 2, (len(named), NOPE_DIM), generator=generator) * 128
@@ -365,7 +369,7 @@ def _set_extreme_scales(rows: KVRows, named: Tensor, generator: torch.Generator)
 
 
 def _q(spec: Spec, q: Tensor) -> Tensor:
-    if spec.scales == "extreme":  # scores of the order of one from every group
+    if spec.scales == "extreme":  # each group contributes scores of order one
         for group, byte in enumerate(EXTREME_SCALES):
             typical = 2.0 ** (byte - 127) * (6.0 if group < 3 else 2.0**-7)
             q[..., group * SCALE_GROUP : (group + 1) * SCALE_GROUP] /= typical
@@ -373,7 +377,7 @@ def _q(spec: Spec, q: Tensor) -> Tensor:
 
 
 def _with_layout(q: Tensor, layout: str) -> Tensor:
-    """The same values with other strides; what lies between them is NaN."""
+    """Return the same values with other strides; gaps are NaN."""
     T, H, D = q.shape
     if layout == "contiguous":
         return q
@@ -403,31 +407,31 @@ def _sink(spec: Spec, generator: torch.Generator, device: str | torch.device) ->
     return sink.to(device)
 
 
-# ---- how exact
+# ---- error bound
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What a result is held against, [T, H, 512] in fp64."""
+    """Expected results, [T, H, 512] in fp64."""
 
     out: Tensor
     bf16_out: Tensor
     """The same computation in bf16 PyTorch: bf16 operands, fp32 sums, weights and output rounded."""
     p_rounding: Tensor
-    """What rounding the weights to bf16 may cost at most: half an ulp of each, 2**-9 * sum of p * |v| over the keys."""
+    """Largest error from rounding the weights to bf16: half an ulp of each, 2**-9 * sum of p * |v| over the keys."""
     reads_nothing: Tensor
-    """[T] bool."""
+    """[T] bool: the token has no key."""
 
 
 def reference(case: Case) -> Reference:
-    """In fp64, and as PyTorch computes it with bf16 operands."""
+    """Return the results in fp64, and as PyTorch computes them with bf16 operands."""
     results = [_attend(case, token) for token in range(case.q.shape[0])]
     *exact, keys = zip(*results, strict=True)
     return Reference(*(torch.stack(of_tokens).double() for of_tokens in exact), torch.tensor(keys) == 0)
 
 
 def _keys(case: Case, token: int) -> Tensor:
-    """[n, 512] of the rows that a token reads."""
+    """Return the rows [n, 512] that a token reads."""
     parts = []
     for table, rows in ((case.window, case.window_rows), (case.entries, case.read_entries)):
         if table is not None:
@@ -437,12 +441,12 @@ def _keys(case: Case, token: int) -> Tensor:
 
 
 def _attend(case: Case, token: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Of one token, the fields of Reference, the last one as the number of keys."""
+    """Return, for one token, the fields of Reference, the last one as the number of keys."""
     keys, q, scale = _keys(case, token), case.q[token], case.scale
     sink = torch.full(q.shape[:1], -INF, device=q.device) if case.sink is None else case.sink
     s = q.double() @ keys.double().T * scale
     total = torch.logaddexp(s.logsumexp(1) if len(keys) else torch.full_like(sink, -INF).double(), sink.double())
-    total = torch.where(total == -INF, 0.0, total)  # nothing at all: no key, so nothing to weigh
+    total = torch.where(total == -INF, 0.0, total)  # no key: nothing to weigh
     weight = torch.exp(s - total[:, None])
     out, p_rounding = weight @ keys.double(), 2.0**-9 * (weight @ keys.double().abs())
     s = q.float() @ keys.float().T * scale
@@ -454,11 +458,12 @@ def _attend(case: Case, token: int) -> tuple[Tensor, Tensor, Tensor, int]:
 
 
 OUT_FLOOR = 2.0**-9
-"""Of the largest value of a token's channel group: half a bf16 ulp."""
+"""Floor relative to the largest value of a token's channel group: half a bf16 ulp."""
 
 
 def check_surroundings(case: Case, launch: Callable[..., Tensor]) -> None:
-    """What is computed into a part of a larger tensor is right, and the rest of that tensor stays as it was.
+    """Check that a result computed into a part of a larger tensor is right, and that the rest of that tensor is
+    unchanged.
 
     Args:
         case: of any size.
@@ -474,14 +479,15 @@ def check_surroundings(case: Case, launch: Callable[..., Tensor]) -> None:
 
 
 def check(case: Case, out: Tensor, expected: Reference | None = None) -> None:
-    """Raises AssertionError unless the error of every token is within twice that of bf16 PyTorch, plus a floor.
+    """Raise AssertionError unless the error of every token is within twice that of bf16 PyTorch, plus a floor.
 
-    The floor is half an ulp of the output and what rounding P may cost. The latter is needed because PyTorch's error is
-    one sample of that rounding, and can be a lucky one: it takes weights relative to the largest, which then is exactly
-    one, while a kernel that walks tiles takes them relative to the largest so far and rounds other numbers.
+    The floor is half an ulp of the output and the error that rounding P may cause. The latter is needed because
+    PyTorch's error is one sample of that rounding and can be a lucky one: PyTorch takes weights relative to the
+    largest, which then is exactly one, while a kernel that walks tiles takes them relative to the largest so far and
+    rounds other numbers.
 
-    Errors are compared by channel group (64 channels, all heads), since groups may differ by their scale. Where there
-    is nothing to read, zero is exact.
+    Errors are compared by channel group (64 channels, all heads), since groups may differ in scale. A token without
+    keys must give zero.
     """
     assert out.shape == case.q.shape and out.dtype == torch.bfloat16
     expected = reference(case) if expected is None else expected
@@ -502,5 +508,5 @@ def check(case: Case, out: Tensor, expected: Reference | None = None) -> None:
 
 
 def relative_error(out: Tensor, exact: Tensor) -> float:
-    """|out - exact| / |exact| in the Frobenius norm."""
+    """Return |out - exact| / |exact| in the Frobenius norm."""
     return float((out.double() - exact).norm() / exact.norm())

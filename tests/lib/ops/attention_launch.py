@@ -1,4 +1,4 @@
-"""One call of a GPU attention kernel, or of the one that unpacks its rows, in the emulator; for the tests of both."""
+"""One emulated call of a GPU attention kernel, or of the unpacking kernel; for the tests of both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SCHEDULES = ("late", "random", "random_warps")
 LONG = ("hca_1m", "csa_1024", "more_tokens_than_sms")
-"""How the names of cases begin that take the emulator long."""
+"""Prefixes of the names of cases that take the emulator long."""
 
 
 def launch(
@@ -32,11 +32,11 @@ def launch(
     persistent: bool = True,
     **options: object,
 ) -> tuple[Tensor, Device]:
-    """(out, the emulated device) of one call, with the options of `emulated`.
+    """Return (out, the emulated device) of one call, with the options of `emulated`.
 
-    The result, and partial results that earlier calls left, are NaN before. An `out` that is not given has gaps, which
-    stay as they are. Afterwards the counters are zero, as the next launch needs them; no launch of a `persistent`
-    kernel had more CTAs than there are multiprocessors, and the emulator has warned of nothing.
+    Result and partial results of earlier calls are NaN before. An `out` that is not given has gaps, which must stay
+    unchanged. Afterwards the counters are zero, as the next launch needs them; no launch of a `persistent` kernel had
+    more CTAs than multiprocessors, and the emulator gave no warning.
     """
     from ptx_emulator import emulated
 
@@ -55,7 +55,7 @@ def launch(
         try:
             kernel(problem)
         except BaseException:
-            scratch._by_stream.clear()  # what a launch that failed has counted would make the next ones wrong
+            scratch._by_stream.clear()  # counters of a failed launch would make the next ones wrong
             raise
     assert device.reports
     assert not persistent or all(report.grid[0] <= multiprocessors for report in device.reports)
@@ -66,7 +66,7 @@ def launch(
 
 
 def unpack_emulated(name: str, parts: list[Pages], out: Tensor) -> None:
-    """Writes `out` as the unpacking kernel "sm90" or "sm100" does, with all checks of the emulator on."""
+    """Write `out` with the unpacking kernel "sm90" or "sm100", with all checks of the emulator on."""
     from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.unpack import gpu
@@ -78,7 +78,8 @@ def unpack_emulated(name: str, parts: list[Pages], out: Tensor) -> None:
 
 
 def delete_synchronisation(name: str, device: Device, launched: int = 0) -> dict[str, float]:
-    """Class -> share of the deletions that are noticed, of a mutation test of one launch that `device` recorded.
+    """Return class -> share of the deletions that are noticed, for a mutation test of one launch that `device`
+    recorded.
 
     Every deletion must be noticed or explained in emulator/results/mutation_reasons.json. DSV4_WRITE_RESULTS=1 writes
     the campaign's entry in emulator/results/mutation.json.

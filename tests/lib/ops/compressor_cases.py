@@ -1,7 +1,7 @@
-"""Sequences, their states and what is to come of them, for the tests of `compress_store`.
+"""Sequences, their states and the allowed results, for the tests of `compress_store`.
 
 A token's raw row is a function of its request and position, so a forward may begin anywhere: the state gets the rows
-that the specification says it must hold there (section 3.6), and NaN in all others, unused channel halves included.
+that it must hold there (specification, section 3.6), and NaN in all others, unused channel halves included.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """A kind of layer and how it is stored."""
+    """A kind of layer and its storage format."""
 
     kind: str
     ring: int
@@ -72,7 +72,8 @@ def weight_of(dim: int) -> Tensor:
 
 
 def product_rows(setting: Setting, dim: int, slot: int, begin: int, end: int) -> Tensor:
-    """Raw rows of positions [begin, end), without the positional term: [n, 2 * C * dim]; requests differ in size."""
+    """Return raw rows of positions [begin, end) without the positional term: [n, 2 * C * dim]; requests differ in
+    magnitude."""
     rows = [normal(2 * setting.parts * dim, seed=(slot << 40) + (dim << 24) + p) for p in range(begin, end)]
     made = torch.stack(rows) if rows else torch.empty(0, 2 * setting.parts * dim)
     made[:, : setting.parts * dim] *= (1.0, 100.0, 2.0**-6)[slot % 3]
@@ -81,7 +82,7 @@ def product_rows(setting: Setting, dim: int, slot: int, begin: int, end: int) ->
 
 
 def raw_rows(setting: Setting, dim: int, slot: int, begin: int, end: int) -> Tensor:
-    """The same as a state keeps them: [n, 2, C * dim]."""
+    """Return the same rows as a state keeps them: [n, 2, C * dim]."""
     made = product_rows(setting, dim, slot, begin, end).unflatten(1, (2, -1))
     made[:, 1] += ape_of(setting, dim)[torch.arange(begin, end) % setting.ratio]
     return made
@@ -89,14 +90,14 @@ def raw_rows(setting: Setting, dim: int, slot: int, begin: int, end: int) -> Ten
 
 @dataclass
 class Forward:
-    """One forward's groups and compressions, and which entry (slot, number) each table row gets."""
+    """One forward's groups and compressions, and the entry (slot, number) of each table row."""
 
     groups: Groups
     compressions: list[Compression]
     rows: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def entries(self, which: int) -> dict[tuple[int, int], Tensor]:
-        """Rows that a compression has made, plainly."""
+        """Return the plain rows that a compression has made."""
         storage = self.compressions[which].table.storage
         return {entry: storage[row] for entry, row in self.rows.items()}
 
@@ -109,15 +110,15 @@ def forward(
     seed: int = 0,
     open_groups: int = 0,
 ) -> Forward:
-    """A forward over these requests, about to run.
+    """Return a forward over these requests, ready to run.
 
     Args:
         setting: the layer.
-        requests: no two in one slot. With slot 0 a padding request, which closes and keeps nothing.
-        tokens_per_request: of a uniform batch; then all tokens are kept, else those that later entries need.
-        overlaps: (slot, position) -> checkpoint of the request's four tokens before it.
-        seed: of the places of entries.
-        open_groups: so many groups without sources in front of a chunk's.
+        requests: no two in one slot. Slot 0 is a padding request, which closes and keeps nothing.
+        tokens_per_request: of a uniform batch, which keeps all tokens; otherwise those that later entries need.
+        overlaps: (slot, position) -> slot of the tail of the request's four tokens before it.
+        seed: of the entries' slots.
+        open_groups: number of groups without sources before a chunk's.
     """
     ratio, parts, ring = setting.ratio, setting.parts, setting.ring
     num_states, order = SLOTS * ring, torch.randperm(TABLE_ROWS, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -190,12 +191,12 @@ def _span(request: Request) -> tuple[int, int, int]:
 
 
 def state_before(setting: Setting, dim: int, requests: Sequence[Request]) -> Tensor:
-    """What earlier forwards must have left, and NaN."""
+    """Return the state that earlier forwards must have left, NaN elsewhere."""
     ratio, parts, ring = setting.ratio, setting.parts, setting.ring
     state = torch.full((SLOTS * ring, 2, parts * dim), NAN)
     for slot, begin, _ in requests:
         opened = begin // ratio * ratio
-        if parts == 2 and opened:  # of the closed group before, what the next entry reads: first halves
+        if parts == 2 and opened:  # the next entry reads the first halves of the closed group before it
             rows = [slot * ring + p % ring for p in range(opened - ratio, opened)]
             state[rows, :, :dim] = raw_rows(setting, dim, slot, opened - ratio, opened)[:, :, :dim]
         rows = [slot * ring + p % ring for p in range(opened, begin)]
@@ -203,11 +204,11 @@ def state_before(setting: Setting, dim: int, requests: Sequence[Request]) -> Ten
     return state
 
 
-# ---- what is allowed
+# ---- allowed results
 
 
 class Interval(NamedTuple):
-    """Where numbers may lie, float64."""
+    """Bounds of numbers, float64."""
 
     low: np.ndarray
     high: np.ndarray
@@ -226,7 +227,7 @@ class Interval(NamedTuple):
         return Interval(self.low - other.high, self.high - other.low)
 
     def relative(self, by: float) -> Interval:
-        """Widened by a share of the magnitude."""
+        """Return the interval widened by a share of the magnitude."""
         return self.widened(by * np.maximum(np.abs(self.low), np.abs(self.high)))
 
     def in_bf16(self) -> Interval:
@@ -234,7 +235,7 @@ class Interval(NamedTuple):
 
 
 def bf16(x: np.ndarray) -> np.ndarray:
-    """The nearest bf16 of normal numbers, ties to even."""
+    """Return the nearest bf16 of normal numbers, ties to even."""
     step = np.exp2(np.frexp(x)[1] - 8.0)
     return np.round(x / step) * step
 
@@ -245,11 +246,11 @@ HALF_ULP = 2.0**-24
 
 
 def allowed_entry(setting: Setting, dim: int, slot: int, number: int) -> Interval:
-    """Where a stored plain row may lie: exact arithmetic, and every step's rounding error that fp32 may make.
+    """Return the interval of a stored plain row: exact arithmetic, and every step's rounding error in fp32.
 
-    Of a weight w = e**-x: two products and a difference in front of the exponential make 3 |x| half ulps, the
+    The error of a weight w = e**-x: two products and a difference before the exponential make 3 |x| half ulps, the
     exponential itself EXP2; in HCA layers twice, with a product between. Sums of n terms: n half ulps of the
-    magnitudes. Behind each rounding to bf16 an interval is a single number but where it holds a boundary.
+    magnitudes. After each rounding to bf16 an interval is a single number unless it contains a rounding boundary.
     """
     ratio, parts = setting.ratio, setting.parts
     begin = max(0, (number + 1 - parts) * ratio)
@@ -260,7 +261,7 @@ def allowed_entry(setting: Setting, dim: int, slot: int, number: int) -> Interva
     below = score.max(0) - score
     weight = np.exp(-below)
     error = weight * (2 * EXP2 + (3 * below + 1) * HALF_ULP)
-    terms = 24 * HALF_ULP  # of 128 rows: 8 in a row, 2 lanes, 8 warps
+    terms = 24 * HALF_ULP  # 128 rows: 8 in sequence, 2 lanes, 8 warps
     total, total_error = weight.sum(0), (error + terms * weight).sum(0)
     weighted, weighted_error = (weight * value).sum(0), ((error + terms * weight) * np.abs(value)).sum(0)
     entry = weighted / total

@@ -1,4 +1,4 @@
-"""Where the tensors of a kernel's tests lie: with gaps between their rows, and rows more than 2**31 bytes apart.
+"""Tensors for kernels' tests with gaps between their rows, and with rows more than 2**31 bytes apart.
 
 Shared by the tests of all kernels. A contiguous tensor hides a stride that is taken from another tensor or from a
 shape; a small one hides an offset that is computed in 32 bits.
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from ptx_emulator import Device
 
 NONSENSE = 2**31 - 1
-"""In slots and page numbers that must not be followed."""
+"""Value of slots and page numbers that must not be read."""
 BEYOND_BYTES = (1 << 33) + (1 << 26)
-"""Of a pool in which neither bytes nor bf16 elements can be counted in 32 bits, signed or not."""
+"""Size of a pool in which neither bytes nor bf16 elements can be counted in 32 bits, signed or unsigned."""
 LARGE_BYTES = 1 << 30
-"""Storages of at least so much are not copied into the emulator's memory."""
+"""Storages of at least this size are not copied into the emulator's memory."""
 
 
 def nothing_of(dtype: torch.dtype) -> float | int:
-    """What lies in gaps: NaN, in bytes of any format; a number in lists that leads nowhere."""
+    """Return the value of gaps: NaN, in bytes of any format; an invalid number in lists."""
     if dtype.is_floating_point:
         return float("nan")
     return 0xFF if dtype == torch.uint8 else NONSENSE
 
 
 def strided(x: Tensor, *gaps: int, device: str | torch.device | None = None) -> Tensor:
-    """The same values as part of a tensor that is longer by `gaps` in each dimension, on `device`.
+    """Return the same values as part of a tensor that is longer by `gaps` in each dimension, on `device`.
 
-    So the stride of a dimension follows from the gaps of those behind it; the first one's gap only lies behind the end.
+    So the stride of a dimension follows from the gaps of the dimensions after it; the first gap only extends the end.
     """
     longer = [n + gap for n, gap in zip(x.shape, gaps, strict=True)]
     wide = torch.full(longer, nothing_of(x.dtype), dtype=x.dtype, device=x.device if device is None else device)
@@ -50,11 +50,11 @@ def strided(x: Tensor, *gaps: int, device: str | torch.device | None = None) -> 
 def sparse(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: str | torch.device = "cpu"
 ) -> Tensor:
-    """With these strides, in elements. On a CPU zeros, of which only what is touched takes memory; on a GPU, where all
-    of it does, what lies in gaps."""
+    """Return a tensor with these strides, in elements. On a CPU it is zeros, of which only touched pages use memory; on
+    a GPU, where all of it does, gaps have the value of `nothing_of`."""
     num_bytes = (1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))) * dtype.itemsize
     if torch.device(device).type == "cpu":
-        # 0x4000 is MAP_NORESERVE: nothing is set aside for pages that nobody touches.
+        # 0x4000 is MAP_NORESERVE: untouched pages reserve no memory.
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
         flat = torch.frombuffer(memory, dtype=dtype)
     else:
@@ -63,9 +63,9 @@ def sparse(
 
 
 def far_apart(x: Tensor, row_gap: int = 8) -> Tensor:
-    """The same values [n, ..., d]; x[0] and x[-1] lie 2**32 elements apart, the others between them.
+    """Return the same values [n, ..., d] with x[0] and x[-1] 2**32 elements apart, the other rows between them.
 
-    With n of at least 4 the first stride is below 2**31 elements, as that of a tensor with many tokens is.
+    With n of at least 4 the first stride is below 2**31 elements, as with many tokens.
     """
     strides = [1]
     for length in x.shape[:0:-1]:
@@ -77,7 +77,7 @@ def far_apart(x: Tensor, row_gap: int = 8) -> Tensor:
 
 
 def use_in_place(device: Device, *tensors: Tensor | None) -> None:
-    """Lets a launch of the emulated device use the large ones among CPU tensors where they lie."""
+    """Let launches of the emulated device use the large ones of these CPU tensors in place."""
     for tensor in tensors:
         if tensor is not None and tensor.untyped_storage().nbytes() >= LARGE_BYTES:
             device.memory.use_in_place(tensor)

@@ -1,6 +1,6 @@
-"""The number formats once more, by enumeration in numpy: an oracle that shares no step with dsv4_kernels.quant.
+"""The number formats by enumeration in numpy: an oracle that shares no step with dsv4_kernels.quant.
 
-Every value of a format is listed from its bits, and a number is rounded by looking for the nearest of them, a tie going
+Every value of a format is listed from its bits, and a number is rounded by looking for the nearest value, a tie going
 to the even code.
 """
 
@@ -27,7 +27,8 @@ E2M1 = np.array([_small_float(code, 2, 1, 1) for code in range(8)])
 
 
 def nearest_codes(x: np.ndarray, table: np.ndarray, sign_bit: int) -> np.ndarray:
-    """float64 numbers -> codes of the nearest values of the table, ties to the even code, larger ones saturating."""
+    """Return codes of the table's values nearest to float64 numbers, ties to the even code, larger numbers
+    saturating."""
     magnitude = np.abs(x)
     upper = np.clip(np.searchsorted(table, magnitude), 0, len(table) - 1)
     lower = np.maximum(upper - 1, 0)
@@ -38,7 +39,7 @@ def nearest_codes(x: np.ndarray, table: np.ndarray, sign_bit: int) -> np.ndarray
 
 
 def block_exponents(blocks: np.ndarray, floor: float, largest: float) -> np.ndarray:
-    """[..., block] -> exponent of the smallest power of two >= fp32(amax · fp32(1 / largest))."""
+    """Return, for [..., block], the exponent of the smallest power of two >= fp32(amax · fp32(1 / largest))."""
     amax = np.maximum(np.abs(blocks).max(-1), np.float32(floor)).astype(np.float32)
     ratio = amax * np.float32(1.0 / largest)
     mantissa, exponent = np.frexp(ratio)
@@ -48,7 +49,7 @@ def block_exponents(blocks: np.ndarray, floor: float, largest: float) -> np.ndar
 def quantise(
     x: torch.Tensor, block: int, table: np.ndarray, sign_bit: int, floor: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[N, d] -> codes [N, d] uint8, exponents [N, d / block], values [N, d] float64."""
+    """Return codes [N, d] uint8, exponents [N, d / block] and values [N, d] float64 of x [N, d]."""
     blocks = x.double().numpy().reshape(x.shape[0], -1, block)
     exponents = block_exponents(blocks, floor, float(table[-1]))
     codes = nearest_codes(blocks / np.exp2(exponents)[..., None], table, sign_bit)
@@ -57,22 +58,23 @@ def quantise(
 
 
 def quantise_e4m3(x: torch.Tensor, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`quantise` to e4m3 with the release's floor."""
+    """Return `quantise` to e4m3 with the release's floor."""
     return quantise(x, block, E4M3, 0x80, 1e-4)
 
 
 def quantise_e2m1(x: torch.Tensor, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`quantise` to e2m1 with the release's floor."""
+    """Return `quantise` to e2m1 with the release's floor."""
     return quantise(x, block, E2M1, 0x8, 6 * math.ldexp(1, -126))
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal dtype, shape and bits: -0.0 is not 0.0, a NaN is itself."""
+    """Whether dtype, shape and bits are equal: -0.0 is not 0.0, a NaN equals itself."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(_bytes(a), _bytes(b))
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """Copied: `contiguous` leaves the stride of an axis of one as it is, and a view of bytes then refuses it."""
+    """Return the bytes of a copy: `contiguous` keeps the stride of an axis of one, and a view of bytes then refuses
+    it."""
     return torch.empty(x.numel(), dtype=x.dtype, device=x.device).copy_(x.flatten()).view(torch.uint8)

@@ -1,7 +1,7 @@
-"""The order in which batch-invariant products sum, in two forms: numbers that show it, and written down.
+"""The order in which batch-invariant products sum: inputs that reveal it, and the same sum written out.
 
-On the hardware an instruction's 16 channels have no order among themselves. The emulator adds them by their place in K,
-which `linear.kernel` has as they are, and `linear.fp8_weight` as `as_from_fp8` puts them.
+On the hardware the 16 channels of an instruction have no order among themselves. The emulator adds them by their index
+in K, which `linear.kernel` keeps, and which `linear.fp8_weight` permutes as `as_from_fp8` does.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 
 CHUNK, SEGMENTS, TOGETHER = 64, 4, 16
-"""Channels of which a segment has whole chunks, number of segments, channels of an instruction."""
+"""Channels of a segment's chunk, number of segments, channels of an instruction."""
 CHANNELS = 512
 HUGE = 2.0**40
 
 
 def segments(channels: int) -> list[range]:
-    """The channels of each segment."""
+    """Return the channels of each segment."""
     chunks = -(-channels // CHUNK)
     ends = [min(channels, i * chunks // SEGMENTS * CHUNK) for i in range(SEGMENTS + 1)]
     return [range(*pair) for pair in pairwise(ends)]
 
 
 def channels_that_sum_together() -> tuple[Tensor, Tensor, Tensor]:
-    """x [32, 1, 512] bf16, a weight [1, 512, 512] of 0, 1 and -1, and their product, exact in fp32 and bf16.
+    """Return x [32, 1, 512] bf16, a weight [1, 512, 512] of 0, 1 and -1, and their product, exact in fp32 and bf16.
 
     Token t has a huge number in the first and in the last channel of the t-th 16, which every row adds and subtracts.
-    Row c adds 1 in channel c, unless that is such an end. Within a segment it is left over where c comes in a later
-    instruction; in the same one, or before, it is lost beside the huge number. Of other segments it is left over.
+    Row c adds 1 in channel c, unless c is such a channel. Within a segment the 1 remains if c is in a later
+    instruction; in the same or an earlier one it is lost next to the huge number. In other segments it remains.
     """
     channel, sixteen = torch.arange(CHANNELS), torch.arange(CHANNELS // TOGETHER)
     first, last = channel % TOGETHER == 0, channel % TOGETHER == TOGETHER - 1
@@ -44,8 +44,8 @@ def channels_that_sum_together() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def in_order(x: Tensor, weight: Tensor) -> Tensor:
-    """`x [T, G, K]` times `weight [G, N, K]`, both bf16, in fp32 as the emulator sums: a segment's products, which are
-    exact, one after the other; then the segments' sums."""
+    """Return `x [T, G, K]` times `weight [G, N, K]`, both bf16, in fp32 as the emulator sums: a segment's products,
+    which are exact, one after the other; then the segments' sums."""
     total = torch.zeros(x.shape[0], *weight.shape[:2])
     for part in segments(x.shape[2]):
         sums = torch.zeros_like(total)
@@ -56,8 +56,8 @@ def in_order(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def as_from_fp8(x: Tensor) -> Tensor:
-    """x [..., K] with every 16 channels as `linear.fp8_weight` has them in an instruction: there, lane q of a quad has
-    channels 4 q to 4 q + 3, at places 2 q, 2 q + 1, and these 8 behind."""
+    """Return x [..., K] with every 16 channels in the order of `linear.fp8_weight`'s instructions: lane q of a quad has
+    channels 4 q to 4 q + 3, at indices 2 q, 2 q + 1 and the same plus 8."""
     order = [4 * q + 2 * half + i for half in range(2) for q in range(4) for i in range(2)]
     assert sorted(order) == list(range(TOGETHER))
     return x.unflatten(-1, (-1, TOGETHER))[..., order].flatten(-2)

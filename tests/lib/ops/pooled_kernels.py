@@ -1,4 +1,4 @@
-"""What workers of a compile pool are given in tests: kernels whose object file is a line of text."""
+"""Stand-in kernels for workers of a compile pool, whose object file is a line of text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ ARCH = "sm_90a"
 
 
 def stand_in(number: int, caller: int, fault: str = "") -> Callable[..., object]:
-    """A kernel that is "compiled" into the process id of who did it; with a fault, in any process but the caller's."""
+    """Return a kernel that is "compiled" into the compiling process's id; with a fault, it fails in any process but the
+    caller's."""
     compile_cache._exported = lambda function: function().encode()
     compile_cache._loaded = _loaded
 
@@ -29,12 +30,12 @@ def stand_in(number: int, caller: int, fault: str = "") -> Callable[..., object]
 
 
 def todo(count: int, **faults: str) -> list[tuple[str, Callable[[], object]]]:
-    """Kernels "0", "1", ... of this process; `faults` by name with a leading "k"."""
+    """Return kernels "0", "1", ... of this process; `faults` by name with a leading "k"."""
     return [(f"{i}", partial(stand_in, i, os.getpid(), faults.get(f"k{i}", ""))) for i in range(count)]
 
 
 def authors(folder: Path) -> list[int]:
-    """The process that compiled each kernel on disk."""
+    """Return the process that compiled each kernel on disk."""
     return [int(path.read_text().split()[-1]) for path in sorted(folder.glob("*.o"))]
 
 

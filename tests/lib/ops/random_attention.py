@@ -1,4 +1,4 @@
-"""Random cases of the sparse attention, beside those that somebody thought of (attention_cases.py)."""
+"""Random cases of the sparse attention, in addition to the named ones (attention_cases.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from ops.attention_cases import INF, Spec
 
 
 def random_spec(seed: int) -> Spec:
-    """The same for the same seed. Small: at most 20 tokens of 128 heads, at most 1,300 entries, 300 of many tokens."""
+    """Return a case, the same for the same seed. Small: at most 20 tokens of 128 heads, at most 1,300 entries, 300 with
+    many tokens."""
     r = random.Random(seed)
     tokens = r.choice((1, 1, 2, 3, 4, 5, 7)) if r.random() < 0.85 else r.randint(8, 20)
     window = r.choice((128,) * 6 + (0, 1, 2, 64, 127, 129, 130, 200, 256, 257))
@@ -27,7 +28,7 @@ def random_spec(seed: int) -> Spec:
 
 
 def _entries(r: random.Random, tokens: int) -> dict[str, object]:
-    """Which entries there are, and how they are named."""
+    """Return the entries and how they are named."""
     kind = r.choice(("none", "list", "list", "list", "dense", "dense"))
     if kind == "none":
         return {}

@@ -1,4 +1,4 @@
-"""Kernels that work on rows, in the emulator with all its checks on; for the tests of several ops."""
+"""Row kernels in the emulator with all its checks on; for the tests of several ops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _empty = torch.empty
 
 
 def poisoned(*args: object, **kwargs: object) -> Tensor:
-    """`torch.empty` with 0xFF in every byte: NaN, or -1."""
+    """Return `torch.empty` with 0xFF in every byte: NaN, or -1."""
     made = _empty(*args, **kwargs)
     if made.numel() and made.device.type == "cpu":
         made.view(torch.uint8).fill_(0xFF)
@@ -28,9 +28,9 @@ def poisoned(*args: object, **kwargs: object) -> Tensor:
 def emulated_row_kernel(
     name: str, schedule: str = "late", seed: int = 0, in_place: Sequence[Tensor] = ()
 ) -> Iterator[None]:
-    """Inside, the GPU implementation `name` runs in the emulator. Results are NaN before; it may warn of nothing.
+    """Run the GPU implementation `name` in the emulator inside. Results are NaN before; warnings fail.
 
-    in_place: tensors that are too large to be copied for it (`memory_layout.sparse`).
+    in_place: tensors that are too large to be copied into the emulator (`memory_layout.sparse`).
     """
     from ptx_emulator import Checks, emulated
 
@@ -45,7 +45,8 @@ def emulated_row_kernel(
 
 
 class Shifted(torch.Tensor):
-    """A tensor that says it begins `shift_bytes` earlier: its rows have numbers that need 64 bits of address."""
+    """A tensor whose address is `shift_bytes` lower than its memory, so that its rows have numbers that need 64-bit
+    offsets."""
 
     shift_bytes = 0
 
@@ -54,15 +55,15 @@ class Shifted(torch.Tensor):
 
 
 def shifted(x: Tensor, shift_bytes: int) -> Tensor:
-    """x, whose row i is row `i + shift_bytes / bytes of a row` of what it says it is."""
+    """Return x with a lower address: its row i is row `i + shift_bytes / bytes of a row` from there."""
     made = x.as_subclass(Shifted)
     made.shift_bytes = shift_bytes
     return made
 
 
 def assert_no_spills(functions: dict[str, Callable[[], object]], most_registers: dict[str, int]) -> None:
-    """Compiles, and holds the cubins to no stack at all and to so many registers of a thread."""
-    from cubin import resources
+    """Compile each function, and check that it uses no stack and at most `most_registers` registers a thread."""
+    from lib.cubin import resources
 
     for name, compiled in functions.items():
         found = resources(compiled().__cubin__)

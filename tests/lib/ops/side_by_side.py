@@ -1,11 +1,12 @@
-"""Launches of the attention that meet others on the GPU, as programs: what goes wrong with them is a hang.
+"""Concurrent launches of the attention on a GPU, as programs: their failures are hangs.
 
 test_side_by_side.py runs each of `SCENARIOS` in a process of its own, which it can end:
 
     python -c "import sys; sys.path.insert(0, 'tests'); from ops import side_by_side; side_by_side.main(NAME, KERNEL)"
 
-CTAs of a launch that divides keys wait for each other, so all of them must get onto the GPU at last. They share scratch
-memory and counters (dsv4_kernels.sparse_attention.scratch), so no other launch may have the same at the same time.
+CTAs of a launch that splits keys wait for each other, so all of them must get onto the GPU in the end. They share
+scratch memory and counters (dsv4_kernels.sparse_attention.scratch), so no other launch may use the same ones at the
+same time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dsv4_kernels.norm import rms_norm
 from dsv4_kernels.sparse_attention.scratch import Scratch
 
 NOT_PROMISED = 77
-"""Exit code of a scenario that is outside of what README promises."""
+"""Exit code of a scenario that docs/limits.md does not promise."""
 Result = tuple[Tensor, Tensor]
 
 CASES = {
@@ -38,11 +39,11 @@ CASES = {
     "few_tokens": Spec(tokens=2, entry_lengths=(512,)),
     "two_blocks_of_heads": Spec(tokens=24, heads=128, entry_lengths=(1024, 300), split_keys=256),
 }
-"""More items than CTAs; parts of tokens, more than CTAs; pieces of tokens for as many CTAs as there are; clusters on
-Hopper; pairs of CTAs on Blackwell."""
+"""Names of cases: more items than CTAs; parts of tokens, more than CTAs; pieces of tokens for as many CTAs as there
+are; clusters on Hopper; pairs of CTAs on Blackwell."""
 
 
-# ---- a kernel that holds multiprocessors
+# ---- a kernel that occupies multiprocessors
 
 HOLD = """
 .version 7.8
@@ -72,7 +73,7 @@ WAIT:
 
 
 def _value(answer: tuple) -> object:
-    """Of a call of the driver."""
+    """Return the value in an answer of the driver's API."""
     status, *values = answer
     if int(status) != 0:
         raise RuntimeError(f"the CUDA driver answers {status}")
@@ -85,9 +86,10 @@ def num_multiprocessors() -> int:
 
 @contextlib.contextmanager
 def held(multiprocessors: int) -> Iterator[Callable[[], None]]:
-    """So many multiprocessors are another kernel's until the function that it gives is called, or the block ends.
+    """Occupy `multiprocessors` multiprocessors with another kernel until the function that it yields is called, or the
+    block ends.
 
-    A CTA of it takes all the shared memory that a CTA can have, so no CTA with shared memory of its own is beside it.
+    Each of its CTAs uses all shared memory of a multiprocessor, so no CTA with shared memory can share it.
     """
     from cuda.bindings import driver
 
@@ -128,8 +130,8 @@ def expect(results: list[Result], expected: Result) -> None:
 
 
 def prepared(names: list[str], kernel: str, priorities: tuple[int, ...] = (0, 0)) -> list[tuple]:
-    """(case, what it gives alone, a stream on which it has run): later calls neither load nor allocate anything that
-    would wait for the device."""
+    """Return (case, its result alone, a stream on which it has run), so that later calls neither load nor allocate
+    anything that would wait for the device."""
     made = []
     for seed, (name, priority) in enumerate(zip(names, priorities, strict=False)):
         case = build(CASES[name], "cuda", seed)
@@ -161,7 +163,8 @@ def beside_a_kernel_that_holds_the_gpu(kernel: str) -> None:
 
 
 def two_launches_beside_a_kernel_that_holds_the_gpu(kernel: str, priorities: tuple[int, int] = (0, 0)) -> None:
-    """The first one's CTAs are on half of the GPU when it is released, and the second one's want the other half."""
+    """The first launch's CTAs are on half of the GPU when the other half is released, which the second launch's CTAs
+    want."""
     for first, second in (("parts", "parts"), ("pieces", "parts"), ("parts", "pieces"), ("pieces", "pieces")):
         cases = prepared([first, second], kernel, priorities)
         outs = [torch.empty_like(case.q) for case, _, _ in cases]
@@ -179,12 +182,13 @@ def two_launches_beside_a_kernel_that_holds_the_gpu(kernel: str, priorities: tup
 
 
 def a_launch_that_overtakes_another(kernel: str) -> None:
-    """As above, where the second stream goes first: the GPU gives it what is free before the first one has its rest."""
+    """As above with the second stream preferred: the GPU gives it free multiprocessors before the first launch's other
+    CTAs."""
     two_launches_beside_a_kernel_that_holds_the_gpu(kernel, priorities=(0, -1))
 
 
 def captured(case: Case, kernel: str, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, Result, Scratch]:
-    """A graph of one call, its outputs, and the memory through which its CTAs meet."""
+    """Return a graph of one call, its outputs, and the memory through which its CTAs meet."""
     given: list[Scratch] = []
     original = Scratch.on
 
@@ -201,7 +205,7 @@ def captured(case: Case, kernel: str, stream: torch.cuda.Stream) -> tuple[torch.
 
 
 def two_graphs(kernel: str) -> list[tuple]:
-    """(graph, its outputs, its scratch memory, what it must give, its stream), of calls that divide keys."""
+    """Return (graph, its outputs, its scratch memory, expected results, its stream), of calls that split keys."""
     made = []
     for case, expected, stream in prepared(["parts", "two_blocks_of_heads"], kernel):
         made.append((*captured(case, kernel, stream), expected, stream))
@@ -210,7 +214,7 @@ def two_graphs(kernel: str) -> list[tuple]:
 
 
 def two_graphs_one_after_the_other(kernel: str) -> None:
-    """On streams of their own, each waiting for the other by an event, whatever they share."""
+    """Graphs on streams of their own, each waiting for the other by an event, whatever memory they share."""
     graphs, before = two_graphs(kernel), None
     for _ in range(20):
         copies = []
@@ -227,7 +231,7 @@ def two_graphs_one_after_the_other(kernel: str) -> None:
 
 
 def two_graphs_at_once(kernel: str) -> None:
-    """Right if they have counters of their own. If not, README says that they must not: known limits."""
+    """Right if the graphs have counters of their own; otherwise docs/limits.md excludes it."""
     graphs = two_graphs(kernel)
     if graphs[0][2].counters.data_ptr() == graphs[1][2].counters.data_ptr():
         print("graphs that divide keys share counters")
@@ -263,7 +267,7 @@ def a_graph_beside_calls(kernel: str) -> None:
 
 
 def chain(case: Case, rows: Tensor, kernel: str) -> Tensor:
-    """Norms and attention in turns, each of what the one before has made: [T * H, 512]."""
+    """Return norms and attention in turns, each reading the result before: [T * H, 512]."""
     for _ in range(6):
         rows = rms_norm(rows, None, 1e-6, kernel)
         out = torch.empty(case.q.shape, dtype=rows.dtype, device=rows.device)
@@ -272,7 +276,7 @@ def chain(case: Case, rows: Tensor, kernel: str) -> Tensor:
 
 
 def fork_and_join(case: Case, rows: Tensor, others: Tensor, kernel: str, side: torch.cuda.Stream) -> Result:
-    """A chain on the current stream, norms on another one, and a norm of either behind both."""
+    """Run a chain on the current stream, norms on another one, and a norm of either after both."""
     current = torch.cuda.current_stream()
     side.wait_stream(current)
     with torch.cuda.stream(side):
@@ -284,8 +288,8 @@ def fork_and_join(case: Case, rows: Tensor, others: Tensor, kernel: str, side: t
 
 
 def launches_that_begin_early(kernel: str) -> None:
-    """In a graph with two streams: attention whose CTAs wait for each other, and such that do not, between kernels that
-    take their places while the one before runs; also where another kernel holds half of the GPU at first."""
+    """A graph with two streams: attention with and without CTAs that wait for each other, between kernels that start
+    while the one before runs; also with another kernel on half of the GPU at first."""
     for name in ("pieces", "parts", "few_tokens", "whole"):
         case, side = build(CASES[name], "cuda"), torch.cuda.Stream()
         rows = case.q.reshape(-1, case.q.shape[2]).contiguous()
@@ -317,7 +321,7 @@ def launches_that_begin_early(kernel: str) -> None:
 
 
 def two_gpus(kernel: str) -> None:
-    """Each has scratch memory and counters of its own; a stream's number is the same on both."""
+    """Each GPU has scratch memory and counters of its own; a stream's number is the same on both."""
     if torch.cuda.device_count() < 2:
         print("there is one GPU")
         sys.exit(NOT_PROMISED)

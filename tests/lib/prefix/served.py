@@ -1,5 +1,6 @@
-"""A prefix cache over a real model in process: SGLang's tree, request rows, page allocator and model runner, our pool,
-backend and checkpoints. Logits come back at every computed position, and what a request must not read is NaN."""
+"""A prefix cache over a real model in this process: SGLang's tree, request rows, page allocator and model runner, this
+project's pool, backend and tails. Logits are returned for every computed position; rows that a request must not read
+are NaN."""
 
 from __future__ import annotations
 
@@ -9,15 +10,16 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+from lib.prefix_replay import PAGE, ReplayEngine, Running
 from model.harness import Harness, Request
 from prefix.waiting import WithStorage
-from prefix_replay import PAGE, ReplayEngine, Running
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows
 from sglang_dsv4.prefix.prefix_cache import Dsv4PrefixCache
-from sglang_dsv4.prefix.tail_component import TAIL
-from sglang_dsv4.prefix.tier_setup import create_tiers, open_storage
+from sglang_dsv4.prefix.storage_tier import StorageTier
+from sglang_dsv4.prefix.tier_setup import open_storage, write_policy
 
 
 class ServedEngine(WithStorage, ReplayEngine):
@@ -37,11 +39,19 @@ class ServedEngine(WithStorage, ReplayEngine):
                 page_size=PAGE,
                 is_eagle=runner.spec_algorithm.is_eagle(),
             )
-            tiers = create_tiers(self.pool) if self.pool.host_pages else None
-            cache = Dsv4PrefixCache(params, self.pool.tail_requests, tiers=tiers)
-            if runner.server_args.hicache_storage_backend is not None:
-                tiers.storage = open_storage(runner, tiers, cache.components[TAIL])
-        super().__init__(cache, runner.token_to_kv_pool_allocator, self.pool.tail_requests, chunk_tokens)
+
+            def storage_of(cache: Dsv4PrefixCache) -> StorageTier:
+                return open_storage(runner, cache.host, cache.nodes)
+
+            has_storage = runner.server_args.hicache_storage_backend is not None
+            cache = Dsv4PrefixCache(
+                params,
+                self.pool.ledger,
+                page_copies=self.pool.page_copies,
+                policy=write_policy(),
+                open_storage=storage_of if has_storage else None,
+            )
+        super().__init__(cache, runner.token_to_kv_pool_allocator, self.pool.ledger, chunk_tokens)
         self.logits: dict[str, list[Tensor]] = defaultdict(list)
 
     def active(self) -> AbstractContextManager[None]:
@@ -49,13 +59,13 @@ class ServedEngine(WithStorage, ReplayEngine):
         return self.harness._active()
 
     def serve(self, prompt: Sequence[int], output: Sequence[int] = ()) -> tuple[int, Tensor]:
-        """One request from start to finish, its output forced: hit tokens, and logits of [hit, end)."""
+        """Run one request from start to finish with a given output; returns hit tokens, and logits of [hit, end)."""
         with self.active():
             done = self.run(prompt, [*output, 7])  # the last token is never computed
         return done.hit_tokens, torch.cat(self.logits.pop(done.req.rid))
 
     def prefill_chunk(self, running: Running) -> None:
-        """As SGLang does, and nothing of an earlier owner of the slot or the pages can be read unnoticed."""
+        """Prefill as SGLang does, after poisoning the rows of earlier owners of the slot and the pages."""
         self._fresh = not running.req.kv.holds_kv
         super().prefill_chunk(running)
 
@@ -80,15 +90,15 @@ class ServedEngine(WithStorage, ReplayEngine):
         self.logits[req.rid].extend(self.harness.step([(row, tokens)], mode))
 
     def flush(self) -> None:
-        """As `/flush_cache`: the next request is cold."""
+        """Flush as `/flush_cache` does: the next request is cold."""
         with self.active():
             super().flush()
 
     # NaN
 
     def poison(self, request_slot: int) -> None:
-        """Rings and states of a request slot, the landing slot, and every checkpoint slot that nobody holds."""
-        pool, g, storage = self.pool, self.pool.geometry, self.pool.tail_storage
+        """Write NaN into a request slot's rings and states, the transit slot, and every tail slot without a holder."""
+        pool, g, memory = self.pool, self.pool.geometry, self.pool.tail_memory
         for layer in g.layers():
             fill_rows(pool.window(layer), request_slot * g.ring_rows, g.ring_rows)
             ratio = g.layer_ratio(layer)
@@ -97,14 +107,14 @@ class ServedEngine(WithStorage, ReplayEngine):
                 pool.compressor_state(layer)[rows] = torch.nan
                 if ratio == 4:
                     pool.indexer_state(layer)[rows] = torch.nan
-        store = self.tails.store
-        for slots, held in ((storage.device, store.device.holders()), (storage.host, store.host.holders())):
+        store = self.ledger.store
+        for slots, held in ((memory.device, store.device.holders()), (memory.host, store.host.holders())):
             for slot in set(range(slots.slots)) - set(held):
                 for part in slots.parts():
                     fill(part[:, slot])
 
     def poison_pages(self, req: object, begin: int, end: int) -> None:
-        """Entries and keys of the pages that [begin, end) begins to fill."""
+        """Write NaN into entries and keys of the pages that start in [begin, end)."""
         table = self.rows.req_to_token[req.kv.req_pool_idx]
         for position in range(-(-begin // PAGE) * PAGE, end, PAGE):
             page = int(table[position]) // PAGE
@@ -117,14 +127,29 @@ class ServedEngine(WithStorage, ReplayEngine):
 
 
 def fill(storage: Tensor) -> None:
-    """NaN, in whichever format: 0xFF is NaN in e4m3, bf16 and ue8m0."""
+    """Fill with NaN in any format: 0xFF is NaN in e4m3, bf16 and ue8m0."""
     storage.fill_(0xFF if storage.dtype == torch.uint8 else torch.nan)
 
 
 def fill_rows(rows: KVRows, first: int, count: int) -> None:
-    """NaN into [first, first + count), where a byte format's pages can be filled by halves too."""
+    """Write NaN into rows [first, first + count), which may be half of a byte format's page."""
     if rows.storage.dtype != torch.uint8:
         rows.storage[first : first + count] = torch.nan
         return
     poison = KVRows.allocate(count, rows.format, rows.row_dim, rows.rope_dim, rows.storage.dtype, "cpu", torch.nan)
     rows.copy_rows(torch.arange(first, first + count), poison, torch.arange(count))
+
+
+def push_out(engine: ServedEngine) -> None:
+    """Evict every page from the tree, as requests that need them would."""
+    with engine.active():
+        engine.cache.evict(EvictParams(num_tokens=engine.pool.size))
+    assert not engine.cache.host.in_tree()
+
+
+def poison_free_pages(engine: ServedEngine) -> None:
+    held = {page.page.number for page in engine.cache.host.in_tree().values()}
+    for part in engine.cache.host.copies.records.records.parts:
+        per = part.view.shape[2]
+        for page in set(range(1 + engine.pool.size // 256)) - held:
+            part.view[:, page // per, page % per] = -1  # 0xFF: NaN in every format

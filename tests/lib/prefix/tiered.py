@@ -1,7 +1,7 @@
 """A replay without a model over three tiers, in which a page's bytes are the digest of the prefix that it ends.
 
 So a page that was saved too late, loaded too early, from another slot or into another page is seen by the next request
-that reads it. Checkpoints are as in `test_tree`; the storage is a dict that may fail.
+that reads it. Tails are as in `checked_engine`; the storage backend is a dict that may fail.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from hashlib import blake2b
 from types import SimpleNamespace
 
 import torch
+from lib.prefix_replay import PAGE, Running, tail_engine
+from prefix.checked_engine import CheckedEngine
 from prefix.waiting import WithStorage
-from prefix_replay import PAGE, Running, tail_engine
 from torch import Tensor
 
-from dsv4_radix_cache.host_pages import HostPages
 from dsv4_radix_cache.invariants import check
 from dsv4_radix_cache.slots import Holder
 from sglang_dsv4.cache.host_records import CopyTotals
+from sglang_dsv4.cache.page_copies import PageCopies
 from sglang_dsv4.cache.record_files import Fault
+from sglang_dsv4.prefix.host_tier import HostTier, WritePolicy
 from sglang_dsv4.prefix.prefix_cache import Dsv4PrefixCache
-from sglang_dsv4.prefix.storage import PrefetchOptions, PrefixStorage
-from sglang_dsv4.prefix.tail_component import TAIL
-from sglang_dsv4.prefix.tiers import PrefixTiers, WritePolicy
-from tests.sglang_dsv4.prefix.test_tree import CheckedEngine
+from sglang_dsv4.prefix.request_state import TAIL
+from sglang_dsv4.prefix.storage_tier import PrefetchOptions, StorageTier
+from sglang_dsv4.prefix.tail_nodes import TailNodes
 
 BYTES = 16
 
 
 def name_of(tokens: Sequence[int]) -> bytes:
-    """What stands for a prefix."""
+    """The digest that stands for a prefix."""
     return blake2b(array("q", tokens).tobytes(), digest_size=BYTES).digest()
 
 
@@ -51,7 +52,7 @@ class Records:
         self.saved, self.loaded = CopyTotals(), CopyTotals()
 
     def save(self, pages: Tensor, slots: Sequence[int]) -> None:
-        pages = pages.as_subclass(Tensor)  # here nobody waits for them
+        pages = pages.as_subclass(Tensor)  # reading page numbers is no wait here
         assert len(set(slots)) == len(slots) == len(pages)
         self.memory[list(slots)] = self.device[pages]
         self.saved.pages += len(pages)
@@ -70,7 +71,7 @@ class Records:
 
 
 class Backend:
-    """SGLang's storage interface over a dict. `fault_rate`: of look-ups, reads and writes that go wrong."""
+    """SGLang's storage interface over a dict. `fault_rate`: share of look-ups, reads and writes that fail."""
 
     batch, is_limited = 3, False
 
@@ -88,7 +89,7 @@ class Backend:
 
     def get(self, key: str, target: Tensor) -> Tensor | None:
         if key not in self.records or self._fails():
-            target.fill_(0xEE)  # what a miss leaves
+            target.fill_(0xEE)  # a miss leaves garbage
             self.faults[Fault.MISSING] += 1
             return None
         return target.copy_(self.records[key])
@@ -110,10 +111,9 @@ class Backend:
 
 
 class TieredEngine(WithStorage, CheckedEngine):
-    """A replay over device, host memory and, with a backend, a storage."""
+    """A replay over device, host memory and, if given, a storage backend."""
 
-    tiers: PrefixTiers
-    prefixes: dict[bytes, tuple[int, ...]]  # by name, of the checkpoints that were seen
+    prefixes: dict[bytes, tuple[int, ...]]  # by digest, for the tails seen so far
 
     @classmethod
     def made(
@@ -128,44 +128,61 @@ class TieredEngine(WithStorage, CheckedEngine):
         options: PrefetchOptions | None = None,
         **how: int,
     ) -> TieredEngine:
-        plain = tail_engine(full_tokens=pages * PAGE, device_slots=device_slots, host_slots=host_slots, **how)
-        tiers = PrefixTiers(HostPages(host_pages), Records(pages + 1, host_pages), policy)
-        engine = cls(plain.cache, plain.allocator, plain.tails, plain.chunk_tokens)
+        memory = SimpleNamespace(
+            host=SimpleNamespace(record=lambda slot: tensor_of(engine.named(engine.host[slot]))),
+            new_host_slot=FetchedTail,
+            issue=lambda ring_saves, copies: engine.carry_out(ring_saves, copies),
+            load_fetched=lambda tail, device_slot: engine.load_fetched(tail, device_slot),
+        )
+
+        def storage_of(cache: Dsv4PrefixCache) -> StorageTier:
+            chosen = options or PrefetchOptions()
+            return StorageTier(lambda: backend, cache.host, cache.nodes, cache.ledger, memory, options=chosen)
+
+        plain = tail_engine(
+            full_tokens=pages * PAGE,
+            device_slots=device_slots,
+            host_slots=host_slots,
+            page_copies=PageCopies(Records(pages + 1, host_pages), memory),
+            policy=policy,
+            open_storage=None if backend is None else storage_of,
+            **how,
+        )
+        engine = cls(plain.cache, plain.allocator, plain.ledger, plain.chunk_tokens)
         engine.device, engine.host, engine.rings, engine.prefixes = {}, {}, {}, {}
-        cache: Dsv4PrefixCache = plain.cache
-        cache.attach_tiers(tiers)
-        engine.tiers = tiers
-        if backend is not None:
-            storage = SimpleNamespace(
-                host=SimpleNamespace(record=lambda slot: tensor_of(engine.named(engine.host[slot]))),
-                landing=Landing,
-                issue_due=lambda tails: engine.issue(),
-            )
-            tiers.land = engine.land
-            tiers.storage = PrefixStorage(
-                lambda: backend, tiers, cache.components[TAIL], storage, options=options or PrefetchOptions()
-            )
         return engine
+
+    @property
+    def tiers(self) -> HostTier:
+        return self.cache.host
+
+    @property
+    def storage(self) -> StorageTier | None:
+        return self.cache.storage
+
+    @property
+    def nodes(self) -> TailNodes:
+        return self.cache.nodes
 
     def named(self, prefix: tuple[int, ...]) -> bytes:
         name = name_of(prefix)
         self.prefixes[name] = prefix
         return name
 
-    def land(self, landing: Landing, device_slot: int) -> None:
-        self.device[device_slot] = self.prefixes[bytes(landing.payload.tolist())]
+    def load_fetched(self, tail: FetchedTail, device_slot: int) -> None:
+        self.device[device_slot] = self.prefixes[bytes(tail.payload.tolist())]
 
     # Forwards
 
     def forward_extend(self, req: object, begin: int, end: int) -> None:
-        self.tiers.issue()
+        self.tiers.copies.issue()
         tokens = req.full_untruncated_fill_ids
         self.verify(req, tokens, begin)
         super().forward_extend(req, begin, end)
         self.write(req, tokens, begin, end)
 
     def forward_decode(self, req: object, position: int) -> None:
-        self.tiers.issue()
+        self.tiers.copies.issue()
         super().forward_decode(req, position)
         tokens = [*req.origin_input_ids, *req.output_ids]
         self.write(req, tokens, position, position + 1)
@@ -174,42 +191,42 @@ class TieredEngine(WithStorage, CheckedEngine):
         return (self.rows.req_to_token[req.kv.req_pool_idx, :end:PAGE] // PAGE).tolist()
 
     def verify(self, req: object, tokens: Sequence[int], begin: int) -> None:
-        """Every whole page before `begin` is the prefix's."""
+        """Check that every whole page before `begin` holds the prefix's digest."""
         for i, page in enumerate(self.pages(req, begin // PAGE * PAGE)):
             expected = tensor_of(name_of(tokens[: (i + 1) * PAGE]))
-            assert torch.equal(self.tiers.records.device[page], expected), f"page {i} of a request is another one's"
+            assert torch.equal(self.tiers.copies.records.device[page], expected), f"page {i} is another prefix's"
 
     def write(self, req: object, tokens: Sequence[int], begin: int, end: int) -> None:
         pages = self.pages(req, end)
         for i in range(begin // PAGE, len(pages)):
             whole = (i + 1) * PAGE <= end
-            self.tiers.records.device[pages[i]] = tensor_of(name_of(tokens[: (i + 1) * PAGE])) if whole else 0xEE
+            self.tiers.copies.records.device[pages[i]] = tensor_of(name_of(tokens[: (i + 1) * PAGE])) if whole else 0xEE
 
     def flush(self) -> None:
         super().flush()
-        assert len(self.tiers.pages) == 0 and self.tiers.idle
+        assert len(self.tiers.pages) == 0 and self.tiers.copies.idle
 
     # Checks
 
     def check(self) -> None:
-        check(self.tails.store)
+        check(self.ledger.store)
         self.cache.sanity_check()
-        component, store, tiers = self.cache.components[TAIL], self.tails.store, self.tiers
-        on_nodes = component.checkpoints()
-        parked = {i for i, node in component._node_of.items() if node is None}
-        assert set(on_nodes) | parked == {i for i in store.ids() if store[i].holder is Holder.TREE}
+        component, store, tiers = self.nodes, self.ledger.store, self.tiers
+        on_nodes = component.on_nodes()
+        detached = {i for i, node in component._node_of.items() if node is None}
+        assert set(on_nodes) | detached == {i for i in store.ids() if store[i].holder is Holder.TREE}
         nodes = {n.id: n for n in self.cache.tree_core._collect_all_nodes()}
         carriers = {i for i, node in nodes.items() if node.component_data[TAIL].value is not None}
         assert set(on_nodes.values()) == carriers
-        for checkpoint_id, node_id in on_nodes.items():
-            assert len(self.cache.path_device_indices(node_id)) == store[checkpoint_id].position
-        for checkpoint_id in parked:
-            assert component._digest_of[checkpoint_id] in tiers.pages, "a parked checkpoint without its pages"
-        tiers.check()
+        for tail_id, node_id in on_nodes.items():
+            assert len(self.cache.path_device_indices(node_id)) == store[tail_id].position
+        for tail_id in detached:
+            assert component._digest_of[tail_id] in tiers.pages, "a detached tail without its pages"
+        tiers.check(0 if self.storage is None else self.storage.reserved)
         assert set(component._end_of) == {i for i, node in nodes.items() if node.parent is not None}
         values = [node.component_data[0].value for node in nodes.values() if node.parent is not None]
         in_tree = [page for value in values for page in (value[::PAGE] // PAGE).tolist()]
-        assert sorted(in_tree) == sorted(page.number for page in tiers.on_device().values())
+        assert sorted(in_tree) == sorted(page.page.number for page in tiers.in_tree().values())
 
     def check_idle(self) -> None:
         self.settle()
@@ -217,8 +234,8 @@ class TieredEngine(WithStorage, CheckedEngine):
         assert all(not self.tiers.pages.get(d).pins for d in list(self.tiers.pages._pages))
 
 
-class Landing:
-    """One checkpoint on its way from the storage."""
+class FetchedTail:
+    """One tail on its way from the storage backend."""
 
     def __init__(self) -> None:
         self.payload = torch.zeros(BYTES, dtype=torch.uint8)
@@ -231,6 +248,6 @@ class Landing:
 
 
 def admit(engine: TieredEngine, prompt: Sequence[int]) -> Running:
-    """A request arrives, waits for the storage, and is admitted."""
+    """Let a request arrive, wait for the storage backend, and be admitted."""
     engine.arrive(prompt)
     return engine.admit(prompt)

@@ -1,7 +1,7 @@
-"""Requests over all public routes of a server, made from its own OpenAPI document: seeded, many of them wrong.
+"""Seeded random requests over all public routes of a server, made from its own OpenAPI document, many of them invalid.
 
-A value follows its schema, or is of another type, at a limit of a type, or empty; a field may be missing, or be one
-that nobody knows. Bounded in what a request may ask for: tokens of an answer, prompts at once.
+A value follows its schema, or has another type, the limit of a type, or is empty; a field may be missing or unknown.
+What a request may ask for is bounded: tokens of an answer, prompts at once.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Any
 import requests
 
 LEFT_OUT = {
-    "/abort_request": "ends the requests with known answers, as it should",
-    "/pause_generation": "stops the server until it is told to go on",
-    "/continue_generation": "belongs to the former",
-    "/slow_down": "makes every step as slow as it says",
-    "/release_memory_occupation": "gives away the pools until it is told to take them again",
-    "/resume_memory_occupation": "belongs to the former",
+    "/abort_request": "ends the requests with known answers, as intended",
+    "/pause_generation": "stops the server until it is told to continue",
+    "/continue_generation": "belongs to the route above",
+    "/slow_down": "slows every step down",
+    "/release_memory_occupation": "frees the pools until the server is told to allocate them again",
+    "/resume_memory_occupation": "belongs to the route above",
     "/update_weights_from_tensor": "pickles of a trainer, which may write any weights",
-    "/update_weights_from_ipc": "as the former",
+    "/update_weights_from_ipc": "as the route above",
     "/init_weights_update_group": "waits for a trainer at an address",
-    "/init_weights_send_group_for_remote_instance": "as the former",
-    "/send_weights_to_remote_instance": "as the former",
-    "/configure_logging": "may have requests written to any folder",
-    "/start_profile": "a profile slows down all that follow; test_request_guards has it",
+    "/init_weights_send_group_for_remote_instance": "as the route above",
+    "/send_weights_to_remote_instance": "as the route above",
+    "/configure_logging": "writes requests to any folder",
+    "/start_profile": "a profile slows down all later requests; test_request_guards has it",
     "/update_weights_from_disk": "loads 20 MB for each try; test_request_guards has it",
-    "/set_internal_state": "changes what the scheduler may do, as it should",
-    "/freeze_gc": "as the former, of Python's collector",
+    "/set_internal_state": "changes the scheduler's limits, as intended",
+    "/freeze_gc": "changes Python's garbage collector, as intended",
     "/flush_cache": "forgets the prefixes of the known answers; test_load has it",
-    "/hicache/storage-backend/clear": "deletes what others have stored",
+    "/hicache/storage-backend/clear": "deletes stored prefixes of other tests",
 }
-"""Routes that end, pause or change the server by what they are for."""
+"""Routes whose purpose is to end, pause or change the server."""
 
 INTEGERS = (0, 1, -1, 2, 7, 255, 2**15, 2**31 - 1, 2**31, -(2**31) - 1, 2**63 - 1, 2**63, 10**30)
 NUMBERS = (0.0, 1.0, -1.0, 0.5, 1e-46, 1e38, 1e39, -1e39, 1e308)
@@ -50,12 +50,12 @@ class Route:
 
     method: str
     path: str
-    schema: dict[str, Any] | None  # of a JSON body
-    parameters: tuple[str, ...]  # of the path or the query
+    schema: dict[str, Any] | None  # schema of a JSON body
+    parameters: tuple[str, ...]  # names in the path or the query
 
 
 class Fuzzer:
-    """Makes requests; the same seed makes the same."""
+    """Makes requests; the same seed makes the same requests."""
 
     def __init__(self, document: dict[str, Any], seed: int) -> None:
         self._schemas = document["components"]["schemas"]
@@ -73,7 +73,7 @@ class Fuzzer:
         ]
 
     def request(self) -> tuple[str, str, dict[str, Any]]:
-        """Method, path and what `requests.request` takes with them."""
+        """Return method, path and keyword arguments of `requests.request`."""
         pick = self._random
         likely = [route for route in self.routes if route.schema is not None]
         route = pick.choice(likely if pick.random() < 0.85 else self.routes)
@@ -93,7 +93,7 @@ class Fuzzer:
         return route.method, path, options
 
     def _make_sense(self, body: dict[str, Any]) -> None:
-        """Often enough of what a route needs to look further than its first check."""
+        """Often fill in valid fields that a route needs before it looks at the others."""
         pick = self._random
         if pick.random() < 0.3:
             return
@@ -111,7 +111,7 @@ class Fuzzer:
             body["prompt"] = "hello"
         if "model" in body and pick.random() < 0.8:
             body["model"] = "tiny"
-        for name in list(body):  # with fewer strange fields, a strange one is more often reached
+        for name in list(body):  # with fewer invalid fields, a route more often gets to one of them
             if name not in ("text", "input_ids", "sampling_params", "messages", "prompt", "model") and (
                 pick.random() < 0.7
             ):
@@ -145,7 +145,7 @@ class Fuzzer:
         for name, inner in schema.get("properties", {}).items():
             if pick.random() < (0.95 if name in required else 0.3 if depth > 0 else 0.0):
                 made[name] = self._value(inner, depth - 1)
-        if not schema.get("properties") and depth > 0:  # of any fields: those of sampling among them
+        if not schema.get("properties") and depth > 0:  # a free-form object: sampling fields among others
             for name in pick.sample(SAMPLING, pick.choice((0, 1, 2, 3))):
                 made[name] = self._strange(depth - 1)
         if pick.random() < 0.05:
@@ -169,7 +169,7 @@ SAMPLING = (
 
 
 def _bounded(value: Any) -> Any:
-    """No valid request that would take minutes: few tokens and few answers, whatever it asks for."""
+    """Return a value that makes no valid request run for minutes: few tokens and few answers."""
     if isinstance(value, list):
         return [_bounded(item) for item in value]
     if not isinstance(value, dict):
@@ -198,5 +198,5 @@ def _bounded(value: Any) -> Any:
 
 
 def send(url: str, method: str, path: str, options: dict[str, Any]) -> requests.Response:
-    """One request, its whole answer read."""
+    """Send one request and read its whole answer."""
     return requests.request(method, url + path, timeout=TIMEOUT_S, **options)

@@ -1,10 +1,9 @@
 """A drafter that knows the answers, as a plugin of SGLang in a server's processes: random weights draft nothing right.
 
-After the real draft has run, its proposals are replaced. What a request will answer stands in the file that
-`ORACLE_FILE` names, JSON {prompt as text: tokens}; a request that is not in it keeps what was drafted. Step n of a
-request gets n % (k + 1) right drafts of k, and a wrong one behind them. What the draft itself proposed for a request
-that the file knows is appended to DRAFTED beside it, a line of JSON a step: [prompt as text, tokens in the cache,
-tokens].
+After the real draft has run, its proposals are replaced. The file that `ORACLE_FILE` names has the answers as JSON
+{prompt as text: tokens}; a request that is not in it keeps its real drafts. Step n of a request gets n % (k + 1) right
+drafts of k, and then a wrong one. The draft's own proposals for a request in the file are appended to the file DRAFTED
+in the same folder, a line of JSON a step: [prompt as text, tokens in the cache, tokens].
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ EAGLE = "sglang.srt.speculative.eagle_worker_common.build_eagle_verify_input"
 
 
 def install(folder: Path) -> dict[str, str]:
-    """A distribution with this plugin; the environment of a server that is to load it."""
+    """Write a distribution with this plugin; return the environment of a server that is to load it."""
     info = folder / "oracle_drafts-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: oracle-drafts\nVersion: 1\n")
@@ -56,9 +55,9 @@ def answers() -> dict[str, list[int]]:
 
 
 def improved(batch: Any, drafts: Tensor) -> Tensor:
-    """`drafts [B, k]` with the right ones in the place of some.
+    """Return `drafts [B, k]` with some of them replaced by the right tokens.
 
-    How many tokens a request has is asked of the device: with overlapped scheduling `req.output_ids` is a step late.
+    The device tells how many tokens a request has: with overlapped scheduling `req.output_ids` is a step late.
     """
     proposed, drafts, k = drafts.tolist(), drafts.clone(), drafts.shape[1]
     for row, (req, in_cache) in enumerate(zip(batch.reqs, batch.seq_lens.tolist(), strict=True)):
@@ -69,7 +68,7 @@ def improved(batch: Any, drafts: Tensor) -> Tensor:
         with Path(os.environ["ORACLE_FILE"]).with_name(DRAFTED).open("a") as file:
             file.write(json.dumps([prompt, in_cache, proposed[row]]) + "\n")
         step = _steps[req.rid] = _steps.get(req.rid, len(req.origin_input_ids)) + 1
-        known = in_cache + 1 - len(req.origin_input_ids)  # the last one is not in the cache yet
+        known = in_cache + 1 - len(req.origin_input_ids)  # the last token is not in the cache yet
         right = answer[known:][:k]
         wrong_at = step % (k + 1)
         for column, token in enumerate(right):
@@ -80,14 +79,15 @@ def improved(batch: Any, drafts: Tensor) -> Tensor:
 def around_verify_input(
     original: Any, batch: Any, draft_input: Any, parents: Any, scores: Any, drafts: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around EAGLE's: proposals [B, k] on their way to the target."""
+    """Wrap EAGLE's verify input: proposals [B, k] on their way to the target."""
     if not batch.forward_mode.is_idle():
         drafts = improved(batch, drafts)
     return original(batch, draft_input, parents, scores, drafts, *args, **kwargs)
 
 
 def around_propose(original: Any, proposer: Any, *, batch: Any, **kwargs: Any) -> Any:
-    """Around DSPARK's, of greedy requests: of a drawn draft the distribution would have to be replaced as well."""
+    """Wrap DSPARK's proposals of greedy requests. (For a sampled draft the distribution would have to be replaced as
+    well.)"""
     from msgspec.structs import replace
 
     proposal = original(proposer, batch=batch, **kwargs)

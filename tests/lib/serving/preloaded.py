@@ -1,14 +1,15 @@
 """Servers that are forked from a process which has imported SGLang.
 
-Importing takes each of a server's three processes some seconds of CPU, which is most of what a start takes.
+Importing takes each of a server's three processes some seconds of CPU, which is most of its start-up time.
 
     Preloaded(ENV).start(argv, env, log) -> Started        as `python -m sglang.launch_server argv…`
 
-What a process does after its imports is the same: `sglang.launch_server` is run as `__main__`, and what SGLang starts
-by multiprocessing's "spawn" goes through multiprocessing's own `spawn_main`, only in a child that was forked before the
-launcher did anything. The package's plugin is loaded afterwards, by SGLang, in every process. A server must not be
-started here if it needs a variable that is read while SGLang is imported, or a `sitecustomize`: `may_start` says so,
-and it is started from a command, as users do. So are the session's `server` and all servers of `test_startup.py`.
+A forked process does the same after its imports: `sglang.launch_server` runs as `__main__`, and processes that SGLang
+starts by multiprocessing's "spawn" go through multiprocessing's own `spawn_main`, in a child that was forked before the
+launcher did anything. SGLang loads the package's plugin afterwards in every process. A server that needs a variable
+that is read while SGLang is imported, or a `sitecustomize`, cannot be started here: `may_start` says so, and it is
+started from a command, as users do. The session's `server` and all servers of `test_startup.py` are started from a
+command too.
 
 As a script this file is the process that has imported SGLang. It reads requests from its standard input, a JSON line
 each, and answers each with a line.
@@ -28,8 +29,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# What SGLang imports at the top of its launcher, HTTP server, scheduler and detokenizer, and what of torch a scheduler
-# imports: no more, since some packages look at a server's environment when they are imported (prometheus_client does).
+# The top-level imports of SGLang's launcher, HTTP server, scheduler and detokenizer, and the torch module that a
+# scheduler imports. No more, since some packages read a server's environment when they are imported (prometheus_client
+# does).
 MODULES = (
     "sglang.launch_server",
     "sglang.srt.entrypoints.http_server",
@@ -38,9 +40,9 @@ MODULES = (
     "torch._inductor.compile_fx",
 )
 READ_LATER = ("SGLANG_DSV4_", "SGLANG_HICACHE_", "ORACLE_", "PYTEST_", "PYTHONPATH")
-"""Beginnings of variables that nobody reads before the server's command line."""
+"""Prefixes of variables that are read after the imports only."""
 STEMS = 2
-"""Processes that a server spawns: a scheduler and a detokenizer. Any beyond are started by Python's own means."""
+"""Number of processes that a server spawns: a scheduler and a detokenizer. Python itself starts any further process."""
 
 
 def python_path(env: Mapping[str, str]) -> list[str]:
@@ -48,14 +50,14 @@ def python_path(env: Mapping[str, str]) -> list[str]:
 
 
 def imports_the_same(env: Mapping[str, str], imported_in: Mapping[str, str]) -> bool:
-    """Whether SGLang's modules would be the same in another environment."""
+    """Whether SGLang's imports would be the same in another environment."""
     differ = {name for name in {*env, *imported_in} if env.get(name) != imported_in.get(name)}
     customised = any(Path(path, "sitecustomize.py").exists() for path in python_path(env))
     return all(name.startswith(READ_LATER) for name in differ) and not customised
 
 
 class Started:
-    """A server's process: as much of `subprocess.Popen` as the tests use."""
+    """A server's process, with the part of `subprocess.Popen` that the tests use."""
 
     def __init__(self, pid: int, parent: Preloaded) -> None:
         self.pid, self.returncode = pid, None
@@ -106,7 +108,7 @@ class Preloaded:
 
 
 def serve_requests() -> None:
-    """Returns in the processes that are to become something else, and at the end of the requests."""
+    """Serve requests until the input ends. Returns early in a forked process, which becomes a server's process."""
     for module in MODULES:
         __import__(module)
     assert "prometheus_client" not in sys.modules, "it has looked for the folder of a server's metrics by now"
@@ -162,17 +164,17 @@ def become_launcher(argv: list[str], env: dict[str, str], log: str) -> None:
 
 
 def become_spawned(its: socket.socket) -> None:
-    """Waits to be a process that multiprocessing spawns."""
+    """Wait for the launcher to spawn a process, and become that process."""
     from multiprocessing import spawn
 
     length, received, _, _ = socket.recv_fds(its, 4, 16)
-    if not length:  # the launcher has ended without
+    if not length:  # the launcher has ended without spawning it
         return
     body = b""
     while len(body) < int.from_bytes(length, "little"):
         body += its.recv(1 << 16)
     args, descriptors, env = json.loads(body)
-    # Out of each other's way first: what the parent has pickled names the descriptors by number.
+    # First to free numbers: the parent's pickle names the descriptors by number.
     high = [duplicate_above(descriptor, 1000) for descriptor in received]
     its = socket.socket(fileno=duplicate_above(its.detach(), 1000))
     for source, descriptor in zip(high, descriptors, strict=True):
@@ -186,7 +188,7 @@ def become_spawned(its: socket.socket) -> None:
 
 
 def named(args: list[str]) -> list[str]:
-    """`pipe_handle=7` and its like, out of `python -c "… spawn_main(tracker_fd=5, pipe_handle=7)" …`."""
+    """Return arguments such as `pipe_handle=7` out of `python -c "… spawn_main(tracker_fd=5, pipe_handle=7)" …`."""
     (code,) = [word for word in args if "spawn_main(" in word]
     return code.partition("spawn_main(")[2].rstrip(")").split(", ")
 
@@ -200,7 +202,7 @@ def duplicate_above(descriptor: int, least: int) -> int:
 
 
 def take(env: dict[str, str]) -> None:
-    """The environment, and what Python takes from it when it starts."""
+    """Set the environment, and the state that Python derives from it at its start."""
     sys.path[1:1] = [path for path in python_path(env) if path not in sys.path]
     for name in set(os.environ) - set(env):
         del os.environ[name]
@@ -208,7 +210,7 @@ def take(env: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    # As `python -m` has it, in place of this file's folder.
+    # `python -m` puts the working directory here, in place of this file's folder.
     sys.path[0] = os.getcwd()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with contextlib.suppress(BrokenPipeError):

@@ -1,11 +1,11 @@
-"""CUDA graphs on a CPU, as a plugin of SGLang in a server's processes: its own graph runners, a replay is a second run.
+"""CUDA graphs on a CPU, as a plugin of SGLang in a server's processes: SGLang's own graph runners, replays run again.
 
 SGLang's runners allocate their buffers, make the batches that are recorded, copy every later batch into the buffers,
-pad it, and give our attention backend the view that a GPU's would get. Here what they record is kept as a function, and
-a replay calls it again: with the objects of the capture, as a recorded graph has their addresses, and into the outputs
-of the capture. What the recorded part may not do on a GPU is an error here: read a value back to the host, or make a
-tensor whose shape depends on values. References of our ops may, since on a GPU kernels take their place. The lengths of
-requests that decode are kept from the host, too.
+pad it, and give our attention backend the view that a GPU's would get. Here the recorded work is kept as a function,
+and a replay calls it again: with the objects of the capture, as a recorded graph has their addresses, and into the
+outputs of the capture. Operations that cannot be recorded on a GPU are errors here: reading a value back to the host,
+or making a tensor whose shape depends on values. References of our ops may do so, since kernels replace them on a GPU.
+The lengths of decoding requests are hidden from the host, as on a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMMIT_LINE = "replayed graphs: context rows are stored outside of them"
 
 
 def install(folder: Path) -> dict[str, str]:
-    """A distribution with this plugin; the environment of a server that is to load it."""
+    """Write a distribution with this plugin; return the environment of a server that is to load it."""
     info = folder / "replayed_graphs-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: replayed-graphs\nVersion: 1\n")
@@ -43,7 +43,7 @@ def install(folder: Path) -> dict[str, str]:
 
 
 class NoHostReads(TorchDispatchMode):
-    """Fails on what a CUDA graph cannot record."""
+    """Fails on operations that a CUDA graph cannot record."""
 
     FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "unique_dim")
 
@@ -58,7 +58,7 @@ class NoHostReads(TorchDispatchMode):
 
 
 class ReplayedGraphs:
-    """`FullCudaGraphBackend`, a graph being the function that was recorded."""
+    """`FullCudaGraphBackend` whose graphs are the recorded functions."""
 
     def __init__(self, cuda_graph_runner: Any, *, enable_memory_saver: bool = False) -> None:
         self._name = type(cuda_graph_runner).__name__
@@ -114,7 +114,7 @@ class ReplayedGraphs:
 
 
 def copy_into(to: Any, origin: Any) -> None:
-    """A recorded graph writes where it wrote when it was recorded."""
+    """Copy results into the tensors of the capture, where a recorded graph writes them."""
     if isinstance(to, Tensor):
         if to.data_ptr() != origin.data_ptr():
             to.copy_(origin)
@@ -127,7 +127,7 @@ def copy_into(to: Any, origin: Any) -> None:
 
 
 class References(dict):
-    """The registry's functions, which may read what they like."""
+    """The registry's reference functions, which may read values on the host."""
 
     def __setitem__(self, key: Any, function: Callable[..., Any]) -> None:
         def unchecked(*args: Any, **kwargs: Any) -> Any:
@@ -157,7 +157,7 @@ def setup() -> None:
         HookRegistry.register(f"{worker}.forward_batch_generation", without_host_lengths, HookType.AROUND)
     HookRegistry.register(COMMIT, lambda *args, **kwargs: print(COMMIT_LINE, flush=True), HookType.BEFORE)
     registry._resolved = References()
-    # SGLang records on a CPU what torch.compile compiles, and nothing but decode steps.
+    # On a CPU SGLang records decode steps only, for torch.compile.
     torch_compile = SimpleNamespace(capture=SimpleNamespace(enable_torch_compile=True))
     cuda_graph_setup.get_flags = lambda: torch_compile
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
@@ -166,11 +166,11 @@ def setup() -> None:
     CpuPlatform.get_graph_runner_cls = lambda self: decode_runner()
     CpuPlatform.get_full_graph_backend_cls = lambda self: ReplayedGraphs
     CpuPlatform.get_speculative_graph_runner_cls = draft_runner
-    dspark_worker_v2.is_cuda = lambda: True  # what it asks before it makes a verify step's epilogue
+    dspark_worker_v2.is_cuda = lambda: True  # checked before a verify step's epilogue is made
 
 
 def without_host_lengths(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """As SGLang's scheduler gives a step to a GPU, where the host would have to wait for how many drafts were kept."""
+    """Hide the lengths, as on a GPU, where the host would have to wait for the number of accepted drafts."""
     if not batch.forward_mode.is_decode():
         return original(worker, batch, *args, **kwargs)
     lengths, total = batch.seq_lens_cpu, batch.seq_lens_sum
@@ -192,7 +192,8 @@ def decode_runner() -> type:
 
 
 def draft_runner(platform: Any, algorithm: str, phase: str) -> type | None:
-    """The draft-extend step's is left to the package: on a GPU, too, SGLang makes none for our backend."""
+    """Return the runner of a draft phase. The package has its own for the draft-extend step: on a GPU, too, SGLang
+    makes none for our backend."""
     from sglang.srt.speculative.eagle_draft_cuda_graph_runner import EAGLEDraftCudaGraphRunner
 
     decode_runner()

@@ -27,9 +27,9 @@ ENV = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 # 24 pages of 256 tokens and 16 request slots: small enough that a handful of requests fills the pool.
 POOL_TOKENS = 6144
 MAX_RUNNING = 16
-# Fewer device slots for checkpoints than requests may run or prefixes are stored.
+# Fewer device slots for tails than requests may run or prefixes are stored.
 TAILS = {"SGLANG_DSV4_TAIL_SLOTS": "9", "SGLANG_DSV4_TAIL_HOST_SLOTS": "40", "SGLANG_DSV4_TAIL_INTERVAL": "512"}
-# An idle server asks for requests without pause otherwise, and takes a core from the tests beside it.
+# An idle server polls for requests without pause otherwise, and takes a core from the tests that run at the same time.
 SLEEP_ON_IDLE = "--sleep-on-idle"
 
 
@@ -52,14 +52,15 @@ class Server:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=300, max_retries=0)
 
     def chat(self, text: str, **options: Any) -> Any:
-        """One greedy chat turn; the response as the openai client returns it."""
+        """Return the openai client's response to one greedy chat turn."""
         options = {"max_tokens": 16, "temperature": 0, **options}
         return self.client().chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": text}], **options
         )
 
     def generate(self, input_ids: list[int], **sampling_params: Any) -> dict[str, Any]:
-        """SGLang's own endpoint, greedy by default, with the log-probability of each output token."""
+        """Return the result of SGLang's own endpoint, greedy by default, with the log-probability of each output
+        token."""
         sampling_params = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True, **sampling_params}
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
         response = requests.post(f"{self.url}/generate", json=body, timeout=300)
@@ -67,7 +68,8 @@ class Server:
         return response.json()
 
     def is_alive(self) -> bool:
-        """It answers with a token. /health_generate asks for one too, but looks for it once a second."""
+        """Whether the server answers with a token. (/health_generate asks for one too, but looks for it once a
+        second.)"""
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
         return (
             self.process.poll() is None
@@ -76,8 +78,8 @@ class Server:
 
 
 def free_port() -> int:
-    """Not one that the system gives to whoever asks for any: a server binds its port seconds later, and hangs if
-    somebody else has it by then."""
+    """Return a free port below the range that the system gives to any process. A server binds its port seconds later,
+    and hangs if another process has it by then."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with socket.socket() as probe:
             try:
@@ -89,7 +91,7 @@ def free_port() -> int:
 
 
 def output_logprobs(result: dict[str, Any]) -> list[float]:
-    """Log-probability of each output token of a /generate result."""
+    """Return the log-probability of each output token of a /generate result."""
     return [entry[0] for entry in result["meta_info"]["output_token_logprobs"]]
 
 
@@ -97,7 +99,8 @@ _preloaded: Preloaded | None = None
 
 
 def preloaded() -> Preloaded:
-    """Of this process; another one when it is gone: an engine that shuts down ends all children of its process."""
+    """Return this process's `Preloaded`. A new one is started when it is gone: an engine that shuts down ends all
+    children of its process."""
     global _preloaded
     if _preloaded is None or not _preloaded.is_alive():
         _preloaded = Preloaded({**os.environ, **ENV})
@@ -109,8 +112,9 @@ def start(
 ) -> tuple[subprocess.Popen | Started, int]:
     port = free_port()
     argv = ["--model-path", str(checkpoint), "--port", str(port), *flags]
-    env = {**os.environ, **ENV, **env}
-    # Kernels' packages look at a GPU while they are imported, and what CUDA has begun does not survive a fork.
+    paths = (env.get("PYTHONPATH"), os.environ.get("PYTHONPATH"))  # the session's has `strict_bookkeeping`
+    env = {**os.environ, **ENV, **env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    # The kernels' packages look for a GPU while they are imported, and CUDA's state does not survive a fork.
     if not from_command and not torch.cuda.is_available() and preloaded().may_start(env):
         return preloaded().start(argv, env, log_path), port
     command = [sys.executable, "-m", "sglang.launch_server", *argv]
@@ -120,7 +124,7 @@ def start(
 
 
 def stop(process: subprocess.Popen | Started) -> None:
-    """Ends the server and every process it started (they share its session)."""
+    """End the server and every process it started (they share its session)."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -139,9 +143,9 @@ def is_ready(port: int) -> bool:
 def running_server(
     checkpoint: Path, log_path: Path, *flags: str, env: dict[str, str] | None = None, from_command: bool = False
 ) -> Iterator[Server]:
-    """A server that answers; its log is shown when it does not come up.
+    """Start a server, yield it once it answers, and stop it. Its log is shown if it does not start.
 
-    `from_command`: as a user starts it, which takes longer (see `serving.preloaded`).
+    `from_command`: start it as a user does, which takes longer (see `serving.preloaded`).
     """
     begin = time.monotonic()
     process, port = start(checkpoint, log_path, flags, env or {}, from_command)
@@ -158,14 +162,14 @@ def running_server(
 
 
 def run_until_it_stops(checkpoint: Path, log_path: Path, *flags: str, env: dict[str, str]) -> str:
-    """Starts a server that must stop by itself; returns its log."""
+    """Start a server that must stop by itself; return its log."""
     process, port = start(checkpoint, log_path, flags, env, from_command=True)
     try:
         deadline = time.monotonic() + READY_TIMEOUT_S
         while process.poll() is None:
-            assert not is_ready(port), f"the server came up although it must not:\n{log_path.read_text()[-3000:]}"
+            assert not is_ready(port), f"the server started although it must not:\n{log_path.read_text()[-3000:]}"
             assert time.monotonic() < deadline, (
-                f"the server neither stopped nor came up:\n{log_path.read_text()[-3000:]}"
+                f"the server neither stopped nor started:\n{log_path.read_text()[-3000:]}"
             )
             time.sleep(0.5)
         assert process.returncode != 0
@@ -175,12 +179,12 @@ def run_until_it_stops(checkpoint: Path, log_path: Path, *flags: str, env: dict[
 
 
 def account(result: dict[str, Any]) -> dict[str, Any]:
-    """What a response says of its prefix."""
+    """Return the prefix statistics in a response."""
     return result["meta_info"]["prefix_cache"][0]
 
 
 def flush(server: Server) -> None:
-    """Empty the device and host memory, when the server is idle."""
+    """Empty the device and host memory once the server is idle."""
     deadline = time.monotonic() + 60
     while requests.post(f"{server.url}/flush_cache", timeout=300).status_code != 200:
         assert time.monotonic() < deadline, "the server does not become idle"
@@ -188,7 +192,7 @@ def flush(server: Server) -> None:
 
 
 def wait_for_files(folder: Path) -> int:
-    """Until no file was added for a second: how many there are."""
+    """Wait until no file has been added for a second; return the number of files."""
     before, since = -1, time.monotonic()
     while time.monotonic() - since < 1:
         found = len(list(folder.rglob("*.page"))) + len(list(folder.rglob("*.tail")))

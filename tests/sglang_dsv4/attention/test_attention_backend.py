@@ -17,7 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4_kernels import registry
+from dsv4_kernels import ops, registry
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.unpack import Pages, ref
 from sglang_dsv4.attention import backend as attention_backend
@@ -229,7 +229,7 @@ def test_unpacked_rows_give_the_same_bits(
 
 
 def test_what_pays_is_asked_of_the_sizes_of_every_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand: 150 tokens behind 200, and 3 at the beginning of another request; 2 pages and 1 are theirs."""
+    """By hand: 150 tokens after 200, and the first 3 of another request, on 2 pages and on 1. Asked once a forward."""
     asked = []
     monkeypatch.setattr(attention_backend.choice, "pays", lambda *sizes: asked.append(sizes) or True)
     engine = Engine(FP8, Sequences(FP8, 350))
@@ -238,14 +238,14 @@ def test_what_pays_is_asked_of_the_sizes_of_every_kind_of_layer(monkeypatch: pyt
     engine.forward(EXTEND, [(0, 150), (1, 3)])
     window_rows, window_keys = 127 + 153, 150 * 128 + 1 + 2 + 3
     csa_keys, hca_keys = 150 * TOP_K, (256 - 200 - 1) * 1 + (350 - 256 + 1) * 2
-    swa, *csa, hca = asked  # a CSA layer asks for its indexer and for its attention
+    swa, csa, hca = asked
     assert swa == (window_rows, window_keys, HEADS)
-    assert csa == [(window_rows + 3 * 64, window_keys + csa_keys, HEADS)] * 2
+    assert csa == (window_rows + 3 * 64, window_keys + csa_keys, HEADS)
     assert hca == (window_rows + 3 * 2, window_keys + hca_keys, HEADS)
     unpacked = engine.backend._unpacked_rows
     assert unpacked.shape == (window_rows + 3 * 64, 512) and unpacked.dtype == torch.bfloat16
     engine.forward(DECODE, [(0, 1)] if engine.length[0] < 350 else [(1, 1)])
-    assert engine.backend._unpacked_rows is None and len(asked) == 4
+    assert engine.backend._unpacked_rows is None and len(asked) == 3
 
 
 def off_by_a_factor(parts: Sequence[Pages], out: Tensor) -> None:
@@ -258,7 +258,7 @@ def test_the_reference_unpacks_by_reference(monkeypatch: pytest.MonkeyPatch) -> 
     """Else SGLANG_DSV4_COMPARE_ATTENTION would compare two attentions of the same wrong rows."""
     outputs, sequences = [], Sequences(FP8, 20)
     loader = f"{__name__}:{off_by_a_factor.__name__}"
-    registry.register("unpack_pages", "off", loader, registry.any_device, 100)
+    registry.register("unpack_pages", "off", loader, ops.any_device, 100)
     for unpacks, attention in ((False, None), (True, None), (True, "ref")):
         monkeypatch.setattr(attention_backend.choice, "pays", lambda *sizes, unpacks=unpacks: unpacks)
         engine = Engine(FP8, sequences)

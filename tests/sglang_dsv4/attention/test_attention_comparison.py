@@ -10,7 +10,7 @@ import pytest
 import torch
 from model.served import Served
 
-from dsv4_kernels import registry
+from dsv4_kernels import ops, registry
 from dsv4_kernels.sparse_attention import ref
 from sglang_dsv4.attention import comparison as attention_comparison
 
@@ -27,7 +27,7 @@ def test_distances_of_every_layer_and_token(serve: Callable[..., Served], tmp_pa
     harness, tokens = served.harness, served.corpus[0][:40]
     plain = harness.run(tokens, decode_from=37)
     loader = f"{__name__}:off_by_a_little"
-    off = registry.Implementation("sparse_attention", "off", loader, registry.any_device, 100, False, False)
+    off = registry.Implementation("off", loader, ops.any_device, 100)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry._table["sparse_attention"], "off", off)
         patch.setattr(registry, "_resolved", {})

@@ -11,7 +11,7 @@ import torch
 from cache.harness import TOP_K, Engine, Sequences
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from dsv4_kernels import registry
+from dsv4_kernels import attention_calls, registry
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.sparse_attention.problem import Problem
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS, num_kv_splits, num_steps
@@ -47,19 +47,23 @@ def geometry(row_dim: int = 512, format: RowFormat = RowFormat.FP8) -> PoolGeome
     return PoolGeometry(ratios=LAYERS, row_dim=row_dim, row_format=format, dtype=torch.bfloat16)
 
 
+def make_first_calls(geometry: PoolGeometry, heads: int, device: torch.device = CPU) -> None:
+    implementation.make_first_calls(implementation.attention_shapes(geometry, heads, device))
+
+
 @pytest.mark.parametrize("format", [RowFormat.FP8, RowFormat.PLAIN], ids=lambda format: format.value)
 def test_every_kind_of_layer_is_called_in_decode_and_prefill(
     kernel: list[Problem], format: RowFormat, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger=implementation.__name__):
-        implementation.compile_ahead(geometry(format=format), 40, CPU)
+        make_first_calls(geometry(format=format), 40)
     unpacked = [problem for problem in kernel if problem.row_format is not format]
     kernel[:] = [problem for problem in kernel if problem.row_format is format]
     kinds = {(p.entry_indices is not None, p.page_table is not None) for p in unpacked if p.num_tokens == 512}
     assert kinds == ({(False, False), (True, False), (False, True)} if format is RowFormat.FP8 else set())
     assert all(p.split_keys is None and p.num_tokens >= 16 for p in unpacked)
     assert all(problem.num_heads == 40 for problem in kernel)
-    assert [problem.num_tokens for problem in kernel] == list(implementation.COMPILED_TOKENS) * 12
+    assert [problem.num_tokens for problem in kernel] == list(attention_calls.TOKENS) * 12
     kinds = [(p.entry_indices is not None, p.page_table is not None, p.split_keys, p.max_entry_slots) for p in kernel]
     several = 2 * DECODE_SPLIT_KEYS  # entries of several KV splits
     assert list(dict.fromkeys(kinds)) == [
@@ -95,8 +99,9 @@ def test_no_variant_of_the_hopper_kernel_is_left_for_the_first_request(
         entries = problem.entry_indices is not None, problem.page_table is not None
         return problem.row_format, *entries, split, channel_splits
 
-    implementation.compile_ahead(geometry(), heads, CPU)
+    make_first_calls(geometry(), heads)
     called = set(map(variant, kernel))
+    shapes = implementation.attention_shapes(geometry(), heads, CPU)
     widths = {SWA_RATIO: [0], CSA_RATIO: [512, 1024], HCA_RATIO: [*range(2, 1024, 62), 8192]}
     for ratio, tokens, split_keys in itertools.product(widths, range(1, 300), (None, DECODE_SPLIT_KEYS)):
         for entries in widths[ratio]:
@@ -112,7 +117,7 @@ def test_no_variant_of_the_hopper_kernel_is_left_for_the_first_request(
                 q=torch.empty(0),
             )
             assert variant(batch) in called, (ratio, tokens, split_keys, entries)
-            if split_keys is None and implementation.may_unpack(geometry(), heads, entries, tokens):
+            if split_keys is None and attention_calls.may_unpack(shapes, entries, tokens):
                 batch.row_format = RowFormat.PLAIN
                 assert variant(batch) in called, ("unpacked", ratio, tokens, entries)
 
@@ -122,11 +127,11 @@ def test_a_kernel_that_is_wrong_about_zeros_stops_the_server(
 ) -> None:
     monkeypatch.setitem(globals(), "answer", 1.0)
     with pytest.raises(RuntimeError, match="attention of zeros"):
-        implementation.compile_ahead(geometry(), 16, CPU)
+        make_first_calls(geometry(), 16)
 
 
 def test_the_reference_needs_no_compiling(caplog: pytest.LogCaptureFixture) -> None:
-    implementation.compile_ahead(geometry(), 16, CPU)
+    make_first_calls(geometry(), 16)
     assert not caplog.records
 
 
@@ -138,25 +143,25 @@ def test_another_head_dim_is_served_by_the_reference_on_a_gpu(
     assert implementation.required_implementation(CPU, 64) is None
     assert implementation.chosen_implementation(CUDA, torch.bfloat16, 64).name == "ref"
     assert implementation.chosen_implementation(CUDA, torch.bfloat16, 512).name == "stand_in"
-    implementation.compile_ahead(geometry(64, RowFormat.PLAIN), 16, CUDA)
+    make_first_calls(geometry(64, RowFormat.PLAIN), 16, CUDA)
     assert not kernel and "this model has 64" in caplog.text
 
 
 def test_a_name_in_the_environment_decides(kernel: list[Problem], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(implementation.NAME_VARIABLE, "ref")
-    implementation.compile_ahead(geometry(), 16, CPU)
+    make_first_calls(geometry(), 16)
     assert not kernel
     small = PoolGeometry(ratios=LAYERS, row_dim=32, rope_dim=8, index_dim=32, dtype=torch.float32)
     assert Engine(small, Sequences(small, 8)).backend.attention_impl == "ref"
     monkeypatch.setenv(implementation.NAME_VARIABLE, "stand_in")
-    implementation.compile_ahead(geometry(format=RowFormat.PLAIN), 16, CPU)
-    assert len(kernel) == 12 * len(implementation.COMPILED_TOKENS)
+    make_first_calls(geometry(format=RowFormat.PLAIN), 16)
+    assert len(kernel) == 12 * len(attention_calls.TOKENS)
     monkeypatch.setenv(implementation.NAME_VARIABLE, "sm100")
     with pytest.raises(NotImplementedError, match="'sm100' of op 'sparse_attention' does not support device 'cpu'"):
-        implementation.compile_ahead(geometry(), 16, CPU)
+        make_first_calls(geometry(), 16)
     monkeypatch.setenv(implementation.NAME_VARIABLE, "fast")
     with pytest.raises(KeyError, match="no implementation 'fast'; it has: "):
-        implementation.compile_ahead(geometry(), 16, CPU)
+        make_first_calls(geometry(), 16)
 
 
 def test_the_backend_splits_decode_and_not_prefill(monkeypatch: pytest.MonkeyPatch) -> None:

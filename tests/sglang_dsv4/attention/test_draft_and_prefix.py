@@ -1,4 +1,4 @@
-"""The draft's chain of steps, and what the prefix cache refuses."""
+"""The chain of steps of an MTP draft; and configurations that the prefix cache refuses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from cache.harness import Engine, Sequences
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative import eagle_worker_common
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
@@ -15,7 +16,7 @@ from sglang_dsv4.attention.backend import Dsv4AttentionBackend
 from sglang_dsv4.attention.draft_chain import create_draft_decode_backend, create_draft_extend_backend
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.prefix.prefix_cache import create_prefix_cache
-from sglang_dsv4.prefix.tails import HostBatch
+from sglang_dsv4.prefix.restore_and_save import HostBatch
 
 DRAFT = PoolGeometry(ratios=(0,), row_dim=16, rope_dim=4, index_dim=8, draft_tokens=4, dtype=torch.float32)
 STEPS = 4
@@ -23,13 +24,14 @@ STEPS = 4
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_draft_steps_equal_decode(graph: bool) -> None:
-    """Step i writes and reads as a decode step at position committed + i would."""
+    """Step i writes and reads the rows of a decode step at position committed + i."""
     sequences = Sequences(DRAFT, 320)
     decode, draft = Engine(DRAFT, sequences), Engine(DRAFT, sequences)
     for engine in (decode, draft):
         engine.forward(ForwardMode.EXTEND, [(0, 255), (1, 2)])
     factory = SimpleNamespace(topk=1, draft_model_runner=draft.runner, speculative_num_steps=STEPS)
-    name, chain = create_draft_decode_backend(factory)
+    with get_parallel().override(tp_size=1):
+        name, chain = create_draft_decode_backend(factory)
     assert name == "dsv4"
     assert len(chain.attn_backends) == STEPS
 
@@ -58,7 +60,8 @@ def test_draft_trees_are_refused() -> None:
 
 def test_draft_extend_runs_on_the_draft_runner() -> None:
     engine = Engine(DRAFT, Sequences(DRAFT, 8))
-    name, backend = create_draft_extend_backend(SimpleNamespace(draft_model_runner=engine.runner))
+    with get_parallel().override(tp_size=1):
+        name, backend = create_draft_extend_backend(SimpleNamespace(draft_model_runner=engine.runner))
     assert name == "dsv4"
     assert backend.token_to_kv_pool is engine.pool
 
@@ -107,7 +110,7 @@ def test_another_pool_is_refused() -> None:
 
 def test_whole_prefixes_need_checkpoints() -> None:
     """SGLang's metrics would end a server that has the flag and no host memory."""
-    pool = SimpleNamespace(tail_requests=None, tail_storage=None)
+    pool = SimpleNamespace(ledger=None, tail_memory=None)
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
     params = SimpleNamespace(token_to_kv_pool_allocator=allocator)
     with pytest.raises(ValueError, match="unset SGLANG_DSV4_TAIL_SLOTS, which is 0"):

@@ -14,10 +14,10 @@ import torch
 from cache.simulation import Simulation
 
 from dsv4_kernels.kv_layout import RowFormat
-from dsv4_radix_cache.requests import Write
+from dsv4_radix_cache.moves import TailWrite
 from sglang_dsv4.attention.metadata import extend_metadata, uniform_metadata
 from sglang_dsv4.cache.geometry import PoolGeometry
-from sglang_dsv4.cache.tail_storage import chunk_writes
+from sglang_dsv4.cache.tail_memory import chunk_writes
 
 EDGES = [*range(1, 10), *range(127, 131), *range(255, 258)]
 FLASH = PoolGeometry(ratios=(0, 0, 4, 128, 4), row_format=RowFormat.FP8)
@@ -166,7 +166,7 @@ def test_preparing_a_prefill_does_not_wait_for_the_gpu() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         meta = extend_metadata([0, 512], [700, 300], slots, table, geometry, 3, num_tokens=1024, host_slots=[1, 2])
-        writes = chunk_writes([(0, 0, 700, Write(512, 1))], "cuda")
+        writes = chunk_writes([(0, 0, 700, TailWrite(512, 1))], "cuda")
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert meta.positions[[0, 699, 700, 999]].tolist() == [0, 699, 512, 811]

@@ -1,19 +1,17 @@
-"""Storages of SGLang's that are not ours: whichever interface they serve, a record comes back whole or is a miss."""
+"""SGLang's own storage backends: through either interface a record is read back complete or is a miss."""
 
 from __future__ import annotations
 
-import ctypes
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageExtraInfo
+from cache.zero_copy_storage import FromConfig, ZeroCopy
 from torch import Tensor
 
 from sglang_dsv4.cache.checked_storage import ALIGNMENT, READ_SLOTS, CheckedStorage, StagedRecords, stage
@@ -33,68 +31,6 @@ def empty(nbytes: int = BYTES) -> Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8)
 
 
-class ZeroCopy(HiCacheStorage):
-    """As mooncake and nixl are used: objects move between the store and registered memory, by address, several at
-    once; values are refused. As with nixl one object that is missing fails the whole batch, and a read of a short one
-    leaves the rest of the memory as it was."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-        self.batches: list[int] = []
-        self.down = False
-        self._at_work = threading.Lock()
-
-    def register_mem_pool_host(self, mem_pool_host: StagedRecords) -> None:
-        super().register_mem_pool_host(mem_pool_host)
-        assert mem_pool_host.layout == "page_first" and mem_pool_host.is_stride_page_aligned(4096)
-        memory = mem_pool_host.kv_buffer
-        self._registered = range(memory.data_ptr(), memory.data_ptr() + memory.numel() * memory.element_size())
-
-    def _objects(self, keys: list[str], host_indices: Tensor) -> list[tuple[str, int, int]]:
-        assert len(keys) == len(host_indices) // self.mem_pool_host.page_size
-        pointers, sizes = self.mem_pool_host.get_page_buffer_meta(host_indices)
-        for pointer, size in zip(pointers, sizes, strict=True):
-            assert pointer in self._registered and pointer + size - 1 in self._registered
-            assert pointer % ALIGNMENT == 0 and size % ALIGNMENT == 0
-        return list(zip(keys, pointers, sizes, strict=True))
-
-    def batch_get_v1(
-        self, keys: list[str], host_indices: Tensor, extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> list[bool]:
-        assert self._at_work.acquire(blocking=False), "two reads share their slots"
-        try:
-            if self.down:
-                raise RuntimeError("no connection")
-            self.batches.append(len(keys))
-            objects = self._objects(keys, host_indices)
-            if any(key not in self.objects for key in keys):
-                return [False] * len(keys)
-            for key, pointer, size in objects:
-                ctypes.memmove(pointer, self.objects[key], min(size, len(self.objects[key])))
-            return [True] * len(keys)
-        finally:
-            self._at_work.release()
-
-    def batch_set_v1(
-        self, keys: list[str], host_indices: Tensor, extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> list[bool]:
-        if self.down:
-            raise RuntimeError("no connection")
-        for key, pointer, size in self._objects(keys, host_indices):
-            self.objects[key] = ctypes.string_at(pointer, size)
-        return [True] * len(keys)
-
-    def exists(self, key: str) -> bool:
-        if self.down:
-            raise RuntimeError("no connection")
-        return key in self.objects
-
-    def _refused(self, *args: object, **kwargs: object) -> Any:
-        raise NotImplementedError("deprecated; use batch_get_v1 or batch_set_v1")
-
-    get = batch_get = set = batch_set = _refused  # type: ignore[assignment]
-
-
 Damage = Callable[[Callable[[bytes], bytes]], None]
 
 
@@ -103,7 +39,7 @@ STORAGES = ["values", "zero copy", *(["nixl"] if find_spec("nixl") else [])]  # 
 
 @pytest.fixture(params=STORAGES)
 def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Damage]:
-    """A function that opens the storage under an identity, and one that changes every stored object."""
+    """A function that opens the storage backend under an identity, and a function that changes every stored object."""
     staged = StagedRecords(READ_SLOTS + 1, 3 * BYTES)
     if request.param == "nixl":
         monkeypatch.setenv("SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR", str(tmp_path))
@@ -121,7 +57,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
             for path in tmp_path.glob("*.bin"):
                 path.write_bytes(change(path.read_bytes()))
     else:
-        module = {"module_path": __name__, "class_name": "FromConfig"}
+        module = {"module_path": FromConfig.__module__, "class_name": "FromConfig"}
         backend = other_backend("dynamic", {"backend_name": "fake", **module}, 0, 1, staged)
 
         def damage(change: Callable[[bytes], bytes]) -> None:
@@ -132,22 +68,12 @@ def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return lambda **other: CheckedStorage(backend, registered, IDENTITY | other), damage
 
 
-class FromConfig(ZeroCopy):
-    """Made as SGLang makes a `dynamic` one."""
-
-    made: ClassVar[list[FromConfig]] = []
-
-    def __init__(self, storage_config: object, kwargs: dict) -> None:
-        super().__init__()
-        self.made.append(self)
-
-
 def flip(place: int) -> Callable[[bytes], bytes]:
     return lambda data: data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
 
 def test_round_trip(made: tuple[Any, Damage]) -> None:
-    """Of records of two sizes; another identity sees nothing of it."""
+    """Records of two sizes are read back; another identity does not find them."""
     opened, _ = made
     storage, other = opened(), opened(weights="w2")
     assert not storage.exists(KEY) and storage.get(KEY, empty()) is None
@@ -164,7 +90,7 @@ def test_round_trip(made: tuple[Any, Damage]) -> None:
     ids=["bit of the record", "bit of the checksum", "cut short", "empty", "a block shorter"],
 )
 def test_a_damaged_object_is_a_miss(made: tuple[Any, Damage], change: Callable[[bytes], bytes]) -> None:
-    """Also where the memory that it is read into still has another record, whole and with its checksum."""
+    """Even if the target memory still holds another complete record with its checksum."""
     opened, damage = made
     storage = opened()
     storage.set(KEY, record(1))
@@ -188,7 +114,7 @@ def test_an_object_under_another_key_is_a_miss(made: tuple[Any, Damage]) -> None
 
 
 def test_many_at_once(made: tuple[Any, Damage]) -> None:
-    """More than there are slots, one of them missing, by several threads."""
+    """More records than slots, one of them missing, read by several threads."""
     opened, _ = made
     storage = opened()
     keys = [f"{i:04x}.page" for i in range(2 * READ_SLOTS + 5)]
@@ -227,7 +153,7 @@ def test_a_storage_that_fails_is_a_miss(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_storage_that_does_not_keep_bytes_is_refused() -> None:
-    """SGLang's `sim` knows which keys were written, and nothing of their bytes."""
+    """SGLang's `sim` remembers which keys were written, but not their bytes."""
     staged = StagedRecords(READ_SLOTS + 1, BYTES)
     backend = other_backend("sim", None, 0, 1, staged)
     with pytest.raises(ValueError, match=r"--hicache-storage-backend sim: a record of 5000 bytes .* not found whole"):
@@ -236,7 +162,7 @@ def test_a_storage_that_does_not_keep_bytes_is_refused() -> None:
 
 def test_one_that_works_is_not(made: tuple[Any, Damage]) -> None:
     opened, _ = made
-    for _ in range(2):  # the second server finds the first one's
+    for _ in range(2):  # the second server finds the records of the first
         opened().probe("theirs", BYTES)
 
 

@@ -1,4 +1,4 @@
-"""A page's record holds every byte of the page, and nothing of another one."""
+"""A page's record holds every byte of the page, and no byte of another page."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from dsv4_kernels.kv_layout import KVRows, RowFormat
-from dsv4_radix_cache.host_pages import HostPages
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.host_records import HostRecords, runs
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
-from sglang_dsv4.cache.page_records import PageRecords
+from sglang_dsv4.cache.page_copies import PageCopies
+from sglang_dsv4.prefix.host_tier import HostTier
 from sglang_dsv4.prefix.prefix_cache import page_numbers
-from sglang_dsv4.prefix.tiers import PrefixTiers
 
 FORMATS = {
     "plain": {"row_dim": 64, "rope_dim": 16, "index_dim": 32, "dtype": torch.float32},
@@ -31,7 +30,7 @@ def pool_of(name: str, ratios: tuple[int, ...] = (0, 4, 128, 4)) -> Dsv4KVPool:
 
 
 def tables(pool: Dsv4KVPool) -> list[torch.Tensor]:
-    """The bytes of everything that follows FULL pages."""
+    """The bytes of all tables that follow FULL pages."""
     names = ("CSA entries", "HCA entries", "indexer keys")
     return [storage.view(torch.uint8) for name, _, storage in pool.tensors() if name in names]
 
@@ -44,7 +43,7 @@ def fill(pool: Dsv4KVPool, seed: int) -> None:
 
 
 def rows_of_page(pool: Dsv4KVPool, page: int) -> list[torch.Tensor]:
-    """Every row of a page, byte for byte, by way of the pools' own row numbers."""
+    """Every row of a page, byte for byte, found by the pools' own row numbers."""
     found = []
     for layer in pool.geometry.layers():
         ratio = pool.geometry.layer_ratio(layer)
@@ -59,16 +58,16 @@ def rows_of_page(pool: Dsv4KVPool, page: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_round_trip(name: str) -> None:
-    """Three pages go to another pool; their rows are the same there, and every other row is what it was."""
+    """Three pages are copied to another pool: their rows are equal there, and all other rows are unchanged."""
     source, target = pool_of(name), pool_of(name)
     fill(source, 1)
     fill(target, 2)
     before = [rows_of_page(target, page) for page in range(PAGES)]
-    records = PageRecords(source)
+    records = source.page_records()
     pages, places = torch.tensor([7, 2, 5]), torch.tensor([1, 8, 4])
     copied = torch.zeros(3, records.record_bytes, dtype=torch.uint8)
     records.gather(pages, copied)
-    PageRecords(target).scatter(places, copied)
+    target.page_records().scatter(places, copied)
     moved = dict(zip(places.tolist(), pages.tolist(), strict=True))
     for page in range(PAGES):
         expected = rows_of_page(source, moved[page]) if page in moved else before[page]
@@ -81,7 +80,7 @@ def test_host_memory_round_trip(name: str) -> None:
     """In batches of two; slots in any order."""
     pool = pool_of(name)
     fill(pool, 3)
-    host = HostRecords(PageRecords(pool), 12)
+    host = HostRecords(pool.page_records(), 12)
     host.batch = 2
     expected = [rows_of_page(pool, page) for page in (3, 1, 8, 6, 2)]
     host.save(torch.tensor([3, 1, 8, 6, 2]), [4, 5, 0, 11, 7])
@@ -95,17 +94,17 @@ def test_host_memory_round_trip(name: str) -> None:
 
 
 def test_sizes_of_the_release() -> None:
-    """V4-Flash with FP8 rows: 37,440 B a CSA layer, 4,352 B its FP4 keys, 1,168 B an HCA layer."""
+    """V4-Flash with FP8 rows: 37,440 B per CSA layer, 4,352 B for its FP4 keys, 1,168 B per HCA layer."""
     geometry = PoolGeometry((4, 128), row_format=RowFormat.FP8, index_format=RowFormat.INDEX_FP4)
     pool = Dsv4KVPool(geometry, full_tokens=768, request_slots=2, device="cpu")
-    assert PageRecords(pool).record_bytes == 37_440 + 4_352 + 1_168
+    assert pool.page_records().record_bytes == 37_440 + 4_352 + 1_168
 
 
 def test_the_layout_tells_formats_apart() -> None:
-    prints = [PageRecords(pool_of(name)).fingerprint for name in FORMATS]
-    prints.append(PageRecords(pool_of("fp8", (0, 128, 4, 4))).fingerprint)
+    prints = [pool_of(name).page_records().fingerprint for name in FORMATS]
+    prints.append(pool_of("fp8", (0, 128, 4, 4)).page_records().fingerprint)
     assert len(set(prints)) == 4
-    assert PageRecords(pool_of("fp8")).fingerprint == prints[1]
+    assert pool_of("fp8").page_records().fingerprint == prints[1]
 
 
 def test_a_page_of_other_rows_is_refused() -> None:
@@ -122,13 +121,13 @@ def test_neighbouring_slots_travel_together() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["fp8-fp4", "plain"])
 def test_a_gpus_copies_are_ordered_by_the_stream_of_the_forwards(name: str) -> None:
-    """Each round a page is written by a forward, saved, and overwritten at once; then all come back, into pages that a
-    forward reads at once. Batches of two records, so that staging buffers are reused many times."""
+    """In each round a forward writes a page, which is saved, and overwritten at once; then all are loaded into pages
+    that a forward reads at once. Batches of two records, so that staging buffers are reused many times."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU: on a CPU nothing is asynchronous")
     geometry = PoolGeometry((0, 4, 128, 4), **FORMATS[name])
     pool = Dsv4KVPool(geometry, full_tokens=(PAGES - 1) * 256, request_slots=2, device="cuda")
-    records = PageRecords(pool)
+    records = pool.page_records()
     host = HostRecords(records, 64)
     host.batch = 2
     stream = torch.cuda.Stream()
@@ -159,15 +158,15 @@ def test_a_gpus_copies_are_ordered_by_the_stream_of_the_forwards(name: str) -> N
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_pages_way_through_the_tiers(device: str) -> None:
-    """Stored, given up, overwritten by who gets the pool's pages next, and back in others of them, in two streams as
-    SGLang has them. On a GPU none of it may wait, which CUDA says."""
+    """Saved, evicted, overwritten by the next owner of the pool's pages, and loaded into other pages, in two streams as
+    in SGLang. On a GPU none of it may wait; CUDA's debug mode checks that."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU: on a CPU nothing waits")
     geometry = PoolGeometry((0, 4, 128, 4), **FORMATS["fp8-fp4"])
     pool = Dsv4KVPool(geometry, full_tokens=(PAGES - 1) * 256, request_slots=2, device=device)
-    host = HostRecords(PageRecords(pool), 16)
+    host = HostRecords(pool.page_records(), 16)
     host.batch = 2
-    tiers = PrefixTiers(HostPages(16), host, on_gpu=device == "cuda")
+    tiers = HostTier(PageCopies(host, pool.tail_memory, on_gpu=device == "cuda"))
     for storage in tables(pool):
         storage.random_(0, 256)
     slots = torch.arange(256, PAGES * 256, device=device)
@@ -181,11 +180,11 @@ def test_a_pages_way_through_the_tiers(device: str) -> None:
 
     def issue() -> None:
         if forward is None:
-            tiers.issue()
+            tiers.copies.issue()
             return
         forward.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(forward):
-            tiers.issue()
+            tiers.copies.issue()
 
     try:
         if forward:
@@ -193,12 +192,12 @@ def test_a_pages_way_through_the_tiers(device: str) -> None:
             torch.cuda.set_sync_debug_mode("error")
         tiers.inserted(digests, page_numbers(slots[: 4 * 256]))
         issue()
-        tiers.evicting(tiers.pages_to(digests[-1], 4))
+        tiers.leaving_tree(tiers.last_pages(digests[-1], 4))
         with torch.cuda.stream(forward) if forward else nullcontext():
             host.records.scatter(page_numbers(slots), empty)  # the next requests' forwards
-        tiers.pin(digests)
-        new = tiers.inserted(digests, back)
-        tiers.load(digests, [digests[i] for i in new])
+        with tiers.pinned(digests):
+            new = tiers.inserted(digests, back)
+            tiers.load(digests, [digests[i] for i in new])
         issue()
     finally:
         if forward:
@@ -206,6 +205,6 @@ def test_a_pages_way_through_the_tiers(device: str) -> None:
             torch.cuda.synchronize()
     found = torch.zeros_like(wanted)
     host.records.gather(back, found)
-    assert torch.equal(found, wanted) and host.loaded.pages == 4 and tiers.idle
+    assert torch.equal(found, wanted) and host.loaded.pages == 4 and tiers.copies.idle
     host.records.gather(first, found)
     assert not found.any()

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from dsv4_kernels import registry
 from dsv4_kernels.host import compile_cache
+from dsv4_kernels.model_shapes import Option
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
-from sglang_dsv4.determinism import exact
-from sglang_dsv4.layers import fp8_linear, grouped_projection
+from sglang_dsv4.determinism import checks, sglang_operators
+from sglang_dsv4.layers import fp8_linear, sequence_parallel
 from sglang_dsv4.layers.linear import Fp8Input, ReferenceLinearConfig, quantised_linear_config
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.seam import compat
-from sglang_dsv4.warmup import compile_ahead
+from sglang_dsv4.warmup.model_shapes import model_shapes
 
 N, K = 256, 384
 
@@ -159,7 +160,7 @@ def test_sglang_still_sees_whose_product_it_is() -> None:
     """It arranges weights by the function underneath, with or without what is bound to it."""
     from sglang.srt.layers.quantization import fp8_utils
 
-    deep_gemm = getattr(fp8_utils, exact.DEEP_GEMM)
+    deep_gemm = getattr(fp8_utils, sglang_operators.DEEP_GEMM)
     for product in (deep_gemm, functools.partial(deep_gemm, act_scale_ue8m0=True)):
         assert fp8_linear.FewTokensProduct(product).func is deep_gemm
 
@@ -183,7 +184,7 @@ class Checkpoints:
 def test_the_method_stays_sglang_s_but_for_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
     def product() -> None: ...
 
-    monkeypatch.setattr(product, "__name__", exact.DEEP_GEMM)
+    monkeypatch.setattr(product, "__name__", sglang_operators.DEEP_GEMM)
     inner, layer = Checkpoints(w8a8_block_fp8_linear=product), nn.Module()
     wrapped = fp8_linear.FewTokensConfig(inner)
     assert wrapped.get_quant_method(layer, "wq_b") is inner.method and inner.asked == (layer, "wq_b")
@@ -276,14 +277,14 @@ def required() -> Iterator[None]:
 def test_under_the_flag_its_op_must_be_batch_invariant(asked_for: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Hopper's kernel is."""
     dims = torch.device("cuda", 0), torch.bfloat16, 512
-    assert not exact.problems_of_ops(*dims)
+    assert not checks.problems_of_ops(*dims)
     assert registry.chosen("linear_fp8", *dims[:2]).name == "sm90"
     of_op = registry._table["linear_fp8"]
     monkeypatch.setitem(of_op, "sm90", replace(of_op["sm90"], batch_invariant=False))
-    (problem,) = exact.problems_of_ops(*dims)
+    (problem,) = checks.problems_of_ops(*dims)
     assert "op 'linear_fp8' has no batch-invariant implementation" in problem
     asked_for("deepgemm")
-    assert not exact.problems_of_ops(*dims)
+    assert not checks.problems_of_ops(*dims)
 
 
 def test_under_the_flag_more_tokens_must_be_deep_gemm_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,31 +297,32 @@ def test_under_the_flag_more_tokens_must_be_deep_gemm_s(monkeypatch: pytest.Monk
     nn.Module.__init__(layer)
     layer.weight, model = torch.empty(N, K), nn.Module()
     model.wq_b = layer
-    for name, problems in ((exact.DEEP_GEMM, 0), ("triton_w8a8_block_fp8_linear", 1)):
+    for name, problems in ((sglang_operators.DEEP_GEMM, 0), ("triton_w8a8_block_fp8_linear", 1)):
         product = fp8_linear.FewTokensProduct(getattr(fp8_utils, name))
         method = SimpleNamespace(w8a8_block_fp8_linear=product, weight_block_size=[128, 128])
         layer.quant_method = method
-        found = exact.problems_of_modules(model)
+        found = sglang_operators.problems_of_modules(model)
         assert len(found) == problems and all(name in problem for problem in found)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_its_kernels_are_compiled_ahead(asked_for: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For any weight and up to 64 tokens; those of calls, which the tests of the kernel compare."""
-    from tests.sglang_dsv4.warmup.test_compile_ahead import CUDA, GEOMETRY
+    """The plans of calls with any weight and up to 64 tokens, which the kernel's tests compare."""
+    from model.small_geometry import GEOMETRY
+
+    cuda = torch.device("cuda")
 
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from dsv4_kernels.host import launch
     from dsv4_kernels.linear import fp8, fp8_plan
 
     made: list[object] = []
-    monkeypatch.setattr(fp8, "load_or_compile", lambda name, plan, arch, compile: made.append((name, plan, arch)))
-    monkeypatch.setattr(compile_ahead, "_KERNELS", {})
+    monkeypatch.setattr(launch, "load_or_compile", lambda name, plan, arch, compile: made.append((name, plan, arch)))
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
-    monkeypatch.setenv(grouped_projection.VARIABLE, "bf16")  # which has kernels for FP8 weights of its own
-    for op, compile in compile_ahead.kernels(config(), GEOMETRY, CUDA):
-        assert op == "linear_fp8"
-        compile()
+    monkeypatch.setattr(sequence_parallel, "may_be", lambda: False)
+    for job in fp8.compile_jobs(model_shapes(config(), GEOMETRY, 64, cuda), "sm_90a"):
+        job()
     calls = {fp8_plan.chosen(tokens, width, 132) for tokens in (1, 9, 17, 64) for width in (1536, 4096, 32768)}
     assert {plan for _, plan, _ in made} == calls and {rest[::2] for rest in made} == {("linear_fp8", "sm_90a")}
     asked_for("deepgemm")
-    assert not compile_ahead.kernels(config(), GEOMETRY, CUDA)
+    assert Option.FP8_LINEAR not in model_shapes(config(), GEOMETRY, 64, cuda).options

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from dsv4_kernels import registry
 from dsv4_kernels.host import compile_cache
-from dsv4_kernels.quant import quantise_fp8_weight
+from dsv4_kernels.number_formats import quantise_fp8_weight
 from dsv4_kernels.rope import rope_frequencies
 from sglang_dsv4.layers import grouped_projection
 from sglang_dsv4.layers.grouped_projection import GroupedProjection
 from sglang_dsv4.layers.linear import Fp8Input
 from sglang_dsv4.layers.rope import Rotation
 from sglang_dsv4.model_config.config import ConfigError
-from sglang_dsv4.warmup import compile_ahead
 from sglang_dsv4.weights.loader import CheckpointError, load_checkpoint
 from sglang_dsv4.weights.tensor_table import Format, TensorSpec, TensorTable
 
@@ -132,7 +131,7 @@ def test_what_can_not_be_kept_is_said(build: Build) -> None:
         build("both", weights={NAME: torch.zeros(SPEC.shape, dtype=torch.bfloat16)})
     odd = checkpoint()
     odd["attn.wo_a.scale"] = odd["attn.wo_a.scale"].float() * 1.5
-    with pytest.raises(ValueError, match=r"no powers of two: SGLANG_DSV4_WO_A=bf16 takes any"):
+    with pytest.raises(ValueError, match=r"not powers of two: SGLANG_DSV4_WO_A=bf16 accepts any"):
         build("both", weights=odd)
 
 
@@ -267,26 +266,19 @@ def test_the_buffer_is_one_for_all_layers() -> None:
 
 
 def test_its_kernels_are_compiled_ahead(asked: Callable[[str | None], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the numbers of tokens that are multiplied so."""
+    """The tiles of all numbers of tokens that are multiplied in FP8."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from dsv4_kernels.linear import fp8_weight_gpu as gpu
 
-    monkeypatch.setattr(compile_ahead, "_KERNELS", {})
-    monkeypatch.setattr(compile_ahead.packed_experts, "is_chosen", lambda: False)
-    monkeypatch.setattr(compile_ahead, "quantises_once_on", lambda generation, config: False)
-    monkeypatch.setattr(compile_ahead.fp8_linear, "is_on", lambda quantises_once: False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     compiled = []
     monkeypatch.setattr(gpu, "compile", lambda configuration, arch: compiled.append((configuration, arch)))
-    geometry = SimpleNamespace(dtype=torch.bfloat16)
     for value, most in (("bf16", 0), ("fp8", 512), ("both", 16), (None, 16)):
         asked(value)
         compiled.clear()
-        for op, compile in compile_ahead.kernels(CONFIG, geometry, torch.device("cuda", 0)):
-            assert op == "grouped_linear_fp8_weight"
-            compile()
+        kept = grouped_projection.kept(CONFIG, 9, torch.bfloat16)
+        model = SimpleNamespace(fp8_wo_a_tokens=grouped_projection.most_tokens_in_fp8(kept))
+        for job in gpu.compile_jobs(model, "sm_90a"):
+            job()
         tiles = {gpu.chosen(tokens) for tokens in range(1, most + 1)}
         assert {configuration.tile for configuration, _ in compiled} == tiles and len(compiled) == len(tiles)
-        assert {arch for _, arch in compiled} <= {"sm_90a"}
         assert all(configuration.rotates and configuration.quantises for configuration, _ in compiled)

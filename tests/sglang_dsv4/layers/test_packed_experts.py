@@ -11,20 +11,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ops.experts_cases import LIMIT
+from ops.experts_cases import packed_experts as random_experts
 from ops.number_formats import same_bits
 from torch import Tensor, nn
 
 from dsv4_kernels.host import compile_cache
 from dsv4_kernels.moe import ref
-from sglang_dsv4.determinism import exact
+from sglang_dsv4.determinism import sglang_operators
 from sglang_dsv4.layers import moe, packed_experts
 from sglang_dsv4.layers.linear import SublayerInput
 from sglang_dsv4.layers.packed_experts import PackedExperts
 from sglang_dsv4.model_config.config import ConfigError
 from sglang_dsv4.seam import moe_runner as experts_runner
-from sglang_dsv4.warmup import compile_ahead
-from tests.kernels.moe.test_experts_sm100 import LIMIT
-from tests.kernels.moe.test_experts_sm100 import packed_experts as random_experts
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -243,17 +242,19 @@ def test_another_gpu_gets_sglang_s_runner(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(packed_experts, "is_chosen", lambda: True)
-    monkeypatch.setattr(compile_ahead, "get_parallel", lambda: SimpleNamespace(tp_size=1))
     yield
 
 
 def test_its_kernels_are_compiled_ahead(chosen: None, rank: Callable[..., PackedExperts]) -> None:
-    """All that a forward of few, of more or of many tokens takes."""
+    """Every kernel that a forward of few, of more or of many tokens runs."""
     from ptx_emulator import emulated
 
+    from dsv4_kernels.moe.sm90 import launch
+
+    model = SimpleNamespace(experts_per_token=CHOSEN, experts_sum_fp32=False)
     with emulated(arch="sm_90a", multiprocessors=3):
-        for compile in packed_experts.kernels(CONFIG, 1):
-            compile()
+        for job in launch.compile_jobs(model, launch.ARCH):
+            job()
         known = len(compile_cache.origins())
         layer = rank()
         layer(*batch(), batch()[0], torch.bfloat16)
@@ -267,4 +268,4 @@ def test_its_kernels_are_compiled_ahead(chosen: None, rank: Callable[..., Packed
 def test_the_deterministic_flag_takes_it(rank: Callable[..., PackedExperts]) -> None:
     model = nn.Module()
     model.experts = rank()
-    assert exact.problems_of_modules(model) == []
+    assert sglang_operators.problems_of_modules(model) == []

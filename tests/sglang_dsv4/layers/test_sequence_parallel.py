@@ -20,7 +20,7 @@ from sglang_dsv4.layers import sequence_parallel
 from sglang_dsv4.layers.linear import Fp8Input
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, FEWEST_TOKENS, RowShards
 from sglang_dsv4.models.deepseek_v4 import DeepseekV4ForCausalLM
-from sglang_dsv4.plugin import cores_of_ranks
+from sglang_dsv4.seam.default_arguments import cores_of_ranks
 
 TESTS = Path(__file__).resolve().parents[2]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from model.drafted import Drafted, check_block, check_steps
 from torch import Tensor
 
 from sglang_dsv4.attention import backend as backend_module
 from sglang_dsv4.model_config.layer_kinds import LayerKind
-from sglang_dsv4.models import deepseek_v4, deepseek_v4_dspark
-from tests.sglang_dsv4.models.test_dspark import Drafted, check_block, check_confidences, check_steps
+from sglang_dsv4.models import deepseek_v4
 
 
 @pytest.fixture(scope="module")
@@ -248,11 +248,3 @@ def test_a_mistake_from_step_to_step(drafted: Drafted, mistake: Callable[[Plant]
         with pytest.raises(AssertionError, match="at 2"):
             check_steps(drafted, 3)
     check_steps(drafted, 3)
-
-
-def test_confidence_of_the_normed_row(drafted: Drafted) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        norm, mixture = drafted.draft.model.model.norm, deepseek_v4_dspark.hc_head
-        patch.setattr(deepseek_v4_dspark, "hc_head", lambda *arguments: norm(mixture(*arguments)))
-        with pytest.raises(AssertionError):
-            check_confidences(drafted)

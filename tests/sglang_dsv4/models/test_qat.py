@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from model.compare import relative_error
 from model.harness import Request
 from model.oracle import QUANTISABLE, REAL_ROWS
 from model.recording import Recording, recording
@@ -18,17 +19,12 @@ from model.served import Served
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows
+from dsv4_radix_cache.ring import ring_row
 
 PROMPT, CHUNK, DECODE_FROM = 300, 64, 290
 LAYERS = range(6)
 EXACT = 1e-5
 ByteRows = tuple[Served, Request, Recording]
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
-    """L2 of the difference over L2 of the expected value, per token (or entry)."""
-    actual, expected = actual.float().flatten(1), expected.float().flatten(1)
-    return (actual - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-9)
 
 
 def assert_exact_but_for_flips(actual: Tensor, expected: Tensor, what: str) -> None:
@@ -206,7 +202,7 @@ def test_row_bytes(byte_rows: ByteRows, layer: int) -> None:
     pool, ratio = served.harness.pool, served.config["compress_ratios"][layer]
     table = served.harness.runner.req_to_token_pool.req_to_token
     tokens = torch.arange(request.num_tokens - 127, request.num_tokens)
-    ring = request.row * pool.geometry.ring_rows + tokens % pool.geometry.ring_rows
+    ring = ring_row(request.row, tokens, pool.geometry.ring_rows)
     cases = [(pool.window(layer), ring, record("kv", layer)[tokens])]
     if ratio:
         entries = torch.arange(request.num_tokens // ratio)

@@ -16,6 +16,7 @@ from model.served import Served
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows, RowFormat
+from dsv4_radix_cache.ring import ring_row
 from sglang_dsv4.attention import backend
 from sglang_dsv4.attention.metadata import ForwardMetadata
 
@@ -84,13 +85,13 @@ def minimal_state(harness: Harness, requests: Sequence[Request]) -> dict[str, Te
     for request in requests:
         n = request.num_tokens
         last = torch.arange(max(0, n - 127), n)
-        add("window rings", request.row * geometry.ring_rows + last % geometry.ring_rows)
+        add("window rings", ring_row(request.row, last, geometry.ring_rows))
         for ratio, kind in ((4, "CSA"), (128, "HCA")):
             starts = torch.arange(n // ratio) * ratio
             slots = table[request.row, starts].long() // ratio
             add(f"{kind} entries", slots)
             first = max(0, n // ratio * ratio - (4 if ratio == 4 else 0))
-            raw = request.row * geometry.state_rows(ratio) + torch.arange(first, n) % geometry.state_rows(ratio)
+            raw = ring_row(request.row, torch.arange(first, n), geometry.state_rows(ratio))
             add(f"{kind} compressor state", raw)
             if ratio == 4:
                 add("indexer keys", slots)
@@ -104,7 +105,7 @@ def poison_second_halves(harness: Harness, requests: Sequence[Request]) -> None:
     rows = pool.geometry.state_rows(4)
     for request in requests:
         n = request.num_tokens // 4 * 4
-        before = request.row * rows + torch.arange(max(0, n - 4), n) % rows
+        before = ring_row(request.row, torch.arange(max(0, n - 4), n), rows)
         for name, _, storage in pool.tensors():
             if name in ("CSA compressor state", "indexer compressor state"):
                 storage[before, :, storage.shape[-1] // 2 :] = math.nan
@@ -169,10 +170,10 @@ def test_one_row_less_is_too_little(served: Served, pool: str, lost: int) -> Non
     keep, geometry = minimal_state(harness, [request]), harness.pool.geometry
     slots = harness.runner.req_to_token_pool.req_to_token[request.row]
     if pool == "window rings":
-        row = request.row * geometry.ring_rows + (lost + 1) % geometry.ring_rows
+        row = ring_row(request.row, lost + 1, geometry.ring_rows)
     elif pool.endswith("state"):
         rows = geometry.state_rows(128 if pool.startswith("HCA") else 4)
-        row = request.row * rows + lost % rows
+        row = ring_row(request.row, lost, rows)
     else:
         ratio = 128 if pool.startswith("HCA") else 4
         row = int(slots[lost * ratio]) // ratio

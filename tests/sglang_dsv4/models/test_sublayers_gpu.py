@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from model.compare import relative_error
 from model.harness import Harness
 from model.oracle import read_dequantised
 from model.recording import Recording, recording
@@ -23,7 +24,6 @@ from model.reference import FULL, Reference
 from torch import Tensor
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config, write_checkpoint
-from tests.sglang_dsv4.models.test_qat import relative_error
 
 # A layer of each kind; of the experts those that the top-k needs, and two more.
 FEW = {"num_hash_layers": 1, "n_routed_experts": 8, "num_nextn_predict_layers": 0}

@@ -1,4 +1,4 @@
-"""A cached answer equals the cold one, bit for bit, with everything that is not restored poisoned with NaN.
+"""A cached answer equals the cold answer, bit for bit, while everything that is not restored is NaN.
 
 The reference path is invariant to chunking and batch composition (fixed tiles, canonical key order), so the comparison
 is `torch.equal` on the logits of every computed position. A fault planted in each restored part must break it.
@@ -7,7 +7,6 @@ is `torch.equal` on the logits of every computed position. A fault planted in ea
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,25 +15,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from prefix.cold import REMAINDERS, assert_equals_cold, some
 from prefix.served import ServedEngine
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import RowFormat
-from dsv4_radix_cache.requests import Restore
+from dsv4_radix_cache.moves import TailRestore
+from dsv4_radix_cache.ring import ring_row
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-VOCABULARY = PRESETS["tiny"].vocab_size
-REMAINDERS = {
-    "0-mod-4": 0,
-    "1-mod-256": 1,
-    "3-mod-4": 3,
-    "127-mod-128": 127,
-    "1-mod-128": 129,
-    "255-mod-256": 255,
-}
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["bfloat16", "fp8_e4m3"], ids=["plain-rows", "fp8-rows"])
 def row_format(request: pytest.FixtureRequest) -> str:
-    """Of head_dim 512, so that both formats exist."""
+    """The row format, with head_dim 512, for which both formats exist."""
     return request.param
 
 
 @contextmanager
 def engine_of(folder: Path, row_format: str, tokens: int) -> Iterator[ServedEngine]:
-    """Three device slots: most checkpoints are on the host."""
+    """An engine with three device slots: most tails are on the host."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SGLANG_DSV4_TAIL_SLOTS", "3")
         environment.setenv("SGLANG_DSV4_TAIL_HOST_SLOTS", "12")
@@ -67,14 +58,9 @@ def engine(folder: Path, row_format: str) -> Iterator[ServedEngine]:
 
 @pytest.fixture(scope="module")
 def small_engine(folder: Path, row_format: str) -> Iterator[ServedEngine]:
-    """Eight pages, which few tokens fill."""
+    """An engine of eight pages, which few tokens fill."""
     with engine_of(folder, row_format, 2048) as engine:
         yield engine
-
-
-def some(seed: int, count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(10, VOCABULARY) for _ in range(count)]
 
 
 def cold(engine: ServedEngine, prompt: list[int], output: list[int]) -> Tensor:
@@ -83,15 +69,6 @@ def cold(engine: ServedEngine, prompt: list[int], output: list[int]) -> Tensor:
     assert hit == 0 and logits.isfinite().all()
     engine.flush()
     return logits
-
-
-def assert_equals_cold(logits: Tensor, expected: Tensor, hit: int) -> None:
-    expected = expected[hit:]
-    assert logits.shape == expected.shape
-    assert torch.equal(logits, expected), (
-        f"after a hit of {hit}: first differing position {hit + int((logits != expected).any(1).nonzero()[0])}, "
-        f"largest difference {(logits - expected).abs().nan_to_num(torch.inf).max():.3g}"
-    )
 
 
 @pytest.mark.parametrize("remainder", REMAINDERS.values(), ids=REMAINDERS)
@@ -107,7 +84,7 @@ def test_a_hit_equals_a_miss(engine: ServedEngine, remainder: int) -> None:
 
 
 def test_going_on_from_what_was_decoded(engine: ServedEngine) -> None:
-    """The checkpoint that decoding took of the ring, not one of a prefill."""
+    """The tail that decoding saved from the ring, not a tail of a prefill."""
     prompt, output = some(5, 500), some(6, 20)
     full = [*prompt, *output, *some(7, 30)]
     expected = cold(engine, full, [])
@@ -118,7 +95,7 @@ def test_going_on_from_what_was_decoded(engine: ServedEngine) -> None:
 
 
 def test_going_on_from_what_replayed_graphs_decoded(engine: ServedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As above, but the backend is prepared by the view of the batch that SGLang's runner makes for a replay."""
+    """The same, but the backend is prepared with the view of the batch that SGLang's runner makes for a replay."""
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
     runner, backend = engine.harness.runner, engine.harness.backend
@@ -180,20 +157,20 @@ def test_after_a_split(engine: ServedEngine) -> None:
 
 
 def test_after_a_round_trip_through_the_host(engine: ServedEngine) -> None:
-    """Three device slots: others' checkpoints push this one to the host, from where it is restored and promoted."""
+    """Three device slots: other tails displace this one to the host, from where it is restored and promoted."""
     prompt = some(12, 600)
     expected = cold(engine, prompt, some(13, 3))
     engine.serve(prompt)
     for seed in range(20, 24):
         engine.serve(some(seed, 300))
-    before = engine.tails.store.counters.hits_host
+    before = engine.ledger.store.counters.hits_host
     hit, logits = engine.serve(prompt, some(13, 3))
-    assert hit == 512 and engine.tails.store.counters.hits_host == before + 1
+    assert hit == 512 and engine.ledger.store.counters.hits_host == before + 1
     assert_equals_cold(logits, expected, hit)
 
 
 def test_from_the_host_without_promotion(engine: ServedEngine) -> None:
-    """Running requests hold every device slot: the checkpoint is restored through the landing slot."""
+    """Running requests hold every device slot: the tail is restored through the transit slot."""
     prompt = some(14, 600)
     expected = cold(engine, prompt, [])
     engine.serve(prompt)
@@ -201,10 +178,10 @@ def test_from_the_host_without_promotion(engine: ServedEngine) -> None:
         holding = [engine.start(some(seed, 250)) for seed in (30, 31, 32)]
         for running in holding:
             engine.decode(running, some(33, 12))
-    assert engine.tails.store.device.in_use == 3
-    before = engine.tails.store.counters.promotions
+    assert engine.ledger.store.device.in_use == 3
+    before = engine.ledger.store.counters.promotions
     hit, logits = engine.serve(prompt)
-    assert hit == 512 and engine.tails.store.counters.promotions == before
+    assert hit == 512 and engine.ledger.store.counters.promotions == before
     assert_equals_cold(logits, expected, hit)
     with engine.active():
         for running in holding:
@@ -212,43 +189,43 @@ def test_from_the_host_without_promotion(engine: ServedEngine) -> None:
 
 
 def test_under_eviction_pressure(small_engine: ServedEngine) -> None:
-    """Requests of twice the pool: whatever is still hit is exact. There are slots for all their checkpoints."""
+    """Requests of twice the pool: every remaining hit is bitwise equal. There are slots for all their tails."""
     engine = small_engine
     prompts = [some(40 + i, 650 + 50 * i) for i in range(4)]
     expected = [cold(engine, prompt, []) for prompt in prompts]
-    hits, lost = [], engine.tails.store.counters.lost
+    hits, lost = [], engine.ledger.store.counters.lost
     for step, i in enumerate((0, 1, 0, 2, 3, 1, 2, 2)):
         hit, logits = engine.serve(prompts[i])
         hits.append(hit)
         assert_equals_cold(logits, expected[i], hit)
         engine.serve(some(100 + step, 350))
     assert [bool(hit) for hit in hits] == [False, False, True, False, False, False, False, True], hits
-    assert engine.tails.store.counters.lost == lost, "what was missed was missed because its pages were evicted"
+    assert engine.ledger.store.counters.lost == lost, "what was missed was missed because its pages were evicted"
 
 
 def one_row(pool: object, layer: int, name: str, row: int) -> Tensor:
     return getattr(pool, name)(layer)[row]
 
 
-def break_window_row(engine: ServedEngine, slot: int, restore: Restore) -> None:
-    """The oldest row that a query reads, of one layer, becomes another."""
+def break_window_row(engine: ServedEngine, slot: int, restore: TailRestore) -> None:
+    """Replace the oldest row that a query reads, in one layer."""
     g, rows = engine.pool.geometry, engine.pool.window(engine.pool.geometry.layers()[-1])
-    row = slot * g.ring_rows + (restore.position - 127) % g.ring_rows
+    row = ring_row(slot, restore.position - 127, g.ring_rows)
     rows.copy_rows(torch.tensor([row]), rows, torch.tensor([row + 1]))
 
 
-def break_layer(engine: ServedEngine, slot: int, restore: Restore) -> None:
-    """One layer's ring was not restored: it holds another request's rows."""
+def break_layer(engine: ServedEngine, slot: int, restore: TailRestore) -> None:
+    """Reverse one layer's ring, as if it held another request's rows."""
     g, rows = engine.pool.geometry, engine.pool.window(0)
     first = slot * g.ring_rows
     places = torch.arange(first, first + g.ring_rows)
     rows.copy_rows(places, rows, places.flip(0))
 
 
-def break_half_row(name: str, part: int) -> Callable[[ServedEngine, int, Restore], None]:
-    def fault(engine: ServedEngine, slot: int, restore: Restore) -> None:
+def break_half_row(name: str, part: int) -> Callable[[ServedEngine, int, TailRestore], None]:
+    def fault(engine: ServedEngine, slot: int, restore: TailRestore) -> None:
         g = engine.pool.geometry
-        row = slot * g.state_rows(4) + (restore.position - 1) % g.state_rows(4)
+        row = ring_row(slot, restore.position - 1, g.state_rows(4))
         half = one_row(engine.pool, g.layers(4)[0], name, row)[part]
         dim = half.shape[0] // 2
         half[:dim] = -3 * half[:dim] + 1
@@ -275,22 +252,22 @@ def unbroken(engine: ServedEngine) -> Tensor:
 def test_a_planted_fault_is_seen(
     engine: ServedEngine, unbroken: Tensor, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """Each restored part matters, and NaN in what was left out shows. The parts are the same in both row formats."""
+    """Each restored part matters, and NaN in a part that is left out shows. Both row formats have the same parts."""
     if engine.pool.geometry.row_format is RowFormat.FP8 and fault not in ("one-window-row", "nothing-restored"):
         pytest.skip("half rows are fp32 in either format: tested with plain rows")
     prefix, output = some(50, 600), some(51, 2)
     prompt, expected = prefix + some(52, 200), unbroken
     engine.serve(prefix)
-    storage = engine.pool.tail_storage
+    storage = engine.pool.tail_memory
     restore_right = storage.restore
 
-    def restore_wrong(slot: int, restore: Restore) -> None:
+    def restore_wrong(slot: int, restore: TailRestore) -> None:
         if fault == "nothing-restored":
             return
         if fault == "another-position":
-            store = engine.tails.store
+            store = engine.ledger.store
             other = next(i for i in store.ids() if store[i].position == 256)
-            restore_right(slot, Restore(256, *store.source(other)))
+            restore_right(slot, TailRestore(256, *store.source(other)))
             return
         restore_right(slot, restore)
         FAULTS[fault](engine, slot, restore)

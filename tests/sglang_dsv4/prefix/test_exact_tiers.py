@@ -1,6 +1,6 @@
-"""A hit from host memory or from files equals the cold answer, bit for bit, as `test_exact` has it for the device.
+"""A hit from host memory or from files equals the cold answer, bit for bit, as in `test_exact` for the device.
 
-The pool has eight pages: what others serve pushes a prefix out of it.
+The pool has eight pages, so other requests displace a prefix from it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from prefix.served import ServedEngine, fill
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from cache.zero_copy_storage import FromConfig
+from prefix.cold import REMAINDERS, assert_equals_cold, some
+from prefix.served import ServedEngine, fill, poison_free_pages, push_out
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from torch import Tensor
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE, Fault, identity_digest
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.prefix.identity import weights_fingerprint
-from sglang_dsv4.prefix.tail_component import TAIL
-from tests.sglang_dsv4.cache.test_checked_storage import FromConfig
-from tests.sglang_dsv4.prefix.test_exact import REMAINDERS, assert_equals_cold, some
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +41,7 @@ def engine(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytes
 
 
 def engines(folder: Path, row_format: str, store: Path) -> Iterator[ServedEngine]:
-    """One server after the other, with the same storage."""
+    """Engines, one after the other, with the same storage backend."""
     while True:
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("SGLANG_DSV4_TAIL_SLOTS", "4")
@@ -60,36 +58,21 @@ def engines(folder: Path, row_format: str, store: Path) -> Iterator[ServedEngine
 
 
 def cold(engine: ServedEngine, prompt: list[int], output: list[int]) -> Tensor:
-    """Computed whole, and not kept anywhere."""
+    """Logits of a request that is computed from its first token and not stored."""
     engine.flush()
-    storage, engine.cache.tiers.storage = engine.cache.tiers.storage, None
+    storage, engine.cache.storage = engine.cache.storage, None
     hit, logits = engine.serve(prompt, output)
     assert hit == 0 and logits.isfinite().all()
     engine.flush()
-    engine.cache.tiers.storage = storage
+    engine.cache.storage = storage
     return logits
-
-
-def push_out(engine: ServedEngine) -> None:
-    """The tree gives up every page, as for requests that need them."""
-    with engine.active():
-        engine.cache.evict(EvictParams(num_tokens=engine.pool.size))
-    assert not engine.cache.tiers.on_device()
-
-
-def poison_free_pages(engine: ServedEngine) -> None:
-    held = {page.number for page in engine.cache.tiers.on_device().values()}
-    for part in engine.cache.tiers.records.records.parts:
-        per = part.view.shape[2]
-        for page in set(range(1 + engine.pool.size // 256)) - held:
-            part.view[:, page // per, page % per] = -1  # 0xFF: NaN in every format
 
 
 @pytest.mark.parametrize("remainder", REMAINDERS.values(), ids=REMAINDERS)
 def test_from_host_memory_and_from_files(engine: ServedEngine, remainder: int) -> None:
     """A shared prefix of 512 + remainder tokens, another end, and decoding over a page boundary.
 
-    First nothing of it is on the device; then, flushed, neither there nor in host memory.
+    First it is not on the device; then, after a flush, neither there nor in host memory.
     """
     prefix, output = some(1 + remainder, 512 + remainder), some(2, 8)
     prompt = prefix + some(3, -(len(prefix) + 5) % 256)
@@ -97,24 +80,24 @@ def test_from_host_memory_and_from_files(engine: ServedEngine, remainder: int) -
     engine.serve(prefix, some(4, 5))
     push_out(engine)
     poison_free_pages(engine)
-    loaded = engine.cache.tiers.records.loaded.pages
+    loaded = engine.cache.host.copies.records.loaded.pages
     hit, logits = engine.serve(prompt, output)
-    assert hit == 512 and engine.cache.tiers.records.loaded.pages == loaded + 2
+    assert hit == 512 and engine.cache.host.copies.records.loaded.pages == loaded + 2
     assert_equals_cold(logits, expected, hit)
 
     engine.settle()
     engine.flush()
-    for slot in range(engine.pool.host_pages):
-        fill(engine.cache.tiers.records.memory[slot])
+    for slot in range(engine.pool.page_copies.host_slots):
+        fill(engine.cache.host.copies.records.memory[slot])
     poison_free_pages(engine)
-    engine.arrive(prompt[: len(prefix) + 1])  # the end was stored too; a request for all of it would hit that
+    engine.arrive(prompt[: len(prefix) + 1])  # the end was stored too; a request for all of it would hit the end
     hit, logits = engine.serve(prompt, output)
     assert hit == 512
     assert_equals_cold(logits, expected, hit)
 
 
 def test_a_conversation_that_decoding_has_left_in_files(engine: ServedEngine) -> None:
-    """The checkpoint of the last page is one that was taken of a ring."""
+    """The tail of the last page was saved from a ring."""
     prompt, output = some(21, 500), some(22, 20)
     full = [*prompt, *output, *some(23, 30)]
     expected = cold(engine, full, [])
@@ -129,7 +112,7 @@ def test_a_conversation_that_decoding_has_left_in_files(engine: ServedEngine) ->
 
 @pytest.mark.slow
 def test_under_pressure(engine: ServedEngine) -> None:
-    """Requests of three times the pool, twice: the second time each comes back from host memory."""
+    """Requests of three times the pool, twice: the second time each is loaded from host memory."""
     prompts = [some(60 + i, 650 + 50 * i) for i in range(5)]
     expected = [cold(engine, prompt, []) for prompt in prompts]
     for prompt in prompts:
@@ -142,13 +125,13 @@ def test_under_pressure(engine: ServedEngine) -> None:
 
 @pytest.mark.parametrize("lost", ["CSA entries", "HCA entries", "indexer keys"])
 def test_a_part_that_is_not_loaded_is_seen(engine: ServedEngine, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this file would not notice, it would not test."""
+    """A fault that these tests should notice."""
     prompt = some(31, 700)
     expected = cold(engine, prompt, [])
     engine.serve(prompt)
     push_out(engine)
     poison_free_pages(engine)
-    records = engine.cache.tiers.records.records
+    records = engine.cache.host.copies.records.records
     kept = [part for part in records.parts if part.name != lost]
     assert len(kept) < len(records.parts)
     monkeypatch.setattr(records, "parts", kept)
@@ -163,8 +146,8 @@ def test_a_damaged_file_costs_a_shorter_hit(engine: ServedEngine) -> None:
     engine.serve(prompt)
     engine.settle()
     engine.flush()
-    files = engine.cache.tiers.storage.backend
-    digests = engine.cache.components[TAIL].digests(key_of(prompt), None)
+    files = engine.cache.storage.backend
+    digests = engine.cache.nodes.digests(key_of(prompt), None)
     path = files.folder / digests[2].hex()[:2] / f"{digests[2].hex()}.page"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -176,7 +159,7 @@ def test_a_damaged_file_costs_a_shorter_hit(engine: ServedEngine) -> None:
 
 
 def test_weights_are_told_apart(engine: ServedEngine) -> None:
-    """One weight that differs in its last bit, or two that changed places, make other weights."""
+    """A weight that differs in its last bit, or two swapped bytes, change the fingerprint."""
     model = engine.harness.runner.model
     before = weights_fingerprint(model)
     assert weights_fingerprint(model) == before
@@ -192,8 +175,8 @@ def test_weights_are_told_apart(engine: ServedEngine) -> None:
 
 
 def test_the_identity_says_what_bytes_depend_on(engine: ServedEngine) -> None:
-    """Each of these, and the sources: two servers that differ in one of them share no folder."""
-    identity = engine.cache.tiers.storage.backend.identity
+    """Two servers that differ in one of these fields, or in the sources, share no folder."""
+    identity = engine.cache.storage.backend.identity
     expected = ("model", "draft", "weights", "ranks", "quantisers", "dtype", "rows", "tails", "computed by", "device")
     assert set(identity) == {*expected, "code", "versions"} and all(identity.values())
     assert "fp8" in identity["rows"] or "plain" in identity["rows"]
@@ -202,14 +185,14 @@ def test_the_identity_says_what_bytes_depend_on(engine: ServedEngine) -> None:
 
 
 def test_sources_that_change_later_are_not_the_servers(engine: ServedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = engine.cache.tiers.storage.backend.identity
+    before = engine.cache.storage.backend.identity
     monkeypatch.setattr(Path, "read_bytes", lambda path: b"other sources")
     engine.flush()
-    assert engine.cache.tiers.storage.backend.identity == before
+    assert engine.cache.storage.backend.identity == before
 
 
 def test_from_a_storage_that_serves_zero_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As mooncake's and nixl's, which `test_checked_storage` stands in for. Connected to once, whatever is flushed."""
+    """A backend like mooncake and nixl. The connection is opened once, although the cache is flushed."""
     monkeypatch.setenv("SGLANG_DSV4_TAIL_SLOTS", "4")
     made: list[FromConfig] = []
     monkeypatch.setattr(FromConfig, "made", made)
@@ -233,11 +216,11 @@ def test_from_a_storage_that_serves_zero_copy(folder: Path, monkeypatch: pytest.
         hit, logits = engine.serve(prompt)
         assert hit == hit_tokens and len(made) == 1
         assert_equals_cold(logits, expected, hit)
-        digests = engine.cache.components[TAIL].digests(key_of(prompt), None)
+        digests = engine.cache.nodes.digests(key_of(prompt), None)
         for key in list(made[0].objects):
             if digests[2].hex() in key:
                 del made[0].objects[key]
-    assert made[0].batches and engine.cache.tiers.storage.totals.errors == 0
+    assert made[0].batches and engine.cache.storage.totals.errors == 0
 
 
 def key_of(prompt: list[int]) -> RadixKey:

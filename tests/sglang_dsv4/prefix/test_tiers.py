@@ -1,4 +1,4 @@
-"""Prefixes beyond the device, without a model: what comes back is the prefix's, up to its deepest checkpoint.
+"""Prefixes beyond the device, without a model: a hit returns the prefix's own pages, up to its deepest tail.
 
 The tree is SGLang's, and its invariants and ours are checked after every step (`tiered.TieredEngine`).
 """
@@ -15,21 +15,21 @@ from typing import Any
 
 import pytest
 import torch
+from cache.host_waits import READS, NoWaiting, OnDevice
+from lib.prefix_replay import PAGE, Running
+from prefix.checked_engine import longest_stored, retract_all, retract_or_finish, some
 from prefix.tiered import BYTES, Backend, Records, TieredEngine, admit, name_of, tensor_of
 from prefix.waiting import handle
-from prefix_replay import PAGE, Running
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from torch import Tensor
 
-from dsv4_radix_cache.host_pages import HostPages
 from sglang_dsv4.cache.disk_limit import DiskLimit, DiskOptions
+from sglang_dsv4.cache.page_copies import PageCopies
 from sglang_dsv4.cache.record_files import HEADER, RecordFiles
-from sglang_dsv4.prefix.storage import PrefetchOptions, page_key, suspend_without_flush, tail_key
-from sglang_dsv4.prefix.tail_component import TAIL
-from sglang_dsv4.prefix.tiers import PrefixTiers, WritePolicy
-from tests.sglang_dsv4.attention.test_no_waiting import READS, NoWaiting, OnDevice
-from tests.sglang_dsv4.prefix.test_tree import longest_stored, retract_all, retract_or_finish, some
+from sglang_dsv4.prefix.host_tier import HostTier, WritePolicy
+from sglang_dsv4.prefix.prefix_cache import suspend_without_flush
+from sglang_dsv4.prefix.storage_tier import PrefetchOptions, page_key, tail_key
 
 PROMPT = some(random.Random(1), 5 * PAGE + 100)
 OTHERS = [some(random.Random(10 + i), 6 * PAGE) for i in range(6)]
@@ -47,14 +47,14 @@ def backend() -> Backend:
 
 @pytest.fixture
 def engine(policy: WritePolicy) -> Iterator[TieredEngine]:
-    """Sixteen pages on the device, three times as many in host memory."""
+    """An engine with sixteen pages on the device and three times as many in host memory."""
     made = TieredEngine.made(pages=16, host_pages=48, policy=policy, interval_tokens=2 * PAGE)
     yield made
     made.check_idle()
 
 
 def push_out(engine: TieredEngine) -> None:
-    """Other requests take every page of the device."""
+    """Run other requests until they have used every page of the device."""
     for other in OTHERS[:3]:
         engine.run(other, [7])
         engine.check()
@@ -75,7 +75,7 @@ def test_a_prefix_comes_back_from_host_memory(engine: TieredEngine) -> None:
 
 
 def test_selective_writes_keep_what_was_hit() -> None:
-    """A prefix that was used once is gone; one that was used twice is not."""
+    """A prefix that was used once is not saved; a prefix that was used twice is."""
     engine = TieredEngine.made(pages=16, host_pages=48, policy=WritePolicy.SELECTIVE)
     engine.run(PROMPT, [7])
     push_out(engine)
@@ -91,26 +91,26 @@ def test_write_back_saves_what_leaves(policy: WritePolicy) -> None:
     engine.run(PROMPT, [7])
     assert len(engine.tiers.pages) == 0
     engine.cache.evict(EvictParams(num_tokens=PAGE))
-    engine.tiers.issue()
+    engine.tiers.copies.issue()
     engine.check()
     assert len(engine.tiers.pages) == 5, "the page that left, and those before it"
 
 
-def test_the_end_comes_back_behind_what_is_still_there(engine: TieredEngine) -> None:
-    """The device keeps the first checkpoint; host memory adds the rest, and no page is loaded twice."""
+def test_the_end_is_loaded_after_the_pages_still_on_the_device(engine: TieredEngine) -> None:
+    """The device keeps the first tail; host memory adds the rest, and no page is loaded twice."""
     engine.run(PROMPT, [7])
     engine.run(PROMPT, [7])
     engine.cache.evict(EvictParams(num_tokens=PAGE))
     engine.check()
-    loaded = engine.tiers.records.loaded.pages
+    loaded = engine.tiers.copies.records.loaded.pages
     again = engine.start(PROMPT)
     assert again.hit_tokens == 5 * PAGE and 0 < again.req.tail_match.report.host_tokens < 5 * PAGE
-    assert engine.tiers.records.loaded.pages - loaded == again.req.tail_match.report.host_tokens // PAGE
+    assert engine.tiers.copies.records.loaded.pages - loaded == again.req.tail_match.report.host_tokens // PAGE
     engine.finish(again)
 
 
 def test_a_branch_off_a_prefix_in_host_memory(engine: TieredEngine) -> None:
-    """It starts at the checkpoint before it leaves; the tree has both ends then."""
+    """The branch starts at the last tail before it leaves the prefix; afterwards the tree has both ends."""
     for _ in range(2):
         engine.run(PROMPT, [7])
     push_out(engine)
@@ -133,7 +133,7 @@ def test_a_load_that_does_not_fit_is_not_begun(engine: TieredEngine) -> None:
     assert engine.run(PROMPT, [7]).hit_tokens == 5 * PAGE
 
 
-def test_host_memory_that_is_full_loses_the_oldest_prefix_with_its_checkpoints() -> None:
+def test_full_host_memory_frees_the_oldest_prefix_with_its_tails() -> None:
     engine = TieredEngine.made(pages=16, host_pages=20)
     for prompt in (PROMPT, *OTHERS):
         engine.run(prompt, [7])
@@ -156,7 +156,7 @@ def test_an_abort_before_the_load_was_issued(engine: TieredEngine) -> None:
     push_out(engine)
     engine.retract(engine.admit(PROMPT))
     engine.check()
-    assert not engine.tiers.idle
+    assert not engine.tiers.copies.idle
     assert engine.run(PROMPT, [7]).hit_tokens == 5 * PAGE
 
 
@@ -176,7 +176,7 @@ def test_two_requests_for_one_prefix_in_host_memory(engine: TieredEngine) -> Non
 
 
 class NoReads(NoWaiting):
-    """As `NoWaiting`, of what is read alone: SGLang's tree and allocator are within, and have tensors of their own."""
+    """`NoWaiting` for reads only: SGLang's tree and allocator run inside it and have tensors of their own."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = getattr(func, "__name__", str(func))
@@ -188,7 +188,7 @@ class NoReads(NoWaiting):
 
 @pytest.fixture
 def watched(policy: WritePolicy, monkeypatch: pytest.MonkeyPatch) -> TieredEngine:
-    """Where slots are on the device, what the tree and the tiers do with them reads none."""
+    """An engine whose FULL slots are on the device: the tree and the tiers must not read them."""
     engine = TieredEngine.made(pages=16, host_pages=48, policy=policy)
     engine.rows.req_to_token = engine.rows.req_to_token.as_subclass(OnDevice)
     engine.allocator.free_pages = engine.allocator.free_pages.as_subclass(OnDevice)
@@ -207,24 +207,24 @@ def watched(policy: WritePolicy, monkeypatch: pytest.MonkeyPatch) -> TieredEngin
 
 
 def test_the_scheduler_does_not_wait_for_the_device(watched: TieredEngine) -> None:
-    """Prompts are stored, pushed out of the device, and come back, whole and behind what is still there."""
+    """Prompts are stored, displaced from the device, and loaded, whole and after the pages still on the device."""
     for _ in range(2):
         watched.run(PROMPT, [7])
     for prompt in OTHERS[:3]:
         watched.run(prompt, [7])
-    assert watched.run(PROMPT, [7]).hit_tokens == 5 * PAGE and watched.tiers.records.loaded.pages
+    assert watched.run(PROMPT, [7]).hit_tokens == 5 * PAGE and watched.tiers.copies.records.loaded.pages
     watched.run([*PROMPT[: 3 * PAGE], *OTHERS[4][: 2 * PAGE]], [7])
     watched.round()
-    assert "__getitem__" in watched.slots_seen and watched.tiers.records.saved.pages
+    assert "__getitem__" in watched.slots_seen and watched.tiers.copies.records.saved.pages
 
 
-@pytest.mark.parametrize("place", ["inserted", "load", "evicting"])
+@pytest.mark.parametrize("place", ["inserted", "load", "leaving_tree"])
 def test_a_read_of_the_device_is_noticed(watched: TieredEngine, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original = getattr(watched.tiers, place)
 
     def planted(*arguments: Any) -> Any:
-        some_page = next(iter(watched.tiers.on_device().values()), None)
-        (some_page.numbers if some_page is not None else arguments[1]).tolist()
+        some_page = next(iter(watched.tiers.in_tree().values()), None)
+        (some_page.page.numbers if some_page is not None else arguments[1]).tolist()
         return original(*arguments)
 
     monkeypatch.setattr(watched.tiers, place, planted)
@@ -232,7 +232,7 @@ def test_a_read_of_the_device_is_noticed(watched: TieredEngine, place: str, monk
         test_the_scheduler_does_not_wait_for_the_device(watched)
 
 
-# The storage
+# The storage backend
 
 
 def stored(policy: WritePolicy, backend: Backend, **how: object) -> TieredEngine:
@@ -240,7 +240,7 @@ def stored(policy: WritePolicy, backend: Backend, **how: object) -> TieredEngine
 
 
 def filled(policy: WritePolicy, backend: Backend) -> None:
-    """A server that served the prompt and is gone."""
+    """Run a server that serves the prompt and ends."""
     engine = stored(policy, backend)
     for _ in range(2):
         engine.run(PROMPT, [7])
@@ -269,13 +269,13 @@ def bounded(folder: Path, files: int) -> tuple[DiskLimit, TieredEngine]:
 
 
 def in_files(engine: TieredEngine, prompt: list[int]) -> list[bool]:
-    """Which pages of a prompt are."""
-    digests = engine.cache.components[TAIL].digests(RadixKey(array("q", prompt)), None)
-    return [engine.tiers.storage.backend.exists(page_key(digest)) for digest in digests]
+    """For each page of a prompt, whether its file exists."""
+    digests = engine.cache.nodes.digests(RadixKey(array("q", prompt)), None)
+    return [engine.storage.backend.exists(page_key(digest)) for digest in digests]
 
 
 def test_a_bounded_disk_keeps_what_was_written_to_last(tmp_path: Path) -> None:
-    """Whole prefixes: a conversation that goes on has its first pages renewed with it."""
+    """Whole prefixes are kept: a conversation that continues renews its first pages too."""
     limit, engine = bounded(tmp_path, 20)
     first = PROMPT[: 4 * PAGE + 5]
     for prompt in (first, OTHERS[0], longer := [*first, *OTHERS[2]]):
@@ -283,7 +283,7 @@ def test_a_bounded_disk_keeps_what_was_written_to_last(tmp_path: Path) -> None:
         engine.settle()
     left = in_files(engine, OTHERS[0])
     assert limit.deleted and all(in_files(engine, longer)) and not all(left)
-    assert left == sorted(left, reverse=True), "a page without those before it"
+    assert left == sorted(left, reverse=True), "a page without the pages before it"
 
 
 def test_a_bounded_disk_keeps_what_was_read_last(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_bounded_disk_keeps_what_was_read_last(tmp_path: Path) -> None:
 
 
 class Names(dict):
-    """Names of the prefixes of a prompt, which another engine has given."""
+    """Digest -> prefix, for the prefixes of a prompt that another engine has stored."""
 
     def __init__(self, prompt: list[int]) -> None:
         ends = range(PAGE, len(prompt) + 1, PAGE)
@@ -316,11 +316,11 @@ class Names(dict):
     [("page 0", 0), ("page 2", 2), ("page 4", 4), ("tail 5", 4), ("tails", 0), ("nothing", 5)],
 )
 def test_a_hit_ends_before_what_is_missing(backend: Backend, lost: str, hit: int) -> None:
-    """At the deepest checkpoint whose pages are all there: with an interval of two pages at 2, 4, and the end, 5."""
+    """At the deepest tail whose pages all exist; an interval of two pages gives tails at 2, 4 and the end, 5."""
     filled(WritePolicy.WRITE_THROUGH, backend)
     engine = stored(WritePolicy.WRITE_THROUGH, backend)
     engine.prefixes = Names(PROMPT)
-    digests = engine.cache.components[TAIL].digests(key_of(PROMPT), None)
+    digests = engine.cache.nodes.digests(key_of(PROMPT), None)
     gone = {f"page {i}": [page_key(d)] for i, d in enumerate(digests)}
     gone |= {"tail 5": [tail_key(digests[4])], "tails": [tail_key(d) for d in digests], "nothing": []}
     for key in gone[lost]:
@@ -336,23 +336,23 @@ def key_of(prompt: list[int]) -> RadixKey:
     return RadixKey(array("q", prompt))
 
 
-def test_what_goes_wrong_while_it_is_read_shortens_the_hit(backend: Backend) -> None:
-    """The look-up found all of it."""
+def test_a_failed_read_shortens_the_hit(backend: Backend) -> None:
+    """Although the look-up found the whole prefix."""
     filled(WritePolicy.WRITE_THROUGH, backend)
     engine = stored(WritePolicy.WRITE_THROUGH, backend)
     engine.prefixes = Names(PROMPT)
-    bad = page_key(engine.cache.components[TAIL].digests(key_of(PROMPT), None)[3])
+    bad = page_key(engine.cache.nodes.digests(key_of(PROMPT), None)[3])
     get = backend.get
     backend.get = lambda key, target: None if key == bad else get(key, target)
     again = admit(engine, PROMPT)
     assert again.hit_tokens == 2 * PAGE
     engine.retract(again)
     engine.check_idle()
-    assert len(engine.tiers.pages) == 2, "what no checkpoint follows is given back"
+    assert len(engine.tiers.pages) == 2, "pages that no tail follows are given back"
 
 
 def test_a_request_does_not_wait_for_ever(backend: Backend) -> None:
-    """It is computed; what was read for it serves the next one."""
+    """It is computed; the pages read for it serve the next request."""
     filled(WritePolicy.WRITE_THROUGH, backend)
     engine = stored(WritePolicy.WRITE_THROUGH, backend, options=PrefetchOptions("best_effort"))
     engine.prefixes = Names(PROMPT)
@@ -360,7 +360,7 @@ def test_a_request_does_not_wait_for_ever(backend: Backend) -> None:
     assert again.hit_tokens in (0, 5 * PAGE)
     engine.retract(again)
     engine.settle()
-    assert engine.tiers.storage.totals.late == (0 if again.hit_tokens else 1)
+    assert engine.storage.totals.late == (0 if again.hit_tokens else 1)
     assert engine.admit(PROMPT).hit_tokens == 5 * PAGE
 
 
@@ -372,7 +372,7 @@ def test_an_aborted_request_leaves_nothing_reserved(backend: Backend) -> None:
     engine.cache.release_aborted_request(handle("gone"))
     assert engine.cache.check_prefetch_progress(handle("gone"))
     engine.check_idle()
-    assert engine.tiers.storage.reserved == 0
+    assert engine.storage.reserved == 0
 
 
 def test_a_flush_while_a_prefix_is_read(backend: Backend) -> None:
@@ -387,12 +387,11 @@ def test_a_flush_while_a_prefix_is_read(backend: Backend) -> None:
 
 @pytest.mark.parametrize(("flushes", "flushed"), [(True, True), (True, False), (False, True)])
 def test_other_weights_without_a_flush_write_nothing(backend: Backend, flushes: bool, flushed: bool) -> None:
-    """What they compute is of no identity: neither written nor mixed with what is stored, until a flush."""
+    """Their pages have no identity: they are neither written nor mixed with stored pages, until a flush."""
     filled(WritePolicy.WRITE_THROUGH, backend)
     known = dict(backend.records)
     engine = stored(WritePolicy.WRITE_THROUGH, backend)
-    pool = SimpleNamespace(prefix_tiers=engine.tiers)
-    updater = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(token_to_kv_pool=pool)))
+    updater = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=engine.cache))
     suspend_without_flush((flushed, ""), updater, SimpleNamespace(flush_cache=flushes), True, "")
     engine.prefixes = Names(PROMPT)
     is_on = flushes and flushed
@@ -409,7 +408,7 @@ def test_other_weights_without_a_flush_write_nothing(backend: Backend, flushes: 
     assert len(backend.records) > len(known)
 
 
-def test_storage_that_can_not_be_written_costs_nothing_else(policy: WritePolicy) -> None:
+def test_a_storage_backend_that_cannot_be_written_costs_nothing_else(policy: WritePolicy) -> None:
     backend = Backend(fault_rate=1.0)
     engine = stored(policy, backend)
     for _ in range(2):
@@ -420,18 +419,17 @@ def test_storage_that_can_not_be_written_costs_nothing_else(policy: WritePolicy)
     assert admit(engine, PROMPT).hit_tokens == 5 * PAGE, "from host memory"
 
 
-def test_a_page_that_went_before_its_copy_was_issued_is_not_stored() -> None:
-    """Its slot has another page's bytes by then."""
-    tiers = PrefixTiers(HostPages(1), Records(4, 1))
-    tiers.storage = SimpleNamespace(wait_for_slot=lambda slot: None, reserved=0)
+def test_a_page_that_was_freed_before_its_copy_was_issued_is_not_stored() -> None:
+    """Its slot holds another page's bytes by then."""
+    tiers = HostTier(PageCopies(Records(4, 1), SimpleNamespace()), reports_saved=True)
     tiers.inserted([b"a"], torch.tensor([1]))
     tiers.inserted([b"b"], torch.tensor([2]))
-    tiers.issue()
-    assert tiers.written() == [(b"b", 0)]
+    tiers.copies.issue()
+    assert tiers.pop_saved() == [(b"b", 0)]
 
 
 def test_a_slot_is_not_filled_anew_while_it_is_written(backend: Backend) -> None:
-    """One slot, and a disk that takes its time: the first page's record holds the first page."""
+    """One slot, and a slow disk: the first page's record holds the first page."""
     engine = TieredEngine.made(pages=16, host_pages=1, backend=backend)
     begun, go, put = threading.Event(), threading.Event(), backend.set
 
@@ -448,7 +446,7 @@ def test_a_slot_is_not_filled_anew_while_it_is_written(backend: Backend) -> None
     threading.Timer(0.2, go.set).start()
     engine.run(second, [7])
     engine.settle()
-    digest = engine.cache.components[TAIL].digests(key_of(first), None)[0]
+    digest = engine.cache.nodes.digests(key_of(first), None)[0]
     assert torch.equal(backend.records[page_key(digest)], tensor_of(name_of(first[:PAGE])))
 
 
@@ -461,8 +459,8 @@ def test_a_slot_is_not_filled_anew_while_it_is_written(backend: Backend) -> None
 def test_random_requests(policy: WritePolicy, steps: int, fault_rate: float) -> None:
     """Requests that branch off each other, run side by side, are retracted, aborted and flushed, over three tiers.
 
-    Every start compares the hit with the naive model (the longest prefix that some live checkpoint stands for), every
-    forward compares all of its pages and its checkpoint with the tokens, and the invariants hold after every step.
+    Every start compares the hit with the naive model (the longest prefix of some live tail), every forward
+    compares all of its pages and its tail with the tokens, and the invariants hold after every step.
     """
     rng, backend = random.Random(steps), Backend(fault_rate)
     engine = TieredEngine.made(
@@ -491,7 +489,7 @@ def test_random_requests(policy: WritePolicy, steps: int, fault_rate: float) -> 
             patience_s = rng.choice([0, 30, 30])
             if not engine.arrive(prompt, f"r{step}", patience_s):
                 engine.cache.release_aborted_request(handle(f"r{step}"))
-            engine.tiers.issue()
+            engine.tiers.copies.issue()
             engine.issue()
             expected = longest_stored(engine, prompt)
             free = engine.allocator.available_size() + engine.cache.evictable_size()
@@ -520,4 +518,4 @@ def test_random_requests(policy: WritePolicy, steps: int, fault_rate: float) -> 
     retract_all(engine, running)
     engine.check_idle()
     assert hits["host"] + hits["storage"] > steps // 200 and min(hits.values()) > steps // 1000, hits
-    engine.tiers.storage.shutdown()
+    engine.storage.shutdown()

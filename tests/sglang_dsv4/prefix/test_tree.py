@@ -1,104 +1,25 @@
-"""Tail checkpoints on SGLang's radix tree: match, insert, split, lock, evict, retract, flush, and 10,000 random
-operations against a model of which prefixes carry a checkpoint.
+"""Tails on SGLang's radix tree: match, insert, split, lock, evict, retract, flush, and 10,000 random operations against
+a model of which prefixes have a tail.
 
-The engine is SGLang's own (benchmarks/prefix_replay.py), without a model. In place of bytes, a checkpoint's payload is
-the token prefix that it was taken of, so a slot that was reused too early, a stale id or a wrong position is seen when
+The engine is SGLang's own (benchmarks/lib/prefix_replay.py), without a model. A tail's payload is the token prefix that
+it was stored for instead of bytes, so a slot that was reused too early, a stale id or a wrong position is noticed when
 a request resumes.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import prefix_replay
 import pytest
-from prefix_replay import PAGE, ReplayEngine, Running, tail_engine
-
-from dsv4_radix_cache.invariants import check
-from dsv4_radix_cache.slots import Holder
-from dsv4_radix_cache.store import Tier
-from sglang_dsv4.prefix.tail_component import TAIL, tail_receipt
-
-
-class CheckedEngine(ReplayEngine):
-    """A replay whose checkpoints hold the prefix that they stand for."""
-
-    device: dict[int, tuple[int, ...]]
-    host: dict[int, tuple[int, ...]]
-    rings: dict[int, tuple[int, ...]]  # by request slot: the tokens that its rings are of
-
-    @classmethod
-    def of(cls, engine: ReplayEngine) -> CheckedEngine:
-        checked = cls(engine.cache, engine.allocator, engine.tails, engine.chunk_tokens)
-        checked.device, checked.host, checked.rings = {}, {}, {}
-        return checked
-
-    def issue(self) -> None:
-        for slot, write in self.tails.take_snapshots():
-            assert len(self.rings[slot]) == write.position, "the rings have moved on"
-            self.device[write.device_slot] = self.rings[slot]
-        for copy in self.tails.copies():
-            if copy.to is Tier.HOST:
-                self.host[copy.host_slot] = self.device[copy.device_slot]
-            else:
-                self.device[copy.device_slot] = self.host[copy.host_slot]
-
-    def forward_extend(self, req: object, begin: int, end: int) -> None:
-        tokens = tuple(req.full_untruncated_fill_ids)
-        holder = self.holder(req)
-        self.tails.admit(*holder, req.tail_match, tail_receipt(req))
-        checkpoint_id = self.tails.resume(*holder, begin)
-        self.issue()
-        if checkpoint_id is not None:
-            restore = self.tails.restore(checkpoint_id)
-            memory = self.device if restore.tier is Tier.DEVICE else self.host
-            assert restore.position == begin
-            assert memory[restore.slot] == tokens[:begin], f"the tail at {begin} is another prefix's"
-        for write in self.tails.extend(*holder, begin, end):
-            self.device[write.device_slot] = tokens[: write.position]
-        self.rings[req.kv.req_pool_idx] = tokens[:end]
-
-    def forward_decode(self, req: object, position: int) -> None:
-        self.issue()
-        write = self.tails.decode(*self.holder(req), position, 1)
-        if write is not None:
-            slot = req.kv.req_pool_idx
-            assert len(self.rings[slot]) == write.position, "the rings have moved on"
-            self.device[write.device_slot] = self.rings[slot]
-        tokens = tuple(req.origin_input_ids) + tuple(req.output_ids)
-        self.rings[req.kv.req_pool_idx] = tokens[: position + 1]
-
-    def check(self) -> None:
-        """Slots, pages, and: exactly the cached checkpoints hang on nodes, at their positions."""
-        check(self.tails.store)
-        self.cache.sanity_check()
-        core, component = self.cache.tree_core, self.cache.components[TAIL]
-        on_nodes = component.checkpoints()
-        store = self.tails.store
-        assert set(on_nodes) == {i for i in store.ids() if store[i].holder is Holder.TREE}
-        carriers = {n.id for n in core._collect_all_nodes() if n.component_data[TAIL].value is not None}
-        assert set(on_nodes.values()) == carriers
-        for checkpoint_id, node_id in on_nodes.items():
-            assert len(self.cache.path_device_indices(node_id)) == store[checkpoint_id].position
-
-    def check_idle(self) -> None:
-        """Nothing runs: no slot is in use, no pin and no lock is left, every page is free or cached."""
-        self.check()
-        assert self.tails.store.device.in_use == 0 and len(self.tails) == 0
-        assert all(not self.tails.store[i].pins for i in self.tails.store.ids())
-        assert self.cache.protected_size() == 0
-        free, cached = self.allocator.available_size(), self.cache.evictable_size()
-        assert free + cached == self.allocator.size, f"free {free} + cached {cached} != total {self.allocator.size}"
+from lib import prefix_replay
+from lib.prefix_replay import PAGE, Running, tail_engine
+from prefix.checked_engine import CheckedEngine, longest_stored, retract_all, retract_or_finish, some
 
 
 @pytest.fixture(scope="module")
 def tokens() -> random.Random:
     return random.Random(11)
-
-
-def some(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(1000, 100_000) for _ in range(count)]
 
 
 @pytest.fixture
@@ -125,7 +46,7 @@ def test_a_conversation_goes_on_from_its_last_page(engine: CheckedEngine, tokens
 
 
 def test_a_conversation_that_ends_with_its_page_loses_nothing(engine: CheckedEngine, tokens: random.Random) -> None:
-    """511 tokens and an answer of 2: [0, 512) is computed, and no forward comes that would save the ring first."""
+    """511 tokens and an answer of 2: [0, 512) is computed, and no later forward saves the ring."""
     prompt = some(tokens, 511)
     done = engine.run(prompt, some(tokens, 2))
     assert done.length == 512
@@ -133,20 +54,20 @@ def test_a_conversation_that_ends_with_its_page_loses_nothing(engine: CheckedEng
     assert engine.run(whole, [7]).hit_tokens == 512
 
 
-def test_a_diverging_request_leaves_a_checkpoint_for_the_third(engine: CheckedEngine, tokens: random.Random) -> None:
+def test_a_diverging_request_leaves_a_tail_for_the_third(engine: CheckedEngine, tokens: random.Random) -> None:
     """Learned branch point: 1,100 shared tokens, the interval is 2,048."""
     shared = some(tokens, 1100)
     hits = [engine.run(shared + some(tokens, 3000), [7]).hit_tokens for _ in range(3)]
     assert hits == [0, 0, 1024]
 
 
-def test_interval_checkpoints_bound_what_a_divergence_costs(engine: CheckedEngine, tokens: random.Random) -> None:
+def test_interval_tails_bound_the_cost_of_a_divergence(engine: CheckedEngine, tokens: random.Random) -> None:
     prompt = some(tokens, 9000)
     engine.run(prompt, [7])
     assert engine.run(prompt[:5000] + some(tokens, 500), [7]).hit_tokens == 4096
 
 
-def test_a_split_leaves_the_checkpoint_at_the_end_it_belongs_to(engine: CheckedEngine, tokens: random.Random) -> None:
+def test_a_split_leaves_the_tail_at_the_end_it_belongs_to(engine: CheckedEngine, tokens: random.Random) -> None:
     prompt = some(tokens, 1500)
     engine.run(prompt, [7])
     engine.run(prompt[:600] + some(tokens, 400), [7])  # splits the leaf at 512
@@ -155,19 +76,19 @@ def test_a_split_leaves_the_checkpoint_at_the_end_it_belongs_to(engine: CheckedE
     assert engine.run(prompt[:600] + some(tokens, 400), [7]).hit_tokens == 512
 
 
-def test_evicted_pages_take_their_checkpoint_along(engine: CheckedEngine, tokens: random.Random) -> None:
+def test_a_tail_is_evicted_with_its_pages(engine: CheckedEngine, tokens: random.Random) -> None:
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     prompt = some(tokens, 3000)
     engine.run(prompt, [7])
-    held = len(engine.tails.store)
+    held = len(engine.ledger.store)
     engine.cache.evict(EvictParams(num_tokens=PAGE))
     engine.check()
-    assert len(engine.tails.store) < held
+    assert len(engine.ledger.store) < held
     assert engine.run(prompt, [7]).hit_tokens == 2048
 
 
-def test_a_lost_checkpoint_leaves_the_pages(tokens: random.Random) -> None:
+def test_an_evicted_tail_leaves_the_pages(tokens: random.Random) -> None:
     engine = CheckedEngine.of(tail_engine(full_tokens=65536, device_slots=2))
     first, others = some(tokens, 700), [some(tokens, 900) for _ in range(3)]
     engine.run(first, [7])
@@ -179,8 +100,8 @@ def test_a_lost_checkpoint_leaves_the_pages(tokens: random.Random) -> None:
     engine.check_idle()
 
 
-def test_a_checkpoint_may_be_lost_to_the_one_that_follows_it(tokens: random.Random) -> None:
-    """One slot: the request's end takes it from the checkpoint that the request began at, while it is inserted."""
+def test_a_tail_may_be_evicted_for_the_one_that_follows_it(tokens: random.Random) -> None:
+    """One slot: the tail at the request's end evicts the tail that the request began at, while it is inserted."""
     engine = CheckedEngine.of(tail_engine(full_tokens=65536, device_slots=1))
     prompt = some(tokens, 300)
     engine.run(prompt, [7])
@@ -190,10 +111,10 @@ def test_a_checkpoint_may_be_lost_to_the_one_that_follows_it(tokens: random.Rand
     assert running.length == 512
     engine.finish(running)
     engine.check_idle()
-    assert [engine.tails.store[i].position for i in engine.tails.store.ids()] == [512]
+    assert [engine.ledger.store[i].position for i in engine.ledger.store.ids()] == [512]
 
 
-def test_an_admitted_requests_checkpoint_is_not_lost_before_it_is_restored(tokens: random.Random) -> None:
+def test_an_admitted_requests_tail_is_not_evicted_before_it_is_restored(tokens: random.Random) -> None:
     engine = CheckedEngine.of(tail_engine(full_tokens=65536, device_slots=1))
     prompt = some(tokens, 700)
     engine.run(prompt, [7])
@@ -205,7 +126,7 @@ def test_an_admitted_requests_checkpoint_is_not_lost_before_it_is_restored(token
     engine.check_idle()
 
 
-def test_equal_requests_side_by_side_keep_one_checkpoint(engine: CheckedEngine, tokens: random.Random) -> None:
+def test_equal_requests_side_by_side_keep_one_tail(engine: CheckedEngine, tokens: random.Random) -> None:
     prompt = some(tokens, 700)
     pair = [engine.admit(prompt), engine.admit(prompt)]
     for running in pair:
@@ -214,23 +135,23 @@ def test_equal_requests_side_by_side_keep_one_checkpoint(engine: CheckedEngine, 
     for running in pair:
         engine.decode(running, some(tokens, 3))
         engine.finish(running)
-    assert len(engine.tails.store) == 1
+    assert len(engine.ledger.store) == 1
 
 
 def test_retraction_and_abort_give_everything_back(engine: CheckedEngine, tokens: random.Random) -> None:
-    """A retracted request keeps its published chunks, loses what it decoded, and is computed again."""
+    """A retracted request keeps its published chunks, loses its decoded tokens, and is computed again."""
     prompt = some(tokens, 20_000)
     running = engine.admit(prompt)
     engine.prefill_chunk(running)
     engine.prefill_chunk(running)
     engine.retract(running)
-    assert engine.tails.store.device.in_use == 0
+    assert engine.ledger.store.device.in_use == 0
     again = engine.start(prompt)
     assert again.hit_tokens == 16384
     engine.decode(again, some(tokens, 700))
-    assert engine.tails.store.device.in_use == 1
+    assert engine.ledger.store.device.in_use == 1
     engine.retract(again)
-    assert engine.tails.store.device.in_use == 0
+    assert engine.ledger.store.device.in_use == 0
 
 
 def test_salts_and_extra_keys_are_namespaces(engine: CheckedEngine, tokens: random.Random) -> None:
@@ -246,45 +167,14 @@ def test_flush_empties_every_pool(engine: CheckedEngine, tokens: random.Random) 
     engine.run(prompt, some(tokens, 300))
     engine.flush()
     engine.check_idle()
-    assert len(engine.tails.store) == 0 and engine.tails.store.device.free == 32
+    assert len(engine.ledger.store) == 0 and engine.ledger.store.device.free == 32
     assert engine.run(prompt, [7]).hit_tokens == 0
 
 
 def test_a_prefix_without_its_tail_is_refused(engine: CheckedEngine, tokens: random.Random) -> None:
     with pytest.raises(RuntimeError, match="begins at 256, but it was never matched"):
-        engine.tails.resume(1, 1, 256)
-    engine.tails.finished(1, 1)
-
-
-def retract_or_finish(
-    engine: CheckedEngine, rng: random.Random, running: list[Running], stems: list[list[int]]
-) -> None:
-    """End one of the running requests; what a finished one holds becomes one of the last twelve stems."""
-    request = running.pop(rng.randrange(len(running)))
-    if request.length < request.prompt_tokens or rng.random() < 0.2:
-        engine.retract(request)
-    else:
-        engine.finish(request)
-        stems.append([*request.req.origin_input_ids, *request.req.output_ids])
-        del stems[:-12]
-
-
-def retract_all(engine: CheckedEngine, running: list[Running]) -> None:
-    """End all of them."""
-    while running:
-        engine.retract(running.pop())
-
-
-def longest_stored(engine: CheckedEngine, prompt: Sequence[int]) -> int:
-    """The naive model: the longest prefix of the prompt that some live cached checkpoint stands for."""
-    store = engine.tails.store
-    best = 0
-    for checkpoint_id in store.ids():
-        c = store[checkpoint_id]
-        payload = engine.host[c.host_slot] if c.device_slot is None else engine.device.get(c.device_slot)
-        if c.holder is Holder.TREE and best < c.position < len(prompt) and tuple(prompt[: c.position]) == payload:
-            best = c.position
-    return best
+        engine.ledger.resume(1, 1, 256)
+    engine.ledger.finished(1, 1)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -335,7 +225,7 @@ def test_random_requests(seed: int, device: int, host: int) -> None:
     retract_all(engine, running)
     engine.check_idle()
     assert hits > 10 and (
-        device > 20 or engine.tails.store.counters.lost + engine.tails.store.counters.device_drops > 20
+        device > 20 or engine.ledger.store.counters.lost + engine.ledger.store.counters.device_drops > 20
     )
 
 

@@ -1,4 +1,4 @@
-"""README's table "Coming from SGLang" says what becomes of a flag: each is given to SGLang's argument resolution."""
+"""Each flag in docs/coming_from_sglang.md goes through SGLang's argument resolution and does what the table says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dsv4.seam import moe_runner as experts_runner
+from sglang_dsv4.seam import hooks, install
 from sglang_dsv4.seam import refused_flags as server_flags
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,8 +40,8 @@ for flags in json.load(sys.stdin):
 
 def rows() -> dict[str, str]:
     """Flags, with their values, -> what the table says of them."""
-    section = (ROOT / "README.md").read_text().split("## Coming from SGLang")[1].split("\n## ")[0]
-    cells = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `--")]
+    lines = (ROOT / "docs" / "coming_from_sglang.md").read_text().splitlines()
+    cells = [line.strip("|").split("|") for line in lines if line.startswith("| `--")]
     return {flags: row[1].strip() for row in cells for flags in re.findall(r"`([^`]+)`", row[0])}
 
 
@@ -64,7 +64,8 @@ def asked(flags: str) -> dict[str, object]:
     """The arguments that the flags name, as SGLang's parser reads them."""
     from sglang.srt.server_args import ServerArgs
 
-    experts_runner.add_choice()  # as the plugin does in the launcher
+    (choice,) = [hook for hook in hooks.HOOKS if hook.target.endswith("add_moe_runner_backend_choices")]
+    install.install_once(choice)  # as the plugin does in the launcher
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     values = vars(parser.parse_args(["--model-path", "none", *flags.split()]))

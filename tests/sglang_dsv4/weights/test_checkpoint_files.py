@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from model.released_configs import FLASH, RELEASED, as_sglang_parses, as_transformers_parses
 
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.weights import checkpoint_files
@@ -19,7 +20,6 @@ from sglang_dsv4.weights.checkpoint_files import (
     require_same_config,
     stated,
 )
-from tests.sglang_dsv4.model_config.test_config import FLASH, RELEASED, as_sglang_parses, as_transformers_parses
 
 MAY_BE_LEFT_OUT = {
     "attention_bias": "not in every release; any value but the default is refused",

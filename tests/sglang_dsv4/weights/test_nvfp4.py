@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from model.checkpoint_tensors import assert_same, e8m0, loaded, unfilled, with_last, with_tensor, without
 from model.harness import Harness
 from model.oracle import read_dequantised
 from safetensors.torch import load_file
@@ -21,7 +22,6 @@ from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config, write_checkpoi
 from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.weights.loader import CheckpointError, load_checkpoint
 from sglang_dsv4.weights.tensor_table import TensorTable, main_model_tensors
-from tests.sglang_dsv4.weights.test_weights import assert_same, e8m0, loaded, unfilled, with_last, with_tensor, without
 
 Checkpoint = dict[str, Tensor]
 SHAPE = replace(PRESETS["nvfp4"], moe_intermediate_size=128)  # the messages below name shapes

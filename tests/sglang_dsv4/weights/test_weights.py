@@ -13,6 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from model.checkpoint_tensors import (
+    Checkpoint,
+    assert_same,
+    e8m0,
+    empty,
+    loaded,
+    unfilled,
+    with_last,
+    with_tensor,
+    without,
+)
 from model.harness import Harness
 from safetensors.torch import load_file
 from sglang.srt.model_loader.weight_utils import (
@@ -21,12 +32,11 @@ from sglang.srt.model_loader.weight_utils import (
 )
 from torch import Tensor, nn
 
-from dsv4_kernels.quant import dequantise_fp4_weight, dequantise_fp8_weight, quantise_fp8_weight
+from dsv4_kernels.number_formats import dequantise_fp4_weight, dequantise_fp8_weight, quantise_fp8_weight
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.weights.loader import CheckpointError, cut_tensors, load_checkpoint
 from sglang_dsv4.weights.tensor_table import main_model_tensors, mtp_tensors
 
-Checkpoint = dict[str, Tensor]
 SHAPE = replace(  # the messages below name shapes
     PRESETS["tiny"],
     hidden_size=256,
@@ -85,33 +95,6 @@ def draft(harness: Harness) -> nn.Module:
             return DeepseekV4ForCausalLMNextN(harness.model.config)
         finally:
             torch.set_default_dtype(torch.float32)
-
-
-def snapshot(model: nn.Module) -> Checkpoint:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def empty(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.data.fill_(float("nan") if parameter.is_floating_point() else -1)
-
-
-def unfilled(model: nn.Module) -> list[str]:
-    return [
-        name for name, p in model.named_parameters() if (p.isnan().any() if p.is_floating_point() else (p < 0).any())
-    ]
-
-
-def assert_same(actual: Checkpoint, expected: Checkpoint) -> None:
-    assert actual.keys() == expected.keys()
-    different = [name for name in expected if not torch.equal(actual[name], expected[name])]
-    assert not different
-
-
-def loaded(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
-    empty(model)
-    model.load_weights(iter(checkpoint.items()))
-    return snapshot(model)
 
 
 def test_a_checkpoint_fills_every_parameter(main: nn.Module, draft: nn.Module, quantised: Checkpoint) -> None:
@@ -192,30 +175,12 @@ def test_loading_streams(main: nn.Module, quantised: Checkpoint) -> None:
     main.load_weights(items())
 
 
-def without(name: str) -> Callable[[Checkpoint], None]:
-    return lambda checkpoint: checkpoint.pop(name)
-
-
-def with_tensor(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[Checkpoint], None]:
-    return lambda checkpoint: checkpoint.update({name: make(checkpoint.get(name, torch.zeros(1)))})
-
-
 def unquantised_beside_its_scale(checkpoint: Checkpoint) -> None:
     checkpoint[f"{QUANTISED}.weight"] = dequantised(checkpoint, f"{QUANTISED}.weight")
 
 
 def renamed(checkpoint: Checkpoint) -> None:
     checkpoint["layers.1.attn.q_norm.weigth"] = checkpoint.pop("layers.1.attn.q_norm.weight")
-
-
-def with_last(tensor: Tensor, value: float) -> Tensor:
-    tensor = tensor.clone()
-    tensor.view(-1)[-1] = value
-    return tensor
-
-
-def e8m0(byte: int) -> Callable[[Tensor], Tensor]:
-    return lambda scale: with_last(scale.view(torch.uint8), byte).view(torch.float8_e8m0fnu)
 
 
 def two_mistakes(checkpoint: Checkpoint) -> None:
@@ -471,9 +436,10 @@ def test_the_target_of_a_dspark_checkpoint_loads(dspark_folder: Path) -> None:
 
 def test_the_draft_of_the_releases_has_as_many_tensors_as_their_index_says() -> None:
     """4,705 of DSpark's on 0731, 1,575 of the MTP module's before."""
+    from model.released_configs import FLASH, FLASH_0731, Fields
+
     from sglang_dsv4.model_config.config import Config
     from sglang_dsv4.weights.tensor_table import _draft_names
-    from tests.sglang_dsv4.model_config.test_config import FLASH, FLASH_0731, Fields
 
     names = _draft_names(Config.from_hf(Fields(**FLASH_0731)))
     of_stage = [sum(name.startswith(f"mtp.{stage}.") for name in names) for stage in range(3)]

@@ -54,6 +54,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device.tma import swizzled_layout
 from dsv4_kernels.sparse_attention.sm90 import tile_scheduler as scheduler
 from dsv4_kernels.sparse_attention.sm90.barriers import sync
 from dsv4_kernels.sparse_attention.sm90.epilogue import load_sink
@@ -71,7 +72,6 @@ from dsv4_kernels.sparse_attention.sm90.few_heads.plan import (
 )
 from dsv4_kernels.sparse_attention.sm90.plan import GROUP, GROUPS, KEY_TILE, NO_ROW_MAX, Arguments
 from dsv4_kernels.sparse_attention.sm90.softmax import multiply
-from dsv4_kernels.sparse_attention.sm90.tma import swizzled_layout
 
 
 @cute.jit

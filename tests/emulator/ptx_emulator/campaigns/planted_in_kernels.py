@@ -67,12 +67,12 @@ def _compiled_for_this_device() -> Iterator[None]:
 def _attention(generation: str, arch: str, multiprocessors: int, **spec: object) -> Recording:
     from ops.attention_cases import Spec, build
 
-    from dsv4_kernels import registry
+    from dsv4_kernels import ops, registry
     from dsv4_kernels.sparse_attention import sparse_attention
 
     name, op = f"emulated {generation}", "sparse_attention"
     loader = f"dsv4_kernels.sparse_attention.launch:{generation}"
-    row = registry.Implementation(op, name, loader, registry.any_device, -1, False, False)
+    row = registry.Implementation(name, loader, ops.any_device, -1)
     options = {"arch": arch, "multiprocessors": multiprocessors, "checks": Checks.strict(), "record": True}
     with (
         mock.patch.dict(registry._table[op], {name: row}),

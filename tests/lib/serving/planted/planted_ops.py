@@ -1,7 +1,7 @@
-"""Operators that say they are batch-invariant and are not, while a file names them: `op kind` in its only line.
+"""Operators that are marked batch-invariant and are not, while a file names them: `op kind` in its only line.
 
-rows     the last bit depends on the number of rows, as that of a product whose tile does
-order    it depends on chance, as that of a sum by atomics
+rows     the last bit depends on the number of rows, as in a product whose tile does order    the last bit is random, as
+in a sum by atomics
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 FILE_VARIABLE = "DSV4_TEST_PLANTED"
-REAL = {  # op -> the implementation of a CPU
+REAL = {  # op -> a CPU's implementation
     **dict.fromkeys(("linear", "linear_fp32", "grouped_linear"), "tiled"),
     **dict.fromkeys(("experts_forward", "fused_swiglu", "hc_boundary", "rms_norm"), "ref"),
     **dict.fromkeys(("index_topk", "sparse_attention"), "ref"),
@@ -25,13 +25,15 @@ REAL = {  # op -> the implementation of a CPU
 }
 FEW_ROWS = 3
 MORE = 1 + 2.0**-5
-"""Of numbers that are rounded afterwards: of an entry's channels, of routing weights."""
+"""Factor for numbers that are rounded afterwards: an entry's channels, and routing weights."""
 
 
 def plant(registry: ModuleType) -> None:
-    """In front of each op's own implementation; without the file's word it is that one."""
+    """Register faulty implementations with a higher priority; without the file's line they call the real ones."""
+    from dsv4_kernels.ops import cpu_only
+
     for op in REAL:
-        registry.register(op, "planted", f"planted_ops:{op}", registry.cpu_only, 100, batch_invariant=True)
+        registry.register(op, "planted", f"planted_ops:{op}", cpu_only, 100, batch_invariant=True)
 
 
 def __getattr__(op: str) -> Callable[..., Any]:
@@ -41,11 +43,11 @@ def __getattr__(op: str) -> Callable[..., Any]:
 
 
 def run(op: str, *arguments: Any, **options: Any) -> Any:
-    """The op, spoilt if the file says so."""
+    """Run the op, with a wrong result if the file names it."""
     from dsv4_kernels import registry
 
     named, _, kind = Path(os.environ[FILE_VARIABLE]).read_text().strip().partition(" ")
-    if op == "compress_store":  # it returns nothing, and what a decode step stores is read by few: spoilt by chance
+    if op == "compress_store":  # it returns nothing, and few requests read what a decode step stores: wrong at random
         groups, compressions, dtype = arguments
         if named == op:
             compressions = [
@@ -56,7 +58,7 @@ def run(op: str, *arguments: Any, **options: Any) -> Any:
     result = registry.select(op, rows.device, rows.dtype, REAL[op])(*arguments, **options)
     if named != op or (kind == "rows" and len(rows) <= FEW_ROWS):
         return result
-    if op == "norm_rope_store":  # the last argument is what it writes
+    if op == "norm_rope_store":  # the last argument is the output
         return arguments[-1].copy_(spoilt(arguments[-1]))
     if op == "route_topk_logits":  # an ulp of a weight is lost where h is rounded; the experts stay
         return result[0] * MORE, result[1]
@@ -66,7 +68,7 @@ def run(op: str, *arguments: Any, **options: Any) -> Any:
 
 
 def spoilt(x: torch.Tensor, by_chance: bool = False) -> torch.Tensor:
-    """One ulp more, everywhere or in half of the places; of a list of rows the first is left out."""
+    """Return x with one ulp more, everywhere or in half of the elements; the first row of a list is left out."""
     if not x.is_floating_point():
         return torch.cat([torch.full_like(x[:, :1], -1), x[:, 1:]], 1)
     more = torch.nextafter(x, torch.full_like(x, torch.inf))

@@ -1,4 +1,4 @@
-"""First on the path of a server's processes: faults of `planted_ops` come into the registry as soon as it is there."""
+"""First on the path of a server's processes: adds the faults of `planted_ops` when the registry is imported."""
 
 import importlib.abc
 import importlib.util
@@ -6,10 +6,10 @@ import sys
 
 
 class Planting(importlib.abc.MetaPathFinder):
-    """Finds the registry as everybody else does, and plants when it has been run."""
+    """Finds the registry as usual, and plants the faults after it has run."""
 
     def find_spec(self, name, path=None, target=None):  # noqa: ANN001, ANN201 - importlib's signature
-        """Of dsv4_kernels.registry only."""
+        """Handle dsv4_kernels.registry only."""
         if name != "dsv4_kernels.registry":
             return None
         sys.meta_path.remove(self)

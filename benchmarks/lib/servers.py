@@ -1,0 +1,288 @@
+"""Servers of SGLang for benchmarks: start one, wait for it, stop it, or use one that `servers.py` has started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+CONTENDERS = ("builtin", "ours")
+HCA_GROUP = 128  # tokens of an entry there, and rows of a request's state in the built-in
+READY_TIMEOUT_S = 900
+NODES_PORT, NODE_PORTS = (
+    500,
+    1000,
+)  # added to a server's port: where its nodes meet; and a node's port minus the one before
+PORT_TAKEN = "address already in use"
+"""A server's log line when its port is in use; the server then never answers. Linux gives ports from 32768 on to any
+process."""
+STALL_S = 2.0  # twice the longest forward, a chunk of the 64K prefill
+SWITCHES = (
+    "DSV4_DEPENDENT_LAUNCH",
+    "SGLANG_DSV4_FP8_LINEAR",
+    "SGLANG_DSV4_SEQUENCE_PARALLEL",
+    "SGLANG_DSV4_SIDE_STREAM",
+    "SGLANG_DSV4_VERIFY_EPILOGUE",
+    "SGLANG_DSV4_WO_A",
+)
+"""Our switches that change how a step runs."""
+FOLDER_VARIABLE = "BENCHMARK_SERVERS"
+LIST = "servers.json"
+"""File in that folder that lists the running servers."""
+
+
+class Server:
+    """A running `sglang.launch_server`.
+
+    Attributes:
+        stall_s: for all servers: a silence of this many seconds is a stall and not serving.
+    """
+
+    stall_s = STALL_S
+
+    def __init__(self, contender: str, model: Path, url: str, log: Path, ready_s: float) -> None:
+        self.contender, self.model, self.url, self.log, self.ready_s = contender, model, url, log, ready_s
+
+    def get(self, path: str) -> dict:
+        """GET a path; return the JSON answer."""
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return json.load(answer)
+
+    def post(self, path: str, body: dict) -> dict:
+        """POST a JSON body; return the JSON answer."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            return json.load(answer)
+
+    def kv_memory(self) -> tuple[float, int]:
+        """Return bytes of the KV pools and all that belongs to them (rings, states, tails), and the tokens that they
+        hold.
+
+        Both come from the log in which each server reports its own sizing. (Free GPU memory before and after has two
+        decimals of a GB and includes what the allocator had already, so it cannot show a pool of 0.5 GB. Neither
+        `/server_info` nor `/metrics` counts the built-in's pools.)
+        """
+        text = self.log.read_text(errors="replace")
+        if self.contender == "ours":
+            return our_pools(text)
+        return builtin_pools(text, self.model)
+
+
+def our_pools(log: str) -> tuple[float, int]:
+    """Return bytes and tokens of the memory plans in our server's log: the target's, and the draft worker's bytes
+    added.
+
+    Raises:
+        ValueError: the log has no plan.
+    """
+    plans = {}  # every rank logs its plan: the last plan of each worker counts
+    table = r"(Target|Draft) worker\nDeepSeek-V4 pools: ([\d,]+) tokens(?:.*\n)+?total +([\d,]+)"
+    for worker, tokens, size in re.findall(table, log):
+        plans[worker] = int(size.replace(",", "")), int(tokens.replace(",", ""))
+    if "Target" not in plans:
+        raise ValueError('the log has no memory plan of ours ("Target worker", "DeepSeek-V4 pools: …")')
+    return float(sum(size for size, _ in plans.values())), plans["Target"][1]
+
+
+def builtin_pools(log: str, model: Path) -> tuple[float, int]:
+    """Return bytes and tokens of SGLang 0.5.23's own pools by its log: bytes a token, and the HCA layers' states.
+
+    `DSV4PoolConfigurator` logs the bytes of a token (entries, indexer keys, paged windows and CSA states) and the rows
+    of the requests' states: [rows, 2, head_dim] fp32 an HCA layer, rounded up to whole groups of 128 and one group
+    more.
+
+    Raises:
+        ValueError: a line is missing, or names memory of a kind that is not counted here.
+    """
+    cost = re.findall(r"DSV4 memory calculation: unified=(\w+),.*bytes_per_full_token=([\d.]+)", log)
+    sizes = re.findall(r"Initialize DeepSeekV4TokenToKVPool with .*c128_state_pool_size=(\d+)", log)
+    tokens = re.findall(r"max_total_num_tokens=(\d+)", log)
+    if not (cost and sizes and tokens) or cost[-1][0] != "False":
+        raise ValueError(
+            "the built-in's log should have 'DSV4 memory calculation: unified=False, … bytes_per_full_token=', "
+            "'Initialize DeepSeekV4TokenToKVPool with … c128_state_pool_size=' and 'max_total_num_tokens='"
+        )
+    config = json.loads((model / "config.json").read_text())
+    layers = config["compress_ratios"][: config["num_hidden_layers"]].count(HCA_GROUP)
+    rows = -(-(int(sizes[-1]) + HCA_GROUP + 1) // HCA_GROUP) * HCA_GROUP
+    states = layers * rows * 2 * config["head_dim"] * 4
+    return int(tokens[-1]) * float(cost[-1][1]) + states, int(tokens[-1])
+
+
+Process = subprocess.Popen[bytes]
+
+
+def environment_of(contender: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment of a server's process: this process's with `more`."""
+    env = {**os.environ, **(more or {}), "SGLANG_DSV4": "off" if contender == "builtin" else ""}
+    return {name: value for name, value in env.items() if value or name != "SGLANG_DSV4"}
+
+
+def start(contender: str, model: Path, flags: Sequence[str], port: int, log: Path, env: Mapping[str, str]) -> Process:
+    """Start a server's process in a session of its own. With --nnodes it is a shell that becomes the first node's
+    process."""
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *flags]
+    if "--nnodes" in flags:
+        command = ["sh", "-c", nodes_script(command, int(flags[flags.index("--nnodes") + 1]), port, log)]
+    else:
+        command += ["--port", str(port)]
+    with log.open("wb") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True)
+
+
+def nodes_script(command: Sequence[str], nodes: int, port: int, log: Path) -> str:
+    """Return a shell command that starts several nodes on this machine in one session. NCCL treats them as machines:
+    their ranks may share a GPU, and it connects them by sockets."""
+    command = [*command, "--dist-init-addr", f"127.0.0.1:{port + NODES_PORT}"]
+    lines = []
+    for node in reversed(range(nodes)):
+        names = {"NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+        own = ["env", *(f"{name}={value}" for name, value in names.items()), *command]
+        line = shlex.join([*own, "--node-rank", str(node), "--port", str(port + node * NODE_PORTS)])
+        lines.append(f"{line} > {shlex.quote(f'{log}.node{node}')} 2>&1 &" if node else f"exec {line}")
+    return "\n".join(lines)
+
+
+def wait(contender: str, process: Process, url: str, log: Path, begin: float) -> float:
+    """Wait until the server answers; return the seconds since `begin`.
+
+    Raises:
+        RuntimeError: the server ended, was not ready in time, or ours is not live; the message has its log's end.
+    """
+    while not _answers(url):
+        taken = PORT_TAKEN in log.read_text(errors="replace")  # its warm-up goes on asking for two minutes all the same
+        if taken or process.poll() is not None or time.monotonic() - begin > READY_TIMEOUT_S:
+            raise RuntimeError(f"the {contender} server did not come up; {log} ends:\n{_end_of(log)}")
+        time.sleep(0.5)
+    text = log.read_text(errors="replace")
+    live = "sglang_dsv4" in text and "is live on" in text
+    if live != (contender == "ours"):
+        raise RuntimeError(f"{contender} was asked for, but sglang_dsv4 is {'' if live else 'not '}live: see {log}")
+    return time.monotonic() - begin
+
+
+@contextlib.contextmanager
+def running(
+    contender: str, model: Path, flags: Sequence[str], port: int, log: Path, alone: bool = False
+) -> Iterator[Server]:
+    """Start a server, wait until it answers, and stop it with all its processes at the end.
+
+    A server that `servers.py start` runs with the same model, flags and switches is used instead and keeps running.
+    With `alone`, the processes of all other servers in that folder are suspended meanwhile, for measuring times.
+
+    Raises:
+        RuntimeError: see `wait`.
+    """
+    here = already_running(contender, model, flags, os.environ)
+    if here is not None:
+        print(f"{contender}: taking the server that runs at {here.url}, ready after {here.ready_s:.0f} s", flush=True)
+        with others_suspended(Path(os.environ[FOLDER_VARIABLE]), here.url) if alone else contextlib.nullcontext():
+            yield here
+        return
+    begin = time.monotonic()
+    process = start(contender, model, flags, port, log, environment_of(contender))
+    try:
+        url = f"http://127.0.0.1:{port}"
+        yield Server(contender, model, url, log, wait(contender, process, url, log, begin))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextlib.contextmanager
+def others_suspended(folder: Path, url: str) -> Iterator[None]:
+    """Suspend the servers of `folder` except the one at `url`; they continue at the end."""
+    sessions = [found["pid"] for found in listed_servers(folder).values() if found["url"] != url]
+    try:
+        for session in sessions:
+            os.killpg(session, signal.SIGSTOP)
+        yield
+    finally:
+        for session in sessions:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(session, signal.SIGCONT)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health_generate", timeout=20) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _end_of(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+
+
+def versions() -> dict[str, str]:
+    """Return versions of the packages that decide speed."""
+    import importlib.metadata
+
+    names = ("sglang-dsv4", "sglang", "torch", "nvidia-cutlass-dsl", "sgl-flash-mla", "sgl-deep-gemm", "sglang-kernel")
+    found = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ several at once
+
+
+def identity(contender: str, model: Path, flags: Sequence[str], env: Mapping[str, str]) -> dict[str, object]:
+    """Return what two equal servers have in common; the last value counts for a flag that is given twice."""
+    options: dict[str, list[str]] = {}
+    for word in flags:
+        if word.startswith("--"):
+            values = options[word] = []
+        else:
+            values.append(word)
+    switches = {name: env[name] for name in sorted(env) if name.startswith(("SGLANG_", "DSV4_")) and env[name]}
+    switches.pop("SGLANG_DSV4", None)  # the contender says that already
+    return {"contender": contender, "model": str(model.resolve()), "options": options, "switches": switches}
+
+
+def already_running(contender: str, model: Path, flags: Sequence[str], env: Mapping[str, str]) -> Server | None:
+    """Return the running server that is the one asked for, None if there is none."""
+    if not env.get(FOLDER_VARIABLE):
+        return None
+    wanted = identity(contender, model, flags, env)
+    for found in json.loads((Path(env[FOLDER_VARIABLE]) / LIST).read_text()).values():
+        if found["identity"] != wanted:
+            continue
+        with contextlib.suppress(ProcessLookupError):  # a killed benchmark may have left it suspended
+            os.killpg(found["pid"], signal.SIGCONT)
+        if _answers(found["url"]):
+            return Server(contender, model, found["url"], Path(found["log"]), found["ready_s"])
+    return None
+
+
+def listed_servers(folder: Path) -> dict[str, dict]:
+    """Return the servers that `servers.py start` noted in `folder`, by name."""
+    return json.loads((folder / LIST).read_text()) if (folder / LIST).exists() else {}
+
+
+def end_session(session: int) -> None:
+    """End all processes of a session: SIGTERM, two seconds, SIGKILL."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(session, number)
+            time.sleep(2.0)

@@ -1,0 +1,47 @@
+"""Tensor memory, and descriptors of `tcgen05.mma` operands in shared memory (Blackwell)."""
+
+import cutlass
+from cutlass import Float32, Int32
+from cutlass.experimental import primitives as prims
+
+SWIZZLE_ROW_BYTES = 128
+"""The span of the 128-byte swizzle: 64 bf16."""
+
+
+def tmem_columns(tmem: prims.TmemAddr, warp: Int32, column: Int32 | int, dtype: type) -> cutlass.Array:
+    """Address of a column in the 32 lanes that warp `warp`, modulo 4, may access."""
+    return prims.TmemAddr.from_row_col(tmem.row_id + warp % 4 * 32, tmem.col_id + column).as_ptr(dtype)
+
+
+def load_tmem(columns: cutlass.Array, count: int) -> list[Int32]:
+    """`count` columns of this thread's lane. A `tcgen05_wait(LOAD)` must follow before their first use."""
+    words = prims.tcgen05_ld("32x32b", columns, num=count)
+    return [words[i] for i in range(count)]
+
+
+def as_float(word: Int32) -> Float32:
+    """The fp32 with the same bits.
+
+    PTX text, because the compiler would otherwise combine words in pairs between a load of tensor memory and its wait.
+    """
+    return prims.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
+
+
+def swizzled(start: cutlass.Pointer, leading_bytes: int = 16) -> prims.Tcgen05SmemDesc:
+    """Descriptor of rows of 128 bytes, swizzled by 128 bytes, in groups of eight that are 1,024 bytes apart."""
+    return prims.Tcgen05SmemDesc.build(
+        start_address=start,
+        leading_byte_offset=leading_bytes,
+        stride_byte_offset=8 * SWIZZLE_ROW_BYTES,
+        layout=prims.Tcgen05SmemSwizzle.SWIZZLE_128B,
+    )
+
+
+def unswizzled(start: cutlass.Pointer) -> prims.Tcgen05SmemDesc:
+    """Descriptor of 32 adjacent rows of 16 bytes."""
+    return prims.Tcgen05SmemDesc.build(
+        start_address=start,
+        leading_byte_offset=16,
+        stride_byte_offset=8 * 16,
+        layout=prims.Tcgen05SmemSwizzle.NONE,
+    )

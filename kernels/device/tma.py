@@ -1,0 +1,34 @@
+"""TMA copies between global memory and tiles of bf16 in shared memory that are swizzled by 128 bytes."""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import BFloat16
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+
+class TmaTensor(NamedTuple):
+    """A tensor in global memory, and the copy instruction that moves boxes of it."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+def swizzled_atom() -> cute.ComposedLayout:
+    """Layout of eight rows of 128 bytes (64 bf16), swizzled by 128 bytes, K-major."""
+    return warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+
+
+def swizzled_layout(shape: tuple) -> tuple:
+    """(outer layout, swizzle) of `shape` tiled with the swizzled atom, first modes first."""
+    layout = cute.tile_to_shape(swizzled_atom(), shape, order=tuple(range(len(shape))))
+    return layout.outer, layout.inner
+
+
+def tma_partition(tma: TmaTensor, tiles: cute.Tensor) -> tuple:
+    """(shared memory, global memory) operands of TMA copies: mode 0 is a box, the other modes are those of `tiles`
+    after its first two, and the coordinates of boxes in the tensor of three modes."""
+    box = tuple(cute.size(tiles, mode=[mode]) for mode in (0, 1))
+    boxes = cute.local_tile(tma.tensor, box, (None, None, None))
+    blocks = cute.group_modes(tiles, 0, 2), cute.group_modes(boxes, 0, 2)
+    return cpasync.tma_partition(tma.atom, 0, cute.make_layout(1), *blocks)

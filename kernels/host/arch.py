@@ -1,0 +1,41 @@
+"""The architectures that kernels are compiled for, and the size of the GPU that they run on."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+ARCHITECTURES = {"sm90": "sm_90a", "sm100": "sm_100a"}
+"""Name of an implementation -> the architecture to compile for where no GPU tells a minor version."""
+H200_MULTIPROCESSORS = 132
+
+
+def architecture(name: str, device: torch.device) -> str:
+    """The architecture to compile for: "sm_90a" (H100, H200, H20), "sm_100a" (B200, GB200) or "sm_103a" (B300).
+
+    Args:
+        name: of the implementation, "sm90" or "sm100".
+        device: of the tensors; on a CPU (the emulator) the generation's first architecture is returned.
+    """
+    if name == "sm90" or device.type != "cuda":
+        return ARCHITECTURES[name]
+    return f"sm_10{torch.cuda.get_device_capability(device)[1]}a"
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of the GPU; on a CPU (the emulator) those of an H200."""
+    return _multiprocessors(device.index or 0) if device.type == "cuda" else H200_MULTIPROCESSORS
+
+
+@functools.cache
+def hardware_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors that a persistent launch fills: as the driver reports, or as the emulator has been given."""
+    from cutlass.utils import HardwareInfo
+
+    return HardwareInfo(device.index or 0).get_device_multiprocessor_count()
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count

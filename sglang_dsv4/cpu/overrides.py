@@ -1,0 +1,46 @@
+"""What SGLang would change on a CPU for its own CPU engine, and this package leaves as it is.
+
+Each function is named by a row of :mod:`sglang_dsv4.seam.hooks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_dsv4.seam import compat
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.quantization.base_config import QuantizationConfig
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+def keep_config(original: Callable[..., ModelConfig], model_config: ModelConfig, *args: Any) -> ModelConfig:
+    """The config, unchanged for DeepSeek-V4: SGLang would pad heads and sizes, and one KV head would become tp_size."""
+    if compat.is_ours(model_config.hf_config.architectures):
+        return model_config
+    return original(model_config, *args)
+
+
+def skip_gpu_quantisation(
+    original: Callable[..., QuantizationConfig | None], model_config: ModelConfig, *args: Any
+) -> QuantizationConfig | None:
+    """No quantisation config for DeepSeek-V4 on a CPU, where weights are dequantised while they are loaded."""
+    from sglang.srt.runtime_context import get_device
+
+    if get_device().device == "cpu" and compat.is_ours(model_config.hf_config.architectures):
+        return None
+    return original(model_config, *args)
+
+
+def allow_our_kv_pool(original: Callable[..., None], platform: Any, *, subsystem: str) -> None:
+    """Let an out-of-tree platform build a DeepSeek-V4 KV pool: it is ours, not the one that SGLang refuses there."""
+    if subsystem != "the DeepSeek-V4 KV pool":
+        original(platform, subsystem=subsystem)
+
+
+def keep_products(original: Callable[[ModelRunner], None], runner: ModelRunner) -> None:
+    """Keep PyTorch's products for DeepSeek-V4 on a CPU: ours are batch-invariant, SGLang's would be Triton kernels."""
+    if not (runner.device == "cpu" and compat.is_ours(runner.model_config.hf_config.architectures)):
+        original(runner)

@@ -1,0 +1,125 @@
+"""Our steps in SGLang's resolution of a server's arguments: check the checkpoint, refuse flags, set defaults.
+
+Each step gets the server arguments and `previous`, SGLang's own step of the same name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_dsv4 import env
+from sglang_dsv4.requests import reasoning_effort
+from sglang_dsv4.seam import compat, install, moe_runner, refused_flags, self_check
+from sglang_dsv4.seam.hooks import NAME
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+# SGLang would take most of a CPU's memory for the pool, and 256 request slots.
+CPU_MAX_TOTAL_TOKENS = 65536
+CPU_MAX_RUNNING_REQUESTS = 32
+# SGLang subtracts 1.5 MB of memory for each token of a prefill chunk, which GPU kernels need. On a CPU of 24 GB the
+# rest is below zero beyond 16K tokens, also with --chunked-prefill-size -1.
+CPU_MEM_FRACTION_STATIC = 0.7
+
+Step = Callable[["ServerArgs"], None]
+
+
+def check_checkpoint(server_args: ServerArgs, previous: Step) -> None:
+    """Check the checkpoint's files before SGLang parses the config: it would fill in fields that the file lacks.
+
+    Raises:
+        ValueError: a file is missing, damaged or can't be served.
+    """
+    from sglang_dsv4.weights import checkpoint_files
+
+    previous(server_args)
+    checkpoint_files.check_checkpoint(compat.resolving_view(server_args))
+
+
+def resolve_cpu_memory(server_args: ServerArgs, previous: Step) -> None:
+    """Set the share of memory for weights and pools on a CPU, unless the user did."""
+    arguments = compat.resolving_view(server_args)
+    if arguments.device == "cpu" and arguments.mem_fraction_static is None:
+        if compat.is_ours(compat.model_config_of(server_args).hf_config.architectures):
+            compat.declare_resolution(server_args, "sglang_dsv4", mem_fraction_static=CPU_MEM_FRACTION_STATIC)
+    previous(server_args)
+
+
+def resolve_default_arguments(server_args: ServerArgs, previous: Step) -> None:
+    """Refuse flags that can't be served, and set the arguments that the user left open.
+
+    Raises:
+        StartupError: this package is not fully installed.
+        ValueError: a flag or the checkpoint can't be served.
+    """
+    from sglang_dsv4.weights import checkpoint_files
+
+    model_config = compat.model_config_of(server_args)
+    hf_config = model_config.hf_config
+    if compat.is_ours(hf_config.architectures):
+        self_check.require_ready(hf_config.architectures)
+        logger.info("sglang_dsv4: %d hooks installed in the launcher (docs/hooks.md)", len(install.installed()))
+        arguments = compat.resolving_view(server_args)
+        checkpoint_files.require_same_config(model_config, arguments.decrypted_config_file)
+        refused_flags.refuse_unsupported_arguments(arguments, hf_config)
+        choose_effort_tiers(arguments, hf_config)
+        compat.declare_resolution(server_args, "sglang_dsv4", **default_arguments(arguments, hf_config))
+        if arguments.moe_runner_backend == "auto" and moe_runner.serves(arguments, model_config):
+            compat.declare_resolution(server_args, "sglang_dsv4", moe_runner_backend=moe_runner.RUNNER)
+        if arguments.device == "cpu":
+            ranks = arguments.tp_size * arguments.pp_size * arguments.dp_size
+            env.set_default("SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(ranks, sorted(os.sched_getaffinity(0))))
+    previous(server_args)
+
+
+def choose_effort_tiers(arguments: Any, hf_config: Any) -> None:  # arguments: ServerArgs, or SGLang's view of it
+    """Find out which reasoning efforts the checkpoint was trained with.
+
+    Raises:
+        ValueError: processes that load no plugin would render its prompts with other efforts.
+    """
+    has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
+    tiers = reasoning_effort.use_tiers_of(arguments.model_path, arguments.revision, has_dspark)
+    if tiers is reasoning_effort.Tiers.APRIL and arguments.tokenizer_worker_num > 1:
+        raise ValueError(
+            f"sglang-dsv4 does not support --tokenizer-worker-num {arguments.tokenizer_worker_num} with an April "
+            "checkpoint: SGLang loads no plugin in those workers, and they would render the later releases' reasoning "
+            "efforts. Leave the flag out."
+        )
+
+
+def cores_of_ranks(ranks: int, cores: list[int]) -> str:
+    """The cores of each rank as ``0,1|2,3``, for ``SGLANG_CPU_OMP_THREADS_BIND``.
+
+    SGLang needs the variable for more than one rank on a machine. Ranks share cores if there are more of them.
+    """
+    share = max(1, len(cores) // ranks)
+    groups = [[cores[(rank * share + index) % len(cores)] for index in range(share)] for rank in range(ranks)]
+    return "|".join(",".join(map(str, group)) for group in groups)
+
+
+def default_arguments(
+    arguments: Any, hf_config: Any
+) -> dict[str, Any]:  # arguments: ServerArgs, or SGLang's view of it
+    """The arguments that a DeepSeek-V4 server needs and its user did not set: field of ServerArgs -> value."""
+    defaults: dict[str, Any] = {}
+    if arguments.radix_cache_backend is None:
+        defaults["radix_cache_backend"] = NAME
+    if arguments.device == "cpu":
+        if arguments.dtype == "auto" and str(hf_config.dtype) in ("torch.float32", "float32"):
+            defaults["dtype"] = "float32"  # SGLang's "auto" is float16 here
+        if arguments.kv_cache_dtype == "auto":
+            defaults["kv_cache_dtype"] = "bfloat16"  # plain rows in the model's dtype
+        if arguments.max_total_tokens is None:
+            defaults["max_total_tokens"] = CPU_MAX_TOTAL_TOKENS
+        if arguments.max_running_requests is None:
+            defaults["max_running_requests"] = CPU_MAX_RUNNING_REQUESTS
+        if arguments.speculative_algorithm == "DSPARK":
+            defaults["disable_overlap_schedule"] = True  # SGLang does the same for EAGLE on a CPU
+    return defaults

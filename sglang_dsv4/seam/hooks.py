@@ -1,0 +1,341 @@
+"""The table of everything in SGLang that this package hooks, registers or replaces; `docs/hooks.md` is made from it.
+
+    python -m sglang_dsv4.seam.hooks > docs/hooks.md
+
+Functions are named by strings, so that importing this module imports nothing else. `plugin` installs the rows when
+SGLang loads it, except for the kinds ENTRY_POINT and ATTRIBUTE (:data:`KINDS`); `install` says how. A test finds
+changes to SGLang that have no row. Targets are names of SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+NAME = "dsv4"
+"""Of the attention backend, the prefix cache and the MoE runner."""
+MODEL_PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
+OUR_MODELS = "sglang_dsv4.models"
+DISPATCHER = "_request_dispatcher"
+FP8_PRODUCT = "w8a8_block_fp8_linear"
+RESOLVING_VIEW = "resolving_view"
+LOG_SOFTMAX = "enable_deterministic"
+
+
+class Kind(Enum):
+    """How a row is installed; :data:`KINDS` explains each."""
+
+    BEFORE = "before"
+    AFTER = "after"
+    AROUND = "around"
+    REPLACE = "replace"
+    RESOLUTION = "resolution step"
+    REGISTRY = "registry"
+    DECORATOR = "registry (decorator)"
+    NAME = "registry (name)"
+    CHOICE = "choice"
+    ENVIRONMENT = "environment"
+    ATTRIBUTE = "attribute"
+    ENTRY_POINT = "entry point"
+
+
+KINDS = {
+    Kind.BEFORE: "SGLang's hook registry: called with the target's arguments, which it may replace or refuse",
+    Kind.AFTER: "SGLang's hook registry: called with the target's result and arguments; may return another result",
+    Kind.AROUND: "SGLang's hook registry: called with the target and its arguments, in place of the target",
+    Kind.REPLACE: "SGLang's hook registry: called in place of the target, which is never called",
+    Kind.RESOLUTION: "`register_resolution_hook`: called with the server arguments and SGLang's own step of that name",
+    Kind.REGISTRY: f'`target("{NAME}", ours)`',
+    Kind.DECORATOR: f'`target("{NAME}")(ours)`',
+    Kind.NAME: f'`target("{NAME}")`: makes the name known; the function named is the one that serves it',
+    Kind.CHOICE: f'`target(["{NAME}"])`: makes a flag accept the name; the function named is the one that serves it',
+    Kind.ENVIRONMENT: "a variable that is set unless the user set it; the processes that SGLang spawns inherit it",
+    Kind.ATTRIBUTE: "an attribute of one of SGLang's objects: `owner.attribute = ours(before, owner)`",
+    Kind.ENTRY_POINT: "found by SGLang or by Python before any plugin is loaded",
+}
+
+
+class Process(Enum):
+    """The processes of a server in which a row is installed."""
+
+    EVERY = "every"  # the launcher, the schedulers, the detokenizer
+    LAUNCHER = "launcher"  # the process that answers clients
+    SCHEDULER = "scheduler"  # each process that has imported SGLang's scheduler before it loads plugins
+
+
+class Hook(NamedTuple):
+    """One row. Rows are installed in the table's order; of several on one target the last one is the outermost."""
+
+    target: str
+    kind: Kind
+    process: Process
+    function: str  # of ours, "module:attribute"
+    why: str
+    until: str  # the change to SGLang after which the row can go
+    only_cpu: bool = False  # installed only where `cpu.platform` is the platform
+
+
+_CHOICES = "sglang.srt.arg_groups.choices"
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
+_RUNNER = "sglang.srt.model_executor"
+_DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+_SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+_SAMPLER = "sglang.srt.layers.sampler"
+_OPS = "sglang.kernels.ops.speculative"
+_REQUESTS = "sglang_dsv4.requests"
+_DRAFT_CHAIN = "sglang_dsv4.attention.draft_chain"
+_CPU = "sglang_dsv4.cpu"
+
+_STAYS = "never: this is SGLang's extension point"
+_POOLS = "KV pools, their sizing and their reports can be registered, as radix caches can"
+_DRAFT_BACKENDS = "draft attention backends come from the registry of attention backends"
+_VALIDATES = "SGLang validates the value and answers 400"
+_SEEDS = "SGLang's sampler gives a request the same draw in every batch, seeds included"
+_COUNTS = "SGLang counts the tokens of penalties where they are sampled"
+_TIMES = "SGLang logs the duration of its start-up phases"
+_CPU_OPS = "SGLang's speculation has a path without Triton"
+
+SELF_CHECK = (
+    Hook(f"{_RUNNER}.model_runner.ModelRunner.load_model", Kind.BEFORE, Process.SCHEDULER,
+         "sglang_dsv4.seam.self_check:check_before_load",
+         "stops a server that would run SGLang's own DeepSeek-V4 code, and one that can't be deterministic",
+         "an error in a plugin stops SGLang"),
+    Hook("sglang.srt.managers.scheduler.Scheduler.__init__", Kind.AFTER, Process.SCHEDULER,
+         "sglang_dsv4.seam.self_check:check_scheduler",
+         "stops a server in which a part is not ours, and logs the live parts",
+         "an error in a plugin stops SGLang"),
+)  # fmt: skip
+"""Installed first. Without these rows an error in the others would go unnoticed, so an error here ends the process."""
+
+TREE_CORE = Hook(
+    "sglang.srt.mem_cache.unified_cache.tree_core_registry.register_tree_core_backend", Kind.REGISTRY,
+    Process.SCHEDULER, "sglang_dsv4.prefix.prefix_cache:create_tree_core",
+    "the radix tree's walk, which ends a match where a tail is kept", _STAYS,
+)  # fmt: skip
+"""Named, since a prefix cache that is made without the plugin needs it, too."""
+
+HOOKS = (
+    # ---- before any plugin is loaded
+    Hook("entry point group sglang.srt.plugins", Kind.ENTRY_POINT, Process.EVERY, "sglang_dsv4.plugin:setup",
+         "installs the rows below", _STAYS),
+    Hook("entry point group sglang.srt.platforms", Kind.ENTRY_POINT, Process.EVERY, f"{_CPU}.platform:activate",
+         "a machine with no accelerator: SGLang's layers run their PyTorch path", _STAYS),
+    Hook("site-packages/sglang_dsv4_cpu.pth", Kind.ENTRY_POINT, Process.EVERY, f"{_CPU}.shims:activate",
+         "`import sglang` without Triton, and with torchvision's CUDA wheel beside a CPU build of torch",
+         "SGLang can be imported on a machine with no GPU"),
+    # ---- every process
+    Hook(MODEL_PACKAGE_VARIABLE, Kind.ENVIRONMENT, Process.EVERY, OUR_MODELS,
+         "SGLang's model registry finds our model classes", _STAYS),
+    Hook(f"{_CHOICES}.add_deterministic_attention_backend_choices", Kind.CHOICE, Process.EVERY,
+         "sglang_dsv4.determinism.checks:start",
+         "`--enable-deterministic-inference` accepts our attention backend", _STAYS),
+    Hook(f"{_CHOICES}.add_radix_supported_deterministic_attention_backend_choices", Kind.CHOICE, Process.EVERY,
+         "sglang_dsv4.determinism.checks:start",
+         "`--enable-deterministic-inference` keeps the radix cache on", _STAYS),
+    Hook(f"{_CHOICES}.add_moe_runner_backend_choices", Kind.CHOICE, Process.EVERY,
+         "sglang_dsv4.layers.packed_experts:PackedExperts",
+         "`--moe-runner-backend dsv4`", _STAYS),
+    Hook("sglang.srt.parser.deepseek_recipe_renderer.DeepSeekRecipe.encode", Kind.AROUND, Process.EVERY,
+         f"{_REQUESTS}.reasoning_effort:render",
+         "prompts carry the reasoning-effort text that the checkpoint was trained with",
+         "SGLang reads the efforts from the checkpoint's encoder"),
+    Hook("sglang.srt.sampling.sampling_params.SamplingParams.verify", Kind.BEFORE, Process.EVERY,
+         f"{_REQUESTS}.checks:check_sampling_parameters",
+         "numbers that would overflow a batch's tensors get a 400", _VALIDATES),
+    Hook("sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", Kind.BEFORE, Process.EVERY,
+         f"{_REQUESTS}.guards:check_generate_request",
+         "malformed prompts, embeddings, `n` and media get a 400", _VALIDATES),
+    Hook("sglang.srt.sampling.sampling_params.SamplingParams.normalize", Kind.BEFORE, Process.EVERY,
+         f"{_REQUESTS}.guards:check_text_parameters",
+         "an invalid `stop_regex`, or a grammar together with `min_new_tokens`, gets a 400", _VALIDATES),
+    Hook("sglang.srt.managers.communicator.FanOutCommunicator.__call__", Kind.AROUND, Process.EVERY,
+         f"{_REQUESTS}.guards:raise_failures",
+         "a control request that failed in the scheduler gets a 400",
+         "SGLang's scheduler answers failed control requests with an error"),
+    Hook("sglang.srt.arg_groups.speculative_hook._handle_dspark", Kind.AROUND, Process.EVERY,
+         f"{_CPU}.speculation:resolve_dspark",
+         "SGLang's step for DSPARK refuses a CPU",
+         "that step asks the platform, as the one for EAGLE does", only_cpu=True),
+    Hook("handle_model_source_paths", Kind.RESOLUTION, Process.EVERY,
+         "sglang_dsv4.seam.default_arguments:check_checkpoint",
+         "reads config.json, index and tokenizer before SGLang fills in missing fields", _STAYS),
+    Hook("handle_gpu_memory_settings", Kind.RESOLUTION, Process.EVERY,
+         "sglang_dsv4.seam.default_arguments:resolve_cpu_memory",
+         "on a CPU SGLang's share of memory can be negative", _STAYS),
+    Hook("handle_model_specific_adjustments", Kind.RESOLUTION, Process.EVERY,
+         "sglang_dsv4.seam.default_arguments:resolve_default_arguments",
+         "refuses flags that can't be served, and sets the defaults of a DeepSeek-V4 server", _STAYS),
+    Hook("handle_cuda_graph_config", Kind.RESOLUTION, Process.EVERY,
+         "sglang_dsv4.warmup.cuda_graphs:resolve_cuda_graphs",
+         "no CUDA graphs of prefills, nor of decode steps while an op can't be captured", _STAYS),
+    # ---- the process that answers clients
+    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", Kind.AFTER, Process.LAUNCHER,
+         f"{_REQUESTS}.guards:answer_value_errors",
+         "a ValueError that no route catches is a 400, not a 500", "SGLang's HTTP server does so"),
+    Hook("sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request",
+         Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.guards:check_tokens_to_decode",
+         "invalid token ids for `/detokenize` get a 400", _VALIDATES),
+    # ---- the scheduler: registries
+    Hook("sglang.srt.layers.moe.utils.register_moe_runner_backend_name", Kind.NAME, Process.SCHEDULER,
+         "sglang_dsv4.layers.packed_experts:PackedExperts",
+         "`--moe-runner-backend dsv4`", _STAYS),
+    Hook("sglang.srt.layers.attention.attention_registry.register_attention_backend", Kind.DECORATOR,
+         Process.SCHEDULER, "sglang_dsv4.seam.creators:create_attention_backend",
+         "the attention backend; replaces SGLang's factory of that name", _STAYS),
+    Hook("sglang.srt.mem_cache.registry.register_radix_cache_backend", Kind.REGISTRY, Process.SCHEDULER,
+         "sglang_dsv4.prefix.prefix_cache:create_prefix_cache",
+         "the prefix cache; a default argument chooses it", _STAYS),
+    TREE_CORE,
+    # ---- the scheduler: start-up
+    Hook(f"{_RUNNER}.model_runner.ModelRunner.load_model", Kind.AROUND, Process.SCHEDULER,
+         "sglang_dsv4.warmup.startup_times:around_weights", "counts its time", _TIMES),
+    Hook(f"{_RUNNER}.model_runner.ModelRunner.alloc_memory_pool", Kind.AROUND, Process.SCHEDULER,
+         "sglang_dsv4.warmup.startup_times:around_pools", "counts its time", _TIMES),
+    Hook(f"{_RUNNER}.model_runner.ModelRunner.init_attention_backends", Kind.AROUND, Process.SCHEDULER,
+         "sglang_dsv4.warmup.startup_times:around_attention_backends", "counts its time", _TIMES),
+    Hook(f"{_RUNNER}.model_runner.ModelRunner.init_cuda_graphs", Kind.AROUND, Process.SCHEDULER,
+         "sglang_dsv4.warmup.startup_times:around_cuda_graphs", "counts its time", _TIMES),
+    Hook("sglang.srt.managers.scheduler.Scheduler.__init__", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.sampling:start", "seeds the random numbers that all ranks share", _SEEDS),
+    Hook("sglang.srt.managers.scheduler.Scheduler.__init__", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.guards:start", "guards the scheduler's dispatcher (row below)",
+         "SGLang's scheduler survives a handler that raises"),
+    # ---- the scheduler: pools and batches
+    Hook(f"{_CONFIGURATOR}.KVCacheConfigurator._build_dsv4_kv_pool", Kind.REPLACE, Process.SCHEDULER,
+         "sglang_dsv4.prefix.pool_setup:build_kv_pool", "rings and pools of compressed entries", _POOLS),
+    Hook(f"{_RUNNER}.pool_configurator.create_memory_pool_configurator", Kind.AROUND, Process.SCHEDULER,
+         "sglang_dsv4.seam.creators:size_pools", "how many tokens fit into memory", _POOLS),
+    Hook(f"{_CONFIGURATOR}.KVCacheConfigurator.configure", Kind.AFTER, Process.SCHEDULER,
+         "sglang_dsv4.seam.creators:reserve_admission_pages",
+         "a request that could never be admitted gets a 400 in place of waiting for ever",
+         "SGLang refuses requests longer than its scheduler admits"),
+    Hook(f"{_CONFIGURATOR}.reject_out_of_tree_path", Kind.AROUND, Process.SCHEDULER,
+         f"{_CPU}.overrides:allow_our_kv_pool",
+         "SGLang refuses its DeepSeek-V4 pool on an out-of-tree platform; ours is built there", _POOLS),
+    Hook(f"{_RUNNER}.forward_batch_info.ForwardBatch.init_new", Kind.AFTER, Process.SCHEDULER,
+         "sglang_dsv4.prefix.restore_and_save:carry_request_slots",
+         "request slots stay on the host in every mode, so that a decode step reads nothing back",
+         "SGLang keeps `req_pool_indices_cpu` in every mode"),
+    Hook(f"{_RUNNER}.runner.decode_cuda_graph_runner.build_replay_fb_view", Kind.AFTER, Process.SCHEDULER,
+         "sglang_dsv4.prefix.restore_and_save:carry_request_slots_to_replay",
+         "the same for a replayed CUDA graph", "SGLang keeps `req_pool_indices_cpu` in every mode"),
+    # ---- the scheduler: drafts
+    Hook(f"{_DRAFTS}._create_dsv4_decode_backend", Kind.REPLACE, Process.SCHEDULER,
+         f"{_DRAFT_CHAIN}:create_draft_decode_backend", "the attention of an MTP draft's chain", _DRAFT_BACKENDS),
+    Hook(f"{_DRAFTS}._create_dsv4_prefill_backend", Kind.REPLACE, Process.SCHEDULER,
+         f"{_DRAFT_CHAIN}:create_draft_extend_backend", "the attention of its extend step", _DRAFT_BACKENDS),
+    Hook("sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._capture_cuda_graphs", Kind.AFTER,
+         Process.SCHEDULER, "sglang_dsv4.seam.creators:capture_draft_extend",
+         "SGLang captures a draft's extend step only for a list of its own backends",
+         "a backend can say that the step may be captured"),
+    Hook("sglang.srt.speculative.dspark_components.dspark_worker_v2.target_model_type", Kind.AFTER,
+         Process.SCHEDULER, "sglang_dsv4.warmup.cuda_graphs:model_type_for_epilogue",
+         "draft acceptance is captured in DSpark's verify graph", "a target can ask for that epilogue"),
+    # ---- the scheduler: requests
+    Hook("sglang.srt.managers.scheduler.validate_input_length", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.checks:refuse_unknown_token_ids", "token ids outside the vocabulary get a 400", _VALIDATES),
+    Hook("sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend._from_context", Kind.AFTER,
+         Process.SCHEDULER, f"{_REQUESTS}.guards:refuse_empty_grammar",
+         "a grammar that no text fulfils gets a 400", _VALIDATES),
+    Hook(f"{_RUNNER}.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk", Kind.AROUND,
+         Process.SCHEDULER, f"{_REQUESTS}.guards:keep_weights",
+         "new weights that can't be loaded leave the old ones in service",
+         "SGLang reloads the old weights when an update fails"),
+    Hook("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+         ".flush_cache_after_weight_update", Kind.AFTER, Process.SCHEDULER,
+         "sglang_dsv4.prefix.prefix_cache:suspend_without_flush",
+         "after an update without a flush no prefix is written to or read from a storage backend",
+         "SGLang puts the weights' version into the storage key"),
+    # ---- the scheduler: sampling and penalties
+    Hook(f"{_SAMPLING}.adjusted_from_schedule_batch", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.sampling:fill_seeds", "every request of a batch with seeds has a seed", _SEEDS),
+    Hook(f"{_SAMPLING}.adjusted_from_schedule_batch", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.sampling:ignore_greedy_temperatures",
+         "a greedy request's log-probabilities do not depend on the other requests", _SEEDS),
+    Hook(f"{_SAMPLING}.adjusted_from_schedule_batch", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.penalties:count_earlier", "a retracted request keeps its counts", _COUNTS),
+    Hook(f"{_SAMPLING}.copy_for_forward", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.penalties:remember_source", "the copy leads to the batch's penalisers", _COUNTS),
+    Hook(f"{_RUNNER}.model_runner.ModelRunner.sample", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.penalties:count_sampled", "tokens are counted where they are sampled", _COUNTS),
+    Hook("sglang.srt.managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens", Kind.AROUND,
+         Process.SCHEDULER, f"{_REQUESTS}.penalties:leave_out_processed", "and not a second time", _COUNTS),
+    Hook(f"{_SAMPLING}.merge_batch", Kind.BEFORE, Process.SCHEDULER,
+         f"{_REQUESTS}.sampling:align_seeds", "seeds survive the merge of two batches", _SEEDS),
+    Hook(f"{_SAMPLER}.Sampler._preprocess_logits", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.sampling:note_greedy_tokens", "a greedy request gets the argmax of its logits", _SEEDS),
+    Hook(f"{_SAMPLER}.Sampler._sample_from_probs", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.sampling:take_greedy_tokens", "the same", _SEEDS),
+    Hook(f"{_SAMPLER}.top_k_top_p_min_p_sampling_from_probs_torch", Kind.AROUND, Process.SCHEDULER,
+         f"{_REQUESTS}.sampling:sample_with_seeds", "a seeded request's candidates do not depend on the batch", _SEEDS),
+    Hook(f"{_SAMPLER}.multinomial_with_seed", Kind.AROUND, Process.SCHEDULER,
+         f"{_REQUESTS}.sampling:draw", "SGLang's seeded draw is a Triton kernel; a CPU needs another", _SEEDS),
+    # ---- the scheduler on a CPU
+    Hook(f"{_RUNNER}.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", Kind.AROUND, Process.SCHEDULER,
+         f"{_CPU}.overrides:keep_products",
+         "SGLang would replace PyTorch's products by Triton kernels", "it asks the platform first"),
+    Hook(f"{_RUNNER}.model_runner.adjust_config_with_unaligned_cpu_tp", Kind.AROUND, Process.SCHEDULER,
+         f"{_CPU}.overrides:keep_config",
+         "SGLang would pad heads and intermediate sizes for its own CPU layers", "it asks the model first"),
+    Hook("sglang.srt.model_loader.loader._get_quantization_config", Kind.AROUND, Process.SCHEDULER,
+         f"{_CPU}.overrides:skip_gpu_quantisation",
+         "weights are dequantised while they are loaded; SGLang's FP8 method refuses float32",
+         "SGLang's FP8 method runs on a CPU"),
+    Hook("sglang.srt.mem_cache.allocation.get_last_loc", Kind.REPLACE, Process.SCHEDULER,
+         f"{_CPU}.speculation:last_locations", "a Triton kernel", _CPU_OPS, only_cpu=True),
+    Hook("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", Kind.REPLACE, Process.SCHEDULER,
+         f"{_CPU}.speculation:assign_slots", "a Triton kernel", _CPU_OPS, only_cpu=True),
+    Hook(f"{_OPS}.cache_locs.assign_draft_cache_locs_contiguous_func", Kind.REPLACE, Process.SCHEDULER,
+         f"{_CPU}.speculation:assign_draft_slots", "a Triton kernel", _CPU_OPS, only_cpu=True),
+    Hook(f"{_OPS}.spec_tree.build_tree_kernel_efficient_func", Kind.REPLACE, Process.SCHEDULER,
+         f"{_CPU}.speculation:build_chain", "a CUDA kernel", _CPU_OPS, only_cpu=True),
+    Hook("sglang.srt.speculative.eagle_utils.eagle_sample", Kind.REPLACE, Process.SCHEDULER,
+         f"{_CPU}.speculation:verify", "CUDA kernels", _CPU_OPS, only_cpu=True),
+    Hook(f"{_OPS}.reject_sampling.chain_speculative_sampling_triton", Kind.REPLACE, Process.SCHEDULER,
+         f"{_CPU}.speculation:accept_block", "a Triton kernel", _CPU_OPS, only_cpu=True),
+    Hook("torch.Tensor.record_stream", Kind.AROUND, Process.SCHEDULER,
+         f"{_CPU}.speculation:keep_for_stream", "PyTorch refuses CPU tensors", _CPU_OPS, only_cpu=True),
+    Hook(f"{_OPS}.eagle.fill_bonus_tokens_func", Kind.REPLACE, Process.SCHEDULER,
+         f"{_CPU}.speculation:fill_bonus_tokens", "a Triton kernel", _CPU_OPS, only_cpu=True),
+    # ---- attributes of SGLang's objects, set by the function in brackets
+    Hook(f"sglang.srt.managers.scheduler.Scheduler.{DISPATCHER}", Kind.ATTRIBUTE, Process.SCHEDULER,
+         f"{_REQUESTS}.guards:guard", "a request whose handler raises is answered with the reason "
+         "(`requests.guards.start`)", "SGLang's scheduler survives a handler that raises"),
+    Hook(f"{_SAMPLER}.Sampler.{LOG_SOFTMAX}", Kind.ATTRIBUTE, Process.SCHEDULER,
+         f"{_REQUESTS}.sampling:use_log_softmax", "log-probabilities are `log_softmax` in every batch "
+         "(`requests.sampling.start`)", _SEEDS),
+    Hook(f"sglang.srt.layers.quantization.fp8.Fp8LinearMethod.{FP8_PRODUCT}", Kind.ATTRIBUTE, Process.SCHEDULER,
+         "sglang_dsv4.layers.fp8_linear:few_tokens_product", "FP8 linear layers of few tokens multiply by our kernel "
+         "(`layers.fp8_linear.FewTokensConfig`)", "SGLang's FP8 products can be registered"),
+    Hook(f"sglang.srt.arg_groups.speculative_hook.{RESOLVING_VIEW}", Kind.ATTRIBUTE, Process.EVERY,
+         f"{_CPU}.speculation:view_as_on_a_gpu", "while SGLang's step for DSPARK runs, the device is said to be a GPU "
+         "(`cpu.speculation.resolve_dspark`)", "that step asks the platform, as the one for EAGLE does", only_cpu=True),
+)  # fmt: skip
+"""All other rows, in the order in which they are installed."""
+
+
+def document() -> str:
+    """The text of `docs/hooks.md`."""
+    lines = [
+        "# Hooks",
+        "",
+        "Everything in SGLang 0.5.23 that this package hooks, registers or replaces. Made from the table in",
+        "`sglang_dsv4/seam/hooks.py` by `python -m sglang_dsv4.seam.hooks > docs/hooks.md`; a test keeps both equal.",
+        "",
+        "| kind | how it is installed |",
+        "|---|---|",
+        *(f"| {kind.value} | {how} |" for kind, how in KINDS.items()),
+        "",
+        "| SGLang's (`sglang.srt.` left out) | kind | process | ours (`sglang_dsv4.` left out) | why | goes when |",
+        "|---|---|---|---|---|---|",
+    ]
+    for hook in (*SELF_CHECK, *HOOKS):
+        process = hook.process.value + (", on a CPU" if hook.only_cpu else "")
+        target = hook.target.removeprefix("sglang.srt.")
+        ours = hook.function.removeprefix("sglang_dsv4.") if ":" in hook.function else hook.function
+        lines.append(f"| `{target}` | {hook.kind.value} | {process} | `{ours}` | {hook.why} | {hook.until} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(document(), end="")

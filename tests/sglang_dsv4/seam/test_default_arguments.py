@@ -1,0 +1,158 @@
+"""Defaults of a DeepSeek-V4 server, and flags that are refused, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_dsv4.seam import default_arguments as defaults
+from sglang_dsv4.seam.refused_flags import refuse_unsupported_arguments
+
+
+def arguments(**fields: Any) -> SimpleNamespace:
+    unset = {
+        "device": "cpu",
+        "dtype": "auto",
+        "kv_cache_dtype": "auto",
+        "max_total_tokens": None,
+        "max_running_requests": None,
+        "radix_cache_backend": None,
+        "enable_streaming_session": False,
+        "disaggregation_mode": "null",
+        "speculative_algorithm": None,
+        "speculative_use_rejection_sampling": False,
+        "pp_size": 1,
+        "attn_dp_size": 1,
+        "moe_a2a_backend": "none",
+        "page_size": None,
+        "enable_hierarchical_cache": False,
+        "hicache_host_memory_mode": "cache",
+        "hicache_host_memory_fraction": 0.8,
+        "enable_lora": False,
+    }
+    return SimpleNamespace(**{**unset, **fields})
+
+
+FLOAT_CONFIG = SimpleNamespace(dtype="float32")
+
+
+CONFIG = SimpleNamespace(dtype="bfloat16")
+
+
+def test_a_cpu_user_needs_no_flags() -> None:
+    assert defaults.default_arguments(arguments(), CONFIG) == {
+        "radix_cache_backend": "dsv4",
+        "kv_cache_dtype": "bfloat16",
+        "max_total_tokens": 65536,
+        "max_running_requests": 32,
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "torch.float32"])
+def test_float32_weights_stay_float32_on_a_cpu(dtype: str) -> None:
+    """SGLang's `--dtype auto` makes float16 of them."""
+    assert defaults.default_arguments(arguments(), SimpleNamespace(dtype=dtype))["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "expected"),
+    [
+        (1, [0, 1], "0,1"),
+        (2, [0, 1], "0|1"),
+        (2, [0, 1, 2, 3, 4], "0,1|2,3"),
+        (4, [3, 7], "3|7|3|7"),
+    ],
+)
+def test_cores_are_shared_out_among_ranks(ranks: int, cores: list[int], expected: str) -> None:
+    assert defaults.cores_of_ranks(ranks, cores) == expected
+
+
+def test_a_gpu_keeps_sglangs_sizes() -> None:
+    assert defaults.default_arguments(arguments(device="cuda"), CONFIG) == {"radix_cache_backend": "dsv4"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "bfloat16"),
+        ("kv_cache_dtype", "fp8_e4m3"),
+        ("max_total_tokens", 512),
+        ("max_running_requests", 1),
+        ("radix_cache_backend", "other"),
+    ],
+)
+def test_what_the_user_set_is_left_alone(field: str, value: object) -> None:
+    assert field not in defaults.default_arguments(arguments(**{field: value}), FLOAT_CONFIG)
+
+
+@pytest.fixture(scope="module")
+def resolved(checkpoint: Path) -> Callable[..., Any]:
+    """SGLang's own resolution of a server's arguments, with the plugin as it is installed."""
+    import sglang.srt.managers.scheduler  # noqa: F401 - plugins are loaded once a process; other tests need it before
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+
+    def resolve(**fields: Any) -> Any:
+        server_args = ServerArgs(model_path=str(checkpoint), device="cpu", **fields)
+        server_args.resolve_once()
+        return resolving_view(server_args)
+
+    return resolve
+
+
+@pytest.mark.parametrize("chunk", [-1, 256, 1 << 20])
+def test_a_cpu_has_memory_whatever_the_chunk(chunk: int, resolved: Callable[..., Any]) -> None:
+    """SGLang took 1.5 MB for each of 16,384 tokens off it: with -1 the fraction was below 0 on 24 GB."""
+    assert resolved(chunked_prefill_size=chunk).mem_fraction_static == defaults.CPU_MEM_FRACTION_STATIC
+    assert resolved(chunked_prefill_size=chunk, mem_fraction_static=0.3).mem_fraction_static == 0.3
+
+
+def test_sglang_does_not_replace_a_page_size_without_a_word(resolved: Callable[..., Any]) -> None:
+    assert resolved().page_size == resolved(page_size=256).page_size == 256
+    with pytest.raises(ValueError, match="--page-size 64: pages hold 256 tokens"):
+        resolved(page_size=64)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "flag"),
+    [
+        ("enable_streaming_session", True, "--enable-streaming-session"),
+        ("disaggregation_mode", "prefill", "--disaggregation-mode prefill"),
+        ("disaggregation_mode", "decode", "--disaggregation-mode decode"),
+        ("speculative_use_rejection_sampling", True, "--speculative-use-rejection-sampling on a CPU"),
+        ("page_size", 64, "--page-size 64"),
+    ],
+)
+def test_unsupported_flags_are_refused_by_name(field: str, value: object, flag: str) -> None:
+    refuse_unsupported_arguments(arguments(page_size=256), CONFIG)
+    with pytest.raises(ValueError, match=flag):
+        refuse_unsupported_arguments(arguments(**{field: value}), CONFIG)
+
+
+def test_no_draft_is_loaded_that_the_checkpoint_does_not_hold() -> None:
+    """SGLang would build an MTP module for EAGLE and fill half of it from the tensors of a DSpark draft."""
+    dspark = SimpleNamespace(dspark_target_layer_ids=[2, 3, 4])
+    refuse_unsupported_arguments(arguments(), dspark)
+    refuse_unsupported_arguments(arguments(speculative_algorithm="EAGLE"), CONFIG)
+    for device in ("cpu", "cuda"):
+        refuse_unsupported_arguments(arguments(speculative_algorithm="DSPARK", device=device), dspark)
+    with pytest.raises(ValueError, match="EAGLE with this checkpoint: its draft is DSpark's"):
+        refuse_unsupported_arguments(arguments(speculative_algorithm="EAGLE"), dspark)
+    with pytest.raises(ValueError, match="DSPARK with this checkpoint: it has no DSpark draft"):
+        refuse_unsupported_arguments(arguments(speculative_algorithm="DSPARK"), CONFIG)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE", "NGRAM"])
+def test_other_speculation_on_a_cpu_is_refused_before_anything_is_loaded(algorithm: str) -> None:
+    from sglang.srt.arg_groups.speculative_hook import _check_oot_speculative_algorithm
+
+    _check_oot_speculative_algorithm("EAGLE", "cpu")
+    with pytest.raises(ValueError, match=f"{algorithm} speculative decoding is not supported by CpuPlatform"):
+        _check_oot_speculative_algorithm(algorithm, "cpu")

@@ -1,0 +1,69 @@
+"""Which ops keep a step out of CUDA graphs, and whether DSpark's draft acceptance is captured."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_dsv4.warmup import cuda_graphs
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_cuda_graphs_wait_for_kernels() -> None:
+    """References read lengths on the host; a kernel that is registered as safe for graphs takes them off the list."""
+    from dsv4_kernels import registry
+
+    for name, priority, graph_safe in (("waiting", 1000, False), ("capturable", 1001, True)):
+        registry.register(
+            "index_topk", name, "nowhere:nothing", lambda device, dtype: True, priority, graph_safe=graph_safe
+        )
+        assert ("index_topk" in cuda_graphs.uncapturable_ops("cuda", 512)) == (not graph_safe)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "switch", "ranks", "named"),
+    [
+        ("DeepseekV4ForCausalLM", None, 1, "deepseek_v41"),
+        ("DeepseekV4ForCausalLM", None, 2, "deepseek_v4"),
+        ("DeepseekV4ForCausalLM", "off", 1, "deepseek_v4"),
+        ("DeepseekV4ForCausalLM", "on", 2, "deepseek_v41"),
+        ("DeepseekV3ForCausalLM", "on", 1, "deepseek_v4"),
+    ],
+)
+def test_verify_steps_end_as_asked(
+    architecture: str, switch: str | None, ranks: int, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The type by which SGLang decides, of ours only, and what else it decides by that."""
+    from sglang.srt import runtime_context
+    from sglang.srt.speculative.dspark_components import dspark_verify, dspark_worker_v2
+
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(tp_size=ranks))
+
+    monkeypatch.delenv(cuda_graphs.VERIFY_EPILOGUE, raising=False)
+    if switch is not None:
+        monkeypatch.setenv(cuda_graphs.VERIFY_EPILOGUE, switch)
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model_config=config))
+    assert cuda_graphs.model_type_for_epilogue("deepseek_v4", worker) == named
+    monkeypatch.setenv(cuda_graphs.VERIFY_EPILOGUE, "perhaps")
+    if architecture == "DeepseekV4ForCausalLM":
+        with pytest.raises(ValueError, match=r"SGLANG_DSV4_VERIFY_EPILOGUE must be 'on' or 'off', got 'perhaps'"):
+            cuda_graphs.model_type_for_epilogue("deepseek_v4", worker)
+    sources = (inspect.getsource(module) for module in (dspark_worker_v2, dspark_verify))
+    asked = [line.strip() for source in sources for line in source.splitlines() if "target_model_type(" in line]
+    assert asked == [
+        'target_is_dsv41 = target_model_type(self.target_worker) == "deepseek_v41"',
+        "def target_model_type(target_worker) -> Optional[str]:",
+        "return target_model_type(target_worker) in _FUSED_ARGMAX_TARGETS",
+        'self._target_is_dsv41 = target_model_type(target_worker) == "deepseek_v41"',
+    ]
+
+
+def test_cuda_graphs_do_not_wait_for_an_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Hopper GPU there is one, for the release's head_dim; another is served by the reference, which waits."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    assert cuda_graphs.uncapturable_ops("cuda", 512) == []
+    assert cuda_graphs.uncapturable_ops("cuda", 64) == ["sparse_attention"]

@@ -1,0 +1,68 @@
+"""Parts of the suite: every test is in one shard, and what a shard leaves out is named."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from selection.shards import BLOCK, Shard, blocks, chosen
+
+ROOT = Path(__file__).resolve().parents[1]
+NODEIDS = [
+    f"tests/test_{file}.py::test_it[{i}]" for file, count in enumerate((1, 200, 30, 7, 31)) for i in range(count)
+]
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 50])
+def test_every_test_is_in_one_shard(count: int) -> None:
+    parts = [chosen(NODEIDS, Shard(index, count, begin=5)) for index in range(count)]
+    assert sorted(nodeid for part in parts for nodeid in part) == sorted(NODEIDS)
+    if count <= 8:
+        assert max(map(len, parts)) - min(map(len, parts)) <= 2 * BLOCK
+
+
+def test_blocks_are_neighbours_in_a_file() -> None:
+    assert [nodeid for block in blocks(NODEIDS) for nodeid in block] == NODEIDS
+    for block in blocks(NODEIDS):
+        assert len(block) <= BLOCK and len({nodeid.split("::")[0] for nodeid in block}) == 1
+
+
+def test_a_hash_chooses_a_shard_and_its_beginning() -> None:
+    assert Shard.of("2/8") == Shard(1, 8) and str(Shard.of("2/8")) == "2/8"
+    assert Shard.of("0000000a" + "0000000b" + 24 * "0" + "/8") == Shard(2, 8, 11)
+    rng, firsts, seen = random.Random(0), set(), set()
+    for _ in range(300):
+        shard = Shard.of(f"{rng.getrandbits(160):040x}/4")
+        firsts.add(chosen(NODEIDS, shard)[0])
+        seen.add(shard.index)
+    assert seen == set(range(4)) and firsts == {block[0] for block in blocks(NODEIDS)}
+
+
+@pytest.mark.parametrize("text", ["", "2", "0/8", "9/8", "2/0", "abc/8", "4f2ae1/8", "2/8/1"])
+def test_what_is_no_shard_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a shard is K/N"):
+        Shard.of(text)
+
+
+def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", "tests/test_needed_packages.py"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "DSV4_TESTS_"))}
+    return subprocess.run([*command, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_tests_that_time_leaves_out_are_named() -> None:
+    result = run_pytest("--shard", "1/1", "--minutes", "0")
+    assert result.returncode == 0, result.stdout
+    assert "shard 1/1 of the selected tests" in result.stdout
+    assert "tests not run within 0 minutes" in result.stdout and " passed" not in result.stdout
+    named = [line for line in result.stdout.splitlines() if line.startswith("tests/test_needed_packages.py::")]
+    assert len(named) == int(result.stdout.split(" tests not run within")[0].split()[-1]) > 0
+
+
+def test_a_shard_that_is_none_ends_pytest() -> None:
+    result = run_pytest("--shard", "9/8")
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR and "--shard: a shard is K/N" in result.stderr
