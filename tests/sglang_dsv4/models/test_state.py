@@ -23,12 +23,12 @@ from sglang_dsv4.attention.metadata import ForwardMetadata
 DRAFTS = 4
 
 
-@pytest.fixture(scope="module", params=["flash-like", "pro-like"])
+@pytest.fixture(scope="module", params=["flash-like", pytest.param("pro-like", marks=pytest.mark.slow)])
 def served(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
     return serve(request.param)
 
 
-@pytest.fixture(scope="module", params=["flash-like", "pro-like"])
+@pytest.fixture(scope="module", params=["flash-like", pytest.param("pro-like", marks=pytest.mark.slow)])
 def speculative(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
     """Rings with room for drafts, as a server with --speculative-algorithm EAGLE has them."""
     return serve(

@@ -35,9 +35,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "fp8_e4m3"], ids=["plain-rows", "fp8-rows"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("bfloat16", marks=pytest.mark.slow), "fp8_e4m3"],
+    ids=["plain-rows", "fp8-rows"],
+)
 def row_format(request: pytest.FixtureRequest) -> str:
-    """Of head_dim 512, so that both formats exist."""
+    """Rows have head_dim 512, so that both formats exist."""
     return request.param
 
 
