@@ -5,7 +5,7 @@ The FP8 row of keys (K and V are the same row) has 584 bytes::
     data    448 e4m3 (channels 0-447)  |  64 bf16 (channels 448-511, rotated)          576 bytes
     scales  7 ue8m0 (one for 64 e4m3 channels)  |  1 unused                              8 bytes
 
-and 64 rows share a page, `[64 x 576 data][64 x 8 scales]`, padded up to a multiple of 576: 37,440 bytes. The FP4 row of
+64 rows share a page, `[64 x 576 data][64 x 8 scales]`, padded to a multiple of 576: 37,440 bytes. The FP4 row of
 indexer keys has 68 bytes at dimension 128: 64 with two e2m1 codes each (even channel in the low nibble), 4 ue8m0 (one
 for 32 channels); its page is `[64 x 64 codes][64 x 4 scales]`.
 """
@@ -43,13 +43,13 @@ def index_row_bytes_fp4(row_dim: int) -> tuple[int, int]:
 
 
 def entry_rows(page_table: Tensor, request: Tensor | int, entry: Tensor, entries_per_page: int) -> Tensor:
-    """Rows of entries in their pool, which is addressed through the page tables of requests.
+    """Rows of compressed entries in their pool, which is addressed through the page tables of requests.
 
     Args:
         page_table: [B, P] integer page numbers.
         request: integer row(s) of page_table, broadcast against entry.
         entry: [...] int64, each below P * entries_per_page.
-        entries_per_page: entries of one page.
+        entries_per_page: entries in a page.
 
     Returns:
         [...] int64.
@@ -61,7 +61,8 @@ def entry_rows(page_table: Tensor, request: Tensor | int, entry: Tensor, entries
 def pack_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantises rows into the 584-byte format.
 
-    The unrotated channels are quantised from x as it is given (bf16 in the release), the rotated ones cast to bf16.
+    The unrotated channels are quantised from x in its own dtype (bf16 in the release); the rotated channels are cast to
+    bf16.
 
     Args:
         x: [N, 512] fp32 or bf16.
@@ -121,12 +122,12 @@ def unpack_index_rows_fp4(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _ue8m0_bytes(scales: Tensor) -> Tensor:
-    """Powers of two in fp32 -> their biased exponents, uint8."""
+    """Biased exponents, uint8, of powers of two in fp32."""
     return (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)
 
 
 def _ue8m0_values(exponents: Tensor) -> Tensor:
-    """The inverse of `_ue8m0_bytes`; 0 is 2**-127 and 255 is NaN, as the format says."""
+    """Powers of two in fp32: the inverse of `_ue8m0_bytes`; 0 is 2**-127 and 255 is NaN, as the format says."""
     return exponents.contiguous().view(torch.float8_e8m0fnu).float()
 
 
@@ -136,21 +137,21 @@ class RowFormat(Enum):
     PLAIN = "plain"
     """The values in the model's dtype; any dimension."""
     FP8 = "fp8"
-    """584 bytes; dimension 512, of which 64 are rotated."""
+    """584 bytes; dimension 512, of which 64 channels are rotated."""
     INDEX_FP4 = "index_fp4"
     """68 bytes at dimension 128; any multiple of 32."""
 
 
 class RowPlaces(NamedTuple):
-    """Where rows lie in a byte format, computed once for many copies."""
+    """Pages and positions of rows in a byte format, computed once for many copies."""
 
     rows: Tensor  # [N] int64
     page: Tensor  # [N] int64
-    place: Tensor  # [N] int64, in the page
+    place: Tensor  # [N] int64, row within the page
 
     @classmethod
     def of(cls, rows: Tensor) -> RowPlaces:
-        """Of [N] integer rows."""
+        """The places of [N] integer rows."""
         rows = rows.long()
         return cls(rows, rows // PAGE_ROWS, rows % PAGE_ROWS)
 
@@ -159,7 +160,7 @@ class RowPlaces(NamedTuple):
 class KVRows:
     """A table of rows of keys, addressed by row number.
 
-    The object is a view: it owns no state besides `storage`, and several may share one storage.
+    The object is a view: it owns no state besides the tensor `storage`, which several objects may share.
     """
 
     storage: Tensor
@@ -180,19 +181,19 @@ class KVRows:
         device: torch.device | str,
         fill: float | None = None,
     ) -> KVRows:
-        """A table with its own storage.
+        """A table with a storage tensor of its own.
 
         Args:
             num_rows: at least 0; byte formats round the storage up to whole pages.
             format: of a row.
-            row_dim: channels a row; FP8 demands 512, INDEX_FP4 a multiple of 32.
+            row_dim: channels of a row; FP8 demands 512, INDEX_FP4 a multiple of 32.
             rope_dim: rotated channels; FP8 demands 64.
-            dtype: of PLAIN rows (byte formats do not look at it).
+            dtype: of PLAIN rows; byte formats ignore it.
             device: of the storage.
-            fill: None leaves the rows uninitialised; byte formats take 0.0 and NaN only.
+            fill: None leaves the rows uninitialised; byte formats accept 0.0 and NaN only.
 
         Raises:
-            ValueError: dimensions that the format cannot hold, or such a fill.
+            ValueError: dimensions or a fill value that the format cannot represent.
         """
         if num_rows < 0:
             raise ValueError(f"num_rows is {num_rows}; expected at least 0")
@@ -231,12 +232,12 @@ class KVRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storage."""
+        """Bytes of the storage tensor."""
         return self.storage.numel() * self.storage.element_size()
 
     @property
     def device(self) -> torch.device:
-        """Where the storage lies."""
+        """Device of the storage tensor."""
         return self.storage.device
 
     def _split_pages(self) -> tuple[Tensor, Tensor]:
@@ -257,11 +258,11 @@ class KVRows:
             rows: a divisor of 64.
 
         Returns:
-            Tensors [N, per, bytes] uint8: page p's bytes are at [p // per, p % per] of each. A byte format's page of 64
-            rows is one run of bytes with its padding; fewer rows are two, data and scales.
+            Tensors [N, per, bytes] uint8: page p's bytes are at [p // per, p % per] of each. In a byte format a page of
+                64 rows is one run of bytes, padding included; fewer rows are two runs, data and scales.
 
         Raises:
-            ValueError: 64 rows, or all of them, are not whole pages.
+            ValueError: 64 rows, or all rows of the table, do not divide into whole pages.
         """
         if PAGE_ROWS % rows or self.num_rows % rows:
             raise ValueError(f"{self.num_rows} rows in blocks of {PAGE_ROWS} are not pages of {rows} rows")
@@ -278,7 +279,7 @@ class KVRows:
             rows: [...] integer, each in [0, num_rows).
 
         Returns:
-            [..., row_dim], PLAIN in the storage's dtype, else fp32.
+            [..., row_dim]; PLAIN in the storage's dtype, else fp32.
         """
         flat = rows.reshape(-1).long()
         if self.format is RowFormat.PLAIN:
@@ -291,7 +292,7 @@ class KVRows:
         return values.view(*rows.shape, self.row_dim)
 
     def scatter(self, rows: Tensor, values: Tensor) -> None:
-        """Writes rows, quantising as the format says. A row that is named twice gets either value.
+        """Writes rows, quantised by the format. A row that is named twice gets either value.
 
         Args:
             rows: [N] integer, each in [0, num_rows).
@@ -314,15 +315,15 @@ class KVRows:
         data[page, place], scales[page, place] = pack(values)
 
     def copy_rows(self, dst_rows: Tensor | RowPlaces, src: KVRows, src_rows: Tensor | RowPlaces) -> None:
-        """Copies single rows byte for byte; nothing is quantised again. A destination named twice gets either row.
+        """Copies rows byte for byte, without quantising again. A destination that is named twice gets either row.
 
         Args:
-            dst_rows: [N] integer rows of this table, or their places, which serve many tables.
+            dst_rows: [N] integer rows of this table, or their places, which can serve many tables.
             src: a table of the same format and dimensions.
             src_rows: [N] integer rows of src, or their places.
 
         Raises:
-            ValueError: other format or dimensions, or row lists of different shape.
+            ValueError: another format or other dimensions, or row lists of different shapes.
         """
         self._check_same_rows("copy_rows", src)
         to, origin = (rows if isinstance(rows, RowPlaces) else RowPlaces.of(rows) for rows in (dst_rows, src_rows))

@@ -21,7 +21,7 @@ _E4M3_TINY = 2.0**-9
 
 
 def ue8m0_ceil(x: Tensor) -> Tensor:
-    """The smallest power of two that is not below x: `2**ceil(log2(x))`, exactly, from the bits of the float.
+    """The smallest power of two that is at least x: `2**ceil(log2(x))`, computed from the bits of the float.
 
     Args:
         x: any shape, positive normal fp32, at most 2**127.
@@ -35,7 +35,7 @@ def ue8m0_ceil(x: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:
-    """[..., d] -> fp32 [..., ceil(d / block), block], zero-padded: zeros never raise a block's maximum."""
+    """x in blocks: [..., d] -> fp32 [..., ceil(d / block), block], zero-padded. Zeros never raise a block's maximum."""
     padding = -x.shape[-1] % block
     x = x.float()
     if padding:
@@ -66,7 +66,7 @@ def decode_fp8(codes: Tensor, scales: Tensor, block: int) -> Tensor:
 
 
 def _e4m3(codes: Tensor) -> Tensor:
-    """codes.float() by a table of all 256: on a CPU five times as fast as PyTorch's conversion."""
+    """`codes.float()` by a table of all 256 values: on a CPU five times as fast as PyTorch's conversion."""
     values = torch.arange(256, dtype=torch.uint8, device=codes.device).view(torch.float8_e4m3fn).float()
     return values.index_select(0, codes.view(torch.uint8).reshape(-1).int()).view(codes.shape)
 
@@ -96,7 +96,8 @@ def _e2m1_codes(values: Tensor) -> Tensor:
 
 
 def round_to_e2m1(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """e2m1 values in fp32 [..., blocks, block], before the scale, and the scales [..., blocks]."""
+    """e2m1 values in fp32 [..., blocks, block] before they are multiplied by the scales, and the scales [...,
+    blocks]."""
     blocks = _blocks(x, block)
     amax = blocks.abs().amax(-1).clamp(min=_FP4_AMAX_FLOOR)
     scales = ue8m0_ceil(amax * (1.0 / E2M1_MAX))
@@ -104,10 +105,10 @@ def round_to_e2m1(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def _nearest_e2m1(scaled: Tensor) -> Tensor:
-    """e2m1 values in fp32; beyond 6 it is 6."""
+    """The nearest e2m1 values, in fp32; magnitudes above 6 become 6."""
     scaled = scaled.clamp(-E2M1_MAX, E2M1_MAX)
     magnitude = scaled.abs()
-    # The spacing of e2m1 is 0.5 below 2, 1 below 4, then 2. torch.round takes a tie to the even multiple of the
+    # The spacing of e2m1 is 0.5 below 2, 1 below 4, then 2. torch.round rounds a tie to the even multiple of the
     # spacing, which is the even code because each range begins at an even code (0, 4, 6).
     spacing = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
     return torch.copysign(torch.round(magnitude / spacing) * spacing, scaled)
@@ -126,12 +127,12 @@ def _e2m1(codes: Tensor) -> Tensor:
 
 
 def dequantise_fp8_weight(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A plain matrix from a checkpoint's FP8 tensor with its 128x128 block scales.
+    """The plain matrix of a checkpoint's FP8 tensor with its 128x128 block scales.
 
     Args:
         weight: [n, k] float8_e4m3fn.
         scale: [ceil(n / 128), ceil(k / 128)] float8_e8m0fnu (or the same powers of two in fp32).
-        dtype: of the result; bf16 and fp32 hold every such value exactly.
+        dtype: of the result; bf16 and fp32 represent every such value exactly.
 
     Returns:
         [n, k] in `dtype`.
@@ -167,12 +168,12 @@ def quantise_fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_fp4_weight(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A plain matrix from a checkpoint's MXFP4 tensor: two e2m1 codes a byte, one scale for 32 columns.
+    """The plain matrix of a checkpoint's MXFP4 tensor: two e2m1 codes a byte, one scale for 32 columns.
 
     Args:
         weight: [n, k / 2] int8 or uint8; the low nibble is the even column.
         scale: [n, k / 32] float8_e8m0fnu (or the same powers of two in fp32).
-        dtype: of the result; bf16 and fp32 hold every such value exactly.
+        dtype: of the result; bf16 and fp32 represent every such value exactly.
 
     Returns:
         [n, k] in `dtype`.
@@ -208,7 +209,7 @@ def quantise_fp4_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_nvfp4_weight(weight: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A plain matrix from a checkpoint's NVFP4 tensors: e2m1 codes, an e4m3 scale for 16 columns, one fp32 scale.
+    """The plain matrix of a checkpoint's NVFP4 tensors: e2m1 codes, an e4m3 scale for 16 columns, one fp32 scale.
 
     ::
 
@@ -243,7 +244,7 @@ def quantise_nvfp4_weight(weight: Tensor, amax: float | None = None) -> tuple[Te
 
     Args:
         weight: [n, k], any floating dtype, k a multiple of 16.
-        amax: magnitude that 6 * 448 * global_scale stands for; None takes the matrix's largest. Matrices that must
+        amax: the magnitude that 6 * 448 * global_scale represents; None for the matrix's largest. Matrices that must
             share a global scale, as w1 and w3 of an expert do, get the largest of both.
 
     Returns:
@@ -258,16 +259,17 @@ def quantise_nvfp4_weight(weight: Tensor, amax: float | None = None) -> tuple[Te
     if amax is not None:
         largest = torch.tensor(amax, dtype=torch.float32, device=weight.device)
     global_scale = largest / (E2M1_MAX * E4M3_MAX)
-    unit = torch.where(global_scale > 0, global_scale, 1.0)  # of a matrix of zeros
+    unit = torch.where(global_scale > 0, global_scale, 1.0)  # 0 only for a matrix of zeros
     return *encode_nvfp4(weight, unit), global_scale
 
 
 def encode_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """NVFP4 codes and block scales over a global scale that is given, as an input's is.
+    """NVFP4 codes and block scales over a given global scale, as for an input.
 
     ::
 
-        scale = e4m3(clamp(max|x| / (6 * global_scale), 2**-9, 448))      # of 16 neighbours; 0 would lose them
+        scale = e4m3(clamp(max|x| / (6 * global_scale), 2**-9, 448))      # per 16 neighbours; a scale of 0 would lose
+            them
         code = e2m1_rne(x / (scale * global_scale))
 
     Args:

@@ -1,20 +1,20 @@
-"""Tokens and whole pages."""
+"""Tokens and whole pages. Integers, or integer arrays of any library."""
 
 from __future__ import annotations
 
-from dsv4_radix_cache.ring import PAGE_TOKENS
+from dsv4_radix_cache.ring import PAGE_TOKENS, Position
 
 
-def whole_pages(tokens: int) -> int:
+def whole_pages(tokens: Position) -> Position:
     """Pages that `tokens` tokens fill."""
     return tokens // PAGE_TOKENS
 
 
-def pages_for(tokens: int) -> int:
+def pages_for(tokens: Position) -> Position:
     """Pages that `tokens` tokens need; the last one may be partly empty."""
     return -(-tokens // PAGE_TOKENS)
 
 
-def page_floor(position: int) -> int:
+def page_floor(position: Position) -> Position:
     """The last page boundary at or before `position`, in tokens."""
     return position // PAGE_TOKENS * PAGE_TOKENS

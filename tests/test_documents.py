@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from documents import result_tables
 
+from sglang_dsv4 import env
+
 ROOT = Path(__file__).resolve().parents[1]
 MOST_README_BYTES = 9 * 1024
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -189,11 +191,29 @@ def switches(text: str) -> set[str]:
     return set(SWITCH.findall(text)) - {"DSV4"}
 
 
-def test_every_switch_is_documented_and_exists() -> None:
-    """In docs/options.md, and in no source of the packages another."""
+def option_rows() -> dict[str, str]:
+    """Variable -> its row in docs/options.md."""
+    lines = [line for line in (ROOT / "docs" / "options.md").read_text().splitlines() if line.startswith("| `")]
+    return {name: line for line in lines for name in re.findall(r"`([A-Z0-9_]+)`", line.split("|")[1])}
+
+
+def test_every_switch_is_documented_with_its_values() -> None:
+    rows, found = option_rows(), [*env.switches(), *env.FOREIGN]
+    missing = [switch.name for switch in found if switch.name not in rows]
+    synonyms = {"1", "true", "0", "false"}
+    missing += [
+        f"{switch.name}={value}"
+        for switch in found
+        for value in set(switch.values) - synonyms
+        if f"`{value}`" not in rows.get(switch.name, "")
+    ]
+    assert not missing
+
+
+def test_documented_switches_are_those_of_the_sources() -> None:
+    """No source of the packages names another variable of ours, and docs/options.md none that is gone."""
     sources = [path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    documented = switches((ROOT / "docs" / "options.md").read_text())
-    assert documented == set().union(*map(switches, sources))
+    assert switches((ROOT / "docs" / "options.md").read_text()) == set().union(*map(switches, sources))
 
 
 def test_other_documents_name_switches_that_exist() -> None:

@@ -269,3 +269,59 @@ def test_sglangs_own_deepseek_v4_code_is_named_in_compat_only() -> None:
         if (found := {name for name in imports(path) if name.startswith("sglang.") and "deepseek_v4" in name})
     }
     assert not wrong, f"take these names from sglang_dsv4.seam.compat: {wrong}"
+
+
+# The floor under the kernels: what every op may use, besides its own folder.
+FLOOR = {"device", "host"}
+FORMATS = {"kv_layout", "number_formats"}
+FOR_EVERY_OP = FLOOR | FORMATS | {"reference", "registry"}
+# Arithmetic in plain PyTorch, which is built of other ops' definitions.
+DEFINITIONS = {"ref.py", "tiled.py"}
+
+
+def rooms(path: Path) -> set[str]:
+    """Folders and top modules of dsv4_kernels that a file imports from, late imports included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dsv4_kernels":
+            parts = node.module.split(".")
+            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("dsv4_kernels.")}
+    return found
+
+
+def test_ops_do_not_import_each_other() -> None:
+    """An op's folder imports the floor, formats and itself; its definition may be built of other ops."""
+    wrong: dict[str, list[str]] = {}
+    for path in modules("dsv4_kernels"):
+        folder, *rest = path.relative_to(ROOT / "kernels").parts
+        if rest and folder not in FOR_EVERY_OP and path.name not in DEFINITIONS:
+            if foreign := rooms(path) - FOR_EVERY_OP - {folder}:
+                wrong[str(path.relative_to(ROOT))] = sorted(foreign)
+    assert not wrong, "move what these share to kernels/device, kernels/host or a format"
+
+
+def test_the_floor_imports_no_op() -> None:
+    """device/ and host/ know each other and formats; reference/ and the formats need neither."""
+    may_import = {
+        **dict.fromkeys(FLOOR, FLOOR | FORMATS),
+        "reference": {"reference"},
+        "kv_layout.py": FORMATS,
+        "number_formats.py": set(),
+    }
+    wrong: dict[str, list[str]] = {}
+    for path in modules("dsv4_kernels"):
+        room = path.relative_to(ROOT / "kernels").parts[0]
+        if room in may_import and (foreign := rooms(path) - may_import[room]):
+            wrong[str(path.relative_to(ROOT))] = sorted(foreign)
+    assert not wrong
+
+
+def test_an_import_of_another_op_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.py"
+    file.write_text(
+        "from dsv4_kernels import kv_layout\nfrom dsv4_kernels.device import ptx\nimport dsv4_kernels.rope.gpu\n"
+        "def late():\n    from dsv4_kernels.norm.gpu import launch\n"
+    )
+    assert rooms(file) == {"kv_layout", "device", "rope", "norm"}

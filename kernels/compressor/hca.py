@@ -61,7 +61,7 @@ def kernel(args: Arguments) -> None:
     newest = Int32(-1)
     for source in load_four(sources + lane * 16):
         newest = ptx.imax(newest, source)
-    newest = ptx.warp_max(newest)
+    newest = cute.arch.warp_redux_sync(newest, "max")
     request = group // batch.groups_per_request
     keeps = (batch.tokens_per_request > 0) & (request * batch.groups_per_request == group)
     first_token = request * batch.tokens_per_request

@@ -1,7 +1,7 @@
-"""What kernels over rows of bf16 share: 16 bytes as eight channels, fp32 rounded where it says so, reductions of lanes.
+"""Rows of bf16 in kernels: 16 bytes as eight channels, fp32 arithmetic with named rounding, reductions over lanes.
 
-Every operation here names its rounding. The compiler contracts a plain product and sum into one rounding where it
-likes, and not alike in two configurations of one kernel; a row's bits must not depend on which of them a batch takes.
+Every operation here names its rounding. The compiler may contract a plain product and sum into one rounding, and it
+does so differently in two configurations of one kernel; a row's bits must not depend on which of them serves a batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from dsv4_kernels.device import ptx
 
 CHUNK = 8
-"""Channels of 16 bytes."""
+"""Channels in 16 bytes."""
 CHUNK_BYTES = 16
 WARP = 32
 
@@ -24,12 +24,12 @@ def load_words(address: Int64) -> tuple:
 
 
 def load_words_if(exists: Int32, address: Int64) -> tuple:
-    """The same, or zeros."""
+    """Four words as from `load_words`, or zeros if `exists` is 0."""
     return ptx.load_or_zeros(Uint32, 4, address, Int32(exists))
 
 
 def load_f32x4(address: Int64) -> tuple:
-    """Four fp32 from global memory that others read too."""
+    """Four fp32 from global memory that other threads read, too."""
     return ptx.asm("ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Float32] * 4, address)
 
 
@@ -38,43 +38,43 @@ def load_i64(address: Int64) -> Int64:
     return ptx.asm("ld.global.b64 {$w0}, [{$r0}];", [Int64], address)
 
 
+def load_8_bytes(address: Int64) -> tuple:
+    """8 bytes from global memory, as two words."""
+    return ptx.asm("ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", [Uint32] * 2, address)
+
+
 def store_8_bytes(address: Int64, words: tuple) -> None:
-    """8 bytes to global memory."""
+    """Stores two words to global memory."""
     ptx.asm("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", [], address, *words)
 
 
 def low(word: Uint32) -> Float32:
-    """The even channel of a word."""
+    """The even channel of a word: its low half."""
     return ptx.as_f32(word << 16)
 
 
 def high(word: Uint32) -> Float32:
-    """The odd channel of a word."""
+    """The odd channel of a word: its high half."""
     return ptx.as_f32(word & 0xFFFF0000)
 
 
 def channels(words: Sequence[Uint32]) -> list:
-    """The channels of words, in order."""
+    """The channels of some words as fp32, in order."""
     return [half(word) for word in words for half in (low, high)]
 
 
 def packed(values: Sequence[Float32]) -> tuple:
-    """The inverse of `channels`, rounded to bf16."""
+    """Words of bf16 from fp32 channels, rounded: the inverse of `channels`."""
     return tuple(ptx.pack_bf16(a, b) for a, b in zip(values[::2], values[1::2], strict=True))
 
 
-def bits_of(x: Float32) -> Uint32:
-    """The bits of an fp32."""
-    return ptx.asm("mov.b32 {$w0}, {$r0};", [Uint32], x)
-
-
 def add(a: Float32, b: Float32) -> Float32:
-    """a + b."""
+    """a + b, rounded to nearest."""
     return ptx.asm("add.rn.f32 {$w0}, {$r0}, {$r1};", [Float32], a, b)
 
 
 def mul(a: Float32, b: Float32) -> Float32:
-    """a * b."""
+    """a * b, rounded to nearest."""
     return ptx.asm("mul.rn.f32 {$w0}, {$r0}, {$r1};", [Float32], a, b)
 
 
@@ -84,7 +84,7 @@ def divide(a: Float32, b: Float32) -> Float32:
 
 
 def reciprocal(x: Float32) -> Float32:
-    """1 / x to an ulp; of infinity 0."""
+    """1 / x, to one unit in the last place; 0 for infinity."""
     return ptx.asm("rcp.approx.f32 {$w0}, {$r0};", [Float32], x)
 
 
@@ -104,26 +104,27 @@ def magnitude(x: Float32) -> Float32:
 
 
 def at_most(x: Float32, bound: Float32) -> Float32:
-    """The smaller one; NaN if x is."""
+    """min(x, bound); NaN if x is NaN."""
     return ptx.asm("min.NaN.f32 {$w0}, {$r0}, {$r1};", [Float32], x, bound)
 
 
 def at_least(x: Float32, bound: Float32) -> Float32:
-    """The larger one; NaN if x is."""
+    """max(x, bound); NaN if x is NaN."""
     return ptx.asm("max.NaN.f32 {$w0}, {$r0}, {$r1};", [Float32], x, bound)
 
 
 def umin(a: Uint32, b: Uint32 | int) -> Uint32:
-    """The smaller one."""
+    """The smaller of two uint32."""
     return ptx.asm("min.u32 {$w0}, {$r0}, {$r1};", [Uint32], a, Uint32(b))
 
 
 def exp(x: Float32) -> Float32:
-    """e**x, to a relative 2**-21.8: x * log2(e) is split into a whole number, exactly, and at most a half.
+    """e**x, to a relative 2**-21.8.
 
-    2**n is multiplied in two halves, so that no result of a subnormal or of infinity comes too early.
+    x * log2(e) is split, without error, into a whole number n and a rest of at most a half. 2**n is multiplied in as
+    two factors, so that neither underflows nor overflows before the product does.
     """
-    rounder = Float32(12582912.0)  # 1.5 * 2**23: what is added to it is rounded to a whole number
+    rounder = Float32(12582912.0)  # 1.5 * 2**23: adding a number to it rounds the number to a whole one
     bounded = at_most(at_least(x, Float32(-150.0)), Float32(150.0))
     whole = add(ptx.fma(bounded, Float32(1.4426950216293335), rounder), Float32(-12582912.0))
     rest = ptx.fma(bounded, Float32(1.4426950216293335), -whole)
@@ -135,7 +136,7 @@ def exp(x: Float32) -> Float32:
 
 
 def _over_lanes(x: Float32, lanes: int, join: Callable) -> Float32:
-    """A power of two of neighbouring lanes, as a butterfly: all get the same bits."""
+    """`join` over a power of two of neighbouring lanes, as a butterfly: all lanes get the same bits."""
     step = 1
     while step < lanes:
         x = join(x, cute.arch.shuffle_sync_bfly(x, offset=step))
@@ -144,22 +145,17 @@ def _over_lanes(x: Float32, lanes: int, join: Callable) -> Float32:
 
 
 def sum_over_lanes(x: Float32, lanes: int = WARP) -> Float32:
-    """Sum over each group of `lanes` lanes."""
+    """The sum over every run of `lanes` neighbouring lanes."""
     return _over_lanes(x, lanes, add)
 
 
 def max_over_lanes(x: Float32, lanes: int = WARP) -> Float32:
-    """Largest of each group of `lanes` lanes; NaN only if all are."""
+    """The largest value of every run of `lanes` neighbouring lanes; NaN only if all are NaN."""
     return _over_lanes(x, lanes, ptx.fmax)
 
 
-def or_over_warp(x: Uint32) -> Uint32:
-    """The bits that any lane of the warp has."""
-    return ptx.asm("redux.sync.or.b32 {$w0}, {$r0}, 0xffffffff;", [Uint32], x)
-
-
 def sum_of_squares(values: Sequence[Float32]) -> Float32:
-    """Of one lane's channels, in order."""
+    """The sum of the squares of one lane's channels, added in order."""
     total = mul(values[0], values[0])
     for value in values[1:]:
         total = ptx.fma(value, value, total)

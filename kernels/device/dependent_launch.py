@@ -1,43 +1,42 @@
-"""Programmatic dependent launch: the CTAs of a kernel take their places while the kernel before it in the stream still
-runs, and wait there for its end. So what lies between two kernels, the launch and the set-up, takes no time of its own.
+"""Programmatic dependent launch: a kernel's CTAs become resident while the kernel before it in the stream still runs,
+and wait for its end. The launch and set-up of a kernel then overlap the end of the kernel before.
 
-    DSV4_DEPENDENT_LAUNCH    on (default): as said, for every kernel of this package that may; off: for none.
+    DSV4_DEPENDENT_LAUNCH    on (default): every kernel of this package that may be launched so, is; off: none is.
 
-Here alone it is decided. A launch passes `use_pdl=is_on()`, its kernel calls `begin`, and `wait` where one is needed
-before that; where it is off these leave no instruction, so the machine code is that of a kernel which knows nothing of
-it. It is part of the key of `compile_cache`. The rules, of which `tests/emulator` checks 1, 2 and 5 in every launch
+The switch is read here only. A launch passes `use_pdl=is_on()`; its kernel calls `begin`, or `wait` where it must wait
+before `begin`. Switched off, neither leaves an instruction, so the machine code is that of a kernel without the
+attribute. The switch is part of the key of `compile_cache`. `tests/emulator` checks rules 1, 2 and 5 in every launch
 with the attribute:
 
-1. A thread waits before its first access to global memory, be it a load or a store: the kernel before may still write
-   what is read here, and read what is written here (memory is used again along the stream). Before it only what
-   touches no memory of others may stand: indices, shared memory, barriers, and weights that no kernel writes while a
-   model runs. Of these the boundary's `fn` is read ahead (`hyper_connection/kernel.py`), and the weights of FP8
-   products of few tokens (`linear/fp8_kernel.py`). The codes of `linear/fp8_weight.py` are fetched into L2, which is
-   no access.
-2. Every CTA waits, also one that has nothing to do. The wait is for the end of the whole kernel before, which has
-   waited for the one before it: so what is behind a wait is behind all that was launched before, in whatever kernel.
-   Kernels of others (PyTorch's, DeepGEMM's) that are launched without the attribute begin behind the end of everything
-   before; one that has it must wait by the same rule.
-3. `begin` lets the next kernel in: its CTAs may take places once all CTAs of this one have called it or have ended
-   (PTX ISA, "griddepcontrol"). That changes when they begin, never what they may access. So all CTAs of a kernel are
-   resident, or done, before one of the next is: whoever is resident waits for CTAs that are resident too, and these
-   end. Nobody who waits keeps a place from somebody that it waits for, in any order of kernels and streams. A kernel
-   that does not call it lets the next one in when its CTAs have ended. `begin` waits first, so two kernels of a stream
-   meet and never three: places are not filled by a row of kernels that wait, and a kernel of others that looks, before
-   it waits, at what was made two kernels ago finds it still.
-4. Kernels whose CTAs wait for each other must have places for all at once. A cluster has. Hopper's attention with
-   divided keys is launched cooperatively for that, and what CUDA does with both attributes is documented nowhere that
-   we know of: it is launched without this one (`may_begin_early`), behind the end of what comes before in its stream.
-   Of other streams CTAs may sit in its places and wait, but for kernels that are resident (3), so the places get free.
-   It lets the next one in with all of its CTAs resident.
-5. Tensor memory (Blackwell) is given out while a kernel runs, and an allocation waits for it. So a kernel allocates
-   behind a wait, when the kernel before has freed its own, and in front of `begin`: a next kernel of others, which may
-   allocate before it waits, can take only what is left.
+1. A thread waits before its first access to global memory, load or store: the kernel before may still write what is
+   read here and read what is written here (memory is reused along the stream). Before the wait a kernel may compute
+   indices, use shared memory and barriers, and read weights that no kernel writes while a model runs. These are read
+   ahead: `fn` of the hyper-connections (`hyper_connection/kernel.py`) and the weights of FP8 products of few tokens
+   (`linear/fp8_kernel.py`). The codes of `linear/fp8_weight.py` are fetched into L2, which is not an access.
+2. Every CTA waits, also a CTA without work. It waits for the end of the whole kernel before, which has waited for the
+   one before it. So what follows a wait follows everything that was launched earlier in the stream. Kernels of
+   PyTorch or DeepGEMM that are launched without the attribute start after everything before them has ended; one that
+   has the attribute must wait by the same rule.
+3. `begin` releases the next kernel: its CTAs may become resident once all CTAs of this kernel have called `begin` or
+   ended (PTX ISA, "griddepcontrol"). This changes when they start, never what they may access. All CTAs of a kernel
+   are therefore resident or done before the first CTA of the next kernel is: a waiting CTA never occupies an SM slot
+   that the CTA it waits for still needs, in any order of kernels and streams. A kernel that does not call `begin`
+   releases the next one when its CTAs end. `begin` waits first, so at most two kernels of a stream overlap: SM slots
+   do not fill up with a chain of waiting kernels, and a foreign kernel that reads, before its own wait, what a kernel
+   two launches ago has written finds it complete.
+4. Kernels whose CTAs wait for each other need SM slots for all CTAs at once. A cluster has them. Hopper's attention
+   with KV splits is launched cooperatively to get them, and we know of no documentation of what CUDA does with both
+   attributes; so it is launched without this one (`may_begin_early`), after everything before it in its stream has
+   ended. CTAs of other streams may occupy its slots and wait, but only for resident kernels (rule 3), so the slots
+   become free. It releases the next kernel with all of its own CTAs resident.
+5. Tensor memory (Blackwell) is allocated while a kernel runs, and an allocation waits until there is enough. So a
+   kernel allocates after its wait, when the kernel before has freed its own, and before `begin`: the next kernel, which
+   may allocate before it waits if it is a foreign one, then gets only what is left.
 
 CUDA graphs: a captured launch with the attribute gets a programmatic edge from the kernel before it in its stream, and
-ordinary edges from what is no kernel. Where two streams fork or join (`sglang_dsv4/layers/side_stream.py`) a kernel may
-have several edges of either kind; it begins when all allow it, and its wait is for all kernels behind them. What an
-event or the end of a graph waits for is a kernel's end, which is behind its wait: rule 2 holds across streams.
+ordinary edges from nodes that are not kernels. Where two streams fork or join (`sglang_dsv4/layers/side_stream.py`) a
+kernel may have several edges of either kind; it starts when all allow it, and its wait covers all kernels at their
+other ends. Events and the end of a graph wait for a kernel's end, which follows its wait: rule 2 holds across streams.
 """
 
 from __future__ import annotations
@@ -68,17 +67,17 @@ def _in_environment() -> bool:
 
 
 def is_on() -> bool:
-    """Whether kernels are compiled and launched so.
+    """Whether kernels are compiled and launched with the attribute.
 
     Raises:
-        ValueError: the environment says neither on nor off.
+        ValueError: the environment variable is neither "on" nor "off".
     """
     return _in_environment() if _chosen is None else _chosen
 
 
 @contextlib.contextmanager
 def switched(on: bool) -> Iterator[None]:
-    """Inside, whatever the environment says: for tests and benchmarks, which compare both in one process."""
+    """Overrides the environment inside the context: for tests and benchmarks, which compare both in one process."""
     global _chosen
     before, _chosen = _chosen, on
     try:
@@ -88,25 +87,27 @@ def switched(on: bool) -> Iterator[None]:
 
 
 def compiled(compile: Callable[[], T], on: bool) -> T:
-    """What a kernel's `compile` gives under one of the two; a function that other processes can be handed."""
+    """The result of a kernel's `compile` with the switch on or off; a function that can be pickled for worker
+    processes."""
     with switched(on):
         return compile()
 
 
 def may_begin_early(cooperative: bool = False) -> bool:
-    """`use_pdl` of a launch.
+    """The value of `use_pdl` for a launch.
 
     Args:
-        cooperative: whether the launch is; see rule 4.
+        cooperative: whether the launch is cooperative; see rule 4.
     """
     return is_on() and not cooperative
 
 
-# ---- device side: plain Python, which a kernel calls while it is traced
+# Device side: plain Python that a kernel calls while it is traced
 
 
 def wait() -> None:
-    """Until the kernel before has ended and all that it wrote is visible; at once in a launch without the attribute."""
+    """Waits until the kernel before has ended and all its writes are visible; returns at once in a launch without the
+    attribute."""
     if is_on():
         from cutlass import cute
 
@@ -114,7 +115,8 @@ def wait() -> None:
 
 
 def begin() -> None:
-    """The same, and then the next kernel's CTAs may take what places are left, once all CTAs of this one are here."""
+    """Waits as `wait`, then releases the next kernel: its CTAs may become resident once all CTAs of this one have
+    called this."""
     if is_on():
         from cutlass import cute
 

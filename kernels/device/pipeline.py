@@ -47,3 +47,17 @@ def wrapped(index: Int32, phase: Int32, stages: int) -> Stage:
     """The stage at an index that counts on through any number of rounds, from a stage of this phase on."""
     phase = (phase + index // stages) & 1
     return Stage(index % stages, phase)
+
+
+@cute.jit
+def index_after(index: Int32, stages: cutlass.Constexpr[int], step: cutlass.Constexpr[int] = 1) -> Int32:
+    """The index `step` stages further in a ring that `cp.async` fills, which has no phases; step is at most
+    `stages`."""
+    index += step
+    if cutlass.const_expr(step == 1):
+        if index == stages:
+            index = Int32(0)
+    else:
+        if index >= stages:
+            index -= stages
+    return index

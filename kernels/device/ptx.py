@@ -1,17 +1,22 @@
-"""PTX instructions that the kernels of both generations name themselves. Addresses are numbers: Int64 global, Int32
-shared."""
+"""PTX instructions as functions. Addresses are integers: Int64 in global memory, Int32 in shared memory.
+
+PTX text stands here for three reasons. Arithmetic names its rounding, so the compiler cannot contract or reassociate
+it. Loads and stores keep the order in which they are written (the text is volatile): all loads of a thread are under
+way before the first value is used. Barriers and atomics name their memory order.
+"""
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 
 def asm(code: str, results: list, *args: object) -> object:
-    """One PTX statement. `{$w0}`, ... in the code are results of these types, `{$r0}`, ... the arguments."""
+    """The results of one PTX statement: a value, or a tuple of several. In the code `{$w0}`, ... are results of the
+    types in `results`, and `{$r0}`, ... are the arguments."""
     return cute.arch.inline_ptx(code, write_only_types=results, read_only_args=list(args))
 
 
 def exp2(x: Float32) -> Float32:
-    """2**x, to two units in the last place; exact for whole x. Subnormals are zero."""
+    """2**x, to two units in the last place; exact for whole x. Subnormal results are flushed to zero."""
     return asm("ex2.approx.ftz.f32 {$w0}, {$r0};", [Float32], x)
 
 
@@ -21,12 +26,12 @@ def fma(a: Float32, b: Float32, c: Float32) -> Float32:
 
 
 def fmax(a: Float32, b: Float32) -> Float32:
-    """The larger one; the other one if one is NaN."""
+    """The larger of a and b; if one is NaN, the other."""
     return asm("max.f32 {$w0}, {$r0}, {$r1};", [Float32], a, b)
 
 
 def pack_bf16(low: Float32, high: Float32) -> Uint32:
-    """Two fp32 rounded to bf16, the first in the low half."""
+    """Two fp32 rounded to bf16, as one word; the first is in the low half."""
     return asm("cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", [Uint32], high, low)
 
 
@@ -59,8 +64,17 @@ def load_or_zeros(
     cache: str = ".L1::no_allocate",
     otherwise: int = 0,
 ) -> object:
-    """`count` values of 32 bits from global memory, or zeros (or `otherwise`) unless `tested` is in this relation to
-    0."""
+    """`count` 32-bit values from global memory where the comparison of `tested` with 0 holds; elsewhere `otherwise`.
+
+    Args:
+        kind: DSL type of the values.
+        count: 1, 2 or 4.
+        address: of the first value; not read where the comparison fails.
+        tested: compared with 0.
+        test: the comparison, as in `setp`.
+        cache: cache qualifier of the load.
+        otherwise: bits of every value where the comparison fails.
+    """
     suffix = "f32" if kind is Float32 else "b32"
     words = [f"{{$w{i}}}" for i in range(count)]
     target = words[0] if count == 1 else "{" + ", ".join(words) + "}"
@@ -76,11 +90,11 @@ def load_or_zeros(
 
 
 HOLE = -(1 << 62)
-"""Address of a row that is not there: negative whatever is added, so that its upper word tells."""
+"""Address of a row that does not exist. It stays negative whatever offset is added, so its upper word tells."""
 
 
 def load_16_bytes(row: Int64, offset: Int32 | int = 0) -> tuple:
-    """16 bytes behind an address, or zeros if that is HOLE. Rows are read once, so they stay out of L1."""
+    """16 bytes at row + offset, or zeros if row is HOLE. Rows are read once, so they bypass L1."""
     if not isinstance(offset, int):
         row, offset = row + offset, 0
     zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(4))
@@ -93,42 +107,42 @@ def load_16_bytes(row: Int64, offset: Int32 | int = 0) -> tuple:
 
 
 def load_4_bytes(address: Int64, number: Int32) -> Uint32:
-    """4 bytes that belong to a row, or zeros if its number is negative."""
+    """4 bytes of a row, or zeros if the row's number is negative."""
     return load_or_zeros(Uint32, 1, address, number, "ge.s32", cache="")
 
 
 def load_8_bytes(address: Int64, number: Int32) -> tuple:
-    """8 bytes that belong to a row, or zeros if its number is negative."""
+    """8 bytes of a row, or zeros if the row's number is negative."""
     return load_or_zeros(Uint32, 2, address, number, "ge.s32", cache="")
 
 
 def prefetch(row: Int64, offset: Int32) -> None:
-    """Prefetches a line behind an address into L2, unless that is HOLE."""
+    """Prefetches the line at row + offset into L2, unless row is HOLE."""
     asm("{\n.reg .pred p;\nsetp.ge.s64 p, {$r0}, 0;\n@p prefetch.global.L2 [{$r0}];\n}", [], row + offset)
 
 
 def store_shared(address: Int32, words: tuple) -> None:
-    """16 bytes to shared memory."""
+    """Stores 16 bytes to shared memory."""
     asm("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
 
 
 def store_shared_u32(address: Int32, x: Uint32) -> None:
-    """32 bits to shared memory."""
+    """Stores a word to shared memory."""
     asm("st.shared.b32 [{$r0}], {$r1};", [], address, x)
 
 
 def store_shared_f32(address: Int32, x: Float32) -> None:
-    """An fp32 to shared memory."""
+    """Stores an fp32 to shared memory."""
     asm("st.shared.f32 [{$r0}], {$r1};", [], address, x)
 
 
 def store_shared_f32x2(address: Int32, pair: tuple) -> None:
-    """Two fp32 to shared memory."""
+    """Stores two fp32 to shared memory."""
     asm("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", [], address, *pair)
 
 
 def store_shared_f32x4(address: Int32, words: tuple) -> None:
-    """Four fp32 to shared memory."""
+    """Stores four fp32 to shared memory."""
     asm("st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
 
 
@@ -148,17 +162,18 @@ def load_shared_f32x4(address: Int32) -> tuple:
 
 
 def remote(address: Int32, cta: Int32) -> Int32:
-    """Where another CTA of the cluster has what this one has at an address of its shared memory."""
+    """The address at which another CTA of the cluster has the object that this CTA has at `address` of its shared
+    memory."""
     return asm("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", [Int32], address, cta)
 
 
 def load_cluster_f32x2(address: Int32) -> tuple:
-    """Two fp32 from the shared memory of a CTA of the cluster."""
+    """Two fp32 from the shared memory of any CTA of the cluster."""
     return asm("ld.shared::cluster.v2.f32 {{$w0}, {$w1}}, [{$r0}];", [Float32] * 2, address)
 
 
 def load_cluster_f32_if(tested: Int32, address: Int32) -> Float32:
-    """An fp32 from there, or 0 if `tested` is negative."""
+    """An fp32 from the shared memory of any CTA of the cluster, or 0 if `tested` is negative."""
     return asm(
         "{\n.reg .pred p;\nsetp.ge.s32 p, {$r0}, 0;\nmov.b32 {$w0}, 0;\n@p ld.shared::cluster.f32 {$w0}, [{$r1}];\n}",
         [Float32],
@@ -168,17 +183,17 @@ def load_cluster_f32_if(tested: Int32, address: Int32) -> Float32:
 
 
 def arrive_remote(barrier: Int32) -> None:
-    """Arrives at a barrier of another CTA of the cluster: what this one has read may be overwritten.
+    """Arrives at an mbarrier of another CTA of the cluster, to say that what this thread has read may be overwritten.
 
-    As CUTLASS's pipelines give back what other CTAs fill. `.release.cluster` would wait for all writes of the thread,
-    600 cycles, and there are none to be seen.
+    CUTLASS's pipelines release stages that other CTAs fill in the same way. `.release.cluster` would wait for all
+    earlier writes of the thread, 600 cycles, and no write has to become visible.
     """
     asm("mbarrier.arrive.shared::cluster.b64 _, [{$r0}];", [], barrier)
 
 
 @cute.jit
 def wait_cluster(barrier: Int32, phase: Int32) -> None:
-    """Waits for a barrier of this CTA at which others of the cluster arrive."""
+    """Waits for an mbarrier of this CTA at which other CTAs of the cluster arrive."""
     done = Int32(0)
     while done == 0:
         done = asm(
@@ -190,19 +205,8 @@ def wait_cluster(barrier: Int32, phase: Int32) -> None:
         )
 
 
-def store_async_f32x2(address: Int32, pair: tuple, barrier: Int32) -> None:
-    """Two fp32 to another CTA's shared memory, whose barrier counts the bytes."""
-    asm(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [{$r0}], {{$r1}, {$r2}}, [{$r3}];",
-        [],
-        address,
-        *pair,
-        barrier,
-    )
-
-
 def store_async_f32x4(address: Int32, words: tuple, barrier: Int32) -> None:
-    """Four fp32 to another CTA's shared memory, whose barrier counts the bytes."""
+    """Stores four fp32 to another CTA's shared memory; that CTA's mbarrier counts the bytes."""
     asm(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
         "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, [{$r5}];",
@@ -214,12 +218,13 @@ def store_async_f32x4(address: Int32, words: tuple, barrier: Int32) -> None:
 
 
 def store_matrices(address: Int32, words: tuple) -> None:
-    """Four 8 x 8 matrices of bf16 from the warp's registers; lane l gives the address of row l % 8 of matrix l // 8."""
+    """Stores four 8 x 8 matrices of bf16 from the warp's registers to shared memory; lane l gives the address of row l
+    % 8 of matrix l // 8."""
     asm("stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
 
 
 def store_matrices_transposed(address: Int32, words: tuple) -> None:
-    """The same, of each matrix what is a column in registers as a row."""
+    """Stores four 8 x 8 matrices as `store_matrices`, each transposed: a column in registers becomes a row."""
     asm(
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         [],
@@ -229,7 +234,7 @@ def store_matrices_transposed(address: Int32, words: tuple) -> None:
 
 
 def load_matrices(address: Int32) -> tuple:
-    """What `store_matrices` stored, for the same lanes."""
+    """Four 8 x 8 matrices from shared memory, in the registers from which `store_matrices` stored them."""
     return asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Uint32] * 4, address)
 
 
@@ -239,17 +244,17 @@ def load_shared_16_bytes(address: Int32) -> tuple:
 
 
 def copy_4_bytes_async(shared: Int32, address: Int64, num_bytes: Int32) -> None:
-    """4 bytes from global to shared memory, of which those from num_bytes on are zeros."""
+    """Starts a copy of 4 bytes from global to shared memory; bytes from num_bytes on become zeros."""
     asm("cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};", [], shared, address, num_bytes)
 
 
 def copy_async(shared: Int32, address: Int64, num_bytes: Int32) -> None:
-    """16 bytes from global to shared memory, of which those from num_bytes on are zeros."""
+    """Starts a copy of 16 bytes from global to shared memory; bytes from num_bytes on become zeros."""
     asm("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", [], shared, address, num_bytes)
 
 
 def copy_row_async(shared: Int32, row: Int64, offset: Int32 | int) -> None:
-    """16 bytes behind an address from global to shared memory, or zeros if that is HOLE."""
+    """Starts a copy of 16 bytes at row + offset from global to shared memory; zeros if row is HOLE."""
     if not isinstance(offset, int):
         row, offset = row + offset, 0
     asm(
@@ -262,71 +267,57 @@ def copy_row_async(shared: Int32, row: Int64, offset: Int32 | int) -> None:
 
 
 def load_f32x4_if(condition: Boolean, address: Int64) -> tuple:
-    """Four fp32 that are read once, or zeros."""
+    """Four fp32 that are read once, or zeros unless the condition holds."""
     return load_or_zeros(Float32, 4, address, Int32(condition))
 
 
-def load_f32x2_if(condition: Boolean, address: Int64) -> tuple:
-    """Two fp32 that are read once, or zeros."""
-    return load_or_zeros(Float32, 2, address, Int32(condition))
-
-
 def store_i32(address: Int64, x: Int32) -> None:
-    """An int32 to global memory."""
+    """Stores an int32 to global memory."""
     asm("st.global.b32 [{$r0}], {$r1};", [], address, x)
 
 
 def store_f32(address: Int64, x: Float32) -> None:
-    """An fp32 to global memory."""
+    """Stores an fp32 to global memory."""
     asm("st.global.f32 [{$r0}], {$r1};", [], address, x)
 
 
 def store_f32x2(address: Int64, pair: tuple) -> None:
-    """Two fp32 to global memory."""
+    """Stores two fp32 to global memory."""
     asm("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", [], address, *pair)
 
 
 def store_f32x4(address: Int64, words: tuple) -> None:
-    """Four fp32 to global memory."""
+    """Stores four fp32 to global memory."""
     asm("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
 
 
 def store_u32(address: Int64, x: Uint32) -> None:
-    """A word to global memory."""
+    """Stores a word to global memory."""
     asm("st.global.b32 [{$r0}], {$r1};", [], address, x)
 
 
 def divide(x: Int32, by: Int32) -> Int32:
     """x // by for 0 <= x < 2**20 and by > 0, in a few instructions.
 
-    Half more than x is at least 1 / (2 by) from a multiple, and the quotient is off by less than x / by * 2**-21.
+    x + 1/2 is at least 1 / (2 by) away from a multiple of `by`, and the approximate quotient is off by less than x / by
+    * 2**-21.
     """
     inverse = asm("rcp.approx.ftz.f32 {$w0}, {$r0};", [Float32], Float32(by))
     return Int32((Float32(x) + 0.5) * inverse)
 
 
-def warp_sum(x: Int32) -> Int32:
-    """Sum over the warp."""
-    return asm("redux.sync.add.s32 {$w0}, {$r0}, 0xffffffff;", [Int32], x)
-
-
-def warp_max(x: Int32) -> Int32:
-    """Largest of the warp."""
-    return asm("redux.sync.max.s32 {$w0}, {$r0}, 0xffffffff;", [Int32], x)
-
-
 def imax(a: Int32, b: Int32) -> Int32:
-    """The larger one."""
+    """The larger of two int32."""
     return asm("max.s32 {$w0}, {$r0}, {$r1};", [Int32], a, b)
 
 
 def opaque(x: Int32) -> Int32:
-    """The same, unknown to the compiler."""
+    """x, as a value that the compiler knows nothing about."""
     return asm("mov.b32 {$w0}, {$r0};", [Int32], x)
 
 
 def imin(a: Int32, b: Int32) -> Int32:
-    """The smaller one."""
+    """The smaller of two int32."""
     return asm("min.s32 {$w0}, {$r0}, {$r1};", [Int32], a, b)
 
 
@@ -336,37 +327,37 @@ def store_bf16(address: Int64, x: Float32) -> None:
 
 
 def store_16_bytes(address: Int64, words: tuple) -> None:
-    """16 bytes to global memory."""
+    """Stores 16 bytes to global memory."""
     asm("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
 
 
 def add_release(address: Int64, count: Int32 | int = 1) -> None:
-    """Counts up; what this CTA wrote before its last barrier is visible to whoever sees the count."""
+    """Adds to a counter; a thread that acquires the new count sees what this CTA wrote before its last barrier."""
     asm("red.release.gpu.global.add.s32 [{$r0}], {$r1};", [], address, Int32(count))
 
 
 def count_out(address: Int64) -> Int32:
-    """Counts one up and returns what was there."""
+    """Adds 1 to a counter and returns its old value; acquires and releases."""
     return asm("atom.acq_rel.gpu.global.add.s32 {$w0}, [{$r0}], 1;", [Int32], address)
 
 
 def count(address: Int64) -> Int32:
-    """Counts one up and returns what was there; publishes nothing."""
+    """Adds 1 to a counter and returns its old value, without ordering other accesses."""
     return asm("atom.relaxed.gpu.global.add.s32 {$w0}, [{$r0}], 1;", [Int32], address)
 
 
 def reset(address: Int64) -> None:
-    """Sets a count to 0 that nobody waits for any more."""
+    """Sets a counter to 0 when no thread waits for it any more."""
     asm("st.relaxed.gpu.global.s32 [{$r0}], 0;", [], address)
 
 
 def load_acquire(address: Int64) -> Int32:
-    """A count; what was written before the releases that it includes is visible afterwards."""
+    """A counter's value; what was written before the releases that it includes is visible afterwards."""
     return asm("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", [Int32], address)
 
 
 def scale_pair(byte: Uint32) -> Uint32:
-    """A ue8m0 as two bf16; 0 is 2**-127, a subnormal."""
+    """A ue8m0 scale as two equal bf16 in a word; 0 stands for 2**-127, a subnormal."""
     return asm(
         "{\n.reg .b32 x, least;\nmov.b32 least, 0x00400040;\nmul.lo.u32 x, {$r0}, 0x00800080;\n"
         "max.u16x2 {$w0}, x, least;\n}",
@@ -376,8 +367,11 @@ def scale_pair(byte: Uint32) -> Uint32:
 
 
 def dequantise(word: Uint32, scale: Uint32) -> tuple:
-    """Four e4m3 times a power of two (`scale_pair`) -> four bf16 in two words, rounded only where bf16 has fewer bits
-    (subnormals). The upper halves of fp32 are exact, and taking them is cheaper than rounding."""
+    """Four e4m3 codes times a power of two (`scale_pair`), as four bf16 in two words.
+
+    Rounded only where bf16 has fewer bits (subnormal results). The upper halves of the fp32 values hold them exactly,
+    and taking these halves is cheaper than rounding.
+    """
     return asm(
         "{\n.reg .b16 low, high, a, b;\n.reg .b32 x, y;\n.reg .f32 f, g;\nmov.b32 {low, high}, {$r0};\n"
         "cvt.rn.f16x2.e4m3x2 x, low;\ncvt.rn.f16x2.e4m3x2 y, high;\n"

@@ -29,5 +29,13 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
+def hardware_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors that a persistent launch fills: as the driver reports, or as the emulator has been given."""
+    from cutlass.utils import HardwareInfo
+
+    return HardwareInfo(device.index or 0).get_device_multiprocessor_count()
+
+
+@functools.cache
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count

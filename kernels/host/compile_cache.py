@@ -1,16 +1,16 @@
 """Compiled CuTe DSL kernels, kept in memory and on disk: a kernel takes seconds to compile and milliseconds to load.
 
 `load_or_compile` returns the function of one configuration: from memory, else from disk, else from the compiler, whose
-result it puts on disk as an object file (host code with the cubin inside). An object's name is a hash of everything
+result it stores on disk as an object file (host code with the cubin inside). An object's name is a hash of everything
 that can change it: all source files of this package (a kernel takes constants from several), the DSL's version and
-environment, Python's minor version, the architecture, the configuration and the switch of `dependent_launch`. Beside
-it lies a JSON file with the object's SHA-256; an object that does not have that hash is compiled again, and a log line
-says so. Files appear under their names whole or not at all, and of several processes that need the same kernel one
-compiles while the others wait, LOCK_SECONDS at most. Whoever adds a kernel deletes those that nobody has loaded for
-KEEP_DAYS: they are of older versions, mostly. Only files that begin with PREFIX are ours to delete.
+environment, Python's minor version, the architecture, the configuration and the switch of `dependent_launch`. A JSON
+file of the same name holds the object's SHA-256; an object with another hash is compiled again, with a log line. Files
+are replaced in one step. Of several processes that need the same kernel one compiles while the others wait, at most
+LOCK_SECONDS. A process that adds a kernel deletes kernels that no process has loaded for KEEP_DAYS: most are of older
+versions. Only files whose names begin with PREFIX are deleted.
 
-`DSV4_KERNEL_CACHE` names the folder, or is `off` for none; unset it is `~/.cache/sglang-dsv4/kernels` (under
-`XDG_CACHE_HOME` if that is set). Whoever can write to it can run code in this process.
+`DSV4_KERNEL_CACHE` names the folder; `off` disables storage. The default is `~/.cache/sglang-dsv4/kernels` (under
+`XDG_CACHE_HOME` if that is set). Anyone who can write to the folder can run code in this process.
 
 Compiling, exporting and loading need no GPU; calling does.
 """
@@ -43,12 +43,12 @@ logger = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = KERNEL_CACHE.name
 ARCH_VARIABLE = "CUTE_DSL_ARCH"
-"""The DSL's: the architecture to compile for, in place of that of the GPU that it finds."""
+"""The DSL's variable: the architecture to compile for, in place of that of the GPU that it finds."""
 KEEP_DAYS = 90
 PREFIX = "dsv4-kernel-"
-"""How the names of our files begin: the folder may hold others."""
+"""Prefix of the names of our files: the folder may hold other files."""
 LOCK_SECONDS = 600.0
-"""So long a process waits for another one that compiles the same kernel; then it compiles for itself."""
+"""How long a process waits for another one that compiles the same kernel; after that it compiles the kernel itself."""
 _SYMBOL = "dsv4_kernel"
 """Name of the function inside an object file."""
 
@@ -70,7 +70,7 @@ class Origin:
 
 
 class KernelMissing(Exception):
-    """A kernel that is not on disk was asked for inside `only_stored`."""
+    """Raised inside `only_stored` for a kernel that is neither in memory nor on disk."""
 
     def __init__(self, name: str, config: Hashable, arch: str) -> None:
         super().__init__(f"{name} for {arch} is not on disk: {config!r}")
@@ -86,7 +86,7 @@ def origins() -> tuple[Origin, ...]:
 
 
 def folder() -> Path | None:
-    """Where objects are kept, None if nowhere."""
+    """The folder of stored objects, or None if storage is off."""
     chosen = KERNEL_CACHE.text()
     if chosen is not None and chosen.lower() == "off":
         return None
@@ -97,7 +97,8 @@ def folder() -> Path | None:
 
 @contextlib.contextmanager
 def only_stored() -> Iterator[None]:
-    """Inside, what is not in memory or on disk is not compiled: `load_or_compile` raises `KernelMissing`."""
+    """Inside, kernels that are neither in memory nor on disk are not compiled: `load_or_compile` raises
+    `KernelMissing`."""
     global _may_compile
     before, _may_compile = _may_compile, False
     try:
@@ -109,17 +110,17 @@ def only_stored() -> Iterator[None]:
 def load_or_compile(name: str, config: Hashable, arch: str, compile: Callable[[], Any]) -> Callable[..., Any]:
     """The compiled function of one configuration of a kernel.
 
-    Call it with positional arguments only: what is loaded from disk does not know the names. NamedTuples may have
-    Python's numbers in place of the DSL's.
+    Call it with positional arguments only: a function that was loaded from disk does not know their names. NamedTuples
+    may hold Python's numbers in place of the DSL's.
 
     Args:
-        name: of the kernel, a word for file names and log lines ("sparse_attention_sm90").
-        config: what `compile` specialises on besides `arch`; its repr must say all of it.
+        name: the kernel's name in file names and log lines ("sparse_attention_sm90").
+        config: everything that `compile` specialises on besides `arch`, all of it visible in its repr.
         arch: "sm_90a".
-        compile: returns what `cute.compile` returns.
+        compile: returns the result of `cute.compile`.
 
     Raises:
-        ValueError: `config` prints an address, so it would never be found again.
+        ValueError: the repr of `config` contains an address, so it would never match again.
         KernelMissing: inside `only_stored`.
     """
     early = dependent_launch.is_on()
@@ -153,7 +154,7 @@ def _from_disk_or_compiler(name: str, config: str, arch: str, compile: Callable[
 
 
 def _from_disk(name: str, config: str, arch: str) -> Callable[..., Any] | None:
-    """Without a lock: files appear whole, and a pair of them whose hashes differ counts as missing."""
+    """Takes no lock: files are replaced in one step, and an object whose hash differs counts as missing."""
     return _loaded_from(_Stored.at(folder(), name, config, arch), name, config, arch)
 
 
@@ -173,11 +174,11 @@ class _Stored:
 
     object: Path
     facts: dict[str, Any]
-    """What the object was made from; its hash is in the object's name."""
+    """What the object was made from; a hash of it is in the object's name."""
 
     @staticmethod
     def at(folder: Path | None, name: str, config: str, arch: str) -> _Stored | None:
-        """None if nothing can be kept there."""
+        """The files for a configuration, or None if nothing can be stored in the folder."""
         if folder is None:
             return None
         try:
@@ -228,28 +229,28 @@ class _Stored:
         except Exception as error:
             return self._unusable(repr(error))
         with contextlib.suppress(OSError):
-            os.utime(self.object)  # when it was used last
+            os.utime(self.object)  # the time of its last use
         return function
 
     def _unusable(self, reason: object) -> None:
         logger.warning("%s cannot be used and is compiled again: %s", self.object, reason)
 
-    def save(self, function: Any, seconds: float) -> bool:  # noqa: ANN401 - what cute.compile returns
-        """Writes the files; whether that was possible."""
+    def save(self, function: Any, seconds: float) -> bool:  # noqa: ANN401 - the result of cute.compile
+        """Writes the files; returns whether that was possible."""
         try:
             contents = _exported(function)
             facts = {"sha256": hashlib.sha256(contents).hexdigest(), "compile_seconds": round(seconds, 3)}
             _write(self.object, contents)
             _write(self.object.with_suffix(".json"), (json.dumps(self.facts | facts, indent=1) + "\n").encode())
             _delete_unused(self.object.parent)
-        except Exception as error:  # the function works all the same
+        except Exception as error:  # the function works without being stored
             logger.warning("%s is not kept: %s", self.object, error)
             return False
         return True
 
 
 def _exported(function: Any) -> bytes:  # noqa: ANN401
-    """A compiled function's object file."""
+    """The object file of a compiled function."""
     from cutlass import cute
 
     # The exporter looks these symbols up in the process; a kernel compiled for another device has not loaded them.
@@ -266,10 +267,10 @@ def _loaded(path: Path) -> Callable[..., Any]:
 
 
 def _delete_unused(folder: Path) -> None:
-    """Deletes kernels of ours that have not been loaded for KEEP_DAYS."""
+    """Deletes our kernels that no process has loaded for KEEP_DAYS."""
     since = time.time() - KEEP_DAYS * 24 * 3600
     for object in folder.glob(f"{PREFIX}*.o"):
-        with contextlib.suppress(OSError):  # another process does the same
+        with contextlib.suppress(OSError):  # another process may delete the same files
             if object.stat().st_mtime < since:
                 for suffix in (".json", ".o", ".lock"):
                     object.with_suffix(suffix).unlink(missing_ok=True)
@@ -290,7 +291,8 @@ def _write(path: Path, contents: bytes) -> None:
 def _environment(arch: str) -> list[str]:
     """Versions, and the variables that the DSL reads (some change the code: line information, options of ptxas).
 
-    Not the one that names the architecture, if it names `arch`: a process without a GPU needs it to compile the same.
+    The variable that names the architecture is left out if it names `arch`: a process without a GPU sets it to compile
+    the same code.
     """
     import cutlass
 

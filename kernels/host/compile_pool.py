@@ -1,15 +1,15 @@
-"""Missing kernels, compiled by several processes at once into the folder of `compile_cache`.
+"""Worker processes that compile missing kernels in parallel into the folder of `compile_cache`.
 
-Compiling a CuTe DSL kernel keeps one core busy for seconds, in Python and in ptxas, and a server that starts for the
-first time needs some fifty of them. Here workers compile what is not on disk, and the caller loads it from there:
+Compiling a CuTe DSL kernel keeps one core busy for seconds, in Python and in ptxas, and a server's first start needs
+some fifty kernels. Workers compile the kernels that are not on disk, and the caller loads them from there:
 
-    caller    finds out what is missing; with the folder's lock, hands it to workers one by one
-    worker    compiles for a named architecture, with no GPU to see, so it takes no GPU memory; puts the object on disk
-    others    (ranks of tensor parallelism, another server) wait for the lock, and find everything there
+    caller    finds out what is missing; holding the folder's lock, hands it to workers one kernel at a time
+    worker    compiles for a named architecture with no GPU visible, so it takes no GPU memory; stores the object
+    others    (ranks of tensor parallelism, another server) wait for the lock, and find every kernel on disk
 
-Nothing depends on it: what is still missing behind `fill`, for whatever reason, the caller compiles by itself. A worker
-that dies, hangs or fails costs a warning and its kernel; if the folder takes no files, nothing is compiled here, since
-it could not be handed over.
+Nothing depends on the pool: kernels that are still missing after `fill`, for whatever reason, the caller compiles
+itself. A worker that dies, hangs or fails costs a warning and its kernel. If the folder cannot be written, no worker is
+started, since results could not be handed over.
 """
 
 from __future__ import annotations
@@ -36,30 +36,31 @@ from dsv4_kernels.host import compile_cache
 logger = logging.getLogger(__name__)
 
 Compile = Callable[[], object]
-"""Gets a kernel through `compile_cache.load_or_compile`. Others can do it, too: it can be pickled."""
+"""A compile job: gets a kernel through `compile_cache.load_or_compile`. It can be pickled for a worker."""
 Progress = Callable[[int, int, str, float], None]
-"""Told how many kernels of how many are there, the newest one's name, and the seconds since the beginning."""
+"""Called with the number of finished kernels, the number of all, the newest one's name, and the seconds since the
+start."""
 
 WORKER_BYTES = 1e9
-"""Memory that a worker is given: the largest kernels take 0.7 GB, PyTorch and the DSL included."""
+"""Memory reserved for a worker: the largest kernels take 0.7 GB, with PyTorch and the DSL."""
 TASK_SECONDS = 600.0
-"""So long a worker may take for one kernel; then it is ended."""
+"""How long a worker may take for one kernel; after that it is killed."""
 SECONDS_A_LINE = 5.0
-"""Between two calls of `Progress`."""
+"""Seconds between two calls of `Progress`."""
 
 
 def fill(todo: Sequence[tuple[str, Compile]], arch: str, progress: Progress, workers: int | None = None) -> int:
-    """Compile what is missing on disk, and wait for it.
+    """Compiles kernels that are missing on disk, and waits for them.
 
     Args:
-        todo: kernels, each with a name for messages. Those that are on disk are loaded into this process.
+        todo: kernels, each with a name for messages. Kernels that are on disk are loaded into this process.
         arch: of all of them, "sm_90a".
         progress: called from this thread.
-        workers: processes; None for as many as cores, memory and missing kernels allow. With one there is nothing to
-            gain: the caller compiles.
+        workers: number of processes; None for as many as cores, memory and missing kernels allow. With one there is
+            nothing to gain, and the caller compiles.
 
     Returns:
-        How many kernels workers compiled.
+        The number of kernels that workers compiled.
     """
     folder, rest = compile_cache.folder(), missing(todo)
     if folder is None or not rest:
@@ -81,7 +82,7 @@ def fill(todo: Sequence[tuple[str, Compile]], arch: str, progress: Progress, wor
 
 
 def missing(todo: Sequence[tuple[str, Compile]]) -> list[tuple[str, Compile]]:
-    """Those that are neither in memory nor on disk; the others are loaded."""
+    """The kernels of `todo` that are neither in memory nor on disk; the others are loaded."""
     found = []
     with compile_cache.only_stored():
         for name, compile in todo:
@@ -93,7 +94,7 @@ def missing(todo: Sequence[tuple[str, Compile]]) -> list[tuple[str, Compile]]:
 
 
 def most_workers() -> int:
-    """As many as there are cores for this process, and memory for."""
+    """The number of workers that this process's cores and free memory allow, at least 1."""
     return max(1, min(len(os.sched_getaffinity(0)), int(_available_bytes() // WORKER_BYTES)))
 
 
@@ -133,7 +134,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 class _Pool:
-    """Workers that take tasks from one list, each followed by a thread of this process."""
+    """Workers that share one queue of tasks; one thread of this process feeds each worker."""
 
     def __init__(self, todo: Sequence[tuple[str, Compile]], arch: str, number: int) -> None:
         self._todo: queue.SimpleQueue[tuple[str, Compile]] = queue.SimpleQueue()
@@ -141,12 +142,12 @@ class _Pool:
             self._todo.put(task)
         self._count, self._arch, self._number = len(todo), arch, number
         self._events: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        """A kernel that is on disk; None: a thread has ended."""
+        """Name of a kernel that is on disk; None when a thread has ended."""
         self._stopped = threading.Event()
         self._workers: list[_Worker] = []
 
     def run(self, progress: Progress) -> int:
-        """How many kernels the workers put on disk, when none of them has anything to do."""
+        """Runs all tasks; returns the number of kernels that workers stored on disk."""
         begin = said = time.monotonic()
         done, name, running = 0, "", self._number
         try:
@@ -205,11 +206,11 @@ class _Pool:
 
 
 class _WorkerEnded(Exception):
-    """Says how."""
+    """A worker process has ended; the message says how."""
 
 
 class _Failed(Exception):
-    """The exception of a compiler that goes on."""
+    """A compile job raised; the worker goes on."""
 
 
 class _Worker:
@@ -227,11 +228,11 @@ class _Worker:
         return self._process.pid
 
     def compile(self, compile: Compile) -> bool:
-        """Whether the kernel is on disk now.
+        """Compiles a kernel in the worker; returns whether it is on disk now.
 
         Raises:
-            _Failed: the compiler raised.
-            _WorkerEnded: the process is no longer there.
+            _Failed: the compile job raised.
+            _WorkerEnded: the process has ended.
         """
         late = threading.Timer(TASK_SECONDS, self.end)
         late.start()
@@ -252,13 +253,14 @@ class _Worker:
         return kept
 
     def end(self) -> None:
-        """At once, whatever it does."""
+        """Kills the process at once, whatever it does."""
         self._process.kill()
         self._process.wait()
 
 
 def work() -> None:
-    """A worker: reads what to compile from its standard input until that ends, and answers (is it on disk?, error)."""
+    """A worker's main loop: reads compile jobs from standard input until it closes, and answers (is it on disk?,
+    error)."""
     answers: IO[Any] = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what compilers print belongs to the log
     logging.basicConfig(level=logging.WARNING, format="compiling kernels: %(message)s")

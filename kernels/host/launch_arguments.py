@@ -1,8 +1,11 @@
-"""Arguments of a launch, packed: CuTe DSL makes an object and a pointer of every field, which takes the host 30 us for
-the arguments of one of our kernels, as long as a small kernel runs.
+"""Packed arguments of a launch.
 
-A launcher of ours takes NamedTuples whose fields have DSL types, or are such NamedTuples. Compiling needs them as they
-are; a call gives their numbers, Python's own, in a buffer whose addresses stay the same.
+CuTe DSL makes an object and a pointer of every field of an argument, which takes the host 30 us for the arguments of
+one of our kernels, as long as a small kernel runs. Here the numbers of a NamedTuple are written into one buffer whose
+addresses stay the same.
+
+Our launch functions take NamedTuples whose fields have types of the DSL or are such NamedTuples. Compiling needs values
+of these types (`example`); a call passes Python's numbers.
 """
 
 from __future__ import annotations
@@ -17,14 +20,14 @@ _FORMATS = {"Int64": "q", "Int32": "i", "Uint32": "I", "Float32": "f"}
 
 
 class Launcher:
-    """A compiled launcher whose NamedTuples are packed. Other attributes are the compiled function's."""
+    """A compiled launch function that packs its NamedTuples. All other attributes are the compiled function's."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self._packers = threading.local()
 
     def __call__(self, *arguments: object) -> object:
-        """Launches. The numbers are read before this returns, so the buffer serves the thread's next launch."""
+        """Launches. The numbers are copied before this returns, so the thread's next launch can use the buffer."""
         return self.function(*[self._packed(i, argument) for i, argument in enumerate(arguments)])
 
     def __getattr__(self, name: str) -> object:
@@ -45,14 +48,14 @@ class Packer:
     """Packs NamedTuples of one type, one at a time.
 
     Raises:
-        TypeError: a field's type is none of the DSL's numbers that have 4 or 8 bytes.
+        TypeError: a field's type is not a number of the DSL with 4 or 8 bytes.
     """
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
         self._is_flat = not any(hasattr(field, "_fields") for field in kind.__annotations__.values())
         formats = [_format(field, kind) for field in _leaves(kind)]
-        # Native alignment: every number lies where its size wants it.
+        # Native alignment: the address of every number is a multiple of its size.
         self._struct = struct.Struct("@" + "".join(formats))
         self._buffer = ctypes.create_string_buffer(self._struct.size)
         begin = ctypes.addressof(self._buffer)
@@ -61,16 +64,16 @@ class Packer:
         self._pointers = [ctypes.c_void_p(begin + end - size) for end, size in zip(ends, sizes, strict=True)]
 
     def __call__(self, values: tuple) -> Packer:
-        """The same packer, which now holds these values."""
+        """Writes these values into the buffer; returns the packer itself, an argument for the compiled function."""
         flat = values if self._is_flat else tuple(_flattened(values))
         try:
             self._struct.pack_into(self._buffer, 0, *flat)
-        except (struct.error, TypeError):  # the DSL's numbers
+        except (struct.error, TypeError):  # numbers of the DSL
             self._struct.pack_into(self._buffer, 0, *(getattr(value, "value", value) for value in flat))
         return self
 
     def __c_pointers__(self) -> list[ctypes.c_void_p]:
-        """The DSL's protocol: an address for each number."""
+        """The DSL's protocol: the address of each number."""
         return self._pointers
 
 

@@ -9,9 +9,9 @@ UNIT_BYTES = 16
 """Bytes of one load or store of a row."""
 
 
-def stride_bytes(x: Tensor, dim: int) -> int:
-    """Bytes from one index of a dimension to the next."""
-    return x.stride(dim) * x.element_size()
+def stride_bytes(x: Tensor | None, dim: int) -> int:
+    """Bytes from one index of a dimension to the next; 0 for None."""
+    return 0 if x is None else x.stride(dim) * x.element_size()
 
 
 def check_rows(what: str, x: Tensor, dim: int | None = None) -> None:

@@ -105,11 +105,6 @@ def rsqrt(x: Float32) -> Float32:
     return ptx.asm("rsqrt.approx.ftz.f32 {$w0}, {$r0};", [Float32], x)
 
 
-def unpack(words: tuple | list) -> list:
-    """bf16 in words -> fp32, the low halves first."""
-    return [ptx.as_f32(half) for word in words for half in (word << 16, word & 0xFFFF0000)]
-
-
 # Memory
 
 

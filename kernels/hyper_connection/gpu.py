@@ -8,12 +8,14 @@ from collections.abc import Callable
 
 import cutlass
 import torch
-from cutlass import Int32, Int64
+from cutlass import Int32
 from torch import Tensor
 
+from dsv4_kernels.host.addresses import address
 from dsv4_kernels.host.arch import ARCHITECTURES, architecture
 from dsv4_kernels.host.fp8_rows import new_codes
 from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.strides import stride_bytes
 from dsv4_kernels.hyper_connection.kernel import HyperConnection
 from dsv4_kernels.hyper_connection.plan import CLUSTER, HEAD_ROWS, PRE_ROWS, STREAMS, TEAMS, TOKENS, Arguments, Plan
 from dsv4_kernels.model_shapes import ModelShapes
@@ -151,29 +153,29 @@ def run(
     if num_tokens:
         arguments = Arguments(
             num_tokens=num_tokens,
-            y=_address(y),
-            y_stride=_stride(y, 0),
-            streams=_address(streams),
-            streams_stride=_stride(streams, 0),
-            stream_stride=_stride(streams, 1),
-            post=_address(post),
-            post_stride=_stride(post, 0),
-            comb=_address(comb),
-            comb_stride=_stride(comb, 0),
-            fn=_address(fn),
-            base=_address(base),
-            scale=_address(scale),
-            norm_weight=_address(norm_weight),
+            y=address(y),
+            y_stride=stride_bytes(y, 0),
+            streams=address(streams),
+            streams_stride=stride_bytes(streams, 0),
+            stream_stride=stride_bytes(streams, 1),
+            post=address(post),
+            post_stride=stride_bytes(post, 0),
+            comb=address(comb),
+            comb_stride=stride_bytes(comb, 0),
+            fn=address(fn),
+            base=address(base),
+            scale=address(scale),
+            norm_weight=address(norm_weight),
             norm_eps=norm_eps,
             hc_eps=hc_eps,
             iterations=iterations,
-            out_streams=_address(out_streams),
-            out=_address(out),
-            out_post=_address(out_post),
-            out_comb=_address(out_comb),
-            out_codes=_address(codes),
-            out_scales=_address(scales),
-            scale_block_stride=Int64(places.scale_block_bytes if fp8 else 0),
+            out_streams=address(out_streams),
+            out=address(out),
+            out_post=address(out_post),
+            out_comb=address(out_comb),
+            out_codes=address(codes),
+            out_scales=address(scales),
+            scale_block_stride=places.scale_block_bytes if fp8 else 0,
         )
         device, num_clusters = streams.device, -(-num_tokens // plan.tokens)
         if plan.teams > 1:
@@ -199,15 +201,6 @@ def _check(op: str, tensors: dict[str, Tensor | None], dtypes: tuple[torch.dtype
                 f"{op}: the GPU kernels take {name} in {' or '.join(map(str, dtypes))}, {layout}; "
                 f"got {x.dtype} with strides {x.stride()} at address {x.data_ptr():#x}"
             )
-
-
-def _address(x: Tensor | None) -> Int64:
-    return Int64(0 if x is None else x.data_ptr())
-
-
-def _stride(x: Tensor | None, dim: int) -> Int64:
-    """In bytes."""
-    return Int64(0 if x is None else x.stride(dim) * x.element_size())
 
 
 # The functions of this package; name: "sm90" or "sm100"

@@ -33,7 +33,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from dsv4_kernels.device import dependent_launch, e4m3, ptx
+from dsv4_kernels.device import bf16_rows, dependent_launch, e4m3, ptx
 from dsv4_kernels.hyper_connection.arithmetic import (
     address_of,
     copy_bulk,
@@ -48,7 +48,6 @@ from dsv4_kernels.hyper_connection.arithmetic import (
     store_words_if,
     sum_of_squares,
     sum_over_units,
-    unpack,
 )
 from dsv4_kernels.hyper_connection.plan import (
     CHANNELS,
@@ -406,7 +405,7 @@ class HyperConnection(Products):
     ) -> None:
         """This warp's part of the sums of squares of the mixtures; lane groups behind the tokens repeat them."""
         plan = self.plan
-        squares = [sum_of_squares(values) for values in self.by_units([unpack(run) for run in words])]
+        squares = [sum_of_squares(values) for values in self.by_units([bf16_rows.channels(run) for run in words])]
         square = sum_over_units(squares, plan.tokens)
         if (lane % QUAD == 0) & (lane // QUAD < plan.square_slots):
             place = address_of(shared.squares, team, plan.warps * plan.square_slots * 4)
@@ -429,8 +428,8 @@ class HyperConnection(Products):
         square = in_turn([ptx.load_shared_f32(place + cta * plan.square_slots * 4) for cta in range(CLUSTER)])
         inverse = rsqrt(square * (1.0 / plan.dim) + args.norm_eps)
         for run in range(plan.runs):
-            weights = unpack(weight[run]) if plan.bf16_weight else weight[run]
-            x = [value * inverse * w for value, w in zip(unpack(words[run]), weights, strict=True)]
+            weights = bf16_rows.channels(weight[run]) if plan.bf16_weight else weight[run]
+            x = [value * inverse * w for value, w in zip(bf16_rows.channels(words[run]), weights, strict=True)]
             packed = [ptx.pack_bf16(x[c], x[c + 1]) for c in range(0, len(x), 2)]
             store_words_if(exists, out + run * plan.run_step * 2, packed)
             written.append(packed)
@@ -440,7 +439,7 @@ class HyperConnection(Products):
     def write_codes(self, args: Arguments, x: list, token: Int32, channel: Int32, lane: Int32, exists: Int32) -> None:
         """x as FP8 products read it, to the bits of `fp8_quantise`: a warp has a block of each of its tokens."""
         plan = self.plan
-        values = [unpack(words) for words in x]
+        values = [bf16_rows.channels(words) for words in x]
         amax = max_over_units(e4m3.largest([value for run in values for value in run]), plan.tokens)
         exponent = e4m3.scale_exponent(amax)
         codes = args.out_codes + Int64(token) * plan.dim + channel

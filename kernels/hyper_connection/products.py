@@ -11,9 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from dsv4_kernels.device import ptx
+from dsv4_kernels.device import bf16_rows, ptx
 from dsv4_kernels.device.mma import multiply_tf32
-from dsv4_kernels.hyper_connection.arithmetic import address_of, split_tf32, sum_of_squares, sum_over_units, unpack
+from dsv4_kernels.hyper_connection.arithmetic import address_of, split_tf32, sum_of_squares, sum_over_units
 from dsv4_kernels.hyper_connection.plan import CHANNELS, QUAD, STREAMS, UNITS
 from dsv4_kernels.hyper_connection.streams import Streams
 
@@ -35,7 +35,7 @@ class Products(Streams):
         row_group, in_quad = lane // QUAD, lane % QUAD
         token_bytes = plan.quads * 16
         sums = address_of(shared.sums, team, plan.warps * plan.tokens * token_bytes) + warp * plan.tokens * token_bytes
-        streams = [[unpack(self.words_of(x, run, s)) for run in range(plan.runs)] for s in range(STREAMS)]
+        streams = [[bf16_rows.channels(self.words_of(x, run, s)) for run in range(plan.runs)] for s in range(STREAMS)]
         units = zip(*[self.by_units(runs) for runs in streams], strict=True)
         squares = [sum_of_squares([v for values in unit for v in values]) for unit in units]
         square = sum_over_units(squares, plan.tokens)
@@ -91,4 +91,4 @@ class Products(Streams):
             # From where the unit is: the lane of the same token whose units begin with or before it.
             owner = (unit // plan.tokens * plan.tokens + lane // QUAD % plan.tokens) * QUAD + lane % QUAD
             words = [Uint32(cute.arch.shuffle_sync(word, owner)) for word in words]
-        return [ptx.as_u32(value) for value in unpack(words)]
+        return [ptx.as_u32(value) for value in bf16_rows.channels(words)]

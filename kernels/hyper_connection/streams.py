@@ -9,8 +9,8 @@ which a thread has eight neighbours: that is what it loads and stores at a time 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4_kernels.device import ptx
-from dsv4_kernels.hyper_connection.arithmetic import load_words_if, load_words_or_floats, store_words_if, unpack
+from dsv4_kernels.device import bf16_rows, ptx
+from dsv4_kernels.hyper_connection.arithmetic import load_words_if, load_words_or_floats, store_words_if
 from dsv4_kernels.hyper_connection.plan import CHANNELS, QUAD, STREAMS, UNITS, WARP, Arguments, Plan
 
 
@@ -71,7 +71,8 @@ class Streams:
         """
         streams = [[] for _ in range(STREAMS)]
         for w in range(len(y)):
-            outputs, channels = unpack(y[w : w + 1]), [unpack(words[w : w + 1]) for words in old]
+            outputs = bf16_rows.channels(y[w : w + 1])
+            channels = [bf16_rows.channels(words[w : w + 1]) for words in old]
             for k in range(STREAMS):
                 values = []
                 for c in range(2):
@@ -96,7 +97,7 @@ class Streams:
         """The token's mixture, as words of bf16 for each run."""
         mixed = []
         for run in range(self.plan.runs):
-            streams = [unpack(self.words_of(x, run, s)) for s in range(STREAMS)]
+            streams = [bf16_rows.channels(self.words_of(x, run, s)) for s in range(STREAMS)]
             values = []
             for c in range(2 * self.plan.run_words):
                 value = pre[0] * streams[0][c]

@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32
 
-from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.host.launch import load_launcher
 from dsv4_kernels.indexer.scores import (
     HEADS_A_TILE,
@@ -131,7 +131,7 @@ def store_queries(
     for i in cutlass.range_constexpr(TOKENS):
         if (head < heads) & (first_token + i < num_tokens):
             address = args.q + Int64(first_token + i) * args.q_token_bytes + head * (2 * KEY_DIM) + step * 8
-            pairs = [load_8_bytes(address + lane * (2 * KEY_DIM // 4)) for lane in range(4)]
+            pairs = [bf16_rows.load_8_bytes(address + lane * (2 * KEY_DIM // 4)) for lane in range(4)]
             for j in cutlass.range_constexpr(2):
                 swizzled = ((unit + j) ^ (head % SWIZZLE_ROWS)) * 16
                 ptx.store_shared(row + i * (heads * 2 * KEY_DIM) + swizzled, tuple(pair[j] for pair in pairs))
@@ -146,11 +146,6 @@ def load_page(args: Arguments, request: Int32, page: Int32, key: Int32, quad: In
         for half, fragment in enumerate(fragments(words, scales, word)):
             for i in cutlass.range_constexpr(4):
                 a[(2 * word + half) * 4 + i] = fragment[i]
-
-
-def load_8_bytes(address: Int64) -> tuple:
-    """8 bytes of a query, as two words."""
-    return ptx.asm("ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", [Uint32] * 2, address)
 
 
 def multiply(a: cute.Tensor, heads: int, queries: Int32) -> list:

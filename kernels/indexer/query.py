@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from torch import Tensor
 
 from dsv4_kernels.device import dependent_launch, e2m1, e4m3, ptx
-from dsv4_kernels.device.bf16_rows import channels, max_over_lanes, mul, packed, store_8_bytes
+from dsv4_kernels.device.bf16_rows import channels, load_8_bytes, max_over_lanes, mul, packed, store_8_bytes
 from dsv4_kernels.device.e2m1 import DIM
 from dsv4_kernels.device.e2m1 import LANE_CHANNELS as CHANNELS
 from dsv4_kernels.device.rotation import cosine_and_sine, position_of, turned
@@ -69,7 +69,7 @@ def kernel(args: Arguments, quantise: cutlass.Constexpr[bool]) -> None:
         token = row // args.num_heads
         head = row - token * args.num_heads
         address = args.q + Int64(token) * args.token_bytes + Int64(head) * (2 * DIM) + lane * (2 * CHANNELS)
-        words = ptx.asm("ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", [Uint32] * 2, address)
+        words = load_8_bytes(address)
         first, second = words[0], words[1]
         if lane >= 32 - ROTATED // CHANNELS:
             position = position_of(args.positions + Int64(token) * 8)

@@ -37,7 +37,7 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device import dependent_launch, pipeline, ptx
 from dsv4_kernels.device.tma import TmaTensor
 from dsv4_kernels.linear.fp8_plan import BLOCK, WARP, Arguments
 from dsv4_kernels.linear.fp8_products import fragments, multiply_add, places_of_scales, places_of_tokens
@@ -170,12 +170,12 @@ def boxes_of(tma: TmaTensor, start: cute.Pointer, rows: int, count: int) -> tupl
 
 
 @cute.jit
-def wait_empty(plan: cutlass.Constexpr, ring: Ring, stage: Int32, phase: Int32) -> None:
+def wait_empty(plan: cutlass.Constexpr, ring: Ring, stage: pipeline.Stage) -> None:
     """Until all consumers that read this stage, or will get what is written there, have given it back."""
     if const_expr(plan.cluster > 1):
-        ptx.wait_cluster(Int32((ring.empty + stage).toint()), phase)
+        ptx.wait_cluster(Int32((ring.empty + stage.index).toint()), stage.phase)
     else:
-        cute.arch.mbarrier_wait(ring.empty + stage, phase)
+        cute.arch.mbarrier_wait(ring.empty + stage.index, stage.phase)
 
 
 @cute.jit
@@ -190,7 +190,7 @@ def load_weights(
 ) -> None:
     """Copies weights and their scales, a stage after the other, and says how many bytes of codes come in all."""
     targets, sources = boxes
-    stage, phase = Int32(0), Int32(1)  # nobody has to give back a stage that was never filled
+    stage = pipeline.first_to_fill()
     for turn in cutlass.range(work.turns, unroll=1):
         tile = work.first + turn * work.stride
         # Of a tile that does not exist, beside one of the cluster that does, no address is made.
@@ -199,24 +199,23 @@ def load_weights(
         if has_scales:
             scale_row += Int64(tile * plan.rows // BLOCK) * args.weight_scale_row_bytes
         for step in cutlass.range(work.steps, unroll=1):
-            wait_empty(plan, ring, stage, phase)
-            full = ring.full + stage
+            wait_empty(plan, ring, stage)
+            full = ring.full + stage.index
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, plan.weight_bytes + plan.token_bytes)
             for i in cutlass.range_constexpr(plan.blocks):
                 source = sources[None, tile, step * plan.blocks + i]
-                cute.copy(tma_weights.atom, source, targets[None, stage * plan.blocks + i], tma_bar_ptr=full)
+                cute.copy(tma_weights.atom, source, targets[None, stage.index * plan.blocks + i], tma_bar_ptr=full)
             if lane < plan.blocks:
                 block = step * plan.blocks + lane
                 address, num_bytes = scale_row, Int32(0)
                 if has_scales & (block < args.num_blocks):
                     address, num_bytes = scale_row + Int64(block) * 4, Int32(4)
                 behind_tokens = plan.blocks * plan.tokens + lane
-                ptx.copy_4_bytes_async(ring.scales + stage * plan.scale_bytes + behind_tokens * 4, address, num_bytes)
+                scales = ring.scales + stage.index * plan.scale_bytes
+                ptx.copy_4_bytes_async(scales + behind_tokens * 4, address, num_bytes)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full)
-            stage += 1
-            if stage == plan.stages:
-                stage, phase = Int32(0), phase ^ 1
+            stage = pipeline.following(stage, plan.stages)
 
 
 @cute.jit
@@ -232,24 +231,22 @@ def load_tokens(
 ) -> None:
     """Copies what this CTA brings of the tokens, to the whole cluster, and the scales of all of them, to itself."""
     targets, sources = boxes
-    stage, phase = Int32(0), Int32(1)
+    stage = pipeline.first_to_fill()
     for _ in cutlass.range(work.turns, unroll=1):
         for step in cutlass.range(work.steps, unroll=1):
-            wait_empty(plan, ring, stage, phase)
-            full = ring.full + stage
+            wait_empty(plan, ring, stage)
+            full = ring.full + stage.index
             for i in cutlass.range_constexpr(plan.blocks):
                 source = sources[None, rank, step * plan.blocks + i]
-                target = targets[None, (stage * plan.blocks + i) * plan.cluster + rank]
+                target = targets[None, (stage.index * plan.blocks + i) * plan.cluster + rank]
                 if const_expr(plan.cluster > 1):
                     everyone = cutlass.Int16((1 << plan.cluster) - 1)
                     cute.copy(tma_tokens.atom, source, target, tma_bar_ptr=full, mcast_mask=everyone)
                 else:
                     cute.copy(tma_tokens.atom, source, target, tma_bar_ptr=full)
-            copy_scales(args, plan, ring.scales + stage * plan.scale_bytes, step * plan.blocks, lane)
+            copy_scales(args, plan, ring.scales + stage.index * plan.scale_bytes, step * plan.blocks, lane)
             cute.arch.cp_async_mbarrier_arrive_noinc(full)
-            stage += 1
-            if stage == plan.stages:
-                stage, phase = Int32(0), phase ^ 1
+            stage = pipeline.following(stage, plan.stages)
 
 
 @cute.jit
@@ -276,21 +273,20 @@ def consume(args: Arguments, plan: cutlass.Constexpr, ring: Ring, work: Work, th
     lane, first_token = thread % WARP, thread // WARP * 16
     exists = Int32(first_token < args.num_tokens)
     places = places_of_tokens(plan, first_token, lane), places_of_scales(plan, first_token, lane)
-    stage, phase = Int32(0), Int32(0)
+    stage = pipeline.first_to_read()
     for turn in cutlass.range(work.turns, unroll=1):
         sums = cute.make_rmem_tensor((plan.accumulators,), Float32)
         sums.fill(0.0)
         for _ in cutlass.range(work.steps, unroll=1):
-            cute.arch.mbarrier_wait(ring.full + stage, phase)
-            left = fragments(plan, ring.tokens + stage * plan.token_bytes, places[0], exists)
-            weights, scales = ring.weights + stage * plan.weight_bytes, ring.scales + stage * plan.scale_bytes
+            cute.arch.mbarrier_wait(ring.full + stage.index, stage.phase)
+            left = fragments(plan, ring.tokens + stage.index * plan.token_bytes, places[0], exists)
+            weights = ring.weights + stage.index * plan.weight_bytes
+            scales = ring.scales + stage.index * plan.scale_bytes
             multiply_add(plan, left, weights, scales, places[1], sums)
             cute.arch.fence_view_async_shared()  # generic loads, before TMA writes there
             cute.arch.sync_warp()
-            give_back(plan, ring.empty + stage, lane)
-            stage += 1
-            if stage == plan.stages:
-                stage, phase = Int32(0), phase ^ 1
+            give_back(plan, ring.empty + stage.index, lane)
+            stage = pipeline.following(stage, plan.stages)
         store(args, plan, work.first + turn * work.stride, first_token, lane, sums)
 
 

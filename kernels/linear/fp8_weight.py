@@ -28,7 +28,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4_kernels.device import bf16_rows, dependent_launch, e4m3, ptx
+from dsv4_kernels.device import bf16_rows, dependent_launch, e4m3, pipeline, ptx
 from dsv4_kernels.device.bf16_rows import add, mul
 from dsv4_kernels.device.mma import multiply_bf16
 from dsv4_kernels.device.rotation import cosine_and_sine, inverted, position_of, turned
@@ -367,15 +367,11 @@ def sum_segment(
         if cutlass.const_expr(configuration.rotates):
             rotate(tile, place, step, args.steps, thread, at, shared + tile.turns_offset)
         cute.arch.sync_threads()  # what all have copied is there, and the stage before is read
-        following = stage + (tile.stages - 1)
-        if following >= tile.stages:
-            following -= tile.stages
+        following = pipeline.index_after(stage, tile.stages, tile.stages - 1)
         load(args, tile, place, step + (tile.stages - 1), thread, shared, following)
         factor = ptx.load_shared_f32(shared + tile.scales_offset + stage * 4)
         sum_stage(tile, at, ptx.pack_bf16(factor, factor), warp, lane, sums)
-        stage += 1
-        if stage == tile.stages:
-            stage = Int32(0)
+        stage = pipeline.index_after(stage, tile.stages)
 
 
 @cute.jit

@@ -25,7 +25,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device import dependent_launch, pipeline, ptx
 from dsv4_kernels.device.bf16_rows import add
 from dsv4_kernels.device.mma import multiply_bf16
 
@@ -225,15 +225,11 @@ def one_after_the_other(
         for i in cutlass.range(begin_of(segment, chunks), begin_of(segment + 1, chunks), unroll=1):
             cute.arch.cp_async_wait_group(tile.stages - 2)
             cute.arch.sync_threads()  # what all have loaded is there, and the stage before is read
-            following = stage + (tile.stages - 1)
-            if following >= tile.stages:
-                following -= tile.stages
+            following = pipeline.index_after(stage, tile.stages, tile.stages - 1)
             load(args, tile, place, i + (tile.stages - 1), chunks, thread, stages + following * tile.stage_bytes)
             cute.arch.cp_async_commit_group()
             sum_chunk(tile, stages + stage * tile.stage_bytes, first, lane, sums)
-            stage += 1
-            if stage == tile.stages:
-                stage = Int32(0)
+            stage = pipeline.index_after(stage, tile.stages)
         for i in cutlass.range_constexpr(tile.accumulators):
             total[i] = add(total[i], sums[i])
     cute.arch.cp_async_wait_group(0)
@@ -262,17 +258,13 @@ def side_by_side(
     for i in cutlass.range(longest, unroll=1):
         cute.arch.cp_async_wait_group(tile.stages - 2)
         cute.arch.sync_threads()
-        following = stage + (tile.stages - 1)
-        if following >= tile.stages:
-            following -= tile.stages
+        following = pipeline.index_after(stage, tile.stages, tile.stages - 1)
         load_segments(args, tile, place, i + (tile.stages - 1), chunks, thread, stages + following * tile.stage_bytes)
         cute.arch.cp_async_commit_group()
         if begin + i < end:  # zeros would make +0 of a sum that is -0
             at = stages + stage * tile.stage_bytes + segment * tile.segment_bytes
             sum_chunk(tile, at, first, lane, sums)
-        stage += 1
-        if stage == tile.stages:
-            stage = Int32(0)
+        stage = pipeline.index_after(stage, tile.stages)
     cute.arch.cp_async_wait_group(0)
     cute.arch.sync_threads()  # nobody reads the stages any more: the segments' sums take their place
 

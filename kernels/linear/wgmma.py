@@ -21,7 +21,7 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device import dependent_launch, pipeline, ptx
 from dsv4_kernels.device.bf16_rows import add
 from dsv4_kernels.device.tma import TmaTensor, swizzled_atom, swizzled_layout
 from dsv4_kernels.linear.kernel import CHUNK, ROW_BYTES, SEGMENTS, WARP, Arguments, begin_of
@@ -207,21 +207,19 @@ def produce(
     """A warp: copies a stage after the other."""
     of_weights = boxes_of(tma_weights, ring.weights, tile.rows, tile.stages)
     of_tokens = boxes_of(tma_tokens, ring.tokens, tile.tokens, tile.stages)
-    stage, phase = Int32(0), Int32(1)  # nobody has to give back a stage that was never filled
+    stage = pipeline.first_to_fill()
     for turn in cutlass.range(work.turns, unroll=1):
         place = place_of(args, work, turn)
         for chunk in cutlass.range(work.chunks, unroll=1):
-            cute.arch.mbarrier_wait(ring.empty + stage, phase)
-            full = ring.full + stage
+            cute.arch.mbarrier_wait(ring.empty + stage.index, stage.phase)
+            full = ring.full + stage.index
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, tile.stage_bytes)
             source = of_weights[1][None, place.row, chunk, place.group]
-            cute.copy(tma_weights.atom, source, of_weights[0][None, stage], tma_bar_ptr=full)
+            cute.copy(tma_weights.atom, source, of_weights[0][None, stage.index], tma_bar_ptr=full)
             source = of_tokens[1][None, place.token, chunk, place.group]
-            cute.copy(tma_tokens.atom, source, of_tokens[0][None, stage], tma_bar_ptr=full)
-            stage += 1
-            if stage == tile.stages:
-                stage, phase = Int32(0), phase ^ 1
+            cute.copy(tma_tokens.atom, source, of_tokens[0][None, stage.index], tma_bar_ptr=full)
+            stage = pipeline.following(stage, tile.stages)
 
 
 @cute.jit
@@ -241,21 +239,19 @@ def consume(
     shape = mma.partition_shape_C((tile.rows, tile.tokens))
     sums, total = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
     lane = thread % WARP
-    stage, phase = Int32(0), Int32(0)
+    stage = pipeline.first_to_read()
     for turn in cutlass.range(work.turns, unroll=1):
         total.fill(0.0)
         for segment in cutlass.range(SEGMENTS, unroll=1):
             sums.fill(0.0)
             before = Int32(-1)  # the stage that is still read
             for _ in cutlass.range(begin_of(segment, work.chunks), begin_of(segment + 1, work.chunks), unroll=1):
-                cute.arch.mbarrier_wait(ring.full + stage, phase)
-                multiply(mma, sums, left[None, None, None, stage], right[None, None, None, stage])
+                cute.arch.mbarrier_wait(ring.full + stage.index, stage.phase)
+                multiply(mma, sums, left[None, None, None, stage.index], right[None, None, None, stage.index])
                 warpgroup.wait_group(1)
                 give_back(ring, before, lane)
-                before = stage
-                stage += 1
-                if stage == tile.stages:
-                    stage, phase = Int32(0), phase ^ 1
+                before = stage.index
+                stage = pipeline.following(stage, tile.stages)
             warpgroup.wait_group(0)
             give_back(ring, before, lane)
             for i in cutlass.range_constexpr(tile.accumulators):

@@ -16,15 +16,14 @@ from cutlass import Float32, Int32, Int64
 from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
-from dsv4_kernels.device.bf16_rows import CHUNK_BYTES, add, at_least, at_most, load_words_if, mul
+from dsv4_kernels.device.bf16_rows import CHUNK_BYTES, load_words_if
 from dsv4_kernels.device.fp8_rows import chunk_of_thread, store_codes
 from dsv4_kernels.host.arch import architecture
-from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.host.fp8_rows import THREADS, Codes, bf16_result, new_codes, num_ctas
-from dsv4_kernels.host.launch import current_stream
-from dsv4_kernels.host.launch_arguments import example
+from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
+from dsv4_kernels.moe.activation import swiglu
 
 
 class Arguments(NamedTuple):
@@ -62,24 +61,16 @@ def kernel(args: Arguments, is_fp8: cutlass.Constexpr[bool]) -> None:
 
 def product(gate: tuple, up: tuple, limit: Float32) -> tuple:
     """`silu(min(gate, limit)) * clamp(up, -limit, limit)` rounded to bf16."""
-    made = []
-    for a, b in zip(bf16_rows.channels(gate), bf16_rows.channels(up), strict=True):
-        a = at_most(a, limit)
-        silu = mul(a, bf16_rows.reciprocal(add(Float32(1.0), bf16_rows.exp(-a))))
-        made.append(mul(silu, at_most(at_least(b, -limit), limit)))
-    return bf16_rows.packed(made)
+    channels = zip(bf16_rows.channels(gate), bf16_rows.channels(up), strict=True)
+    return bf16_rows.packed([swiglu(a, b, limit) for a, b in channels])
 
 
 # Host side
 
 
 def compile(is_fp8: bool, arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
-
-    def from_compiler() -> Callable[..., None]:
-        return cute.compile(launch, example(Arguments), is_fp8, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("swiglu", "fp8" if is_fp8 else "bf16", arch, from_compiler)
+    """The launcher: (arguments, CTAs, stream)."""
+    return load_launcher("swiglu", "fp8" if is_fp8 else "bf16", arch, launch, Arguments, is_fp8, Int32)
 
 
 def _run(name: str, gate_up: Tensor, limit: float, to: Codes, is_fp8: bool) -> None:

@@ -29,13 +29,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, impl: str | None = No
 def rms_norm_fp8(
     x: Tensor, weight: Tensor | None, eps: float, column_major: bool = False, impl: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`fp8_quantise(rms_norm(x, weight, eps), 128, column_major)`: what an FP8 product takes.
+    """`fp8_quantise(rms_norm(x, weight, eps), 128, column_major)`: the input of an FP8 product.
 
     Args:
         x: [T, d] fp32 or bf16.
         weight: [d], any floating dtype, or None.
         eps: added to the mean square.
-        column_major: of the scales, as in `dsv4_kernels.quant.fp8_quantise`.
+        column_major: layout of the scales, as in `dsv4_kernels.quant.fp8_quantise`.
         impl: implementation by name; None lets the registry choose.
 
     Returns:

@@ -1,8 +1,9 @@
 """RMS norm on Hopper and Blackwell (sm_90a, sm_100a), in bf16 or as e4m3: one kernel, bound by memory.
 
-Rows of up to WARP_DIM channels take a warp, longer ones a CTA, whose warps meet once in shared memory. A lane has
-chunks of 8 channels, as far apart as there are lanes; it loads all of them before it uses the first. How many depends
-on the row's length only, and so do the order of its sum and its bits. Sixteen neighbouring lanes have a block of e4m3.
+A warp computes a row of up to WARP_DIM channels, a CTA a longer row; the CTA's warps exchange their sums in shared
+memory once. A lane has chunks of 8 channels, as far apart as there are lanes, and loads all of them before it uses the
+first. Their number depends on the row's length only, and so do the order of the sum and its bits. Sixteen neighbouring
+lanes have a block of e4m3.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
 
 WARP_DIM = 2048
-"""The longest row of a warp: 8 chunks, 64 channels a lane."""
+"""The longest row that one warp computes: 8 chunks, 64 channels a lane."""
 WARPS_OF_SHORT = 4
 WARPS_OF_LONG = 8
 LARGEST_DIM = 8 * CHUNK * WARP * WARPS_OF_LONG
@@ -35,7 +36,7 @@ LARGEST_DIM = 8 * CHUNK * WARP * WARPS_OF_LONG
 
 @dataclass(frozen=True)
 class Configuration:
-    """What the kernel is compiled for besides the architecture."""
+    """Compile-time parameters besides the architecture."""
 
     dim: int
     weight: str
@@ -52,22 +53,22 @@ class Configuration:
 
     @property
     def warps_a_row(self) -> int:
-        """1, or all of a CTA."""
+        """Warps that share a row: 1, or all of a CTA."""
         return 1 if self.dim <= WARP_DIM else WARPS_OF_LONG
 
     @property
     def warps(self) -> int:
-        """Of a CTA."""
+        """Warps of a CTA."""
         return WARPS_OF_SHORT if self.warps_a_row == 1 else WARPS_OF_LONG
 
     @property
     def chunks_a_lane(self) -> int:
-        """The most that a lane has; the last ones may lie behind the row's end."""
+        """The most chunks of a lane; the last ones may lie after the row's end."""
         return -(-self.dim // (CHUNK * WARP * self.warps_a_row))
 
     @property
     def is_even(self) -> bool:
-        """Whether all lanes have as many."""
+        """Whether all lanes have the same number of chunks."""
         return self.dim % (CHUNK * WARP * self.warps_a_row) == 0
 
 
@@ -78,14 +79,14 @@ class Arguments(NamedTuple):
     x_row_bytes: Int64
     weight: Int64
     eps: Float32
-    to: Codes  # in bf16 the codes are the result, and there are no scales
+    to: Codes  # for a result in bf16 its address is in `codes`, and there are no scales
 
 
 @cute.jit
 def launch(
     arguments: Arguments, configuration: cutlass.Constexpr[Configuration], num_ctas: Int32, stream: cuda.CUstream
 ) -> None:
-    """One warp, or one CTA, for a row."""
+    """Launches one warp, or one CTA, for each row."""
     threads = configuration.warps * WARP
     kernel(arguments, configuration).launch(
         grid=[num_ctas, 1, 1], block=[threads, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
@@ -94,7 +95,7 @@ def launch(
 
 @cute.kernel
 def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> None:
-    """Makes the rows of a CTA."""
+    """Normalises the rows of a CTA."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
@@ -112,7 +113,7 @@ def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> 
 def normalise(
     args: Arguments, configuration: cutlass.Constexpr[Configuration], row: Int32, lane: Int32, shared: Int32
 ) -> None:
-    """Makes a row. lane: of all that have chunks of it."""
+    """Normalises one row. lane: index among all lanes that share the row."""
     lanes = configuration.warps_a_row * WARP
     x = args.x + Int64(row) * args.x_row_bytes
     words, weights = [], []
@@ -148,14 +149,14 @@ def scaled(values: list, factor: Float32, weights: list) -> list:
 
 
 def load_chunk(x: Int64, chunk: Int32, configuration: Configuration) -> tuple:
-    """Words of a chunk, zeros behind the row's end."""
+    """The words of a chunk; zeros after the row's end."""
     if configuration.is_even:
         return bf16_rows.load_words(x + chunk * CHUNK_BYTES)
     return bf16_rows.load_words_if(chunk < configuration.dim // CHUNK, x + chunk * CHUNK_BYTES)
 
 
 def load_weights(weight: Int64, chunk: Int32, configuration: Configuration) -> list:
-    """Of a chunk as fp32; none without weight, anything behind the row's end."""
+    """The weights of a chunk as fp32; an empty list without weight, arbitrary values after the row's end."""
     if configuration.weight == "none":
         return []
     if not configuration.is_even:
@@ -168,7 +169,7 @@ def load_weights(weight: Int64, chunk: Int32, configuration: Configuration) -> l
 
 @cute.jit
 def sum_over_warps(total: Float32, warps: cutlass.Constexpr[int], lane: Int32, shared: Int32) -> Float32:
-    """Sum of what the warps of a CTA bring, in their order."""
+    """The sum of the totals of a CTA's warps, added in the order of the warps."""
     if lane % WARP == 0:
         ptx.store_shared_f32(shared + lane // WARP * 4, total)
     cute.arch.sync_threads()
@@ -182,7 +183,7 @@ def sum_over_warps(total: Float32, warps: cutlass.Constexpr[int], lane: Int32, s
 
 
 def compile(configuration: Configuration, arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
     return load_launcher("rms_norm", configuration, arch, launch, Arguments, configuration, Int32)
 
@@ -236,17 +237,17 @@ def sm90(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def sm100(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """`dsv4_kernels.norm.rms_norm` on Blackwell (B200, GB200, B300); as `sm90`."""
+    """`dsv4_kernels.norm.rms_norm` on Blackwell (B200, GB200, B300); arguments as for `sm90`."""
     return _bf16("sm100", x, weight, eps)
 
 
 def sm90_fp8(x: Tensor, weight: Tensor | None, eps: float, column_major: bool) -> tuple[Tensor, Tensor]:
-    """`dsv4_kernels.norm.rms_norm_fp8` on Hopper; x as in `sm90`."""
+    """`dsv4_kernels.norm.rms_norm_fp8` on Hopper; x as for `sm90`."""
     return _fp8("sm90", x, weight, eps, column_major)
 
 
 def sm100_fp8(x: Tensor, weight: Tensor | None, eps: float, column_major: bool) -> tuple[Tensor, Tensor]:
-    """`dsv4_kernels.norm.rms_norm_fp8` on Blackwell (B200, GB200, B300); x as in `sm90`."""
+    """`dsv4_kernels.norm.rms_norm_fp8` on Blackwell (B200, GB200, B300); x as for `sm90`."""
     return _fp8("sm100", x, weight, eps, column_major)
 
 

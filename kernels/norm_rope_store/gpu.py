@@ -192,7 +192,7 @@ def store_row(args: Arguments, token: Int32, lane: Int32) -> None:
     shift = 8 * block
     in_first = cutlass.select_(speaks, exponents[0] << shift, nothing)
     in_second = cutlass.select_(speaks & (lane < ROTATED_LANE), exponents[1] << shift, nothing)
-    scales = (rows_of.or_over_warp(in_first), rows_of.or_over_warp(in_second))
+    scales = (cute.arch.warp_redux_sync(in_first, "or"), cute.arch.warp_redux_sync(in_second, "or"))
     kept = plain_words(words, lower_codes, upper_codes, exponents, lane, args.qat != 0)
     for i in cutlass.range_constexpr(MAX_DESTINATIONS):
         if numbers[i] >= 0:

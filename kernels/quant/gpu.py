@@ -1,8 +1,6 @@
 """Rows of bf16 as e4m3 with a scale for 128 channels, on Hopper and Blackwell (sm_90a, sm_100a): bound by memory.
 
-A thread has a chunk of 8 channels, 16 neighbouring lanes a block. The threads of a row are padded to whole blocks;
-those behind its end bring zeros, which raise no maximum. `dsv4_kernels.moe.gpu` and `dsv4_kernels.norm.gpu` store their
-results by `store_codes` too.
+One thread loads a chunk of 8 channels; `dsv4_kernels.device.fp8_rows` says how blocks map to lanes and stores them.
 """
 
 from collections.abc import Callable
@@ -34,7 +32,7 @@ class Arguments(NamedTuple):
 
 @cute.jit
 def launch(arguments: Arguments, num_ctas: Int32, stream: cuda.CUstream) -> None:
-    """One thread for a chunk of a row, padded to whole blocks."""
+    """Launches one thread for each chunk of a row, rows padded to whole blocks."""
     kernel(arguments).launch(
         grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
     )
@@ -53,7 +51,7 @@ def kernel(args: Arguments) -> None:
 
 
 def compile(arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
     return load_launcher("fp8_quantise", "the only one", arch, launch, Arguments, Int32)
 
@@ -77,7 +75,7 @@ def sm90(x: Tensor, block: int, column_major: bool) -> tuple[Tensor, Tensor]:
 
 
 def sm100(x: Tensor, block: int, column_major: bool) -> tuple[Tensor, Tensor]:
-    """`dsv4_kernels.quant.fp8_quantise` on Blackwell (B200, GB200, B300); as `sm90`."""
+    """`dsv4_kernels.quant.fp8_quantise` on Blackwell (B200, GB200, B300); arguments as for `sm90`."""
     return _run("sm100", x, block, column_major)
 
 

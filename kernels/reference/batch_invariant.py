@@ -1,11 +1,11 @@
-"""Batch-invariant arithmetic: the result for one element does not depend on its place in the tensor.
+"""Batch-invariant arithmetic in PyTorch: the result for one element does not depend on its position in the tensor.
 
-Serving promises the same bits for a token whatever batch or chunk it is computed in. PyTorch's CPU kernels do not all
-keep that: `torch.sigmoid`, `silu`, `softplus` and `exp2` take a vector routine for most elements and a scalar one for
-the last few of a thread's share, and the two differ by an ulp. `exp`, `log1p`, `sin` and `cos` (MKL's vector library,
-masked tails) and IEEE operations (+ - * / sqrt) do keep it, so the functions here are made of those. The same holds
-for a sum: here its order is fixed by the index in the reduced dimension and by nothing else. (The products of rows with
-weights are in `dsv4_kernels.linear.tiled`.)
+Serving promises the same bits for a token in any batch or chunk. Not all of PyTorch's CPU kernels give them:
+`torch.sigmoid`, `silu`, `softplus` and `exp2` use a vector routine for most elements and a scalar routine for the last
+few of a thread's share, and the two differ by an ulp. `exp`, `log1p`, `sin` and `cos` (MKL's vector library, masked
+tails) and IEEE operations (+ - * / sqrt) do give them, so the functions here are built of those. The same holds for
+sums: here the order depends on the index in the reduced dimension only. (Products of rows with weights are in
+`dsv4_kernels.linear.tiled`.)
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def at_least_as_many_as_threads(tokens: Tensor) -> Tensor:
-    """Token indices, repeated on a CPU until there are as many as threads, for use as a batch of matrix products.
+    """Token indices for use as a batch of matrix products; on a CPU repeated until there are as many as threads.
 
-    MKL gives each matrix of a batch to one thread, and then a matrix's bits are its own. With fewer matrices than
-    threads it splits single ones: measured with 5 x 24 on two threads and 24 x 100 on seven, their bits then change.
+    MKL gives each matrix of a batch to one thread, and then a matrix's bits do not depend on the batch. With fewer
+    matrices than threads it splits single matrices: measured with 5 x 24 on two threads and 24 x 100 on seven, their
+    bits then change.
     """
     fewest = torch.get_num_threads() if tokens.device.type == "cpu" else 1
     if not 0 < len(tokens) < fewest:
@@ -55,7 +56,8 @@ def padded_to_full_rows(x: Tensor, dim: int) -> Tensor:
 
 
 def tree_sum(x: Tensor, dim: int) -> Tensor:
-    """The sum over `dim` by halving: element i is added to element i + n/2 first, an odd one out waits its turn."""
+    """The sum over `dim` by halving: element i is first added to element i + n/2; an odd last element joins in a later
+    round."""
     while (n := x.shape[dim]) > 1:
         half = n // 2
         paired = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
@@ -64,7 +66,7 @@ def tree_sum(x: Tensor, dim: int) -> Tensor:
 
 
 def sum_in_order(parts: Tensor) -> Tensor:
-    """`((parts[0] + parts[1]) + parts[2]) + ...` in fp32, rounded once: [n, ...] -> [...] in their dtype."""
+    """`((parts[0] + parts[1]) + parts[2]) + ...` in fp32, rounded once: [n, ...] -> [...] in the dtype of the parts."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part

@@ -1,8 +1,8 @@
-"""Row-wise functions on a CPU, a cache-sized piece of rows at a time.
+"""Row-wise PyTorch functions on a CPU, applied to a cache-sized piece of rows at a time.
 
-A chain of element-wise PyTorch calls on a tensor of a hundred megabytes spends its time on memory (and on page faults
-of fresh temporaries): in pieces of PIECE_ELEMENTS it is several times as fast. Rows are independent, so the
-result is the same.
+A chain of element-wise calls on a tensor of a hundred megabytes spends its time on memory accesses and on page faults
+of new temporaries; in pieces of PIECE_ELEMENTS it is several times as fast. Rows are independent, so the result is the
+same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ RowWise = Callable[Concatenate[Tensor, Arguments], Tensor]
 
 
 def in_row_pieces(function: RowWise[Arguments]) -> RowWise[Arguments]:
-    """Decorates `function(x [T, ...], ...) -> [T, ...]` of x's shape and dtype, each row from its own row of x."""
+    """Decorates `function(x [T, ...], ...) -> [T, ...]` of x's shape and dtype, in which each row depends on its own
+    row of x only."""
 
     @functools.wraps(function)
     def by_pieces(x: Tensor, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Tensor:

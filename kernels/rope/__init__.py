@@ -13,22 +13,22 @@ __all__ = ["YarnScaling", "apply_rope", "apply_rope_in_place", "rope_frequencies
 def apply_rope(
     x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool = False, impl: str | None = None
 ) -> Tensor:
-    """Rotates the last `2 * len(frequencies)` channels of x by the angle `position * frequency`.
+    """The last `2 * len(frequencies)` channels of x rotated by the angle `position * frequency`.
 
     Channels (2i, 2i+1) of the rotated part are one pair: `(a + ib) * (cos + i sin)`, in fp32, cast to x's dtype once.
 
     Args:
-        x: [T, ..., D] fp32 or bf16. It is not written to.
+        x: [T, ..., D] fp32 or bf16. It is not modified.
         positions: [T] integer; the angle is the product of two fp32 numbers.
         frequencies: [R / 2] fp32 (`rope_frequencies`), R <= D.
-        inverse: rotate back (the conjugate), as the attention output needs.
+        inverse: rotate back (the conjugate), as for the attention output.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
         [T, ..., D] in x's dtype.
 
     Raises:
-        ValueError: shapes that do not fit each other.
+        ValueError: shapes that do not match.
     """
     _check("apply_rope", x, positions, frequencies)
     return select("apply_rope", x.device, x.dtype, impl)(x, positions, frequencies, inverse)
@@ -37,7 +37,7 @@ def apply_rope(
 def apply_rope_in_place(
     x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool = False, impl: str | None = None
 ) -> Tensor:
-    """`apply_rope` over x itself: only the rotated channels are read and written.
+    """x, rotated as by `apply_rope` in place: only the rotated channels are read and written.
 
     Args:
         x: [T, ..., D] fp32 or bf16, of any strides. On a GPU [T, D] or [T, H, D], rows at multiples of 16 bytes.
@@ -47,7 +47,7 @@ def apply_rope_in_place(
         x.
 
     Raises:
-        ValueError: shapes that do not fit each other.
+        ValueError: shapes that do not match.
     """
     _check("apply_rope_in_place", x, positions, frequencies)
     select("apply_rope_in_place", x.device, x.dtype, impl)(x, positions, frequencies, inverse)

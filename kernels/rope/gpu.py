@@ -1,7 +1,7 @@
-"""Rotation on Hopper and Blackwell (sm_90a, sm_100a): one kernel, bound by memory.
+"""Rotation in place on Hopper and Blackwell (sm_90a, sm_100a): one kernel, bound by memory.
 
-A thread has one chunk of 8 channels, four pairs, of HEADS_A_THREAD heads of a token, which share the angles and whose
-loads are all on their way before the first is used. Only the rotated channels are read and written.
+A thread rotates one chunk of 8 channels, four pairs, of HEADS_A_THREAD heads of a token. The heads share the angles,
+and all their loads are issued before the first is used. Only the rotated channels are read and written.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Arguments(NamedTuple):
 
 @cute.jit
 def launch(arguments: Arguments, heads_a_thread: cutlass.Constexpr[int], ctas: Int32, stream: cuda.CUstream) -> None:
-    """One thread for a chunk of `heads_a_thread` heads."""
+    """Launches one thread for each chunk of `heads_a_thread` heads."""
     kernel(arguments, heads_a_thread).launch(
         grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
     )
@@ -51,7 +51,7 @@ def launch(arguments: Arguments, heads_a_thread: cutlass.Constexpr[int], ctas: I
 
 @cute.kernel
 def kernel(args: Arguments, heads_a_thread: cutlass.Constexpr[int]) -> None:
-    """Makes one chunk of some heads of a token."""
+    """Rotates one chunk of some heads of a token."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
@@ -80,7 +80,7 @@ def turns(args: Arguments, token: Int32, chunk: Int32) -> list:
 
 
 def rotated(words: tuple, pairs: list) -> tuple:
-    """A chunk, a pair a word."""
+    """The words of a chunk, rotated; a pair is a word."""
     return tuple(turned(word, *pair) for word, pair in zip(words, pairs, strict=True))
 
 
@@ -88,7 +88,7 @@ def rotated(words: tuple, pairs: list) -> tuple:
 
 
 def compile(heads_a_thread: int, arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
     return load_launcher(
         "apply_rope_in_place", f"{heads_a_thread} heads a thread", arch, launch, Arguments, heads_a_thread, Int32

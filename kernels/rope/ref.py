@@ -11,7 +11,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN's stretching of the slow frequencies. No amplitude factor: DeepSeek-V4 scales neither cos/sin nor scores."""
+    """Parameters of YaRN's scaling of the slow frequencies. No amplitude factor: DeepSeek-V4 scales neither cos/sin nor
+    scores."""
 
     factor: float
     original_max_positions: int
@@ -20,11 +21,11 @@ class YarnScaling:
 
 
 def rope_frequencies(dim: int, theta: float, yarn: YarnScaling | None) -> Tensor:
-    """Angle per position of each channel pair.
+    """The angle per position of each channel pair.
 
-    `f_i = theta**(-2i / dim)`; with YaRN pairs that turn less than `beta_slow` times over the original context are
-    slowed by `factor`, pairs that turn more than `beta_fast` times are kept, and a linear ramp joins them:
-    `f_i / factor * ramp_i + f_i * (1 - ramp_i)`. It applies at all positions.
+    `f_i = theta**(-2i / dim)`. With YaRN, pairs that turn less than `beta_slow` times over the original context are
+    slowed by `factor`, pairs that turn more than `beta_fast` times are kept, and a linear ramp joins them: `f_i /
+    factor * ramp_i + f_i * (1 - ramp_i)`. It applies at all positions.
 
     Args:
         dim: rotated channels, even.

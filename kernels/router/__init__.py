@@ -16,14 +16,14 @@ def route_topk(
     ::
 
         s = sqrt(softplus(x.float() @ gate_weight.float().T))
-        experts = topk(s + bias)              # the bias selects only; of equals the lower expert id wins
+        experts = topk(s + bias)              # the bias selects only; of equal scores the lower expert id wins
         weights = s[experts] / s[experts].sum() * scale
 
     Args:
         x: [T, d] fp32 or bf16.
         gate_weight: [E, d], any floating dtype.
         bias: [E] fp32.
-        top_k: experts a token, 1 to E.
+        top_k: experts of a token, 1 to E.
         scale: routed_scaling_factor.
         impl: implementation by name; None lets the registry choose.
 
@@ -31,7 +31,7 @@ def route_topk(
         weights [T, top_k] fp32, experts [T, top_k] int32, by falling biased score.
 
     Raises:
-        ValueError: shapes that do not fit each other, or top_k out of range.
+        ValueError: shapes that do not match, or top_k out of range.
     """
     _check_gate("route_topk", x, gate_weight)
     _check_choice("route_topk", gate_weight.shape[0], bias, top_k)
@@ -57,7 +57,7 @@ def route_hash(
         weights [T, k] fp32, experts [T, k] int32, in the table's order.
 
     Raises:
-        ValueError: shapes that do not fit each other.
+        ValueError: shapes that do not match.
         IndexError: a token id outside the table.
     """
     _check_gate("route_hash", x, gate_weight)
@@ -68,12 +68,12 @@ def route_hash(
 def route_topk_logits(
     logits: Tensor, bias: Tensor, top_k: int, scale: float, impl: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`route_topk` behind its product: `logits = linear_fp32(x, gate_weight)`.
+    """`route_topk` from given logits, `linear_fp32(x, gate_weight)`.
 
     Args:
         logits: [T, E] fp32.
         bias: [E] fp32.
-        top_k: experts a token, 1 to E.
+        top_k: experts of a token, 1 to E.
         scale: routed_scaling_factor.
         impl: implementation by name; None lets the registry choose.
 
@@ -81,7 +81,7 @@ def route_topk_logits(
         weights [T, top_k] fp32, experts [T, top_k] int32, by falling biased score.
 
     Raises:
-        ValueError: shapes that do not fit each other, or top_k out of range.
+        ValueError: shapes that do not match, or top_k out of range.
     """
     _check_logits("route_topk_logits", logits)
     _check_choice("route_topk_logits", logits.shape[1], bias, top_k)
@@ -91,10 +91,10 @@ def route_topk_logits(
 def route_hash_logits(
     logits: Tensor, expert_table: Tensor, token_ids: Tensor, scale: float, impl: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`route_hash` behind its product.
+    """`route_hash` from given logits, `linear_fp32(x, gate_weight)`.
 
-    The GPU kernel cannot refuse a token id without waiting: one outside the table gets the experts of the nearest id
-    that is in it. Ids are checked where requests come in.
+    The GPU kernel cannot reject a token id without a synchronisation: an id outside the table gets the experts of the
+    nearest id inside. Ids are checked when a request arrives.
 
     Args:
         logits: [T, E] fp32.
@@ -107,7 +107,7 @@ def route_hash_logits(
         weights [T, k] fp32, experts [T, k] int32, in the table's order.
 
     Raises:
-        ValueError: shapes that do not fit each other.
+        ValueError: shapes that do not match.
         IndexError: a token id outside the table; not on a GPU.
     """
     _check_logits("route_hash_logits", logits)

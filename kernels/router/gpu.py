@@ -1,8 +1,8 @@
-"""Choice and weights of experts on Hopper and Blackwell (sm_90a, sm_100a), a warp a token.
+"""Choice and weights of experts on Hopper and Blackwell (sm_90a, sm_100a): one warp a token.
 
-Lane l has the scores of experts l, 32 + l, 64 + l, ... in registers. The learned router takes the best expert `top_k`
-times: the best of a lane, the best of the warp, the lowest id of those that have it. By token id lane j has the token's
-expert j.
+Lane l has the scores of experts l, 32 + l, 64 + l, ... in registers. The learned router picks the best expert `top_k`
+times: the best of a lane, the best of the warp, the lowest id among the experts with that score. Routed by token id,
+lane j has the token's expert j.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64
 from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
-from dsv4_kernels.device.bf16_rows import WARP, add, at_least, bits_of, magnitude, mul
+from dsv4_kernels.device.bf16_rows import WARP, add, at_least, magnitude, mul
 from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import stride_bytes
@@ -26,23 +26,23 @@ from dsv4_kernels.model_shapes import ModelShapes
 
 WARPS = 4
 MOST_EXPERTS = 512
-_TAKEN = -(1 << 31)
-_NOBODY = (1 << 31) - 1
-# (atanh(s) / s - 1) / s**2 in s**2 on [0, 1 / 9]; of atanh(s) / s to 2**-31.
+_CHOSEN = -(1 << 31)
+_NO_EXPERT = (1 << 31) - 1
+# Polynomial in s**2 for (atanh(s) / s - 1) / s**2 on [0, 1 / 9]; atanh(s) / s is right to 2**-31.
 _LOG1P = (0.11612164974212646, 0.1085328757762909, 0.142961785197258, 0.19999852776527405, 0.3333333432674408)
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a kernel is compiled for besides the architecture."""
+    """Compile-time parameters besides the architecture."""
 
     top_k: int
     experts: int
-    """Of the learned router; 0: by token id."""
+    """Experts of the learned router; 0 for routing by token id."""
     wide_table: bool = False
-    """Whether the table of experts is int64; else int32."""
+    """Whether the table of experts is int64; otherwise int32."""
     wide_ids: bool = False
-    """Whether token ids are int64; else int32."""
+    """Whether token ids are int64; otherwise int32."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= WARP or self.experts > MOST_EXPERTS:
@@ -53,7 +53,7 @@ class Configuration:
 
 
 class Arguments(NamedTuple):
-    """Dynamic arguments of both kernels; addresses are Int64."""
+    """Dynamic arguments of the kernel; addresses are Int64."""
 
     logits: Int64  # fp32
     logits_row_bytes: Int64
@@ -71,7 +71,7 @@ class Arguments(NamedTuple):
 def launch(
     arguments: Arguments, configuration: cutlass.Constexpr[Configuration], num_ctas: Int32, stream: cuda.CUstream
 ) -> None:
-    """One warp for a token."""
+    """Launches one warp for each token."""
     kernel(arguments, configuration).launch(
         grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
     )
@@ -94,7 +94,7 @@ def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> 
 def score_of(logit: Float32) -> Float32:
     """sqrt(softplus(logit)), to a relative 2**-21.
 
-    softplus is max(x, 0) + log1p(u) with u = exp(-|x|), and log1p(u) = 2 atanh(u / (2 + u)).
+    softplus(x) is max(x, 0) + log1p(u) with u = exp(-|x|), and log1p(u) = 2 atanh(u / (2 + u)).
     """
     u = bf16_rows.exp(-magnitude(logit))
     s = mul(u, bf16_rows.reciprocal(add(u, Float32(2.0))))
@@ -107,18 +107,14 @@ def score_of(logit: Float32) -> Float32:
 
 
 def in_order(x: Float32) -> Int32:
-    """An int32 that is larger where x is; of NaN, as the GPU makes it, the largest, which is where sorting puts it."""
-    bits = Int32(bits_of(x))
+    """An int32 in the order of the fp32 numbers; the largest for NaN as the GPU makes it, which is where sorting puts
+    NaN."""
+    bits = Int32(ptx.as_u32(x))
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def warp_min(x: Int32) -> Int32:
-    """Smallest of the warp."""
-    return ptx.asm("redux.sync.min.s32 {$w0}, {$r0}, 0xffffffff;", [Int32], x)
-
-
 def tree_sum(values: list) -> Float32:
-    """In the order of `dsv4_kernels.reference.batch_invariant.tree_sum`."""
+    """The sum of the values, in the order of `dsv4_kernels.reference.batch_invariant.tree_sum`."""
     while len(values) > 1:
         half = len(values) // 2
         folded = [add(values[i], values[i + half]) for i in range(half)]
@@ -127,7 +123,7 @@ def tree_sum(values: list) -> Float32:
 
 
 def best(args: Arguments, configuration: Configuration, token: Int32, lane: Int32) -> list:
-    """(score, expert) of the chosen ones, in order, in all lanes."""
+    """(score, expert) of the chosen experts, in order, in all lanes."""
     logits = args.logits + Int64(token) * args.logits_row_bytes + lane * 4
     ids = [lane + i * WARP for i in range(-(-configuration.experts // WARP))]
     loaded = []
@@ -139,29 +135,30 @@ def best(args: Arguments, configuration: Configuration, token: Int32, lane: Int3
     scores = [score_of(logit) for logit, _ in loaded]
     keys = [in_order(add(score, bias)) for score, (_, bias) in zip(scores, loaded, strict=True)]
     if configuration.experts % WARP:
-        keys[-1] = cutlass.select_(ids[-1] < configuration.experts, keys[-1], Int32(_TAKEN))
+        keys[-1] = cutlass.select_(ids[-1] < configuration.experts, keys[-1], Int32(_CHOSEN))
     chosen = []
     for _ in range(configuration.top_k):
         key, score, expert = keys[0], scores[0], ids[0]
         for i in range(1, len(ids)):
-            better = keys[i] > key  # of equals the earlier one stays
+            better = keys[i] > key  # of equal keys the earlier one stays
             key = cutlass.select_(better, keys[i], key)
             score = cutlass.select_(better, scores[i], score)
             expert = cutlass.select_(better, ids[i], expert)
-        winner = warp_min(cutlass.select_(key == ptx.warp_max(key), expert, Int32(_NOBODY)))
+        is_best = key == cute.arch.warp_redux_sync(key, "max")
+        winner = cute.arch.warp_redux_sync(cutlass.select_(is_best, expert, Int32(_NO_EXPERT)), "min")
         chosen.append((cute.arch.shuffle_sync(score, winner % WARP), winner))
-        keys = [cutlass.select_(ids[i] == winner, Int32(_TAKEN), keys[i]) for i in range(len(ids))]
+        keys = [cutlass.select_(ids[i] == winner, Int32(_CHOSEN), keys[i]) for i in range(len(ids))]
     return chosen
 
 
 def weight_of(score: Float32, scores: list, scale: Float32) -> Float32:
-    """`score / sum of scores * scale`, as the reference rounds it."""
+    """`score / sum of scores * scale`, rounded as in the reference."""
     return mul(bf16_rows.divide(score, tree_sum(scores)), scale)
 
 
 @cute.jit
 def by_score(args: Arguments, configuration: cutlass.Constexpr[Configuration], token: Int32, lane: Int32) -> None:
-    """Chooses experts by the gate's logits; lane j writes the one in place j."""
+    """Chooses experts by the gate's logits; lane j writes the j-th choice."""
     chosen = best(args, configuration, token, lane)
     score, expert = mine(chosen, lane)
     weight = weight_of(score, [score for score, _ in chosen], args.scale)
@@ -170,7 +167,7 @@ def by_score(args: Arguments, configuration: cutlass.Constexpr[Configuration], t
 
 
 def mine(chosen: list, lane: Int32) -> tuple:
-    """The one of these whose number is the lane's; of later lanes the first."""
+    """The pair whose number is the lane's; the first pair in lanes that have none."""
     score, expert = chosen[0]
     for j in range(1, len(chosen)):
         score = cutlass.select_(lane == j, chosen[j][0], score)
@@ -180,7 +177,7 @@ def mine(chosen: list, lane: Int32) -> tuple:
 
 @cute.jit
 def by_token_id(args: Arguments, configuration: cutlass.Constexpr[Configuration], token: Int32, lane: Int32) -> None:
-    """Weighs the experts that the table has for a token's id; lane j those in place j."""
+    """Weights the experts that the table lists for a token's id; lane j writes expert j."""
     k = configuration.top_k
     token_id = load_integer(args.token_ids, Int64(token), configuration.wide_ids)
     token_id = clamped(token_id, args.vocabulary - 1)
@@ -193,7 +190,7 @@ def by_token_id(args: Arguments, configuration: cutlass.Constexpr[Configuration]
 
 
 def clamped(x: Int64, last: Int64) -> Int64:
-    """The nearest number of [0, last]."""
+    """The number of [0, last] that is nearest to x."""
     return ptx.asm(
         "{\n.reg .b64 x;\nmin.s64 x, {$r0}, {$r1};\nmax.s64 {$w0}, x, 0;\n}",
         [Int64],
@@ -202,7 +199,7 @@ def clamped(x: Int64, last: Int64) -> Int64:
 
 
 def shared(x: Float32, lanes: int) -> list:
-    """What the first lanes have, in all."""
+    """The values of the first `lanes` lanes, in all lanes."""
     return [cute.arch.shuffle_sync(x, j) for j in range(lanes)]
 
 
@@ -214,7 +211,7 @@ def load_integer(address: Int64, index: Int64, wide: bool) -> Int64:
 def write(
     args: Arguments, configuration: Configuration, token: Int32, place: Int32, weight: Float32, expert: Int32
 ) -> None:
-    """One expert of a token."""
+    """Writes one expert of a token and its weight."""
     index = Int64(token) * configuration.top_k + place
     ptx.store_f32(args.weights + index * 4, weight)
     ptx.store_i32(args.experts + index * 4, expert)
@@ -224,7 +221,7 @@ def write(
 
 
 def compile(configuration: Configuration, arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
     return load_launcher("router", configuration, arch, launch, Arguments, configuration, Int32)
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dsv4_kernels.device import dependent_launch, ptx
 from dsv4_kernels.host.addresses import row_bytes
-from dsv4_kernels.host.compile_cache import load_or_compile
-from dsv4_kernels.host.launch_arguments import example
+from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.kv_layout import (
     NOPE_DIM,
     PAGE_ROWS,
@@ -136,15 +136,11 @@ def locate(part: Part, first: Int32, data: cute.Tensor, scales: cute.Tensor) -> 
 
 
 def compile(arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
-
-    def from_compiler() -> Callable[..., None]:
-        return cute.compile(launch, example(Arguments), Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("unpack_pages", "the only one", arch, from_compiler)
+    """The launcher: (arguments, CTAs, stream)."""
+    return load_launcher("unpack_pages", "the only one", arch, launch, Arguments, Int32)
 
 
-def _run(arch: str, parts: Sequence[Pages], out: Tensor) -> None:
+def _run(name: str, parts: Sequence[Pages], out: Tensor) -> None:
     numbers = [part.numbers.to(torch.int32).contiguous() for part in parts]
     values = [
         Part(
@@ -165,17 +161,14 @@ def _run(arch: str, parts: Sequence[Pages], out: Tensor) -> None:
         out=out.data_ptr(),
         out_row_bytes=row_bytes(out),
     )
-    device = out.device
-    stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-    compile(arch)(arguments, Int32(sum(num_ctas)), stream)
+    compile(architecture(name, out.device))(arguments, Int32(sum(num_ctas)), current_stream(out.device))
 
 
 def sm90(parts: Sequence[Pages], out: Tensor) -> None:
     """`dsv4_kernels.unpack.unpack_pages` on Hopper; writes all of `out` [rows of all parts, 512]."""
-    _run("sm_90a", parts, out)
+    _run("sm90", parts, out)
 
 
 def sm100(parts: Sequence[Pages], out: Tensor) -> None:
     """`dsv4_kernels.unpack.unpack_pages` on Blackwell (B200, GB200, B300); as `sm90`."""
-    minor = torch.cuda.get_device_capability(out.device)[1] if out.device.type == "cuda" else 0
-    _run(f"sm_10{minor}a", parts, out)
+    _run("sm100", parts, out)

@@ -1,17 +1,16 @@
-"""SGLang's attention backend "dsv4": which rows, not what is computed with them.
+"""SGLang's attention backend "dsv4": it decides which rows a forward reads and writes; kernels compute with them.
 
 SGLang calls `init_forward_metadata*` once a forward. The layers then ask `window`, `groups` and `compressor_storage`
 where their new rows go, write them, and call `select` and `attend`. Kernels come from `dsv4_kernels`, addresses from
-`metadata`, storage from `sglang_dsv4.cache.kv_pool`. What prefix reuse restores and keeps around a forward is done in
-one place before either of the two ways through it, by `sglang_dsv4.prefix.restore_and_save`. RadixAttention's
-`forward` is not used.
+`metadata`, storage from `sglang_dsv4.cache.kv_pool`. Before a forward `sglang_dsv4.prefix.restore_and_save` restores
+tails and decides which ones the forward keeps. RadixAttention's `forward` is not used.
 
-Two ways through a forward:
+A forward's metadata is derived in one of two ways:
 
-* eager: `init_forward_metadata(batch)`, every mode;
-* CUDA graph: `init_forward_metadata_in_graph` derives everything with fixed shapes from the lengths and request slots
-  of the batch, and is recorded. It reads them in the buffers that SGLang's runners fill before every replay. Decode,
-  verify and draft-extend steps are such batches: every request appends the same number of tokens.
+* eager: `init_forward_metadata(batch)`, in every mode;
+* CUDA graph: `init_forward_metadata_in_graph` derives it with fixed shapes from the batch's lengths and request slots,
+  and is captured. It reads them from the buffers that SGLang's runners fill before every replay. Decode, verify and
+  draft-extend steps are such batches: every request appends the same number of tokens.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from dsv4_kernels.kv_layout import KVRows, RowPlaces
 from dsv4_kernels.norm_rope_store import Destination
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.unpack import Pages, choice, unpack_pages
+from dsv4_radix_cache.pages import pages_for
 from sglang_dsv4.attention.implementation import chosen_implementation, required_implementation
 from sglang_dsv4.attention.metadata import (
     AttentionReader,
@@ -40,7 +40,7 @@ from sglang_dsv4.attention.metadata import (
 from sglang_dsv4.cache.geometry import entries_per_page
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.cache.tail_memory import ChunkWrites, TailRows
-from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO
+from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, HCA_RATIO
 from sglang_dsv4.prefix.restore_and_save import HostBatch, TailLifecycle
 from sglang_dsv4.seam.bases import SnapshotAttentionBackend
 
@@ -53,24 +53,24 @@ ALL_TOKENS = slice(None)
 
 
 class Window(NamedTuple):
-    """Window rows of this forward's queries."""
+    """Window rows that this forward's queries read, and destinations of its own rows."""
 
     rows: KVRows  # the layer's ring, or the workspace of a prefill chunk
     index: Tensor  # [T, W] int32 into `rows`, -1 = before the start of the sequence
-    destinations: tuple[Destination, ...]  # where this forward's rows go before any query reads them
+    destinations: tuple[Destination, ...]  # written before any query reads them
 
 
 class CompressorStorage(NamedTuple):
-    """Where a compressor's raw rows and entries are kept."""
+    """Storage of a compressor's raw rows and entries."""
 
-    state: Tensor  # [S, 2, C * D] fp32: raw rows of the open groups
-    table: KVRows  # of the entries, or indexer keys
-    overlap: Tensor | None  # [N, 2, D] fp32: half rows of tail checkpoints, if this forward writes any
+    state: Tensor  # [S, 2, C * D] fp32: raw rows of the open compression groups
+    table: KVRows  # entries, or indexer keys
+    overlap: Tensor | None  # [N, 2, D] fp32: half rows of tails, if this forward writes any
 
 
 @dataclass(frozen=True)
 class UniformInputs:
-    """What `uniform_metadata` is computed from."""
+    """Inputs of `uniform_metadata` that come from the batch."""
 
     first_positions: Tensor  # [B] int64
     req_slots: Tensor  # [B] int64
@@ -78,7 +78,7 @@ class UniformInputs:
 
 
 def reader_of(runner: ModelRunner) -> AttentionReader:
-    """This rank's attention, as it decides whether a chunk's rows are unpacked."""
+    """Query heads and `index_topk` of this rank's attention, by the runner's model config."""
     config = runner.model_config
     return AttentionReader(config.num_attention_heads // get_parallel().tp_size, config.hf_config.index_topk)
 
@@ -88,19 +88,17 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
 
     Args:
         runner: SGLang's model runner, its pools allocated.
-        draft_step: for one step of a multi-step draft, its number; a step-i token stands i after the committed ones.
-        reader: this rank's attention; None: as the runner's model has it.
+        draft_step: number i of one step of a multi-step draft, whose token is i positions after the committed ones;
+            None: not such a step.
 
     Attributes:
-        attention_impl: the attention's implementation by name; None leaves it to the registry.
+        attention_impl: name of the attention's implementation; None lets the registry choose.
 
     Raises:
         TypeError: the runner's pool is not ours (the plugin's hooks did not run).
     """
 
-    def __init__(
-        self, runner: ModelRunner, draft_step: int | None = None, reader: AttentionReader | None = None
-    ) -> None:
+    def __init__(self, runner: ModelRunner, draft_step: int | None = None) -> None:
         super().__init__()
         pool = runner.token_to_kv_pool
         if not isinstance(pool, Dsv4KVPool):
@@ -116,13 +114,13 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         self.drafts_blocks = pool.is_draft and runner.spec_algorithm.is_dspark()
         self.attention_impl = required_implementation(self.device, pool.geometry.row_dim)
         chosen = chosen_implementation(self.device, pool.geometry.dtype, pool.geometry.row_dim)
-        self._reader = (reader or reader_of(runner)) if choice.helps(chosen.name) else None
+        self._reader = reader_of(runner) if choice.helps(chosen.name) else None
         self.tails = TailLifecycle(pool, runner.req_to_token_pool.req_generation)
-        # Only speculation asks: without it SGLang's host copies of the lengths are always exact. With it they depend on
-        # what was accepted, and a GPU's scheduler would wait for that before it prepares the next step.
+        # SGLang asks with speculation only; without it its host copies of the lengths are always right. With it they
+        # depend on the accepted drafts, and a GPU's scheduler would wait for these before it prepares the next step.
         self.needs_cpu_seq_lens = self.device.type == "cpu"
         self.forward_metadata: ForwardMetadata | None = None
-        self._max_pages = -(-self.req_to_token.shape[1] // FULL_PAGE_TOKENS)
+        self._max_pages = pages_for(self.req_to_token.shape[1])
         self._workspace: KVRows | None = None
         self._workspace_rows: Tensor | None = None  # [rows] int64: 0, 1, 2, ...
         self._unpacked_rows: Tensor | None = None  # [rows, row_dim] bf16
@@ -132,7 +130,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
 
     @property
     def metadata(self) -> ForwardMetadata:
-        """Metadata of the forward in progress."""
+        """Metadata of the current forward."""
         assert self.forward_metadata is not None, "init_forward_metadata has not run for this forward"
         return self.forward_metadata
 
@@ -140,17 +138,17 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         """Derive the metadata of an eager forward.
 
         Raises:
-            RuntimeError: a request continues a prefix whose window rows are not in its slot's rings.
-            NotImplementedError: a forward mode of a feature that is not supported.
+            RuntimeError: a request continues a prefix whose window rows are not in the rings of its request slot.
+            NotImplementedError: the forward mode belongs to a feature that is not supported.
         """
         self._workspace = self._unpacked_rows = None
         tail_writes = self._before_forward(forward_batch)
         self._tail_rows = None if tail_writes is None else tail_writes.by_token(forward_batch.positions.shape[0])
         mode, pool = forward_batch.forward_mode, self.token_to_kv_pool
         if pool.draft is not None:
-            pool.draft.tail_rows = self._tail_rows
+            pool.draft.set_tail_rows(self._tail_rows)
         elif pool.tail_rows is not None and mode.is_extend_without_speculative():
-            self._tail_rows = pool.tail_rows  # a draft's prefill, of the same tokens as the target's before it
+            self._tail_rows = pool.tail_rows  # a draft's prefill runs after the target's, over the same tokens
         if mode.is_idle():
             self.forward_metadata = self._extend([], [], forward_batch)
         elif self._is_uniform(forward_batch):
@@ -164,35 +162,34 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             raise NotImplementedError(f"sglang-dsv4 does not support forward mode {mode.name}")
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Note how many requests and draft tokens captured graphs have at most."""
+        """Store the largest numbers of requests and draft tokens of captured graphs."""
         self.describe_drafts(max_bs, max(1, max_num_tokens // max_bs), self.device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Length of a padding request: one token, at position 0 of the null slot."""
+        """1, the length of a padding request: its one token is at position 0 of the null slot."""
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """What the host does before a graph's replay. The graph reads what SGLang's runner has filled, so nothing is
-        launched here, but for tail checkpoints.
+        """Do the host's work before a graph's replay: only tails, since the graph reads the runner's buffers itself.
 
         Args:
-            forward_batch: in a replay, SGLang's view of the batch. Its tensors need not be those that the graph reads:
-                EAGLE's draft runner fills its buffers and hands over the batch's own.
-            in_capture: the graph is being recorded, of requests that do not exist.
+            forward_batch: in a replay, SGLang's view of the batch. Its tensors need not be the graph's buffers: EAGLE's
+                draft runner fills its buffers and hands over the batch's own tensors.
+            in_capture: whether the graph is being captured, with requests that do not exist.
         """
-        self._tail_rows = None  # of a prefill before it; these steps save rings
+        self._tail_rows = None  # set by a prefill before; decode steps copy tails from the rings
         if self.token_to_kv_pool.draft is not None:
-            self.token_to_kv_pool.draft.tail_rows = None
+            self.token_to_kv_pool.draft.set_tail_rows(None)
         if not in_capture:
             self._before_forward(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """Derive the metadata from the batch's lengths and slots: fixed shapes, no host synchronisation."""
+        """Derive the metadata from the batch's lengths and request slots: fixed shapes, no host synchronisation."""
         self._workspace = self._unpacked_rows = None
         self.forward_metadata = self._uniform(self._uniform_inputs(forward_batch), self._max_pages)
 
     def draft_extend_metadata_captured_in_graph(self) -> bool:
-        """The out-graph half has the host's part, so a replay may not skip it."""
+        """False: a replay must call the out-of-graph half, which does the host's work."""
         return False
 
     def _is_uniform(self, batch: ForwardBatch) -> bool:
@@ -200,13 +197,13 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         return mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2()
 
     def _uniform_inputs(self, batch: ForwardBatch) -> UniformInputs:
-        """First new position of each request, by what SGLang means by `seq_lens` in each mode."""
+        """Inputs of `uniform_metadata`, from `seq_lens`, which counts other tokens in each mode."""
         mode, seq_lens = batch.forward_mode, batch.seq_lens.long()
         if mode.is_target_verify():  # seq_lens: committed tokens
             k, first = batch.spec_info.draft_token_num, seq_lens
         elif mode.is_draft_extend_v2():  # seq_lens: after the k tokens
-            k = batch.spec_info.num_tokens_per_req  # the view of a replay has no positions to count
-            # A padding request of a graph may be shorter than the tokens it is given.
+            k = batch.spec_info.num_tokens_per_req  # a replay's view of the batch has no positions to count
+            # A graph's padding request may be shorter than the k tokens that it appends.
             first = (seq_lens - k).clamp(min=0)
         elif self.draft_step is not None:  # seq_lens: committed tokens; `_uniform` adds the steps between
             k, first = 1, seq_lens
@@ -217,7 +214,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         return UniformInputs(first, batch.req_pool_indices.long(), k)
 
     def _before_forward(self, batch: ForwardBatch) -> ChunkWrites | None:
-        """The one call of `TailLifecycle.before_forward`; a batch without request slots on the host has no requests."""
+        """Call `TailLifecycle.before_forward`, unless the batch has no request slots on the host, so no requests."""
         mode, slots = batch.forward_mode, getattr(batch, "req_pool_indices_cpu", None)
         if slots is None or mode.is_idle() or self.draft_step is not None:
             return None
@@ -229,7 +226,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             return self.tails.before_forward(HostBatch(slots, list(prefix_lens), list(extend_lens), is_prefill=True))
         if self.tails.keeps_nothing or mode.is_draft_extend_v2():
             return None
-        lengths, k, new = batch.seq_lens_cpu, 1, 1  # new: tokens of this forward that the lengths count
+        lengths, k, new = batch.seq_lens_cpu, 1, 1  # new: tokens of this forward that are counted in the lengths
         if mode.is_target_verify():
             k, new = batch.spec_info.draft_token_num, 0
             # With DSpark SGLang counts the block in `seq_lens_cpu`, and keeps the committed lengths here.
@@ -241,16 +238,16 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         return self.tails.before_forward(HostBatch(slots, begins, [k] * len(slots), is_prefill=False))
 
     def _num_pages(self, batch: ForwardBatch) -> int:
-        """Columns of an eager batch's page table: all that the context could need, or fewer if the host knows."""
+        """Columns of an eager batch's page table: enough for its longest request; the most if lengths are unknown."""
         lengths = None
         if self.device.type == "cpu":
             lengths = batch.seq_lens
         elif batch.forward_mode.is_decode() and self.draft_step is None:
-            lengths = batch.seq_lens_cpu  # of a speculative step the host may know an older state
+            lengths = batch.seq_lens_cpu  # in a speculative step they may be older than the device's
         if lengths is None or not lengths.numel():
             return self._max_pages
         tokens = int(lengths.max()) + max(1, self.token_to_kv_pool.geometry.draft_tokens)
-        return min(self._max_pages, -(-tokens // FULL_PAGE_TOKENS))
+        return min(self._max_pages, pages_for(tokens))
 
     def _uniform(self, inputs: UniformInputs, num_pages: int) -> ForwardMetadata:
         pool, first_positions = self.token_to_kv_pool, inputs.first_positions
@@ -292,10 +289,10 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
     # -- once a layer ------------------------------------------------------------------------------------------------
 
     def window(self, layer_id: int) -> Window:
-        """The window rows that this forward's queries read, and where its own go.
+        """Window rows that this forward's queries read, and the destinations of its own rows.
 
-        In a prefill the workspace gets the rows of the prefixes here, before the ring is written: a chunk's last rows
-        may take the places of its prefix's.
+        In a prefill the rows of the prefixes are copied into the workspace here, before the ring is written: a chunk's
+        last rows may overwrite ring rows of its prefix.
         """
         pool, meta = self.token_to_kv_pool, self.metadata
         ring = rows = pool.window(layer_id)
@@ -319,14 +316,14 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         return Window(rows, meta.window_rows, tuple(destinations))
 
     def groups(self, layer_id: int) -> Groups:
-        """The groups that this forward may close in a layer with entries, and which raw rows it keeps."""
+        """Compression groups that this forward may close in a layer with entries, and the raw rows that it keeps."""
         groups = self.metadata.compress[self.token_to_kv_pool.geometry.layer_ratio(layer_id)]
         if self._tail_rows is None or groups.ratio != CSA_RATIO:
             return groups
         return replace(groups, overlap_rows=self._tail_rows.overlap)
 
     def compressor_storage(self, layer_id: int, *, indexer: bool = False) -> CompressorStorage:
-        """Storage of the layer's main compressor, or of its indexer's."""
+        """Storage of the layer's main compressor, or of its indexer's compressor."""
         pool = self.token_to_kv_pool
         overlap = None
         if self._tail_rows is not None and pool.geometry.layer_ratio(layer_id) == CSA_RATIO:
@@ -343,12 +340,14 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         top_k: int,
         tokens: slice = ALL_TOKENS,
     ) -> Tensor:
-        """The entry rows [T, top_k] int32 that the lightning indexer picks, -1 padded, as `attend` takes them.
+        """The entry rows that the lightning indexer selects, [T, top_k] int32, padded with -1, as `attend` takes them.
 
         Args:
+            layer_id: a CSA layer.
             q: [T, index_heads, index_dim].
             head_weights: [T, index_heads] fp32.
-            tokens: those of the forward that q has.
+            top_k: most entries of a token.
+            tokens: the forward's tokens whose rows q has.
         """
         meta = self.metadata
         return index_topk(
@@ -370,11 +369,12 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         """One softmax over window rows, entries and sink: [T, H, row_dim] in q's dtype.
 
         Args:
+            layer_id: the layer.
             q: [T, H, row_dim].
-            window: what `window` returned for this layer.
-            selected: `select`'s rows on a CSA layer, the visible ones first; None on others (HCA reads all visible
-                entries).
+            window: the result of `window` for this layer.
+            selected: rows from `select` in a CSA layer, visible ones first; else None (HCA reads all visible entries).
             sink: [H] fp32.
+            scale: factor of the scores.
         """
         meta, pool = self.metadata, self.token_to_kv_pool
         ratio = pool.geometry.layer_ratio(layer_id)
@@ -401,15 +401,15 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         )
 
     def _unpacked(self, ratio: int, window: KVRows, entries: KVRows | None) -> tuple[KVRows, KVRows | None]:
-        """Window rows and the requests' entries as bf16 rows, in memory that the forward's layers take turns in.
+        """Window rows and the requests' entries as bf16 rows, in a buffer that the forward's layers share.
 
-        For the attention's reference by its reference: so what is compared with it has both kernels in it.
+        Where the attention is the reference, unpacking is by its reference, too: a comparison then tests both kernels.
         """
         impl = "ref" if self.attention_impl == "ref" else None
         plan, per_page = self.metadata.unpack, entries_per_page(ratio) if ratio else 0
         needed = window.num_rows + len(plan.pages) * per_page
         if self._unpacked_rows is None or len(self._unpacked_rows) < needed:
-            self._unpacked_rows = None  # given back first: the larger one may take its place
+            self._unpacked_rows = None  # freed first, so that the larger buffer may reuse its memory
             self._unpacked_rows = torch.empty(needed, window.row_dim, dtype=torch.bfloat16, device=self.device)
         parts = [Pages(window, plan.window_rows, 1)]
         if entries is not None:

@@ -1,14 +1,13 @@
-"""SGLANG_DSV4_COMPARE_ATTENTION=FILE: a server that computes every attention twice, and writes how far they are apart.
+"""SGLANG_DSV4_COMPARE_ATTENTION=FILE: compute every attention twice, and write the distance between the results.
 
-The kernel's result is what the server goes on with; the reference gets the same queries, rows and lists, and where the
-kernel reads unpacked rows it unpacks them itself. One line of
-JSON for every layer of every forward:
+The server continues with the kernel's result. The reference gets the same queries, rows and lists; where the kernel
+reads unpacked rows, the reference unpacks them itself. The file gets a line of JSON for every layer of every forward:
 
     {"layer": 2, "kind": "CSA", "mode": "decode", "attended": [...], "sublayer": [...]}
 
-with |kernel - reference| / |reference| of each token, of what was attended and of the sublayer's output (after the
-output projection). Other ranks than the first of a tensor-parallel group write to FILE.1, FILE.2, .... It waits for the
-device, so CUDA graphs are off, and it is slow: for a check, not for service.
+with |kernel - reference| / |reference| of each token, for the attention's result and for the sublayer's output (after
+the output projection). Ranks above 0 of a tensor-parallel group write to FILE.1, FILE.2, .... The comparison waits for
+the device, so CUDA graphs are off, and it is slow: for checks, not for service.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ FILE_VARIABLE = "SGLANG_DSV4_COMPARE_ATTENTION"
 
 
 def file_of_rank(rank: int) -> Path | None:
-    """Where this rank writes, None without the variable."""
+    """The file that this rank writes; None if the variable is not set."""
     name = env.text(FILE_VARIABLE)
     return Path(name + (f".{rank}" if rank else "")) if name else None
 
 
 def install(backend: Dsv4AttentionBackend, model: nn.Module, file: Path) -> Callable[[], None]:
-    """Compare from now on; the function that is returned ends it."""
+    """Start comparing; returns a function that stops it."""
     from sglang_dsv4.layers.attention import Attention
 
     file.write_text("")
@@ -49,7 +48,7 @@ def install(backend: Dsv4AttentionBackend, model: nn.Module, file: Path) -> Call
         out = attend(layer_id, *arguments)
         named, backend.attention_impl = backend.attention_impl, "ref"
         try:
-            results[layer_id] = out.clone(), attend(layer_id, *arguments)  # the layer rotates its own in place
+            results[layer_id] = out.clone(), attend(layer_id, *arguments)  # the layer rotates the result in place
         finally:
             backend.attention_impl = named
         return out
@@ -81,7 +80,7 @@ def install(backend: Dsv4AttentionBackend, model: nn.Module, file: Path) -> Call
 
 
 def relative_distances(x: Tensor, reference: Tensor) -> list[float]:
-    """|x - reference| / |reference| of each token; 0 where both are zero."""
+    """|x - reference| / |reference| of each token; 0 where both norms are zero."""
     x, reference = x.flatten(1).double(), reference.flatten(1).double()
     distance, size = (x - reference).norm(dim=1), reference.norm(dim=1)
     return [float(f"{value:.4g}") for value in torch.where(distance == 0, 0.0, distance / size).tolist()]

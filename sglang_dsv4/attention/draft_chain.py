@@ -1,4 +1,4 @@
-"""The attention backends of an MTP draft: of its chain of decode steps, and of the extend step behind a verify step."""
+"""Attention backends of an MTP draft: for its chain of decode steps, and for the extend step after a verify step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Dsv4DraftBackend:
-    """The steps of a multi-step draft (MTP chained with itself): SGLang runs step i on `attn_backends[i]`."""
+    """Backends of a multi-step draft (MTP chained with itself): SGLang runs step i on `attn_backends[i]`."""
 
     def __init__(self, runner: ModelRunner, steps: int) -> None:
         self.attn_backends = [Dsv4AttentionBackend(runner, draft_step=i) for i in range(steps)]
@@ -21,38 +21,42 @@ class Dsv4DraftBackend:
 
     @property
     def _running(self) -> list[Dsv4AttentionBackend]:
-        """Of the steps that run a forward: the last one only samples."""
+        """Backends of the steps that run a forward; the last step only samples."""
         return self.attn_backends[:-1]
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Metadata of every step."""
+        """Derive every step's metadata, eagerly."""
         for backend in self._running:
             backend.init_forward_metadata(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Note how many requests a graph has at most; all steps are in one."""
+        """Store the largest number of requests of a graph; all steps are in one graph."""
         self.attn_backends[0].init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """What the host does before a replay, once for all steps: they read the same lengths and slots."""
+        """Do the host's work before a replay, once for all steps: they read the same lengths and request slots."""
         self.attn_backends[0].init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """Derive every step's metadata."""
+        """Derive every step's metadata, in the graph."""
         for backend in self._running:
             backend.init_forward_metadata_in_graph(forward_batch)
 
     def on_after_cuda_graph_warmup(self) -> None:
-        """Nothing to restore: buffers are inputs only."""
+        """Do nothing: the buffers are inputs only, so the warm-up left nothing to restore."""
 
 
 def create_draft_decode_backend(factory: DraftBackendFactory) -> tuple[str, Dsv4DraftBackend]:
-    """In place of `DraftBackendFactory._create_dsv4_decode_backend`: the steps of a draft chain."""
+    """The backend of a draft chain; replaces `DraftBackendFactory._create_dsv4_decode_backend`.
+
+    Raises:
+        ValueError: SGLang was asked for trees of drafts.
+    """
     if factory.topk != 1:
         raise ValueError(f"sglang-dsv4 drafts chains only: --speculative-eagle-topk must be 1, not {factory.topk}")
     return "dsv4", Dsv4DraftBackend(factory.draft_model_runner, factory.speculative_num_steps)
 
 
 def create_draft_extend_backend(factory: DraftBackendFactory) -> tuple[str, Dsv4AttentionBackend]:
-    """In place of `DraftBackendFactory._create_dsv4_prefill_backend`."""
+    """The backend of a draft's extend step; replaces `DraftBackendFactory._create_dsv4_prefill_backend`."""
     return "dsv4", Dsv4AttentionBackend(factory.draft_model_runner)

@@ -1,21 +1,20 @@
-"""Batch state -> kernel arguments: which rows each token reads and writes, as pure functions.
+"""Kernel arguments of a batch: which rows each token reads and writes, as pure functions of the batch's state.
 
 Two builders make a `ForwardMetadata`:
 
-* `extend_metadata`: prefill chunks of any length, and mixed batches. Lengths are known on the host, so every size is,
-  and nothing waits for the device. A query's window reaches over rows of the chunk itself, so attention reads a
-  workspace:
+* `extend_metadata`: prefill chunks of any length, and mixed batches. The host knows the lengths, and so every size, and
+  waits for nothing. A query's window includes rows of the chunk itself, so attention reads a workspace:
 
       workspace rows [0, G)     the last <= 127 window rows of each request's prefix, copied from its ring
       workspace rows [G, G+T)   the rows of this forward's T tokens
 
-  and only the last rows of each chunk go to the ring. If rows are stored as FP8, `UnpackPlan` says what may be read,
-  for an attention over bf16 rows of the same values.
+  and only the last rows of each chunk are written to the ring. If rows are stored as FP8, `UnpackPlan` lists the rows
+  that tokens may read, for an attention over bf16 rows of the same values.
 * `uniform_metadata`: k tokens for every request (decode k = 1, speculation). All shapes follow from (B, k) alone and
-  all inputs are device tensors, so the whole function can be recorded into a CUDA graph. Rows are written to the ring
-  first and attention reads them there.
+  all inputs are device tensors, so a CUDA graph can capture the whole function. Rows are written to the ring first, and
+  attention reads them from it.
 
-The null slot (request slot 0) and the null page (FULL page 0) belong to nobody. Padding reads and writes them.
+The null slot (request slot 0) and the null page (FULL page 0) belong to no request. Padding reads and writes them.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
 from dsv4_kernels.step_mapping import GroupLayout, StepLayout, step_mapping
 from dsv4_kernels.unpack import choice
+from dsv4_radix_cache.pages import pages_for
 from dsv4_radix_cache.ring import ring_row
 from sglang_dsv4.attention.to_device import arrays_to_device
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups
@@ -42,7 +42,7 @@ from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, SW
 
 
 class AttentionReader(NamedTuple):
-    """The attention of a rank, as far as it decides whether a chunk's rows are worth unpacking."""
+    """Dimensions of a rank's attention that decide whether a chunk's rows are worth unpacking."""
 
     heads: int
     """Query heads of this rank."""
@@ -52,23 +52,24 @@ class AttentionReader(NamedTuple):
 
 @dataclass(frozen=True)
 class UnpackPlan:
-    """What the tokens of a chunk may read, numbered without gaps, so that it can be unpacked into a table of its own.
+    """Rows that a chunk's tokens may read, numbered without gaps, so that they can be unpacked into a table.
 
-    Pages that requests share are there once for each. Of a request's last page entries are unpacked that nobody has
-    written yet; nobody reads them either.
+    A page that several requests share is listed once for each of them. The entries of a request's last page are all
+    unpacked, including unwritten ones, which no token reads.
     """
 
     window_rows: Tensor  # [G+T] int32: all rows of the workspace
-    pages: Tensor  # [N] int32: FULL pages of the batch's requests, a request's side by side
+    pages: Tensor  # [N] int32: FULL pages of the batch's requests, consecutive for each request
     page_table: Tensor  # [B, P] int32: in place of the metadata's, page numbers in the unpacked table
     spans: tuple[tuple[int, int], ...]
     """Positions [begin, end) of each request's tokens in this forward."""
 
     def keys(self, ratio: int, limit: int) -> int:
-        """Entries of a ratio that the tokens read, all together, at most `limit` each; with ratio 1, window rows.
+        """Reads of entries of a ratio, summed over the tokens, each of which reads at most `limit`; of window rows
+        with ratio 1.
 
-        The token at position t may read (t + 1) // ratio. Over the tokens up to there, n = t + 1 of them, that is a
-        sum over entries: the k-th is read by n - k * ratio + 1 tokens.
+        The token at position t may read (t + 1) // ratio entries. Summed over the first n tokens of a sequence, the
+        k-th entry is read n - k * ratio + 1 times.
         """
 
         def up_to(n: int) -> int:
@@ -95,7 +96,7 @@ class UnpackPlan:
 
 @dataclass(frozen=True)
 class ForwardMetadata:
-    """Everything that attention needs to know about a batch, the same for all layers."""
+    """Arguments of a forward's attention kernels that are the same for all layers."""
 
     positions: Tensor  # [T] int64
     token_to_request: Tensor  # [T] int32
@@ -105,7 +106,7 @@ class ForwardMetadata:
     window_gather: Tensor  # [G] int64: ring rows copied in front of the workspace; empty if window_in_ring
     window_rows: Tensor  # [T, W] int32, ring or workspace: column c is position t-W+1+c; -1 = before the start
     ring_rows: Tensor  # [T] int64: ring row that keeps a token's window row; -1: none
-    compress: dict[int, Groups]  # by ratio: the groups that this forward may close
+    compress: dict[int, Groups]  # by ratio: the compression groups that this forward may close
     visible: dict[int, Tensor]  # by ratio: [T] int32, entries a token may read: (t+1)//r, 0 for padding
     unpack: UnpackPlan | None  # of a chunk whose rows are stored as FP8
     unpacked_ratios: frozenset[int] = frozenset()  # of the layers whose attention reads the rows that `unpack` unpacks
@@ -117,10 +118,12 @@ class ForwardMetadata:
 
     @property
     def split_keys(self) -> int | None:
-        """How attention divides a token's keys: few tokens are computed in parts side by side, a chunk's many are not.
+        """Most keys of a KV split; None: a token's keys are not split.
 
-        By the kind of forward and nothing else: a token's bits must not depend on its batch. Where they must not depend
-        on the kind either (`exact`), a chunk's tokens are divided as well; up to 128K of context that is no division.
+        Decode steps have few tokens, whose KV splits are computed in parallel; chunks have enough tokens without. Only
+        the kind of forward decides, so that a token's bits do not depend on its batch. Under
+        --enable-deterministic-inference they must not depend on the kind of forward either, so a chunk's keys are split
+        as well; up to 128K of context there is one split.
         """
         return DECODE_SPLIT_KEYS if self.window_in_ring or flag.is_on() else None
 
@@ -128,12 +131,14 @@ class ForwardMetadata:
 def page_table_of(req_to_token: Tensor, req_slots: Tensor, num_pages: int, *, may_have_null: bool = True) -> Tensor:
     """FULL page numbers [B, num_pages] int32 of the requests' first `num_pages` pages.
 
-    SGLang hands out whole pages of 256 slots, so the slot of a page's first token names the page. The null slot has the
-    null page, whatever its row of the table says: a padding request must not write an entry of somebody's.
+    SGLang allocates whole pages of 256 token slots, so the token slot of a page's first token gives the page. The null
+    slot gets the null page, whatever its row of the table contains: a padding request must not write entries of a real
+    one.
 
     Args:
-        req_to_token: [slots, max_context] int32, SGLang's table of full slots by position.
-        req_slots: [B] int64.
+        req_to_token: [slots, max_context] int32, SGLang's table of token slots by position.
+        req_slots: [B] int64, request slots.
+        num_pages: columns of the result.
         may_have_null: whether a request may have the null slot.
     """
     pages = req_to_token[:, ::FULL_PAGE_TOKENS][:, :num_pages].index_select(0, req_slots) // FULL_PAGE_TOKENS
@@ -141,13 +146,13 @@ def page_table_of(req_to_token: Tensor, req_slots: Tensor, num_pages: int, *, ma
 
 
 def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of a ragged batch in which b has counts[b] elements in a row: each element's b, and its offset in b's row."""
+    """Owner and offset of each element of a ragged batch, in which owner b has counts[b] consecutive elements."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 
 
 def rows_by_token(tokens: np.ndarray, rows: np.ndarray, num_tokens: int) -> np.ndarray:
-    """[num_tokens] int64: `rows [N]` at `tokens [N]`, -1 elsewhere."""
+    """`rows [N]` at the indices `tokens [N]`, -1 elsewhere: [num_tokens] int64."""
     found = np.full(num_tokens, -1)
     found[tokens] = rows
     return found
@@ -166,15 +171,16 @@ def extend_metadata(
 ) -> ForwardMetadata:
     """Metadata of a batch in which request b appends `extend_lens[b]` tokens to the `prefix_lens[b]` it has.
 
-    All but the page numbers is known on the host, and computed there: on the device it would be some 240 launches,
-    which take the host longer than a short chunk takes the GPU. What has 128 columns a token is left to the device.
+    The host knows everything but the page numbers, and computes it: on the device that would be some 240 launches,
+    which take the host longer than a short chunk takes the GPU. Lists with 128 columns a token are made on the device.
 
     Args:
         prefix_lens, extend_lens: [B] host integers.
         req_slots: [B] int64, request slots (rows of `req_to_token`).
-        req_to_token: [slots, max_context] int32; the new tokens' slots are already in it.
-        request_slots: slots that the pools hold; state row S - 1 is the last one's.
-        num_tokens: rows of the forward if it is padded beyond sum(extend_lens). Padding tokens see only themselves.
+        req_to_token: [slots, max_context] int32; it contains the token slots of the new tokens already.
+        geometry: dimensions of the pools.
+        request_slots: request slots that the pools hold.
+        num_tokens: rows of a forward that is padded beyond sum(extend_lens). A padding token reads only itself.
         host_slots: `req_slots` on the host; None reads them from the device, which waits for it.
         reader: the attention, which may read unpacked rows; None: it reads rows as they are stored.
     """
@@ -189,20 +195,20 @@ def extend_metadata(
     end, begin = prefix + extend, extend.cumsum() - extend  # begin: first token of each request
     gather = np.minimum(prefix, W - 1)
     gather_begin, G = gather.cumsum() - gather, int(gather.sum())
-    num_pages = -(-int(end.max(initial=1)) // FULL_PAGE_TOKENS)
+    num_pages = pages_for(int(end.max(initial=1)))
 
     owner, offset = ragged(extend)
     positions = np.pad(prefix[owner] + offset, (0, padding))
     gather_owner, gather_offset = ragged(gather)
     gathered = (prefix - gather)[gather_owner] + gather_offset
 
-    # Only the last W rows can be read again, and position % R of these is what a snapshot at `end` copies.
+    # Later forwards can read the last W rows only, and a tail at `end` is copied from these ring rows.
     kept = np.minimum(extend, W)
     kept_owner, kept_offset = ragged(kept)
     kept_positions = (end - kept)[kept_owner] + kept_offset
 
-    # Of the windows: a position's row in the workspace is a number of its request's further, another one for those of
-    # the chunk than for those of the prefix. A padding token is at position 0 of a chunk of its own.
+    # Workspace row of a position = position + an offset of the request: one offset for positions in the chunk, another
+    # for positions in the prefix. A padding token is position 0 of a chunk of its own.
     from_chunk = np.concatenate([(G + begin - prefix)[owner], G + np.arange(real_tokens, num_tokens)])
     from_prefix = np.pad((gather_begin - (prefix - gather))[owner], (0, padding))
     chunk_begin = np.pad(prefix[owner], (0, padding))
@@ -219,10 +225,10 @@ def extend_metadata(
         of_ratio = _group_arrays(prefix, end, begin, slots, positions, ratio, geometry, request_slots, num_pages)
         arrays |= {f"{name} {ratio}": array for name, array in of_ratio.items()}
         arrays[f"visible {ratio}"][real_tokens:] = 0
-    held = -(-end // FULL_PAGE_TOKENS)
+    held = pages_for(end)
     if geometry.row_format is RowFormat.FP8:
-        page_owner, page_place = ragged(held)
-        arrays["pages"] = page_owner * num_pages + page_place
+        page_owner, page_offset = ragged(held)
+        arrays["pages"] = page_owner * num_pages + page_offset
         unpacked = (held.cumsum() - held)[:, None] + np.arange(num_pages)
         arrays["unpacked table"] = np.pad(unpacked, ((0, 1 if padding else 0), (0, 0))).astype(np.int32)
     there = arrays_to_device(arrays, device)
@@ -274,8 +280,8 @@ def extend_metadata(
 
 
 def _window_rows(windows: Tensor, width: int) -> Tensor:
-    """[T, width] int32 rows of the workspace, from [4, T] int32: a token's position, where its chunk begins, and what
-    is added to a position of the chunk and to one of the prefix."""
+    """[T, width] int32 rows of the workspace, from [4, T] int32: each token's position, its chunk's first position, and
+    the offsets that give the workspace row of a position in the chunk and in the prefix."""
     position, chunk_begin, from_chunk, from_prefix = windows.unsqueeze(2)
     seen = position + torch.arange(1 - width, 1, dtype=torch.int32, device=windows.device)
     return seen.add(torch.where(seen >= chunk_begin, from_chunk, from_prefix)).masked_fill_(seen < 0, -1)
@@ -292,7 +298,7 @@ def _group_arrays(
     request_slots: int,
     num_pages: int,
 ) -> dict[str, np.ndarray]:
-    """Of one ratio: the groups that a prefill closes, and the raw rows that later ones need (see `extend_metadata`)."""
+    """Arrays of one ratio: compression groups that a prefill closes, and raw rows that later groups need."""
     C, S, per_page = overlap_groups(ratio), geometry.state_rows(ratio), entries_per_page(ratio)
     first = prefix // ratio
     owner, offset = ragged(end // ratio - first)
@@ -302,7 +308,7 @@ def _group_arrays(
     in_chunk = request_slots * S + (begin - prefix)[owner, None] + raw
     sources = np.where(raw < prefix[owner, None], in_state, in_chunk)
     sources[raw < 0] = -1
-    # Raw rows that a later entry still needs: the open group and, with overlap, the group before it.
+    # Raw rows that a later entry still needs: those of the open group and, with overlap, of the group before it.
     needed_from = np.maximum(prefix, (end // ratio + 1 - C) * ratio)
     state_owner, state_offset = ragged(end - needed_from)
     kept = needed_from[state_owner] + state_offset
@@ -319,7 +325,7 @@ def _group_arrays(
 
 
 def step_layout(geometry: PoolGeometry, *, blocks: bool = False) -> StepLayout:
-    """What a step's mapping is compiled for; `blocks`: of a DSpark draft."""
+    """Dimensions that the kernel of a step's mapping is compiled for; `blocks`: those of a DSpark draft's blocks."""
     return StepLayout(
         page_tokens=FULL_PAGE_TOKENS,
         window_tokens=geometry.window_tokens,
@@ -340,16 +346,20 @@ def uniform_metadata(
     *,
     blocks: bool = False,
 ) -> ForwardMetadata:
-    """Metadata of a batch in which every request appends the same number of tokens; shapes depend on (B, k, P) only.
+    """Metadata of a batch in which every request appends k tokens; shapes depend on (B, k, P) only.
 
     Args:
         first_positions: [B] int64, position of each request's first new token.
-        req_slots: [B] int64; 0 for padding requests.
+        req_slots: [B] int64 request slots; 0 for padding requests.
         tokens_per_request: k. Token b*k + i is request b's i-th.
-        req_to_token: [slots, max_context] int32; the new tokens' slots are already in it.
+        req_to_token: [slots, max_context] int32; it contains the token slots of the new tokens already.
         num_pages: P, enough for position first + k - 1.
-        request_slots: slots that the pools hold.
+        geometry: dimensions of the pools.
+        request_slots: request slots that the pools hold.
         blocks: whether a request's tokens are a DSpark draft's block.
+
+    Raises:
+        ValueError: k is larger than the rings are laid out for.
     """
     limit = max(1, geometry.draft_tokens)
     if not 1 <= tokens_per_request <= limit:
@@ -400,16 +410,16 @@ def block_metadata(
 ) -> ForwardMetadata:
     """Metadata of a DSpark draft's blocks: all rows of a block read the window before it, and the whole block.
 
-    The window does not move with the row. A block's own rows lie in the ring behind it, where the next block's, or
-    those of the tokens that were kept, take their places before anybody reads them.
+    The window is the same for all rows. A block's rows are stored in the ring after the window; the rows of accepted
+    tokens, or of the next block, overwrite them before they are read again.
 
     Args:
-        first_positions: [B] int64, of each block's first row.
-        req_slots: [B] int64; 0 for padding requests.
+        first_positions: [B] int64, position of each block's first row.
+        req_slots: [B] int64 request slots; 0 for padding requests.
         block_tokens: rows of a block.
         req_to_token: [slots, max_context] int32.
-        geometry: of the draft's pool.
-        request_slots: slots that it holds.
+        geometry: dimensions of the draft's pool.
+        request_slots: request slots that the pool holds.
     """
     return uniform_metadata(
         first_positions, req_slots, block_tokens, req_to_token, 1, geometry, request_slots, blocks=True

@@ -150,6 +150,10 @@ class Dsv4KVPool(RingWindowKVPool):
         if self.tail_memory is not None:
             self.tail_memory.attach_draft(draft.rings["window rings"])
 
+    def set_tail_rows(self, rows: TailRows | None) -> None:
+        """Set the rows of the target's tails that the tokens of this draft's next prefill write; None for none."""
+        self.tail_rows = rows
+
     # -- what attention reads and writes -----------------------------------------------------------------------------
 
     def window(self, layer_id: int) -> KVRows:

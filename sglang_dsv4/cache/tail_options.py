@@ -18,8 +18,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dsv4_radix_cache.placement import DEFAULT_INTERVAL_TOKENS, Placement
-from dsv4_radix_cache.ring import PAGE_TOKENS
 from sglang_dsv4 import env
+from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
 
 TOKENS_PER_SLOT = 4096
 HOST_SLOTS_PER_DEVICE_SLOT = 4
@@ -98,11 +98,11 @@ class HostOptions:
         units = self.gigabytes * 1e9 / unit_bytes if self.gigabytes else self.ratio * full_tokens / TOKENS_PER_SLOT
         if self.fitting:
             units = min(units, FREE_MEMORY_SHARE * psutil.virtual_memory().available / unit_bytes)
-        pages = int(units * TOKENS_PER_SLOT) // PAGE_TOKENS
+        pages = int(units * TOKENS_PER_SLOT) // FULL_PAGE_TOKENS
         if not pages:
             raise ValueError(
                 f"--enable-hierarchical-cache: {units * unit_bytes:.0f} bytes of host memory hold no page of "
-                f"{PAGE_TOKENS * token_bytes:.0f}: raise --hicache-ratio or --hicache-size, or free memory"
+                f"{FULL_PAGE_TOKENS * token_bytes:.0f}: raise --hicache-ratio or --hicache-size, or free memory"
             )
         return pages, max(1, int(units))
 

@@ -1,4 +1,4 @@
-"""What a module of ours does once its weights are loaded."""
+"""A hook of our modules that SGLang's loaders call once weights are loaded."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor, nn
 
 
 class AfterLoading(QuantizeMethodBase):
-    """As a module's `quant_method`: SGLang's loaders call it behind every load, also of dummy weights.
+    """A module's `quant_method` that calls `run`: SGLang's loaders call it after every load, dummy weights included.
 
     Args:
-        run: of the module.
+        run: function without arguments, of the module.
     """
 
     def __init__(self, run: Callable[[], object]) -> None:
         self._run = run
 
     def apply(self, layer: nn.Module, *args: object, **kwargs: object) -> Tensor:
-        """Not called: the module is no linear layer of SGLang's."""
-        raise NotImplementedError(f"{type(layer).__name__}.forward is what computes")
+        """Not supported: the module is not one of SGLang's linear layers, and computes in its own forward."""
+        raise NotImplementedError(f"{type(layer).__name__} computes in its forward, not by its quant_method")
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Run it."""
+        """Call `run`."""
         self._run()

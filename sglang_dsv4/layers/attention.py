@@ -1,4 +1,4 @@
-"""The attention sublayer (specification, section 3), its heads sharded; forward() reads as the specification does."""
+"""The attention sublayer with sharded heads; forward() follows the specification, section 3, line by line."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 
 class Attention(nn.Module):
-    """Multi-query attention over a window and, by kind, compressed entries.
+    """Multi-query attention over a window and, depending on the kind of layer, compressed entries.
 
-    Under tensor parallelism query heads, sinks and output groups are sharded; the one KV row, the compressor, the
-    indexer and every cache are replicated.
+    Under tensor parallelism query heads, sinks and output groups are sharded; the single KV row, the compressor, the
+    indexer and all caches are replicated.
 
     Args:
         config: the model's.
-        layer_id: the cache's name for this layer.
-        kind: which entries it attends.
-        quant_config: of its FP8 linear layers, see `quantised_linear_config`.
-        prefix: its name in the model, for SGLang's quantisation methods.
+        layer_id: number of the layer in the caches.
+        kind: of the layer; decides which entries it attends to.
+        quant_config: for its FP8 linear layers, see `quantised_linear_config`.
+        prefix: name of this module in the model, for SGLang's quantisation methods.
 
     Raises:
         ConfigError: the tensor-parallel size does not divide the output groups.
@@ -53,13 +53,15 @@ class Attention(nn.Module):
         super().__init__()
         tp_size = get_parallel().tp_size
         if config.o_groups % tp_size:
-            raise ConfigError("tp_size", tp_size, f"a divisor of o_groups ({config.o_groups}): a group is not split")
+            raise ConfigError(
+                "tp_size", tp_size, f"a divisor of o_groups ({config.o_groups}): an output group is not split"
+            )
         self.config = config
         self.layer_id = layer_id
         self.num_local_heads = config.num_attention_heads // tp_size
         heads, dim = config.num_attention_heads, config.head_dim
 
-        # wq_a's rows, then wkv's: one product, and one quantisation of its input.
+        # Rows of wq_a, then rows of wkv: one product and one quantisation of the input for both.
         self.wqkv_a = MergedColumnParallelLinear(
             config.hidden_size,
             [config.q_lora_rank, dim],
@@ -80,7 +82,7 @@ class Attention(nn.Module):
             config.o_groups * config.o_lora_rank,
             config.hidden_size,
             bias=False,
-            reduce_results=False,  # `project` does
+            reduce_results=False,  # `project` sums over the ranks
             quant_config=quant_config,
             prefix=f"{prefix}.wo_b",
         )
@@ -96,7 +98,7 @@ class Attention(nn.Module):
         self.rope = Rotation(config, kind)
 
     def forward(self, x: SublayerInput, positions: Tensor, rows: RowShards = ALL_ROWS) -> Tensor:
-        """`positions [T]` int64 -> [T, d] in the model's dtype, of this rank's rows."""
+        """The sublayer's output [T, d] in the model's dtype, for this rank's rows; `positions [T]` int64."""
         backend = get_attn_backend()
         q_latent, kv = self.wqkv_a(x.of_linear)[0].split((self.config.q_lora_rank, self.config.head_dim), -1)
         q_latent = self.q_norm.of_linear(q_latent, self.quantises)
@@ -119,7 +121,11 @@ class Attention(nn.Module):
         return self.project(o, positions, rows)
 
     def compress(self, x: Tensor, q_latent: Tensor | Fp8Input, positions: Tensor, rows: RowShards) -> Tensor | None:
-        """Store the entries of the groups that this forward closes, and choose among all: `select`'s rows, if any."""
+        """Store the entries of the compression groups that this forward closes.
+
+        Returns:
+            in a CSA layer the entry rows [T, index_topk] that the indexer selects, else None.
+        """
         if self.projection is None:
             return None
         kv, score, *of_indexer = self.projection(x)
@@ -133,16 +139,16 @@ class Attention(nn.Module):
         return self.indexer(head_weights, q_latent, positions, rows)
 
     def store_context(self, x: Tensor | Fp8Input, positions: Tensor, destinations: Sequence[Destination]) -> None:
-        """Store the window rows of tokens that this layer does not see itself: of a DSpark draft's context.
+        """Store window rows of a DSpark draft's context, tokens that do not pass through this layer.
 
         Args:
-            x: [T, d], what stands for the sublayer's input; quantised already where `quantises` says so.
+            x: [T, d], in place of the sublayer's input; quantised already if `quantises` is set.
             positions: [T] int64.
-            destinations: where the rows go.
+            destinations: tables and rows to write to.
         """
         kv = self.wqkv_a(x)[0].split((self.config.q_lora_rank, self.config.head_dim), -1)[1]
         norm_rope_store(
-            kv.unsqueeze(1),  # the query of nobody: one head, not read again
+            kv.unsqueeze(1),  # the op needs a query: one head, whose result is not read
             kv,
             self.kv_norm.weight,
             positions,
@@ -153,5 +159,5 @@ class Attention(nn.Module):
         )
 
     def project(self, o: Tensor, positions: Tensor, rows: RowShards) -> Tensor:
-        """What was attended, `[T, local heads, head_dim]`, to the sublayer's output `[T, d]`, of this rank's rows."""
+        """The sublayer's output [T, d] for this rank's rows, from the attention's `o [T, local heads, head_dim]`."""
         return sum_over_ranks(self.wo_b(self.wo_a(o, positions, self.rope, self.quantises))[0], rows)

@@ -1,4 +1,4 @@
-"""The compressor: closed groups of tokens become entries (specification, section 3.4)."""
+"""The compressor: makes an entry from each closed compression group of tokens (specification, section 3.4)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from sglang_dsv4.model_config.layer_kinds import LayerKind
 class Compressor(nn.Module):
     """Turns each closed group of `ratio` tokens into one normed and rotated row of `dim` channels (section 3.4).
 
-    All of it is fp32 up to the norm. A CSA layer's groups overlap, so its products are twice as wide.
+    Everything up to the norm is fp32. A CSA layer's compression groups overlap, so its products are twice as wide.
 
     Args:
         config: the model's.
-        layer_id: the cache's name for this layer.
+        layer_id: number of the layer in the caches.
         kind: CSA or HCA.
         dim: channels of an entry.
-        wkv, wgate: [width(kind, dim), d], whose products the caller makes (`StackedProjection`).
-        indexer: whether this is the indexer's.
+        wkv, wgate: [width(kind, dim), d]; the caller computes their products (`StackedProjection`).
+        indexer: whether this is the indexer's compressor.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Compressor(nn.Module):
         self.layer_id = layer_id
         self.ratio = kind.ratio
         self.indexer = indexer
-        # Switched off, indexer keys are not rotated either: that cancels in q.k.
+        # Without quantisation indexer keys are not rotated by the Hadamard matrix either: it cancels in q.k.
         self.hadamard = indexer and config.qat.indexer_fp4
         quantised = config.qat.indexer_fp4 if indexer else config.qat.kv_fp8
         stored_as = RowFormat.INDEX_FP4 if indexer else RowFormat.FP8
@@ -59,7 +59,7 @@ class Compressor(nn.Module):
         return dim * kind.groups
 
     def compression(self, kv: Tensor, score: Tensor) -> Compression:
-        """This compressor's part of `compress_store`.
+        """This compressor's argument of `compress_store`.
 
         Args:
             kv, score: [T, width] fp32, the sublayer's normed input times `wkv` and `wgate`.

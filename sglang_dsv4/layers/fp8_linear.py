@@ -1,10 +1,11 @@
-"""FP8 linear layers of few tokens by this package's product (`dsv4_kernels.linear.linear_fp8`), of more by SGLang's.
+"""FP8 linear layers that multiply few tokens by this package's product (`dsv4_kernels.linear.linear_fp8`).
 
-    SGLANG_DSV4_FP8_LINEAR    sm90: as said, on Hopper. deepgemm: SGLang's for any number. Unset it is sm90 on Hopper
-                              where SGLang's is DeepGEMM's, whose bits are ours, and deepgemm elsewhere.
+    SGLANG_DSV4_FP8_LINEAR    sm90: up to MOST_TOKENS tokens by our product, more by SGLang's; on Hopper only.
+                              deepgemm: all by SGLang's product. Unset: sm90 on Hopper if SGLang's product is DeepGEMM,
+                              which gives the same bits; else deepgemm.
 
-A layer, its parameters and its loading stay SGLang's. `FewTokensConfig` hands it SGLang's own quantisation method; only
-what that method multiplies with is another one.
+The layer, its parameters and its loading stay SGLang's. `FewTokensConfig` gives it SGLang's quantisation method with
+another product.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_DSV4_FP8_LINEAR"
 MOST_TOKENS = 64
-"""Of ours. Launched early, a layer's products of Flash take 44, 47 and 54 us at 1, 16 and 64 tokens, DeepGEMM's 64, 58
-and 56; at 128 they take 75 and 61 (benchmarks/results/linear_fp8_h200.json)."""
+"""Most tokens that our product multiplies. Launched early, the products of a Flash layer take 44, 47 and 54 us at 1, 16
+and 64 tokens, by DeepGEMM 64, 58 and 56 us; at 128 tokens they take 75 us, by DeepGEMM 61 us
+(benchmarks/results/linear_fp8_h200.json)."""
 
 
 @functools.cache
 def named() -> str | None:
-    """What the environment asks for, if anything.
+    """The environment's choice; None if it makes none.
 
     Raises:
         ValueError: neither sm90 nor deepgemm.
@@ -45,13 +47,14 @@ def named() -> str | None:
 
 
 def is_on(possible: bool) -> bool:
-    """Whether few tokens are ours.
+    """Whether our product multiplies few tokens.
 
     Args:
-        possible: whether this is a Hopper GPU and inputs are quantised for FP8 products: `linear.quantises_once`.
+        possible: whether this is a Hopper GPU and our kernels quantise the inputs of FP8 products:
+            `linear.quantises_once`.
 
     Raises:
-        ConfigError: ours is asked for, and can't be.
+        ConfigError: the environment asks for it where it is not possible.
     """
     if named() == "sm90" and not possible:
         raise ConfigError(VARIABLE, "sm90", "'deepgemm' where weights are not FP8, or not on a Hopper GPU")
@@ -60,29 +63,30 @@ def is_on(possible: bool) -> bool:
 
 @functools.cache
 def say(who: str) -> None:
-    """A log line, once, on who multiplies."""
+    """Log once which product the FP8 linear layers use."""
     logger.info("FP8 linear layers: %s", who)
 
 
 def takes(weight: Tensor, block_size: list[int], weight_scale: Tensor) -> bool:
-    """Whether the kernel is made for a layer."""
+    """Whether our kernel serves a layer with this weight and these scales."""
     fits = weight.shape[0] % 8 == 0 and weight.shape[1] % 128 == 0
     return fits and list(block_size) == [128, 128] and weight_scale.dtype == torch.float32
 
 
 class FewTokensProduct:
-    """What `Fp8LinearMethod` calls in place of SGLang's product.
+    """The product that `Fp8LinearMethod` calls instead of SGLang's.
 
-    A layer's first product is SGLang's in any case: there it compiles DeepGEMM's kernels of a shape, for all numbers of
-    tokens. Else it would when the first long prompt comes.
+    A layer's first product is SGLang's in any case: it compiles DeepGEMM's kernels of the shape for all numbers of
+    tokens, which would otherwise happen during the first long prompt.
 
     Args:
-        many: SGLang's, for more tokens, for inputs that are not quantised and for layers that ours is not made for.
+        many: SGLang's product, for more tokens, for inputs that are not quantised, and for layers that our kernel does
+            not serve.
     """
 
     def __init__(self, many: Callable[..., Tensor]) -> None:
         self.many = many
-        self.func = getattr(many, "func", many)  # SGLang looks there for how weights are to be arranged
+        self.func = getattr(many, "func", many)  # SGLang decides by it how weights are arranged
         self.takes_few: bool | None = None  # None before the first product
 
     def __call__(
@@ -95,7 +99,7 @@ class FewTokensProduct:
         bias: Tensor | None = None,
         **others: Any,  # noqa: ANN401 - SGLang's
     ) -> Tensor:
-        """`input [T, K]` times `weight [N, K]`, both e4m3 with scales: [T, N] bf16."""
+        """The product [T, N] bf16 of `input [T, K]` and `weight [N, K]`, both e4m3 with scales."""
         first = self.takes_few is None
         if first:
             self.takes_few = takes(weight, block_size, weight_scale)
@@ -111,10 +115,10 @@ def few_tokens_product(many: Callable[..., Tensor], method: QuantizeMethodBase) 
 
 
 class FewTokensConfig(ModelBuiltConfig):
-    """SGLang's config of a checkpoint, whose FP8 linear layers multiply by `FewTokensProduct`.
+    """SGLang's quantisation config, except that FP8 linear layers multiply by `FewTokensProduct`.
 
     Args:
-        of_checkpoint: SGLang's; what it says of itself is said here.
+        of_checkpoint: SGLang's config of the checkpoint; all other questions are passed on to it.
     """
 
     def __init__(self, of_checkpoint: QuantizationConfig) -> None:
@@ -123,7 +127,7 @@ class FewTokensConfig(ModelBuiltConfig):
         self.packed_modules_mapping = of_checkpoint.packed_modules_mapping
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """SGLang's method of a linear layer."""
+        """SGLang's method for a layer, with our product if it is an FP8 linear layer."""
         method = self.of_checkpoint.get_quant_method(layer, prefix)
         many = getattr(method, FP8_PRODUCT, None)
         if many is None:
@@ -136,17 +140,17 @@ class FewTokensConfig(ModelBuiltConfig):
         return method
 
     def get_name(self) -> str:
-        """As SGLang's."""
+        """The answer of SGLang's config."""
         return self.of_checkpoint.get_name()
 
     def get_supported_act_dtypes(self) -> list:
-        """As SGLang's."""
+        """The answer of SGLang's config."""
         return self.of_checkpoint.get_supported_act_dtypes()
 
     def get_min_capability(self) -> int:
-        """As SGLang's."""
+        """The answer of SGLang's config."""
         return self.of_checkpoint.get_min_capability()
 
     def get_scaled_act_names(self) -> list[str]:
-        """As SGLang's."""
+        """The answer of SGLang's config."""
         return self.of_checkpoint.get_scaled_act_names()

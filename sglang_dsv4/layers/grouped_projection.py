@@ -1,18 +1,19 @@
-"""The first half of the grouped output projection, from what was attended to wo_b's input (specification, section 3).
+"""The first half of the grouped output projection, from the attention's result to wo_b's input (specification, section
+3).
 
-The release multiplies wo_a in the model's dtype and leaves its input alone, so the weight is dequantised, exactly, at
-one of two places:
+The release multiplies wo_a in the model's dtype and does not quantise its input, so the FP8 weight is dequantised,
+without rounding, at one of two points:
 
-    SGLANG_DSV4_WO_A    bf16: while it is loaded.
-                        fp8: where it is multiplied, on Hopper; it then takes half the memory. Few tokens are turned
-                        back, multiplied and quantised in one launch that reads half the bytes
-                        (`dsv4_kernels.linear.grouped_linear_fp8_weight`). For many tokens it is expanded into a buffer
-                        that all layers share, and multiplied as the other one is. It is faster than bf16 up to 16
-                        tokens, and slower beyond (benchmarks/results/grouped_linear_h200.json).
+    SGLANG_DSV4_WO_A    bf16: when it is loaded.
+                        fp8: when it is multiplied, on Hopper; it then needs half the memory. For few tokens one launch
+                        reads half the bytes, undoes the rotation, multiplies and quantises
+                        (`dsv4_kernels.linear.grouped_linear_fp8_weight`). For many tokens the weight is expanded into a
+                        buffer that all layers share, and multiplied as a bf16 weight. That is faster than bf16 up to
+                        16 tokens, and slower beyond (benchmarks/results/grouped_linear_h200.json).
                         both: FP8 for up to 16 tokens, bf16 for more; one and a half times the memory of bf16.
                         auto (default): both where that kernel serves (Hopper, FP8 weights), else bf16.
 
-All have the same bits, those of `dsv4_kernels.linear.grouped_linear` on Hopper. On a CPU the variable changes nothing.
+All of them give the bits of `dsv4_kernels.linear.grouped_linear` on Hopper. On a CPU the variable has no effect.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from sglang_dsv4.model_config.config import WEIGHT_BLOCK, Config, ConfigError
 
 VARIABLE = "SGLANG_DSV4_WO_A"
 MOST_TOKENS = 512
-"""Of a forward that multiplies FP8. For Flash's 8 groups that takes 46 us at 64 tokens and 73 at 128; expanding, cuBLAS
-and what is beside it take 244 and 247. On lines through these both take as long at 590 tokens; with 4 and 2 groups of a
-rank at 480 and 600, with Pro's 16 at 630."""
+"""Most tokens of a forward that multiplies in FP8. With Flash's 8 output groups that takes 46 us at 64 tokens and 73 us
+at 128; expanding, cuBLAS, rotation and quantiser take 244 and 247 us. Lines through these points cross at 590 tokens;
+with 4 and 2 output groups a rank at 480 and 600, with Pro's 16 at 630."""
 FEW_TOKENS = 16
-"""The same, where the weight is there in bf16 as well."""
+"""MOST_TOKENS where the weight is kept in bf16 as well."""
 
 
 def asked() -> str:
-    """What the environment asks for: bf16, fp8, both or auto.
+    """The environment's choice: bf16, fp8, both or auto.
 
     Raises:
         ValueError: none of these.
@@ -52,11 +53,11 @@ def asked() -> str:
 
 
 def reason_against(config: Config, generation: int, dtype: torch.dtype) -> str | None:
-    """Why FP8 can't serve, if it can't.
+    """The reason why the FP8 kernel can't serve this model; None if it can.
 
     Args:
         config: the model's.
-        generation: of the GPU, as its compute capability has it (9: Hopper).
+        generation: major compute capability of the GPU (9: Hopper).
         dtype: of the model.
     """
     rows, channels = config.o_lora_rank, config.num_attention_heads * config.head_dim // config.o_groups
@@ -69,22 +70,22 @@ def reason_against(config: Config, generation: int, dtype: torch.dtype) -> str |
         return f"it multiplies bfloat16, not {dtype}"
     if rows % 128 or channels % 512 or (config.head_dim, rotated) != (512, 64):
         return (
-            "its kernel takes o_lora_rank in multiples of 128, channels of a group in multiples of 512, and heads of "
-            f"512 with 64 turned; got {rows}, {channels}, {config.head_dim} and {rotated}"
+            "its kernel takes o_lora_rank in multiples of 128, channels of an output group in multiples of 512, and "
+            f"heads of 512 with 64 rotated; got {rows}, {channels}, {config.head_dim} and {rotated}"
         )
     return None
 
 
 def kept(config: Config, generation: int | None, dtype: torch.dtype) -> str:
-    """In what a module keeps its weight: bf16, fp8 or both.
+    """The formats in which a module keeps its weight: "bf16", "fp8" or "both".
 
     Args:
         config: the model's.
-        generation: of the GPU; None for a CPU.
+        generation: major compute capability of the GPU; None for a CPU.
         dtype: of the model.
 
     Raises:
-        ConfigError: FP8 was asked for, and can't be.
+        ConfigError: the environment asks for FP8, and the kernel can't serve.
     """
     if generation is None or asked() == "bf16":
         return "bf16"
@@ -103,13 +104,15 @@ def most_tokens_in_fp8(kept: str) -> int:
 
 @functools.cache
 def _expanded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Where layers of this shape expand their weight, one after the other. Made with the model, so that it is counted
-    before the pools are sized."""
+    """The buffer into which layers of this shape expand their weight, one after the other.
+
+    It is allocated with the model, so that it is counted before the pools are sized.
+    """
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 class GroupedProjection(nn.Module):
-    """wo_a of this rank's groups, with what stands on either side of it.
+    """wo_a of this rank's output groups, with the rotation before it and the quantiser after it.
 
     Args:
         config: the model's.
@@ -131,7 +134,7 @@ class GroupedProjection(nn.Module):
         else:
             blocks = shape[0], shape[1] // WEIGHT_BLOCK, shape[2] // WEIGHT_BLOCK
             self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float8_e4m3fn), requires_grad=False)
-            # Named so that SGLang's dummy loader fills it with ones.
+            # SGLang's dummy loader fills parameters of this name with ones.
             self.weight_scale_inv = nn.Parameter(torch.empty(blocks, dtype=torch.float32), requires_grad=False)
             set_weight_attrs(self.weight_scale_inv, {"weight_loader": partial(_load_powers_of_two, load_own_rows)})
         if self.kept == "fp8":
@@ -142,21 +145,18 @@ class GroupedProjection(nn.Module):
         set_weight_attrs(self.weight, {"weight_loader": load_own_rows})
 
     def expand(self) -> Tensor:
-        """The weight in bf16, written to its buffer."""
+        """The weight in bf16; it is written to its buffer."""
         return expand_fp8_weight(self.weight, self.weight_scale_inv, self.expanded)
 
     def forward(self, o: Tensor, positions: Tensor, rope: Rotation, quantises: bool) -> Tensor | Fp8Input:
-        """What wo_b takes.
+        """wo_b's input: [T, local output groups * o_lora_rank] in o's dtype, or quantised.
 
         Args:
-            o: [T, local heads, head_dim], what was attended. It may be written to.
+            o: [T, local heads, head_dim], the attention's result. It may be overwritten.
             positions: [T] int64.
             rope: of the layer. K and V are one row, so V carries the rotation of its own position, which is undone
                 relative to the query's.
             quantises: whether wo_b's input is quantised here.
-
-        Returns:
-            [T, local groups * o_lora_rank] in o's dtype, or quantised.
         """
         if self.kept != "bf16" and len(o) <= most_tokens_in_fp8(self.kept):
             rotation = HeadRotation(positions, rope.frequencies, self.head_dim)
@@ -173,11 +173,11 @@ class GroupedProjection(nn.Module):
 
 
 def _load_powers_of_two(load: Callable[[nn.Parameter, Tensor], None], param: nn.Parameter, loaded: Tensor) -> None:
-    """A weight loader of scales: the kernel's conversion is exact with powers of two only.
+    """Load scales after checking them: the kernel's conversion is free of rounding with powers of two only.
 
     Raises:
-        ValueError: there are others.
+        ValueError: a scale is not a power of two.
     """
     if loaded.dtype == torch.float32 and not (torch.frexp(loaded).mantissa == 0.5).all():
-        raise ValueError(f"scales of wo_a are no powers of two: {VARIABLE}=bf16 takes any")
+        raise ValueError(f"scales of wo_a are not powers of two: {VARIABLE}=bf16 accepts any")
     load(param, loaded)

@@ -1,7 +1,7 @@
 """Manifold-constrained hyper-connections: how a sublayer reads and writes the streams (specification, section 2).
 
-A sublayer's output is written back only when the next sublayer reads the streams, in one operation with it. What lies
-between is `Pending`.
+A sublayer's output is written back in the operation that reads the streams for the next sublayer. Until then it is kept
+in a `Pending`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from sglang_dsv4.model_config.config import Config
 
 
 class Pending(NamedTuple):
-    """Streams that a sublayer has read, and what it writes back to them; nothing before the first sublayer."""
+    """Streams that a sublayer has read, and the output that is still to be written back; none before the first one."""
 
-    streams: Tensor  # [T, n, d] model dtype; T: the tokens of this rank's rows, see `sequence_parallel`
-    output: Tensor | None = None  # [T, d] model dtype, the sublayer's
+    streams: Tensor  # [T, n, d] model dtype; T: tokens of this rank's rows, see `sequence_parallel`
+    output: Tensor | None = None  # [T, d] model dtype, of the sublayer
     post: Tensor | None = None  # [T, n] fp32
     comb: Tensor | None = None  # [T, n, n] fp32
 
     def with_output(self, output: Tensor) -> Pending:
-        """The same streams, once the sublayer has run."""
+        """The same streams with the sublayer's output [T, d] to be written back."""
         return Pending(self.streams, output, self.post, self.comb)
 
 
@@ -54,12 +54,12 @@ class HyperConnection(nn.Module):
         Args:
             pending: of the last sublayer.
             norm: of this sublayer's input.
-            rows: those that this rank has of what is pending.
+            rows: this rank's share of the rows in `pending`.
 
         Returns:
-            the normed input, of all tokens, and what is pending while this sublayer has no output yet.
+            the normed input of all tokens; and the `Pending` of this sublayer, still without its output.
         """
-        fp8 = self.quantises and rows.is_whole  # of own rows bf16 is gathered, and quantised behind that
+        fp8 = self.quantises and rows.is_whole  # a rank's own rows are gathered in bf16, and quantised after that
         coefficients = (self.fn, self.base, self.scale, norm.weight, norm.eps, self.hc_eps, self.iterations)
         streams, output, post, comb = pending
         if output is None:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Indexer(nn.Module):
-    """Scores every visible entry of a CSA layer and keeps the best `index_topk` (section 3.5).
+    """Scores every visible entry of a CSA layer and selects the best `index_topk` (section 3.5).
 
-    Replicated under tensor parallelism; where rows are sharded a rank chooses for its own tokens.
+    It is replicated under tensor parallelism; where rows are sharded, a rank selects for its own tokens.
     """
 
     def __init__(
@@ -59,16 +59,13 @@ class Indexer(nn.Module):
         positions: Tensor,
         rows: RowShards,
     ) -> Tensor:
-        """Select, once this forward's keys are written.
+        """Rows of the selected entries, [T, index_topk] int32, -1 = hole. This forward's keys must be written before.
 
         Args:
             head_weights: [T, index heads] fp32, the sublayer's normed input times `weights_proj`.
             q_latent: [T, q_lora_rank], the normed query latent of the main attention.
             positions: [T] int64.
-            rows: those that this rank chooses for.
-
-        Returns:
-            [T, index_topk] int32 rows of the layer's entries, -1 = hole.
+            rows: this rank's share of the tokens, for which it selects.
         """
         own = rows.own
         q_latent = q_latent.of_tokens(own) if isinstance(q_latent, Fp8Input) else q_latent[own]

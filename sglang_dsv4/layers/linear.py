@@ -1,8 +1,8 @@
-"""Which product a linear layer runs: SGLang's quantised kernels on a GPU, the reference operation on a CPU.
+"""Products of linear layers: SGLang's quantised kernels on a GPU, the reference operation on a CPU.
 
-On a GPU SGLang's own quantisation methods keep FP8 weights as they are in the file. On a CPU SGLang has no FP8 path,
-so weights are dequantised while they are loaded, and `ReferenceLinearMethod` multiplies them, quantising the input
-first where the release does (DeepSeek-V4 specification, section 4.3). Sharding is SGLang's in both cases.
+On a GPU SGLang's own quantisation methods keep FP8 weights as they are in the file. On a CPU SGLang has no FP8 path, so
+weights are dequantised while they are loaded, and `ReferenceLinearMethod` multiplies them; it quantises the input first
+where the release does (DeepSeek-V4 specification, section 4.3). Sharding is SGLang's in both cases.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from sglang_dsv4.seam.bases import ModelBuiltConfig
 
 
 def builds_on_cpu() -> bool:
-    """Whether modules are being built for a CPU: SGLang's loader makes the target device torch's default."""
+    """Whether modules are being built for a CPU: SGLang's loader sets the target device as torch's default."""
     return torch.get_default_device().type == "cpu"
 
 
 def fp32_product_dtype() -> torch.dtype:
-    """Dtype of matrices whose products are summed and returned in fp32: that of the file on a GPU.
+    """Dtype of matrices whose products are summed and returned in fp32: the file's dtype on a GPU.
 
-    A CPU has no product of bf16 into fp32; there they are fp32.
+    On a CPU it is fp32, since PyTorch has no product of bf16 into fp32 there.
     """
     return torch.float32 if builds_on_cpu() else torch.get_default_dtype()
 
 
 class Fp8Input(NamedTuple):
-    """An input of FP8 products that is already quantised; SGLang's linear layers take such a pair."""
+    """A quantised input of FP8 products; SGLang's linear layers accept such a pair."""
 
     codes: Tensor  # [T, k] float8_e4m3fn
-    scales: Tensor  # [T, ceil(k / 128)] fp32 powers of two, neighbouring tokens side by side
+    scales: Tensor  # [T, ceil(k / 128)] fp32 powers of two, column-major: scales of neighbouring tokens are adjacent
 
     @classmethod
     def of(cls, x: Tensor) -> Fp8Input:
@@ -48,7 +48,7 @@ class Fp8Input(NamedTuple):
         return cls(*fp8_quantise(x, ACTIVATION_BLOCK, column_major=True))
 
     def of_tokens(self, tokens: slice) -> Fp8Input:
-        """Of some of the tokens; scales are laid out anew, as products demand that are given those tokens alone."""
+        """The input of some of the tokens, with scales in the layout that products of these tokens alone require."""
         if tokens == slice(None):
             return self
         codes, scales = self.codes[tokens], self.scales[tokens]
@@ -57,33 +57,37 @@ class Fp8Input(NamedTuple):
 
 
 class SublayerInput(NamedTuple):
-    """A sublayer's normed input, and the same as its FP8 products take it, if `quantises_once` says so."""
+    """A sublayer's normed input, also quantised for its FP8 products if `quantises_once` holds."""
 
     rows: Tensor  # [T, d] model dtype
     fp8: Fp8Input | None
 
     @property
     def of_linear(self) -> Tensor | Fp8Input:
-        """What SGLang's linear layers are given."""
+        """The argument for SGLang's linear layers: the quantised input if it exists, else the rows."""
         return self.rows if self.fp8 is None else self.fp8
 
 
 def quantises_once(config: Config) -> bool:
-    """Whether the inputs of FP8 products are quantised here, once for all products of an input, and not in SGLang.
+    """Whether our kernels quantise the input of FP8 products, once for all products of it, instead of SGLang.
 
-    On Hopper, whose products take fp32 scales. On Blackwell they take another layout, which SGLang makes.
+    They do on Hopper, whose products take fp32 scales. Blackwell's products need another layout, which SGLang makes.
     """
     on_gpu = not builds_on_cpu() and torch.cuda.is_available()
     return on_gpu and quantises_once_on(torch.cuda.get_device_capability()[0], config)
 
 
 def quantises_once_on(generation: int, config: Config) -> bool:
-    """`quantises_once` on GPUs of this compute capability (9: Hopper)."""
+    """`quantises_once` for GPUs of this major compute capability (9: Hopper)."""
     return generation == 9 and config.qat.activations_fp8
 
 
 class ReferenceLinearMethod(LinearMethodBase):
-    """`dsv4_kernels.linear` over a dequantised weight: a row's result never depends on the other rows."""
+    """Multiplies a dequantised weight by `dsv4_kernels.linear`; a row's result never depends on other rows.
+
+    Args:
+        activation_block: channels per scale of the FP8 fake-quantisation of inputs, None for none.
+    """
 
     def __init__(self, activation_block: int | None) -> None:
         self.activation_block = activation_block
@@ -101,7 +105,7 @@ class ReferenceLinearMethod(LinearMethodBase):
         """Register `weight [sum(output_partition_sizes), input_size_per_partition]` in `params_dtype`.
 
         Raises:
-            ConfigError: a rank's share of the input would cut a quantisation block, and so change its scale.
+            ConfigError: a rank's share of the input would cut a quantisation block, which would change its scale.
         """
         block = self.activation_block
         if block is not None and input_size_per_partition != input_size and input_size_per_partition % block:
@@ -114,13 +118,13 @@ class ReferenceLinearMethod(LinearMethodBase):
         layer.register_parameter("weight", weight)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`x [T, k] -> [T, n]` in x's dtype. DeepSeek-V4's linear layers have no bias."""
+        """The product [T, n] of `x [T, k]` in x's dtype. DeepSeek-V4's linear layers have no bias."""
         assert bias is None, "DeepSeek-V4 has no linear layer with a bias"
         return linear(x, layer.weight, act_qdq_block=self.activation_block)
 
 
 class ReferenceLinearConfig(ModelBuiltConfig):
-    """Hands `ReferenceLinearMethod` to SGLang's linear layers.
+    """Quantisation config that gives `ReferenceLinearMethod` to SGLang's linear layers.
 
     Args:
         activation_block: channels per scale of the FP8 fake-quantisation of inputs, None for none.
@@ -131,16 +135,16 @@ class ReferenceLinearConfig(ModelBuiltConfig):
         self.activation_block = activation_block
 
     def get_name(self) -> str:
-        """Name in SGLang's logs."""
+        """The name in SGLang's logs."""
         return "dsv4_reference"
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Dtypes of activations."""
+        """Supported dtypes of activations."""
         return [torch.float32, torch.bfloat16]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """No GPU is needed."""
+        """0: no GPU is needed."""
         return 0
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> ReferenceLinearMethod:
@@ -148,20 +152,20 @@ class ReferenceLinearConfig(ModelBuiltConfig):
         return ReferenceLinearMethod(self.activation_block)
 
     def get_scaled_act_names(self) -> list[str]:
-        """None: an AWQ notion."""
+        """An empty list: only AWQ has scaled activations."""
         return []
 
 
 def quantised_linear_config(config: Config, quant_config: QuantizationConfig | None) -> QuantizationConfig | None:
-    """Config of the `lin8` layers, FP8 in an official checkpoint (section 3.1).
+    """Quantisation config of the `lin8` layers, which are FP8 in an official checkpoint (section 3.1).
 
     Args:
         config: the model's.
-        quant_config: SGLang's, of the checkpoint; None for an unquantised one.
+        quant_config: SGLang's config of the checkpoint; None for an unquantised one.
 
     Raises:
-        ConfigError: FP8 weights on a GPU with the activations' quantiser switched off: SGLang's FP8 products always
-            quantise their input. Or products of ours were asked for where there are none.
+        ConfigError: FP8 weights on a GPU with the activations' quantiser switched off, while SGLang's FP8 products
+            always quantise their input; or the environment asks for our product where it can't serve.
     """
     few_are_ours = fp8_linear.is_on(quantises_once(config))
     if builds_on_cpu():
@@ -181,33 +185,33 @@ def quantised_linear_config(config: Config, quant_config: QuantizationConfig | N
 
 
 class StackedProjection(nn.Module):
-    """Matrices of several modules that multiply the same input, fp32 accumulation and result: one product for all.
+    """One product for the matrices of several modules that multiply the same input, accumulated and returned in fp32.
 
-    Each matrix is a parameter of its own module and a view of the storage here.
+    Each matrix is a parameter of its own module and a view of the memory here.
 
     Args:
         in_features: columns of every matrix.
-        widths: rows of each.
+        widths: rows of each matrix.
     """
 
     def __init__(self, in_features: int, widths: Sequence[int]) -> None:
         super().__init__()
         self.widths = tuple(widths)
         dtype = fp32_product_dtype()
-        # Not in the state dict: what is loaded there goes through the parameters.
+        # Not in the state dict: weights are loaded through the parameters.
         self.register_buffer("weight", torch.empty(sum(widths), in_features, dtype=dtype), persistent=False)
 
     def parameters_of(self) -> tuple[nn.Parameter, ...]:
-        """The matrices, [width, in_features] each, to be registered by the modules that they belong to."""
+        """The matrices, [width, in_features] each, for the modules that own them to register."""
         return tuple(nn.Parameter(rows, requires_grad=False) for rows in self.weight.split(self.widths))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """`x [T, in_features]` -> `[T, width]` fp32 each, views of one tensor."""
+        """The products of `x [T, in_features]`: one view [T, width] fp32 of the same tensor for each matrix."""
         return linear_fp32(x, self.weight).split(self.widths, 1)
 
 
 def load_row_shard(rank: int) -> Callable[[nn.Parameter, Tensor], None]:
-    """A weight loader that keeps shard `rank` of the first axis, for parameters that no SGLang layer owns.
+    """A weight loader that loads shard `rank` of the first axis, for parameters that no SGLang layer owns.
 
     The loaded tensor may fold leading axes of the parameter into its first one.
     """

@@ -13,19 +13,19 @@ from sglang_dsv4.seam.bases import LogitsProcessorWithHead
 
 
 def build_lm_head(config: Config, prefix: str) -> ParallelLMHead:
-    """The output matrix [V, d], sharded over the vocabulary: fp32 on a CPU, which has no product of bf16 into fp32."""
+    """The output matrix [V, d], sharded over the vocabulary; fp32 on a CPU, which has no product of bf16 into fp32."""
     dtype = torch.float32 if builds_on_cpu() else None
     return ParallelLMHead(config.vocab_size, config.hidden_size, params_dtype=dtype, prefix=prefix)
 
 
 class Fp32LogitsProcessor(LogitsProcessorWithHead):
-    """SGLang's, with fp32 logits by this package's products."""
+    """SGLang's logits processor with fp32 logits by this package's products."""
 
     def __init__(self, hf_config: object) -> None:
         super().__init__(hf_config)
         self.use_fp32_lm_head = True
 
     def lm_head_logits(self, hidden_states: Tensor, lm_head: ParallelLMHead) -> Tensor:
-        """`hidden_states [T, d]` times the head's rows of this rank, [T, V / tp] fp32."""
-        # On a GPU bf16 operands, whose products are exact, summed in fp32.
+        """Logits [T, V / tp] fp32 of `hidden_states [T, d]` for this rank's rows of the head."""
+        # On a GPU the operands are bf16, whose products fp32 holds without rounding.
         return linear_fp32(hidden_states if hidden_states.is_cuda else hidden_states.float(), lm_head.weight)

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 RUNNERS_WITH_CLAMP = ("auto", "triton", "deep_gemm", "marlin", "flashinfer_mxfp4", "flashinfer_cutlass", "humming")
-"""SGLang's MoE runners that apply `swiglu_limit`; the others take it and ignore it."""
+"""SGLang's MoE runners that apply `swiglu_limit`; the other runners accept it and ignore it."""
 
 NVFP4_RUNNERS_WITH_CLAMP = ("flashinfer_trtllm_routed", "flashinfer_cutlass", "marlin")
-"""Those for NVFP4 experts: two that multiply in NVFP4 on Blackwell, of which SGLang chooses the first unless one is
-named (on Hopper, too, where its error asks for Marlin), and Marlin, which multiplies in bf16."""
+"""Runners for NVFP4 experts that apply `swiglu_limit`. The first two multiply in NVFP4 on Blackwell; SGLang chooses the
+first one by default (on Hopper, too, where its error asks for Marlin). Marlin multiplies in bf16."""
 
 
 class Gate(nn.Module):
-    """Chooses a token's experts and weighs them, in fp32: by a learned score, or in the first layers by token id."""
+    """Chooses and weighs a token's experts in fp32: by a learned score, or in the first layers by token id."""
 
     def __init__(self, config: Config, hashed: bool) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Gate(nn.Module):
         )
         self.bias = self.tid2eid = None
         if hashed:
-            # SGLang's dummy loader leaves integers alone: every expert gets as many tokens as any other.
+            # SGLang's dummy loader does not fill integers: these ids give all experts equally many tokens.
             ids = torch.arange(config.vocab_size, dtype=torch.int32)[:, None] + torch.arange(
                 self.top_k, dtype=torch.int32
             )
@@ -57,14 +57,11 @@ class Gate(nn.Module):
             self.bias = nn.Parameter(torch.empty(config.n_routed_experts, dtype=torch.float32), requires_grad=False)
 
     def forward(self, x: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Route.
+        """Weights [T, k] fp32, which sum to `routed_scaling_factor`, and experts [T, k] int32.
 
         Args:
             x: [T, d] model dtype.
             input_ids: [T] integer token ids, in [0, vocab_size).
-
-        Returns:
-            weights [T, k] fp32 whose sum is `routed_scaling_factor`, experts [T, k] int32.
         """
         logits = linear_fp32(x, self.weight)
         if self.tid2eid is not None:
@@ -75,7 +72,7 @@ class Gate(nn.Module):
 class ReferenceExperts(nn.Module):
     """Routed experts over dequantised weights, for a CPU. Parameters and loader are named as in SGLang's `FusedMoE`.
 
-    The rank holds `E / moe_ep_size` experts, and of each `I / moe_tp_size` intermediate channels:
+    The rank holds `E / moe_ep_size` experts, with `I / moe_tp_size` intermediate channels each:
     `w13_weight [E_local, 2 * I_local, d]` (w1's rows first), `w2_weight [E_local, d, I_local]`, model dtype.
     """
 
@@ -86,7 +83,7 @@ class ReferenceExperts(nn.Module):
         for field, ranks in shares.items():
             if getattr(config, field) % ranks:
                 raise ConfigError(field, getattr(config, field), f"a multiple of the {ranks} ranks that share it")
-        # A rank's channels are whole quantisation blocks: a cut one would get another scale.
+        # A rank's channels must be whole quantisation blocks: a cut block would get another scale.
         block = config.activation_block or 1
         if parallel.moe_tp_size > 1 and config.moe_intermediate_size // parallel.moe_tp_size % block:
             accepted = f"a multiple of {block} for each of {parallel.moe_tp_size} ranks, with FP8 activations on"
@@ -104,14 +101,14 @@ class ReferenceExperts(nn.Module):
             set_weight_attrs(weight, {"weight_loader": self.weight_loader})
 
     def weight_loader(self, param: nn.Parameter, loaded: Tensor, name: str, shard_id: str, expert_id: int) -> None:
-        """Keep this rank's part of one expert's matrix.
+        """Copy this rank's part of one expert's matrix into a parameter.
 
         Args:
             param: `w13_weight` or `w2_weight`.
             loaded: w1, w3 [I, d] or w2 [d, I], any floating dtype.
             name: of the tensor in the checkpoint.
             shard_id: "w1", "w2" or "w3".
-            expert_id: among all experts.
+            expert_id: number of the expert among the experts of all ranks.
         """
         local_expert = expert_id - self.first_local_expert
         if not 0 <= local_expert < self.num_local_experts:
@@ -140,10 +137,10 @@ class ReferenceExperts(nn.Module):
 class FusedExperts(FusedMoE):
     """Routed experts in SGLang's fused kernels and quantisation methods, for a GPU.
 
-    Routing weights come in with `routed_scaling_factor` already in them, so SGLang is given none to apply.
+    The routing weights already contain `routed_scaling_factor`, so SGLang is given none to apply.
 
     Raises:
-        ConfigError: a MoE runner that would leave out the clamp of gate and up.
+        ConfigError: the MoE runner would leave out the clamp of gate and up.
     """
 
     def __init__(self, config: Config, layer_id: int, quant_config: QuantizationConfig | None, prefix: str) -> None:
@@ -167,12 +164,12 @@ class FusedExperts(FusedMoE):
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """This rank's part of the routed experts' sum: [T, d] in x's dtype."""
-        no_logits = x.new_empty(x.shape[0], 0)  # read only by kernels that route by themselves
+        no_logits = x.new_empty(x.shape[0], 0)  # only kernels that route by themselves read logits
         return super().forward(x, StandardTopKOutput(weights, experts, no_logits))
 
 
 class SharedExpert(nn.Module):
-    """The expert that every token passes: clamped SwiGLU between FP8 products, sharded over the intermediate axis."""
+    """The expert of every token: clamped SwiGLU between FP8 products, sharded over the intermediate axis."""
 
     def __init__(self, config: Config, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
@@ -187,7 +184,7 @@ class SharedExpert(nn.Module):
         )
 
     def forward(self, x: SublayerInput) -> Tensor:
-        """This rank's part of the sum: [T, d] in the model's dtype."""
+        """This rank's part of the shared expert's output: [T, d] in the model's dtype."""
         gate_up = self.w13(x.of_linear)[0]
         if self.quantises:
             return self.w2(Fp8Input(*swiglu_fp8(gate_up, self.swiglu_limit, column_major=True)))[0]
@@ -195,15 +192,15 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts and the shared one.
+    """Routed experts and the shared expert.
 
     Args:
         config: the model's.
-        layer_id: decoder layer.
+        layer_id: number of the decoder layer.
         hashed: whether experts are chosen by token id.
-        quant_config: of FP8 linear layers, see `quantised_linear_config`.
-        expert_quant_config: SGLang's, of the experts on a GPU.
-        prefix: its name in the model.
+        quant_config: for FP8 linear layers, see `quantised_linear_config`.
+        expert_quant_config: SGLang's config for the experts on a GPU.
+        prefix: name of this module in the model.
 
     Raises:
         ConfigError: an all-to-all expert backend is switched on; this layer sums over the tensor-parallel ranks.
@@ -233,8 +230,10 @@ class MoE(nn.Module):
         self.tp_size = get_parallel().tp_size
 
     def forward(self, given: SublayerInput, input_ids: Tensor, rows: RowShards = ALL_ROWS) -> Tensor:
-        """`input_ids [T]` -> [T, d] in the model's dtype, of this rank's rows; the sum over experts is fp32, see
-        `rank_sum`."""
+        """The sublayer's output [T, d] in the model's dtype, for this rank's rows; `input_ids [T]`.
+
+        The sum over experts is fp32, see `rank_sum`.
+        """
         x = given.rows
         (weights, experts), shared = side_by_side(
             lambda: self.gate(x, input_ids), lambda: self.shared_experts(given), len(input_ids)
@@ -243,6 +242,6 @@ class MoE(nn.Module):
         if isinstance(self.experts, PackedExperts):
             both = self.experts(x, weights, experts, shared, dtype)
         else:
-            # Of two bf16 rows this is their fp32 sum, rounded once if that is to be bf16.
+            # PyTorch adds two bf16 rows in fp32 and rounds once, if the result is bf16.
             both = torch.add(self.experts(x, weights, experts), shared.to(dtype)).to(dtype)
         return sum_over_ranks(both, rows).to(x.dtype) if self.tp_size > 1 else both

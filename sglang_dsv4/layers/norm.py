@@ -18,11 +18,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x [..., dim] -> [..., dim]` in x's dtype."""
+        """`x [..., dim]` normed, in x's dtype."""
         return rms_norm(x, self.weight, self.eps)
 
     def of_linear(self, x: Tensor, quantises: bool) -> Tensor | Fp8Input:
-        """`x [T, dim]` normed, as linear layers are given it; `quantises`: see `layers.linear.quantises_once`."""
+        """`x [T, dim]` normed, as linear layers take it; `quantises`: see `layers.linear.quantises_once`."""
         if not quantises:
             return self(x)
         return Fp8Input(*rms_norm_fp8(x, self.weight, self.eps, column_major=True))

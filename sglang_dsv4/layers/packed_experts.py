@@ -1,6 +1,6 @@
-"""Routed experts over the checkpoint's own MXFP4 weights, by this package's kernels: the MoE runner "dsv4".
+"""Routed experts that multiply the checkpoint's own MXFP4 weights by this package's kernels: the MoE runner "dsv4".
 
-On Hopper (`dsv4_kernels.moe.sm90`). When it is taken says `sglang_dsv4.seam.moe_runner`.
+It runs on Hopper (`dsv4_kernels.moe.sm90`). `sglang_dsv4.seam.moe_runner` decides when it is chosen.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from sglang_dsv4.seam.moe_runner import RUNNER, reason_against
 logger = logging.getLogger(__name__)
 
 GROUP = 32
-"""Channels that share a scale."""
+"""Channels of an MXFP4 block, which share a scale."""
 
 
 def is_chosen() -> bool:
-    """Whether this process's experts are ours."""
+    """Whether this process's MoE runner is "dsv4"."""
     return get_moe_runner_backend().value == RUNNER
 
 
 class PackedExperts(nn.Module):
     """This rank's routed experts. Parameters and loader are named as in SGLang's `FusedMoE`.
 
-    After loading the weights are arranged where they lie, so the parameters keep their shapes and hold something else;
-    loading again fills all of them anew.
+    After loading the weights are rearranged in place for the kernels: the parameters keep their shapes, but no longer
+    contain the checkpoint's order. Loading again overwrites all of them.
 
     Raises:
-        ConfigError: a GPU, a format or dimensions that the kernels do not serve.
+        ConfigError: the kernels do not serve this GPU, weight format or size.
     """
 
     def __init__(self, config: Config, prefix: str) -> None:
@@ -68,14 +68,14 @@ class PackedExperts(nn.Module):
         self.arranged, self.seconds = None, 0.0
 
     def weight_loader(self, param: nn.Parameter, loaded: Tensor, name: str, shard_id: str, expert_id: int) -> None:
-        """Keep this rank's part of one expert's codes or scales.
+        """Copy this rank's part of one expert's codes or scales into a parameter.
 
         Args:
-            param: one of the four.
-            loaded: of w1, w3 [I, d] or w2 [d, I], packed as it is stored.
+            param: one of the four parameters.
+            loaded: codes or scales of w1, w3 [I, d] or w2 [d, I], packed as they are stored.
             name: of the tensor in the checkpoint.
             shard_id: "w1", "w2" or "w3".
-            expert_id: among all experts.
+            expert_id: number of the expert among the experts of all ranks.
         """
         local_expert = expert_id - self.first_local_expert
         if not 0 <= local_expert < self.num_local_experts:
@@ -90,7 +90,7 @@ class PackedExperts(nn.Module):
             of_expert[first : first + rows].copy_(loaded[self.channel_rank * rows : (self.channel_rank + 1) * rows])
 
     def arrange(self) -> None:
-        """The weights in the order of the kernels, once they are loaded."""
+        """Rearrange the loaded weights, in place, into the order that the kernels read."""
         from dsv4_kernels.moe.sm90.weights import HopperExperts, arrange
 
         begin = time.perf_counter()
@@ -107,17 +107,14 @@ class PackedExperts(nn.Module):
         self.seconds = time.perf_counter() - begin
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, shared: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """This rank's part of the experts' sum, the shared one's included.
+        """This rank's part of the sum over experts, the shared expert included: [T, d] in `dtype`.
 
         Args:
             x: [T, d] bf16.
             weights: [T, k] fp32.
-            experts: [T, k] int32, among all experts.
+            experts: [T, k] int32, numbers among the experts of all ranks.
             shared: [T, d] bf16, the shared expert's part; None for none.
             dtype: of the result, fp32 or bf16.
-
-        Returns:
-            [T, d] in `dtype`.
         """
         from dsv4_kernels.moe.sm90.launch import experts_forward
 
@@ -128,21 +125,23 @@ class PackedExperts(nn.Module):
 
 
 def log_arrangement(model: nn.Module) -> None:
-    """One line about what arranging a loaded model's experts took; none of a model without any."""
+    """Log the time that rearranging a loaded model's experts took; nothing for a model without packed experts."""
     layers = [module for module in model.modules() if isinstance(module, PackedExperts)]
     if layers:
         logger.info(
-            "routed experts: the weights of %d layers, %.2f GiB, arranged for runner %s in %.1f s, where they lie; "
-            "no copy is kept",
+            "routed experts: the weights of %d layers, %.2f GiB, rearranged in place for runner %s in %.1f s",
             *(len(layers), sum(p.nbytes for layer in layers for p in layer.parameters()) / 2**30, RUNNER),
             sum(layer.seconds for layer in layers),
         )
 
 
 def random_codes(*shape: int) -> Tensor:
-    """int8 of this shape, the same at every start, for SGLang's dummy loader, which fills floating-point numbers only:
-    what the memory held before might be zeros, and something else after the next start."""
+    """Random int8 numbers of this shape, the same at every start, for use with dummy weights.
+
+    SGLang's dummy loader fills floating-point parameters only; uninitialised memory might be all zeros, and would
+    differ from start to start.
+    """
     codes = torch.empty(shape, dtype=torch.int8)
-    words = codes.view(-1).view(torch.int64)  # of all values equally likely
+    words = codes.view(-1).view(torch.int64)  # every value equally likely
     words.random_(torch.iinfo(torch.int64).min, None, generator=torch.Generator(codes.device).manual_seed(shape[0]))
     return codes

@@ -1,17 +1,17 @@
-"""Sums over the ranks of tensor parallelism: of each layer's attention and of its experts.
+"""Sums of the attention's and the experts' outputs over the ranks of tensor parallelism.
 
-An all-reduce adds in an order that may depend on where a number lies in the message (rings and trees cut it into
-pieces), and so on a token's place in its batch. Under `--enable-deterministic-inference` every rank gathers all parts
-instead and adds them in the order of the ranks: the same numbers on every rank, for a token anywhere. With two ranks
+An all-reduce may add in an order that depends on a number's offset in the message (rings and trees cut it into pieces),
+and so on a token's index in its batch. Under `--enable-deterministic-inference` every rank gathers all parts instead
+and adds them in the order of the ranks: every rank gets the same numbers, whatever the token's index. With two ranks
 that moves as many bytes as an all-reduce.
 
-Parts of the experts' sum travel in the model's dtype on a GPU, as the attention's do: a rank adds its experts in fp32
-and rounds, once without the shared expert and once with it, as one rank alone does. In bf16 that is half the bytes of
-fp32, for some 0.3 % of a token's row, where the specification (section 11.1) gives bf16 activations 1.4 % of this
-sublayer. A CPU's parts are fp32, and so are those under the flag.
+On a GPU ranks exchange parts of the experts' sum in the model's dtype, as for the attention: a rank adds its experts in
+fp32 and rounds once without the shared expert and once with it, as a single rank does. In bf16 these are half the bytes
+of fp32, for an error of some 0.3 % of a token's row, where the specification (section 11.1) allows bf16 activations
+1.4 % of this sublayer. On a CPU, and under the flag, the parts are fp32.
 
-Where rows are sharded (`sequence_parallel`) a rank gets the sums of its own rows: by a reduce-scatter, and under the
-flag by an exchange, in which it gets all parts of its rows and adds them in the order of the ranks: the same bits.
+Where rows are sharded (`sequence_parallel`), a rank gets the sums of its own rows: by a reduce-scatter, or under the
+flag by an all-to-all of the parts of its rows, which it adds in the order of the ranks: the bits are the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sglang_dsv4.layers.sequence_parallel import RowShards
 
 
 def dtype_of_parts(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """In which dtype several ranks' parts of the experts' sum are summed, of a model on `device` in `dtype`."""
+    """Dtype in which several ranks' parts of the experts' sum are added, for a model on `device` in `dtype`."""
     return torch.float32 if flag.is_on() or device.type == "cpu" else dtype
 
 
@@ -41,7 +41,7 @@ def sum_over_ranks(part: Tensor, rows: RowShards) -> Tensor:
 
     Args:
         part: [T, d], this rank's.
-        rows: which ones this rank needs of the sum.
+        rows: this rank's share of the rows of the sum.
 
     Returns:
         [T, d], or [rows.size, d] where rows are sharded.
@@ -57,11 +57,11 @@ def sum_over_ranks(part: Tensor, rows: RowShards) -> Tensor:
 
 
 def _sum_of_own_rows(part: Tensor, rows: RowShards) -> Tensor:
-    # By the group itself: of SGLang's own calls one is an all-reduce under the flag, others may choose another library
-    # than NCCL, or memory with multicast.
+    # By the process group itself: one of SGLang's own calls is an all-reduce under the flag, others may choose another
+    # library than NCCL, or memory with multicast.
     part, group = rows.pad(part), get_tp_group().device_group
     if flag.is_on():
-        parts = torch.empty_like(part)  # [ranks * size, d]: of this rank's rows, by the rank that they come from
+        parts = torch.empty_like(part)  # [ranks * size, d]: all ranks' parts of this rank's rows, in the ranks' order
         torch.distributed.all_to_all_single(parts, part, group=group)
         return sum_in_order(parts.unflatten(0, (rows.count, rows.size)))
     summed = part.new_empty(rows.size, *part.shape[1:])

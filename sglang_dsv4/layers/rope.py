@@ -1,4 +1,4 @@
-"""RoPE as the layers apply it: into queries, window rows, entries and indexer keys, and out of the attended values."""
+"""RoPE of the layers: queries, window rows, entries and indexer keys are rotated, the attention's result back."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ class Rotation(nn.Module):
         self.register_buffer("frequencies", config.rope(kind).frequencies(), persistent=False)
 
     def undo(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Turns `x [T, ..., D]` the other way, in place."""
+        """`x [T, ..., D]`, rotated back in place."""
         return apply_rope_in_place(x, positions, self.frequencies, inverse=True)

@@ -1,16 +1,17 @@
-"""Sequence parallelism beside tensor parallelism: a rank's share of a forward's rows, for what is computed by token.
+"""Sequence parallelism in addition to tensor parallelism: a rank's share of the rows of work that is done by token.
 
-Heads and experts are sharded; the boundary between two sublayers (mHC and the norm) and the choice of the indexer are
-not, and every rank repeats them for all tokens. Switched on, a rank has, in a large prefill, the streams of its own
-tokens only: a sublayer's parts are summed for these (`rank_sum`, a reduce-scatter in place of the all-reduce), its
-boundary is computed of these, and the normed rows are gathered in front of the next sublayer (Korthikanti et al., 2022,
-arXiv 2205.05198, section 4.2.2). Together that moves the bytes of the all-reduce. Indexers choose for a rank's own
-tokens, and what they chose is gathered. Whatever is stored (rows, entries, keys, raw rows of compressors) is computed
-for all tokens on every rank, whose pools are whole.
+Tensor parallelism shards heads and experts; the boundary between two sublayers (mHC and the norm) and the indexer's
+selection are not sharded, and every rank repeats them for all tokens. With sequence parallelism, in a large prefill, a
+rank has the streams of its own tokens only: the sublayers' parts are summed for these tokens (`rank_sum`, a
+reduce-scatter instead of the all-reduce), the boundary is computed for them, and the normed rows are gathered before
+the next sublayer (Korthikanti et al., 2022, arXiv 2205.05198, section 4.2.2). Together that moves the bytes of the
+all-reduce. The indexer selects for a rank's own tokens, and the selected rows are gathered. Stored data (window rows,
+entries, keys, raw rows of compressors) is computed for all tokens on every rank, whose pools are not sharded.
 
-A row is computed by itself, so that bits don't change, but for sums of more than two ranks, unless under the flag.
+Each row is computed by itself, so bits do not change, except for sums over more than two ranks without
+--enable-deterministic-inference.
 
-    SGLANG_DSV4_SEQUENCE_PARALLEL    on: as said; off (default): every rank computes all rows.
+    SGLANG_DSV4_SEQUENCE_PARALLEL    on: as above; off (default): every rank computes all rows.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 VARIABLE = "SGLANG_DSV4_SEQUENCE_PARALLEL"
 
 FEWEST_TOKENS = 512
-"""Of a forward that is sharded. A boundary of that many takes some 30 us on an H200, of which sharding saves half or
-more, and costs about that: a reduce-scatter and a gather are one collective more than an all-reduce."""
+"""Fewest tokens of a forward whose rows are sharded. The boundary of 512 tokens takes some 30 us on an H200; sharding
+saves half of that or more, and costs about as much: a reduce-scatter and a gather are one collective more than an
+all-reduce."""
 
 
 @functools.cache
@@ -48,16 +50,16 @@ def is_on() -> bool:
 
 
 def may_be() -> bool:
-    """Whether this process will meet forwards whose rows are sharded."""
+    """Whether forwards of this process may have their rows sharded."""
     return get_parallel().tp_size > 1 and is_on()
 
 
 @dataclass(frozen=True)
 class RowShards:
-    """The rows of a forward in `count` shards of one size, of which this rank has one; by default all rows.
+    """A forward's rows in `count` shards of equal size, one of them this rank's; by default one shard with all rows.
 
-    Shards are runs of neighbouring tokens, in the order of the ranks. What is left of the last ones is padding: zeros
-    that are computed with, and dropped when rows are gathered.
+    Shards are runs of consecutive tokens, in the order of the ranks. The last shards are padded with rows of zeros,
+    which are computed like any row and dropped when rows are gathered.
     """
 
     tokens: int = 0
@@ -76,27 +78,27 @@ class RowShards:
 
     @property
     def own(self) -> slice:
-        """This rank's tokens, without padding; there may be none."""
+        """This rank's tokens without padding; the slice may be empty."""
         if self.is_whole:
             return slice(None)
         begin = min(self.index * self.size, self.tokens)
         return slice(begin, min(begin + self.size, self.tokens))
 
     def take(self, rows: Tensor) -> Tensor:
-        """This rank's rows: [T, ...] -> [size, ...], zeros behind the last token."""
+        """This rank's rows [size, ...] of all rows [T, ...], with zeros after the last token."""
         return rows if self.is_whole else _padded(rows[self.own], self.size)
 
     def pad(self, rows: Tensor) -> Tensor:
-        """[T, ...] -> [count * size, ...] in contiguous memory, zeros behind the last token."""
+        """The rows [T, ...] padded to [count * size, ...] with zeros after the last token, in contiguous memory."""
         return _padded(rows, self.count * self.size).contiguous()
 
     def gather(self, rows: Tensor) -> Tensor:
-        """All ranks' rows: those of `take` [size, ...], or of `own` [up to size, ...] -> [T, ...] on every rank."""
+        """All rows [T, ...] on every rank, from each rank's [size, ...] rows, or [up to size, ...] without padding."""
         if self.is_whole:
             return rows
         rows = _padded(rows, self.size).contiguous()
         gathered = rows.new_empty(self.count * self.size, *rows.shape[1:])
-        # By the group itself: SGLang's own calls may choose another library than NCCL, or memory with multicast.
+        # By the process group itself: SGLang's own calls may choose another library than NCCL, or multicast memory.
         all_gather_single(gathered, rows, group=get_tp_group().device_group)
         return gathered[: self.tokens]
 
@@ -111,10 +113,10 @@ def _padded(rows: Tensor, size: int) -> Tensor:
 
 
 def of_forward(mode: ForwardMode, tokens: int) -> RowShards:
-    """This rank's rows of a forward: decided by what all ranks know alike.
+    """This rank's share of a forward's rows; every rank decides alike, by the mode and the number of tokens.
 
-    Prefills only, however many tokens others have: what a CUDA graph may hold (decode, verify and draft steps) is the
-    same in capture, in replay and without graphs.
+    Rows are sharded in prefills only. Forwards that a CUDA graph may capture (decode, verify and draft steps) never
+    are, so they compute the same in capture, in replay and without graphs.
 
     Args:
         mode: of the forward.

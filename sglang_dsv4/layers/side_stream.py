@@ -1,9 +1,9 @@
-"""Two parts of a sublayer that do not need each other, side by side in a CUDA graph: one of them on a second stream.
+"""Concurrent execution of two independent parts of a sublayer in a CUDA graph: one of them on a second stream.
 
-With few tokens most kernels leave most of a GPU idle, and last as long as they take to begin and to end; the graph then
-runs two chains of them at once. Not with many, whose kernels fill the GPU. Bits do not change.
+With few tokens most kernels leave most of a GPU idle, and their time is mostly start-up and drain; the graph then runs
+two chains of kernels at once. With many tokens each kernel fills the GPU. Bits do not change.
 
-    SGLANG_DSV4_SIDE_STREAM    on: as said, in graphs of up to MOST_TOKENS; off (default): one after the other.
+    SGLANG_DSV4_SIDE_STREAM    on: as above, in graphs of up to MOST_TOKENS tokens; off (default): one after the other.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sglang_dsv4 import env
 
 VARIABLE = "SGLANG_DSV4_SIDE_STREAM"
 MOST_TOKENS = 32
-"""Of a graph. A decode step of six layers keeps the GPU busy for 0.97, 0.99 and 0.98 of the time with 1, 16 and 32
-tokens, and for 1.02 with 64 (benchmarks/results/step_switches_h200.json)."""
+"""Most tokens of a graph with a side stream. A decode step of six layers keeps the GPU busy for 0.97, 0.99 and 0.98 of
+the time without it at 1, 16 and 32 tokens, and for 1.02 at 64 (benchmarks/results/step_switches_h200.json)."""
 
 First = TypeVar("First")
 Second = TypeVar("Second")
@@ -41,12 +41,13 @@ def _side_stream(device: int) -> torch.cuda.Stream:
 
 
 def side_by_side(first: Callable[[], First], second: Callable[[], Second], tokens: int) -> tuple[First, Second]:
-    """Both results, once both are there for whatever the current stream does next.
+    """The results of both functions; later work on the current stream runs after both.
 
     Args:
         first: runs on the current stream.
-        second: neither reads what `first` writes, nor writes what it reads or writes; while a graph is captured it runs
-            on the side stream. What it reads must outlive this call, so that no memory of it is given away meanwhile.
+        second: runs on the side stream while a graph is captured. It reads no memory that `first` writes, and writes
+            none that `first` reads or writes. Its inputs must outlive this call, so that their memory is not reused
+            meanwhile.
         tokens: of the forward.
     """
     few = is_on() and tokens <= MOST_TOKENS

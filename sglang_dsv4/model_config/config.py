@@ -1,8 +1,8 @@
-"""What the model is, read once from the HF config: one frozen, validated `Config`.
+"""The model's shapes, constants and switches, read once from the HF config: one frozen, validated `Config`.
 
-SGLang parses `config.json` with an alias of `DeepseekV3Config`, whose defaults leak into every field that the file
-leaves out (`n_group`, `topk_group`, `v_head_dim`, ...). Nothing outside this file reads the HF config, so nothing can
-pick such a default up; a field that is read here and that the file leaves out is found by `checkpoint_files`, in the
+SGLang parses `config.json` with an alias of `DeepseekV3Config`, which fills every field that the file lacks with
+DeepSeek-V3's default (`n_group`, `topk_group`, `v_head_dim`, ...). Only this module reads the HF config, so no other
+module can read such a default. `checkpoint_files` finds fields that are read here and missing from the file, in the
 launcher. Fields keep the names of `config.json`; section numbers are those of the DeepSeek-V4 specification.
 """
 
@@ -35,7 +35,7 @@ FP4_WEIGHT_BLOCK = 32
 """Columns of an FP4 expert weight that share one scale (section 4.2)."""
 
 NVFP4_WEIGHT_BLOCK = 16
-"""Columns of an NVFP4 expert weight that share one e4m3 scale; a matrix has an fp32 scale beside them."""
+"""Columns of an NVFP4 expert weight that share one e4m3 scale; a matrix has one fp32 scale in addition."""
 
 QAT_VARIABLE = "SGLANG_DSV4_QAT"
 _FP32 = torch.finfo(torch.float32)  # kernels take constants as fp32
@@ -57,7 +57,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class LayerSchedule:
-    """Compression ratio of each decoder layer, without the MTP layer (section 1)."""
+    """Compression ratio of each decoder layer, draft layers left out (section 1)."""
 
     ratios: tuple[int, ...]
 
@@ -70,42 +70,42 @@ class LayerSchedule:
             raise ConfigError("compress_ratios", self.ratios, "one ratio for each decoder layer, at least one")
 
     def kind(self, layer_id: int) -> LayerKind:
-        """Kind of decoder layer `layer_id`."""
+        """The kind of decoder layer `layer_id`."""
         return LayerKind(self.ratios[layer_id])
 
 
 @dataclass(frozen=True)
 class QuantSwitches:
-    """Which fake-quantisers of the release run (section 4.3). wo_a's input is never quantised."""
+    """Which of the release's fake quantisers run (section 4.3). The input of wo_a is never quantised."""
 
     kv_fp8: bool
-    """FP8 of the nope channels of window rows and entries."""
+    """Quantise the nope channels of window rows and entries to FP8."""
     indexer_fp4: bool
-    """Hadamard and FP4 of indexer queries and keys."""
+    """Rotate indexer queries and keys by a Hadamard matrix and quantise them to FP4."""
     activations_fp8: bool
-    """FP8 of the input of every quantised linear layer and expert."""
+    """Quantise the input of every quantised linear layer and expert to FP8."""
 
     @classmethod
     def off(cls) -> QuantSwitches:
-        """No fake-quantiser: what an unquantised checkpoint and a comparison in fp32 need."""
+        """No fake quantiser, as an unquantised checkpoint and a comparison in fp32 need."""
         return cls(kv_fp8=False, indexer_fp4=False, activations_fp8=False)
 
     @classmethod
     def kv(cls) -> QuantSwitches:
-        """Only what is stored is quantised."""
+        """The fake quantisers of the caches: KV rows and indexer keys."""
         return cls(kv_fp8=True, indexer_fp4=True, activations_fp8=False)
 
     @classmethod
     def full(cls) -> QuantSwitches:
-        """As in the release."""
+        """All fake quantisers, as in the release."""
         return cls(kv_fp8=True, indexer_fp4=True, activations_fp8=True)
 
     @classmethod
     def resolve(cls, quantised_checkpoint: bool) -> QuantSwitches:
-        """`SGLANG_DSV4_QAT=off|kv|full` if set, else `full` for a quantised checkpoint and `off` for another.
+        """The switches that `SGLANG_DSV4_QAT` names; if unset, `full` for a quantised checkpoint, else `off`.
 
         Raises:
-            ConfigError: the variable holds another word.
+            ValueError: the variable holds another word.
         """
         presets = {None: cls.full if quantised_checkpoint else cls.off, "off": cls.off, "kv": cls.kv, "full": cls.full}
         return presets[env.choice(QAT_VARIABLE)]()
@@ -113,15 +113,15 @@ class QuantSwitches:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding of one kind of layer (section 3.2)."""
+    """The rotary embedding of one kind of layer (section 3.2)."""
 
     dim: int
-    """Rotated channels, the last ones of a row."""
+    """Number of rotated channels: the last channels of a row."""
     theta: float
     yarn: YarnScaling | None
 
     def frequencies(self) -> torch.Tensor:
-        """Angle per position of each channel pair: fp32 [dim / 2]."""
+        """Angle per position of each channel pair, fp32 [dim / 2]."""
         return rope_frequencies(self.dim, self.theta, self.yarn)
 
 
@@ -135,7 +135,7 @@ class Config:
     schedule: LayerSchedule
     num_nextn_predict_layers: int
     dspark: DSpark | None
-    """The draft that the checkpoint holds in place of an MTP module."""
+    """The checkpoint's DSpark draft, which it has in place of an MTP module; None if it has no DSpark draft."""
     rms_norm_eps: float
 
     num_attention_heads: int
@@ -165,51 +165,51 @@ class Config:
     hc_eps: float
 
     quantised_checkpoint: bool
-    """The HF config declares FP8 weights. Whether experts are FP4 or FP8 is told by their tensors' dtype."""
+    """The HF config declares FP8 weights. The dtype of the experts' tensors tells whether these are FP4 or FP8."""
     nvfp4_experts: bool
-    """It declares NVFP4 experts, too: modelopt's files, in which some may have stayed as they were released."""
+    """The HF config declares NVFP4 experts (modelopt's export); some may still be in the release's format."""
     qat: QuantSwitches
 
     @property
     def num_draft_layers(self) -> int:
-        """Window-only layers of the checkpoint's draft: DSpark's stages, or the MTP module."""
+        """Number of window-only layers in the checkpoint's draft: DSpark's stages, or the MTP module."""
         return self.num_nextn_predict_layers if self.dspark is None else self.dspark.num_stages
 
     @property
     def nope_head_dim(self) -> int:
-        """Channels of a row that are not rotated: the first ones."""
+        """Number of channels that are not rotated: the first channels of a row."""
         return self.head_dim - self.qk_rope_head_dim
 
     @property
     def softmax_scale(self) -> float:
-        """Factor of q.k; YaRN's mscale has no part in it (section 3.2)."""
+        """The factor of q.k; YaRN's mscale is not applied (section 3.2)."""
         return self.head_dim**-0.5
 
     @property
     def activation_block(self) -> int | None:
-        """Block of the input quantiser of FP8 and FP4 products, None if switched off."""
+        """Channels per scale of the input quantiser of FP8 and FP4 products; None if it is off."""
         return ACTIVATION_BLOCK if self.qat.activations_fp8 else None
 
     def rope(self, kind: LayerKind) -> Rope:
-        """Window-only layers: `rope_theta`, unscaled. Others: `compress_rope_theta` and YaRN, for all they rotate."""
+        """The rotary embedding of a kind of layer: `rope_theta` for SWA, else `compress_rope_theta` with YaRN."""
         if kind is LayerKind.SWA:
             return Rope(self.qk_rope_head_dim, self.rope_theta, None)
         return Rope(self.qk_rope_head_dim, self.compress_rope_theta, self.yarn)
 
     def uses_hash_routing(self, layer_id: int) -> bool:
-        """Whether decoder layer `layer_id` picks its experts by token id (section 5)."""
+        """Whether decoder layer `layer_id` chooses its experts by token id (section 5)."""
         return layer_id < self.num_hash_layers
 
     @classmethod
     def from_hf(cls, hf_config: object, qat: QuantSwitches | None = None) -> Config:
-        """Read and validate the config of `DeepseekV4ForCausalLM`.
+        """The validated config of `DeepseekV4ForCausalLM`.
 
         Args:
             hf_config: as SGLang parses the official `config.json`, or transformers' `DeepseekV4Config`.
-            qat: fake-quantisers to run; None takes `QuantSwitches.resolve`.
+            qat: fake quantisers to run; None: `QuantSwitches.resolve` decides.
 
         Raises:
-            ConfigError: a field is missing, or holds what this model can't serve.
+            ConfigError: a field is missing, or has a value that this model can't serve.
         """
         fields = _Fields(hf_config)
         fields.require("model_type", ("deepseek_v4",))
@@ -268,10 +268,10 @@ class Config:
         return config
 
     def validate(self) -> None:
-        """The one statement of which shapes are legal.
+        """Check that the shapes are legal; no other code states which are.
 
         Raises:
-            ConfigError: names the first field that is not.
+            ConfigError: names the first field whose value is not legal.
         """
         if self.sliding_window != WINDOW_TOKENS:
             raise ConfigError("sliding_window", self.sliding_window, f"{WINDOW_TOKENS} (the rings' size)")
@@ -310,7 +310,7 @@ class Config:
 
 
 class _Fields:
-    """Typed, checked reads of an HF config; every failure names the field."""
+    """Typed, checked reads of an HF config; every error names the field."""
 
     def __init__(self, hf_config: object) -> None:
         self._hf_config = hf_config
@@ -341,7 +341,7 @@ class _Fields:
         return _positive(field, self._present(field, _A_NUMBER))
 
     def require(self, field: str, accepted: Iterable[object], default: object = ...) -> None:
-        """Refuse any value that is not in `accepted`; `default` stands for a field that may be left out."""
+        """Raise unless the field's value is in `accepted`; `default` is the value of a field that may be missing."""
         words = " or ".join(repr(value) for value in accepted)
         value = self.get(field)
         if value is None:
@@ -353,7 +353,7 @@ class _Fields:
 
 
 def _schedule(fields: _Fields, num_layers: int, num_draft: int) -> LayerSchedule:
-    """`compress_ratios` (official: one 0 more for each layer of the draft) or transformers' `layer_types`."""
+    """The schedule in `compress_ratios` (official: plus one 0 for each draft layer) or transformers' `layer_types`."""
     ratios = fields.get("compress_ratios")
     if ratios is None:
         kinds = fields.get("layer_types")
@@ -386,7 +386,7 @@ def _check_compress_rates(fields: _Fields) -> None:
 
 
 def _num_hash_layers(fields: _Fields, num_layers: int) -> int:
-    """`num_hash_layers`, or transformers' `mlp_layer_types`, whose hash layers must come first."""
+    """The number of hash layers: `num_hash_layers`, or the 'hash_moe' entries at the start of `mlp_layer_types`."""
     kinds = fields.get("mlp_layer_types")
     if fields.get("num_hash_layers") is None and kinds is not None:
         num_hash = sum(kind == "hash_moe" for kind in kinds)
@@ -402,8 +402,9 @@ def _num_hash_layers(fields: _Fields, num_layers: int) -> int:
 def _rope_fields(fields: _Fields) -> tuple[float, float, YarnScaling | None]:
     """(theta of window-only layers, theta of compressed layers, YaRN of compressed layers).
 
-    Three spellings: official (`rope_theta`, `rope_scaling`), what transformers 5 makes of it (`rope_parameters` holds
-    both), and transformers' own DeepseekV4Config (`rope_parameters` keyed "main" and "compress").
+    A config has them in one of three forms: official (`rope_theta`, `rope_scaling`), as transformers 5 rewrites it
+    (`rope_parameters` holds both), or as in transformers' own DeepseekV4Config (`rope_parameters` keyed "main" and
+    "compress").
     """
     if not fields.has("rope_parameters") and not fields.has("rope_scaling"):
         raise ConfigError("rope_scaling", None, f"YaRN's table, or null for a model without; {_MISSING}")
@@ -445,7 +446,11 @@ def _yarn(scaling: Mapping[str, Any]) -> YarnScaling | None:
 
 
 def _quantised_checkpoint(fields: _Fields) -> tuple[bool, bool]:
-    """Whether `quantization_config` declares the official FP8 format, and NVFP4 experts in it; others are refused."""
+    """Whether `quantization_config` declares the official FP8 format, and whether it declares NVFP4 experts.
+
+    Raises:
+        ConfigError: it declares another format.
+    """
     declared = fields.get("quantization_config")
     if declared is None:
         return False, False
@@ -459,7 +464,7 @@ def _quantised_checkpoint(fields: _Fields) -> tuple[bool, bool]:
         "moe_quant_algo": (None, "NVFP4"),
     }
     nvfp4 = declared.get("moe_quant_algo") == "NVFP4"
-    if nvfp4:  # SGLang goes by all three; with one of them alone it would build experts of the release's format
+    if nvfp4:  # SGLang reads all three fields; with only some of them it would build experts of the release's format
         accepted |= {"quant_algo": ("MIXED_PRECISION",), "group_size": (NVFP4_WEIGHT_BLOCK,)}
     else:
         accepted |= {"quant_algo": (None,)}

@@ -1,7 +1,7 @@
-"""What a checkpoint says of its DSpark draft (the releases of 0731 and 0813, and those named -DSpark).
+"""The DSpark draft that a checkpoint's `config.json` describes: releases of 0731, 0813 and those named -DSpark.
 
-`config.json` has four fields for it, and `compress_ratios` one 0 more for each stage; `num_nextn_predict_layers` stays
-1 there although no MTP module is in the files. The number of stages is that of the target layers they read.
+It has four fields for the draft, and `compress_ratios` has one more 0 for each stage. `num_nextn_predict_layers` is 1
+although the files hold no MTP module. The draft has as many stages as it reads target layers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class DSpark:
     block_size: int
     noise_token_id: int
     target_layer_ids: tuple[int, ...]
-    """Decoder layers whose output the draft reads, one for each of its stages."""
+    """Target layers whose output the draft reads, one for each of its stages."""
     markov_rank: int
 
     @property
     def num_stages(self) -> int:
-        """Blocks of the draft: `mtp.0`, `mtp.1`, ... in the checkpoint."""
+        """Number of blocks in the draft: `mtp.0`, `mtp.1`, ... in the checkpoint."""
         return len(self.target_layer_ids)
 
 
@@ -36,17 +36,17 @@ def dspark_of(
     num_layers: int,
     vocab_size: int,
 ) -> DSpark | None:
-    """The draft of a checkpoint; None if it has no field of one.
+    """The checkpoint's DSpark draft; None if the config has none of :data:`FIELDS`.
 
     Args:
-        get: reads a field of the config, None if it is missing.
-        positive_int: reads an integer above 0, or raises.
-        refuse: the error of a field: its name, its value and what is accepted.
-        num_layers: decoder layers of the target.
-        vocab_size: token ids of the target.
+        get: reads a field of the config; None if it is missing.
+        positive_int: reads an integer above 0; raises for another value.
+        refuse: makes the error for a field from its name, its value and the accepted values.
+        num_layers: number of the target's decoder layers.
+        vocab_size: number of the target's token ids.
 
     Raises:
-        ConfigError: some of the fields are missing, or one holds what no draft can have.
+        ConfigError: some of the fields are missing, or one has a value that no draft can have.
     """
     if all(get(field) is None for field in FIELDS):
         return None

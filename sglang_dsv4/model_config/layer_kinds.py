@@ -1,6 +1,6 @@
-"""The three kinds of attention layer, and the token counts that caches, layers and checkpoints share.
+"""The three kinds of attention layer, and the token counts that caches, layers and tails share.
 
-Window and page are those of the tail checkpoints (`dsv4_radix_cache.ring`), which rest on them too.
+Page, window and overlap are defined in `dsv4_radix_cache.ring`, since tails depend on them too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dsv4_radix_cache.ring import OVERLAP_TOKENS, PAGE_TOKENS
 from dsv4_radix_cache.ring import WINDOW_TOKENS as WINDOW_TOKENS
 
 FULL_PAGE_TOKENS = PAGE_TOKENS
-"""Tokens of a page of SGLang's allocator; a multiple of every ratio."""
+"""Tokens in a page of SGLang's allocator; a multiple of every compression ratio."""
 
 
 class LayerKind(Enum):
@@ -20,18 +20,18 @@ class LayerKind(Enum):
     SWA = 0
     """Sliding window only."""
     CSA = OVERLAP_TOKENS
-    """Window and the indexer's top-k of the entries of 4 tokens (two overlapping groups)."""
+    """Sliding window, and the indexer's top-k of the entries; an entry is made of two groups of 4 tokens."""
     HCA = 128
-    """Window and all entries of 128 tokens."""
+    """Sliding window, and all entries; an entry is made of a group of 128 tokens."""
 
     @property
     def ratio(self) -> int:
-        """Tokens per compressed entry, 0 for a layer without entries."""
+        """Tokens per compressed entry; 0 for a layer without entries."""
         return self.value
 
     @property
     def groups(self) -> int:
-        """Groups of raw rows that an entry is made of: the previous and its own for CSA, its own for HCA (3.4)."""
+        """Number of compression groups in an entry: for CSA the previous and its own, for HCA its own (section 3.4)."""
         return {LayerKind.SWA: 0, LayerKind.CSA: 2, LayerKind.HCA: 1}[self]
 
 

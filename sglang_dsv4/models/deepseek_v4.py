@@ -1,7 +1,7 @@
-"""DeepSeek-V4 for SGLang: what its model registry finds under the name `DeepseekV4ForCausalLM`.
+"""DeepSeek-V4 for SGLang, whose model registry finds it under the name `DeepseekV4ForCausalLM`.
 
-The module tree follows the names of the official checkpoint (`layers.3.attn.wq_b`). The order of a forward is section
-2.1 of the DeepSeek-V4 specification; caches and batches are the attention backend's business.
+The module tree follows the names of the official checkpoint (`layers.3.attn.wq_b`). A forward follows section 2.1 of
+the DeepSeek-V4 specification; the attention backend knows caches and batches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_server_options() -> None:
 
     Raises:
         ConfigError: names the option.
-        ValueError: a variable that has none of its values.
+        ValueError: an environment variable has an invalid value.
     """
     side_stream.is_on()
     sequence_parallel.is_on()
@@ -53,7 +53,7 @@ def check_server_options() -> None:
 
 
 def mean_of_streams(streams: Tensor) -> Tensor:
-    """`[T, n, d] -> [T, d]` in its dtype, summed in fp32 in a fixed order: no row depends on the others."""
+    """The mean [T, d] of `streams [T, n, d]`, summed in fp32 in a fixed order: no row depends on other rows."""
     total = streams[:, 0].float()
     for stream in range(1, streams.shape[1]):
         total = total + streams[:, stream]
@@ -61,7 +61,7 @@ def mean_of_streams(streams: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One decoder layer: an attention and a mixture-of-experts sublayer, each inside its hyper-connection."""
+    """One decoder layer: an attention and a mixture-of-experts sublayer, each with its hyper-connection."""
 
     def __init__(
         self,
@@ -89,9 +89,17 @@ class Block(nn.Module):
         rows: RowShards = ALL_ROWS,
         taps: list[Tensor] | None = None,
     ) -> Pending:
-        """Both sublayers: `positions [T]` int64, `input_ids [T]`; what is pending before and behind them, of `rows`.
+        """Run both sublayers.
 
-        `taps` gets the means of the streams that the layer before has left, of `rows` as well.
+        Args:
+            pending: streams and output of the layer before, for this rank's rows.
+            positions: [T] int64.
+            input_ids: [T].
+            rows: this rank's share of the rows.
+            taps: list to which the mean over the complete streams of the layer before is appended, for `rows`.
+
+        Returns:
+            streams and output of this layer, for this rank's rows.
         """
         x, pending = self.hc_attn(pending, self.attn_norm, rows)
         if taps is not None:
@@ -108,7 +116,7 @@ class DeepseekV4Model(nn.Module):
         super().__init__()
         self.hc_mult = config.hc_mult
         self.tapped_layers: tuple[int, ...] = ()
-        """Layers whose complete streams a DSpark draft reads, rising."""
+        """Layers whose complete streams a DSpark draft reads, in rising order."""
         self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed")
         self.layers = nn.ModuleList(
             Block(
@@ -130,14 +138,14 @@ class DeepseekV4Model(nn.Module):
         """Run all layers.
 
         Returns:
-            the normed row [T, d] that the logits are made of, the streams it was mixed from, which an MTP draft reads,
-            of this rank's rows, [T, n * d] if these are all, and the means [T, d] of the tapped layers' streams, which
-            a DSpark draft reads.
+            the normed rows [T, d] from which the logits are made; the streams from which they were mixed, for an MTP
+            draft, [T, n * d] for this rank's rows; and the means [T, d] of the tapped layers' streams, for a DSpark
+            draft.
         """
         embedded = rows.take(self.embed(input_ids) if input_embeds is None else input_embeds)
         pending, taps = Pending(embedded.unsqueeze(1).repeat(1, self.hc_mult, 1)), []
         for layer_id, layer in enumerate(self.layers):
-            # A layer's last write-back is the next one's first step.
+            # A layer's output is written back at the start of the next layer.
             pending = layer(pending, positions, input_ids, rows, taps if layer_id - 1 in self.tapped_layers else None)
         streams, row = self.hc_head(pending, self.norm)
         if len(self.layers) - 1 in self.tapped_layers:
@@ -150,11 +158,11 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     Args:
         config: the HF config as SGLang parsed it.
-        quant_config: SGLang's, of the checkpoint.
-        prefix: ours in a larger model.
+        quant_config: SGLang's config of the checkpoint.
+        prefix: name of this module in a larger model.
 
     Raises:
-        ConfigError: something in the config or the server's options can't be served.
+        ConfigError: a value in the config or a server option can't be served.
     """
 
     def __init__(self, config: object, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
@@ -177,12 +185,12 @@ class DeepseekV4ForCausalLM(nn.Module):
         forward_batch: ForwardBatch,
         input_embeds: Tensor | None = None,
     ) -> LogitsProcessorOutput:
-        """Called by SGLang's model runner.
+        """Logits of a batch; SGLang's model runner calls this.
 
         Args:
             input_ids: [T] integer.
-            positions: [T] int64, each token's place in its sequence.
-            forward_batch: SGLang's; read by its logits processor, and for its mode.
+            positions: [T] int64, each token's position in its sequence.
+            forward_batch: SGLang's; its logits processor reads it, and we read its mode.
             input_embeds: [T, d], in place of the embedding's rows; hash-routed layers still read `input_ids`.
         """
         rows = sequence_parallel.of_forward(forward_batch.forward_mode, positions.shape[0])
@@ -190,15 +198,15 @@ class DeepseekV4ForCausalLM(nn.Module):
         for_draft = {}
         if taps:
             for_draft["aux_hidden_states"] = taps
-        elif forward_batch.capture_hidden_mode.need_capture():  # somebody reads them: a draft, or who asked for them
+        elif forward_batch.capture_hidden_mode.need_capture():  # by a draft or a request
             for_draft["hidden_states_before_norm"] = rows.gather(streams)
         return self.logits_processor(input_ids, hidden_states, self.lm_head, forward_batch, **for_draft)
 
     def set_dspark_layers_to_capture(self, layer_ids: list[int]) -> None:
-        """Called by SGLang for `--speculative-algorithm DSPARK`: hand these layers' means to the draft, [T, 3 * d].
+        """Give the draft the means of these layers' streams, [T, 3 * d]; SGLang calls this for DSPARK.
 
         Raises:
-            ConfigError: not the layers that the checkpoint's draft was trained with.
+            ConfigError: the checkpoint's draft was trained with other layers.
         """
         trained = self.dsv4_config.dspark
         if trained is None or tuple(layer_ids) != trained.target_layer_ids:
@@ -207,7 +215,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.model.tapped_layers = trained.target_layer_ids
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load an official checkpoint, all of it, one tensor at a time.
+        """Load all tensors of an official checkpoint, one at a time.
 
         Raises:
             CheckpointError: names the tensor that is missing, unknown, cut short or of the wrong shape or dtype.
@@ -215,15 +223,15 @@ class DeepseekV4ForCausalLM(nn.Module):
         load_checkpoint(self, self.dsv4_config, main_model_tensors(self.dsv4_config), weights)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding module."""
+        """The embedding."""
         return self.model.embed
 
     def get_embed_and_head(self) -> tuple[Tensor, Tensor]:
-        """Weights that a draft model shares: embedding and output matrix."""
+        """The weights that a draft model shares: embedding and output matrix."""
         return self.model.embed.weight, self.lm_head.weight
 
     def set_embed_and_head(self, embed: nn.Parameter, head: nn.Parameter) -> None:
-        """Take the weights of another model in place of our own."""
+        """Replace embedding and output matrix by another model's."""
         self.model.embed.weight = embed
         self.lm_head.weight = head
 

@@ -1,9 +1,10 @@
-"""DeepSeek-V4's DSpark draft as an SGLang draft model: a block of tokens at once, from what the target has computed.
+"""DeepSeek-V4's DSpark draft as an SGLang draft model: it proposes a block of tokens at once.
 
-The draft has no prefill of its own. Of every token that the target has computed and kept it stores one window row a
-stage (`write_target_hidden_kv`), made of the means of three target layers' streams. A step runs a block
-`[anchor, noise, noise, ...]` through the stages, where every row sees the last window of those rows and all of the
-block, and then picks one token after another, each row's logits corrected by the token before it (the Markov head).
+The draft has no prefill of its own. For every token that the target has computed and accepted it stores one window row
+a stage (`write_target_hidden_kv`), the context row, made from the means of three target layers' streams. A draft step
+runs a block `[anchor, noise, noise, ...]` through the stages, where every row attends to the last window of context
+rows and to the whole block. It then chooses one token after another; the Markov head corrects each row's logits by the
+token before it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class MarkovHead(BaseDSparkMarkovHead):
-    """What the token before adds to a row's logits: `W2 @ W1[token]`, fp32."""
+    """Correction of a row's logits by the token before it: `W2 @ W1[token]`, fp32."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -49,22 +50,22 @@ class MarkovHead(BaseDSparkMarkovHead):
         self.markov_w2 = nn.Parameter(torch.empty(*shape, dtype=fp32_product_dtype()), requires_grad=False)
 
     def get_prev_embeddings(self, token_ids: Tensor) -> Tensor:
-        """`W1[token_ids]`: [..., r] in the model's dtype."""
+        """`W1[token_ids]`, [..., r] in the model's dtype."""
         return self.markov_w1[token_ids.long()]
 
     def step_bias(
         self, prev_tokens: Tensor, *, hidden_states: Tensor | None, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The correction [B, V] fp32 of a step whose rows follow `prev_tokens [B]`; there is no state."""
+        """The correction [B, V] fp32 for rows that follow `prev_tokens [B]`; and `state`, which is not used."""
         return linear_fp32(self.get_prev_embeddings(prev_tokens), self.markov_w2), state
 
     def step_logits_dtype(self, base_dtype: torch.dtype) -> torch.dtype:
-        """Of a row's logits and the correction together."""
+        """fp32: the dtype of the sum of a row's logits and its correction."""
         return torch.float32
 
 
 class DSparkModel(nn.Module):
-    """Stages, the projection of the target's taps in front of the first, head mixture and norm behind the last."""
+    """The stages, the projection of the target's taps before the first, head mixture and norm after the last."""
 
     def __init__(self, config: Config, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
@@ -74,8 +75,8 @@ class DSparkModel(nn.Module):
             d * stages, d, bias=False, quant_config=linear_config, prefix=f"{prefix}.main_proj"
         )
         self.main_norm = RMSNorm(d, eps)
-        # SGLang's quantisation methods tell a draft's experts from the target's by the name "decoder", and by "stages."
-        # at its begin where the target's are NVFP4: a draft's stay MXFP4.
+        # SGLang's quantisation methods recognise a draft's experts by the name "decoder", and by "stages." at its start
+        # where the target's experts are NVFP4: a draft's stay MXFP4.
         self.stages = nn.ModuleList(
             Block(config, stage, LayerKind.SWA, False, quant_config, f"stages.{stage}.decoder")
             for stage in range(stages)
@@ -85,18 +86,18 @@ class DSparkModel(nn.Module):
         self._quantises = quantises_once(config)
 
     def forward(self, streams: Tensor, positions: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """A block's `streams [T, n, d]` through the stages: its streams [T, n, d] and normed rows [T, d]."""
+        """Streams [T, n, d] and normed rows [T, d] after the stages, from a block's `streams [T, n, d]`."""
         pending = Pending(streams)
         for stage in self.stages:
             pending = stage(pending, positions, input_ids)
         return self.hc_head(pending, self.norm)
 
     def store_context(self, taps: Tensor, rows: Tensor, positions: Tensor, pool: Dsv4KVPool) -> None:
-        """Window rows of committed tokens, in every stage.
+        """Store the context rows of committed tokens, in every stage.
 
         Args:
             taps: [T, stages * d], of the target.
-            rows: [T] int64, ring rows; -1 for a token that is not kept.
+            rows: [T] int64, ring rows; -1 for a token whose row is not stored.
             positions: [T] int64.
             pool: the draft's.
         """
@@ -115,11 +116,11 @@ class DeepseekV4ForCausalLMDSpark(nn.Module):
 
     Args:
         config: the HF config as SGLang parsed it.
-        quant_config: SGLang's, of the checkpoint.
-        prefix: ours in a larger model.
+        quant_config: SGLang's config of the checkpoint.
+        prefix: name of this module in a larger model.
 
     Raises:
-        ConfigError: the checkpoint has no DSpark draft, or something that can't be served was asked for.
+        ConfigError: the checkpoint has no DSpark draft, or a server option can't be served.
 
     Attributes:
         gamma, block_size: rows of a block, each of which proposes a token.
@@ -153,11 +154,11 @@ class DeepseekV4ForCausalLMDSpark(nn.Module):
         checks.check_model(self)
 
     def attach_shared_modules(self, *, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
-        """Take the target's embedding and output matrix."""
+        """Use the target's embedding and output matrix."""
         self.embed_tokens, self.lm_head = embed_tokens, lm_head
 
     def forward_embed(self, input_ids: Tensor) -> Tensor:
-        """`[T] -> [T, n, d]`: each token's embedding in all streams."""
+        """Each token's embedding in all streams, [T, n, d]."""
         assert self.embed_tokens is not None, "attach_shared_modules has not run"
         return self.embed_tokens(input_ids).unsqueeze(1).repeat(1, self.dsv4_config.hc_mult, 1)
 
@@ -168,42 +169,43 @@ class DeepseekV4ForCausalLMDSpark(nn.Module):
         positions: Tensor,
         forward_batch: ForwardBatch,
         input_embeds: Tensor | None = None,
-        **options: Any,  # noqa: ANN401 - of pipelines and embeddings, which there are none of
+        **options: Any,  # noqa: ANN401 - SGLang's, for pipelines and embeddings, which are not supported
     ) -> LogitsProcessorOutput:
         """Run the blocks of a batch.
 
         Args:
-            input_ids: [T], of each request the anchor and noise tokens.
+            input_ids: [T], the anchor and noise tokens of each request.
             positions: [T] int64.
             forward_batch: SGLang's.
             input_embeds: [T, n, d], in place of `forward_embed`.
+            options: ignored.
 
         Returns:
-            in `hidden_states` the rows [T, d] that `compute_base_logits` takes; no logits.
+            in `hidden_states` the rows [T, d] for `compute_base_logits`; no logits.
         """
         streams = self.forward_embed(input_ids) if input_embeds is None else input_embeds
         _, rows = self.model(streams, positions, input_ids)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=rows)
 
     def compute_base_logits(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [T, V] fp32 of a block's rows [T, d], before the Markov head; and the rows."""
+        """Logits [T, V] fp32 of a block's rows [T, d], without the Markov head's correction; and the rows."""
         assert self.lm_head is not None, "attach_shared_modules has not run"
         logits = linear_fp32(hidden_states, self.lm_head.weight)
         return gather_and_crop_vocab(logits, self.lm_head), hidden_states
 
     def write_target_hidden_kv(self, *, main_hidden: Tensor, swa_loc: Tensor, positions: Tensor, pool: Any) -> None:  # noqa: ANN401
-        """Store the context rows of tokens that the target keeps.
+        """Store the context rows of tokens that the target has accepted.
 
         Args:
             main_hidden: [T, stages * d], the target's taps.
-            swa_loc: [T] integer ring rows, -1 for what is older than a window or was refused.
+            swa_loc: [T] integer ring rows; -1 for tokens that are older than a window or were rejected.
             positions: [T].
             pool: the draft's `Dsv4KVPool`.
         """
         self.model.store_context(main_hidden, swa_loc.long(), positions.long(), pool)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load the `mtp` tensors of an official checkpoint; the target model loads, and checks, the others.
+        """Load the `mtp` tensors of an official checkpoint; the target model loads and checks all other tensors.
 
         Raises:
             CheckpointError: names the tensor that is missing, unknown, cut short or of the wrong shape or dtype.

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 class DeepseekV4ModelNextN(nn.Module):
-    """From the streams of token t and the embedding of token t+1, the streams that predict token t+2.
+    """Computes streams that predict token t+2 from the streams of token t and the embedding of token t+1.
 
-    The block is window only, with a learned router. Its cache is the draft worker's, where it is layer 0.
+    The block has window attention only, and a learned router. It is layer 0 of the draft worker's cache.
     """
 
     def __init__(self, config: Config, quant_config: QuantizationConfig | None, prefix: str) -> None:
@@ -52,16 +52,13 @@ class DeepseekV4ModelNextN(nn.Module):
     def forward(
         self, input_ids: Tensor, positions: Tensor, streams: Tensor, input_embeds: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Draft.
+        """The normed rows [T, d] from which the logits are made, and their streams [T, n * d].
 
         Args:
             input_ids: [T], token t+1.
             positions: [T] int64, t.
-            streams: [T, n * d], of token t: the target's, or in a chain this module's own.
+            streams: [T, n * d], of token t: the target's or, later in a chain, this module's own.
             input_embeds: [T, d], in place of the embedding's rows.
-
-        Returns:
-            the normed row [T, d] that the logits are made of, and its streams [T, n * d].
         """
         embedded = self.embed(input_ids) if input_embeds is None else input_embeds
         streams = streams.unflatten(-1, (self.hc_mult, -1))
@@ -76,11 +73,11 @@ class DeepseekV4ForCausalLMNextN(DeepseekV4ForCausalLM):
 
     Args:
         config: the HF config as SGLang parsed it.
-        quant_config: SGLang's, of the checkpoint.
-        prefix: ours in a larger model.
+        quant_config: SGLang's config of the checkpoint.
+        prefix: name of this module in a larger model.
 
     Raises:
-        ConfigError: something in the config or the server's options can't be served.
+        ConfigError: a value in the config or a server option can't be served.
     """
 
     def __init__(self, config: object, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
@@ -102,7 +99,7 @@ class DeepseekV4ForCausalLMNextN(DeepseekV4ForCausalLM):
         forward_batch: ForwardBatch,
         input_embeds: Tensor | None = None,
     ) -> LogitsProcessorOutput:
-        """As the target's; the streams of token t come in `forward_batch.spec_info.hidden_states`, [T, n * d]."""
+        """Logits of a batch, as in the target. Token t's streams [T, n * d] are `spec_info.hidden_states`."""
         streams = forward_batch.spec_info.hidden_states
         hidden_states, streams = self.model(input_ids, positions, streams, input_embeds)
         return self.logits_processor(
@@ -110,7 +107,7 @@ class DeepseekV4ForCausalLMNextN(DeepseekV4ForCausalLM):
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load the `mtp.0` tensors of an official checkpoint; the target model loads, and checks, the others.
+        """Load the `mtp.0` tensors of an official checkpoint; the target model loads and checks all other tensors.
 
         Raises:
             CheckpointError: names the tensor that is missing, unknown, cut short or of the wrong shape or dtype.

@@ -13,12 +13,12 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.runtime_context import get_memory
 
+from dsv4_radix_cache.ring import PAGE_TOKENS
 from sglang_dsv4.cache.checked_storage import READ_SLOTS, CheckedStorage, StagedRecords, stage
 from sglang_dsv4.cache.disk_limit import DiskLimit, DiskOptions
 from sglang_dsv4.cache.page_copies import PageCopies
 from sglang_dsv4.cache.pool_plan import format_bytes
 from sglang_dsv4.cache.record_files import RecordFiles, identity_digest
-from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
 from sglang_dsv4.prefix.host_tier import HostTier, WritePolicy
 from sglang_dsv4.prefix.identity import identity_of, weights_fingerprint
 from sglang_dsv4.prefix.storage_tier import PrefetchOptions, StorageTier
@@ -42,7 +42,7 @@ def log_host_memory(copies: PageCopies) -> None:
     logger.info(
         "Whole prefixes in host memory: %d pages of %d tokens (%s), %s.",
         copies.host_slots,
-        FULL_PAGE_TOKENS,
+        PAGE_TOKENS,
         format_bytes(copies.records.memory.nbytes),
         write_policy().value,
     )

@@ -1,8 +1,8 @@
-"""Requests that SGLang would take and this model can't serve: they get a 400 with the reason.
+"""Token ids, sampling numbers and seeds that SGLang accepts and this model can't serve: they get a 400 with the reason.
 
-SGLang leaves some token ids unchecked, and an index outside the vocabulary would end the server. So would numbers that
-a batch's tensors can't hold: `RANGES` has these, and where SGLang 0.5.23 makes the tensor; a row can go when SGLang
-checks it.
+SGLang 0.5.23 leaves some token ids unchecked, and an index outside the vocabulary would end the server, as would a
+number that the dtype of a batch's tensor can't hold. `RANGES` lists such numbers and where SGLang makes the tensor; a
+row can go when SGLang checks the number itself.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ NUMBERS = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("min_new_tokens", "max_new_tokens", "n"),
 )
-"""Fields of SamplingParams that SGLang compares with numbers: anything else is a TypeError there, and so a 500."""
+"""Fields of SamplingParams that SGLang compares with numbers: a value of another type is a TypeError, and a 500."""
 
 
 class Range(NamedTuple):
-    """What a sampling parameter may be, beyond what SGLang checks."""
+    """The largest value of a sampling parameter, which SGLang does not check."""
 
     highest: int
-    upstream: str  # what would fail otherwise
+    upstream: str  # SGLang's code that would fail
 
 
 RANGES = {
@@ -41,14 +41,14 @@ RANGES = {
 
 
 def check_sampling_parameters(params: SamplingParams, *args: object, **kwargs: object) -> None:
-    """Before SGLang's ``SamplingParams.verify``, in the process that answers clients.
+    """Check a request's sampling parameters, before SGLang's ``SamplingParams.verify``.
 
     Args:
         params: the request's.
-        args, kwargs: what else SGLang's method takes.
+        args, kwargs: the other arguments of SGLang's method.
 
     Raises:
-        ValueError: a number that would end the server; SGLang makes a 400 of it.
+        ValueError: a number that would end the server; SGLang answers 400.
     """
     for name in NUMBERS:
         value = getattr(params, name)
@@ -68,19 +68,20 @@ def check_sampling_parameters(params: SamplingParams, *args: object, **kwargs: o
 
 
 def is_fp32(value: object) -> bool:
-    """Whether it is a number that is finite in fp32."""
+    """Whether a value is a number that is finite in fp32."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= FP32_MAX
 
 
 def refuse_unknown_token_ids(error: str | None, req: Req, *args: object, **kwargs: object) -> str | None:
-    """After SGLang's ``validate_input_length``: the reason for a 400, or None.
+    """The reason for a 400, or None; runs after SGLang's ``validate_input_length``.
 
-    A refused request still runs one token, beside others: so what its sampling would index with is taken out as well.
+    SGLang still computes one token of a refused request, in a batch with others. Therefore this also removes the values
+    from the request that its sampling would use as an index.
 
     Args:
-        error: SGLang's reason.
+        error: SGLang's own reason, or None.
         req: the request.
-        args, kwargs: what else SGLang's function takes.
+        args, kwargs: the other arguments of SGLang's function.
     """
     if live_parts() is None:
         return error
@@ -90,9 +91,9 @@ def refuse_unknown_token_ids(error: str | None, req: Req, *args: object, **kwarg
             last = req.vocab_size - 1
             error = error or f"{what} id {unknown[0]} is not in the vocabulary; valid ids are 0 to {last}."
             if what == "Stop token":
-                req.sampling_params.stop_token_ids = None  # read by the penaliser of min_new_tokens
+                req.sampling_params.stop_token_ids = None  # the penaliser of min_new_tokens indexes with them
     error = error or guards.check_input_embeds(req)
-    if not len(req.origin_input_ids):  # `"text": ""`; of no input ids SGLang itself says so
+    if not len(req.origin_input_ids):  # `"text": ""`; SGLang itself refuses an empty list of ids
         error = error or "The prompt is empty: it has no token."
     if req.sampling_params.sampling_seed is not None:
         if sampling.seed_of(req) is not None and (reason := sampling.reason_against_seeds(*sampling_setup())):
@@ -107,11 +108,13 @@ def refuse_unknown_token_ids(error: str | None, req: Req, *args: object, **kwarg
 
 
 def sampling_setup() -> tuple[str, str | None]:
-    """The server's sampling backend, and its speculative algorithm if that draws in a way of its own."""
+    """The server's sampling backend, and its speculative algorithm if drafts change how tokens are drawn."""
     from sglang.srt.runtime_context import get_device, get_exec, get_server_args
 
     algorithm = get_server_args().speculative_algorithm
-    if get_device().device == "cpu" and algorithm != "DSPARK":  # see `cpu.speculation`
+    if (
+        get_device().device == "cpu" and algorithm != "DSPARK"
+    ):  # EAGLE draws as a decode step does, see `cpu.speculation`
         algorithm = None
     return get_exec().kernel.sampling_backend, algorithm
 

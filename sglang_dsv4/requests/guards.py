@@ -1,36 +1,35 @@
 """Requests that SGLang 0.5.23 answers with a crash, a 500, or not at all: they get a 400 with the reason.
 
-What a client may send that ends the server, or that it should have been told of (`request_checks` has token ids and the
-numbers of sampling). A row of the table can go when SGLang checks it itself.
+`checks` has token ids and the numbers of sampling; this module has all other requests. A row of the table can go when
+SGLang checks the request itself.
 
 ===============================  ============================================  =========================================
-what                             what SGLang does                              where
+request                          what SGLang does                              where
 ===============================  ============================================  =========================================
 a control request that fails     the scheduler ends: profiler, recorder of     Scheduler.process_input_requests
                                  experts, weights of another model
 a request for tokens that fails  the scheduler ends                            Scheduler.handle_generate_request
 before it is queued
-`positional_embed_overrides`     the scheduler ends: they are objects of a     Scheduler.process_input_requests
-in JSON                          process that has the model
-weights that do not fit          half of them are loaded, and the rest again    ModelRunner's WeightUpdater
-                                 from the same files
+`positional_embed_overrides`     the scheduler ends: JSON can't hold their     Scheduler.process_input_requests
+in JSON                          objects
+weights that do not fit          half of them are loaded, and the others from  ModelRunner's WeightUpdater
+                                 the same files again
 `stop_profile` without a start   500                                           TokenizerControlMixin._execute_profile
-`num_steps` of less than one     profiles without end                          ProfilerManager._init_profile
+`num_steps` below 1              profiles without end                          ProfilerManager._init_profile
 names that do not exist (a       500: a ValueError that no route expects       http_server
 parser, a section of a report)
-token ids for `/detokenize`      500: the tokenizer has no such number         OpenAIServingDetokenize
-that are none
-`sampling_params` of another     500: the list is indexed                      GenerateReqInput._normalize_*
-length than the prompts
+invalid token ids for            500: the tokenizer has no such id             OpenAIServingDetokenize
+`/detokenize`
+fewer or more `sampling_params`  500: index out of range                       GenerateReqInput._normalize_*
+than prompts
 `n` of millions                  copies of the prompt until memory is full     GenerateReqInput._handle_parallel_*
-empty `input_embeds`             500: its first row is asked for               GenerateReqInput._determine_batch_size
-`input_embeds` that are ragged,  the scheduler ends: no tensor is made of      ScheduleBatch.prepare_for_extend,
-of another width, or overflow    them, or no product, or no probabilities      ForwardBatch
-images, audio, video             ignored: the model has no place for them      TokenizerManager._tokenize_one_request
-`stop_regex` that is none        500                                           SamplingParams.normalize
-a grammar beside                 500: every token is forbidden                 BatchedMinNewTokensPenalizer
-`min_new_tokens`
-a grammar that no text fulfils   500 behind its first token                    XGrammarGrammarBackend._from_context
+empty `input_embeds`             500: its first row is read                    GenerateReqInput._determine_batch_size
+`input_embeds` that are ragged,  the scheduler ends: no tensor can be made of  ScheduleBatch.prepare_for_extend,
+of another width, or overflow    them, or multiplied, or probabilities are NaN  ForwardBatch
+images, audio, video             ignored: the model takes text only            TokenizerManager._tokenize_one_request
+an invalid `stop_regex`          500                                           SamplingParams.normalize
+a grammar and `min_new_tokens`   500: every token is forbidden                 BatchedMinNewTokensPenalizer
+a grammar that no text fulfils   500 after its first token                     XGrammarGrammarBackend._from_context
 ===============================  ============================================  =========================================
 """
 
@@ -55,27 +54,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_hidden_size = 0  # of the model that this process serves
+_hidden_size = 0  # hidden size of the DeepSeek-V4 model that this process serves; 0 for none
 
 FAILED = "sglang_dsv4: failed: "
-"""How the `rid` of an answer to a control request begins whose handler raised; the reason follows."""
+"""Prefix of the `rid` in the answer to a control request whose handler raised; the reason follows it."""
 INT32_MAX = 2**31 - 1
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 MOST_ANSWERS = 1024
-"""To one prompt: far more than are decoded at once, few enough to be held."""
+"""Most answers to one prompt: far more than are decoded at once, few enough to be held in memory."""
 MEDIA = {"image_data": "images", "audio_data": "audio", "video_data": "video"}
 LARGEST_EMBEDDING = 1e16
-"""In absolute value: the sum of squares of four streams of 7,168 channels is finite in fp32 then."""
+"""Largest absolute value of an embedding, so that the sum of squares of four streams of 7,168 channels is finite in
+fp32."""
 
 
 # ------------------------------------------------------------------------------ the process that answers clients
 
 
 def check_generate_request(request: GenerateReqInput, *args: object, **kwargs: object) -> None:
-    """Before ``GenerateReqInput.normalize_batch_and_arguments``.
+    """Check a generate request, before ``GenerateReqInput.normalize_batch_and_arguments``.
 
     Raises:
-        ValueError: SGLang makes a 400 of it.
+        ValueError: it can't be served; SGLang answers 400.
     """
     for field, name in MEDIA.items():
         if _has_any(getattr(request, field)):
@@ -103,7 +103,7 @@ def _has_any(media: object) -> bool:
 
 
 def _is_single(prompts: list) -> bool:
-    """Whether token ids or embeddings are one prompt's, not a list of several."""
+    """Whether token ids or embeddings belong to one prompt and not to a list of prompts."""
     first = prompts[0]
     if isinstance(first, str):
         return False
@@ -111,10 +111,10 @@ def _is_single(prompts: list) -> bool:
 
 
 def check_text_parameters(params: SamplingParams, *args: object, **kwargs: object) -> None:
-    """Before ``SamplingParams.normalize``: what is written in a language of its own.
+    """Check regular expressions and grammars, before ``SamplingParams.normalize``.
 
     Raises:
-        ValueError: a `stop_regex` that is none, or a grammar where it can't be fulfilled.
+        ValueError: an invalid `stop_regex`, or a grammar that `min_new_tokens` contradicts.
     """
     patterns = params.stop_regex or []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -125,14 +125,16 @@ def check_text_parameters(params: SamplingParams, *args: object, **kwargs: objec
     grammar = next((name for name in GRAMMARS if getattr(params, name)), None)
     if grammar is not None and isinstance(params.min_new_tokens, int) and params.min_new_tokens > 0:
         raise ValueError(
-            f"min_new_tokens is {params.min_new_tokens} beside {grammar}, which may allow less. Leave one of them out."
+            f"min_new_tokens is {params.min_new_tokens} with {grammar}, which may allow less. Leave one of them out."
         )
 
 
 async def raise_failures(
     original: Callable[[Any, Any], Awaitable[list]], communicator: object, request: object
 ) -> list:
-    """Around ``FanOutCommunicator.__call__``: what failed in the scheduler is a 400, not a success.
+    """The scheduler's answers to a control request; a request that failed there is a 400, not a success.
+
+    Runs around ``FanOutCommunicator.__call__``.
 
     Raises:
         HTTPException: 400, with the reason.
@@ -153,7 +155,7 @@ async def raise_failures(
 
 
 def answer_value_errors(result: None, *args: object, **kwargs: object) -> None:
-    """After ``TokenizerManager.__init__``: a ValueError that no route has caught is what the client sent."""
+    """Answer 400 to a ValueError that no route catches; runs after ``TokenizerManager.__init__``."""
     server = sys.modules.get("sglang.srt.entrypoints.http_server")
     if server is not None:  # an Engine without HTTP has none
         server.app.add_exception_handler(ValueError, _bad_request)
@@ -169,7 +171,7 @@ async def _bad_request(request: object, error: Exception) -> object:
 async def check_tokens_to_decode(
     original: Callable[..., Awaitable[object]], serving: Any, adapted: object, request: Any, *args: object
 ) -> object:
-    """Around ``OpenAIServingDetokenize._handle_non_streaming_request``: an error answer for ids that are none."""
+    """SGLang's answer to ``/detokenize``, or an error answer for invalid token ids."""
     for token in _flat(request.tokens):
         if isinstance(token, int) and not 0 <= token <= INT32_MAX:
             return serving.create_error_response(f"{token} is no token id: expected 0 to {INT32_MAX}.")
@@ -185,20 +187,20 @@ def _flat(ids: object) -> Iterator[object]:
 
 
 class GuardedRequests:
-    """In the place of a scheduler's dispatcher: a request whose handler raises is answered with the reason."""
+    """A scheduler's dispatcher that answers a request with the reason if its handler raises."""
 
     def __init__(self, dispatcher: Callable[[Any], Any], answer: Callable[[Any, Any], None]) -> None:
         """Guard a dispatcher.
 
         Args:
             dispatcher: SGLang's; request -> its answer, or None.
-            answer: sends an answer to whom a request came from.
+            answer: sends an answer to the client of a request.
         """
         self._dispatcher, self._answer = dispatcher, answer
 
     def __call__(self, request: Any) -> Any:
-        """What SGLang's dispatcher returns, or an answer that says what failed."""
-        if type(request).__name__.startswith("BatchTokenized"):  # its handler does nothing else
+        """The answer of SGLang's dispatcher, or an answer with the error."""
+        if type(request).__name__.startswith("BatchTokenized"):  # SGLang's handler does the same
             for one in request:
                 self._send(self(one), one)
             return None
@@ -213,7 +215,7 @@ class GuardedRequests:
             self._answer(answer, request)
 
     def __getattr__(self, name: str) -> Any:
-        """The dispatcher's own: SGLang adds handlers to it."""
+        """An attribute of SGLang's dispatcher, to which SGLang adds handlers."""
         return getattr(self._dispatcher, name)
 
 
@@ -231,7 +233,7 @@ def guard(dispatcher: Callable[[Any], Any], scheduler: Scheduler) -> GuardedRequ
 
 
 def failure_of(request: object, error: Exception) -> object | None:
-    """An answer of the type that a request gets, with nothing in it but why; None if nobody waits for one."""
+    """An answer of the type that the request gets, with nothing but the error in it; None if it gets no answer."""
     import msgspec
     from sglang.srt.managers import io_struct
 
@@ -256,13 +258,13 @@ def failure_of(request: object, error: Exception) -> object | None:
 def keep_weights(
     original: Callable[..., tuple[bool, str]], updater: Any, model_path: str, *args: Any, **kwargs: Any
 ) -> tuple[bool, str]:
-    """Around ``WeightUpdater.update_weights_from_disk``: where it fails, the weights of before are loaded again.
+    """Load new weights; if that fails, load the old ones again. Runs around ``update_weights_from_disk``.
 
     Returns:
-        Whether `model_path` was loaded, and why not.
+        Whether `model_path` was loaded, and the error if it was not.
 
     Raises:
-        SystemExit: neither could be, so that weights are of both; no answer may be made of them.
+        SystemExit: neither could be loaded, so the model holds tensors of both and must not answer.
     """
     config, before = updater.model_config, updater.model_config.model_path
     try:
@@ -287,7 +289,7 @@ def keep_weights(
 
 
 def check_input_embeds(req: Req) -> str | None:
-    """The reason for a 400, and embeddings that can be computed with in their place: a refused request still runs."""
+    """The reason for a 400, or None. Refused embeddings are set to zeros, since SGLang still runs a refused request."""
     hidden_size = _hidden_size
     if req.input_embeds is None or not hidden_size:
         return None
@@ -296,7 +298,7 @@ def check_input_embeds(req: Req) -> str | None:
         found = f"rows of {', '.join(map(str, sorted(widths)))} numbers"
     else:
         largest = max(max(abs(value) for value in row) for row in req.input_embeds)
-        if largest <= LARGEST_EMBEDDING:  # not so for NaN
+        if largest <= LARGEST_EMBEDDING:  # False for NaN
             return None
         found = f"a number of {largest}"
     req.input_embeds = [[0.0] * hidden_size for _ in req.input_embeds]
@@ -307,10 +309,9 @@ def check_input_embeds(req: Req) -> str | None:
 
 
 def refuse_empty_grammar(grammar: BaseGrammarObject, *args: object, **kwargs: object) -> BaseGrammarObject:
-    """After ``XGrammarGrammarBackend._from_context``: no text at all fulfils `{"$ref": "#"}` or `root ::= root`.
+    """The grammar, or SGLang's object for an invalid one if no text fulfils it, as `{"$ref": "#"}` or `root ::= root`.
 
-    Returns:
-        The grammar, or SGLang's object for one that is none.
+    Runs after ``XGrammarGrammarBackend._from_context``.
     """
     from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
 

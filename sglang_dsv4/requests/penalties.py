@@ -1,15 +1,15 @@
-"""A request's penalties count the tokens that it was answered with, each once, whatever else is in the batch.
+"""Penalties count every token of a request's answer once, whatever other requests are in the batch.
 
-SGLang 0.5.23 feeds a penaliser while it prepares a decode step, with the last token whose result it has processed
-(``ScheduleBatch.cumulate_penalty_output_tokens``). Under overlapped scheduling that is one token behind, at first the
-last of the prompt; and where others make the scheduler wait for a result, a token is left out or counted again. And a
-request that was retracted comes back with nothing counted. Here
+SGLang 0.5.23 updates a penaliser while it prepares a decode step, with the last token whose result it has processed
+(``ScheduleBatch.cumulate_penalty_output_tokens``). Under overlapped scheduling that token is one step old, at first the
+last token of the prompt. When other requests make the scheduler wait for a result, a token is skipped or counted twice.
+A request that was retracted comes back with nothing counted. Here
 
-* the tokens are counted where they are sampled;
-* a batch of new requests counts what they were answered with before.
+* tokens are counted where they are sampled;
+* a batch of new requests counts the tokens that these were answered with before.
 
-On a CPU only, where a forward is through when its call returns: on a GPU the counts would be written on one stream and
-read on another. There SGLang's own way stays.
+This is done on a CPU only, where a forward has ended when its call returns. On a GPU, where the counts would be written
+on one stream and read on another, SGLang counts.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ if TYPE_CHECKING:
 
 @dataclass
 class Rows:
-    """All that a penaliser reads of a batch."""
+    """The part of a batch that a penaliser reads."""
 
     reqs: list[Req]
     device: str
 
 
 def are_counted_here(device: str) -> bool:
-    """Whether this module counts, in this process."""
+    """Whether this module counts in place of SGLang, in this process."""
     return torch.device(device).type == "cpu" and live_parts() is not None
 
 
 def remember_source(copy: SamplingBatchInfo, info: SamplingBatchInfo) -> None:
-    """After ``SamplingBatchInfo.copy_for_forward``, which leaves the penalisers out of the copy."""
+    """Let a copy lead to its source; runs after ``SamplingBatchInfo.copy_for_forward``, which omits the penalisers."""
     copy.source = info
 
 
 def count_sampled(
     tokens: Tensor, runner: ModelRunner, logits_output: LogitsProcessorOutput, forward_batch: ForwardBatch
 ) -> None:
-    """After ``ModelRunner.sample``: `tokens [batch]` are what the next step's penalties are due for."""
+    """Count the sampled `tokens [batch]` for the next step's penalties; runs after ``ModelRunner.sample``."""
     info = getattr(forward_batch.sampling_info, "source", None)
     if info is not None and info.penalizer_orchestrator.is_required and are_counted_here(info.device):
         info.penalizer_orchestrator.cumulate_output_tokens(tokens.long())
 
 
 def leave_out_processed(original: Callable[[ScheduleBatch], None], batch: ScheduleBatch) -> None:
-    """Around ``ScheduleBatch.cumulate_penalty_output_tokens``: those tokens are counted already."""
+    """Don't count tokens twice: skip ``ScheduleBatch.cumulate_penalty_output_tokens`` where this module counts."""
     if not are_counted_here(batch.device):
         original(batch)
 
 
 def count_earlier(result: None, info: SamplingBatchInfo, batch: ScheduleBatch, vocab_size: int) -> None:
-    """After a new batch's penalisers are made, with nothing counted: those of retracted requests go on."""
+    """Count the earlier answers of retracted requests; runs after a new batch's penalisers are made."""
     orchestrator = info.penalizer_orchestrator
     if are_counted_here(info.device) and orchestrator.is_required and any(req.output_ids for req in batch.reqs):
         info.penalizer_orchestrator = recount(orchestrator, batch)
@@ -75,7 +75,8 @@ def count_earlier(result: None, info: SamplingBatchInfo, batch: ScheduleBatch, v
 def recount(orchestrator: BatchedPenalizerOrchestrator, batch: ScheduleBatch) -> BatchedPenalizerOrchestrator:
     """Penalisers of `batch` that have counted the ``output_ids`` of each request.
 
-    A penaliser takes a token of every row or of none, so each request is counted by itself and then they are merged.
+    A penaliser counts one token of every row at once, and answers differ in length. Therefore each request is counted
+    by a penaliser of its own, and the penalisers are merged.
     """
     make, kinds = type(orchestrator), set(orchestrator.penalizers)
     merged: BatchedPenalizerOrchestrator | None = None
@@ -89,7 +90,9 @@ def recount(orchestrator: BatchedPenalizerOrchestrator, batch: ScheduleBatch) ->
             merged, rows = counted, one
         else:
             merged.merge(counted)
-            rows.reqs.append(req)  # after it: a penaliser that none of the rows before needed is prepared for those
+            rows.reqs.append(
+                req
+            )  # after the merge, which prepares penalisers that only this row needs for the earlier rows
     assert merged is not None, "a batch has a request"
     merged.batch = batch
     return merged

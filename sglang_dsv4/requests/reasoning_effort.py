@@ -1,7 +1,7 @@
-"""Which reasoning effort a checkpoint was trained with, and how SGLang's renderer is told.
+"""The reasoning efforts that a checkpoint was trained with, and their texts in rendered prompts.
 
-A thinking prompt begins with a text that the requested effort stands for. The releases differ in nothing else of their
-chat encoding:
+A thinking prompt begins with a text that depends on the requested effort. The releases' chat encodings differ in that
+text only:
 
 ============  ========================  ====================================
 effort        April 2026, and -DSpark   0731, 0813
@@ -12,8 +12,8 @@ high          nothing                   "Absolute maximum ..."
 max           "Absolute maximum ..."    "Beyond maximum ..."
 ============  ========================  ====================================
 
-SGLang 0.5.23 renders the right-hand column for all of them, and "high" where no effort is given. Its words are mapped
-here, before it renders: minimal is rendered as low, medium and xhigh as high.
+SGLang 0.5.23 renders the right-hand column for all releases, and "high" if a request names no effort. The requested
+effort is mapped here before SGLang renders; SGLang renders minimal as low, and medium and xhigh as high.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from sglang_dsv4 import env
 logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_DSV4_EFFORT_TIERS"
-SGLANG_DEFAULT_VARIABLE = "SGLANG_DSV4_REASONING_EFFORT"  # SGLang's: of requests that name no effort
+SGLANG_DEFAULT_VARIABLE = "SGLANG_DSV4_REASONING_EFFORT"  # SGLang's variable: the effort of requests that name none
 ENCODER_FILE = "encoding/encoding_dsv4.py"
 
 
 class Tiers(Enum):
-    """Efforts that a checkpoint's own encoder knows."""
+    """The efforts that a checkpoint's own encoder knows."""
 
     APRIL = "april"  # high, max
     LATER = "later"  # low, high, max
 
 
-_tiers = Tiers.LATER  # of the model that this process serves
+_tiers = Tiers.LATER  # of the checkpoint that this process serves
 
 
 def use_tiers_of(model_path: str, revision: str | None, has_dspark: bool) -> Tiers:
-    """Render prompts of this process with the efforts of a checkpoint; the launcher calls it.
+    """The efforts of a checkpoint, with which this process renders prompts from now on; the launcher calls it.
 
     Raises:
-        ValueError: the environment variable holds another word.
+        ValueError: `SGLANG_DSV4_EFFORT_TIERS` holds another word.
     """
     global _tiers
     _tiers, why = tiers_of(model_path, revision, has_dspark)
@@ -57,15 +57,18 @@ def use_tiers_of(model_path: str, revision: str | None, has_dspark: bool) -> Tie
 
 
 def tiers_of(model_path: str, revision: str | None, has_dspark: bool) -> tuple[Tiers, str]:
-    """The efforts of a checkpoint, and how that is known.
+    """The efforts of a checkpoint, and their source in words for the log.
 
-    By the environment variable; by the encoder in the checkpoint, where it was downloaded with it; else by the draft:
-    no April checkpoint but those named -DSpark has DSpark's.
+    The environment variable decides; else the encoder in the checkpoint, if it was downloaded; else the draft: of the
+    April checkpoints only those named -DSpark have a DSpark draft.
 
     Args:
         model_path: a folder, or a repository's name.
-        revision: of the repository.
-        has_dspark: `config.json` has the fields of a DSpark draft.
+        revision: the repository's.
+        has_dspark: whether `config.json` has the fields of a DSpark draft.
+
+    Raises:
+        ValueError: the variable holds another word.
     """
     word = env.choice(VARIABLE)
     if word is not None:
@@ -84,19 +87,19 @@ def _encoder_of(model_path: str, revision: str | None) -> str | None:
 
     try:
         found = cached_file(model_path, ENCODER_FILE, revision=revision)
-    except OSError:  # not there, or no network to look for it
+    except OSError:  # the checkpoint has no such file, or there is no network to fetch it
         return None
     return None if found is None else Path(found).read_text(errors="replace")
 
 
 def render(original: Callable[..., list[int]], recipe: Any, body: dict[str, Any], **options: Any) -> list[int]:
-    """AROUND `DeepSeekRecipe.encode`: the prompt's token ids, with the tiers of this process's checkpoint.
+    """The prompt's token ids, with the effort texts of this process's checkpoint; runs around `DeepSeekRecipe.encode`.
 
     Args:
         original: SGLang's method.
-        recipe: SGLang's renderer, of this encoding or another model's.
-        body: the request; `reasoning_effort` is missing where none is given and none is the server's default.
-        options: SGLang's.
+        recipe: SGLang's renderer, for this encoding or another model's.
+        body: the request; it lacks `reasoning_effort` if neither the client nor the server names one.
+        options: of SGLang's method.
     """
     if recipe.model == "DeepSeek-V4-Pro":  # SGLang's name for every model of this encoding
         effort = body.get("reasoning_effort", "low")

@@ -1,30 +1,31 @@
-"""A request's answer does not depend on how the others in its batch are sampled, and a seed decides what it draws.
+"""Sampling in which a request's tokens do not depend on the other requests of its batch, and a seed decides its draws.
 
-Greedy requests: SGLang's sampler takes ``argmax`` and ``log_softmax`` of the logits if all requests of a batch are
-greedy, and else the likeliest of ``softmax(logits / temperature)`` and its logarithm. What makes the two the same:
+Greedy requests: if all requests of a batch are greedy, SGLang's sampler computes ``argmax`` and ``log_softmax`` of the
+logits; else it computes the most likely token of ``softmax(logits / temperature)`` and the logarithm of that. Three
+changes make both equal:
 
-* log-probabilities are ``log_softmax`` always, as in SGLang's deterministic mode;
-* a greedy row gets the ``argmax`` of its logits also beside others: ``softmax`` may round two logits to one number;
-* ``top_k = 1`` with a temperature is greedy, and its temperature is 1: SGLang divides by it only beside others.
+* log-probabilities are always ``log_softmax``, as in SGLang's deterministic mode;
+* a greedy row always gets the ``argmax`` of its logits, since ``softmax`` may round two logits to one number;
+* a request with ``top_k = 1`` is greedy, and its temperature is 1, by which SGLang divides in mixed batches only.
 
 Seeds, ``sampling_seed`` (``seed`` in the chat API): SGLang 0.5.23 reads them only under
-``--enable-deterministic-inference``, where a request without one has 42, and otherwise drops them without a word. Its
-sampler does take seeds, one a row: so as soon as one request of a batch has one, every row gets one, random where none
-was asked for (42 under that flag). What keeps a seeded row independent of the others:
+``--enable-deterministic-inference``, where the default seed is 42; else it ignores them without a message. Its sampler
+does accept one seed a row. So if one request of a batch has a seed, every row gets one: the request's own, else a
+random one (42 under that flag). Four rules keep a seeded row independent of the others:
 
-* the draw is keyed by (seed, position) of the row alone;
-* SGLang draws over the sorted vocabulary if some row limits top_k or top_p and over the unsorted one if none does, and
-  the draw depends on which: a batch with seeds is always sorted, and equal probabilities by token id;
-* where top_p cuts is decided by sums, whose last bit on a GPU depends on the number of rows if they are summed in fp32:
-  here they are whole numbers, which add up alike in any order;
-* min_p of any row is applied too, which SGLang refuses beside seeds.
+* a row's draw is keyed by its seed and position only;
+* SGLang draws over the sorted vocabulary if a row limits top_k or top_p, else over the unsorted one, and the draw
+  depends on the order: a batch with seeds is always sorted, equal probabilities by token id;
+* top_p is compared with sums of probabilities, whose last bit on a GPU depends on the number of rows in fp32: here
+  probabilities are integers, whose sum does not depend on the order;
+* min_p of every row is applied; SGLang refuses it together with seeds.
 
-Penalties are a subject of their own: :mod:`sglang_dsv4.requests.penalties`.
+Penalties are in :mod:`sglang_dsv4.requests.penalties`.
 
-On CUDA only SGLang's pytorch sampler takes seeds; flashinfer's asserts and would end the server. It is the faster one
-and every request would pay for another choice, so a seed gets a 400 there that names ``--sampling-backend pytorch``.
-The rejection sampling of speculative decoding draws elsewhere on a GPU, so seeds get a 400 there as well; on a CPU its
-EAGLE's tokens are drawn as here (``cpu.speculation``).
+On CUDA only SGLang's pytorch sampler accepts seeds; flashinfer's has an assertion that would end the server. As
+flashinfer's is the faster one for all requests, a seed gets a 400 there that names ``--sampling-backend pytorch``.
+Speculative decoding on a GPU draws in other code, so seeds get a 400 there, too; on a CPU EAGLE's tokens are drawn as
+here (``cpu.speculation``).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 _unseeded = random.Random()
-"""Seeds of requests that have none. All ranks of a server draw the same ones: each must choose the same tokens."""
+"""Random seeds for requests without one. All ranks draw the same seeds, since they must choose the same tokens."""
 
 
 def start(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
@@ -68,29 +69,30 @@ def use_log_softmax(before: bool, sampler: Sampler) -> bool:
 
 
 def ignore_greedy_temperatures(result: None, info: SamplingBatchInfo, batch: ScheduleBatch, vocab_size: int) -> None:
-    """A greedy request of a new batch has the temperature 1, whatever it says."""
+    """Set the temperature of every greedy request in a new batch to 1."""
     temperatures = [1.0 if is_greedy(req) else req.sampling_params.temperature for req in batch.reqs]
     if live_parts() is not None and temperatures != [req.sampling_params.temperature for req in batch.reqs]:
         info.temperatures = torch.tensor(temperatures).view(-1, 1).to(info.temperatures, non_blocking=True)
 
 
 def note_greedy_tokens(logits: Tensor, sampler: Sampler, _: Tensor, sampling_info: SamplingBatchInfo) -> None:
-    """After ``Sampler._preprocess_logits``, whose `logits [batch, vocab]` SGLang overwrites with probabilities.
+    """Keep the argmax of `logits [batch, vocab]`, which SGLang overwrites with probabilities.
 
-    Arguments are named as SGLang's: it gives `sampling_info` by name where only log-probabilities are wanted.
+    Runs after ``Sampler._preprocess_logits``. The arguments have SGLang's names, since it passes `sampling_info` by
+    name where only log-probabilities are wanted.
     """
     info = sampling_info
     mixed = live_parts() is not None and info.is_any_greedy and not info.is_all_greedy
-    if mixed and getattr(info, "greedy_tokens", None) is None:  # with watermarks it is called twice
+    if mixed and getattr(info, "greedy_tokens", None) is None:  # SGLang calls it twice with watermarks
         info.greedy_tokens = logits.argmax(-1)
 
 
 def take_greedy_tokens(
     sampled: tuple[Tensor, Any], sampler: Sampler, probs: Tensor, info: SamplingBatchInfo, *args: Any
 ) -> tuple[Tensor, Any] | None:
-    """After ``Sampler._sample_from_probs``: the tokens [batch], greedy ones as :func:`note_greedy_tokens` found them.
+    """The tokens [batch], with those of :func:`note_greedy_tokens`; runs after ``Sampler._sample_from_probs``.
 
-    Where a request wants its sampling mask, SGLang's tokens stay: the mask must hold them.
+    If a request wants its sampling mask, SGLang's tokens stay, since the mask must contain them.
     """
     (tokens, mask), greedy = sampled, getattr(info, "greedy_tokens", None)
     if greedy is None or mask is not None:
@@ -100,17 +102,17 @@ def take_greedy_tokens(
 
 
 def is_greedy(req: Req) -> bool:
-    """Whether it draws nothing; SGLang makes ``top_k = 1`` of a temperature of 0."""
+    """Whether a request draws nothing; SGLang turns a temperature of 0 into ``top_k = 1``."""
     return req.sampling_params.top_k <= 1
 
 
 def seed_of(req: Req) -> int | None:
-    """The seed that a request asks for; None also if it is greedy and draws nothing."""
+    """The seed that a request asks for; None also for a greedy request, which draws nothing."""
     return None if is_greedy(req) else req.sampling_params.sampling_seed
 
 
 def reason_against_seeds(sampling_backend: str, speculative_algorithm: str | None) -> str | None:
-    """Why this server can't honour a seed, for a 400; None if it can."""
+    """Why this server can't use a seed, for a 400; None if it can."""
     if speculative_algorithm is not None:
         return "sampling_seed (seed) is not supported by a server with --speculative-algorithm; send none."
     if sampling_backend != "pytorch":
@@ -122,18 +124,18 @@ def reason_against_seeds(sampling_backend: str, speculative_algorithm: str | Non
 
 
 def fill_seeds(result: None, info: SamplingBatchInfo, batch: ScheduleBatch, vocab_size: int) -> None:
-    """Gives each request of a new batch a seed if one of them asks for one."""
+    """Give each request of a new batch a seed if one of them asks for one."""
     seeds = [seed_of(req) for req in batch.reqs]
     if live_parts() is None:
         return
-    if info.sampling_seed is not None:  # deterministic inference: SGLang has filled them in
+    if info.sampling_seed is not None:  # deterministic inference: SGLang has set them
         info.need_top_k_sampling = True
     elif any(seed is not None for seed in seeds):
         _set_seeds(info, seeds)
 
 
 def align_seeds(info: SamplingBatchInfo, other: SamplingBatchInfo) -> None:
-    """Before two batches become one: SGLang drops the seeds of one if the other has none."""
+    """Before two batches are merged, give both seeds: SGLang drops the seeds of one if the other has none."""
     for this, that in ((info, other), (other, info)):
         if this.sampling_seed is None and that.sampling_seed is not None:
             _set_seeds(this, [None] * len(this))
@@ -142,11 +144,11 @@ def align_seeds(info: SamplingBatchInfo, other: SamplingBatchInfo) -> None:
 def _set_seeds(info: SamplingBatchInfo, seeds: list[int | None]) -> None:
     filled = [_unseeded.getrandbits(63) if seed is None else seed for seed in seeds]
     info.sampling_seed = torch.tensor(filled, dtype=torch.int64).to(info.device, non_blocking=True)
-    info.need_top_k_sampling = True  # always over the sorted vocabulary; "all" stays the limit of who set none
+    info.need_top_k_sampling = True  # draw over the sorted vocabulary; the limit of a request without top_k stays "all"
 
 
 WHOLE = 2**40
-"""Of a probability of 1, as a whole number. A vocabulary's roundings are off by 2**-23 of it together, at most."""
+"""The integer for a probability of 1. The rounding errors of a vocabulary add up to at most 2**-23 of it."""
 
 
 def sample_with_seeds(
@@ -162,10 +164,11 @@ def sample_with_seeds(
     return_filtered_probs: bool = False,
     **options: Any,
 ) -> Any:
-    """In place of SGLang's ``top_k_top_p_min_p_sampling_from_probs_torch`` [batch, vocab], for a batch with seeds.
+    """Tokens [batch] int32 of a batch with seeds, from `probs [batch, vocab]`; other batches go to SGLang.
 
-    What is left of a row is decided by the row alone: its top_k first tokens of those sorted by probability and then
-    by id, of these the ones before which at most top_p lies, and of these the ones with min_p of the likeliest.
+    Runs around ``top_k_top_p_min_p_sampling_from_probs_torch``. The candidates of a row depend on that row only: of its
+    tokens, sorted by probability and then by id, the first top_k; of these the tokens whose predecessors sum up to at
+    most top_p; of these the tokens with at least min_p of the most likely token's probability.
     """
     if sampling_seed is None:
         return original(
@@ -194,16 +197,16 @@ def sample_with_seeds(
 
 
 def draw_by_seed(logprobs: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
-    """SGLang's ``multinomial_with_seed``, which :func:`draw` is around."""
+    """Columns [batch, 1] drawn by SGLang's ``multinomial_with_seed``, around which :func:`draw` runs."""
     from sglang.srt.layers import sampler
 
     return sampler.multinomial_with_seed(logprobs, seed, positions)
 
 
 def draw(original: Callable[..., Tensor], logprobs: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
-    """Around SGLang's ``multinomial_with_seed``: ``argmax(logprobs + gumbel noise)``, [batch, vocab] -> [batch, 1].
+    """Columns [batch, 1] of ``argmax(logprobs [batch, vocab] + gumbel noise)``; runs around ``multinomial_with_seed``.
 
-    SGLang's hash of (seed, position, column) is a Triton kernel. On a CPU the noise comes from Philox, keyed likewise.
+    SGLang's hash of (seed, position, column) is a Triton kernel. On a CPU the noise is Philox's, with the same key.
     """
     if logprobs.device.type != "cpu":
         return original(logprobs, seed, positions)

@@ -1,22 +1,22 @@
-"""What runs inside a CUDA graph, and when there are none.
+"""CUDA graphs: which forwards they capture, and when they are switched off.
 
-Of a decode, verify or draft forward a graph holds everything from
-`Dsv4AttentionBackend.init_forward_metadata_in_graph`, which derives all addresses from the lengths and request slots of
-the batch where SGLang's runner has filled them, to the logits. Outside stay what needs the host: tail checkpoints
-(`prefix.restore_and_save`), sampling. A prefill is not captured: its sizes are the batch's.
+The graph of a decode, verify or draft step begins with `Dsv4AttentionBackend.init_forward_metadata_in_graph`, which
+derives all addresses from the lengths and request slots in the buffers that SGLang's runner fills, and ends with the
+logits. Work that needs the host stays outside: tails (`prefix.restore_and_save`) and sampling. Prefills are not
+captured: their sizes differ from batch to batch.
 
-With speculation there are graphs of the target's verify step (all drafts of a request and the token before them), of a
-DSpark draft's block with its Markov head, and of an MTP draft's chain of steps and its extend step. What DSpark's
-worker does behind a verify step is in that step's graph, too:
+With speculation SGLang captures the target's verify step (all drafts of a request and the token before them), a DSpark
+draft's block with its Markov head, an MTP draft's chain of steps, and its extend step. The steps that DSpark's worker
+makes after a verify step can be captured at the end of that step's graph:
 
-    SGLANG_DSV4_VERIFY_EPILOGUE    on: which drafts are kept, and the context rows of the tokens that are, are the end
-                                   of the verify step's graph, for batches that are greedy, without penalties, biases
-                                   and grammars. off: the host launches them; the same bits. Default: on with one rank,
-                                   off with several, whose graphs would have SGLang's broadcast of rank 0's choice in
-                                   them, which has not run here.
+    SGLANG_DSV4_VERIFY_EPILOGUE    on: draft acceptance, and the context rows of accepted tokens, are computed in the
+                                   verify graph, for greedy batches without penalties, biases and grammars. off: the
+                                   host launches them; the bits are the same. Default: on with one rank; off with
+                                   several, since their graphs would contain SGLang's broadcast of rank 0's choice,
+                                   which has not run here.
 
-An op can be captured if it reads nothing back to the host; the registry knows which (`graph_safe`). References do, so
-there are no graphs until every op of a decode step has a kernel.
+An op can be captured if it reads nothing back to the host (`graph_safe` in `dsv4_kernels.ops`). Some references do read
+back, so graphs are off until every op of a decode step has a kernel.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ logger = logging.getLogger(__name__)
 
 VERIFY_EPILOGUE = "SGLANG_DSV4_VERIFY_EPILOGUE"
 
-
 _OPTIONS = frozenset({Option.FP8_WO_A, Option.FP8_LINEAR})
-"""Options that are decided when the model is built: their ops have to be capturable on any GPU."""
+"""Options that are decided after graphs are, when the model is built: their ops must be capturable in any case."""
 
 
 def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
-    """SGLang's resolution step of that name: no CUDA graphs while an op of the forward can't be captured."""
+    """Switch CUDA graphs off if an op of the forward can't be captured; SGLang's resolution step runs afterwards."""
     from sglang_dsv4.attention import comparison
 
     arguments = compat.resolving_view(server_args)
@@ -64,7 +63,7 @@ def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs]
 
 
 def uncapturable_ops(device: str, head_dim: int) -> list[str]:
-    """The ops of a decode step whose implementation on ``device`` can't be captured in a CUDA graph."""
+    """Ops of a decode, verify or draft step whose implementation on this device type can't be captured."""
     import torch
 
     from dsv4_kernels import ops, registry
@@ -79,7 +78,7 @@ def uncapturable_ops(device: str, head_dim: int) -> list[str]:
 
 
 def capture_draft_extend(worker: EagleDraftWorker) -> None:
-    """Record an MTP draft's extend step, which follows every verify step, unless graphs are off or SGLang has."""
+    """Capture an MTP draft's extend step, which follows every verify step, unless graphs are off or it is captured."""
     from sglang.srt.environ import envs
     from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.platforms import current_platform
@@ -96,14 +95,13 @@ def capture_draft_extend(worker: EagleDraftWorker) -> None:
 
 
 def model_type_for_epilogue(model_type: str | None, target_worker: TpModelWorker) -> str | None:
-    """After SGLang has asked for the model type of DSpark's target: the one for which `DsparkVerifyEpilogue` ends a
-    verify step's graph, if that is to be.
+    """The model type to report to SGLang for DSpark's target, given the one that it found.
 
-    Two things more follow from that type. The argmax of verify logits is by `row_argmax` of
-    `sglang.kernels.ops.speculative`, with torch's ties and in less time; and requests' lengths are bounded for a
-    backend that asks for it, as ours does not. The epilogue stores context rows by the draft's
-    `write_target_hidden_kv`, as is done without a graph; with -1 in place of the ring rows of tokens that are not kept,
-    and of all tokens where the epilogue does not serve the batch.
+    For "deepseek_v41" SGLang ends a verify step's graph with `DsparkVerifyEpilogue`. Two more things follow from that
+    type. The argmax of verify logits is `row_argmax` of `sglang.kernels.ops.speculative`, which breaks ties as torch
+    does and takes less time; and requests' lengths are bounded for backends that ask for it, as ours does not. The
+    epilogue stores context rows by the draft's `write_target_hidden_kv`, as SGLang does without a graph; the ring row
+    is -1 for tokens that are not accepted, and for all tokens where the epilogue does not serve the batch.
 
     Raises:
         ValueError: the switch is neither on nor off.
@@ -115,10 +113,10 @@ def model_type_for_epilogue(model_type: str | None, target_worker: TpModelWorker
     by_default = "on" if get_parallel().tp_size == 1 else "off"
     if (env.choice(VERIFY_EPILOGUE) or by_default) == "off":
         return model_type
-    _say_once("sglang_dsv4: graphs of verify steps end with which of DSpark's drafts are kept")
+    _log_once("sglang_dsv4: draft acceptance is captured in the graphs of verify steps")
     return "deepseek_v41"
 
 
 @functools.cache
-def _say_once(line: str) -> None:
+def _log_once(line: str) -> None:
     logger.info(line)

@@ -1,7 +1,7 @@
-"""How long a server takes to start, by phase, in one line of the log; ready it is behind SGLang's warm-up request.
+"""Time that a server takes to start, by phase, for one log line after SGLang's warm-up request.
 
-A phase is a function of SGLang that the plugin is around, or of ours. What runs inside another phase counts for itself:
-kernels are compiled while attention backends are made.
+A phase is a function of SGLang that a hook of ours wraps, or a function of ours. A phase inside another one counts for
+itself only: kernels are compiled while attention backends are made.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 _seconds: dict[str, float] = defaultdict(float)
 _notes: dict[str, str] = {}
-_inner = [0.0]  # seconds of phases inside the phase that is open, the innermost last
+_inner = [0.0]  # seconds spent in nested phases, one element for each open phase, the innermost last
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Count the time inside under a name; of several with the same name (workers, calls) the sum."""
+    """Add the time spent inside to the phase `name`; several calls and workers add up."""
     begin = time.monotonic()
     _inner.append(0.0)
     try:
@@ -33,7 +33,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def around(name: str) -> Callable[..., Any]:
-    """A hook around a function that is a phase."""
+    """A hook that calls the hooked function as the phase `name`."""
 
     def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - SGLang's
         with phase(name):
@@ -49,12 +49,13 @@ around_cuda_graphs = around("CUDA graphs")
 
 
 def note(name: str, text: str) -> None:
-    """What is said of a phase in brackets."""
+    """Set the text that the summary prints in brackets after a phase."""
     _notes[name] = text
 
 
 def summary() -> str:
-    """Seconds from the launcher's start to now, and of what: its own, this process's imports, phases, and the rest."""
+    """One line: seconds since the launcher's start, divided into the launcher's own, the phases, and the rest, which is
+    this process's imports mostly."""
     here, launcher = process_age("self"), process_age(f"{os.getppid()}")
     total = max(here, launcher)
     parts = {"launcher": total - here, **_seconds}
@@ -64,10 +65,10 @@ def summary() -> str:
 
 
 def process_age(pid: str) -> float:
-    """Seconds since a process of this machine began; 0 if it is gone."""
+    """Seconds since a process of this machine started; 0 if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return 0.0
-    ticks = int(stat[stat.rindex(")") :].split()[20])  # field 22; a name in brackets, before, may have spaces
+    ticks = int(stat[stat.rindex(")") :].split()[20])  # field 22; the name, in brackets before, may contain spaces
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

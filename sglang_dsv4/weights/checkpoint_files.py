@@ -1,10 +1,9 @@
-"""What the small files of a checkpoint say, read before SGLang reads them.
+"""Check a checkpoint's config, index and tokenizer files before SGLang reads them.
 
-SGLang fills what `config.json` leaves out with DeepSeek-V3's values (a routed_scaling_factor of 2.5, 8 experts a token,
-no YaRN, 4,096 positions) and serves the model with them. So the file is read here as it is, with the fields of
-``--json-model-override-args`` in their places, and :class:`Config` is built from that once, when
-the launcher resolves its arguments: a missing field is an error that names it. A damaged index or a missing tokenizer
-would end in a traceback that names no file.
+SGLang fills fields that `config.json` lacks with DeepSeek-V3's values (a routed_scaling_factor of 2.5, 8 experts a
+token, no YaRN, 4,096 positions) and serves the model with them. Therefore the launcher reads the file unchanged,
+applies ``--json-model-override-args`` and builds a :class:`Config` from that: a missing field is an error that names
+it. A damaged index or a missing tokenizer is an error that names the file; SGLang's traceback would name none.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
-"""Names that SGLang's parser takes for ours."""
+"""Other names of our fields that SGLang's parser accepts."""
 
-_ROPE_FIELDS = ("rope_parameters", "rope_scaling")  # two names of one table, for SGLang's parser too
+_ROPE_FIELDS = ("rope_parameters", "rope_scaling")  # two names of one table, as in SGLang's parser
 
 
 class CheckpointFileError(ValueError):
-    """A file of a checkpoint that is missing or can't be read: names it, and says what to do."""
+    """A checkpoint's file is missing or can't be read; the message names it and says what to do."""
 
 
 def check_checkpoint(arguments: Any) -> None:  # noqa: ANN401 - ServerArgs, or SGLang's view of it
-    """Refuse a server whose model is ours, for what the small files of its checkpoint say. Others pass.
+    """Check the files of a DeepSeek-V4 checkpoint, and the config of its draft; checkpoints of other models pass.
 
     Raises:
-        ConfigError: a field of `config.json` is missing, or holds what can't be served.
+        ConfigError: a field of `config.json` is missing, or has a value that can't be served.
         CheckpointFileError: the index or the tokenizer is missing or damaged.
     """
     overrides = arguments.json_model_override_args
@@ -54,7 +53,7 @@ def _check_config(model_path: str, revision: str | None, file: str | None, overr
     try:
         config = stated(read_config(model_path, revision, file or CONFIG_FILE), json.loads(overrides))
     except (OSError, ValueError, AttributeError):
-        return False  # no such model, or no JSON: SGLang reads the same in a moment and says so, for any model
+        return False  # no such model, or no JSON: SGLang reads the same file next, and its error says so
     architectures = getattr(config, "architectures", None)
     if architectures is None and getattr(config, "model_type", None) == "deepseek_v4":
         raise ConfigError("architectures", None, f"[{ARCHITECTURES[0]!r}]; the field is missing from {CONFIG_FILE}")
@@ -65,15 +64,15 @@ def _check_config(model_path: str, revision: str | None, file: str | None, overr
 
 
 def read_config(model_path: str, revision: str | None, file: str = CONFIG_FILE) -> dict[str, Any]:
-    """The fields of a `config.json`, none filled in.
+    """The fields of a `config.json`, with no defaults added.
 
     Args:
-        model_path: a folder, or a repository's name, which is looked up as transformers does.
+        model_path: a folder, or a repository's name, which transformers resolves.
         revision: of the repository.
-        file: another path of the config, as SGLang has after decrypting one.
+        file: the config's path, where SGLang has decrypted it to another file.
 
     Raises:
-        OSError: there is no such file, or it can't be fetched.
+        OSError: the file does not exist, or can't be fetched.
         CheckpointFileError: it holds no JSON object.
     """
     from transformers.utils import cached_file
@@ -86,12 +85,12 @@ def read_config(model_path: str, revision: str | None, file: str = CONFIG_FILE) 
 
 
 def stated(fields: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> SimpleNamespace:
-    """What `Config.from_hf` reads: the fields of a `config.json` under their own names, and no other.
+    """The fields of a `config.json` under their official names, for `Config.from_hf`; no field is added.
 
     Args:
-        fields: of the file.
-        overrides: `--json-model-override-args`. As SGLang does it, a table of RoPE is merged into the file's, and any
-            other field takes the place of the file's.
+        fields: the file's.
+        overrides: `--json-model-override-args`. As in SGLang, a RoPE table is merged into the file's, and any other
+            field replaces the file's.
     """
     merged = dict(fields)
     for field, value in (overrides or {}).items():
@@ -109,14 +108,14 @@ def stated(fields: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 
 
 def require_same_config(model_config: Any, file: str | None) -> None:  # noqa: ANN401 - SGLang's ModelConfig
-    """The model is built from SGLang's config object: it must say what the checkpoint's file says.
+    """Check that SGLang's config object, from which the model is built, has the values of the checkpoint's file.
 
     Args:
-        model_config: of the target.
-        file: SGLang's path of a decrypted config, if it has one.
+        model_config: the target's.
+        file: SGLang's path of the decrypted config, if it has one.
 
     Raises:
-        ConfigError: names a field that does not, or that the file leaves out.
+        ConfigError: names a field that differs, or that the file lacks.
         OSError, CheckpointFileError: see `read_config`.
     """
     fields = read_config(model_config.model_path, model_config.revision, file or CONFIG_FILE)
@@ -129,11 +128,11 @@ def require_same_config(model_config: Any, file: str | None) -> None:  # noqa: A
 
 
 def check_files(folder: Path, tokenizer: Path | None) -> None:
-    """Read the files of a checkpoint that a server reads late, or with an error that does not name them.
+    """Check the files that a server reads late, or whose errors there do not name the file.
 
     Args:
-        folder: of the checkpoint.
-        tokenizer: the folder of the tokenizer; None where there is none to be read.
+        folder: the checkpoint's.
+        tokenizer: the tokenizer's folder; None if the server loads no tokenizer.
 
     Raises:
         CheckpointFileError: the index is damaged, or the tokenizer is missing or damaged.
@@ -161,7 +160,7 @@ def check_files(folder: Path, tokenizer: Path | None) -> None:
 def _json(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:  # ValueError: no JSON, or bytes that are no text
+    except (OSError, ValueError) as error:  # ValueError: no JSON, or not UTF-8
         raise CheckpointFileError(
             f"{path} ({path.stat().st_size:,} bytes) can't be read: {error}. Fetch the file again."
         ) from error

@@ -1,8 +1,8 @@
-"""Loading a checkpoint: every tensor of a `tensor_table`, one at a time.
+"""Load a checkpoint into a model: every tensor of a `tensor_table`, one at a time.
 
-A quantised weight goes as it is into a parameter that has a scale beside it (SGLang's quantised layers, on a GPU); for
-any other parameter it is dequantised on the way. Nothing is held back but the parts of a weight and its scales until
-the last of them comes, and in files sorted by name that is the next tensor or the one behind it.
+A quantised weight is copied unchanged into a parameter that has a scale parameter (SGLang's quantised layers, on a
+GPU); for any other parameter it is dequantised first. A weight is held in memory only until all of its scales have been
+read, and in files sorted by name these are the next tensors.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _LISTED_AT_MOST = 8
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is not this model's: names the tensors and what was expected."""
+    """A checkpoint does not fit the model; the message names the tensors and what was expected."""
 
 
 def load_checkpoint(
     model: nn.Module, config: Config, table: TensorTable, weights: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Stream `weights` into `model`; every tensor is used, and every parameter is filled.
+    """Copy `weights` into `model`, so that every tensor is used and every parameter is filled.
 
     Args:
-        model: its parameters are named as `table` says.
-        config: of the model.
-        table: what to expect.
+        model: has the parameters that `table` names.
+        config: the model's.
+        table: the tensors to expect.
         weights: (official name, tensor) in any order.
 
     Raises:
@@ -49,12 +49,12 @@ def load_checkpoint(
     loader = _Loader(model, config, table)
     for name, tensor in _read(weights, getattr(model.config, "_name_or_path", "")):
         if table.is_ours(name):
-            loader.take(name, tensor)
+            loader.add(name, tensor)
     loader.finish()
 
 
 class _Loader:
-    """State of one pass over a checkpoint."""
+    """The state of one pass over a checkpoint."""
 
     def __init__(self, model: nn.Module, config: Config, table: TensorTable) -> None:
         self.num_experts = config.n_routed_experts
@@ -65,24 +65,24 @@ class _Loader:
         self.specs = table.specs
         self.specs_by_scale = {spec.scale_name: spec for spec in table.specs.values() if spec.may_have_scale}
         self.held: dict[str, Tensor] = {}
-        """Quantised weights and scales of which a part has not come yet, by their own names."""
+        """Quantised weights and scales whose counterparts have not been read yet, by tensor name."""
         self.loaded: set[str] = set()
         self.unknown: list[str] = []
 
-    def take(self, name: str, tensor: Tensor) -> None:
-        """Check one tensor and load it, or hold it until its other half comes."""
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Check one tensor, and load it or hold it until its counterparts have been read."""
         if name in self.loaded or name in self.held:
             raise CheckpointError(f"tensor {name!r} comes twice in the checkpoint")
         if name in self.specs_by_scale:
-            self._take_scale(self.specs_by_scale[name], tensor)
+            self._add_scale(self.specs_by_scale[name], tensor)
         elif name in self.specs:
-            self._take_weight(self.specs[name], tensor)
+            self._add_weight(self.specs[name], tensor)
         elif (spec := self.specs.get(nvfp4.weight_name(name))) is not None and spec.format is Format.EXPERT:
-            self._take_nvfp4_scale(spec, name, tensor)
+            self._add_nvfp4_scale(spec, name, tensor)
         else:
             self.unknown.append(name)
 
-    def _take_weight(self, spec: TensorSpec, weight: Tensor) -> None:
+    def _add_weight(self, spec: TensorSpec, weight: Tensor) -> None:
         _check(spec.name, weight, [(dtype, spec.stored_shape(dtype)) for dtype in spec.format.value])
         if spec.format is Format.INDEX and not 0 <= int(weight.min()) <= int(weight.max()) < self.num_experts:
             raise CheckpointError(
@@ -103,7 +103,7 @@ class _Loader:
         else:
             self.held[spec.name] = weight
 
-    def _take_scale(self, spec: TensorSpec, scale: Tensor) -> None:
+    def _add_scale(self, spec: TensorSpec, scale: Tensor) -> None:
         quantised = [dtype for dtype in spec.format.value if dtype not in (*FLOATS, nvfp4.WEIGHT_DTYPE)]
         _check(spec.scale_name, scale, [(dtype, spec.scale_shape(stored)) for stored in quantised for dtype in _SCALES])
         weight = self.held.get(spec.name)
@@ -114,7 +114,7 @@ class _Loader:
         else:
             self.held[spec.scale_name] = scale
 
-    def _take_nvfp4_scale(self, spec: TensorSpec, name: str, scale: Tensor) -> None:
+    def _add_nvfp4_scale(self, spec: TensorSpec, name: str, scale: Tensor) -> None:
         _check(name, scale, nvfp4.accepted(name, *spec.shape))
         weight = self.held.get(spec.name)
         if spec.name in self.loaded or (weight is not None and weight.dtype != nvfp4.WEIGHT_DTYPE):
@@ -139,12 +139,12 @@ class _Loader:
                 f"tensor {spec.name!r} is NVFP4, but the quantization_config of config.json does not say so: "
                 "moe_quant_algo 'NVFP4', quant_algo 'MIXED_PRECISION' and group_size 16, as in hf_quant_config.json"
             )
-        for take, name, tensor in (
-            (self.values.take_nvfp4_scale, names[1], scale),
-            (self.values.take_nvfp4_global_scale, names[2], global_scale),
-            (self.values.take_input_scale, names[3], input_scale),
+        for note, name, tensor in (
+            (self.values.note_nvfp4_scale, names[1], scale),
+            (self.values.note_nvfp4_global_scale, names[2], global_scale),
+            (self.values.note_input_scale, names[3], input_scale),
         ):
-            take(name, tensor)
+            note(name, tensor)
         parameter = self.parameters[spec.parameter]
         if f"{spec.parameter}_scale_inv" in self.parameters:
             self._other_layer(spec, weight, parameter)
@@ -160,7 +160,7 @@ class _Loader:
         self.loaded.update(names)
 
     def _is_nvfp4(self, spec: TensorSpec) -> bool:
-        """Whether its layer was built for NVFP4: SGLang's, on a GPU."""
+        """Whether the tensor's layer was built for NVFP4, as SGLang's are on a GPU."""
         return f"{spec.parameter}_scale_2" in self.parameters
 
     def _other_layer(self, spec: TensorSpec, weight: Tensor, parameter: nn.Parameter) -> NoReturn:
@@ -171,14 +171,14 @@ class _Loader:
 
     def _load(self, spec: TensorSpec, weight: Tensor, scale: Tensor | None) -> None:
         if scale is not None:
-            if not self.quantised:  # and so SGLANG_DSV4_QAT would be off by default
+            if not self.quantised:  # SGLANG_DSV4_QAT would default to off
                 raise CheckpointError(
                     f"tensor {spec.name!r} is {_word(weight.dtype)} with scales, but config.json has no "
                     "quantization_config: the release has one, copy it from there"
                 )
             _check(spec.scale_name, scale, [(dtype, spec.scale_shape(weight.dtype)) for dtype in _SCALES])
-            self.values.take_scale(spec.scale_name, scale, weight)
-        self.values.take_weight(spec.name, weight)
+            self.values.note_scale(spec.scale_name, scale, weight)
+        self.values.note_weight(spec.name, weight)
         if spec.parameter is None:
             self.loaded.add(spec.name)
             return
@@ -196,7 +196,7 @@ class _Loader:
         self.loaded.update((spec.name,) if scale is None else (spec.name, spec.scale_name))
 
     def _copy(self, spec: TensorSpec, parameter: nn.Parameter, tensor: Tensor, name: str | None = None) -> None:
-        """SGLang's experts tell by `name` what kind of scale comes; None: the weight's."""
+        """Copy a tensor into a parameter; SGLang's experts tell the kind of scale by `name` (None: the weight's)."""
         load = getattr(parameter, "weight_loader", None)
         if load is None:
             parameter.data.copy_(tensor)
@@ -208,7 +208,7 @@ class _Loader:
             load(parameter, tensor)
 
     def finish(self) -> None:
-        """Report what is unknown, what is missing and what holds no numbers."""
+        """Raise for tensors that are unknown, missing, unused, or hold values that are not finite."""
         problems = []
         if self.unknown:
             listed = []
@@ -233,7 +233,7 @@ class _Loader:
             problems.append(f"{len(missing)} missing tensors: {_first(missing, len(missing))}")
         unused = [repr(name) for name in self.held if nvfp4.weight_name(name) in self.loaded]
         if unused:
-            problems.append(f"{len(unused)} scales of NVFP4 whose weight is not: {_first(unused, len(unused))}")
+            problems.append(f"{len(unused)} scales of NVFP4 whose weight is not NVFP4: {_first(unused, len(unused))}")
         if problems:
             problems.insert(0, "the checkpoint does not hold the tensors of this config in official names")
         wrong = self.values.problems()
@@ -274,7 +274,7 @@ def _first(items: list[str], total: int) -> str:
 
 
 def _read(weights: Iterable[tuple[str, Tensor]], checkpoint: str) -> Iterator[tuple[str, Tensor]]:
-    """`weights`, but a reader's failure names the tensors that a file in `checkpoint` has lost."""
+    """`weights`; an error of the reader becomes one that names the tensors missing from the files in `checkpoint`."""
     try:
         yield from weights
     except CheckpointError:
@@ -289,7 +289,7 @@ def _read(weights: Iterable[tuple[str, Tensor]], checkpoint: str) -> Iterator[tu
 
 
 def cut_tensors(path: Path) -> list[str]:
-    """What a safetensors file has lost by being cut short or damaged: one line a tensor, or one for its header.
+    """One line for each tensor that a safetensors file lost by being cut short or damaged, or one for its header.
 
     Args:
         path: the file. Only its header is read.
@@ -306,7 +306,7 @@ def cut_tensors(path: Path) -> list[str]:
         header = json.loads(content)
         header.pop("__metadata__", None)
         ends = sorted((begin + entry["data_offsets"][1], name, tuple(entry["shape"])) for name, entry in header.items())
-    except (ValueError, TypeError, LookupError, AttributeError):  # no JSON, or JSON that is no table of tensors
+    except (ValueError, TypeError, LookupError, AttributeError):  # no JSON, or JSON of another form
         return [f"the first {begin} bytes of {path.name} are no safetensors header"]
     return [
         f"{name!r} {shape} ends at byte {end} of {path.name}, which has {file_bytes}"

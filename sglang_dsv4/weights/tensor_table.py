@@ -1,7 +1,7 @@
 """The official checkpoint as a table (DeepSeek-V4 specification, section 6).
 
-`main_model_tensors`, `mtp_tensors` and `dspark_tensors` list every tensor there must be: its shape, its format, and the
-parameter it goes to. `weights.py` streams a checkpoint through them.
+`main_model_tensors`, `mtp_tensors` and `dspark_tensors` list every tensor that a checkpoint must have: its shape, its
+format, and the parameter that it is loaded into. `loader` reads a checkpoint by them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglang_dsv4.model_config.layer_kinds import LayerKind
 from sglang_dsv4.weights import nvfp4
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float16)
-"""Dtypes of a tensor that is not quantised."""
+"""The dtypes of a tensor that is not quantised."""
 
 _NEXTN_DECODER = "model.decoder."
 
@@ -28,9 +28,9 @@ class Format(Enum):
     FLOAT = FLOATS
     """Never quantised."""
     LINEAR = (torch.float8_e4m3fn, *FLOATS)
-    """FP8 with a `.scale` for 128x128 blocks, or not quantised."""
+    """FP8 with a `.scale` per 128x128 block, or not quantised."""
     EXPERT = (torch.int8, nvfp4.WEIGHT_DTYPE, torch.float8_e4m3fn, *FLOATS)
-    """FP4, two to a byte, with a `.scale` for 32 columns; or NVFP4 with its three scales; or as LINEAR."""
+    """FP4, two values a byte, with a `.scale` per 32 columns; or NVFP4 with its three scales; or as LINEAR."""
     INDEX = (torch.int64, torch.int32)
     """Expert ids."""
 
@@ -42,26 +42,26 @@ class TensorSpec:
     name: str
     """Official name."""
     shape: tuple[int, ...]
-    """Of its values; an FP4 tensor has half as many columns in the file."""
+    """Shape of its values; in the file an FP4 tensor has half as many columns."""
     format: Format
     parameter: str | None
-    """Name of the model's parameter that it is loaded into. None: it is checked and dropped, no forward reads it."""
+    """The model's parameter that it is loaded into; None: it is checked and dropped, no forward reads it."""
     shard: str | int | None = None
-    """Which part of a fused parameter, as its weight loader calls it."""
+    """The part of a fused parameter, as the parameter's weight loader names it."""
     expert: int | None = None
 
     @property
     def may_have_scale(self) -> bool:
-        """Whether it may be quantised."""
+        """Whether the tensor may be quantised."""
         return self.format in (Format.LINEAR, Format.EXPERT)
 
     @property
     def scale_name(self) -> str:
-        """Official name of its scales."""
+        """Official name of the tensor's scales."""
         return self.name.removesuffix("weight") + "scale"
 
     def stored_shape(self, dtype: torch.dtype) -> tuple[int, ...]:
-        """Shape in the file if stored as `dtype`."""
+        """Shape in the file, if it is stored as `dtype`."""
         packed = dtype in (torch.int8, nvfp4.WEIGHT_DTYPE)
         return (self.shape[0], self.shape[1] // 2) if packed else self.shape
 
@@ -75,16 +75,16 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class TensorTable:
-    """What one model loads from a checkpoint."""
+    """The tensors that one model loads from a checkpoint."""
 
     specs: dict[str, TensorSpec]
-    """By official name."""
+    """Official name -> tensor."""
     is_ours: Callable[[str], bool]
-    """False for the names of another model in the same checkpoint: they are skipped, not checked."""
+    """False for names that belong to another model in the same checkpoint: they are skipped, not checked."""
 
 
 def main_model_tensors(config: Config) -> TensorTable:
-    """All tensors but those of the draft, which are left out by name: another name of a draft's kind is unknown."""
+    """All tensors of the main model. The draft's tensors are skipped by name; any other `mtp.` name is unknown."""
     rows = [
         *_top_level(config),
         *(
@@ -98,18 +98,18 @@ def main_model_tensors(config: Config) -> TensorTable:
 
 
 def _draft_names(config: Config) -> frozenset[str]:
-    """Names of all tensors of the checkpoint's draft, scales too: the MTP module's or DSpark's."""
+    """Names of all tensors of the checkpoint's draft, MTP or DSpark, with their scales."""
     specs = (mtp_tensors if config.dspark is None else dspark_tensors)(config).specs.values()
     names = {spec.name for spec in specs} | {spec.scale_name for spec in specs if spec.may_have_scale}
-    if config.nvfp4_experts:  # some exports have the draft's in NVFP4, too
+    if config.nvfp4_experts:  # some exports store the draft's experts in NVFP4, too
         names.update(name for spec in specs if spec.format is Format.EXPERT for name in nvfp4.scale_names(spec.name))
     return frozenset(names)
 
 
 def dspark_tensors(config: Config) -> TensorTable:
-    """The tensors of a DSpark draft: a window-only block for each stage, and what the first and the last one have.
+    """The tensors of a DSpark draft: a window-only block per stage, and the extra tensors of the first and last stage.
 
-    Embedding and head are the main model's.
+    The draft uses the main model's embedding and head.
     """
     d, v, rank, stages = config.hidden_size, config.vocab_size, config.dspark.markov_rank, config.dspark.num_stages
     first, last = "mtp.0.", f"mtp.{stages - 1}."
@@ -131,7 +131,7 @@ def dspark_tensors(config: Config) -> TensorTable:
 
 
 def mtp_tensors(config: Config) -> TensorTable:
-    """The tensors of the MTP module. Embedding and head are the main model's."""
+    """The tensors of the MTP module, which uses the main model's embedding and head."""
     d = config.hidden_size
     rows = [
         *(_moved(spec, "mtp.0.", _NEXTN_DECODER) for spec in _block(config, LayerKind.SWA, hashed=False)),
@@ -169,7 +169,7 @@ def _hyper_connection_head(c: Config) -> list[TensorSpec]:
 
 
 def _block(c: Config, kind: LayerKind, hashed: bool) -> list[TensorSpec]:
-    """One decoder layer; names and parameters without its prefix."""
+    """The tensors of one decoder layer; names and parameters without the layer's prefix."""
     d, n, heads, dim = c.hidden_size, c.hc_mult, c.num_attention_heads, c.head_dim
     rq, group_outputs = c.q_lora_rank, c.o_groups * c.o_lora_rank
     mixes = (2 + n) * n

@@ -16,7 +16,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def emulated_device() -> Iterator[Callable[..., "Device"]]:
-    """`emulated_device(schedule="late", ...)` returns the device that this test launches on."""
+    """A function that opens an emulated device for this test: `emulated_device(schedule="late", ...)`."""
     from ptx_emulator import emulated
 
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Element-wise instructions against NumPy, on all lanes with edge values first."""
+"""Element-wise instructions against NumPy, on all lanes; edge values come first."""
 
 import numpy as np
 import pytest

@@ -1,11 +1,11 @@
-"""clusterlaunchcontrol: a running CTA takes over those that have not started, and every CTA's work is done once."""
+"""clusterlaunchcontrol: a running CTA cancels CTAs that have not started; every CTA's work is done once."""
 
 import numpy as np
 import pytest
 from ptx_emulator import Checks, EmulationError
 from ptx_emulator.samples.handwritten import run
 
-# Counts the visits of every CTA of the grid at [%rd100]; %ctaid.x of the CTA that runs, plus one, goes to [%rd101].
+# Counts the visits of every CTA of the grid at [%rd100]; stores the running CTA's %ctaid.x + 1 at [%rd101].
 PERSISTENT = """mov.u32 %r10, %ctaid.x; mov.u32 %r11, %r10; mov.u32 %r12, 0; setp.ne.u32 %p1, %r100, 0;
 @%p1 bra I; mbarrier.init.shared::cta.b64 [%r103+16], 1; fence.mbarrier_init.release.cluster; I: bar.sync 0;
 L: @%p1 bra W; mul.wide.u32 %rd1, %r10, 4; add.s64 %rd2, %rd100, %rd1; add.s64 %rd3, %rd101, %rd1; add.u32 %r13, %r11, 1;
@@ -27,9 +27,9 @@ def test_every_cta_is_done_once(schedule: str, seed: int) -> None:
     run(PERSISTENT, visits, by, grid=7, threads=64, schedule=schedule, seed=seed, checks=checks)
     np.testing.assert_array_equal(visits, 1)
     if schedule == "eager":
-        np.testing.assert_array_equal(by, 1)  # the first CTA took over all the others
+        np.testing.assert_array_equal(by, 1)  # the first CTA canceled all other CTAs
     else:
-        assert 1 < len(set(by)) < 7  # some were refused
+        assert 1 < len(set(by)) < 7  # some requests were refused
 
 
 def test_response_is_overwritten_after_a_proxy_fence() -> None:

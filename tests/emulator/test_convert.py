@@ -10,7 +10,7 @@ RNG = np.random.default_rng(11)
 
 
 def encode(fmt: str, x: np.ndarray) -> np.ndarray:
-    """Nearest code, ties to the even one, saturated: by search over all values."""
+    """The nearest code, with ties to even and saturation, by a search over all values."""
     exponent_bits, mantissa_bits, _, _ = FORMATS[fmt]
     values = decode(fmt)
     distance = np.abs(np.abs(x.astype(np.float64))[:, None] - values)
@@ -65,9 +65,9 @@ def test_small_float_to_f16(fmt: str) -> None:
 
 
 def test_every_scaled_e4m3_to_bf16() -> None:
-    """Of a pair with a scale each: every code with every scale in the lower half, in another order in the upper one."""
+    """Every code with every scale in the lower half of the pair, and in another order in the upper half."""
     low = np.arange(1 << 16, dtype=np.uint32)
-    high = low[::-1]  # code in the lower byte, scale in the upper one
+    high = low[::-1]  # code in the lower byte, scale in the upper byte
     out = np.zeros(1 << 16, np.uint32)
     run(
         """mov.u32 %r1, %r100; L: mul.wide.u32 %rd1, %r1, 4; add.s64 %rd2, %rd100, %rd1; ld.global.v2.u16 {%h1, %h2}, [%rd2];
@@ -82,7 +82,7 @@ def test_every_scaled_e4m3_to_bf16() -> None:
     scales = np.append(2.0 ** (np.arange(255) - 127), np.nan)
     for part, half in ((low, out & 0xFFFF), (high, out >> 16)):
         exact = torch.from_numpy(values[part & 0xFF] * scales[part >> 8])
-        expected = exact.float().bfloat16()  # fp32 holds the product, or it is beyond bf16, too
+        expected = exact.float().bfloat16()  # exact in fp32, or out of the range of bf16 too
         converted = torch.from_numpy(half.astype(np.uint16)).view(torch.bfloat16)
         torch.testing.assert_close(converted, expected, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(torch.signbit(converted)[~exact.isnan()], torch.signbit(expected)[~exact.isnan()])

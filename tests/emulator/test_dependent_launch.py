@@ -1,4 +1,4 @@
-"""griddepcontrol: what a launch with programmatic stream serialization may do before the grid before it has ended."""
+"""griddepcontrol: accesses of a launch with programmatic stream serialization before the previous grid has ended."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from ptx_emulator.device.tensor_map import ElementType, encode
 from ptx_emulator.samples.handwritten import aligned, run
 
 WAIT, NEXT = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
-# Accesses of one thread to the array at [%rd100], with shared memory at %r103 and an mbarrier behind 1 KiB of it.
+# Accesses of one thread to the array at [%rd100], with shared memory at %r103 and an mbarrier after its first 1 KiB.
 SETUP = "mbarrier.init.shared::cta.b64 [%r103+1024], 1; fence.mbarrier_init.release.cluster;"
 EXPECT = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r103+1024], 128;"
 DONE = "W: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r103+1024], 0; @!%p2 bra W;"
@@ -50,7 +50,7 @@ def refused(body: str, says: str, **options: object) -> None:
 
 @pytest.mark.parametrize("schedule", ["eager", "late"])
 @pytest.mark.parametrize("access", READS | WRITES)
-def test_accesses_stand_behind_the_wait(access: str, schedule: str) -> None:
+def test_accesses_need_the_wait_before_them(access: str, schedule: str) -> None:
     code = (READS | WRITES)[access]
     verb = "reads p0" if access in READS else "writes p0"
     launched(f"{SETUP} {NEXT} {WAIT} {code}", schedule=schedule)
@@ -59,12 +59,12 @@ def test_accesses_stand_behind_the_wait(access: str, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("access", READS)
-def test_what_no_grid_writes_may_be_read_before(access: str) -> None:
+def test_constants_may_be_read_before_the_wait(access: str) -> None:
     launched(f"{SETUP} {READS[access]} {WAIT}", constant=(0,))
 
 
 @pytest.mark.parametrize("access", WRITES)
-def test_nothing_may_be_written_before(access: str) -> None:
+def test_writes_before_the_wait_are_refused(access: str) -> None:
     refused(f"{SETUP} {WRITES[access]} {WAIT}", "writes p0 before griddepcontrol.wait", constant=(0,))
 
 
@@ -78,7 +78,7 @@ def test_every_lane_waits_for_itself() -> None:
 
 
 def test_every_cta_waits() -> None:
-    """Else the next grid's wait would say nothing of the grids before this one."""
+    """Otherwise the next grid's wait implies nothing about the grids before this one."""
     some = "mov.u32 %r1, %ctaid.x; setp.ne.u32 %p1, %r1, 1;"
     refused("", "no thread of it executed griddepcontrol.wait")
     refused(f"{some} @%p1 {WAIT}", "no thread of it executed griddepcontrol.wait", grid=3)
@@ -86,13 +86,13 @@ def test_every_cta_waits() -> None:
 
 
 def test_a_second_cta_waits_anew() -> None:
-    """On one multiprocessor's warps, which the emulator uses again."""
+    """The emulator reuses the warps of one multiprocessor, whose state must be reset."""
     some = "mov.u32 %r1, %ctaid.x; setp.eq.u32 %p1, %r1, 0;"
     body = f"{some} @%p1 {WAIT} ld.global.u32 %r1, [%rd100]; {WAIT}"
     refused(body, "reads p0 before", grid=2)
 
 
-def test_tensor_memory_is_taken_between_the_wait_and_the_next_grid() -> None:
+def test_tensor_memory_is_allocated_between_the_wait_and_launch_dependents() -> None:
     alloc = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r103], 512;"
     free = "ld.shared.u32 %r1, [%r103]; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 512;"
     launched(f"{WAIT} {alloc} {NEXT} {free}", threads=32)
@@ -101,5 +101,5 @@ def test_tensor_memory_is_taken_between_the_wait_and_the_next_grid() -> None:
     refused(f"{NEXT} {WAIT} {alloc} {free}", "tcgen05.alloc after griddepcontrol.launch_dependents", threads=32)
 
 
-def test_the_check_can_be_left_out() -> None:
+def test_the_check_can_be_switched_off() -> None:
     launched("ld.global.u32 %r1, [%rd100];", checks=Checks(grid_dependency="off"))

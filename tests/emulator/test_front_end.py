@@ -1,4 +1,4 @@
-"""What the decoder refuses, and that errors say where."""
+"""Refusals of the decoder, and the location in errors."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
 """Happens-before in global memory, among all CTAs of a launch: strong accesses and fences order, and little else.
 
-As in test_order.py, a line with a mark `/*name*/` may be taken out, and its loss is named.
+As in test_order.py, a line with a mark `/*name*/` can be deleted, and the error names the loss.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from ptx_emulator.samples.handwritten import run
 
 SCHEDULES = [("eager", 0), ("late", 0), ("random", 1), ("random", 2), ("random_warps", 3)]
 
-# Partial results of every CTA, added by the one that arrives last: what split attention does.
+# Every CTA writes a partial result; the CTA that arrives last adds them, as split attention does.
 LAST_ARRIVER = """mov.u32 %r1, %ctaid.x; mad.lo.u32 %r2, %r1, 64, %r100; mul.wide.u32 %rd1, %r2, 4; add.s64 %rd2, %rd100, %rd1;
 add.u32 %r3, %r2, 1; st.global.u32 [%rd2], %r3;
 bar.sync 0; /*all_written*/
@@ -27,7 +27,7 @@ setp.le.u32 %p3, %r7, %r5; @%p3 bra L;
 add.s64 %rd5, %rd102, %rd3; st.global.u32 [%rd5], %r6;
 E:"""
 
-# CTA 0 sets a flag when its data is written; CTA 1 spins on it.
+# CTA 0 sets a flag after writing its data; CTA 1 polls the flag.
 FLAG = """mov.u32 %r1, %ctaid.x; setp.ne.u32 %p1, %r1, 0; mul.wide.u32 %rd1, %r100, 4; add.s64 %rd2, %rd100, %rd1;
 setp.ne.u32 %p2, %r100, 0; mov.u32 %r5, 1; @%p1 bra C; st.global.u32 [%rd2], %r100; bar.sync 0;
 @!%p2 st.release.gpu.global.u32 [%rd101], %r5; /*release*/
@@ -36,7 +36,7 @@ S: ld.acquire.gpu.global.u32 %r2, [%rd101]; setp.eq.u32 %p3, %r2, 0; @%p3 bra S;
 D: bar.sync 0; /*told*/
 ld.global.u32 %r3, [%rd2]; add.s64 %rd3, %rd102, %rd1; st.global.u32 [%rd3], %r3; E:"""
 
-# Shared memory goes out by a bulk store, and its target is read back.
+# A bulk store copies shared memory to global memory, which is read back.
 BULK = """shl.b32 %r1, %r100, 2; add.u32 %r2, %r103, %r1; st.shared.u32 [%r2], %r100; fence.proxy.async.shared::cta; bar.sync 0;
 setp.ne.u32 %p1, %r100, 0; @%p1 bra J; cp.async.bulk.global.shared::cta.bulk_group [%rd100], [%r103], 256;
 cp.async.bulk.commit_group;
@@ -45,7 +45,7 @@ J: bar.sync 0; /*told*/
 xor.b32 %r3, %r100, 32; mul.wide.u32 %rd1, %r3, 4; add.s64 %rd2, %rd100, %rd1; ld.global.u32 %r4, [%rd2];
 add.s64 %rd3, %rd102, %rd1; st.global.u32 [%rd3], %r4;"""
 
-# A bulk load of what other warps have stored.
+# A bulk load of data that other warps have stored.
 BULK_LOAD = """mul.wide.u32 %rd1, %r100, 4; add.s64 %rd2, %rd100, %rd1; st.global.u32 [%rd2], %r100;
 setp.ne.u32 %p1, %r100, 0; @%p1 bra I; mbarrier.init.shared::cta.b64 [%r103], 1; fence.mbarrier_init.release.cluster; I:
 fence.proxy.async; bar.sync 0; /*stored*/
@@ -100,8 +100,8 @@ def test_without_one_synchronisation(name: str, mark: str, kinds: str, schedule:
 
 
 @pytest.mark.parametrize("schedule", ["late", "random", "random_warps"])
-def test_a_cta_may_start_before_those_in_front_of_it_are_done(schedule: str) -> None:
-    """Else waiting for them would never be tried."""
+def test_a_cta_may_start_before_lower_numbered_ctas_end(schedule: str) -> None:
+    """Otherwise a wait for them would never be exercised."""
     busy = (
         "mov.u32 %r6, 0; B: add.u32 %r6, %r6, 1; setp.lt.u32 %p4, %r6, 3000; @%p4 bra B; st.global.u32 [%rd2], %r100;"
     )
@@ -111,15 +111,15 @@ def test_a_cta_may_start_before_those_in_front_of_it_are_done(schedule: str) -> 
 
 
 def run_flag(body: str, schedule: str, seed: int) -> int:
-    """How often CTA 1 looked at the flag."""
+    """The number of times that CTA 1 read the flag."""
     report, out = _run("FLAG", body, schedule, seed)
     np.testing.assert_array_equal(out, np.arange(64))
     (looks,) = (count for form, count in report.by_form.items() if form.startswith("ld.acquire"))
     return looks
 
 
-def test_reads_of_a_source_wait_for_no_write() -> None:
-    """wait_group.read lets the shared memory go; the global memory need not be written."""
+def test_wait_group_read_does_not_cover_the_write() -> None:
+    """wait_group.read frees the shared memory; the global memory need not be written yet."""
     with pytest.raises(EmulationError) as e:
         _run("BULK", BULK.replace("wait_group 0", "wait_group.read 0"))
     assert e.value.kind.name == "global_race" and "bulk store" in e.value.message
@@ -132,7 +132,7 @@ def test_message_names_tensor_and_cluster() -> None:
 
 
 def test_same_value_is_a_warning() -> None:
-    """Several warps may write one result, as CUTLASS's MLA decode does."""
+    """Several warps may write the same result, as in CUTLASS's MLA decode."""
     out = np.zeros(1, np.uint32)
     report = run("mov.u32 %r1, 7; st.global.u32 [%rd100], %r1;", out, threads=64)
     assert [w.split()[0] for w in report.warnings] == ["global_race"]

@@ -1,7 +1,7 @@
-"""Lanes of one warp are threads: what one of them did is another's to use, or to hand on, behind a barrier of both.
+"""Lanes of one warp are threads: a lane may use or publish accesses of another lane only after a barrier of both.
 
-A line that may be taken out carries a mark `/*name*/`. The right programs pass under every schedule; without such a
-line they end with `lane_race`, under every schedule too, since nothing of it depends on timing.
+A line that can be deleted carries a mark `/*name*/`. The right programs pass under every schedule; without such a line
+they end with `lane_race` under every schedule, since the check does not depend on timing.
 """
 
 import re
@@ -14,7 +14,7 @@ from ptx_emulator.samples.handwritten import aligned, run
 SCHEDULES = [("eager", 0), ("late", 0), ("random", 1), ("random_warps", 2)]
 CHECKS = Checks(lane_race="error", async_write_fence="error")
 
-# Of this lane: %r2 its word, %r3 its neighbour's, %rd2 its place in the output.
+# %r2: this lane's word; %r3: its neighbour's word; %rd2: its address in the output.
 PLACES = """shl.b32 %r1, %r100, 2; add.u32 %r2, %r103, %r1; xor.b32 %r3, %r2, 4; mul.wide.u32 %rd1, %r100, 4; add.s64 %rd2, %rd100, %rd1;
 setp.ne.u32 %p1, %r101, 0; setp.ne.u32 %p2, %r102, 0; add.u32 %r6, %r103, 1024; setp.ne.u32 %p3, %r100, 0;
 @%p3 bra I; mbarrier.init.shared::cta.b64 [%r6], 1; mbarrier.init.shared::cta.b64 [%r6+8], 32; I: bar.sync 0;
@@ -116,7 +116,7 @@ def test_right_program_passes(name: str, schedule: str, seed: int) -> None:
     assert (_run(name, PROGRAMS[name], schedule, seed) == _run(name, PROGRAMS[name])).all()
 
 
-# These make lanes wait for each other, and order no memory.
+# These make lanes wait for each other without ordering memory.
 NO_BARRIERS = {
     "nothing": "",
     "elect": "elect.sync _|%p9, -1;",
@@ -128,17 +128,17 @@ NO_BARRIERS = {
 @pytest.mark.parametrize("instead", NO_BARRIERS)
 @pytest.mark.parametrize(("name", "mark"), MARKS)
 def test_missing_line_is_named(name: str, mark: str, instead: str) -> None:
-    """Also the cause, for others may report the same first: what is said to be missing is bar.warp.sync."""
+    """The message must name the cause, a missing bar.warp.sync."""
     body, count = re.subn(rf"^.*/\*{mark}\*/.*$", NO_BARRIERS[instead], PROGRAMS[name], flags=re.MULTILINE)
     assert count == 1
     for schedule, seed in SCHEDULES:
         with pytest.raises(EmulationError, match=r"bar\.warp\.sync") as e:
             _run(name, body, schedule, seed)
         assert e.value.kind.name == "lane_race"
-    _run(name, body, checks=Checks())  # released kernels are not held to it
+    _run(name, body, checks=Checks())  # the check is off for released kernels
 
 
-# What else orders lanes, and what needs no order.
+# Other instructions that order lanes, and accesses that need no order.
 ORDERED = {
     "bar.sync": f"st.shared.u32 [%r2], %r101; bar.sync 0; ld.shared.u32 %r5, [%r3]; {OUTPUT}",
     "a barrier to which all lanes arrive": f"""st.shared.u32 [%r2], %r101; mbarrier.arrive.shared::cta.b64 _, [%r6+8];
@@ -164,8 +164,8 @@ def test_no_false_alarm(name: str) -> None:
         _run(name, ORDERED[name], schedule, seed)
 
 
-def test_one_lane_knows_no_more_than_it_waited_for() -> None:
-    """Lane 0 may not arrive for lane 1 even if both of them executed alone."""
+def test_a_lane_publishes_only_accesses_that_it_waited_for() -> None:
+    """Lane 0 may not arrive on behalf of lane 1, even if each of them executed alone."""
     body = f"""setp.ne.u32 %p6, %r101, 1; @%p2 bra R; @!%p6 st.shared.u32 [%r103], 9;
 @!%p1 mbarrier.arrive.shared::cta.b64 _, [%r6]; bra E; R: {WAIT} ld.shared.u32 %r5, [%r103]; {OUTPUT} E:"""
     with pytest.raises(EmulationError, match="lanes 00000001 handed on"):

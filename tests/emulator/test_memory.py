@@ -81,8 +81,11 @@ def test_ldmatrix_and_stmatrix_transpose() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_byte_matrix_transposing_load(count: int) -> None:
-    """Thread t gives row t. Once the layout was taken from CUTLASS's traits, which hold after a permutation of the
-    registers that CUTLASS adds itself: mixed_input_fmha_decode came out wrong in half of its elements."""
+    """Thread t gives the address of row t.
+
+    An earlier layout came from CUTLASS's traits, which hold only after a permutation of the registers that CUTLASS
+    adds: half of the elements of mixed_input_fmha_decode were wrong.
+    """
     a = RNG.integers(0, 256, (32, 16), dtype=np.uint8)
     out = np.zeros((32, 2 * count), np.uint32)
     registers = ", ".join(f"%r{7 + k}" for k in range(2 * count))
@@ -104,8 +107,8 @@ def test_byte_matrix_transposing_load(count: int) -> None:
 def test_byte_matrix_transpose_there_and_back() -> None:
     a = RNG.integers(0, 256, (16, 16), dtype=np.uint8)
     out = np.zeros((16, 16), np.uint8)
-    # What ldmatrix left, with the bytes exchanged between its two registers as CUTLASS does it, is what stmatrix takes
-    # if thread s gives row s0 + 2*s2 + 8*s1 to ldmatrix.
+    # The result of ldmatrix, with bytes exchanged between its two registers as in CUTLASS, is the input of stmatrix if
+    # thread s gives ldmatrix the address of row s0 + 2*s2 + 8*s1.
     run(
         """setp.ge.u32 %p1, %r101, 16; mul.wide.u32 %rd1, %r101, 16; add.s64 %rd2, %rd100, %rd1; add.s64 %rd3, %rd101, %rd1;
     shl.b32 %r5, %r101, 4; add.u32 %r6, %r103, %r5; @%p1 bra A; ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd2]; st.shared.v4.b32 [%r6], {%r1, %r2, %r3, %r4}; A: bar.warp.sync -1;
@@ -160,7 +163,7 @@ def test_bad_access(body: str, kind: ErrorKind) -> None:
     assert e.value.kind is kind
 
 
-def test_an_atomic_operation_may_find_what_was_written() -> None:
+def test_an_atomic_operation_on_initialised_shared_memory() -> None:
     out = np.zeros(32, np.uint32)
     run(
         """setp.eq.u32 %p1, %r101, 0; @%p1 st.shared.u32 [%r103], 3; bar.warp.sync 0xffffffff;

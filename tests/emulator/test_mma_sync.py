@@ -25,7 +25,7 @@ def _matrix(kind: str, rows: int, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fragments(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Registers [count, 32] of a row-major matrix of 8 or 16 rows: g = lane / 4 gives the row, t = lane % 4 the
+    """The registers [count, 32] of a row-major matrix of 8 or 16 rows: lane / 4 selects the row, lane % 4 the
     elements."""
     rows, k = codes.shape
     each = 32 // bits

@@ -79,7 +79,7 @@ def test_deleting_keeps_the_line_numbers(own_kernels: dict[str, Recording]) -> N
 
 @pytest.mark.slow
 def test_fa4_sparse_mla() -> None:
-    """DSV4_FA4_RECORDING: written by foreign/flash_attention_4.py --recording (README.md has the arguments)."""
+    """DSV4_FA4_RECORDING names a file that foreign/flash_attention_4.py --recording wrote (arguments: README.md)."""
     path = os.environ.get("DSV4_FA4_RECORDING")
     if not path:
         pytest.skip("DSV4_FA4_RECORDING is not set")

@@ -1,6 +1,6 @@
-"""The happens-before checker: right programs pass under every schedule, and each of them with one line taken out fails.
+"""The happens-before checker: right programs pass under every schedule, and fail with one line deleted.
 
-A line that may be taken out carries a mark `/*name*/`; the test removes it and expects the named kind of error.
+A line that can be deleted carries a mark `/*name*/`; the test deletes it and expects the named kind of error.
 """
 
 import re
@@ -49,7 +49,7 @@ setp.ne.u32 %p1, %r100, 0; @%p1 bra E; cp.async.bulk.tensor.2d.global.shared::ct
 cp.async.bulk.wait_group.read 0; /*read*/
 E: bar.sync 0; st.shared.u32 [%r2], %r1;"""
 
-# Tensor memory handed from a storing warp to a loading one of the same quarter (warps 0 and 4).
+# A warp stores tensor memory and another warp of the same quarter loads it (warps 0 and 4).
 TMEM = """setp.ne.u32 %p1, %r102, 0; @%p1 bra S; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r103], 32; S:
 bar.sync 0; /*alloc*/
 ld.shared.u32 %r1, [%r103]; setp.eq.u32 %p2, %r102, 4; and.b32 %r5, %r102, 3; setp.ne.u32 %p4, %r5, 0; @%p4 bra J;
@@ -62,14 +62,14 @@ tcgen05.wait::ld.sync.aligned; /*wait_ld*/
 bar.arrive 2, 64; mul.wide.u32 %rd1, %r101, 4; add.s64 %rd2, %rd100, %rd1; st.global.u32 [%rd2], %r2; J: bar.sync 0; @%p1 bra Z;
 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 32; Z:"""
 
-# A peer's shared memory is written, and the CTA stays until it has been.
+# A CTA writes a peer's shared memory, and the peer does not exit before that.
 CLUSTER = """mov.u32 %r1, %cluster_ctarank; xor.b32 %r2, %r1, 1; shl.b32 %r3, %r101, 2; add.u32 %r4, %r103, %r3; mapa.shared::cluster.u32 %r5, %r4, %r2;
 st.shared.u32 [%r4], %r101; barrier.cluster.arrive; barrier.cluster.wait; /*start*/
 st.shared::cluster.u32 [%r5], %r101;
 barrier.cluster.arrive; barrier.cluster.wait; /*end*/
 ld.shared.u32 %r6, [%r4]; mad.lo.u32 %r7, %r1, 32, %r101; mul.wide.u32 %rd1, %r7, 4; add.s64 %rd2, %rd100, %rd1; st.global.u32 [%rd2], %r6;"""
 
-# Remote arrivals only: nothing is read, so only the exit can be too early.
+# Remote arrivals only, no reads: the only possible error is an early exit.
 LAST_ARRIVAL = """mov.u32 %r1, %cluster_ctarank; setp.ne.u32 %p1, %r101, 0; @%p1 bra I; mbarrier.init.shared::cta.b64 [%r103], 1; fence.mbarrier_init.release.cluster; /*init_fence*/
 I: barrier.cluster.arrive.relaxed; barrier.cluster.wait; setp.ne.u32 %p2, %r1, 0; @!%p2 bra E; @%p1 bra E; mov.u32 %r3, 0; mapa.shared::cluster.u32 %r2, %r103, %r3;
 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r2];
@@ -141,7 +141,7 @@ def test_right_programs_pass(name: str, schedule: str, seed: int) -> None:
 def test_without_one_synchronisation(name: str, mark: str, kinds: str, schedule: str, seed: int) -> None:
     lines = PROGRAMS[name].splitlines()
     (line,) = [x for x in lines if f"/*{mark}*/" in x]
-    # What is deleted is the last statement, or the last two of a barrier's halves or a wait's loop; labels stay.
+    # Deletes the last statement, or the last two for a barrier's halves or a wait's loop; labels stay.
     label = re.match(r"\w+:(?!:)", line)
     keep = label.group(0) if label else ""
     deleted = {
@@ -226,7 +226,7 @@ def test_moves_of_loaded_registers_are_no_wait(schedule: str, seed: int) -> None
     with pytest.raises(EmulationError) as e:
         run(MOVED.replace("tcgen05.wait::ld.sync.aligned;", ""), out, **options)
     assert e.value.kind.name == "race" and "tcgen05.ld" in e.value.message
-    # A use before the arrival is a wait of the compiler's: a warning, or an error for those who ask.
+    # A use before the arrival counts as the compiler's wait: a warning, or an error on request.
     use, arrive = (next(x for x in MOVED.splitlines() if mark in x) for mark in ("/*use*/", "/*used early*/"))
     early = MOVED.replace("tcgen05.wait::ld.sync.aligned;", "").replace(use, arrive).replace(arrive, use, 1)
     report = run(early, out, **options)
@@ -236,7 +236,7 @@ def test_moves_of_loaded_registers_are_no_wait(schedule: str, seed: int) -> None
     assert e.value.kind.name == "tmem_wait" and e.value.ptx_text.startswith("add.u32")
 
 
-# A TMA load into a buffer that a thread has read: a barrier orders them, and a proxy fence belongs between.
+# A TMA load into a buffer that a thread has read: it needs a barrier and a proxy fence between.
 OVERWRITE = """setp.ne.u32 %p1, %r100, 0; @%p1 bra I; mbarrier.init.shared::cta.b64 [%r103], 1;
 fence.mbarrier_init.release.cluster; /*init*/
 I: shl.b32 %r1, %r100, 2; add.u32 %r2, %r103, %r1; st.shared.u32 [%r2+1024], %r100; ld.shared.u32 %r3, [%r2+1024];
@@ -257,14 +257,14 @@ def test_fences_before_asynchronous_writes(schedule: str, seed: int) -> None:
     with pytest.raises(EmulationError) as e:
         run(unfenced, t, tensor_map_of(t, (32, 4)), **options, **asked)
     assert e.value.kind.name == "async_write_fence" and "fence.proxy.async" in e.value.message
-    # The proxy fence of the initialising thread would do for the mbarrier as well.
+    # A proxy fence by the initialising thread is enough for the mbarrier, too.
     uninitialised = OVERWRITE.replace("fence.mbarrier_init.release.cluster;", "")
     run(uninitialised, t, tensor_map_of(t, (32, 4)), **options, **asked)
     report = run(unfenced.replace("fence.mbarrier_init.release.cluster;", ""), t, tensor_map_of(t, (32, 4)), **options)
     assert [w.split()[0] for w in report.warnings] == ["mbarrier_init_fence"]
 
 
-# Two arrivals at the cluster barrier and two waits (FlashAttention-4): each wait stands for one arrival of everybody.
+# Two arrivals at the cluster barrier and two waits (FlashAttention-4): each wait covers one arrival of every thread.
 TWICE = """mov.u32 %r1, %cluster_ctarank; xor.b32 %r2, %r1, 1; mapa.shared::cluster.u32 %r5, %r103, %r2;
 barrier.cluster.arrive; st.shared.u32 [%r103], %r1; barrier.cluster.arrive;
 barrier.cluster.wait; barrier.cluster.wait; /*second*/
@@ -272,7 +272,7 @@ ld.shared::cluster.u32 %r6, [%r5]; barrier.cluster.arrive; barrier.cluster.wait;
 
 
 @pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
-def test_each_cluster_wait_stands_for_one_arrival(schedule: str, seed: int) -> None:
+def test_each_cluster_wait_covers_one_arrival(schedule: str, seed: int) -> None:
     options = {"grid": 2, "cluster": 2, "schedule": schedule, "seed": seed}
     run(TWICE, **options)
     with pytest.raises(EmulationError) as e:
@@ -300,7 +300,7 @@ st.shared.u32 [%r2+2048], %r100; E:"""
 
 
 @pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
-def test_a_copy_hands_on_what_came_before_it_only(schedule: str, seed: int) -> None:
+def test_a_copy_publishes_only_earlier_accesses(schedule: str, seed: int) -> None:
     options = {"threads": 64, "schedule": schedule, "seed": seed}
     run(AFTERWARDS, _tiles(), **options)
     with pytest.raises(EmulationError) as e:
@@ -308,7 +308,7 @@ def test_a_copy_hands_on_what_came_before_it_only(schedule: str, seed: int) -> N
     assert e.value.kind.name == "race"
 
 
-# CTA 1 commits to both CTAs; CTA 0 waits for that before it exits.
+# CTA 1 commits to both CTAs; CTA 0 waits for the commit before it exits.
 COMMIT_TO_PEER = """mov.u32 %r1, %cluster_ctarank; setp.ne.u32 %p1, %r101, 0; @%p1 bra I;
 mbarrier.init.shared::cta.b64 [%r103], 1; fence.mbarrier_init.release.cluster; I: barrier.cluster.arrive; barrier.cluster.wait;
 setp.ne.u32 %p2, %r1, 1; mov.b16 %h1, 3; @%p2 bra W; @%p1 bra E;
@@ -324,7 +324,7 @@ def test_commit_to_a_peer_that_does_not_wait() -> None:
     assert warning.startswith("exited_cta") and "arrives at CTA rank 0" in warning
 
 
-# CTA 1 completes the bytes that CTA 0 expects; CTA 0 waits for them before it exits.
+# CTA 1 completes the bytes that CTA 0 expects; CTA 0 waits for the bytes before it exits.
 COMPLETE_AT_PEER = """mov.u32 %r1, %cluster_ctarank; setp.ne.u32 %p1, %r100, 0; @%p1 bra I;
 mbarrier.init.shared::cta.b64 [%r103], 1; fence.mbarrier_init.release.cluster; I: barrier.cluster.arrive; barrier.cluster.wait;
 setp.ne.u32 %p2, %r1, 1; mov.u32 %r2, 0; mapa.shared::cluster.u32 %r5, %r103, %r2; mov.u32 %r6, 16; @%p1 bra J;
@@ -344,7 +344,7 @@ def test_bytes_completed_at_a_peer_that_waits_for_them(schedule: str, seed: int)
     assert e.value.kind.name == "exited_cta"
 
 
-# .relaxed arrivals and waits: tcgen05.fence carries tensor-core work over them, and nothing else.
+# .relaxed arrivals and waits: tcgen05.fence orders tensor-core work across them, and nothing else.
 RELAXED = """setp.ne.u32 %p1, %r102, 0; @%p1 bra S; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r103], 32;
 setp.ne.u32 %p6, %r101, 0; @%p6 bra S; mbarrier.init.shared::cta.b64 [%r103+8], 32; S: bar.sync 0;
 ld.shared.u32 %r1, [%r103]; setp.eq.u32 %p2, %r102, 4; and.b32 %r5, %r102, 3; setp.ne.u32 %p4, %r5, 0; @%p4 bra J; @%p2 bra L;
@@ -360,7 +360,7 @@ J: bar.sync 0; @%p1 bra Z; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 32
 @pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
 def test_tensor_fences_order_tensor_memory_over_a_relaxed_mbarrier(schedule: str, seed: int) -> None:
     options = {"threads": 160, "schedule": schedule, "seed": seed}
-    # One lane stores, so that the store itself is no race.
+    # Only one lane stores, so that the stores do not race.
     right = RELAXED.replace("st.shared.u32", "@%p6 bra T; st.shared.u32", 1).replace(
         "%r101; tcgen05.st", "%r101; T: tcgen05.st"
     )
@@ -375,8 +375,8 @@ def test_tensor_fences_order_tensor_memory_over_a_relaxed_mbarrier(schedule: str
     assert e.value.kind.name == "race" and "shared memory" in e.value.message
 
 
-# Every thread gives the other CTA of its pair `steps` pieces of 16 bytes, numbered from 4 * (64 * CTA + thread) on, by
-# st.async; what a CTA got goes to global memory.
+# Every thread sends the other CTA of its pair `steps` pieces of 16 bytes by st.async, numbered from
+# 4 * (64 * CTA + thread) on; a CTA copies the received pieces to global memory.
 STORE_ASYNC = """mov.u32 %r1, %cluster_ctarank; xor.b32 %r2, %r1, 1; setp.ne.u32 %p1, %r100, 0; @%p1 bra I;
 mbarrier.init.shared::cta.b64 [%r103], 1; fence.mbarrier_init.release.cluster; mov.u32 %r3, {nbytes};
 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r103], %r3; I: barrier.cluster.arrive; barrier.cluster.wait;
@@ -396,7 +396,7 @@ barrier.cluster.arrive; barrier.cluster.wait;"""
 
 @pytest.mark.parametrize("schedule", ["eager", "late", "random", "random_warps"])
 def test_store_async(schedule: str) -> None:
-    """So many that a place in every clock for each lane's would take 2 GB; for each instruction's it takes a few MB."""
+    """One clock component for each lane's store would need 2 GB; one for each instruction needs a few MB."""
     steps, before = 192, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     out = np.zeros((2, steps, 64, 4), np.uint32)
     body = STORE_ASYNC.format(nbytes=steps * 1024, shift=4, steps=steps)
@@ -407,14 +407,14 @@ def test_store_async(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("shift", [3, 2])
-def test_store_async_of_two_lanes_to_one_place_is_a_race(shift: int) -> None:
+def test_store_async_of_two_lanes_to_one_location_is_a_race(shift: int) -> None:
     with pytest.raises(EmulationError) as e:
         body = STORE_ASYNC.format(nbytes=1024, shift=shift, steps=1)
         run(body, np.zeros(512, np.uint32), grid=2, cluster=2, threads=64)
     assert e.value.kind.name == "race", str(e.value)
 
 
-def test_what_store_async_brings_is_waited_for() -> None:
+def test_received_store_async_needs_a_wait() -> None:
     lines = STORE_ASYNC.format(nbytes=1024, shift=4, steps=1).splitlines()
     body = "\n".join(line for line in lines if not line.startswith("W:"))
     with pytest.raises(EmulationError) as e:

@@ -1,5 +1,4 @@
-"""Faults planted in this project's own attention and unpacking kernels: each is caught, and the message names the
-cause."""
+"""Faults planted in this project's attention and unpacking kernels: each is caught, and the message names the cause."""
 
 import re
 
@@ -20,7 +19,7 @@ from ptx_emulator.campaigns.planted_in_kernels import FAULTS, LAUNCHES, KernelFa
 def test_fault_is_named(fault: KernelFault) -> None:
     caught = catch_in_kernel(fault)
     assert caught is not None, "not caught under any schedule"
-    allowed = (fault.kinds, *fault.kinds.split())  # "wrong result" is one
+    allowed = (fault.kinds, *fault.kinds.split())  # "wrong result" is one kind
     assert caught.kind in allowed, f"{caught.kind} under {caught.schedule}:\n{caught.message}"
     assert re.search(fault.says, caught.message), caught.message
 

@@ -17,12 +17,12 @@ from ptx_emulator.report import (
 from ptx_emulator.samples.handwritten import run
 from ptx_emulator.samples.tcgen05_body import COMMIT_AND_WAIT, EPILOGUE, PROLOGUE, READ_OUT, SMEM_IMAGE, descriptor
 
-# What handwritten.py puts before a body of one parameter: ld.param, and four moves or shifts that count as alu or move.
+# handwritten.py's code before a body with one parameter: ld.param, and four moves or shifts, of classes alu and move.
 BEFORE = run("", np.zeros(1, np.uint32))
 
 
 def _more(report: object, by: str) -> dict[str, int]:
-    """What the body adds to the empty kernel."""
+    """The counts beyond those of the empty kernel."""
     have, empty = getattr(report, by), getattr(BEFORE, by)
     return {k: n - empty.get(k, 0) for k, n in have.items() if n != empty.get(k, 0)}
 
@@ -62,7 +62,7 @@ def test_instructions_and_operations() -> None:
     more = {k: n - empty.by_class.get(k, 0) for k, n in report.by_class.items() if n != empty.by_class.get(k, 0)}
     assert more == {"alu": 6, "sfu": 2, "convert": 2, "barrier": 2}
     assert report.sfu_operations == 56
-    # add is one operation a lane, fma.f32x2 two; setp and cvt are the integer pipe's.
+    # add is one operation a lane, fma.f32x2 two; setp and cvt run on the integer pipe.
     assert report.fma_operations - empty.fma_operations == 64 * (1 + 2)
     assert report.alu_operations - empty.alu_operations == 64 * (1 + 1)
     assert report.cycles["sfu"] == 56 / SFU_LANES_PER_CLOCK
@@ -108,7 +108,7 @@ def test_bytes_of_global_memory() -> None:
     )
     assert (report.bytes["global_read"], report.bytes["global_written"]) == (64 * 12, 64 * 4)
     assert report.cycles["l2"] == 64 * 16 / L2_BYTES_PER_CLOCK
-    # 1024 bytes went to and fro, but the tensor has half of them.
+    # 1024 bytes were read and written, but the tensor has only half as many.
     assert report.cycles["hbm"] == pytest.approx(x.nbytes / B200.hbm_bytes_per_clock)
 
 
@@ -132,7 +132,7 @@ def test_an_mma_and_its_read_out(m: int, n: int) -> None:
     assert report.mma_flops == 2 * m * n * k
     assert report.by_class["mma"] == 1
     assert report.by_form[f"tcgen05.mma kind::f16 cta_group::1 SS KK m{m} n{n} k16"] == 1
-    # Half of the rows take as long as all of them.
+    # M=64 takes as long as M=128.
     assert report.cycles["tensor"] == n / 2
     assert report.bytes["operands_read"] == (m + n) * k * 2
     assert report.cycles["operands"] == (m + n) * k * 2 / SHARED_BYTES_PER_CLOCK
@@ -164,11 +164,11 @@ def test_an_mma_and_its_read_out(m: int, n: int) -> None:
         ("mxf4", "SS", 2, 128, 128, 64, 32.2),
     ],
 )
-def test_the_bound_of_an_mma_lies_just_below_what_was_measured(
+def test_the_bound_of_an_mma_is_just_below_the_measured_time(
     kind: str, operands: str, ctas: int, m: int, n: int, k: int, measured: float
 ) -> None:
     tensor = mma_cycles(f"tcgen05.mma kind::{kind} cta_group::{ctas} {operands} KK m{m} n{n} k{k}") / ctas
-    row_bytes = 32  # of K, whatever the type
+    row_bytes = 32  # of K, for every type
     rows = (m if operands == "SS" else 0) + n
     shared = rows * row_bytes / ctas / SHARED_BYTES_PER_CLOCK
     assert 0.9 * measured < max(tensor, shared) <= measured

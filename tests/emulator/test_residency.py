@@ -1,4 +1,4 @@
-"""CTAs of one grid that wait for each other through global memory: as many are let in as a GPU has SMs."""
+"""CTAs of one grid that wait for each other through global memory: as many are resident as the GPU has SMs."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from ptx_emulator import EmulationError, ErrorKind
 from ptx_emulator.report import rates_of
 from ptx_emulator.samples.handwritten import run
 
-# How one thread looks at the counter in [%rd100], into %r3.
+# Ways for one thread to read the counter in [%rd100] into %r3.
 POLLS = {
     "ld.acquire": "ld.acquire.gpu.global.u32 %r3, [%rd100];",
     "ld.acquire as CUTLASS spells it": "ld.global.acquire.gpu.u32 %r3, [%rd100];",
@@ -18,7 +18,7 @@ POLLS = {
 
 
 def _meet(ctas: int, poll: str, threads: int, schedule: str, target: str = "sm_100a") -> np.ndarray:
-    """Every CTA counts itself, waits with all its warps until all are there, and notes what it saw."""
+    """The counter values that the CTAs saw: each counts itself, and waits with all its warps until all have counted."""
     counter, seen = np.zeros(4, np.uint32), np.zeros(ctas, np.uint32)
     body = f"""mov.u32 %r1, %ctaid.x; mul.wide.u32 %rd1, %r1, 4; add.s64 %rd2, %rd101, %rd1;
 setp.ne.u32 %p1, %r100, 0; @%p1 bra L; red.release.gpu.global.add.u32 [%rd100], 1;

@@ -1,6 +1,6 @@
-"""Memory scopes: what a release, an acquire, a fence or an atomic of a scope orders, and for whom.
+"""Memory scopes: which threads a release, an acquire, a fence or an atomic of a scope orders.
 
-Two threads are in one CTA, in two CTAs of a cluster, or in two clusters. A scope orders them if it has both in it.
+Two threads are in one CTA, in two CTAs of a cluster, or in two clusters. A scope orders them if it includes both.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ SCHEDULES = [("eager", 0), ("late", 0), ("random", 1), ("random_warps", 2)]
 
 
 def _rows() -> list[tuple[str, str, str, int]]:
-    """(publish, observe, acquire behind it, in how many places it orders)."""
+    """Rows of (publish, observe, acquire after it, in how many of PLACES this orders)."""
     rows = []
     relaxed_store, relaxed_load = "st.relaxed.gpu.global.u32 [%rd101], %r5;", "ld.relaxed.gpu.global.u32 %r7, [%rd101];"
     exchange, compare = ".exch.b32 %r9, [%rd101], %r5;", ".cas.b32 %r7, [%rd101], 1, 1;"
@@ -55,7 +55,7 @@ def _rows() -> list[tuple[str, str, str, int]]:
         (STORE, f"atom.global{compare}", "fence.acq_rel.gpu;", everywhere),
         ("fence.acq_rel.gpu; st.volatile.global.u32 [%rd101], %r5;", LOAD, "", everywhere),
         (STORE, "ld.volatile.global.u32 %r7, [%rd101];", "fence.acq_rel.gpu;", everywhere),
-        # The wider of two fences hands on what lies before it, and no more.
+        # The wider of two fences publishes only accesses before it.
         (f"fence.acq_rel.gpu; fence.acq_rel.cta; {relaxed_store}", LOAD, "", everywhere),
     ]
     return rows
@@ -103,8 +103,8 @@ def test_under_every_schedule(scope: str, schedule: str, seed: int) -> None:
             assert e.value.kind.name == "global_race"
 
 
-def test_what_lies_behind_the_wider_fence_is_not_handed_on() -> None:
-    """Each of two fences publishes to its own scope what lies before it."""
+def test_accesses_after_the_wider_fence_are_not_published() -> None:
+    """Each of two fences publishes the accesses before it to its own scope."""
     body = message("fence.acq_rel.gpu; WRITE fence.acq_rel.cta; st.relaxed.gpu.global.u32 [%rd101], %r5;", LOAD)
     assert _run(body.replace("WRITE", ""), "two clusters")[0] == 7
     late = body.replace("WRITE", "st.global.u32 [%rd100], 8;").replace("mov.u32 %r6, 7;", "mov.u32 %r6, 6;")
@@ -116,7 +116,7 @@ def test_what_lies_behind_the_wider_fence_is_not_handed_on() -> None:
         assert e.value.kind.name == "global_race"
 
 
-# Warp 0 tells warp 1 of its CTA by a narrow scope, which tells the other cluster by a wide one.
+# Warp 0 signals warp 1 of its CTA with a narrow scope; warp 1 signals the other cluster with a wide scope.
 RELAY = """and.b32 %r1, %r100, 31; setp.ne.u32 %p1, %r1, 0; @%p1 bra E; mov.u32 %r2, %ctaid.x; setp.ne.u32 %p0, %r2, 0; mov.u32 %r5, 1;
 @%p0 bra C; setp.ne.u32 %p2, %r102, 0; @%p2 bra B; mov.u32 %r6, 7; st.global.u32 [%rd100], %r6;
 st.release.FIRST.global.u32 [%rd101], %r5; bra E;
@@ -135,7 +135,7 @@ def test_order_is_transitive_over_scopes() -> None:
     assert e.value.kind.name == "global_race"
 
 
-# ---- strong accesses to one place: do they race?
+# ---- races between strong accesses to one location
 
 UPDATES = {
     "red": "red.relaxed.{}.global.add.u32 [%rd101], %r5;",
@@ -148,7 +148,7 @@ UPDATES = {
 @pytest.mark.parametrize("second", SCOPES)
 @pytest.mark.parametrize("op", UPDATES)
 def test_two_updates(op: str, first: str, second: str) -> None:
-    """Both scopes must include the other thread."""
+    """Each scope must include the other thread."""
     body = f"{ROLES} @%p0 bra C; {UPDATES[op].format(first)} bra E; C: {UPDATES[op].format(second)} E:"
     for n, place in enumerate(PLACES):
         if n < min(REACH[first], REACH[second]):
@@ -204,9 +204,9 @@ def _with(text: str, after: str, qualifiers: str) -> str:
 
 
 def _arrivals() -> list[tuple[str, str, str, int]]:
-    """(arrive, wait, acquire, in how many of the places one CTA and one cluster it orders)."""
+    """Rows of (arrive, wait, acquire, in how many of the places "one CTA" and "one cluster" this orders)."""
     rows = [(ARRIVE, WAIT, "", 2)]
-    # The scope of what releases or acquires by itself does not count: released kernels leave it at its default of .cta.
+    # The scope of a releasing or acquiring form is ignored: released kernels leave it at its default, .cta.
     rows += [(_with(ARRIVE, "arrive", f".release.{s}"), WAIT, "", 2) for s in ("cta", "cluster")]
     rows += [(ARRIVE, _with(WAIT, "parity", f".acquire.{s}"), "", 2) for s in ("cta", "cluster")]
     for fence in ("cta", "cluster", "gpu"):

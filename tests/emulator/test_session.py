@@ -1,4 +1,4 @@
-"""The host side: what enters a kernel, what comes back, and what is put back afterwards."""
+"""The host side: arguments, device memory, recordings, tensor maps, and the DSL's state after a block."""
 
 import os
 import random
@@ -53,7 +53,7 @@ def test_run_ptx_reads_and_writes_arrays(library: str) -> None:
 
 
 def test_a_slice_is_the_bound_not_its_storage() -> None:
-    """A kernel that is given half of a buffer may not read the other half."""
+    """A kernel that gets half of a buffer may not read the other half."""
     buffer = torch.zeros(100)
     with pytest.raises(EmulationError) as caught:
         run_ptx(SCALE, "scale", grid=2, block=64, args=[buffer[:50], buffer.clone(), 1.0, 100])
@@ -71,7 +71,7 @@ def test_arguments_must_fit_their_parameters() -> None:
         run_ptx(SCALE, "scale", grid=1, block=32, args=[1])
 
 
-def test_device_memory_is_aligned_and_at_a_fixed_place() -> None:
+def test_device_memory_is_aligned_and_at_a_fixed_address() -> None:
     with DeviceMemory() as memory:
         assert memory.address_of(np.zeros(3)) == ARENA_BASE
         second = memory.address_of(torch.zeros(7)[2:])
@@ -119,8 +119,8 @@ def test_a_recorded_launch_replays_from_disk(tmp_path: "os.PathLike[str]") -> No
 
 
 def test_encoder_agrees_with_the_driver() -> None:
-    """Words that cuTensorMapEncodeTiled gave on a Hopper GPU (driver 580): its version nibble is 0
-    where sm_100a has 2, and it adds the box's bytes in word 8."""
+    """The words are from cuTensorMapEncodeTiled on a Hopper GPU (driver 580), whose version nibble is 0 where sm_100a
+    has 2, and which adds the box's bytes in word 8."""
     f16 = ElementType.F16
     address = 0x7F1234567000
 
@@ -230,7 +230,8 @@ NEXT:
 
 
 def swizzled(tile: np.ndarray, swizzle: Swizzle) -> np.ndarray:
-    """A dense tile after TMA's swizzle: address bits 7-9 exchange its chunks of 16 bytes, or bits 7-8 those of 32."""
+    """A dense tile after TMA's swizzle: address bits 7-9 exchange 16-byte chunks, or bits 7-8 exchange 32-byte
+    chunks."""
     chunks = tile.reshape(-1, 16)
     out = np.empty_like(chunks)
     mask = (1 << swizzle) - 1
@@ -277,7 +278,7 @@ def test_cute_dsl_kernel_on_cpu_tensors() -> None:
     assert report.grid == (2, 1, 1) and report.block == (192, 1, 1)
 
 
-def test_everything_is_put_back() -> None:
+def test_a_block_restores_everything() -> None:
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from cutlass.base_dsl.dsl import DSLSingletonMeta
     from cutlass.cute import runtime

@@ -1,4 +1,4 @@
-"""Locations that are kept are those that the DSL finds."""
+"""Cached locations equal those that the DSL finds."""
 
 from pathlib import Path
 

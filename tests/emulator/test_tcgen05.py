@@ -45,7 +45,7 @@ def _mma(
     schedule: str = "late",
     descriptor_change: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What the MMA wrote, what it should have, and how far f32 summation in any order may be off."""
+    """(the MMA's result, the expected result, the error bound of f32 summation in any order)."""
     a, a_bytes = random_operand(kind, fmt_a, m, k)
     b, b_bytes = random_operand(kind, fmt_b, n, k)
     image = np.zeros(131072, np.uint8)
@@ -201,7 +201,7 @@ def test_a_from_tensor_memory() -> None:
 @pytest.mark.parametrize(
     ("fmt", "bits", "form"), [("e2m1", 4, "b4x16_p64"), ("e3m2", 6, "b6x16_p32"), ("e2m3", 6, "b6x16_p32")]
 )
-def test_narrow_a_is_unpacked_on_its_way_to_tensor_memory(fmt: str, bits: int, form: str) -> None:
+def test_narrow_a_is_unpacked_by_the_copy_to_tensor_memory(fmt: str, bits: int, form: str) -> None:
     """tcgen05.cp puts each element of a padded chunk into the middle of a byte, where tcgen05.mma reads it."""
     a, a_bytes = random_operand("f8f6f4", fmt, 128, 32)
     b, b_bytes = random_operand("f8f6f4", "e4m3", 64, 32)
@@ -233,7 +233,7 @@ def test_narrow_a_is_unpacked_on_its_way_to_tensor_memory(fmt: str, bits: int, f
 
 @pytest.mark.parametrize(("saturate", "expected"), [(0, -(1 << 31) + 15), (1, (1 << 31) - 1)])
 def test_integers_saturate_on_request(saturate: int, expected: int) -> None:
-    """2^31 - 1 is stored, 16 products of 1 are added."""
+    """16 products of 1 are added to 2^31 - 1."""
     image = np.zeros(16384, np.uint8)
     ones = np.zeros((128, 32), np.uint8)
     ones[:, :16] = 1
@@ -256,7 +256,7 @@ def test_integers_saturate_on_request(saturate: int, expected: int) -> None:
 
 
 def test_mn_major_tf32_in_atoms_of_32_bytes() -> None:
-    """The only layout of MN-major tf32 with a swizzle of 128 bytes: 4 rows of K lie together."""
+    """The only layout of MN-major tf32 with a swizzle of 128 bytes: 4 rows of K form a pattern."""
     a, b = (RNG.integers(-8, 9, (rows, 8)).astype(np.float32) for rows in (128, 64))
     image = np.zeros(32768, np.uint8)
     descriptors = []
@@ -337,7 +337,7 @@ def test_block_scaled(kind: str, qualifier: str, fmt: str, factors: int, scale: 
 
 
 def test_mma_with_ashift() -> None:
-    """The product is with A as it was; the second MMA sees it shifted by one lane in every quarter."""
+    """The first product uses A unshifted; the second MMA sees A shifted by one lane in every quarter."""
     a, a_bytes, b, words, db, idesc = _a_from_tensor_memory()
     out = np.zeros((128, 128), np.float32)
     run(
@@ -363,7 +363,7 @@ def test_mma_with_ashift() -> None:
 
 
 def test_a_pair_allocates_together() -> None:
-    """The even CTA goes on only when the other one has allocated too, however late that is."""
+    """The even CTA continues only after the other CTA has allocated, too, however late."""
     body = """mov.u32 %r1, %cluster_ctarank; setp.eq.u32 %p1, %r1, 0; @%p1 bra A; mov.u32 %r2, 0; L: add.u32 %r2, %r2, 1; setp.lt.u32 %p2, %r2, 500; @%p2 bra L;
     {other} st.relaxed.gpu.global.u32 [%rd100], %r2; A: tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r103], 32;
     @!%p1 bra B; ld.relaxed.gpu.global.u32 %r3, [%rd100]; st.global.u32 [%rd100+4], %r3; B: ld.shared.u32 %r4, [%r103];

@@ -25,7 +25,7 @@ SHAPES = {
     ("shape", "repeat", "registers"), [("32x32b", 4, 4), ("16x64b", 4, 4), ("16x128b", 2, 4), ("16x256b", 1, 4)]
 )
 def test_lane_maps(shape: str, repeat: int, registers: int) -> None:
-    """Written through one lane map, read back through 32x32b."""
+    """Data written through one lane map is read back through 32x32b."""
     columns = max(SHAPES[shape](i, r)[1] for i in range(32) for r in range(registers)) + 1
     rows = max(SHAPES[shape](i, r)[0] for i in range(32) for r in range(registers)) + 1
     out = np.zeros((32, columns), np.uint32)
@@ -120,7 +120,7 @@ def test_misuse(body: str, kind: ErrorKind) -> None:
 
 @pytest.mark.parametrize("quarter", [0, 3])
 def test_shift(quarter: int) -> None:
-    """In one quarter, 8 columns: lane r takes what lane r + 1 holds; the last lane and all other cells stay."""
+    """In 8 columns of one quarter, lane r gets the contents of lane r + 1; the last lane and all other cells stay."""
     out = np.zeros((128, 12), np.uint32)
     values = ", ".join(f"%r{110 + c}" for c in range(12))
     fill = "".join(f"add.u32 %r{110 + c}, %r109, {c};" for c in range(12))

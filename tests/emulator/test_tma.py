@@ -75,14 +75,14 @@ def test_swizzle_xors_the_chunk_with_the_row(swizzle: Swizzle) -> None:
     expected = np.zeros_like(got)
     for chunk, data in enumerate(t.reshape(-1, 4)):
         at = chunk * 16
-        # Bits 7.. on the bits of 16-byte chunks; with atoms of 32 bytes, bits 7 and 8 on the bits of the atoms.
+        # Bits 7.. XOR the index of the 16-byte chunk; with atoms of 32 bytes, bits 7 and 8 XOR the index of the atom.
         moved = at >> 2 & 0x60 if swizzle is Swizzle.B128_ATOM32 else at >> 3 & (0, 0x10, 0x30, 0x70)[swizzle]
         expected[(at ^ moved) // 16] = data
     np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize(("kind", "bits"), [(ElementType.U4_ALIGN16, 4), (ElementType.U6_ALIGN16, 6)])
-def test_padded_elements_take_16_bytes_for_16(kind: ElementType, bits: int) -> None:
+def test_16_padded_elements_occupy_16_bytes(kind: ElementType, bits: int) -> None:
     """Two rows of 128 elements; the mbarrier counts the bytes of global memory."""
     row_bytes = 128 * bits // 8
     t = aligned(RNG.integers(0, 256, (8, 2 * row_bytes), dtype=np.uint8))
@@ -99,7 +99,7 @@ REPLACE = """setp.ne.u32 %p9, %r102, 0; @%p9 bra J; setp.ne.u32 %p8, %r101, 0;
 tensormap.replace.tile.global_dim.{space}.b1024.b32 [{map}], 0, 32; tensormap.replace.tile.global_dim.{space}.b1024.b32 [{map}], 1, 20;
 tensormap.replace.tile.global_stride.{space}.b1024.b64 [{map}], 0, 256; D: {publish} J: bar.sync 0;
 fence.proxy.tensormap::generic.acquire.gpu [%rd101], 128;"""
-"""Warp 0 makes the map in p1 one of p0 [20, 64], of which it shows the first half of the columns."""
+"""Warp 0 changes the map in p1 to a map of p0 [20, 64] that covers the first half of the columns."""
 
 
 @pytest.mark.parametrize("space", ["global", "shared::cta"])
@@ -135,7 +135,7 @@ def test_a_kernel_replaces_fields_of_a_tensor_map(space: str) -> None:
     np.testing.assert_array_equal(out.reshape(4, 16), expected)
 
 
-def test_gather4_takes_four_rows() -> None:
+def test_gather4_loads_four_rows() -> None:
     t = aligned(RNG.integers(0, 1 << 30, (50, 32), dtype=np.uint32))
     got = _load(t, tensor_map_of(t, (32, 1), Swizzle.NONE), (0, 7, 49, 0, 23), 4 * 128, form="tile::gather4")
     np.testing.assert_array_equal(got.reshape(4, 32), t[[7, 49, 0, 23]])
@@ -227,7 +227,7 @@ def test_phase_alternates() -> None:
 
 @pytest.mark.parametrize("schedule", ["eager", "late", "random"])
 def test_two_halves_of_a_warp_wait_for_deferred_loads(schedule: str) -> None:
-    """Both halves spin at different places; neither may keep the loads from completing."""
+    """Both halves poll at different program counters; neither may keep the loads from completing."""
     t = aligned(np.arange(8, dtype=np.uint32))
     out = np.zeros(32, np.uint32)
     run(

@@ -86,7 +86,7 @@ def test_barrier_with_different_counts_is_an_error() -> None:
     assert e.value.kind in (ErrorKind.barrier, ErrorKind.deadlock)
 
 
-def test_barrier_that_nobody_completes_is_a_deadlock_with_a_dump() -> None:
+def test_incomplete_barrier_is_a_deadlock_with_a_dump() -> None:
     with pytest.raises(EmulationError) as e:
         _run("mov.u32 %r1, 0; setp.eq.u32 %p1, %r102, 0; @%p1 bra E; bar.sync 1, 64; E:", threads=64)
     assert e.value.kind is ErrorKind.deadlock and "warp 1" in e.value.message and "CTA barrier" in e.value.message
@@ -111,8 +111,8 @@ def test_cluster_barrier_and_distributed_shared_memory(schedule: str) -> None:
 
 
 @pytest.mark.parametrize(("more", "enough"), [(112, True), (120, False)])
-def test_setmaxnreg_moves_what_the_launch_gave(more: int, enough: bool) -> None:
-    """768 threads begin with 80 registers each: four warpgroups that keep 64 leave 32 more for the other two."""
+def test_setmaxnreg_moves_registers_between_warps(more: int, enough: bool) -> None:
+    """768 threads begin with 80 registers each: if four warpgroups keep 64, each of the other two can get 32 more."""
     body = f"""shr.u32 %r1, %r100, 7; setp.lt.u32 %p1, %r1, 2; @%p1 bra CONSUME;
 setmaxnreg.dec.sync.aligned.u32 64; bra.uni END;
 CONSUME: setmaxnreg.inc.sync.aligned.u32 {more};

@@ -1,4 +1,4 @@
-"""wgmma of sm_90a against NumPy: operand sources, layouts, kinds, shapes; and its faults, each planted and named.
+"""wgmma of sm_90a against NumPy: operand sources, layouts, kinds, shapes; and planted faults, each named by the error.
 
 Operands and fragments are laid out here from the PTX manual's figures, not by TMA or by the emulator's own maps.
 """
@@ -13,13 +13,12 @@ from ptx_emulator.samples.small_floats import FORMATS, decode
 
 RNG = np.random.default_rng(5)
 THREADS, M = 128, 64
-IMAGE = 0x800  # shared address of the operands: the reserved kilobyte, then 1024 bytes of the test's own
+IMAGE = 0x800  # shared address of the operands: after the reserved kilobyte and 1024 bytes for the test
 A_AT, B_AT, IMAGE_BYTES = 0, 8192, 8192 + 16384
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8}
 LAYOUT = {16: 0, 128: 1, 64: 2, 32: 3}
 
-# p0: the image of shared memory; p1: A's registers [128, 4]; p2 and p3: the accumulator's before and after [128,
-# registers].
+# p0: the image of shared memory; p1: A's registers [128, 4]; p2, p3: the accumulator [128, registers] before and after.
 DECLARE = """.reg .b32 %acc<128>, %a<4>; .reg .b64 %desc<4>;
 mov.u32 %r50, %r100; C0: setp.ge.u32 %p3, %r50, {words}; @%p3 bra C1; shl.b32 %r51, %r50, 2; add.u32 %r52, %r103, %r51;
 mul.wide.u32 %rd50, %r50, 4; add.s64 %rd51, %rd100, %rd50; ld.global.u32 %r53, [%rd51]; st.shared.u32 [%r52+1024], %r53;
@@ -33,19 +32,19 @@ setp.ne.u32 %p10, {scale_d}, 0;
 
 
 def _swizzle(address: int, width: int) -> int:
-    """Address bits 4.. are XORed with bits 7.., as many as the width has 16-byte chunks."""
+    """The address with bits 4.. XORed with bits 7..; the width's number of 16-byte chunks gives how many bits."""
     return address ^ (address >> 7 & (width // 16 - 1)) << 4
 
 
 def _place(values: np.ndarray, mn_major: bool, width: int, base: int, image: np.ndarray) -> int:
-    """Stores an operand [rows, k] of whole bytes; returns its descriptor. Strides lie apart by more than they must."""
+    """Stores an operand [rows, k] of whole bytes; returns its descriptor. Strides are larger than necessary."""
     k = values.shape[1]
     size = values.itemsize
     per_chunk = 16 // size
     raw = (np.ascontiguousarray(values.T) if mn_major else np.ascontiguousarray(values)).view(np.uint8)
     chunks = raw.reshape(raw.shape[0], -1, 16)  # [row][chunk along k], or [k][chunk along rows]
     if width == 16:
-        # 8x8 blocks of 128 bytes each; along K they lie `near` apart, along rows `far`.
+        # 8x8 blocks of 128 bytes each; `near` bytes apart along K, `far` bytes along rows.
         near, far = 128, 128 * (k // per_chunk if not mn_major else k // 8)
         leading, stride = near, far
         for i in range(chunks.shape[0]):
@@ -54,7 +53,7 @@ def _place(values: np.ndarray, mn_major: bool, width: int, base: int, image: np.
                 at = base + i % 8 * 16 + along_k * near + along_rows * far
                 image[at : at + 16] = chunks[i, c]
     else:
-        # Rows of `width` bytes in groups of 8. MN-major operands wider than that continue `leading` bytes further on.
+        # Rows of `width` bytes in groups of 8. Wider MN-major operands continue `leading` bytes further.
         columns = -(-chunks.shape[1] * 16 // width)
         stride = 8 * width
         leading = stride * (chunks.shape[0] // 8) if mn_major else 16
@@ -68,7 +67,7 @@ def _place(values: np.ndarray, mn_major: bool, width: int, base: int, image: np.
 
 
 def _operand(kind: str, rows: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Values [rows, k] that the kind holds exactly, and as they are stored."""
+    """Values [rows, k] that the kind represents exactly, and their stored form."""
     if kind in FORMATS:
         codes = RNG.integers(0, 72, (rows, k)) | RNG.integers(0, 2, (rows, k)) << 7
         return decode(kind)[codes & 127] * (1.0 - 2.0 * (codes >> 7)), codes.astype(np.uint8)
@@ -85,8 +84,7 @@ def _operand(kind: str, rows: int, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fragment_of_a(stored: np.ndarray) -> np.ndarray:
-    """A [64, k] as registers [128, 4]: each holds consecutive columns; the manual's figures of m64k16, m64k8,
-    m64k32."""
+    """A [64, k] as registers [128, 4] of consecutive columns (the manual's figures of m64k16, m64k8, m64k32)."""
     per_register = 4 // stored.itemsize
     out = np.zeros((THREADS, 4), np.uint32)
     for t in range(THREADS):
@@ -98,7 +96,7 @@ def _fragment_of_a(stored: np.ndarray) -> np.ndarray:
 
 
 def _accumulator_cells(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column of element [thread, i] of D."""
+    """The row and the column of element [thread, i] of D."""
     t, i = np.mgrid[0:THREADS, 0 : n // 2]
     return 16 * (t // 32) + t % 32 // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * (t % 4) + i % 2
 
@@ -266,8 +264,8 @@ def test_report() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_own_rows_of_a_need_no_barrier(schedule: str) -> None:
-    """FlashAttention-3 hands P over in shared memory with a proxy fence and bar.warp.sync only: a warp reads its own
-    rows. What another warp wrote into A or B does need a barrier."""
+    """A warp's own rows of A need only a proxy fence and bar.warp.sync: FlashAttention-3 passes P through shared memory
+    this way. Data of another warp in A or B needs a barrier."""
     p = Problem(widths=(16, 16))
     # In this layout of A, 8 rows and all of K take 256 bytes: the warp's 16 rows begin at 512 times its index.
     rewrite = """add.u32 %r60, %r102, {shift}; and.b32 %r60, %r60, 3; shl.b32 %r60, %r60, 9; shl.b32 %r61, %r101, 4;
@@ -283,8 +281,8 @@ st.shared.v4.b32 [%r60+{at}], {{%r61, %r62, %r63, %r64}}; fence.proxy.async.shar
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_the_compiler_moves(schedule: str) -> None:
-    """Zeros of f32 accumulators behind the fence, and halves unpacked right behind the product: warnings, as the
+def test_moves_by_the_compiler_warn(schedule: str) -> None:
+    """Zeroing f32 accumulators after the fence and unpacking halves right after the product are warnings, since the
     assembler keeps them in order."""
     p = Problem(8, scale_d=0)
     p.run(p.body.replace(FENCE, FENCE + "mov.b32 %acc1, 0;"), schedule)
@@ -377,7 +375,7 @@ def test_another_shape_under_way() -> None:
 
 
 def test_late_means_at_the_wait() -> None:
-    """With the checker off, a buffer that is overwritten too early spoils the product of a late schedule only."""
+    """With the checker off, overwriting a buffer too early spoils the product under a late schedule only."""
     p = Problem()
     overwrite = f"""bar.sync 0; mov.b32 %r1, 0x7fff7fff; shl.b32 %r2, %r100, 2; add.u32 %r2, %r2, %r103;
 st.shared.b32 [%r2+{1024 + B_AT}], %r1; bar.sync 0;"""
@@ -387,9 +385,9 @@ st.shared.b32 [%r2+{1024 + B_AT}], %r1; bar.sync 0;"""
     assert np.isnan(p.run(body, schedule="late", checks=off)).any()
 
 
-def test_wait_of_one_warp_hands_the_buffer_back() -> None:
-    """As CUTLASS's pipelines do: one thread of the warpgroup arrives at the `empty` barrier after its wait; a producer
-    warp, which waits for that barrier, may overwrite what the whole warpgroup has read."""
+def test_wait_of_one_warp_frees_the_buffer() -> None:
+    """As in CUTLASS's pipelines: one thread of the warpgroup arrives at the `empty` barrier after its wait, and a
+    producer warp that waits for the barrier may overwrite the buffer that the whole warpgroup has read."""
     p = Problem()
     barrier = "setp.ne.u32 %p4, %r100, 0; @%p4 bra S1; mbarrier.init.shared::cta.b64 [%r103], 1; S1: bar.sync 1;"
     producer = f"""setp.lt.u32 %p5, %r102, 4; @%p5 bra CONSUMER; W0: mbarrier.try_wait.parity.shared::cta.b64 %p6, [%r103], 0;
@@ -420,7 +418,7 @@ def test_wait_of_one_warp_hands_the_buffer_back() -> None:
         ("mma_async.sync", "mma_async.sp.sync"),
     ],
 )
-def test_what_does_not_exist_is_refused(change: tuple[str, str]) -> None:
+def test_unknown_forms_are_refused(change: tuple[str, str]) -> None:
     p = Problem()
     assert p.mma.count(change[0]) == 1
     with pytest.raises(UnknownInstruction):

@@ -1,4 +1,4 @@
-"""Each deliberately wrong emulator is noticed: by a right kernel, or by one whose memory scope is too narrow."""
+"""Each deliberately wrong emulator is noticed by a right kernel, or by a kernel whose memory scope is too narrow."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Pages in host memory: closed under prefix, given back from the end, and 10,000 random calls against plain dicts."""
+"""Pages in host memory: closed under prefix, freed from the end, and 10,000 random calls against plain dicts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsv4_radix_cache.host_pages import HostPages
 
 
 def path(pages: HostPages, *names: str) -> list[int | None]:
-    """Put a prefix, page after page; its slots."""
+    """Store a prefix, page after page; returns its slots."""
     digests = [name.encode() for name in names]
     slots = []
     for i, digest in enumerate(digests):
@@ -66,7 +66,7 @@ def test_no_host_memory_keeps_nothing() -> None:
 
 @pytest.mark.parametrize("capacity", [1, 7, 40])
 def test_random_calls(capacity: int) -> None:
-    """The model: digest -> (slot, page before it). A page may only go when it is the end of a prefix, and unpinned."""
+    """The model: digest -> (slot, page before it). A page may be freed only if it ends a prefix and is not pinned."""
     rng, pages = random.Random(capacity), HostPages(capacity)
     model: dict[bytes, tuple[int, bytes | None]] = {}
     pins: list[list[bytes]] = []

@@ -1,4 +1,4 @@
-"""What is kept, at a tenth of the simulation's size: the bounds that the policy must reach.
+"""Retention at a tenth of the simulation's size: the bounds that the policy must meet.
 
 benchmarks/prefix_simulation.py has the same traces, larger, and the comparison with SGLang's own policy.
 """
@@ -17,7 +17,7 @@ INTERVAL = 2048
 
 
 def test_retention_with_device_slots_for_a_quarter_of_the_tails() -> None:
-    """8 prefixes of 4K tokens leave 24 checkpoints or more; 6 device slots, the rest on the host."""
+    """8 prefixes of 4K tokens write 24 tails or more; 6 device slots, the rest on the host."""
     trace = Trace(tail_engine(65_536, device_slots=6, host_slots=64, chunk_tokens=1024), seed=1)
     retention(trace, small=True)
     assert len(trace.engine.ledger.store) >= 4 * 6
@@ -26,7 +26,7 @@ def test_retention_with_device_slots_for_a_quarter_of_the_tails() -> None:
 
 
 def test_alternating_sessions_recompute_at_most_one_interval() -> None:
-    """Eight device slots and no host: each session's prefill leaves more checkpoints than that."""
+    """Eight device slots and no host: each session's prefill writes more tails than that."""
     trace = Trace(tail_engine(65_536, device_slots=8, chunk_tokens=2048), seed=2)
     alternation(trace, small=True)
     lost = [bound - hit for hit, bound in zip(trace.hits, trace.bounds, strict=True)]
@@ -50,7 +50,7 @@ def test_a_volatile_tail_costs_one_miss_an_interval_at_most() -> None:
 
 @pytest.mark.parametrize("overlap", [0, 1], ids=["tokens", "bigrams"])
 def test_digests_name_prefixes(overlap: int) -> None:
-    """Equal exactly for equal prefixes of the same namespace, in whatever order they are asked for."""
+    """Digests are equal exactly for equal prefixes of the same namespace, in any order of calls."""
     from array import array
 
     rng = random.Random(5)
@@ -65,7 +65,7 @@ def test_digests_name_prefixes(overlap: int) -> None:
         other = tokens[:]
         other[changed] += 1
         same = changed // 256 - (overlap and changed % 256 == 0 and changed > 0)
-        for chain in (known, PageChain(("a", None), overlap)):  # a chain survives that its request's tokens change
+        for chain in (known, PageChain(("a", None), overlap)):  # a chain survives a change of its request's tokens
             digests = chain.digests(other, 4)
             assert [a == b for a, b in zip(digests, full, strict=True)] == [i < same for i in range(4)]
         assert list(known.digests(tokens, 4)) == full

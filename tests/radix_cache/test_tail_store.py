@@ -1,4 +1,4 @@
-"""The checkpoint store against a naive model: 10,000 random operations, and the eviction policy case by case."""
+"""The tail store against a naive model: 10,000 random operations, and the eviction policy case by case."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsv4_radix_cache.tail_store import TailStore
 
 
 class Memory:
-    """What the two tiers' slots hold, moved only by what the store says: finds a slot that was reused too early."""
+    """Contents of the two tiers' slots, moved only by the store's copies: finds a slot that was reused too early."""
 
     def __init__(self, store: TailStore) -> None:
         self.store = store
@@ -39,7 +39,7 @@ class Memory:
 class StoreMachine(RuleBasedStateMachine):
     """Random calls. The model is a dict: id -> (payload, path), and a path is a tuple of branch choices."""
 
-    checkpoints = Bundle("checkpoints")
+    tails = Bundle("tails")
 
     @initialize(device=st.integers(0, 6), host=st.integers(0, 8))
     def build(self, device: int, host: int) -> None:
@@ -51,23 +51,23 @@ class StoreMachine(RuleBasedStateMachine):
 
     def forget(self, lost: list[int]) -> None:
         for tail_id in lost:
-            assert not self.pinned.get(tail_id), "a pinned checkpoint was lost"
+            assert not self.pinned.get(tail_id), "a pinned tail was evicted"
             del self.cached[tail_id]
 
-    @rule(target=checkpoints, depth=st.integers(1, 9))
+    @rule(target=tails, depth=st.integers(1, 9))
     def reserve(self, depth: int) -> int:
-        checkpoint, lost = self.store.reserve(depth * 256)
+        tail, lost = self.store.reserve(depth * 256)
         self.forget(lost)
-        if checkpoint is None:
+        if tail is None:
             unlosable = self.writing.keys() | {i for i, n in self.pinned.items() if n and i in self.cached}
             assert self.store.device.in_use + len(unlosable & self.cached.keys()) >= self.store.device.capacity
             return 0
-        assert checkpoint.id not in self.cached and checkpoint.id not in self.writing, "an id was reused"
-        self.writing[checkpoint.id] = f"tail {checkpoint.id}"
-        self.memory.device[checkpoint.device_slot] = self.writing[checkpoint.id]
-        return checkpoint.id
+        assert tail.id not in self.cached and tail.id not in self.writing, "an id was reused"
+        self.writing[tail.id] = f"tail {tail.id}"
+        self.memory.device[tail.device_slot] = self.writing[tail.id]
+        return tail.id
 
-    @rule(tail_id=checkpoints, choice=st.integers(0, 99), adopt=st.booleans())
+    @rule(tail_id=tails, choice=st.integers(0, 99), adopt=st.booleans())
     def publish(self, tail_id: int, choice: int, adopt: bool) -> None:
         if tail_id not in self.writing:
             return
@@ -79,7 +79,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.cached[tail_id] = self.writing.pop(tail_id)
         self.forget(self.store.publish(tail_id, before, after))
 
-    @rule(tail_id=checkpoints)
+    @rule(tail_id=tails)
     def hit(self, tail_id: int) -> None:
         if tail_id not in self.cached:
             return
@@ -87,13 +87,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.memory.issue()
         assert self.memory.read(tail_id) == self.cached[tail_id]
 
-    @rule(tail_id=checkpoints)
+    @rule(tail_id=tails)
     def pin(self, tail_id: int) -> None:
         if tail_id in self.cached:
             self.store.pin(tail_id)
             self.pinned[tail_id] = self.pinned.get(tail_id, 0) + 1
 
-    @rule(tail_id=checkpoints)
+    @rule(tail_id=tails)
     def unpin(self, tail_id: int) -> None:
         if self.pinned.get(tail_id):
             self.store.unpin(tail_id)
@@ -103,7 +103,7 @@ class StoreMachine(RuleBasedStateMachine):
     def issue(self) -> None:
         self.memory.issue()
 
-    @rule(tail_id=consumes(checkpoints))
+    @rule(tail_id=consumes(tails))
     def release(self, tail_id: int) -> None:
         if tail_id in self.cached or tail_id in self.writing:
             self.cached.pop(tail_id, None)
@@ -149,15 +149,15 @@ def test_one_long_run_of_10_000_operations(host: int) -> None:
     for step in range(10_000):
         action = rng.random()
         if action < 0.4:
-            checkpoint, lost = store.reserve(rng.randint(1, 40) * 256)
-            if checkpoint is not None:
-                payloads[checkpoint.id] = memory.device[checkpoint.device_slot] = f"tail {checkpoint.id}"
+            tail, lost = store.reserve(rng.randint(1, 40) * 256)
+            if tail is not None:
+                payloads[tail.id] = memory.device[tail.device_slot] = f"tail {tail.id}"
         elif action < 0.7 and (writing := [i for i in payloads if i not in cached]):
-            checkpoint = store[rng.choice(writing)]
-            earlier = [i for i in cached if store[i].position < checkpoint.position]
+            tail = store[rng.choice(writing)]
+            earlier = [i for i in cached if store[i].position < tail.position]
             before = rng.choice(earlier) if earlier and rng.random() < 0.8 else None
-            cached.add(checkpoint.id)
-            lost = store.publish(checkpoint.id, before)
+            cached.add(tail.id)
+            lost = store.publish(tail.id, before)
         elif action < 0.85 and cached:
             chosen = rng.choice(sorted(cached))
             store.hit(chosen)
@@ -184,10 +184,10 @@ def test_one_long_run_of_10_000_operations(host: int) -> None:
 
 
 def publish(store: TailStore, position: int, before: int | None = None) -> int:
-    checkpoint, _ = store.reserve(position)
-    store.publish(checkpoint.id, before)
+    tail, _ = store.reserve(position)
+    store.publish(tail.id, before)
     store.pop_copies()
-    return checkpoint.id
+    return tail.id
 
 
 def test_losing_the_device_slot_costs_nothing_once_the_host_has_a_copy() -> None:
@@ -208,15 +208,15 @@ def test_a_hit_on_the_host_is_promoted_over_the_least_recently_used_device_copy(
     assert store.source(second)[0] is Tier.HOST and store.source(third)[0] is Tier.DEVICE
 
 
-def test_slots_of_running_requests_are_never_taken() -> None:
+def test_slots_of_running_requests_are_never_freed_for_others() -> None:
     store = TailStore(2, 0)
     held = [store.reserve(256)[0], store.reserve(512)[0]]
     assert store.reserve(768) == (None, []) and store.counters.refused == 1
     assert all(c.id in store for c in held)
 
 
-def test_the_cheap_checkpoint_goes_before_the_dear_one() -> None:
-    """Ends at 256 (after 0) and at 8192: losing the second costs 32 times as many tokens, although it is older."""
+def test_the_cheap_tail_is_evicted_before_the_expensive_one() -> None:
+    """Ends at 256 (after 0) and at 8192: evicting the second costs 32 times as many tokens, although it is older."""
     store = TailStore(2, 0)
     dear = publish(store, 8192)
     cheap = publish(store, 256)
@@ -225,7 +225,7 @@ def test_the_cheap_checkpoint_goes_before_the_dear_one() -> None:
 
 
 def test_a_long_prompt_thins_out_itself_and_not_the_end_of_another_session() -> None:
-    """Two 1M-token sessions alternate with slots for 64 checkpoints, 512 taken by each visit: both ends survive."""
+    """Two 1M-token sessions alternate with slots for 64 tails, 512 written by each visit: both ends survive."""
     store = TailStore(64, 0)
     ends = []
     for _session in range(2):
@@ -237,7 +237,7 @@ def test_a_long_prompt_thins_out_itself_and_not_the_end_of_another_session() -> 
     check(store)
 
 
-def test_a_neighbour_lost_makes_the_next_one_dearer() -> None:
+def test_an_evicted_neighbour_makes_the_next_tail_more_expensive() -> None:
     store = TailStore(3, 0)
     first = publish(store, 2048)
     second = publish(store, 4096, first)
@@ -257,7 +257,7 @@ def test_value_is_gap_times_likelihood(successors: int, hits: int, weight: float
     assert value_tokens(1024, successors, hits) == 1024 * weight
 
 
-def test_a_pinned_checkpoint_may_move_but_is_not_lost() -> None:
+def test_a_pinned_tail_may_move_but_is_not_evicted() -> None:
     store = TailStore(1, 0)
     pinned = publish(store, 256)
     store.pin(pinned)
@@ -277,7 +277,7 @@ def test_stale_ids_are_told_from_live_ones() -> None:
 
 
 def test_slot_pool_says_its_sums() -> None:
-    pool = SlotPool("device checkpoints", 2)
+    pool = SlotPool("device tails", 2)
     slot = pool.acquire(Holder.REQUEST)
     pool.transfer(slot, Holder.TREE)
     assert (pool.free, pool.cached, pool.in_use) == (1, 1, 0)
@@ -285,7 +285,7 @@ def test_slot_pool_says_its_sums() -> None:
     with pytest.raises(AssertionError, match=r"free 1 \+ cached 5 \+ in use 0 != total 2"):
         pool.check()
     with pytest.raises(ValueError, match="slot 0 is not held"):
-        SlotPool("host checkpoints", 1).release(0)
+        SlotPool("host tails", 1).release(0)
 
 
 def test_credit_heap_orders_and_forgets() -> None:
@@ -300,9 +300,9 @@ def test_credit_heap_orders_and_forgets() -> None:
     assert heap.least(lambda _: True) == 1 and len(heap) == 2
 
 
-def test_a_checkpoint_between_one_on_the_tree_and_one_that_was_off_it() -> None:
-    """The tree knows 256 before it and 1,024 behind it; 512, whose node had gone, was there when 1,024 came. With its
-    only successor 512 loses what it was passed for, so its credit changes."""
+def test_a_tail_between_one_on_the_tree_and_one_that_was_off_it() -> None:
+    """The tree knows 256 before it and 1,024 after it; 512, off the tree, was stored when 1,024 was published. 512
+    loses its only successor and is no longer a passed tail, so its credit changes."""
     store = TailStore(8, 8)
     ids = {position: store.reserve(position)[0].id for position in (256, 512, 768, 1024)}
     store.publish(ids[256], None)

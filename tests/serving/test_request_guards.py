@@ -59,7 +59,7 @@ CASES = {
     "a-grammar-of-itself": (*sampled(ebnf="root ::= root"), "no text fulfils"),
     "a-schema-and-a-least-length": (
         *sampled(json_schema='{"type": "null"}', min_new_tokens=30, max_new_tokens=40),
-        "min_new_tokens is 30 beside json_schema",
+        "min_new_tokens is 30 with json_schema",
     ),
     "embeddings-by-position": (*generate(positional_embed_overrides=["x"]), "positional_embed_overrides"),
     "profile-of-minus-one-steps": ("/start_profile", {"num_steps": -1}, "num_steps must be at least 1"),

@@ -52,7 +52,7 @@ SHORT = [1, 3, 126, 127, 128, 150, 165]
 """Lengths of prefills in which no runner of SGLang's orders tokens by atomics; the answers end after a page's end."""
 LENGTHS = [1, 3, 126, 127, 128, 250, 253, 255, 256, 511, 600, 770]
 GRAPH_LINES = {"EAGLE": ("target verify", "draft decode", "extend step"), "DSPARK": ("target verify", "draft verify")}
-EPILOGUE_LINE = "graphs of verify steps end with which of DSpark's drafts are kept"
+EPILOGUE_LINE = "draft acceptance is captured in the graphs of verify steps"
 
 
 @pytest.fixture(scope="module", params=[*SHAPES, NO_EPILOGUE])

@@ -8,6 +8,7 @@ from cutlass.experimental import primitives as prims
 from dsv4_kernels.device import bf16_rows, e4m3, ptx
 from dsv4_kernels.device.mbarrier import arrive, wait
 from dsv4_kernels.device.tcgen05 import as_float, load_tmem, tmem_columns
+from dsv4_kernels.moe.activation import swiglu
 from dsv4_kernels.moe.sm100.plan import (
     CHUNK,
     GROUP_THREADS,
@@ -143,7 +144,7 @@ def store_e4m3(
     largest: Int32,
 ) -> None:
     """e4m3 of 16 slots, with one scale for the channels of all four warps."""
-    own = [ptx.warp_max(Int32(bf16_rows.bits_of(bf16_rows.magnitude(value)))) for value in hidden]
+    own = [cute.arch.warp_redux_sync(Int32(ptx.as_u32(bf16_rows.magnitude(value))), "max") for value in hidden]
     if thread % 32 == 0:
         for i in cutlass.range_constexpr(0, CHUNK, 4):
             ptx.store_shared(largest + (warp * (CHUNK * 4) + i * 4), tuple(own[i : i + 4]))
@@ -167,13 +168,6 @@ def store_e4m3(
             ptx.asm("st.global.b8 [{$r0}], {$r1};", [], a.out + place * width + row_tile * TILE_ROWS + thread, code)
             if thread == 0:
                 ptx.store_u32(a.out_scales + (place * a.row_tiles + row_tile) * 4, exponent * 0x01010101)
-
-
-def swiglu(gate: Float32, up: Float32, limit: Float32) -> Float32:
-    """`silu(min(gate, limit)) * clamp(up, -limit, limit)` in fp32."""
-    gate = bf16_rows.at_most(gate, limit)
-    silu = bf16_rows.mul(gate, bf16_rows.reciprocal(bf16_rows.add(Float32(1.0), bf16_rows.exp(-gate))))
-    return bf16_rows.mul(silu, bf16_rows.at_most(bf16_rows.at_least(up, -limit), limit))
 
 
 def rounded(values: list) -> list:

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import cuda.bindings.driver as cuda
-import cutlass.cute as cute
 import torch
 from cutlass import Int32
 from torch import Tensor
 
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.arch import architecture, hardware_multiprocessors
+from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.moe.sm100.kernel import launch
 from dsv4_kernels.moe.sm100.plan import TILE_ROWS, Arguments, Numbers, Plan, Product
 from dsv4_kernels.moe.weights import Mxfp4Experts, Nvfp4Experts
 from dsv4_kernels.number_formats import encode_nvfp4
 from dsv4_kernels.quant import fp8_quantise
-from dsv4_kernels.sparse_attention.sm100.launch import device_facts
 
 STEP = 128
 """Channels that share a scale of the activations."""
@@ -69,13 +67,8 @@ def work_list(weights: Tensor, experts: Tensor, num_experts: int, offset: int, t
 
 
 def compile(plan: Plan, arch: str) -> Callable[..., None]:
-    """The launcher of a plan, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
-
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(0) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, Int32(1), plan, cuda.CUstream(0))
-
-    return load_or_compile("experts_sm100", plan, arch, from_compiler)
+    """The launcher of a plan: (arguments, CTAs, stream)."""
+    return load_launcher("experts_sm100", plan, arch, launch, Arguments, Int32, plan)
 
 
 def run(
@@ -108,7 +101,6 @@ def run(
     """
     experts, rows, half = weight.shape
     row_tiles = rows // plan.matrices // TILE_ROWS
-    num_sms, arch = device_facts(x.device)
     arguments = Arguments(
         weights=weight.data_ptr(),
         weight_scales=weight_scale.data_ptr(),
@@ -130,9 +122,8 @@ def run(
         factors=0 if factors is None else factors.data_ptr(),
         hidden_factor=0 if hidden_factor is None else hidden_factor.data_ptr(),
     )
-    num_ctas = min(num_sms, len(listed.tile_expert) * row_tiles)
-    stream = cuda.CUstream(torch.cuda.current_stream(x.device).cuda_stream)
-    compile(plan, arch)(arguments, Int32(num_ctas), stream)
+    num_ctas = min(hardware_multiprocessors(x.device), len(listed.tile_expert) * row_tiles)
+    compile(plan, architecture("sm100", x.device))(arguments, Int32(num_ctas), current_stream(x.device))
 
 
 def tokens_of_a_tile(pairs: int, num_experts: int) -> int:

@@ -25,8 +25,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from dsv4_kernels.device import dependent_launch, ptx
-from dsv4_kernels.device.bf16_rows import add, at_least, at_most, exp, mul, reciprocal
+from dsv4_kernels.device.bf16_rows import mul
 from dsv4_kernels.device.pipeline import Stage, first_to_fill, first_to_read, following, wrapped
+from dsv4_kernels.moe.activation import swiglu
 from dsv4_kernels.moe.sm90.plan import (
     CHANNELS,
     CONSUMER_WARPS,
@@ -387,10 +388,3 @@ def finish(
 def rounded(x: Float32) -> Float32:
     """To bf16, as a product's output is."""
     return ptx.as_f32(ptx.pack_bf16(Float32(0.0), x) & 0xFFFF0000)
-
-
-def swiglu(gate: Float32, up: Float32, limit: Float32) -> Float32:
-    """`silu(min(gate, limit)) * clamp(up, -limit, limit)`."""
-    gate = at_most(gate, limit)
-    silu = mul(gate, reciprocal(add(Float32(1.0), exp(-gate))))
-    return mul(silu, at_most(at_least(up, -limit), limit))

@@ -11,16 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import cuda.bindings.driver as cuda
-import cutlass
-import cutlass.cute as cute
 import torch
 from cutlass import Int32
 from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch
-from dsv4_kernels.host.compile_cache import load_or_compile
-from dsv4_kernels.host.launch import current_stream
+from dsv4_kernels.host.arch import ARCHITECTURES, hardware_multiprocessors
+from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.moe.sm90 import rows, work_list
@@ -29,7 +26,7 @@ from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Arguments, Plan, Pr
 from dsv4_kernels.moe.sm90.weights import STEP, TILE_ROWS, HopperExperts, HopperMatrix
 from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS, most_groups
 
-ARCH = "sm_90a"
+ARCH = ARCHITECTURES["sm90"]
 PAIRED_SLOTS = 56
 """Slots that an expert may have in the mean for decode's kernels to take them: with 48 they take 0.8 of WIDE's time,
 with 64 more than WIDE (`benchmarks/results/experts_prefill_h200.json`)."""
@@ -79,20 +76,9 @@ def least_paired_tiles(packed: HopperExperts, multiprocessors: int) -> int:
     return -(-multiprocessors // min(matrix.codes.shape[1] for matrix in (packed.w13, packed.w2)))
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of the GPU, or of the emulator."""
-    return cutlass.utils.HardwareInfo(device.index or 0).get_device_multiprocessor_count()
-
-
 def compile(plan: Plan, arch: str = ARCH) -> Callable[..., None]:
-    """The launcher of a product, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
-
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, Int32(1), plan, cuda.CUstream(0))
-
-    return load_or_compile("experts_sm90", plan, arch, from_compiler)
+    """The launcher of a product: (arguments, CTAs, stream)."""
+    return load_launcher("experts_sm90", plan, arch, launch, Arguments, Int32, plan)
 
 
 def list_work(
@@ -203,7 +189,7 @@ def multiply(
         limit=limit,
         out=out.data_ptr(),
     )
-    ctas = min(plan.shape.ctas_per_sm * multiprocessors(codes.device), listed.groups * row_tiles)
+    ctas = min(plan.shape.ctas_per_sm * hardware_multiprocessors(codes.device), listed.groups * row_tiles)
     compile(plan)(arguments, Int32(ctas), current_stream(codes.device))
     return out
 
@@ -272,7 +258,7 @@ def experts_forward(
         return x.new_empty(x.shape, dtype=dtype)
     weights, experts = weights.float().contiguous(), experts.int().contiguous()
     shape = shape or shape_for(*experts.shape, packed.num_experts)
-    least_paired = least_paired_tiles(packed, multiprocessors(x.device))
+    least_paired = least_paired_tiles(packed, hardware_multiprocessors(x.device))
     if overlaps is None:
         overlaps = dependent_launch.is_on() and len(x) <= EARLY_TOKENS
     with dependent_launch.switched(overlaps):

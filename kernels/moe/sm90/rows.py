@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, e4m3, ptx
 from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES, add
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch import load_launcher
 from dsv4_kernels.moe.sm90.plan import GROUP_BYTES, TileField
 from dsv4_kernels.moe.sm90.weights import STEP
 from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS
@@ -157,20 +157,11 @@ def rank_of(experts: list, i: int) -> Int32:
 
 
 def compile_quantise(chooses: bool, arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, groups, stream)."""
-
-    def from_compiler() -> Callable[..., None]:
-        example = QuantiseArguments(*(kind(1) for kind in QuantiseArguments.__annotations__.values()))
-        return cute.compile(launch_quantise, example, chooses, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("experts_quantise", "tokens" if chooses else "slots", arch, from_compiler)
+    """The launcher: (arguments, groups, stream)."""
+    config = "tokens" if chooses else "slots"
+    return load_launcher("experts_quantise", config, arch, launch_quantise, QuantiseArguments, chooses, Int32)
 
 
 def compile_sum(config: Sum, arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
-
-    def from_compiler() -> Callable[..., None]:
-        example = SumArguments(*(kind(1) for kind in SumArguments.__annotations__.values()))
-        return cute.compile(launch_sum, example, config, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("experts_sum", config, arch, from_compiler)
+    """The launcher: (arguments, CTAs, stream)."""
+    return load_launcher("experts_sum", config, arch, launch_sum, SumArguments, config, Int32)

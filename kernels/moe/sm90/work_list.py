@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from dsv4_kernels.device import dependent_launch, ptx
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch import load_launcher
 from dsv4_kernels.moe.sm90.plan import WARP, TileField
 from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS
 
@@ -184,10 +184,5 @@ def count_one(address: Int32) -> Int32:
 
 
 def compile(arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, stream)."""
-
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(launch, example, cuda.CUstream(0))
-
-    return load_or_compile("experts_work_list", "the only one", arch, from_compiler)
+    """The launcher: (arguments, stream)."""
+    return load_launcher("experts_work_list", "the only one", arch, launch, Arguments)

@@ -12,7 +12,10 @@ import torch
 from cutlass import Int32
 
 from dsv4_kernels.host.addresses import address, row_bytes, row_stride
+from dsv4_kernels.host.arch import architecture, hardware_multiprocessors
 from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.launch import current_stream
+from dsv4_kernels.host.launch_arguments import example
 from dsv4_kernels.kv_layout import ROW_DIM, RowFormat
 from dsv4_kernels.sparse_attention.problem import Problem
 from dsv4_kernels.sparse_attention.scratch import NUM_COUNTERS, Scratch
@@ -59,9 +62,8 @@ def compile(config: Config, arch: str = "sm_100a") -> Callable[..., None]:
                 f"{cutlass.CUDA_VERSION.minor}; expected 13.2 or later, for PTX 9.2. Install "
                 "nvidia-cutlass-dsl[cu13], as SGLang does"
             )
-        example = Arguments(*(kind(0) for kind in Arguments.__annotations__.values()))
-        is_fp8 = config.row_format is RowFormat.FP8
-        return cute.compile(launch, example, Int32(1), is_fp8, config.can_split, config.plan, cuda.CUstream(0))
+        constants = config.row_format is RowFormat.FP8, config.can_split, config.plan
+        return cute.compile(launch, example(Arguments), Int32(1), *constants, cuda.CUstream(0))
 
     return load_or_compile("sparse_attention_sm100", config, arch, from_compiler)
 
@@ -78,7 +80,6 @@ def sparse_attention(problem: Problem) -> None:
     device, max_kv_splits = problem.q.device, problem.max_kv_splits
     plan = Plan(-(-problem.num_heads // HEADS))
     num_work_tiles = problem.num_tokens * max_kv_splits
-    num_sms, arch = device_facts(device)
     num_slots = num_work_tiles * plan.ctas
     states = slice(num_slots * SLOT_BYTES, num_slots * (SLOT_BYTES + STATE_BYTES))  # behind the slots of O
     scratch = None
@@ -122,17 +123,9 @@ def sparse_attention(problem: Problem) -> None:
         arrived=address(scratch and scratch.counters),
         zeros=address(zero_row(device)),
     )
-    stream = cuda.CUstream(torch.cuda.current_stream(device).cuda_stream)
-    num_ctas = plan.ctas * min(num_work_tiles, num_sms // plan.ctas)
-    compile(Config(problem.row_format, max_kv_splits > 1, plan), arch)(arguments, Int32(num_ctas), stream)
-
-
-@functools.cache
-def device_facts(device: torch.device) -> tuple[int, str]:
-    """(multiprocessors, architecture to compile for)."""
-    num_sms = cutlass.utils.HardwareInfo(device.index or 0).get_device_multiprocessor_count()
-    minor = torch.cuda.get_device_capability(device)[1] if device.type == "cuda" else 0
-    return num_sms, f"sm_10{minor}a"
+    num_ctas = plan.ctas * min(num_work_tiles, hardware_multiprocessors(device) // plan.ctas)
+    launcher = compile(Config(problem.row_format, max_kv_splits > 1, plan), architecture("sm100", device))
+    launcher(arguments, Int32(num_ctas), current_stream(device))
 
 
 @functools.cache

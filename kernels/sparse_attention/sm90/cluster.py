@@ -243,20 +243,18 @@ def consume(
     rows = cute.recast_ptr(shared.rows.data_ptr() + consumer * KEY_TILE // 8, dtype=Uint32)
     shared_max = Int32(shared.row_max.data_ptr().toint()) + row * 4
 
-    scores_mma, own_mma, other_mma, q_operand, key_operand, p_operand, value_operand = softmax.mma_operands(
-        shared, in_group
-    )
-    scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((HEADS, KEY_TILE)), Float32)
-    shape = own_mma.partition_shape_C((HEADS, GROUP))
+    mma = softmax.products_of(shared, in_group)
+    scores = cute.make_rmem_tensor(mma.scores.partition_shape_C((HEADS, KEY_TILE)), Float32)
+    shape = mma.own.partition_shape_C((HEADS, GROUP))
     products = [cute.make_rmem_tensor(shape, Float32) for _ in range(config.groups_per_split)]
-    own_p = cute.make_rmem_tensor(own_mma.partition_shape_A((HEADS, KEY_TILE)), BFloat16)
+    own_p = cute.make_rmem_tensor(mma.own.partition_shape_A((HEADS, KEY_TILE)), BFloat16)
     packed_p = cute.recast_tensor(own_p, Uint32)
     row_sum = cute.make_rmem_tensor((2,), Float32)
     row_sum.fill(0.0)
 
     first_head, step, steps = work_tile.head_block * HEADS, work_tile.first_step, work_tile.end_step
     sinks = epilogue.load_sink(args, first_head + row), epilogue.load_sink(args, first_head + row + 8)
-    holes = softmax.compute_scores(full, Int32(0), consumer, rows, scores_mma, scores, q_operand, key_operand)
+    holes = softmax.compute_scores(full, Int32(0), consumer, rows, mma, scores)
     softmax.mask_scores(scores, holes, lane)
     step_max = softmax.find_step_max(args, scores, shared_max, consumer, lane)
     cute.arch.cluster_wait()  # all CTAs of the cluster have begun
@@ -268,11 +266,11 @@ def consume(
     sync(NamedBarrier.CONSUMERS)
     for i in cutlass.range_constexpr(config.groups_per_split):
         group = consumer * HALF_GROUPS + work_tile.channel_split * config.groups_per_split + i
-        own_values = value_operand[None, None, None, consumer * GROUPS + group]
-        softmax.multiply(own_mma, products[i], own_p, own_values, 0, False)
-        other_p = p_operand[None, None, None, 1 - consumer]
-        other_values = value_operand[None, None, None, (1 - consumer) * GROUPS + group]
-        softmax.multiply(other_mma, products[i], other_p, other_values, 0, True)
+        own_values = mma.values[None, None, None, consumer * GROUPS + group]
+        softmax.multiply(mma.own, products[i], own_p, own_values, 0, False)
+        other_p = mma.p[None, None, None, 1 - consumer]
+        other_values = mma.values[None, None, None, (1 - consumer) * GROUPS + group]
+        softmax.multiply(mma.other, products[i], other_p, other_values, 0, True)
     warpgroup.commit_group()
     row_max = cute.make_rmem_tensor((2,), Float32)
     for k in cutlass.range_constexpr(2):

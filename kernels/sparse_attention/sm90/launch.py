@@ -11,14 +11,13 @@ one has bits of its own, in any batch and on any GPU, so the number of heads alo
 import functools
 from collections.abc import Callable
 
-import cuda.bindings.driver as cuda
 import cutlass
-import cutlass.cute as cute
 import torch
 from cutlass import Int32
 
 from dsv4_kernels.host.addresses import address, row_bytes
-from dsv4_kernels.host.compile_cache import load_or_compile
+from dsv4_kernels.host.arch import ARCHITECTURES, hardware_multiprocessors
+from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.sparse_attention.problem import FEW_HEADS, Problem
 from dsv4_kernels.sparse_attention.scratch import NUM_COUNTERS, Scratch
@@ -51,7 +50,7 @@ from dsv4_kernels.sparse_attention.sm90.plan import (
 )
 from dsv4_kernels.sparse_attention.split import STEP_KEYS
 
-ARCH = "sm_90a"
+ARCH = ARCHITECTURES["sm90"]
 MAX_TOKENS = 65535
 """Of a launch of few_heads/: what the grid has room for."""
 
@@ -73,16 +72,13 @@ def configurations_of_few_heads() -> tuple[FewHeads, ...]:
 
 
 def compile(configuration: Configuration | FewHeads) -> Callable[..., None]:
-    """The launcher of a configuration, from memory, from disk or from the compiler: (arguments, CTAs, stream).
+    """The launcher of a configuration: (arguments, CTAs, stream).
 
-    CTAs of the launch; of a cluster if a token's keys are divided by steps; clusters of the launch if heads are few.
+    "CTAs" are the CTAs of the launch for the persistent kernel, the CTAs of a cluster for the cluster kernel, and the
+    clusters of the launch for the kernel for few heads.
     """
-
-    def from_compiler() -> Callable[..., None]:
-        example = Arguments(*(kind(1) for kind in Arguments.__annotations__.values()))
-        return cute.compile(_launch_function(configuration), configuration, example, Int32(1), cuda.CUstream(0))
-
-    return load_or_compile("sparse_attention_sm90", configuration, ARCH, from_compiler)
+    launch = _launch_function(configuration)
+    return load_launcher("sparse_attention_sm90", configuration, ARCH, launch, configuration, Arguments, Int32)
 
 
 def _launch_function(configuration: Configuration | FewHeads) -> Callable[..., None]:
@@ -91,10 +87,9 @@ def _launch_function(configuration: Configuration | FewHeads) -> Callable[..., N
     return cluster.launch if configuration.split == Split.STEPS else persistent.launch
 
 
-@functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """CTAs that are resident at once: one a multiprocessor."""
-    return min(MAX_CTAS, cutlass.utils.HardwareInfo(device.index or 0).get_device_multiprocessor_count())
+    """CTAs that are resident at once: one a multiprocessor, at most MAX_CTAS."""
+    return min(MAX_CTAS, hardware_multiprocessors(device))
 
 
 @functools.cache
@@ -123,7 +118,7 @@ def sparse_attention(problem: Problem) -> None:
     if channel_splits := _channel_splits_of_clusters(problem):
         launcher = compile(_configuration(problem, Split.STEPS, channel_splits))
         arguments = _arguments(problem, slice(0, problem.num_tokens))
-        launcher(arguments, Int32(_cluster_size(problem)), _stream(problem))
+        launcher(arguments, Int32(_cluster_size(problem)), current_stream(problem.q.device))
         return
     split = _divides(problem)
     step = MAX_SPLIT_TOKENS if split else problem.num_tokens
@@ -215,7 +210,7 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
     if not split:
         num_ctas = min(whole_tokens, num_ctas)
     arguments = _arguments(problem, tokens, scratch, ctas_per_token if few else 0)
-    compile(_configuration(problem, kind, channel_splits))(arguments, Int32(num_ctas), _stream(problem))
+    compile(_configuration(problem, kind, channel_splits))(arguments, Int32(num_ctas), current_stream(problem.q.device))
 
 
 def _launch_few_heads(problem: Problem) -> None:
@@ -230,7 +225,7 @@ def _launch_few_heads(problem: Problem) -> None:
         clusters = tokens.stop - tokens.start
         if parts == 1:
             clusters = min(clusters, num_multiprocessors(problem.q.device) * CTAS)
-        compile(configuration)(arguments, Int32(clusters), _stream(problem))
+        compile(configuration)(arguments, Int32(clusters), current_stream(problem.q.device))
 
 
 def _configuration_of_few_heads(problem: Problem) -> FewHeads:
@@ -270,11 +265,6 @@ def _configuration(problem: Problem, split: Split, channel_splits: int) -> Confi
         split=split,
         channel_splits=channel_splits,
     )
-
-
-def _stream(problem: Problem) -> cuda.CUstream:
-    device = problem.q.device
-    return cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
 
 
 def _arguments(problem: Problem, tokens: slice, scratch: Scratch | None = None, ctas_per_token: int = 0) -> Arguments:

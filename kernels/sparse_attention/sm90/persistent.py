@@ -56,38 +56,29 @@ CTAs are resident at once (one a multiprocessor, and a cooperative launch), and 
 CTAs, which `launch.sparse_attention` checks.
 """
 
-import functools
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass import Int32, Int64, Uint32, const_expr
 
-from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.device.tma import TmaTensor
 from dsv4_kernels.kv_layout import NOPE_DIM
-from dsv4_kernels.sparse_attention.sm90 import combine, epilogue, gather, partials, q_and_out, softmax
+from dsv4_kernels.sparse_attention.sm90 import gather, q_and_out
 from dsv4_kernels.sparse_attention.sm90 import tile_scheduler as scheduler
-from dsv4_kernels.sparse_attention.sm90.barriers import arrive, arrive_for_warp, sync, sync_producer
+from dsv4_kernels.sparse_attention.sm90.barriers import sync_producer
+from dsv4_kernels.sparse_attention.sm90.consumer import consume
 from dsv4_kernels.sparse_attention.sm90.plan import (
     BLOCK_BYTES,
     CONSUMER_THREADS,
     GROUP,
     GROUPS,
     HALF_GROUPS,
-    HEADS,
-    KEY_TILE,
-    NO_ROW_MAX,
     PRODUCER_THREADS,
     ROW_STRIDE,
-    SCRATCH_SLOTS,
-    SLOT_BYTES,
     STEP,
-    WARP_HEADS,
     Arguments,
     Entries,
-    NamedBarrier,
     Shared,
     Split,
 )
@@ -266,195 +257,3 @@ def advance_step(
             work_tile = scheduler.compute_tile(config, args, shared, index)
             token, step, end, visible = work_tile.token, work_tile.first_step, work_tile.end_step, work_tile.visible
     return index, token, step, end, visible
-
-
-# Consumer warps
-
-
-@cute.jit
-def consume(
-    config: cutlass.Constexpr,
-    args: Arguments,
-    shared: cutlass.Constexpr,
-    tma_q: TmaTensor | None,
-    tma_out: TmaTensor,
-    thread: Int32,
-    consumer: Int32,
-) -> None:
-    """One consumer warpgroup: scores of key tile `consumer`, channels [consumer * 256, + 256) of O."""
-    in_group = thread % 128
-    lane, warp = thread % 32, in_group // 32
-    row = warp * WARP_HEADS + lane // 4  # of the accumulators' first row; the second is row + 8
-    full, free = shared.full.data_ptr(), shared.free.data_ptr()
-    p_address = Int32(shared.p.data_ptr().toint())
-    rows = cute.recast_ptr(shared.rows.data_ptr() + consumer * KEY_TILE // 8, dtype=Uint32)
-    shared_max = Int32(shared.row_max.data_ptr().toint()) + row * 4
-
-    scores_mma, own_mma, other_mma, q_operand, key_operand, p_operand, value_operand = softmax.mma_operands(
-        shared, in_group
-    )
-
-    # Of the accumulators: element 4 * j + 2 * i + k of a thread is row `row` + 8 i, column 8 j + 2 (lane % 4) + k.
-    out = cute.make_rmem_tensor((HEADS * GROUP // 128 * config.groups_per_split,), Float32)
-    scores = cute.make_rmem_tensor(scores_mma.partition_shape_C((HEADS, KEY_TILE)), Float32)
-    product = cute.make_rmem_tensor(own_mma.partition_shape_C((HEADS, GROUP)), Float32)
-    own_p = cute.make_rmem_tensor(own_mma.partition_shape_A((HEADS, KEY_TILE)), BFloat16)
-    packed_p = cute.recast_tensor(own_p, Uint32)
-    other_p = p_operand[None, None, None, 1 - consumer]
-    p_in_registers = config.p_in_registers
-    if const_expr(p_in_registers):
-        other_mma, other_p = own_mma, cute.make_rmem_tensor(own_mma.partition_shape_A((HEADS, KEY_TILE)), BFloat16)
-    # Of two rows each.
-    weight, step_sum = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
-    row_max, row_sum = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
-
-    num_tiles = scheduler.count_work_tiles(config, args, shared)
-    ctas, _, _ = cute.arch.grid_dim()
-    index, _, _ = cute.arch.block_idx()
-    channel_split = scheduler.channel_split_of(config, index)
-    phase = Int32(0)
-    split = config.split
-    iteration, stop = Int32(0), num_tiles
-    if const_expr(split):
-        stop += ctas  # a sub-split is combined one iteration later than it was written
-    inverse = cute.make_rmem_tensor((2,), Float32)
-    store_group = functools.partial(epilogue.store_group_of_out, config, shared, tma_out)
-    steps = Int32(0)  # of the work tile at hand, if it is a whole token
-    if index < num_tiles:
-        q_and_out.load_q(config, args, shared, tma_q, thread, index, iteration)
-        if thread < 2 * HEADS:
-            (shared.sinks.data_ptr() + thread).store(epilogue.load_sink(args, thread))
-        if const_expr(not split):
-            steps = scheduler.steps_of_tile(config, args, index)
-            softmax.clear_partial(row_max, row_sum, out)
-    while index < stop:
-        if index < num_tiles:
-            if const_expr(split):
-                work_tile = scheduler.published_tile(config, shared, iteration)
-                softmax.clear_partial(row_max, row_sum, out)
-                partials.wait_for_slot(config, args, shared, thread, iteration - SCRATCH_SLOTS)
-            else:
-                work_tile = scheduler.whole_token_tile(config, args, index, steps)
-            q_and_out.wait_for_q(config, shared, iteration)
-            if const_expr(split):
-                # While the first rows are on their way.
-                if thread < 32:
-                    if (iteration == 0) & (work_tile.sub_splits > 1):
-                        combine.list_partials(config, args, shared, lane, work_tile, index, chooses=True)
-                    if index + ctas < num_tiles:
-                        scheduler.publish_tile(config, args, shared, index + ctas, iteration + 1, lane)
-            step, first_export = work_tile.first_step, work_tile.end_step  # the first step that leaves a partial result
-            if const_expr(split):
-                if work_tile.sub_splits > 1:
-                    first_export = work_tile.end_step - 1
-                    if not work_tile.begins_kv_split:
-                        first_export = work_tile.first_step  # nobody has yet what this would be merged into
-            while step < work_tile.end_step:
-                # Rematerialised in every step: descriptors are computed where they are used, not kept in registers.
-                consumer = cute.arch.make_warp_uniform(consumer)
-                compute_scores = functools.partial(
-                    softmax.compute_scores, full, phase, consumer, rows, scores_mma, scores, q_operand, key_operand
-                )
-                holes = Uint32(0), Uint32(0)
-                if const_expr(split):
-                    holes = compute_scores()
-                elif (step == work_tile.first_step) & (index >= ctas):
-                    # The epilogue of the work tile before, between the products.
-                    before = scheduler.whole_token_tile(config, args, index - ctas, Int32(0))
-                    holes = compute_scores(functools.partial(store_group, before, consumer, warp, lane, out, inverse))
-                    epilogue.wait_for_tma_store()
-                else:
-                    holes = compute_scores()
-                softmax.mask_scores(scores, holes, lane)
-                step_max = softmax.find_step_max(args, scores, shared_max, consumer, lane)
-                if const_expr(not split):
-                    if (step == work_tile.end_step - 1) & (index + ctas < num_tiles):  # nobody reads Q any more
-                        q_and_out.load_q(config, args, shared, tma_q, thread, index + ctas, iteration + 1)
-                        steps = scheduler.steps_of_tile(config, args, index + ctas)
-                if const_expr(config.channel_splits > 1):
-                    release_other_channels(config, free + consumer * HALF_GROUPS, channel_split, lane)
-                softmax.exponentiate(args, scores, step_max, packed_p, step_sum)
-                softmax.store_p(p_address + consumer * BLOCK_BYTES, packed_p, warp, lane)
-                if const_expr(not p_in_registers):  # else it is read as it is written, not by wgmma
-                    cute.arch.fence_view_async_shared()
-                if consumer == 1:  # consumer 0 comes there with its first product, ahead of this one's
-                    arrive(NamedBarrier.P + 1)
-                softmax.rescale_out(step_max, step_sum, row_max, row_sum, weight, out)
-                sync(NamedBarrier.P + 1 - consumer)
-                if const_expr(p_in_registers):
-                    words = cute.recast_tensor(other_p, Uint32)
-                    softmax.load_p(p_address + (1 - consumer) * BLOCK_BYTES, words, warp, lane)
-                for i in cutlass.range_constexpr(config.groups_per_split):
-                    channel_split = scheduler.rematerialise(config, channel_split)
-                    place = channel_split * config.groups_per_split + i
-                    if const_expr(config.channel_splits == 1):
-                        place = scheduler.group_at(i)
-                    group = consumer * HALF_GROUPS + place
-                    own_values = value_operand[None, None, None, consumer * GROUPS + group]
-                    softmax.multiply(own_mma, product, own_p, own_values, 0, False)
-                    other_values = value_operand[None, None, None, (1 - consumer) * GROUPS + group]
-                    softmax.multiply(other_mma, product, other_p, other_values, 0, True)
-                    warpgroup.commit_group()
-                    if const_expr(i == 0):
-                        if consumer == 0:
-                            arrive(NamedBarrier.P)
-                    warpgroup.wait_group(0)
-                    arrive_for_warp(free + group, lane)
-                    first = (place if const_expr(config.channel_splits == 1) else i) * cute.size(product)
-                    for j in cutlass.range_constexpr(cute.size(product)):
-                        out[first + j] = ptx.fma(product[j], weight[j // 2 % 2], out[first + j])
-                    if const_expr(split):
-                        if step >= first_export:  # while the next product runs
-                            slot = partials.own_slot(args, iteration, step - first_export) + thread * 16
-                            partials.store_columns(slot, out, first // 4, cute.size(product) // 4)
-                if const_expr(split):
-                    if step >= first_export:
-                        slot = partials.own_slot(args, iteration, step - first_export)
-                        partials.store_row_stats(slot + SLOT_BYTES, thread, row_max, row_sum)
-                        softmax.clear_partial(row_max, row_sum, out)
-                    elif const_expr(split == Split.KV_SPLITS):
-                        if scheduler.ends_kv_split(args, work_tile, step + 1):
-                            combine.merge_kv_split(
-                                args, iteration, thread, step + 1, work_tile.end_step, row_max, row_sum, out
-                            )
-                phase ^= 1
-                step += 1
-            if const_expr(split):
-                sync(NamedBarrier.CONSUMERS)  # nobody reads Q any more, and what this CTA leaves is stored
-                work_tile = scheduler.published_tile(config, shared, iteration)  # rematerialised
-                if work_tile.sub_splits > 1:
-                    if thread == 0:
-                        partials.signal_sub_split(config, args, shared, work_tile)
-                if index + ctas < num_tiles:
-                    q_and_out.load_q(config, args, shared, tma_q, thread, index + ctas, iteration + 1)
-                if work_tile.sub_splits == 1:
-                    factors = cute.make_rmem_tensor((2,), Float32)
-                    epilogue.inverse_sums(shared, work_tile, consumer, row, lane, row_max, row_sum, factors)
-                    epilogue.store_out(functools.partial(store_group, work_tile, consumer, warp, lane, out, factors))
-            else:
-                work_tile = scheduler.whole_token_tile(config, args, index, Int32(0))
-                epilogue.inverse_sums(shared, work_tile, consumer, row, lane, row_max, row_sum, inverse)
-                row_max.fill(NO_ROW_MAX)
-                row_sum.fill(0.0)
-                if index + ctas >= num_tiles:  # else O is stored beside the next work tile's first scores
-                    epilogue.store_out(functools.partial(store_group, work_tile, consumer, warp, lane, out, inverse))
-        if const_expr(split):
-            if iteration > 0:
-                work_tile = scheduler.work_tile_at(config, args, shared, index - ctas, iteration - 1)
-                if work_tile.sub_splits > 1:
-                    combine.combine_token(
-                        config, args, shared, thread, consumer, work_tile, index - ctas, iteration - 1, num_tiles
-                    )
-        iteration += 1
-        index += ctas
-    if const_expr(split):
-        if partials.slots_are_reused(num_tiles):
-            partials.reset_counters_by_last_cta(config, args, shared, thread)
-
-
-@cute.jit
-def release_other_channels(config: cutlass.Constexpr, free: cute.Pointer, channel_split: Int32, lane: Int32) -> None:
-    """Gives back this consumer's groups of other CTAs' channel splits, which only the scores were for."""
-    for place in cutlass.range_constexpr(HALF_GROUPS):
-        if place // config.groups_per_split != channel_split:
-            arrive_for_warp(free + place, lane)

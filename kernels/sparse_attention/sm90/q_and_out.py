@@ -1,13 +1,12 @@
 """Q and O between global and shared memory: TMA tensors, swizzled layouts, and the loads of Q (see persistent.py)."""
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 
 from dsv4_kernels.device import ptx
+from dsv4_kernels.device.tma import TmaTensor, swizzled_atom, swizzled_layout, tma_partition
 from dsv4_kernels.sparse_attention.sm90.barriers import sync
 from dsv4_kernels.sparse_attention.sm90.plan import (
     BLOCK_BYTES,
@@ -22,32 +21,6 @@ from dsv4_kernels.sparse_attention.sm90.plan import (
     NamedBarrier,
 )
 from dsv4_kernels.sparse_attention.sm90.tile_scheduler import WorkTile, published_tile, whole_token_tile
-
-
-class TmaTensor(NamedTuple):
-    """A tensor in global memory that TMA moves boxes of."""
-
-    atom: cute.CopyAtom
-    tensor: cute.Tensor
-
-
-def swizzled_atom() -> cute.ComposedLayout:
-    """Rows of 128 bytes, swizzled."""
-    return warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-
-
-def swizzled_layout(shape: tuple) -> tuple:
-    """(outer layout, swizzle) of `shape` tiled with the swizzled atom, first modes first."""
-    layout = cute.tile_to_shape(swizzled_atom(), shape, order=tuple(range(len(shape))))
-    return layout.outer, layout.inner
-
-
-def tma_partition(tma: TmaTensor, places: cute.Tensor) -> tuple:
-    """(shared memory, global memory) of TMA copies, a box first: places, and coordinates of boxes."""
-    box = tuple(cute.size(places, mode=[mode]) for mode in (0, 1))
-    boxes = cute.local_tile(tma.tensor, box, (None, None, None))
-    blocks = cute.group_modes(places, 0, 2), cute.group_modes(boxes, 0, 2)
-    return cpasync.tma_partition(tma.atom, 0, cute.make_layout(1), *blocks)
 
 
 def rows_of_heads(start: Int64, heads: Int32, tokens: Int32, head_stride: Int32, token_stride: Int32) -> cute.Tensor:

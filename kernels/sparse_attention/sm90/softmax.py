@@ -6,6 +6,7 @@ bits do not depend on who does.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -34,12 +35,24 @@ from dsv4_kernels.sparse_attention.sm90.tile_scheduler import groups_in_order
 # Products
 
 
-def mma_operands(shared: cutlass.Constexpr, in_group: Int32) -> tuple:
-    """The products of a warpgroup's thread and what they multiply.
+class Products(NamedTuple):
+    """The products of a warpgroup's thread, and their operands in shared memory."""
 
-    Scores (S = Q K^T), own product (P in registers) and the other key tile's (P in shared memory); then Q, keys, P and
-    values: blocks of shared memory, keys and values being the same.
-    """
+    scores: cute.TiledMma
+    """S = Q K^T."""
+    own: cute.TiledMma
+    """P V with P in registers: this consumer's key tile."""
+    other: cute.TiledMma
+    """P V with P in shared memory: the other consumer's key tile."""
+    q: cute.Tensor
+    keys: cute.Tensor
+    p: cute.Tensor
+    values: cute.Tensor
+    """The blocks of `keys`, transposed."""
+
+
+def products_of(shared: cutlass.Constexpr, in_group: Int32) -> Products:
+    """The products of thread `in_group` of a consumer warpgroup."""
     q = shared.q.get_tensor(*swizzled_layout((HEADS, DIM)))
     keys = shared.keys.get_tensor(*swizzled_layout((KEY_TILE, GROUP, 2 * GROUPS)))
     p = shared.p.get_tensor(*swizzled_layout((HEADS, KEY_TILE, 2)))
@@ -58,7 +71,7 @@ def mma_operands(shared: cutlass.Constexpr, in_group: Int32) -> tuple:
     thread_mma = other_mma.get_slice(in_group)
     p_operand = thread_mma.make_fragment_A(thread_mma.partition_A(p))
     value_operand = thread_mma.make_fragment_B(thread_mma.partition_B(values))
-    return scores_mma, own_mma, other_mma, q_operand, key_operand, p_operand, value_operand
+    return Products(scores_mma, own_mma, other_mma, q_operand, key_operand, p_operand, value_operand)
 
 
 def multiply(
@@ -83,10 +96,8 @@ def compute_scores(
     phase: Int32,
     consumer: Int32,
     rows: cute.Pointer,
-    mma: cute.TiledMma,
+    mma: Products,
     scores: cute.Tensor,
-    q: cute.Tensor,
-    keys: cute.Tensor,
     meanwhile: Callable[[int], None] | None = None,
 ) -> tuple:
     """Scores of a key tile, channel group by group as they come; `meanwhile(i)` is called after every second one.
@@ -95,7 +106,8 @@ def compute_scores(
     """
     for i, group in enumerate(groups_in_order()):
         cute.arch.mbarrier_wait(full + group, phase)
-        multiply(mma, scores, q, keys[None, None, None, consumer * GROUPS + group], group * GROUP // 16, i > 0)
+        keys = mma.keys[None, None, None, consumer * GROUPS + group]
+        multiply(mma.scores, scores, mma.q, keys, group * GROUP // 16, i > 0)
         warpgroup.commit_group()
         if meanwhile and i % 2 == 1:
             meanwhile(i // 2)

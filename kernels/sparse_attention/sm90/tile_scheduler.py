@@ -331,7 +331,7 @@ def schedule_tiles(config: cutlass.Constexpr, args: Arguments, shared: cutlass.C
         steps = steps_of_token(config, args, ptx.imin(base + lane, args.num_tokens - 1))
         longest, least = ptx.imax(longest, steps), ptx.imax(least, -steps)
         base += 32
-    longest, least = ptx.warp_max(longest), ptx.warp_max(least)
+    longest, least = cute.arch.warp_redux_sync(longest, "max"), cute.arch.warp_redux_sync(least, "max")
     sub_split_steps, rows = -args.ctas_per_token, Int32(0)
     sub_splits_of_all = Int32(0)
     if longest == -least:
@@ -387,7 +387,7 @@ def total_sub_splits(config: cutlass.Constexpr, args: Arguments, lane: Int32, su
     """Of all tokens; by one warp."""
     total, base = Int32(0), Int32(0)
     while base < args.num_tokens:
-        total += ptx.warp_sum(sub_splits_of_token(config, args, base + lane, sub_split_steps))
+        total += cute.arch.warp_redux_sync(sub_splits_of_token(config, args, base + lane, sub_split_steps), "add")
         base += 32
     return total
 

@@ -1,4 +1,4 @@
-"""Errors of the emulator: what a kernel did wrong, and what the front end does not know."""
+"""Errors of the emulator: errors of a kernel, and instructions that the front end does not know."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class ErrorKind(enum.IntEnum):
-    """Same order as core/machine.h."""
+    """The kind of a kernel's error, in the same order as ErrorKind in core/machine.h."""
 
     race = 0
     proxy_fence = 1
@@ -40,7 +40,7 @@ class ErrorKind(enum.IntEnum):
 
 
 class EmulationError(Exception):
-    """A kernel did something that is wrong, or that a GPU need not execute as intended."""
+    """An error of a kernel: wrong on a GPU, or not guaranteed to execute as intended."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Run PTX for sm_100a or sm_90a on a CPU: decode once, launch on host memory, get a report or an EmulationError.
+"""Programs and launches: decode PTX once, launch it on host memory, get a report or an EmulationError.
 
     program = Program.from_ptx(text)
     report = launch(program, "kernel", (1, 1, 1), (128, 1, 1), params=[struct.pack("<Q", array.ctypes.data)])
@@ -27,12 +27,15 @@ _LEVELS = {"off": OFF, "warn": WARN, "error": ERROR, False: OFF, True: ERROR}
 
 @dataclasses.dataclass(frozen=True)
 class Checks:
-    """Each check is "error", "warn" or "off". `order` tracks happens-before at all (the race and fence checks and the
-    checks of never-written memory need it); without it the emulator is about twice as fast."""
+    """The level of each check: "error", "warn" or "off".
+
+    `order` tracks happens-before, which the race and fence checks and the checks of never-written memory need; without
+    it the emulator is about twice as fast.
+    """
 
     order: bool = True
     race: str = "error"
-    global_race: str = "error"  # the same in global memory, among all CTAs of the launch
+    global_race: str = "error"  # races in global memory, among all CTAs of the launch
     proxy_fence: str = "error"
     uninitialised_smem: str = "error"
     uninitialised_tmem: str = "error"
@@ -44,37 +47,40 @@ class Checks:
     tmem_leak: str = "error"
     barrier: str = "error"
     exited_cta: str = "error"
-    # The compiler waits for the registers of a tcgen05.ld by itself: released CUTLASS kernels rely on it.
+    # The compiler itself waits for the registers of a tcgen05.ld, and released CUTLASS kernels rely on it.
     tmem_wait: str = "warn"
-    # So do kernels that free tensor memory which another warp may still be reading: it harms the next CTA only.
+    # Released kernels free tensor memory that another warp may still read: it harms only the next CTA.
     tmem_freed: str = "warn"
-    # Pairs of tcgen05.fence around every barrier that orders tensor memory between warps: PTX asks for them, released
-    # kernels leave them out.
+    # Pairs of tcgen05.fence around every barrier that orders tensor memory between warps: PTX requires them, released
+    # kernels omit them.
     tcgen05_fence: str = "off"
-    # Registers of wgmma.mma_async: accessed by other instructions with no wgmma.fence after, or before the wait.
+    # Registers of wgmma.mma_async: accesses by other instructions without a wgmma.fence after them, or before the wait.
     wgmma_fence: str = "error"
     wgmma_wait: str = "error"
     # A proxy fence between a generic access and an asynchronous write of the same memory.
     async_write_fence: str = "off"
     # fence.mbarrier_init (or fence.proxy.async) between mbarrier.init and the first asynchronous arrival.
     mbarrier_init_fence: str = "warn"
-    # Lanes of one warp that follow each other, or hand on each other's accesses, with no bar.warp.sync between.
+    # A lane that builds on, or publishes, accesses of another lane of its warp without a bar.warp.sync between.
     lane_race: str = "off"
-    # In a launch with programmatic stream serialization: what comes before griddepcontrol.wait, or without it.
+    # In a launch with programmatic stream serialization: accesses before griddepcontrol.wait, or a CTA without it.
     grid_dependency: str = "error"
 
     @classmethod
     def strict(cls) -> Checks:
-        """Also what PTX asks for and released kernels leave out: our own kernels are held to it."""
+        """Checks that also demand what PTX requires and released kernels omit; our own kernels must pass them."""
         asked = ("tmem_wait", "tmem_freed", "tcgen05_fence", "async_write_fence", "mbarrier_init_fence", "lane_race")
         return cls(**dict.fromkeys(asked, "error"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to run. Schedules: `eager` performs asynchronous work at once and runs warps in order; `random` defers it and
-    runs warps in random order; `late` defers it as long as anybody can go on without it; `random_warps` only
-    shuffles."""
+    """How to run a launch.
+
+    Schedules: `eager` performs asynchronous work at issue and runs warps in order; `random` defers it to random times
+    and runs warps in random order; `late` defers it as long as any warp can continue without it; `random_warps`
+    performs it at issue and runs warps in random order.
+    """
 
     schedule: str = "eager"
     seed: int = 0
@@ -83,7 +89,7 @@ class Options:
 
 
 class MemoryMap:
-    """The global memory a launch may touch: ranges of host addresses with names."""
+    """The global memory that a launch may access: ranges of host addresses with names."""
 
     def __init__(self) -> None:
         self.ranges: list[tuple[int, int, str, bool, bool]] = []
@@ -91,12 +97,14 @@ class MemoryMap:
     def add(
         self, address: int, nbytes: int, name: str = "tensor", *, writable: bool = True, constant: bool = False
     ) -> None:
-        """constant: no grid that may still run writes it, so it may be read before `griddepcontrol.wait`."""
+        """Adds a range. constant: no grid that may still run writes it, so kernels may read it before
+        `griddepcontrol.wait`."""
         if nbytes:
             self.ranges.append((address, address + nbytes, name, writable, constant))
 
     def merged(self) -> list[tuple[int, int, str, bool, bool]]:
-        """Sorted, with overlapping ranges (views of one buffer) made one."""
+        """(begin, end, name, writable, constant) of all ranges, sorted; overlapping ones (views of a buffer) are
+        merged."""
         out: list[tuple[int, int, str, bool, bool]] = []
         for begin, end, name, writable, constant in sorted(self.ranges):
             if out and begin < out[-1][1]:
@@ -201,12 +209,12 @@ class Kernel:
 
 
 class Program:
-    """A PTX module. Kernels are decoded when first asked for, so that an unused one may hold anything."""
+    """A PTX module. A kernel is decoded at first use, so that unused kernels may contain unknown instructions."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
         self._kernels: dict[str, Kernel] = {}
-        # Module-scope .global and .const variables live in one host buffer for as long as the program does.
+        # Module-scope .global and .const variables have host buffers with the lifetime of the program.
         self._globals: dict[str, ctypes.Array] = {}
         self.global_addresses: dict[str, int] = {}
         for v in module.variables.values():
@@ -271,9 +279,9 @@ def launch(
     options: Options | None = None,
     dependent: bool = False,
 ) -> Report:
-    """Run one kernel to its end. Raises EmulationError at the first thing that is wrong.
+    """Runs one kernel to its end; returns its report, or raises EmulationError at its first error.
 
-    dependent: as if launched with programmatic stream serialization: the grid before might still run.
+    dependent: launch with programmatic stream serialization, so that the previous grid might still run.
     """
     options = options or Options()
     k = program.kernel(kernel)

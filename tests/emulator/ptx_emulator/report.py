@@ -1,4 +1,4 @@
-"""What a launch did: instructions by class and by form, operations, bytes, and a lower bound in cycles by unit."""
+"""The report of a launch: instructions by class and by form, operations, bytes, and a lower bound in cycles by unit."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Report:
+    """Counts of one launch, its warnings, and lower bounds of its cycles."""
+
     kernel: str
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -23,23 +25,24 @@ class Report:
     by_class: dict[str, int]  # warp instructions by class
     by_form: dict[str, int]  # warp instructions by opcode, with the shape where one matters
     executed_lines: dict[int, int]  # ptx line -> warp executions
-    blocked_lines: dict[int, int]  # ptx line of a wait -> how often it found nothing
-    unexecuted: int  # decoded instructions that never ran
+    blocked_lines: dict[int, int]  # ptx line of a wait -> number of unsuccessful tries
+    unexecuted: int  # decoded instructions that were never executed
     mma_flops: float
     sfu_operations: int
     fma_operations: int  # lane operations of the f32 and f16 pipes
-    alu_operations: int  # of the integer pipe; moves and selects count nowhere
+    alu_operations: int  # lane operations of the integer pipe; moves and selects are not counted
     bytes: dict[str, int]
     shared_wavefronts: int
     shared_conflicts: int  # wavefronts beyond the conflict-free number
     warnings: list[str]  # "kind at ptx line n, k times: text"
     # Lower bound by unit, all CTAs spread over the SMs of a B200 (sm_90a: an H200). The assembler may fuse or remove
-    # instructions, so "fma", "alu" and "issue" are bounds of the PTX as written. "operands" is shared memory that the
-    # tensor core reads, "shared" that of threads and copies. "hbm" moves every tensor at most once, with cold caches.
+    # instructions, so "fma", "alu" and "issue" are bounds of the PTX as written. "operands" counts shared memory
+    # that the tensor core reads, "shared" accesses by threads and copies. "hbm" moves every tensor at most once, with
+    # cold caches.
     cycles: dict[str, float]
 
 
-# Rates, each the highest that is documented or was measured, so that the cycles are lower bounds.
+# Every rate is the highest documented or measured one, so that the cycles are lower bounds.
 #
 # [1] NVIDIA's B200 datasheet: 2.25 PFLOP/s dense f16, 8 TB/s of HBM; 148 SMs.
 # [2] CUTLASS, media/docs/cpp/blackwell_functionality.md: each kind of tcgen05.mma relative to Hopper's tensor core.
@@ -52,9 +55,11 @@ class Report:
 #     integer, compare, min/max, logic, shift, convert; 16 special functions. Four schedulers issue one each.
 @dataclasses.dataclass(frozen=True)
 class Rates:
+    """Throughputs of one GPU."""
+
     sms: int
     hbm_bytes_per_clock: float
-    tensor_flops_per_clock: dict[str, int]  # dense, of one SM, by kind (tcgen05) or element of A (wgmma)
+    tensor_flops_per_clock: dict[str, int]  # dense, per SM, by kind (tcgen05) or element of A (wgmma)
 
 
 B200 = Rates(
@@ -87,7 +92,7 @@ H200 = Rates(
 
 
 def rates_of(target: str) -> Rates:
-    """Of the GPU that a program's .target stands for."""
+    """The rates of the GPU for a program's .target."""
     return H200 if target == "sm_90a" else B200
 
 
@@ -97,19 +102,19 @@ FMA_LANES_PER_CLOCK = 128  # [5]
 ALU_LANES_PER_CLOCK = 64  # [5]
 INSTRUCTIONS_PER_CLOCK = 4  # [5]
 SHARED_BYTES_PER_CLOCK = 128  # [3, 4]
-# Nothing is published: one register of every lane in each of the four quarters, which the register file cannot exceed.
+# Not published; bounded by the register file: one register of every lane in each of the four quarters.
 TMEM_BYTES_PER_CLOCK = 512
 # Into one SM. Not published for B200; microbenchmarks of Volta to Hopper find 64. [3]'s fastest TMA sweep reaches 46.
 L2_BYTES_PER_CLOCK = 64
 
 _SFU = re.compile(r"(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh)\.approx|div\.(approx|full)")
-# Arithmetic of the f32 and f16 pipes; the rest of the class "alu" is the integer pipe's.
+# Arithmetic of the f32 and f16 pipes; the rest of the class "alu" runs on the integer pipe.
 _FMA = re.compile(r"(add|sub|mul|fma|mad)\.(\w+\.)*(f32|f16|bf16)(x2)?$")
 # Registers of a lane that a tcgen05.ld or st of each shape moves for .x1.
 _TMEM = re.compile(r"tcgen05\.(?P<op>ld|st)\.sync\.aligned\.(?P<shape>\w+)\.x(?P<n>\d+)")
 _TMEM_REGISTERS = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}
 _MMA_SYNC = re.compile(r"mma\.sync\.aligned\.m(\d+)n(\d+)k(\d+)\..*\.(f16|bf16|tf32|e4m3|e5m2|s8|u8)\.")
-_MMA_SYNC_KIND = {"f16": "f16", "bf16": "f16", "tf32": "tf32", "s8": "i8", "u8": "i8"}  # others: f8f6f4
+_MMA_SYNC_KIND = {"f16": "f16", "bf16": "f16", "tf32": "tf32", "s8": "i8", "u8": "i8"}  # other elements: f8f6f4
 _CLASSES = (
     ("mma", re.compile(r"tcgen05\.mma|wgmma\.mma|mma\.")),
     ("tmem", re.compile(r"tcgen05\.")),
@@ -128,6 +133,7 @@ _CLASSES = (
 
 
 def classify(opcode: str) -> str:
+    """The instruction class of an opcode, a key of Report.by_class."""
     for name, pattern in _CLASSES:
         if pattern.match(opcode):
             return name
@@ -135,7 +141,7 @@ def classify(opcode: str) -> str:
 
 
 def _product_cycles(kind: str, m: int, n: int, k: int, rates: Rates) -> float:
-    """Clocks of one SM's tensor core for a product at its full rate."""
+    """Clocks of one SM's tensor core for a product at the full rate."""
     return 2.0 * m * n * k / rates.tensor_flops_per_clock[kind]
 
 
@@ -150,7 +156,7 @@ _MMA_FORM = re.compile(
 
 
 def mma_cycles(form: str, rates: Rates = B200) -> float:
-    """Clocks of tensor core, summed over the SMs that take part, of a form of by_form; 0 for what is no MMA."""
+    """Tensor-core clocks of a form of Report.by_form, summed over the participating SMs; 0 for other instructions."""
     found = _MMA_FORM.match(form)
     if not found:
         return 0.0
@@ -170,7 +176,8 @@ def make_report(
     shapes: str,
     footprint: int,
 ) -> Report:
-    """`footprint`: bytes of the global memory that the launch may touch."""
+    """The report of a launch, from the core's counters. footprint: bytes of global memory that the launch may
+    access."""
     rates = rates_of(k.target)
     executions, lanes, blocked = counts
     by_class: Counter[str] = Counter()
@@ -202,7 +209,7 @@ def make_report(
         elif m := _TMEM.match(i.opcode):
             tmem[m["op"]] += n * WARP_LANES * 4 * int(m["n"]) * _TMEM_REGISTERS[m["shape"]]
         elif m := _MMA_SYNC.match(i.opcode):
-            # Its rate is not published; it shares the tensor core, so that of tcgen05.mma bounds it.
+            # Its rate is not published; it runs on the same tensor core, so the rate of tcgen05.mma bounds it.
             tensor_cycles += n * _product_cycles(_mma_sync_kind(m[4], rates), *map(int, m.groups()[:3]), rates)
     for line in shapes.splitlines():
         key, value = line.rsplit("\t", 1)

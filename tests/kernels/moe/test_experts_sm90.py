@@ -66,12 +66,12 @@ def launched(case: Case, shape: str = "narrow", **options: object) -> tuple[Tens
 
     x, weights, ids, _ = case.inputs()
     packed = arranged(case.experts, case.d, case.channels)
-    launch.multiprocessors.cache_clear()
+    launch.hardware_multiprocessors.cache_clear()
     try:
         with emulated(arch="sm_90a", multiprocessors=case.multiprocessors, **options) as device:
             out = launch.experts_forward(x, weights, ids, packed, LIMIT, case.offset, shape=shapes()[shape])
     finally:
-        launch.multiprocessors.cache_clear()
+        launch.hardware_multiprocessors.cache_clear()
     assert len(device.reports) == 6 and not any(report.warnings for report in device.reports)
     return out, device
 
@@ -184,13 +184,13 @@ def test_a_token_s_bits_do_not_depend_on_its_batch(shape: str) -> None:
     x, weights, ids, _ = case.inputs()
     packed = arranged(case.experts, case.d, case.channels)
     for width in shapes()[shape].widths:
-        launch.multiprocessors.cache_clear()
+        launch.hardware_multiprocessors.cache_clear()
         rows = slice(most - width, most)
         with emulated(arch="sm_90a", multiprocessors=1):
             out = launch.experts_forward(x[rows], weights[rows], ids[rows], packed, LIMIT, shape=shapes()[shape])
         assert listed_widths(replace(case, tokens=width, multiprocessors=1), shape) == [width]
         assert same_bits(out, expected[rows]), width
-    launch.multiprocessors.cache_clear()
+    launch.hardware_multiprocessors.cache_clear()
 
 
 @functools.cache
@@ -213,11 +213,11 @@ def test_a_token_s_bits_are_its_own_in_a_mixed_batch() -> None:
     x, weights, ids, _ = case.inputs()
     packed = arranged(case.experts, case.d, case.channels)
     for rows in (slice(7, 8), slice(20, 34)):
-        launch.multiprocessors.cache_clear()
+        launch.hardware_multiprocessors.cache_clear()
         with emulated(arch="sm_90a", multiprocessors=5):
             out = launch.experts_forward(x[rows], weights[rows], ids[rows], packed, LIMIT)
         assert same_bits(out, expected[rows])
-    launch.multiprocessors.cache_clear()
+    launch.hardware_multiprocessors.cache_clear()
 
 
 def test_zeros_and_clamps() -> None:

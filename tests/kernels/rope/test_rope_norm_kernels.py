@@ -272,7 +272,7 @@ def test_no_rows_need_no_launch(kernel: str) -> None:
     codes, scales = getattr(norms, f"{kernel}_fp8")(torch.zeros(0, 512).bfloat16(), None, EPS, True)
     assert codes.shape == (0, 512) and scales.shape == (0, 4)
     nothing = torch.zeros(0, 3, 512).bfloat16()
-    assert getattr(rotations, kernel)(nothing, POSITIONS[:0], FREQUENCIES["yarn"], False).shape == (0, 3, 512)
+    getattr(rotations, f"{kernel}_in_place")(nothing, POSITIONS[:0], FREQUENCIES["yarn"], False)
 
 
 def test_the_kernels_need_no_stack(kernel: str) -> None:

@@ -53,7 +53,7 @@ def launch_on(
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     sm90.num_clusters.cache_clear()  # this device has another number
-    sm90.num_multiprocessors.cache_clear()
+    sm90.hardware_multiprocessors.cache_clear()
     options = {"checks": Checks.strict(), "arch": sm90.ARCH, **options}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90, "FEW_HEADS", max(HEADS))

@@ -41,7 +41,7 @@ def launch(case: Case, multiprocessors: int = 148, **options: object) -> tuple[t
 
     from dsv4_kernels.sparse_attention.sm100 import launch as sm100
 
-    sm100.device_facts.cache_clear()  # this device has another number of multiprocessors
+    sm100.hardware_multiprocessors.cache_clear()  # this device has another number of multiprocessors
     options = {"checks": Checks.strict(), **options}
     return attention_launch.launch(sm100.sparse_attention, case, multiprocessors, **options)
 

@@ -72,7 +72,7 @@ def launch_on(case: Case, multiprocessors: int, clusters: bool = False, **option
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     sm90.num_clusters.cache_clear()
-    sm90.num_multiprocessors.cache_clear()  # this device has another number
+    sm90.hardware_multiprocessors.cache_clear()  # this device has another number
     options = {"checks": Checks.strict(), "arch": sm90.ARCH, **options}
     clusters_up_to = mock.patch.object(sm90, "MAX_CLUSTER", cluster.MAX_CLUSTER if clusters else 0)
     with clusters_up_to, mock.patch.object(sm90, "FEW_HEADS", 0):

@@ -1,4 +1,4 @@
-"""The attention backend without SGLang's runner and without a model: fake batches, and numbers in place of layers.
+"""The attention backend without SGLang's runner and without a model: fake batches, random numbers for layers.
 
 `Sequences` makes a request's tensors from its number and position alone, so that the same token is the same in any
 batch. `Engine` runs them through pool and backend as a model's layers do. `poison_unreadable` writes NaN wherever no
@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import torch
 from cache.simulation import Requests
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from dsv4_kernels.compressor import compress
 from dsv4_kernels.kv_layout import KVRows
 from dsv4_radix_cache.ring import ring_row
 from sglang_dsv4.attention.backend import Dsv4AttentionBackend, Window
-from sglang_dsv4.attention.metadata import AttentionReader
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page, overlap_groups
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.cache.tail_options import TailSizes
@@ -32,7 +32,7 @@ HEADS, INDEX_HEADS, TOP_K = 2, 8, 8
 
 @dataclass
 class Inputs:
-    """What one layer hands to the backend for T tokens."""
+    """The inputs of one layer to the backend, for T tokens."""
 
     q: Tensor  # [T, HEADS, row_dim]
     kv: Tensor  # [T, row_dim]
@@ -84,14 +84,14 @@ def sink_of(layer: int) -> Tensor:
 
 
 def stamp(entries: Tensor, positions: Tensor) -> Tensor:
-    """Stands for RoPE: an entry that is given a wrong position is wrong."""
+    """A stand-in for RoPE: an entry with a wrong position gets a wrong value."""
     entries = entries.clone()
     entries[:, -1] += torch.sin(positions.float())
     return entries
 
 
 class Engine(Requests):
-    """Pool and backend, driven like a model runner drives them."""
+    """Pool and backend, called as a model runner calls them."""
 
     def __init__(
         self,
@@ -114,12 +114,16 @@ class Engine(Requests):
         )
         self.generation = torch.zeros(slots, dtype=torch.int64)
         table = SimpleNamespace(req_to_token=self.req_to_token, req_generation=self.generation)
-        self.runner = SimpleNamespace(token_to_kv_pool=self.pool, req_to_token_pool=table, device="cpu")
-        self.backend = Dsv4AttentionBackend(self.runner, reader=AttentionReader(HEADS, TOP_K))
+        config = SimpleNamespace(num_attention_heads=HEADS, hf_config=SimpleNamespace(index_topk=TOP_K))
+        self.runner = SimpleNamespace(
+            token_to_kv_pool=self.pool, req_to_token_pool=table, device="cpu", model_config=config
+        )
+        with get_parallel().override(tp_size=1):
+            self.backend = Dsv4AttentionBackend(self.runner)
         self.geometry, self.sequences, self.slots = geometry, sequences, slots
 
     def reserve(self, request: int, tokens: int) -> None:
-        """As in `Requests`; a new holder of a slot raises its generation, as SGLang does."""
+        """Reserve as `Requests` does; a new holder of a slot raises its generation, as in SGLang."""
         fresh = request not in self.slot
         super().reserve(request, tokens)
         if fresh:
@@ -180,7 +184,7 @@ class Engine(Requests):
         return {token: torch.stack([out[i] for out in outputs]) for i, token in enumerate(tokens)}
 
     def layer(self, layer: int, tokens: list[tuple[int, int]], padding: int = 0) -> Tensor:
-        """What a layer does with the backend: [T, HEADS, row_dim]."""
+        """Outputs [T, HEADS, row_dim] of a layer's calls of the backend."""
         backend, ratio, x = self.backend, self.geometry.layer_ratio(layer), self.sequences.of(layer, tokens, padding)
         window, selected = keep_window_rows(backend, layer, x.kv), None
         if ratio:
@@ -192,7 +196,7 @@ class Engine(Requests):
 
 
 def keep_window_rows(backend: Dsv4AttentionBackend, layer: int, kv: Tensor) -> Window:
-    """What `norm_rope_store` does with rows that are normed and rotated."""
+    """Store window rows that are normed and rotated, as `norm_rope_store` does."""
     window = backend.window(layer)
     for table, rows in window.destinations:
         kept = rows >= 0
@@ -208,7 +212,10 @@ def keep_entries(
     *,
     indexer: bool = False,
 ) -> None:
-    """What `compress_store` does, with `made(entries, positions)` in place of norm and rotation; raw: [T, 2, C * D]."""
+    """Store entries as `compress_store` does, with `made(entries, positions)` instead of norm and rotation.
+
+    raw: [T, 2, C * D].
+    """
     groups, storage = backend.groups(layer), backend.compressor_storage(layer, indexer=indexer)
     kv, score = raw[:, 0].contiguous(), raw[:, 1].contiguous()
     entries = compress(storage.state, kv, score, groups.sources, groups.ratio, storage.table.row_dim)
@@ -235,10 +242,10 @@ def poison(rows: KVRows | Tensor, keep: Tensor) -> None:
 
 
 def poison_unreadable(engine: Engine) -> None:
-    """NaN in every row that no live request may read before it has written it (specification, section 3.6).
+    """Write NaN into every row that no live request may read before writing it (specification, section 3.6).
 
-    A request with n tokens may read: the last W-1 window rows; n//r entries and keys; raw rows of its open group and,
-    for CSA, of the group before. The null slot and the null page are poisoned too.
+    A request with n tokens may read: the last W-1 window rows; n//r entries and keys; raw rows of its open
+    compression group and, for CSA, of the group before. The null slot and the null page are poisoned too.
     """
     g, pool = engine.geometry, engine.pool
     live = [(engine.slot[r], engine.length[r]) for r in engine.slot]
@@ -264,7 +271,7 @@ def poison_unreadable(engine: Engine) -> None:
 
 
 def dense_reference(sequences: Sequences, request: int, length: int) -> Tensor:
-    """Outputs [layers, length, HEADS, row_dim] of a request by the specification's formulas, float64, no caches."""
+    """Outputs [layers, length, HEADS, row_dim] of a request by the specification's formulas: float64, no caches."""
     g = sequences.geometry
     return torch.stack([_dense_layer(sequences, request, length, layer) for layer in g.layers()])
 
@@ -282,7 +289,7 @@ def _dense_layer(sequences: Sequences, request: int, length: int, layer: int) ->
         if ratio == CSA_RATIO and len(visible) > TOP_K:
             score = (x.index_q[t].double() @ keys[: len(visible)].T).relu() * x.index_weights[t].double()[:, None]
             score = score.sum(0).tolist()
-            visible = sorted(visible, key=lambda j: (-score[j], j))[:TOP_K]  # of equal scores the lower entry
+            visible = sorted(visible, key=lambda j: (-score[j], j))[:TOP_K]  # among equal scores the lower entry first
         rows = torch.cat([kv[max(0, t - g.window_tokens + 1) : t + 1], entries[visible]])
         scores = q[t] @ rows.T * g.row_dim**-0.5
         weights = torch.cat([scores, sink_of(layer).double()[:, None]], dim=1).softmax(dim=1)[:, :-1]
@@ -304,7 +311,7 @@ def _dense_entries(raw: Tensor, ratio: int, dim: int) -> Tensor:
 
 
 def snapshot_rows(engine: Engine, request: int, position: int) -> dict[str, slice]:
-    """Where a tail checkpoint at a page-aligned position lies: the last W window rows, and CSA's last 4 raw rows."""
+    """Ring rows of a tail at a page-aligned position: the last W window rows, and CSA's last 4 raw rows."""
     g, slot = engine.geometry, engine.slot[request]
     assert position % entries_per_page(1) == 0
 

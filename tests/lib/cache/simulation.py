@@ -1,7 +1,7 @@
 """The caches as tables of names: each row holds which request and position wrote it, and every read is checked.
 
-`Simulation` does with names what the attention backend does with numbers, driven by the same metadata. What a token
-must read is worked out position by position, as the specification says it (sections 3.3, 3.4), without looking at the
+`Simulation` does with names what the attention backend does with numbers, driven by the same metadata. The rows
+that a token must read are derived position by position from the specification (sections 3.3, 3.4), without the
 metadata.
 """
 
@@ -17,17 +17,17 @@ from sglang_dsv4.attention.metadata import ForwardMetadata, extend_metadata, uni
 from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page
 from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS
 
-FORBIDDEN = -7  # a row that nobody wrote
+FORBIDDEN = -7  # a row that was never written
 SPAN = 1 << 20
 
 
 def name(request: int, position: int) -> int:
-    """A row's content: request and position (or entry number) in one integer; -1 for a hole."""
+    """The content of a row: request and position (or entry number) in one integer; -1 for a hole."""
     return request * SPAN + position if position >= 0 else -1
 
 
 class Requests:
-    """Request slots and FULL pages, handed out in random order as SGLang's allocator may."""
+    """Request slots and FULL pages, handed out in random order, as SGLang's allocator may do."""
 
     def __init__(self, slots: int, pages: int, context: int = 4096, seed: int = 0) -> None:
         self.random = random.Random(seed)
@@ -57,7 +57,7 @@ class Requests:
             self.req_to_token[self.slot[request], begin : begin + width] = slots[:width]
 
     def release(self, request: int) -> None:
-        """Take back slot and pages; the next taker gets the same ones first."""
+        """Free slot and pages; the next request gets the same ones first."""
         self.free_slots.append(self.slot.pop(request))
         self.free_pages.extend(self.pages.pop(request))
         del self.length[request]
@@ -78,7 +78,7 @@ class Simulation(Requests):
         self.entries = {r: table((pages + 1) * entries_per_page(r)) for r in geometry.compressed}
 
     def extend(self, batch: list[tuple[int, int]], padding: int = 0) -> ForwardMetadata:
-        """Prefill: each (request, tokens) appends that many tokens; `padding` tokens belong to nobody."""
+        """Prefill: each (request, tokens) appends that many tokens; `padding` tokens belong to no request."""
         for request, tokens in batch:
             self.reserve(request, tokens)
         prefix = [self.length[r] for r, _ in batch]
@@ -100,7 +100,7 @@ class Simulation(Requests):
     def uniform(self, requests: list[int], tokens: int = 1, accept: list[int] | None = None, padding: int = 0) -> None:
         """Decode or verify: `tokens` more for each request, of which it keeps accept[i] (all if None).
 
-        `padding` requests in the null slot come on top, as in a captured graph.
+        `padding` requests in the null slot are added, as in a captured graph.
         """
         for request in requests:
             self.reserve(request, tokens)
@@ -150,7 +150,7 @@ class Simulation(Requests):
             self._check_visible(ratio, meta, requests, tokens, padding)
 
     def _check_entries(self, ratio: int, meta: ForwardMetadata, names: Tensor, new: dict[int, int]) -> None:
-        """Every group that this forward closes is compressed once, from its rows, to its place, and no other is."""
+        """Check that exactly the compression groups closed by this forward are compressed, once, from their rows."""
         plan, state = meta.compress[ratio], self.state[ratio]
         rows = torch.cat([state, names])
         sources = torch.where(plan.sources >= 0, rows[plan.sources.clamp(min=0).long()], -1)
@@ -181,7 +181,7 @@ class Simulation(Requests):
     def _check_visible(
         self, ratio: int, meta: ForwardMetadata, requests: list[int], tokens: list[tuple[int, int]], padding: int
     ) -> None:
-        """A token at t sees exactly entries j < (t+1)//r, each in the row that the page table leads to."""
+        """Check that a token at t sees exactly entries j < (t+1)//r, each in the row given by the page table."""
         visible = meta.visible[ratio].tolist()
         assert visible[: len(tokens)] == [(t + 1) // ratio for _, t in tokens]
         if not meta.window_in_ring:

@@ -30,7 +30,7 @@ class CheckedEngine(ReplayEngine):
         self.carry_out(self.ledger.pop_ring_saves(), self.ledger.pop_copies())
 
     def carry_out(self, ring_saves: list[tuple[int, TailWrite]], copies: list[TierCopy]) -> None:
-        """What `TailMemory.issue` does with bytes."""
+        """Do with token prefixes what `TailMemory.issue` does with bytes."""
         for slot, write in ring_saves:
             assert len(self.rings[slot]) == write.position, "the rings have moved on"
             self.device[write.device_slot] = self.rings[slot]
@@ -66,7 +66,7 @@ class CheckedEngine(ReplayEngine):
         self.rings[req.kv.req_pool_idx] = tokens[: position + 1]
 
     def check(self) -> None:
-        """Slots, pages, and: exactly the cached tails are on nodes, at their positions."""
+        """Check slots and pages, and that exactly the cached tails are on nodes, at their positions."""
         check(self.ledger.store)
         self.cache.sanity_check()
         core, component = self.cache.tree_core, self.cache.nodes
@@ -79,7 +79,7 @@ class CheckedEngine(ReplayEngine):
             assert len(self.cache.path_device_indices(node_id)) == store[tail_id].position
 
     def check_idle(self) -> None:
-        """Nothing runs: no slot is in use, no pin and no lock is left, every page is free or cached."""
+        """Check that no request runs: no slot is in use, no pin or lock is left, and every page is free or cached."""
         self.check()
         assert self.ledger.store.device.in_use == 0 and len(self.ledger) == 0
         assert all(not self.ledger.store[i].pins for i in self.ledger.store.ids())
@@ -95,7 +95,7 @@ def some(rng: random.Random, count: int) -> list[int]:
 def retract_or_finish(
     engine: CheckedEngine, rng: random.Random, running: list[Running], stems: list[list[int]]
 ) -> None:
-    """End one of the running requests; what a finished one holds becomes one of the last twelve stems."""
+    """End one of the running requests; the tokens of a finished request become one of the last twelve stems."""
     request = running.pop(rng.randrange(len(running)))
     if request.length < request.prompt_tokens or rng.random() < 0.2:
         engine.retract(request)
@@ -106,7 +106,7 @@ def retract_or_finish(
 
 
 def retract_all(engine: CheckedEngine, running: list[Running]) -> None:
-    """End all of them."""
+    """End all running requests."""
     while running:
         engine.retract(running.pop())
 

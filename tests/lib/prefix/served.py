@@ -1,5 +1,6 @@
-"""A prefix cache over a real model in process: SGLang's tree, request rows, page allocator and model runner, our pool,
-backend and checkpoints. Logits come back at every computed position, and what a request must not read is NaN."""
+"""A prefix cache over a real model in this process: SGLang's tree, request rows, page allocator and model runner, this
+project's pool, backend and tails. Logits are returned for every computed position; rows that a request must not read
+are NaN."""
 
 from __future__ import annotations
 
@@ -58,13 +59,13 @@ class ServedEngine(WithStorage, ReplayEngine):
         return self.harness._active()
 
     def serve(self, prompt: Sequence[int], output: Sequence[int] = ()) -> tuple[int, Tensor]:
-        """One request from start to finish, its output forced: hit tokens, and logits of [hit, end)."""
+        """Run one request from start to finish with a given output; returns hit tokens, and logits of [hit, end)."""
         with self.active():
             done = self.run(prompt, [*output, 7])  # the last token is never computed
         return done.hit_tokens, torch.cat(self.logits.pop(done.req.rid))
 
     def prefill_chunk(self, running: Running) -> None:
-        """As SGLang does, and nothing of an earlier owner of the slot or the pages can be read unnoticed."""
+        """Prefill as SGLang does, after poisoning the rows of earlier owners of the slot and the pages."""
         self._fresh = not running.req.kv.holds_kv
         super().prefill_chunk(running)
 
@@ -89,14 +90,14 @@ class ServedEngine(WithStorage, ReplayEngine):
         self.logits[req.rid].extend(self.harness.step([(row, tokens)], mode))
 
     def flush(self) -> None:
-        """As `/flush_cache`: the next request is cold."""
+        """Flush as `/flush_cache` does: the next request is cold."""
         with self.active():
             super().flush()
 
     # NaN
 
     def poison(self, request_slot: int) -> None:
-        """Rings and states of a request slot, the transit slot, and every tail slot without a holder."""
+        """Write NaN into a request slot's rings and states, the transit slot, and every tail slot without a holder."""
         pool, g, memory = self.pool, self.pool.geometry, self.pool.tail_memory
         for layer in g.layers():
             fill_rows(pool.window(layer), request_slot * g.ring_rows, g.ring_rows)
@@ -113,7 +114,7 @@ class ServedEngine(WithStorage, ReplayEngine):
                     fill(part[:, slot])
 
     def poison_pages(self, req: object, begin: int, end: int) -> None:
-        """Entries and keys of the pages that [begin, end) begins to fill."""
+        """Write NaN into entries and keys of the pages that start in [begin, end)."""
         table = self.rows.req_to_token[req.kv.req_pool_idx]
         for position in range(-(-begin // PAGE) * PAGE, end, PAGE):
             page = int(table[position]) // PAGE
@@ -126,12 +127,12 @@ class ServedEngine(WithStorage, ReplayEngine):
 
 
 def fill(storage: Tensor) -> None:
-    """NaN, in whichever format: 0xFF is NaN in e4m3, bf16 and ue8m0."""
+    """Fill with NaN in any format: 0xFF is NaN in e4m3, bf16 and ue8m0."""
     storage.fill_(0xFF if storage.dtype == torch.uint8 else torch.nan)
 
 
 def fill_rows(rows: KVRows, first: int, count: int) -> None:
-    """NaN into [first, first + count), where a byte format's pages can be filled by halves too."""
+    """Write NaN into rows [first, first + count), which may be half of a byte format's page."""
     if rows.storage.dtype != torch.uint8:
         rows.storage[first : first + count] = torch.nan
         return
@@ -140,7 +141,7 @@ def fill_rows(rows: KVRows, first: int, count: int) -> None:
 
 
 def push_out(engine: ServedEngine) -> None:
-    """The tree gives up every page, as for requests that need them."""
+    """Evict every page from the tree, as requests that need them would."""
     with engine.active():
         engine.cache.evict(EvictParams(num_tokens=engine.pool.size))
     assert not engine.cache.host.in_tree()

@@ -1,7 +1,7 @@
 """A replay without a model over three tiers, in which a page's bytes are the digest of the prefix that it ends.
 
 So a page that was saved too late, loaded too early, from another slot or into another page is seen by the next request
-that reads it. Checkpoints are as in `test_tree`; the storage is a dict that may fail.
+that reads it. Tails are as in `checked_engine`; the storage backend is a dict that may fail.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BYTES = 16
 
 
 def name_of(tokens: Sequence[int]) -> bytes:
-    """What stands for a prefix."""
+    """The digest that stands for a prefix."""
     return blake2b(array("q", tokens).tobytes(), digest_size=BYTES).digest()
 
 
@@ -52,7 +52,7 @@ class Records:
         self.saved, self.loaded = CopyTotals(), CopyTotals()
 
     def save(self, pages: Tensor, slots: Sequence[int]) -> None:
-        pages = pages.as_subclass(Tensor)  # here nobody waits for them
+        pages = pages.as_subclass(Tensor)  # reading page numbers is no wait here
         assert len(set(slots)) == len(slots) == len(pages)
         self.memory[list(slots)] = self.device[pages]
         self.saved.pages += len(pages)
@@ -71,7 +71,7 @@ class Records:
 
 
 class Backend:
-    """SGLang's storage interface over a dict. `fault_rate`: of look-ups, reads and writes that go wrong."""
+    """SGLang's storage interface over a dict. `fault_rate`: share of look-ups, reads and writes that fail."""
 
     batch, is_limited = 3, False
 
@@ -89,7 +89,7 @@ class Backend:
 
     def get(self, key: str, target: Tensor) -> Tensor | None:
         if key not in self.records or self._fails():
-            target.fill_(0xEE)  # what a miss leaves
+            target.fill_(0xEE)  # a miss leaves garbage
             self.faults[Fault.MISSING] += 1
             return None
         return target.copy_(self.records[key])
@@ -111,9 +111,9 @@ class Backend:
 
 
 class TieredEngine(WithStorage, CheckedEngine):
-    """A replay over device, host memory and, with a backend, a storage."""
+    """A replay over device, host memory and, if given, a storage backend."""
 
-    prefixes: dict[bytes, tuple[int, ...]]  # by name, of the checkpoints that were seen
+    prefixes: dict[bytes, tuple[int, ...]]  # by digest, for the tails seen so far
 
     @classmethod
     def made(
@@ -191,7 +191,7 @@ class TieredEngine(WithStorage, CheckedEngine):
         return (self.rows.req_to_token[req.kv.req_pool_idx, :end:PAGE] // PAGE).tolist()
 
     def verify(self, req: object, tokens: Sequence[int], begin: int) -> None:
-        """Every whole page before `begin` is the prefix's."""
+        """Check that every whole page before `begin` holds the prefix's digest."""
         for i, page in enumerate(self.pages(req, begin // PAGE * PAGE)):
             expected = tensor_of(name_of(tokens[: (i + 1) * PAGE]))
             assert torch.equal(self.tiers.copies.records.device[page], expected), f"page {i} is another prefix's"
@@ -248,6 +248,6 @@ class FetchedTail:
 
 
 def admit(engine: TieredEngine, prompt: Sequence[int]) -> Running:
-    """A request arrives, waits for the storage, and is admitted."""
+    """Let a request arrive, wait for the storage backend, and be admitted."""
     engine.arrive(prompt)
     return engine.admit(prompt)

@@ -1,4 +1,4 @@
-"""What SGLang's scheduler does around a storage, for engines that replay requests."""
+"""The calls of SGLang's scheduler around a storage backend, for engines that replay requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_dsv4.prefix.prefix_cache import Dsv4PrefixCache
 
 
 class WithStorage:
-    """Rounds of the scheduler, and requests that wait for a storage."""
+    """Rounds of the scheduler, and requests that wait for a storage backend."""
 
     cache: Dsv4PrefixCache
 
@@ -23,12 +23,12 @@ class WithStorage:
         return nullcontext()
 
     def round(self) -> None:
-        """What happens in every round, whether or not a forward comes."""
+        """Do what the scheduler does in every round, whether or not a forward follows."""
         with self.active():
             self.cache.check_hicache_events()
 
     def settle(self) -> None:
-        """Until nothing is on its way to or from the storage."""
+        """Run rounds until no read or write of the storage backend is under way."""
         deadline = time.monotonic() + 30
         self.round()
         while self.cache.storage is not None and not self.cache.storage.idle:
@@ -37,7 +37,7 @@ class WithStorage:
             self.round()
 
     def arrive(self, prompt: Sequence[int], name: str = "r", patience_s: float = 30) -> bool:
-        """As the scheduler does when a request arrives; whether it need not wait any longer."""
+        """Do what the scheduler does when a request arrives; returns whether it need not wait any longer."""
         key = RadixKey(array("q", prompt), limit=len(prompt) - 1)
         with self.active():
             match = self.cache.match_prefix(MatchPrefixParams(key=key))
@@ -54,5 +54,5 @@ class WithStorage:
 
 
 def handle(name: str) -> CacheRequestHandle:
-    """What the scheduler calls a request."""
+    """The scheduler's handle of a request."""
     return CacheRequestHandle(name, 0)

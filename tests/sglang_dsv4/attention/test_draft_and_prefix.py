@@ -1,4 +1,4 @@
-"""The draft's chain of steps, and what the prefix cache refuses."""
+"""The chain of steps of an MTP draft; and configurations that the prefix cache refuses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from cache.harness import Engine, Sequences
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative import eagle_worker_common
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
@@ -23,13 +24,14 @@ STEPS = 4
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_draft_steps_equal_decode(graph: bool) -> None:
-    """Step i writes and reads as a decode step at position committed + i would."""
+    """Step i writes and reads the rows of a decode step at position committed + i."""
     sequences = Sequences(DRAFT, 320)
     decode, draft = Engine(DRAFT, sequences), Engine(DRAFT, sequences)
     for engine in (decode, draft):
         engine.forward(ForwardMode.EXTEND, [(0, 255), (1, 2)])
     factory = SimpleNamespace(topk=1, draft_model_runner=draft.runner, speculative_num_steps=STEPS)
-    name, chain = create_draft_decode_backend(factory)
+    with get_parallel().override(tp_size=1):
+        name, chain = create_draft_decode_backend(factory)
     assert name == "dsv4"
     assert len(chain.attn_backends) == STEPS
 
@@ -58,7 +60,8 @@ def test_draft_trees_are_refused() -> None:
 
 def test_draft_extend_runs_on_the_draft_runner() -> None:
     engine = Engine(DRAFT, Sequences(DRAFT, 8))
-    name, backend = create_draft_extend_backend(SimpleNamespace(draft_model_runner=engine.runner))
+    with get_parallel().override(tp_size=1):
+        name, backend = create_draft_extend_backend(SimpleNamespace(draft_model_runner=engine.runner))
     assert name == "dsv4"
     assert backend.token_to_kv_pool is engine.pool
 

@@ -1,4 +1,4 @@
-"""Storages of SGLang's that are not ours: whichever interface they serve, a record comes back whole or is a miss."""
+"""SGLang's own storage backends: through either interface a record is read back complete or is a miss."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STORAGES = ["values", "zero copy", *(["nixl"] if find_spec("nixl") else [])]  # 
 
 @pytest.fixture(params=STORAGES)
 def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Damage]:
-    """A function that opens the storage under an identity, and one that changes every stored object."""
+    """A function that opens the storage backend under an identity, and a function that changes every stored object."""
     staged = StagedRecords(READ_SLOTS + 1, 3 * BYTES)
     if request.param == "nixl":
         monkeypatch.setenv("SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR", str(tmp_path))
@@ -73,7 +73,7 @@ def flip(place: int) -> Callable[[bytes], bytes]:
 
 
 def test_round_trip(made: tuple[Any, Damage]) -> None:
-    """Of records of two sizes; another identity sees nothing of it."""
+    """Records of two sizes are read back; another identity does not find them."""
     opened, _ = made
     storage, other = opened(), opened(weights="w2")
     assert not storage.exists(KEY) and storage.get(KEY, empty()) is None
@@ -90,7 +90,7 @@ def test_round_trip(made: tuple[Any, Damage]) -> None:
     ids=["bit of the record", "bit of the checksum", "cut short", "empty", "a block shorter"],
 )
 def test_a_damaged_object_is_a_miss(made: tuple[Any, Damage], change: Callable[[bytes], bytes]) -> None:
-    """Also where the memory that it is read into still has another record, whole and with its checksum."""
+    """Even if the target memory still holds another complete record with its checksum."""
     opened, damage = made
     storage = opened()
     storage.set(KEY, record(1))
@@ -114,7 +114,7 @@ def test_an_object_under_another_key_is_a_miss(made: tuple[Any, Damage]) -> None
 
 
 def test_many_at_once(made: tuple[Any, Damage]) -> None:
-    """More than there are slots, one of them missing, by several threads."""
+    """More records than slots, one of them missing, read by several threads."""
     opened, _ = made
     storage = opened()
     keys = [f"{i:04x}.page" for i in range(2 * READ_SLOTS + 5)]
@@ -153,7 +153,7 @@ def test_a_storage_that_fails_is_a_miss(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_storage_that_does_not_keep_bytes_is_refused() -> None:
-    """SGLang's `sim` knows which keys were written, and nothing of their bytes."""
+    """SGLang's `sim` remembers which keys were written, but not their bytes."""
     staged = StagedRecords(READ_SLOTS + 1, BYTES)
     backend = other_backend("sim", None, 0, 1, staged)
     with pytest.raises(ValueError, match=r"--hicache-storage-backend sim: a record of 5000 bytes .* not found whole"):
@@ -162,7 +162,7 @@ def test_a_storage_that_does_not_keep_bytes_is_refused() -> None:
 
 def test_one_that_works_is_not(made: tuple[Any, Damage]) -> None:
     opened, _ = made
-    for _ in range(2):  # the second server finds the first one's
+    for _ in range(2):  # the second server finds the records of the first
         opened().probe("theirs", BYTES)
 
 

@@ -1,4 +1,4 @@
-"""A bound on the disk: never exceeded, the oldest go first and a prefix from its end, nothing that is read goes."""
+"""The disk limit is never exceeded; the oldest files are deleted first, a prefix from its end, no file being read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_dsv4.cache.record_files import Fault, RecordFiles
 
 
 def test_the_oldest_go_first(tmp_path: Path) -> None:
-    """Ten fit; the eleventh takes the share that is to be kept below, and what was used stays."""
+    """Ten files fit; the eleventh shrinks the folder to the share to keep, and recently used files stay."""
     files = limited(tmp_path, 10, keep=0.8)
     for i in range(10):
         assert files.set(key(i), record(i)) and taken(tmp_path) <= 10 * FILE
@@ -43,7 +43,7 @@ def test_a_prefix_goes_from_its_end(tmp_path: Path) -> None:
 
 
 def test_a_restart_finds_the_ages(tmp_path: Path) -> None:
-    """And what others have left below the folder, which is older."""
+    """And the older files that other servers have left below the folder."""
     other = RecordFiles(tmp_path, {"weights": "w0"})
     other.set(key(77), record(77))
     files = limited(tmp_path, 10)
@@ -57,7 +57,7 @@ def test_a_restart_finds_the_ages(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_read_stays(tmp_path: Path) -> None:
-    """By another process; the next oldest goes in its place, and it when it is closed."""
+    """Read by another process: the next oldest file is deleted instead, and this one after it is closed."""
     files = limited(tmp_path, 3, keep=1.0)
     for i in range(3):
         files.set(key(i), record(i))
@@ -86,7 +86,7 @@ def test_nothing_is_deleted_for_what_can_not_fit(tmp_path: Path, caplog: pytest.
 
 
 def test_free_space_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a disk of twelve files, four are to stay free, and others take two."""
+    """On a disk with room for twelve files, four must stay free, and other programs use two."""
     real = os.statvfs
 
     class Disk:
@@ -123,7 +123,7 @@ def test_what_is_gone_takes_no_room(tmp_path: Path, ending: str) -> None:
 
 
 def test_readers_beside_a_writer(tmp_path: Path) -> None:
-    """A read gives the record or a miss that is no fault of the file, and the bound holds at all times."""
+    """A read returns the record or a miss without a file fault, and the limit holds at all times."""
     files = limited(tmp_path, 12)
     stop, wrong = threading.Event(), []
 
@@ -151,7 +151,8 @@ def test_readers_beside_a_writer(tmp_path: Path) -> None:
 
 
 def test_a_killed_server(tmp_path: Path) -> None:
-    """Writing and deleting as it can; the next one finds whole files, and is within the bound once it has written."""
+    """A server is killed while it writes and deletes; the next one finds complete files only, and is within the limit
+    after its first write."""
     program = textwrap.dedent(
         """
         import sys, pathlib
@@ -179,7 +180,7 @@ def test_a_killed_server(tmp_path: Path) -> None:
 
 
 def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's names and variables; the flag's JSON comes first."""
+    """SGLang's names and variables; the flag's JSON has precedence."""
     assert DiskOptions.of(None) == DiskOptions(0, 0, 0.9)
     assert DiskOptions.of({"max_size": "200G", "min_free_space": "1Gi"}) == DiskOptions(200 * 10**9, 1 << 30, 0.9)
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE", "5M")

@@ -1,4 +1,4 @@
-"""A page's record holds every byte of the page, and nothing of another one."""
+"""A page's record holds every byte of the page, and no byte of another page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pool_of(name: str, ratios: tuple[int, ...] = (0, 4, 128, 4)) -> Dsv4KVPool:
 
 
 def tables(pool: Dsv4KVPool) -> list[torch.Tensor]:
-    """The bytes of everything that follows FULL pages."""
+    """The bytes of all tables that follow FULL pages."""
     names = ("CSA entries", "HCA entries", "indexer keys")
     return [storage.view(torch.uint8) for name, _, storage in pool.tensors() if name in names]
 
@@ -43,7 +43,7 @@ def fill(pool: Dsv4KVPool, seed: int) -> None:
 
 
 def rows_of_page(pool: Dsv4KVPool, page: int) -> list[torch.Tensor]:
-    """Every row of a page, byte for byte, by way of the pools' own row numbers."""
+    """Every row of a page, byte for byte, found by the pools' own row numbers."""
     found = []
     for layer in pool.geometry.layers():
         ratio = pool.geometry.layer_ratio(layer)
@@ -58,7 +58,7 @@ def rows_of_page(pool: Dsv4KVPool, page: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_round_trip(name: str) -> None:
-    """Three pages go to another pool; their rows are the same there, and every other row is what it was."""
+    """Three pages are copied to another pool: their rows are equal there, and all other rows are unchanged."""
     source, target = pool_of(name), pool_of(name)
     fill(source, 1)
     fill(target, 2)
@@ -94,7 +94,7 @@ def test_host_memory_round_trip(name: str) -> None:
 
 
 def test_sizes_of_the_release() -> None:
-    """V4-Flash with FP8 rows: 37,440 B a CSA layer, 4,352 B its FP4 keys, 1,168 B an HCA layer."""
+    """V4-Flash with FP8 rows: 37,440 B per CSA layer, 4,352 B for its FP4 keys, 1,168 B per HCA layer."""
     geometry = PoolGeometry((4, 128), row_format=RowFormat.FP8, index_format=RowFormat.INDEX_FP4)
     pool = Dsv4KVPool(geometry, full_tokens=768, request_slots=2, device="cpu")
     assert pool.page_records().record_bytes == 37_440 + 4_352 + 1_168
@@ -121,8 +121,8 @@ def test_neighbouring_slots_travel_together() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["fp8-fp4", "plain"])
 def test_a_gpus_copies_are_ordered_by_the_stream_of_the_forwards(name: str) -> None:
-    """Each round a page is written by a forward, saved, and overwritten at once; then all come back, into pages that a
-    forward reads at once. Batches of two records, so that staging buffers are reused many times."""
+    """In each round a forward writes a page, which is saved, and overwritten at once; then all are loaded into pages
+    that a forward reads at once. Batches of two records, so that staging buffers are reused many times."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU: on a CPU nothing is asynchronous")
     geometry = PoolGeometry((0, 4, 128, 4), **FORMATS[name])
@@ -158,8 +158,8 @@ def test_a_gpus_copies_are_ordered_by_the_stream_of_the_forwards(name: str) -> N
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_pages_way_through_the_tiers(device: str) -> None:
-    """Stored, given up, overwritten by who gets the pool's pages next, and back in others of them, in two streams as
-    SGLang has them. On a GPU none of it may wait, which CUDA says."""
+    """Saved, evicted, overwritten by the next owner of the pool's pages, and loaded into other pages, in two streams as
+    in SGLang. On a GPU none of it may wait; CUDA's debug mode checks that."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU: on a CPU nothing waits")
     geometry = PoolGeometry((0, 4, 128, 4), **FORMATS["fp8-fp4"])

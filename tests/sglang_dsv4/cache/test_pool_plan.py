@@ -1,4 +1,4 @@
-"""What the pools cost: the plan against the allocated tensors and sums done by hand, and what cannot be planned."""
+"""Costs of the pools: the plan against the allocated tensors and sums done by hand, and refused plans."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def geometry(ratios: tuple[int, ...], fp8: bool, draft_tokens: int = 0) -> PoolG
 
 
 def bytes_by_hand(ratios: tuple[int, ...], fp8: bool, draft_tokens: int, full_tokens: int, slots: int) -> int:
-    """The specification's section 4.1 and 3.6, added up without PoolPlan."""
+    """Bytes by the specification's sections 4.1 and 3.6, added up without PoolPlan."""
     csa, hca, layers = ratios.count(4), ratios.count(128), len(ratios) + (1 if draft_tokens else 0)
     ring, csa_state, hca_state = (256, 16, 256) if draft_tokens else (128, 8, 128)
 
@@ -58,7 +58,7 @@ def bytes_by_hand(ratios: tuple[int, ...], fp8: bool, draft_tokens: int, full_to
 @FORMATS
 @SPECULATION
 def test_plan_equals_tensors_and_sums_by_hand(ratios: tuple[int, ...], fp8: bool, draft_tokens: int) -> None:
-    """Real pools, of 3 request slots and 5 pages. The draft worker's own pool is part of the target's plan."""
+    """Allocated pools of 3 request slots and 5 pages. The draft worker's own pool is part of the target's plan."""
     g = geometry(ratios, fp8, draft_tokens)
     device = "cpu" if len(ratios) < 10 else "meta"
     pool = Dsv4KVPool(g, full_tokens=5 * 256, request_slots=3, device=device)
@@ -72,7 +72,7 @@ def test_plan_equals_tensors_and_sums_by_hand(ratios: tuple[int, ...], fp8: bool
 
 
 def test_costs_of_the_published_models() -> None:
-    """Specification, section 10: 3,514 and 5,031 bytes a token with fp4 indexer keys, and the rows of a request.
+    """Specification, section 10: 3,514 and 5,031 bytes per token with fp4 indexer keys, and the rows of a request.
 
     A row of a 64-row page has 585 bytes, its padding included.
     """
@@ -86,7 +86,7 @@ def test_costs_of_the_published_models() -> None:
 
 
 def test_hca_entries_have_no_page_padding() -> None:
-    """Two entries a page of 256 tokens, but physical pages of 64 rows: 585 bytes a row, not 864 as in pages of 2."""
+    """Two entries per page of 256 tokens, but physical pages of 64 rows: 585 bytes a row, not 864 as in pages of 2."""
     plan = PoolPlan.of(geometry((128,), fp8=True), 256 * 3200, 2)
     entries = next(p for p in plan.pools if p.name == "HCA entries")
     assert entries.total_bytes / entries.rows == pytest.approx(585, rel=0.01)
@@ -150,7 +150,7 @@ def test_over_commit_says_what_to_do() -> None:
 
 @pytest.fixture
 def configurator(monkeypatch: pytest.MonkeyPatch) -> Dsv4PoolConfigurator:
-    """The configurator of a flash-like fp8 worker whose user asked for 16 running requests."""
+    """The configurator of a V4-Flash-like fp8 worker whose user asked for 16 running requests."""
     monkeypatch.setattr(pool_configurator, "geometry_of", lambda kvc: geometry(FLASH, fp8=True))
     monkeypatch.setattr(pool_configurator, "get_schedule", lambda: SimpleNamespace(max_running_requests=16))
     monkeypatch.setattr(pool_configurator, "get_memory", lambda: SimpleNamespace(disable_radix_cache=False))
@@ -167,8 +167,8 @@ def test_sizes_from_a_byte_budget(configurator: Dsv4PoolConfigurator) -> None:
     assert plan.total_bytes <= 2**30 < plan.total_bytes + step
 
 
-def test_tail_checkpoints_cost_what_the_specification_says() -> None:
-    """128 window rows a layer; a CSA layer's 4 half rows of the main and of the indexer compressor, fp32."""
+def test_tails_cost_what_the_specification_says() -> None:
+    """128 window rows per layer; 4 half rows of a CSA layer's main and indexer compressor, fp32."""
     plan = PoolPlan.of(geometry(FLASH, fp8=True), 256 * 1000, 33, tail_slots=10)
     layers, csa = len(plan.geometry.ratios), len(plan.geometry.layers(4))
     assert plan.bytes_per_tail == layers * 2 * 37440 + csa * 4 * 2 * (512 + 128) * 4

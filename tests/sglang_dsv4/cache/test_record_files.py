@@ -1,4 +1,4 @@
-"""Records on disk: whatever happens to a file costs a miss that is counted, and never gives another record's bytes."""
+"""Records on disk: any fault of a file is a counted miss, and never yields another record's bytes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_round_trip_and_a_second_server(files: RecordFiles, tmp_path: Path) -> N
     assert not files.exists(KEY) and files.set(KEY, record(1)) and files.exists(KEY)
     assert torch.equal(read(files), record(1))
     assert torch.equal(read(RecordFiles(tmp_path, IDENTITY)), record(1))
-    assert files.batch_set([KEY, OTHER], [record(2), record(3)])  # what is there stays
+    assert files.batch_set([KEY, OTHER], [record(2), record(3)])  # existing records stay
     assert [
         bool(torch.equal(*pair))
         for pair in zip(
@@ -107,7 +107,7 @@ def test_two_identities_in_a_folder_share_nothing(files: RecordFiles, tmp_path: 
     assert list(other.others().values()) == [["weights"]]
     source, target = files.folder / KEY[:2] / KEY, other.folder / KEY[:2] / KEY
     target.parent.mkdir()
-    target.write_bytes(source.read_bytes())  # somebody copies it
+    target.write_bytes(source.read_bytes())  # a copied file
     assert read(other) is None and other.faults == {Fault.MISSING: 1, Fault.FOREIGN: 1}
     other.set(KEY, record(2))
     assert torch.equal(read(files), record(1)) and torch.equal(read(other), record(2))
@@ -127,7 +127,7 @@ for i in range(100000):
 
 
 def test_a_killed_writer_leaves_whole_records(tmp_path: Path) -> None:
-    """kill -9 in the middle of writing megabytes: every name that is there is a whole record; leftovers are swept."""
+    """kill -9 while megabytes are written: every named file is a complete record; leftovers are deleted."""
     script = textwrap.dedent(WRITER).format(identity=IDENTITY)
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"ready\n"
@@ -154,7 +154,7 @@ def test_a_killed_writer_leaves_whole_records(tmp_path: Path) -> None:
 def test_a_full_disk_is_a_warning(
     files: RecordFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """/dev/full in place of the file: the write fails, nothing is left of it, and writing rests."""
+    """/dev/full instead of the file: the write fails, no file is left, and writing pauses."""
     files.set(KEY, record(1))
     real = Path.open
 
@@ -177,7 +177,7 @@ def test_a_full_disk_is_a_warning(
 
 
 def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As a read-only one, which the tests' user could write to if it is root."""
+    """Stands for a read-only folder, which the tests' user could write to if it is root."""
     (tmp_path / "file").touch()
     files = RecordFiles(tmp_path / "file" / "below", IDENTITY)
     assert "can't be written" in caplog.text

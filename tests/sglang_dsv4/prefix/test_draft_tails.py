@@ -1,4 +1,4 @@
-"""Behind a reused prefix a draft proposes what it proposes without one, bit for bit: its rows are in the checkpoints.
+"""After a reused prefix a draft makes the same proposals as without reuse, bit for bit: its rows are in the tails.
 
 As in `test_exact`, everything that is not restored is NaN.
 """
@@ -31,16 +31,16 @@ ANCHOR = 33
 
 
 class DraftingEngine(ServedEngine):
-    """Behind every forward of the target its draft runs, as SGLang's worker of the algorithm has it."""
+    """An engine that runs the draft after every forward of the target, as SGLang's worker of the algorithm does."""
 
     def __init__(self, folder: Path, algorithm: str, row_format: str, **more: object) -> None:
         flags = {"speculative_algorithm": algorithm, "kv_cache_dtype": row_format, **FLAGS.get(algorithm, {}), **more}
         super().__init__(folder, 256, dtype="bfloat16", max_total_tokens=4096, **flags)
         self.draft = (DSparkDraft if algorithm == "DSPARK" else Draft)(self.harness)
         self.tokens: list[int] = []
-        """Of the request that is served: a row of the MTP module is made of the next token, too."""
+        """Tokens of the request that is served: a row of the MTP module depends on the next token too."""
         self.proposed: dict[int, Tensor] = {}
-        """By position: what the draft computes for the tokens from there on."""
+        """Position -> the draft's output for the tokens from there on."""
 
     def _forward(self, req: object, begin: int, end: int, mode: str) -> None:
         tokens = list(req.full_untruncated_fill_ids[begin:end])
@@ -68,7 +68,7 @@ class DraftingEngine(ServedEngine):
         return super().serve(prompt, output)
 
     def proposals(self, prompt: list[int], output: list[int]) -> tuple[int, dict[int, Tensor]]:
-        """Hit tokens, and what the draft computed behind each forward."""
+        """Hit tokens, and the draft's output after each forward."""
         self.proposed = {}
         hit, _ = self.serve(prompt, output)
         return hit, self.proposed
@@ -90,7 +90,7 @@ def engine(
     folder = tmp_path_factory.mktemp("drafting")
     write_checkpoint(folder, SHAPES[request.param])
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("SGLANG_DSV4_TAIL_SLOTS", "3")  # most checkpoints are on the host
+        environment.setenv("SGLANG_DSV4_TAIL_SLOTS", "3")  # most tails are on the host
         environment.setenv("SGLANG_DSV4_TAIL_HOST_SLOTS", "12")
         environment.setenv(FOLDER_VARIABLE, str(folder / "prefixes"))
         yield DraftingEngine(folder, request.param, row_format, **TIERS)
@@ -103,19 +103,19 @@ def assert_hit_is_cold(engine: DraftingEngine, prompt: list[int], output: list[i
     hit, cold = engine.proposals(prompt, output)
     assert hit == 0 and set(hot) <= set(cold) and hot
     for end, rows in hot.items():
-        assert torch.equal(rows, cold[end]), f"behind {end} tokens"
+        assert torch.equal(rows, cold[end]), f"after {end} tokens"
 
 
 @pytest.mark.parametrize("prompt_tokens", [514, 515, 640, 767])
-def test_behind_a_prefills_checkpoint(engine: DraftingEngine, prompt_tokens: int) -> None:
+def test_after_a_prefills_tail(engine: DraftingEngine, prompt_tokens: int) -> None:
     engine.flush()
     prompt = some(1, prompt_tokens)
     engine.serve(prompt[:515], [])
     assert_hit_is_cold(engine, prompt, some(2, 6), 512)
 
 
-def test_behind_a_checkpoint_of_decoding(engine: DraftingEngine) -> None:
-    """The rings are saved when the page is full; the draft's hold the rows of tokens that were kept."""
+def test_after_a_tail_of_decoding(engine: DraftingEngine) -> None:
+    """The rings are saved when the page is full; the draft's rings hold the rows of tokens that were kept."""
     engine.flush()
     prompt, output = some(3, 240), some(4, 40)
     engine.serve(prompt, output)
@@ -123,20 +123,20 @@ def test_behind_a_checkpoint_of_decoding(engine: DraftingEngine) -> None:
 
 
 def test_a_request_that_ends_with_its_page(engine: DraftingEngine) -> None:
-    """Its rings are saved before the next forward, whoever has its slot then."""
+    """Its rings are saved before the next forward, whichever request has its slot then."""
     engine.flush()
     prompt, output = some(6, 250), some(7, 20)
     engine.serve(prompt, output[:8])
     assert_hit_is_cold(engine, [*prompt, *output], [], 256)
 
 
-def test_behind_a_prefix_from_beyond_the_device(engine: DraftingEngine) -> None:
-    """Prefills' checkpoints and one of decoding; the pages come from host memory, then all of it from files."""
+def test_after_a_prefix_from_beyond_the_device(engine: DraftingEngine) -> None:
+    """Tails of prefills and one of decoding; the pages come from host memory, then pages and tails from files."""
     engine.flush()
     prompt, output = some(11, 300), some(12, 240)
     engine.serve(prompt, output[:230])  # the page up to 512 is decoded
     asked = [*prompt, *output[:228]]
-    engine.round()  # what was queued is saved before its pages are poisoned
+    engine.round()  # queued saves are issued before their pages are poisoned
     push_out(engine)
     poison_free_pages(engine)
     hits = [engine.proposals(asked, [])]
@@ -154,7 +154,7 @@ def test_behind_a_prefix_from_beyond_the_device(engine: DraftingEngine) -> None:
     for hit, hot in hits:
         assert hit == 512 and hot and set(hot) <= set(cold)
         for end, rows in hot.items():
-            assert torch.equal(rows, cold[end]), f"behind {end} tokens"
+            assert torch.equal(rows, cold[end]), f"after {end} tokens"
 
 
 def test_other_weights_of_a_draft_are_another_identity(engine: DraftingEngine) -> None:
@@ -189,5 +189,5 @@ def test_a_fault_is_noticed(engine: DraftingEngine, fault: str, monkeypatch: pyt
             memory._draft_rings = rings
 
         monkeypatch.setattr(memory, "restore", restore)
-    with pytest.raises(AssertionError, match="behind 6"):
+    with pytest.raises(AssertionError, match="after 6"):
         assert_hit_is_cold(engine, prompt, [], 512)

@@ -1,4 +1,4 @@
-"""A cached answer equals the cold one, bit for bit, with everything that is not restored poisoned with NaN.
+"""A cached answer equals the cold answer, bit for bit, while everything that is not restored is NaN.
 
 The reference path is invariant to chunking and batch composition (fixed tiles, canonical key order), so the comparison
 is `torch.equal` on the logits of every computed position. A fault planted in each restored part must break it.
@@ -41,13 +41,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["plain-rows", "fp8-rows"],
 )
 def row_format(request: pytest.FixtureRequest) -> str:
-    """Rows have head_dim 512, so that both formats exist."""
+    """The row format, with head_dim 512, for which both formats exist."""
     return request.param
 
 
 @contextmanager
 def engine_of(folder: Path, row_format: str, tokens: int) -> Iterator[ServedEngine]:
-    """Three device slots: most checkpoints are on the host."""
+    """An engine with three device slots: most tails are on the host."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SGLANG_DSV4_TAIL_SLOTS", "3")
         environment.setenv("SGLANG_DSV4_TAIL_HOST_SLOTS", "12")
@@ -62,7 +62,7 @@ def engine(folder: Path, row_format: str) -> Iterator[ServedEngine]:
 
 @pytest.fixture(scope="module")
 def small_engine(folder: Path, row_format: str) -> Iterator[ServedEngine]:
-    """Eight pages, which few tokens fill."""
+    """An engine of eight pages, which few tokens fill."""
     with engine_of(folder, row_format, 2048) as engine:
         yield engine
 
@@ -88,7 +88,7 @@ def test_a_hit_equals_a_miss(engine: ServedEngine, remainder: int) -> None:
 
 
 def test_going_on_from_what_was_decoded(engine: ServedEngine) -> None:
-    """The checkpoint that decoding took of the ring, not one of a prefill."""
+    """The tail that decoding saved from the ring, not a tail of a prefill."""
     prompt, output = some(5, 500), some(6, 20)
     full = [*prompt, *output, *some(7, 30)]
     expected = cold(engine, full, [])
@@ -99,7 +99,7 @@ def test_going_on_from_what_was_decoded(engine: ServedEngine) -> None:
 
 
 def test_going_on_from_what_replayed_graphs_decoded(engine: ServedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As above, but the backend is prepared by the view of the batch that SGLang's runner makes for a replay."""
+    """The same, but the backend is prepared with the view of the batch that SGLang's runner makes for a replay."""
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
     runner, backend = engine.harness.runner, engine.harness.backend
@@ -161,7 +161,7 @@ def test_after_a_split(engine: ServedEngine) -> None:
 
 
 def test_after_a_round_trip_through_the_host(engine: ServedEngine) -> None:
-    """Three device slots: others' checkpoints push this one to the host, from where it is restored and promoted."""
+    """Three device slots: other tails displace this one to the host, from where it is restored and promoted."""
     prompt = some(12, 600)
     expected = cold(engine, prompt, some(13, 3))
     engine.serve(prompt)
@@ -174,7 +174,7 @@ def test_after_a_round_trip_through_the_host(engine: ServedEngine) -> None:
 
 
 def test_from_the_host_without_promotion(engine: ServedEngine) -> None:
-    """Running requests hold every device slot: the checkpoint is restored through the transit slot."""
+    """Running requests hold every device slot: the tail is restored through the transit slot."""
     prompt = some(14, 600)
     expected = cold(engine, prompt, [])
     engine.serve(prompt)
@@ -193,7 +193,7 @@ def test_from_the_host_without_promotion(engine: ServedEngine) -> None:
 
 
 def test_under_eviction_pressure(small_engine: ServedEngine) -> None:
-    """Requests of twice the pool: whatever is still hit is exact. There are slots for all their checkpoints."""
+    """Requests of twice the pool: every remaining hit is bitwise equal. There are slots for all their tails."""
     engine = small_engine
     prompts = [some(40 + i, 650 + 50 * i) for i in range(4)]
     expected = [cold(engine, prompt, []) for prompt in prompts]
@@ -212,14 +212,14 @@ def one_row(pool: object, layer: int, name: str, row: int) -> Tensor:
 
 
 def break_window_row(engine: ServedEngine, slot: int, restore: TailRestore) -> None:
-    """The oldest row that a query reads, of one layer, becomes another."""
+    """Replace the oldest row that a query reads, in one layer."""
     g, rows = engine.pool.geometry, engine.pool.window(engine.pool.geometry.layers()[-1])
     row = ring_row(slot, restore.position - 127, g.ring_rows)
     rows.copy_rows(torch.tensor([row]), rows, torch.tensor([row + 1]))
 
 
 def break_layer(engine: ServedEngine, slot: int, restore: TailRestore) -> None:
-    """One layer's ring was not restored: it holds another request's rows."""
+    """Reverse one layer's ring, as if it held another request's rows."""
     g, rows = engine.pool.geometry, engine.pool.window(0)
     first = slot * g.ring_rows
     places = torch.arange(first, first + g.ring_rows)
@@ -256,7 +256,7 @@ def unbroken(engine: ServedEngine) -> Tensor:
 def test_a_planted_fault_is_seen(
     engine: ServedEngine, unbroken: Tensor, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """Each restored part matters, and NaN in what was left out shows. The parts are the same in both row formats."""
+    """Each restored part matters, and NaN in a part that is left out shows. Both row formats have the same parts."""
     if engine.pool.geometry.row_format is RowFormat.FP8 and fault not in ("one-window-row", "nothing-restored"):
         pytest.skip("half rows are fp32 in either format: tested with plain rows")
     prefix, output = some(50, 600), some(51, 2)

@@ -1,6 +1,6 @@
-"""A hit from host memory or from files equals the cold answer, bit for bit, as `test_exact` has it for the device.
+"""A hit from host memory or from files equals the cold answer, bit for bit, as in `test_exact` for the device.
 
-The pool has eight pages: what others serve pushes a prefix out of it.
+The pool has eight pages, so other requests displace a prefix from it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def engine(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytes
 
 
 def engines(folder: Path, row_format: str, store: Path) -> Iterator[ServedEngine]:
-    """One server after the other, with the same storage."""
+    """Engines, one after the other, with the same storage backend."""
     while True:
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("SGLANG_DSV4_TAIL_SLOTS", "4")
@@ -58,7 +58,7 @@ def engines(folder: Path, row_format: str, store: Path) -> Iterator[ServedEngine
 
 
 def cold(engine: ServedEngine, prompt: list[int], output: list[int]) -> Tensor:
-    """Computed whole, and not kept anywhere."""
+    """Logits of a request that is computed from its first token and not stored."""
     engine.flush()
     storage, engine.cache.storage = engine.cache.storage, None
     hit, logits = engine.serve(prompt, output)
@@ -72,7 +72,7 @@ def cold(engine: ServedEngine, prompt: list[int], output: list[int]) -> Tensor:
 def test_from_host_memory_and_from_files(engine: ServedEngine, remainder: int) -> None:
     """A shared prefix of 512 + remainder tokens, another end, and decoding over a page boundary.
 
-    First nothing of it is on the device; then, flushed, neither there nor in host memory.
+    First it is not on the device; then, after a flush, neither there nor in host memory.
     """
     prefix, output = some(1 + remainder, 512 + remainder), some(2, 8)
     prompt = prefix + some(3, -(len(prefix) + 5) % 256)
@@ -90,14 +90,14 @@ def test_from_host_memory_and_from_files(engine: ServedEngine, remainder: int) -
     for slot in range(engine.pool.page_copies.host_slots):
         fill(engine.cache.host.copies.records.memory[slot])
     poison_free_pages(engine)
-    engine.arrive(prompt[: len(prefix) + 1])  # the end was stored too; a request for all of it would hit that
+    engine.arrive(prompt[: len(prefix) + 1])  # the end was stored too; a request for all of it would hit the end
     hit, logits = engine.serve(prompt, output)
     assert hit == 512
     assert_equals_cold(logits, expected, hit)
 
 
 def test_a_conversation_that_decoding_has_left_in_files(engine: ServedEngine) -> None:
-    """The checkpoint of the last page is one that was taken of a ring."""
+    """The tail of the last page was saved from a ring."""
     prompt, output = some(21, 500), some(22, 20)
     full = [*prompt, *output, *some(23, 30)]
     expected = cold(engine, full, [])
@@ -112,7 +112,7 @@ def test_a_conversation_that_decoding_has_left_in_files(engine: ServedEngine) ->
 
 @pytest.mark.slow
 def test_under_pressure(engine: ServedEngine) -> None:
-    """Requests of three times the pool, twice: the second time each comes back from host memory."""
+    """Requests of three times the pool, twice: the second time each is loaded from host memory."""
     prompts = [some(60 + i, 650 + 50 * i) for i in range(5)]
     expected = [cold(engine, prompt, []) for prompt in prompts]
     for prompt in prompts:
@@ -125,7 +125,7 @@ def test_under_pressure(engine: ServedEngine) -> None:
 
 @pytest.mark.parametrize("lost", ["CSA entries", "HCA entries", "indexer keys"])
 def test_a_part_that_is_not_loaded_is_seen(engine: ServedEngine, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this file would not notice, it would not test."""
+    """A fault that these tests should notice."""
     prompt = some(31, 700)
     expected = cold(engine, prompt, [])
     engine.serve(prompt)
@@ -159,7 +159,7 @@ def test_a_damaged_file_costs_a_shorter_hit(engine: ServedEngine) -> None:
 
 
 def test_weights_are_told_apart(engine: ServedEngine) -> None:
-    """One weight that differs in its last bit, or two that changed places, make other weights."""
+    """A weight that differs in its last bit, or two swapped bytes, change the fingerprint."""
     model = engine.harness.runner.model
     before = weights_fingerprint(model)
     assert weights_fingerprint(model) == before
@@ -175,7 +175,7 @@ def test_weights_are_told_apart(engine: ServedEngine) -> None:
 
 
 def test_the_identity_says_what_bytes_depend_on(engine: ServedEngine) -> None:
-    """Each of these, and the sources: two servers that differ in one of them share no folder."""
+    """Two servers that differ in one of these fields, or in the sources, share no folder."""
     identity = engine.cache.storage.backend.identity
     expected = ("model", "draft", "weights", "ranks", "quantisers", "dtype", "rows", "tails", "computed by", "device")
     assert set(identity) == {*expected, "code", "versions"} and all(identity.values())
@@ -192,7 +192,7 @@ def test_sources_that_change_later_are_not_the_servers(engine: ServedEngine, mon
 
 
 def test_from_a_storage_that_serves_zero_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As mooncake's and nixl's, which `test_checked_storage` stands in for. Connected to once, whatever is flushed."""
+    """A backend like mooncake and nixl. The connection is opened once, although the cache is flushed."""
     monkeypatch.setenv("SGLANG_DSV4_TAIL_SLOTS", "4")
     made: list[FromConfig] = []
     monkeypatch.setattr(FromConfig, "made", made)

@@ -1,4 +1,4 @@
-"""The Prometheus metrics mirror the ledger: what has been counted is counted once."""
+"""The Prometheus metrics mirror the ledger: every event is counted once."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ LABELS = {"model_name": "tiny"}
 
 
 @pytest.fixture
-def tails() -> Ledger:
+def ledger() -> Ledger:
     return Ledger(TailStore(4, 2), Placement(), ring_rows=128, state_rows=8, strict=False)
 
 
 @pytest.fixture
-def metrics(tails: Ledger, own_prometheus: None) -> PrefixMetrics:
-    return PrefixMetrics(tails, {"device": 4000, "host": 2000}, LABELS)
+def metrics(ledger: Ledger, own_prometheus: None) -> PrefixMetrics:
+    return PrefixMetrics(ledger, {"device": 4000, "host": 2000}, LABELS)
 
 
 @pytest.fixture
 def own_prometheus() -> Iterator[None]:
-    """The registry that SGLang serves; what is put there is taken out again, as another test's would collide."""
+    """The registry that SGLang serves; new collectors are unregistered afterwards, or another test's would collide."""
     registry, before = prometheus_client.REGISTRY, set(prometheus_client.REGISTRY._collector_to_names)
     yield
     for collector in set(registry._collector_to_names) - before:
@@ -41,13 +41,13 @@ def value(name: str, **labels: str) -> float | None:
     return prometheus_client.REGISTRY.get_sample_value(f"sglang_dsv4:{name}", {**LABELS, **labels})
 
 
-def test_counts_are_mirrored(tails: Ledger, metrics: PrefixMetrics) -> None:
+def test_counts_are_mirrored(ledger: Ledger, metrics: PrefixMetrics) -> None:
     assert value("tail_bytes", tier="host") == 2000 and value("tail_slots", tier="device", state="free") == 4
     assert value("tail_errors_total") == 0 and value("prefix_hit_tokens_total", tail="device") is None
-    checkpoint, _ = tails.store.reserve(256)
-    tails.store.publish(checkpoint.id, None)
-    tails.admit(1, 1, Match(600, checkpoint.id, 256, 512, 600, False))
-    tails.resume(1, 1, 256)
+    tail, _ = ledger.store.reserve(256)
+    ledger.store.publish(tail.id, None)
+    ledger.admit(1, 1, Match(600, tail.id, 256, 512, 600, False))
+    ledger.resume(1, 1, 256)
     for _ in range(2):
         metrics.refresh()
         assert value("prefix_hit_tokens_total", tail="device") == 256
@@ -57,18 +57,18 @@ def test_counts_are_mirrored(tails: Ledger, metrics: PrefixMetrics) -> None:
         assert value("tail_slots", tier="device", state="cached") == 1
 
 
-def test_a_bookkeeping_error_is_counted(tails: Ledger, metrics: PrefixMetrics) -> None:
-    tails.admit(1, 1, Match(600, None, 0, 0, 600, False))
-    tails.resume(1, 1, 0)
-    tails.extend(1, 1, 0, 512)
-    tails.resume(1, 1, 300)
+def test_a_bookkeeping_error_is_counted(ledger: Ledger, metrics: PrefixMetrics) -> None:
+    ledger.admit(1, 1, Match(600, None, 0, 0, 600, False))
+    ledger.resume(1, 1, 0)
+    ledger.extend(1, 1, 0, 512)
+    ledger.resume(1, 1, 300)
     metrics.refresh()
     assert value("tail_errors_total") == 1
     assert value("tail_slots", tier="device", state="in use") == 0
 
 
 def test_tiers_are_counted(own_prometheus: None) -> None:
-    """A prefix that goes to host memory and comes back, and one that another server had stored."""
+    """A prefix that is saved to host memory and loaded again, and a prefix that another server has stored."""
     backend = Backend()
     engine = TieredEngine.made(pages=16, host_pages=48, backend=backend)
     metrics = PrefixMetrics(engine.ledger, {}, LABELS, engine.tiers, engine.storage)
@@ -91,7 +91,7 @@ def test_tiers_are_counted(own_prometheus: None) -> None:
         )
         assert value("prefix_tier_pages_total", tier="host", way="written") == 3
         assert value("prefix_tier_pages_total", tier="host", way="read") == 6
-        assert value("prefix_tier_pages_total", tier="storage", way="read") == 4, "three pages and a checkpoint"
+        assert value("prefix_tier_pages_total", tier="storage", way="read") == 4, "three pages and a tail"
         assert value("prefix_tier_bytes_total", tier="storage", way="read") == 4 * 16
         assert value("prefix_tier_seconds_total", tier="storage", way="read") > 0
         assert value("prefix_tier_faults_total", reason="corrupt") == 2

@@ -1,7 +1,7 @@
-"""Tail checkpoints around a decode step: the same whether it runs eagerly or as a replayed CUDA graph.
+"""Tails around a decode step: the same whether the step runs eagerly or as a replayed CUDA graph.
 
-A replay gets the view of the batch that SGLang's decode runner builds, padded, without request ids; what our hook adds
-to it is added here as the plugin does.
+A replay gets the view of the batch that SGLang's decode runner builds, padded, without request ids; the additions of
+this project's hook are made here too.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def view_of(batch: SimpleNamespace) -> Any:
 
 
 class Recorded:
-    """An engine with tail checkpoints, and every ring that was saved: request slot, position, bytes."""
+    """An engine with tails, and every ring that was saved: request slot, position, bytes."""
 
     def __init__(self, geometry: PoolGeometry, sequences: Sequences, replayed: bool, lagging: bool = False) -> None:
         self.engine = Engine(geometry, sequences, tails=TailSizes(device_slots=6, host_slots=2))
@@ -90,7 +90,7 @@ class Recorded:
         storage.save_rings = recorded
 
     def prepare(self, mode: ForwardMode, work: list[tuple[int, int]]) -> None:
-        """What happens before the layers run."""
+        """Prepare the backend as SGLang does before the layers run."""
         backend, batch = self.engine.backend, self.engine.batch(mode, work)
         if self.lagging:
             batch.seq_lens_cpu = None
@@ -115,7 +115,7 @@ class Recorded:
 
 @pytest.mark.parametrize("mode", [DECODE, VERIFY], ids=["decode", "verify"])
 def test_a_replay_saves_what_an_eager_step_saves(mode: ForwardMode) -> None:
-    """Requests that fill pages at different steps, one of them from a slot that was another's before."""
+    """Requests that fill pages at different steps, one of them in a slot that another request had before."""
     geometry = GEOMETRY if mode is DECODE else SPECULATIVE
     sequences, saved = Sequences(geometry, 640), []
     accepted = itertools.cycle([1, 4, 2, 3, 1, 1, 4])
@@ -139,7 +139,7 @@ def test_a_replay_saves_what_an_eager_step_saves(mode: ForwardMode) -> None:
 
 @pytest.mark.parametrize("replayed", [False, True], ids=["eager", "replayed"])
 def test_lengths_that_the_host_learns_later(replayed: bool) -> None:
-    """The same pages are saved, a step later, with the same bytes; not those of a slot's former request."""
+    """The same pages are saved, a step later, with the same bytes, and no page of a slot's former request."""
     sequences, saved = Sequences(SPECULATIVE, 640), []
     accepted = itertools.cycle([1, 4, 2, 3, 1, 1, 4])
     steps = [[next(accepted), next(accepted)] for _ in range(60)]
@@ -153,18 +153,18 @@ def test_lengths_that_the_host_learns_later(replayed: bool) -> None:
         assert slot in (run.engine.slot[0], run.engine.slot[1])
         for number, accept in enumerate(steps):
             run.step(VERIFY, [(0, DRAFTS), (1, DRAFTS)], accept)
-            if number == 20:  # what is known of a step is not lost when a prefill comes between
+            if number == 20:  # a prefill in between loses no knowledge of a step
                 run.engine.forward(EXTEND, [(3, 5)])
         saved.append(run.saved)
-    exact, lagging = saved
-    assert [position for _, position, _ in exact] == [256, 256]
-    assert [(slot, position) for slot, position, _ in lagging] == [(slot, position) for slot, position, _ in exact]
-    for (_, _, ours), (_, _, theirs) in zip(lagging, exact, strict=True):
+    known, lagging = saved
+    assert [position for _, position, _ in known] == [256, 256]
+    assert [(slot, position) for slot, position, _ in lagging] == [(slot, position) for slot, position, _ in known]
+    for (_, _, ours), (_, _, theirs) in zip(lagging, known, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_a_graph_may_take_over_in_the_middle() -> None:
-    """Some steps eager, some replayed, as for a batch size without a graph: nothing is counted, so none is lost."""
+    """Some steps eager, some replayed, if a batch size has no graph: steps are not counted, so none is missed."""
     sequences = Sequences(GEOMETRY, 300)
     run = Recorded(GEOMETRY, sequences, replayed=False)
     run.engine.forward(EXTEND, [(0, 250)])
@@ -175,7 +175,7 @@ def test_a_graph_may_take_over_in_the_middle() -> None:
 
 
 def test_capture_and_a_second_preparation_change_nothing() -> None:
-    """Graphs are recorded of requests that do not exist; SGLang may prepare a step's metadata twice."""
+    """Graphs are captured with requests that do not exist; SGLang may prepare a step's metadata twice."""
     run = Recorded(GEOMETRY, Sequences(GEOMETRY, 300), replayed=True)
     run.engine.forward(EXTEND, [(0, 256)])
     view = view_of(run.engine.batch(DECODE, [(0, 1)]))
@@ -184,15 +184,15 @@ def test_capture_and_a_second_preparation_change_nothing() -> None:
     before = run.engine.pool.ledger.store.counters.reserved
     for _ in range(2):
         run.prepare(DECODE, [(0, 1)])
-    assert run.engine.pool.ledger.store.counters.reserved == before  # the prompt's last page: taken by the prefill
+    assert run.engine.pool.ledger.store.counters.reserved == before  # the prefill has saved the prompt's last page
     run.engine.length[0] = 512
     for _ in range(2):
         run.prepare(DECODE, [(0, 1)])
     assert [position for _, position, _ in run.saved] == [512]
 
 
-def test_padding_and_batches_of_nobody_take_nothing() -> None:
-    """The null slot may stand at any length: a warm-up at 256 tokens is nobody's page."""
+def test_padding_and_warm_up_batches_save_nothing() -> None:
+    """The null slot may have any length: a warm-up at 256 tokens is no request's page."""
     run = Recorded(GEOMETRY, Sequences(GEOMETRY, 8), replayed=False)
     tails = run.engine.pool.ledger
     for mode in (EXTEND, DECODE):
@@ -207,7 +207,7 @@ def test_padding_and_batches_of_nobody_take_nothing() -> None:
 
 @pytest.mark.parametrize("mode", [EXTEND, DECODE, VERIFY, ForwardMode.IDLE], ids=lambda mode: mode.name.lower())
 def test_every_batch_carries_its_request_slots(mode: ForwardMode) -> None:
-    """SGLang's own keeps them for a prefill only; the match goes to the ledger with it."""
+    """SGLang keeps them for a prefill only; a prefill's matches go to the ledger too."""
     engine = Engine(GEOMETRY, Sequences(GEOMETRY, 8), tails=TailSizes(2, 0))
     slots = torch.tensor([3, 1])
     batch = SimpleNamespace(reqs=[SimpleNamespace(tail_match=None)] * 2, req_pool_indices_cpu=slots)
@@ -230,7 +230,7 @@ print("least", least_of_ranks(count, dist.group.WORLD), least_of_ranks(5 + rank,
 
 
 def test_ranks_of_hosts_with_unequal_memory_agree(tmp_path: Path) -> None:
-    """Over gloo, as SGLang's CPU group of a tensor-parallel group is. Trees of unequal slots would drift apart."""
+    """Over gloo, like SGLang's CPU group of a tensor-parallel group. Trees with unequal slots would diverge."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank), str(count), str(tmp_path / "store")],
@@ -246,7 +246,7 @@ def test_ranks_of_hosts_with_unequal_memory_agree(tmp_path: Path) -> None:
 
 
 def test_errors_are_raised_in_tests_and_counted_elsewhere() -> None:
-    """In this process by `strict_bookkeeping`, a fresh one counts, and one with the session's plugin raises."""
+    """Raised in this process (`strict_bookkeeping`); a fresh process counts, and raises with the session's plugin."""
     assert new_ledger(GEOMETRY, TailSizes(2, 0)).strict
     program = (
         "from sglang.srt.plugins import load_plugins; {}\n"

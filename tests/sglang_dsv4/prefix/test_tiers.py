@@ -1,4 +1,4 @@
-"""Prefixes beyond the device, without a model: what comes back is the prefix's, up to its deepest checkpoint.
+"""Prefixes beyond the device, without a model: a hit returns the prefix's own pages, up to its deepest tail.
 
 The tree is SGLang's, and its invariants and ours are checked after every step (`tiered.TieredEngine`).
 """
@@ -47,14 +47,14 @@ def backend() -> Backend:
 
 @pytest.fixture
 def engine(policy: WritePolicy) -> Iterator[TieredEngine]:
-    """Sixteen pages on the device, three times as many in host memory."""
+    """An engine with sixteen pages on the device and three times as many in host memory."""
     made = TieredEngine.made(pages=16, host_pages=48, policy=policy, interval_tokens=2 * PAGE)
     yield made
     made.check_idle()
 
 
 def push_out(engine: TieredEngine) -> None:
-    """Other requests take every page of the device."""
+    """Run other requests until they have used every page of the device."""
     for other in OTHERS[:3]:
         engine.run(other, [7])
         engine.check()
@@ -75,7 +75,7 @@ def test_a_prefix_comes_back_from_host_memory(engine: TieredEngine) -> None:
 
 
 def test_selective_writes_keep_what_was_hit() -> None:
-    """A prefix that was used once is gone; one that was used twice is not."""
+    """A prefix that was used once is not saved; a prefix that was used twice is."""
     engine = TieredEngine.made(pages=16, host_pages=48, policy=WritePolicy.SELECTIVE)
     engine.run(PROMPT, [7])
     push_out(engine)
@@ -96,8 +96,8 @@ def test_write_back_saves_what_leaves(policy: WritePolicy) -> None:
     assert len(engine.tiers.pages) == 5, "the page that left, and those before it"
 
 
-def test_the_end_comes_back_behind_what_is_still_there(engine: TieredEngine) -> None:
-    """The device keeps the first checkpoint; host memory adds the rest, and no page is loaded twice."""
+def test_the_end_is_loaded_after_the_pages_still_on_the_device(engine: TieredEngine) -> None:
+    """The device keeps the first tail; host memory adds the rest, and no page is loaded twice."""
     engine.run(PROMPT, [7])
     engine.run(PROMPT, [7])
     engine.cache.evict(EvictParams(num_tokens=PAGE))
@@ -110,7 +110,7 @@ def test_the_end_comes_back_behind_what_is_still_there(engine: TieredEngine) -> 
 
 
 def test_a_branch_off_a_prefix_in_host_memory(engine: TieredEngine) -> None:
-    """It starts at the checkpoint before it leaves; the tree has both ends then."""
+    """The branch starts at the last tail before it leaves the prefix; afterwards the tree has both ends."""
     for _ in range(2):
         engine.run(PROMPT, [7])
     push_out(engine)
@@ -133,7 +133,7 @@ def test_a_load_that_does_not_fit_is_not_begun(engine: TieredEngine) -> None:
     assert engine.run(PROMPT, [7]).hit_tokens == 5 * PAGE
 
 
-def test_host_memory_that_is_full_loses_the_oldest_prefix_with_its_checkpoints() -> None:
+def test_full_host_memory_frees_the_oldest_prefix_with_its_tails() -> None:
     engine = TieredEngine.made(pages=16, host_pages=20)
     for prompt in (PROMPT, *OTHERS):
         engine.run(prompt, [7])
@@ -176,7 +176,7 @@ def test_two_requests_for_one_prefix_in_host_memory(engine: TieredEngine) -> Non
 
 
 class NoReads(NoWaiting):
-    """As `NoWaiting`, of what is read alone: SGLang's tree and allocator are within, and have tensors of their own."""
+    """`NoWaiting` for reads only: SGLang's tree and allocator run inside it and have tensors of their own."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = getattr(func, "__name__", str(func))
@@ -188,7 +188,7 @@ class NoReads(NoWaiting):
 
 @pytest.fixture
 def watched(policy: WritePolicy, monkeypatch: pytest.MonkeyPatch) -> TieredEngine:
-    """Where slots are on the device, what the tree and the tiers do with them reads none."""
+    """An engine whose FULL slots are on the device: the tree and the tiers must not read them."""
     engine = TieredEngine.made(pages=16, host_pages=48, policy=policy)
     engine.rows.req_to_token = engine.rows.req_to_token.as_subclass(OnDevice)
     engine.allocator.free_pages = engine.allocator.free_pages.as_subclass(OnDevice)
@@ -207,7 +207,7 @@ def watched(policy: WritePolicy, monkeypatch: pytest.MonkeyPatch) -> TieredEngin
 
 
 def test_the_scheduler_does_not_wait_for_the_device(watched: TieredEngine) -> None:
-    """Prompts are stored, pushed out of the device, and come back, whole and behind what is still there."""
+    """Prompts are stored, displaced from the device, and loaded, whole and after the pages still on the device."""
     for _ in range(2):
         watched.run(PROMPT, [7])
     for prompt in OTHERS[:3]:
@@ -232,7 +232,7 @@ def test_a_read_of_the_device_is_noticed(watched: TieredEngine, place: str, monk
         test_the_scheduler_does_not_wait_for_the_device(watched)
 
 
-# The storage
+# The storage backend
 
 
 def stored(policy: WritePolicy, backend: Backend, **how: object) -> TieredEngine:
@@ -240,7 +240,7 @@ def stored(policy: WritePolicy, backend: Backend, **how: object) -> TieredEngine
 
 
 def filled(policy: WritePolicy, backend: Backend) -> None:
-    """A server that served the prompt and is gone."""
+    """Run a server that serves the prompt and ends."""
     engine = stored(policy, backend)
     for _ in range(2):
         engine.run(PROMPT, [7])
@@ -269,13 +269,13 @@ def bounded(folder: Path, files: int) -> tuple[DiskLimit, TieredEngine]:
 
 
 def in_files(engine: TieredEngine, prompt: list[int]) -> list[bool]:
-    """Which pages of a prompt are."""
+    """For each page of a prompt, whether its file exists."""
     digests = engine.cache.nodes.digests(RadixKey(array("q", prompt)), None)
     return [engine.storage.backend.exists(page_key(digest)) for digest in digests]
 
 
 def test_a_bounded_disk_keeps_what_was_written_to_last(tmp_path: Path) -> None:
-    """Whole prefixes: a conversation that goes on has its first pages renewed with it."""
+    """Whole prefixes are kept: a conversation that continues renews its first pages too."""
     limit, engine = bounded(tmp_path, 20)
     first = PROMPT[: 4 * PAGE + 5]
     for prompt in (first, OTHERS[0], longer := [*first, *OTHERS[2]]):
@@ -283,7 +283,7 @@ def test_a_bounded_disk_keeps_what_was_written_to_last(tmp_path: Path) -> None:
         engine.settle()
     left = in_files(engine, OTHERS[0])
     assert limit.deleted and all(in_files(engine, longer)) and not all(left)
-    assert left == sorted(left, reverse=True), "a page without those before it"
+    assert left == sorted(left, reverse=True), "a page without the pages before it"
 
 
 def test_a_bounded_disk_keeps_what_was_read_last(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_bounded_disk_keeps_what_was_read_last(tmp_path: Path) -> None:
 
 
 class Names(dict):
-    """Names of the prefixes of a prompt, which another engine has given."""
+    """Digest -> prefix, for the prefixes of a prompt that another engine has stored."""
 
     def __init__(self, prompt: list[int]) -> None:
         ends = range(PAGE, len(prompt) + 1, PAGE)
@@ -316,7 +316,7 @@ class Names(dict):
     [("page 0", 0), ("page 2", 2), ("page 4", 4), ("tail 5", 4), ("tails", 0), ("nothing", 5)],
 )
 def test_a_hit_ends_before_what_is_missing(backend: Backend, lost: str, hit: int) -> None:
-    """At the deepest checkpoint whose pages are all there: with an interval of two pages at 2, 4, and the end, 5."""
+    """At the deepest tail whose pages all exist; an interval of two pages gives tails at 2, 4 and the end, 5."""
     filled(WritePolicy.WRITE_THROUGH, backend)
     engine = stored(WritePolicy.WRITE_THROUGH, backend)
     engine.prefixes = Names(PROMPT)
@@ -336,8 +336,8 @@ def key_of(prompt: list[int]) -> RadixKey:
     return RadixKey(array("q", prompt))
 
 
-def test_what_goes_wrong_while_it_is_read_shortens_the_hit(backend: Backend) -> None:
-    """The look-up found all of it."""
+def test_a_failed_read_shortens_the_hit(backend: Backend) -> None:
+    """Although the look-up found the whole prefix."""
     filled(WritePolicy.WRITE_THROUGH, backend)
     engine = stored(WritePolicy.WRITE_THROUGH, backend)
     engine.prefixes = Names(PROMPT)
@@ -348,11 +348,11 @@ def test_what_goes_wrong_while_it_is_read_shortens_the_hit(backend: Backend) -> 
     assert again.hit_tokens == 2 * PAGE
     engine.retract(again)
     engine.check_idle()
-    assert len(engine.tiers.pages) == 2, "what no checkpoint follows is given back"
+    assert len(engine.tiers.pages) == 2, "pages that no tail follows are given back"
 
 
 def test_a_request_does_not_wait_for_ever(backend: Backend) -> None:
-    """It is computed; what was read for it serves the next one."""
+    """It is computed; the pages read for it serve the next request."""
     filled(WritePolicy.WRITE_THROUGH, backend)
     engine = stored(WritePolicy.WRITE_THROUGH, backend, options=PrefetchOptions("best_effort"))
     engine.prefixes = Names(PROMPT)
@@ -387,7 +387,7 @@ def test_a_flush_while_a_prefix_is_read(backend: Backend) -> None:
 
 @pytest.mark.parametrize(("flushes", "flushed"), [(True, True), (True, False), (False, True)])
 def test_other_weights_without_a_flush_write_nothing(backend: Backend, flushes: bool, flushed: bool) -> None:
-    """What they compute is of no identity: neither written nor mixed with what is stored, until a flush."""
+    """Their pages have no identity: they are neither written nor mixed with stored pages, until a flush."""
     filled(WritePolicy.WRITE_THROUGH, backend)
     known = dict(backend.records)
     engine = stored(WritePolicy.WRITE_THROUGH, backend)
@@ -408,7 +408,7 @@ def test_other_weights_without_a_flush_write_nothing(backend: Backend, flushes: 
     assert len(backend.records) > len(known)
 
 
-def test_storage_that_can_not_be_written_costs_nothing_else(policy: WritePolicy) -> None:
+def test_a_storage_backend_that_cannot_be_written_costs_nothing_else(policy: WritePolicy) -> None:
     backend = Backend(fault_rate=1.0)
     engine = stored(policy, backend)
     for _ in range(2):
@@ -419,8 +419,8 @@ def test_storage_that_can_not_be_written_costs_nothing_else(policy: WritePolicy)
     assert admit(engine, PROMPT).hit_tokens == 5 * PAGE, "from host memory"
 
 
-def test_a_page_that_went_before_its_copy_was_issued_is_not_stored() -> None:
-    """Its slot has another page's bytes by then."""
+def test_a_page_that_was_freed_before_its_copy_was_issued_is_not_stored() -> None:
+    """Its slot holds another page's bytes by then."""
     tiers = HostTier(PageCopies(Records(4, 1), SimpleNamespace()), reports_saved=True)
     tiers.inserted([b"a"], torch.tensor([1]))
     tiers.inserted([b"b"], torch.tensor([2]))
@@ -429,7 +429,7 @@ def test_a_page_that_went_before_its_copy_was_issued_is_not_stored() -> None:
 
 
 def test_a_slot_is_not_filled_anew_while_it_is_written(backend: Backend) -> None:
-    """One slot, and a disk that takes its time: the first page's record holds the first page."""
+    """One slot, and a slow disk: the first page's record holds the first page."""
     engine = TieredEngine.made(pages=16, host_pages=1, backend=backend)
     begun, go, put = threading.Event(), threading.Event(), backend.set
 
@@ -459,8 +459,8 @@ def test_a_slot_is_not_filled_anew_while_it_is_written(backend: Backend) -> None
 def test_random_requests(policy: WritePolicy, steps: int, fault_rate: float) -> None:
     """Requests that branch off each other, run side by side, are retracted, aborted and flushed, over three tiers.
 
-    Every start compares the hit with the naive model (the longest prefix that some live checkpoint stands for), every
-    forward compares all of its pages and its checkpoint with the tokens, and the invariants hold after every step.
+    Every start compares the hit with the naive model (the longest prefix of some live tail), every forward
+    compares all of its pages and its tail with the tokens, and the invariants hold after every step.
     """
     rng, backend = random.Random(steps), Backend(fault_rate)
     engine = TieredEngine.made(

@@ -1,8 +1,8 @@
-"""Tail checkpoints on SGLang's radix tree: match, insert, split, lock, evict, retract, flush, and 10,000 random
-operations against a model of which prefixes carry a checkpoint.
+"""Tails on SGLang's radix tree: match, insert, split, lock, evict, retract, flush, and 10,000 random operations against
+a model of which prefixes have a tail.
 
-The engine is SGLang's own (benchmarks/prefix_replay.py), without a model. In place of bytes, a checkpoint's payload is
-the token prefix that it was taken of, so a slot that was reused too early, a stale id or a wrong position is seen when
+The engine is SGLang's own (benchmarks/lib/prefix_replay.py), without a model. A tail's payload is the token prefix that
+it was stored for instead of bytes, so a slot that was reused too early, a stale id or a wrong position is noticed when
 a request resumes.
 """
 
@@ -46,7 +46,7 @@ def test_a_conversation_goes_on_from_its_last_page(engine: CheckedEngine, tokens
 
 
 def test_a_conversation_that_ends_with_its_page_loses_nothing(engine: CheckedEngine, tokens: random.Random) -> None:
-    """511 tokens and an answer of 2: [0, 512) is computed, and no forward comes that would save the ring first."""
+    """511 tokens and an answer of 2: [0, 512) is computed, and no later forward saves the ring."""
     prompt = some(tokens, 511)
     done = engine.run(prompt, some(tokens, 2))
     assert done.length == 512
@@ -54,20 +54,20 @@ def test_a_conversation_that_ends_with_its_page_loses_nothing(engine: CheckedEng
     assert engine.run(whole, [7]).hit_tokens == 512
 
 
-def test_a_diverging_request_leaves_a_checkpoint_for_the_third(engine: CheckedEngine, tokens: random.Random) -> None:
+def test_a_diverging_request_leaves_a_tail_for_the_third(engine: CheckedEngine, tokens: random.Random) -> None:
     """Learned branch point: 1,100 shared tokens, the interval is 2,048."""
     shared = some(tokens, 1100)
     hits = [engine.run(shared + some(tokens, 3000), [7]).hit_tokens for _ in range(3)]
     assert hits == [0, 0, 1024]
 
 
-def test_interval_checkpoints_bound_what_a_divergence_costs(engine: CheckedEngine, tokens: random.Random) -> None:
+def test_interval_tails_bound_the_cost_of_a_divergence(engine: CheckedEngine, tokens: random.Random) -> None:
     prompt = some(tokens, 9000)
     engine.run(prompt, [7])
     assert engine.run(prompt[:5000] + some(tokens, 500), [7]).hit_tokens == 4096
 
 
-def test_a_split_leaves_the_checkpoint_at_the_end_it_belongs_to(engine: CheckedEngine, tokens: random.Random) -> None:
+def test_a_split_leaves_the_tail_at_the_end_it_belongs_to(engine: CheckedEngine, tokens: random.Random) -> None:
     prompt = some(tokens, 1500)
     engine.run(prompt, [7])
     engine.run(prompt[:600] + some(tokens, 400), [7])  # splits the leaf at 512
@@ -76,7 +76,7 @@ def test_a_split_leaves_the_checkpoint_at_the_end_it_belongs_to(engine: CheckedE
     assert engine.run(prompt[:600] + some(tokens, 400), [7]).hit_tokens == 512
 
 
-def test_evicted_pages_take_their_checkpoint_along(engine: CheckedEngine, tokens: random.Random) -> None:
+def test_a_tail_is_evicted_with_its_pages(engine: CheckedEngine, tokens: random.Random) -> None:
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     prompt = some(tokens, 3000)
@@ -88,7 +88,7 @@ def test_evicted_pages_take_their_checkpoint_along(engine: CheckedEngine, tokens
     assert engine.run(prompt, [7]).hit_tokens == 2048
 
 
-def test_a_lost_checkpoint_leaves_the_pages(tokens: random.Random) -> None:
+def test_an_evicted_tail_leaves_the_pages(tokens: random.Random) -> None:
     engine = CheckedEngine.of(tail_engine(full_tokens=65536, device_slots=2))
     first, others = some(tokens, 700), [some(tokens, 900) for _ in range(3)]
     engine.run(first, [7])
@@ -100,8 +100,8 @@ def test_a_lost_checkpoint_leaves_the_pages(tokens: random.Random) -> None:
     engine.check_idle()
 
 
-def test_a_checkpoint_may_be_lost_to_the_one_that_follows_it(tokens: random.Random) -> None:
-    """One slot: the request's end takes it from the checkpoint that the request began at, while it is inserted."""
+def test_a_tail_may_be_evicted_for_the_one_that_follows_it(tokens: random.Random) -> None:
+    """One slot: the tail at the request's end evicts the tail that the request began at, while it is inserted."""
     engine = CheckedEngine.of(tail_engine(full_tokens=65536, device_slots=1))
     prompt = some(tokens, 300)
     engine.run(prompt, [7])
@@ -114,7 +114,7 @@ def test_a_checkpoint_may_be_lost_to_the_one_that_follows_it(tokens: random.Rand
     assert [engine.ledger.store[i].position for i in engine.ledger.store.ids()] == [512]
 
 
-def test_an_admitted_requests_checkpoint_is_not_lost_before_it_is_restored(tokens: random.Random) -> None:
+def test_an_admitted_requests_tail_is_not_evicted_before_it_is_restored(tokens: random.Random) -> None:
     engine = CheckedEngine.of(tail_engine(full_tokens=65536, device_slots=1))
     prompt = some(tokens, 700)
     engine.run(prompt, [7])
@@ -126,7 +126,7 @@ def test_an_admitted_requests_checkpoint_is_not_lost_before_it_is_restored(token
     engine.check_idle()
 
 
-def test_equal_requests_side_by_side_keep_one_checkpoint(engine: CheckedEngine, tokens: random.Random) -> None:
+def test_equal_requests_side_by_side_keep_one_tail(engine: CheckedEngine, tokens: random.Random) -> None:
     prompt = some(tokens, 700)
     pair = [engine.admit(prompt), engine.admit(prompt)]
     for running in pair:
@@ -139,7 +139,7 @@ def test_equal_requests_side_by_side_keep_one_checkpoint(engine: CheckedEngine, 
 
 
 def test_retraction_and_abort_give_everything_back(engine: CheckedEngine, tokens: random.Random) -> None:
-    """A retracted request keeps its published chunks, loses what it decoded, and is computed again."""
+    """A retracted request keeps its published chunks, loses its decoded tokens, and is computed again."""
     prompt = some(tokens, 20_000)
     running = engine.admit(prompt)
     engine.prefill_chunk(running)

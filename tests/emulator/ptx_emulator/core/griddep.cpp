@@ -27,7 +27,7 @@ void check_waited_for_grid(const Warp &w, const Instruction &in, u32 lanes, u64 
   if (!machine.dependent || !(lanes & ~w.waited_for_grid)) return;
   const GlobalRange *range = range_of(address);
   if (range && range->constant && !write) return;
-  report(ErrorKind::GridDependency, &w, &in, "%s %s before griddepcontrol.wait, while the grid before may still use it",
+  report(ErrorKind::GridDependency, &w, &in, "%s %s before griddepcontrol.wait, while the previous grid may still use it",
          write ? "writes" : "reads", range ? range->name.c_str() : "global memory");
 }
 
@@ -36,10 +36,10 @@ void check_allocation_beside_grids(const Warp &w, const Instruction &in) {
   if (!machine.dependent) return;
   if (!w.cta->waited_for_grid || !w.waited_for_grid)
     report(ErrorKind::GridDependency, &w, &in,
-           "tcgen05.alloc before griddepcontrol.wait: what this CTA holds while it waits, the grid before may need to end");
+           "tcgen05.alloc before griddepcontrol.wait: the previous grid may need the columns that this CTA holds while it waits");
   if (w.cta->lets_next_grid_in)
     report(ErrorKind::GridDependency, &w, &in,
-           "tcgen05.alloc after griddepcontrol.launch_dependents: the next grid may hold it, and wait for this one");
+           "tcgen05.alloc after griddepcontrol.launch_dependents: the next grid may hold the columns while it waits for this grid");
 }
 
 // The next grid's wait covers the end of this grid only. If no thread here waited, it implies nothing about earlier grids.

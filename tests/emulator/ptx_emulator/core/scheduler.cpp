@@ -106,7 +106,7 @@ static Turn run_warp(Warp &w, int quantum) {
             where += b;
           }
           fail(ErrorKind::DivergentCollective, &w, &at,
-               "the warp is split, and every part waits for the others at a different collective:%s", where.c_str());
+               "the warp is split, and each part waits for the others at a different collective:%s", where.c_str());
         }
         return Turn::Waiting;
       }
@@ -209,7 +209,7 @@ static Turn run_warp(Warp &w, int quantum) {
             lane_executions[in.index] -= (u32)__builtin_popcount(lanes);
             if (w.groups.size() == 1)
               fail(ErrorKind::DivergentCollective, &w, &in,
-                   "a warp collective is executed by lanes %08x only (lanes %08x have exited): the others never come here",
+                   "a warp collective is executed by lanes %08x only (lanes %08x have exited): the other lanes never execute it",
                    lanes, w.exited);
             g->waiting_to_converge = true;
             break;

@@ -93,7 +93,7 @@ HANDLER("tcgen05.dealloc", Sync) {
       for (u32 g = 0; g < 8 * n; g++)
         if (c.tmem_shadow->unordered(g / n * kTmemColumns + column + g % n, w.agent(kGeneric), w.now.order, &open)) {
           report(ErrorKind::TmemFreed, &w, &in,
-                 "tcgen05.dealloc while the %s at ptx line %d is not ordered before it: the columns may be given away too early",
+                 "tcgen05.dealloc while the %s at ptx line %d is not ordered before it: the columns may be reallocated too early",
                  open.write ? "write" : "read", open.line);
           break;
         }

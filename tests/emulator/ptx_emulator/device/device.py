@@ -1,4 +1,4 @@
-"""An emulated device: its memory, its launches, their reports and, if asked, their recordings."""
+"""An emulated device: its memory, its launches, and their reports and recordings."""
 
 import struct
 import time
@@ -28,7 +28,7 @@ class TensorMapOf:
     element_type: ElementType
     swizzle: Swizzle = Swizzle.NONE
     sizes: tuple[int, ...] | None = None  # innermost first; default: the array's shape
-    strides_bytes: tuple[int, ...] | None = None  # of dimensions 1..; default: the array's
+    strides_bytes: tuple[int, ...] | None = None  # dimensions 1..; default: the array's
     element_strides: tuple[int, ...] | None = None
     oob_nan: bool = False
 
@@ -83,7 +83,7 @@ class Device:
         params: list[bytes],
         dependent: bool = False,
     ) -> Report:
-        """dependent: see `emulator.launch`."""
+        """Launches a kernel on the device's memory; returns the report. dependent: see `program.launch`."""
         self.dependent_launches += dependent
         with self.memory.on_device():
             recording = None
@@ -91,7 +91,7 @@ class Device:
                 before = [(e.address, e.name, self._read(e)) for e in self.memory.extents()]
                 dims = (grid, block, cluster, dynamic_smem_bytes)
                 recording = Recording(ptx, kernel, *dims, params, before)
-                # Kept also if the launch fails, so that the failure can be replayed.
+                # Also kept if the launch fails, so that the failure can be replayed.
                 self.recordings.append(recording)
             program = program_of(ptx)
             start = time.process_time()
@@ -124,7 +124,7 @@ class Device:
         cluster: int | Sequence[int] = 1,
         dynamic_smem_bytes: int = 0,
     ) -> Report:
-        """Launches a kernel of a PTX text with explicit arguments, one per `.param`."""
+        """Launches a kernel of a PTX text with explicit arguments, one for each `.param`; returns the report."""
         sizes = parameter_bytes(text, kernel)
         if len(sizes) != len(args):
             raise ValueError(f"{kernel} has {len(sizes)} parameters, got {len(args)} arguments")

@@ -1,14 +1,13 @@
 """The emulated device's global memory: an arena at a fixed address, and the tensors copied into it.
 
-Kernels see global addresses that are addresses of this process. A tensor is not used where torch
-put it: its whole storage is copied into the arena before each launch and back after it, because
-- the arena aligns storages to 512 bytes, as CUDA allocators do (torch aligns CPU memory to 64, and
-  kernels and tensor maps ask for 128);
-- a kernel that was handed a pointer which nobody registered faults instead of reading the host;
+A kernel's global addresses are addresses of this process. Launches do not use a tensor's own memory: its whole storage
+is copied into the arena before each launch and back after it, because
+- the arena aligns storages to 512 bytes, as CUDA allocators do (torch aligns CPU memory to 64, and kernels and tensor
+  maps need 128);
+- a pointer outside of the registered tensors raises an error instead of reading host memory;
 - the addresses are the same in every process, so that a recorded launch can be replayed.
 
-Bounds are those of the tensors that were passed, not of their storages: a kernel that is given a
-slice may not read beyond it.
+The bounds are those of the passed tensors, not of their storages: a kernel that gets a slice may not read beyond it.
 """
 
 import contextlib
@@ -60,7 +59,7 @@ class Extent:
 @dataclass
 class _Storage:
     device_address: int
-    host_address: int  # 0 when the storage lives in the arena only
+    host_address: int  # 0 if the storage exists in the arena only
     nbytes: int
     owner: Any  # keeps the host bytes alive
     extents: dict[tuple[int, int], Extent] = field(default_factory=dict)
@@ -104,7 +103,7 @@ def _host_layout(array: "np.ndarray | torch.Tensor") -> tuple[int, int, int, int
 
 
 class DeviceMemory:
-    """One per process at a time; a context manager that maps and unmaps the arena."""
+    """The arena and its storages; a context manager that maps and unmaps the arena, one at a time in a process."""
 
     def __init__(self) -> None:
         self._storages: dict[tuple[int, int], _Storage] = {}
@@ -132,14 +131,14 @@ class DeviceMemory:
         _libc.munmap(ARENA_BASE, ARENA_BYTES)
 
     def allocate(self, nbytes: int, name: str) -> int:
-        """Device-only bytes, registered as one extent; returns their address."""
+        """The address of new device-only bytes, which are registered as one extent."""
         storage = self._place(0, nbytes, owner=None)
         self._storages[(storage.device_address, nbytes)] = storage
         storage.extents[(0, nbytes)] = Extent(storage.device_address, nbytes, name)
         return storage.device_address
 
     def address_of(self, array: "np.ndarray | torch.Tensor", name: str = "") -> int:
-        """The device address of an array's first element; registers its extent."""
+        """The device address of an array's first element, whose extent is registered."""
         base, nbytes, offset, extent_bytes, owner = _host_layout(array)
         storage = self._storages.get((base, nbytes))
         if storage is None:
@@ -162,13 +161,14 @@ class DeviceMemory:
         self._storages[(base, nbytes)] = _Storage(base, 0, nbytes, owner)
 
     def constant(self, array: "np.ndarray | torch.Tensor") -> None:
-        """Kernels may read the array's storage while a grid before still runs: none writes it (`MemoryMap.add`)."""
+        """Declares that no earlier grid writes the array's storage, so that kernels may read it early
+        (`MemoryMap.add`)."""
         self.address_of(array)
         base, nbytes, *_ = _host_layout(array)
         self._storages[(base, nbytes)].constant = True
 
     def place_at(self, address: int, contents: bytes, name: str) -> None:
-        """Bytes at an address chosen by the caller: a recorded launch's memory."""
+        """Places bytes at an address that the caller chooses: the memory of a recorded launch."""
         if not ARENA_BASE <= address <= ARENA_BASE + ARENA_BYTES - len(contents):
             raise ValueError(f"address {address:#x} is outside the arena")
         storage = _Storage(address, 0, len(contents), None)
@@ -184,7 +184,7 @@ class DeviceMemory:
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
-        """Inside, the arena holds the tensors' contents; after, the tensors do. May be nested."""
+        """Inside, the arena holds the tensors' contents; at the end they are copied back. May be nested."""
         if self._depth == 0:
             self._upload()
         self._depth += 1
@@ -196,7 +196,7 @@ class DeviceMemory:
                 self._download()
 
     def _upload(self) -> None:
-        """Copies every storage to the device, and drops those that nobody else holds any more."""
+        """Copies every storage to the device, and drops storages that no other owner holds."""
         for key, storage in list(self._storages.items()):
             if _is_released(storage.owner):
                 del self._storages[key]
@@ -204,7 +204,7 @@ class DeviceMemory:
                 ctypes.memmove(storage.device_address, storage.host_address, storage.nbytes)
 
     def _download(self) -> None:
-        """Copies back what a launch changed; unchanged host memory may be read-only."""
+        """Copies changed storages back; unchanged host memory may be read-only, so it is not written."""
         for storage in self._storages.values():
             host, device, nbytes = storage.host_address, storage.device_address, storage.nbytes
             if host and _libc.memcmp(host, device, nbytes):
@@ -222,7 +222,7 @@ class DeviceMemory:
 
 
 def _is_released(owner: Any) -> bool:
-    """Whether only this module still holds a torch storage: on a GPU it would be freed."""
+    """Whether this module is the only holder of a torch storage, which on a GPU would be freed."""
     if type(owner).__name__ != "UntypedStorage":
         return False
     import torch

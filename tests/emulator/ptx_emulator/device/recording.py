@@ -15,7 +15,7 @@ _programs: dict[str, Program] = {}
 
 
 def program_of(ptx: str) -> Program:
-    """The decoded program of a PTX text; decoding takes longer than many launches."""
+    """The program of a PTX text, cached, since decoding takes longer than many launches."""
     key = hashlib.sha256(ptx.encode()).hexdigest()
     if key not in _programs:
         _programs[key] = Program.from_ptx(ptx)
@@ -23,14 +23,15 @@ def program_of(ptx: str) -> Program:
 
 
 def parameter_bytes(ptx: str, kernel: str) -> list[int]:
+    """The sizes of a kernel's parameters."""
     return [parameter.nbytes for parameter in program_of(ptx).kernel(kernel).function.params]
 
 
 @dataclass(frozen=True)
 class Recording:
-    """All that one launch depended on, taken before it, and the memory that it left.
+    """The inputs of one launch, and the memory before and after it.
 
-    The addresses are the arena's, so they hold in any process.
+    Addresses are in the arena, so they are valid in any process.
     """
 
     ptx: str
@@ -84,7 +85,7 @@ class Recording:
         )
 
     def replay(self, options: Options, ptx: str | Program | None = None) -> tuple[Report, list[bytes]]:
-        """Launches again, perhaps with changed PTX; returns the report and the memory left."""
+        """Launches again, with changed PTX if given; returns the report and the memory after the launch."""
         program = Program.from_ptx(ptx) if isinstance(ptx, str) else ptx or program_of(self.ptx)
         with DeviceMemory() as memory:
             for address, name, contents in self.memory:
@@ -104,6 +105,7 @@ class Recording:
 
 
 def memory_map_of(memory: DeviceMemory) -> MemoryMap:
+    """The ranges that a launch on this memory may access."""
     memory_map = MemoryMap()
     for extent in memory.extents():
         memory_map.add(extent.address, extent.nbytes, extent.name, constant=extent.constant)

@@ -1,9 +1,9 @@
 """TMA tensor maps: the 128 bytes that `cp.async.bulk.tensor` reads, encoded in Python.
 
-Kernels from CuTe DSL bring their own (the DSL's host code packs them). This encoder serves PTX that
-is run with explicit arguments, and the driver call `cuTensorMapEncodeTiled` where host code makes
-one. The layout is not public: it was read off what the driver and the DSL write (README.md).
-Not here: im2col maps, interleaved layouts, swizzles of 64-byte atoms or with exchanged halves.
+CuTe DSL's host code packs the maps of its own kernels. This encoder serves PTX that is run with explicit arguments, and
+host code that calls the driver's `cuTensorMapEncodeTiled`. The layout is not public: it was derived from the words that
+the driver and the DSL write (README.md). Not modelled: im2col maps, interleaved layouts, swizzles of 64-byte atoms or
+with exchanged halves.
 """
 
 import struct

@@ -1,16 +1,14 @@
 """CuTe DSL on an emulated device.
 
-The DSL compiles a `@cute.jit` function to host code and to a cubin, and can keep the PTX. The host
-code calls a runtime library to load the cubin and to launch. `attached(device)` gives the DSL a
-runtime library of our own (fake_runtime.c) for the duration of a `with` block, and types CPU
-tensors as global memory. Everything it changes is put back at the end, so that compile-only users
-and a real GPU in the same process see nothing of it.
+The DSL compiles a `@cute.jit` function to host code and to a cubin, and can keep the PTX. The host code calls a runtime
+library to load the cubin and to launch. `attached(device)` replaces this library by our own (fake_runtime.c) for the
+duration of a `with` block, and types CPU tensors as global memory. At the end it restores all that it changed, so that
+compile-only users and a real GPU in the same process are not affected.
 
-What a block changes: the DSL's environment objects (runtime library, PTX and cubin kept,
-architecture, line information), how tensors and pointers enter the DSL, how compiled functions are
-called, and the queries that need a driver (`HardwareInfo`, `torch.cuda.current_stream`).
-Functions compiled in one block may be called in a later one; functions compiled outside any block
-call the real runtime and are refused.
+A block changes the DSL's environment objects (runtime library, PTX and cubin kept, architecture, line information), the
+entry of tensors and pointers into the DSL, the calls of compiled functions, and the queries that need a driver
+(`HardwareInfo`, `torch.cuda.current_stream`). Functions compiled in one block may be called in a later one; functions
+compiled outside any block call the real runtime and are refused.
 """
 
 import contextlib
@@ -36,15 +34,15 @@ _RUNTIME_SOURCE = Path(__file__).resolve().with_name("fake_runtime.c")
 _KDL_CUDA = 2
 _FATBIN_MAGIC = 0xBA55ED50
 
-# Compiled functions, cubins and loaded libraries outlive the block that made them: kernels are
-# commonly compiled once and cached by their owner.
+# Compiled functions, cubins and loaded libraries outlive their block: owners commonly compile a kernel once and cache
+# it.
 _compiled: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _ptx_of_cubin: dict[bytes, str] = {}
 _ptx_of_library: dict[int, str] = {}
 
 
 class _DeviceView:
-    """A DLPack view of a CPU tensor that says: on CUDA device 0, at the device address."""
+    """A DLPack view of a CPU tensor that claims to be on CUDA device 0, at the device address."""
 
     def __init__(self, tensor: Any, address: int) -> None:
         self._tensor, self._address = tensor, address
@@ -67,7 +65,7 @@ class _DeviceView:
 
 
 def _fatbin_bytes(image: int) -> bytes:
-    """A fat binary: u32 magic, u16 version, u16 header bytes, u64 bytes after the header."""
+    """The payload of a fat binary: u32 magic, u16 version, u16 header bytes, u64 bytes after the header."""
     magic, header_bytes, payload_bytes = struct.unpack("<I2xHQ", ctypes.string_at(image, 16))
     if magic != _FATBIN_MAGIC:
         raise RuntimeError(f"the host code loaded an image with magic {magic:#x}, not a fat binary")
@@ -79,7 +77,7 @@ def _is_numpy(value: object) -> bool:
 
 
 class _Attachment:
-    """One block's device and callbacks."""
+    """The device and the callbacks of one block."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -105,15 +103,15 @@ class _Attachment:
 def attached(
     device: Device, *, arch: str = "sm_100a", multiprocessors: int = 148, lineinfo: bool = True
 ) -> Iterator[None]:
-    """CuTe DSL launches go to `device` until the block ends."""
+    """Directs CuTe DSL launches to `device` until the block ends."""
     attachment = _Attachment(device)
     callbacks = attachment.callbacks
-    # The DSL hands the library to a JIT that looks it up by its usual name.
+    # The DSL's JIT looks the library up by its usual name.
     library_path = str(build_library(_RUNTIME_SOURCE, "libcute_dsl_runtime.so"))
     runtime = ctypes.CDLL(library_path, mode=ctypes.RTLD_GLOBAL)
     with contextlib.ExitStack() as stack:
         dump_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="emulated-"))
-        # For DSL objects that are made inside the block, and for the TVM-FFI path, which reads it.
+        # For DSL objects that are created inside the block, and for the TVM-FFI path, which reads the environment.
         environment = {
             "CUTE_DSL_LIBS": library_path,
             "CUTE_DSL_ARCH": arch,
@@ -122,7 +120,7 @@ def attached(
             "CUTE_DSL_LINEINFO": "1" if lineinfo else "0",
         }
         stack.enter_context(mock.patch.dict(os.environ, environment))
-        import cutlass  # noqa: F401 - makes the DSL objects that are changed below
+        import cutlass  # noqa: F401 - creates the DSL objects that are changed below
         from cutlass.base_dsl.dsl import DSLSingletonMeta
 
         settings = {
@@ -149,7 +147,7 @@ def attached(
 
 
 def _replacements(attachment: _Attachment, multiprocessors: int) -> Iterator[tuple[Any, str, Any]]:
-    """(object, attribute, replacement) for every Python function that is changed."""
+    """(object, attribute, replacement) for every replaced Python function."""
     yield from _compile_and_call(attachment)
     yield from _tensors_and_pointers(attachment.device)
     yield from _driver_queries(multiprocessors)
@@ -176,13 +174,13 @@ def _compile_and_call(attachment: _Attachment) -> Iterator[tuple[Any, str, Any]]
         if self not in _compiled:
             raise RuntimeError(f"{self.function_name} was compiled outside `with emulated():`; compile it inside")
         attachment.callbacks.raising(original_load)(self)
-        return []  # nothing for the function to unload through the real CUDA runtime
+        return []  # so that the function unloads nothing through the real CUDA runtime
 
     yield CudaDialectJitCompiledFunction, "_load_cuda_library", load
     yield CudaDialectJitCompiledFunction, "num_devices", property(lambda self: 1)
 
     def called(call: Callable[..., Any]) -> Callable[..., Any]:
-        """A call of compiled host code, which launches kernels or works on tensors by itself."""
+        """`call`, which runs compiled host code, with the tensors' contents on the device."""
 
         @functools.wraps(call)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -249,7 +247,7 @@ def _tensors_and_pointers(device: Device) -> Iterator[tuple[Any, str, Any]]:
     original_data_ptr = torch.Tensor.data_ptr
 
     def data_ptr(self: torch.Tensor) -> int:
-        """The device address: host code passes it on as a raw pointer or in pointer arrays."""
+        """The device address, which host code passes as a raw pointer or in pointer arrays."""
         if _is_cpu_tensor(self):
             return device.memory.address_of(self)
         return original_data_ptr(self)

@@ -1,4 +1,4 @@
-"""What stand-ins for CUDA's runtime libraries (C) call in Python: launches, loads, tensor maps."""
+"""Python callbacks of the C stand-ins for CUDA's runtime libraries: launches, loads, tensor maps."""
 
 import ctypes
 import functools
@@ -24,12 +24,12 @@ _ENCODE = ctypes.CFUNCTYPE(_INT, _POINTER, _U32, _U32, _U64, _U64S, _U64S, _U32S
 
 
 def build_library(source: Path, name: str) -> Path:
-    """A C file as a shared library called `name`, built once per content."""
+    """The path of a C file's shared library called `name`, built once per content."""
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
     library = BUILD_DIR / f"{source.stem}-{digest}" / name
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed into place, so that another process never loads half a file.
+        # Renamed when complete, so that another process never loads half a file.
         partial = library.with_suffix(f".{os.getpid()}")
         command = ["gcc", "-shared", "-fPIC", "-O1", "-o", str(partial), str(source)]
         subprocess.run(command, check=True)
@@ -48,10 +48,9 @@ def unpack_launch(
 
 
 class HostCallbacks:
-    """C-callable functions, and the first error that one of them met.
+    """C-callable functions, and the first exception in one of them.
 
-    No exception can cross the host code: it sees a CUDA error, and the caller of the host code
-    raises the error that was kept.
+    No exception can cross the host code: the host code sees a CUDA error, and its caller raises the kept exception.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class HostCallbacks:
             raise error
 
     def raising(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, with the error that was kept instead of the CUDA error that echoes it."""
+        """`call`, which raises the kept exception instead of the CUDA error that results from it."""
 
         @functools.wraps(call)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -111,7 +110,7 @@ def _encode_tensor_map(
     swizzle: int,
     oob_fill: int,
 ) -> None:
-    """cuTensorMapEncodeTiled."""
+    """Writes a tensor map to `target`, as cuTensorMapEncodeTiled does."""
     if interleave:
         raise TensorMapError("interleaved tensor maps are not supported")
     tensor_map = encode(

@@ -1,13 +1,7 @@
-"""The emulator's public face: run CuTe DSL kernels, or PTX, on CPU tensors.
+"""Runs CuTe DSL kernels, or PTX, on CPU tensors.
 
-    with emulated(schedule="late", seed=3) as session:
-        my_op(q, k, v, out)            # CuTe DSL kernels launched on CPU torch tensors
-    print(session.reports[0])
-
-    run_ptx(text, "kernel", grid=1, block=128, args=[x, y, 5])
-
-Both take the emulator's options by name. Errors of a kernel are raised as EmulationError from the
-call that launched it.
+Both entry points take the emulator's options by name. A kernel's error is raised as EmulationError from the call that
+launched it.
 """
 
 import contextlib
@@ -27,9 +21,9 @@ def emulated(
     lineinfo: bool = True,
     **options: object,
 ) -> Iterator[Device]:
-    """CuTe DSL kernels launched inside run on the emulator; yields the device, with its reports.
+    """Runs CuTe DSL kernels that are launched inside on the emulator; yields the device, with its reports.
 
-    multiprocessors: what persistent kernels are told; fewer make each CTA take more tiles.
+    multiprocessors: the number that host code is told; fewer give each CTA of a persistent kernel more tiles.
     record: keep every launch in `recordings`, to replay it without the DSL.
     """
     with Device(Options(**options), record=record) as device:
@@ -48,6 +42,6 @@ def run_ptx(
     dynamic_smem_bytes: int = 0,
     **options: object,
 ) -> Report:
-    """Runs one kernel of a PTX text; arrays among the arguments are read and written in place."""
+    """Runs one kernel of a PTX text on arrays, which it reads and writes in place; returns the report."""
     with Device(Options(**options)) as device:
         return device.run_ptx(text, kernel, grid, block, args, cluster=cluster, dynamic_smem_bytes=dynamic_smem_bytes)

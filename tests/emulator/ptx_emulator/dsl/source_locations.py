@@ -1,8 +1,8 @@
-"""Where in the source each operation of a CuTe DSL kernel comes from, found once for each place.
+"""Caches the source locations of a CuTe DSL kernel's operations.
 
-The DSL walks up the stack and builds a location for every operation that it traces, also for those of a line that it
-has been at a thousand times: a third of what tracing takes. Here the answers are kept, by code object and instruction
-and, as far as MLIR owns them, for the context that is being built.
+The DSL walks up the stack and builds a location for every operation that it traces, even for a line that it has traced
+a thousand times: a third of the tracing time. The cache is keyed by code object and instruction; locations that MLIR
+owns are kept for the current context only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _infos: dict[tuple[CodeType, int], inspect.Traceback] = {}
 
 
 class _OfContext:
-    """The locations of the context that was asked for last."""
+    """The locations of the latest context."""
 
     def __init__(self) -> None:
         self.context: Any = None
@@ -32,7 +32,7 @@ _of_context = _OfContext()
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """(module, name, replacement) of the DSL's functions."""
+    """(module, name, replacement) for the DSL's functions."""
     from cutlass._mlir import ir
     from cutlass._mlir_helpers import op
 
@@ -72,5 +72,5 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
 
 
 def forget_context() -> None:
-    """Lets go of the last context."""
+    """Releases the latest context."""
     _of_context.forget()

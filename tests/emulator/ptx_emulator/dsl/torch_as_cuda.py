@@ -1,8 +1,8 @@
-"""Programs written for CUDA tensors, run with CPU tensors.
+"""Runs programs that are written for CUDA tensors with CPU tensors.
 
-Third-party examples create their tensors with `device="cuda"`, ask for the device's properties and
-time with events. Inside `with torch_as_cuda():` such calls are answered for CPU tensors and one
-B200, or one H200 for sm_90a. Only what the suite's programs use is here.
+Third-party examples create their tensors with `device="cuda"`, query the device's properties and time with events.
+Inside `with torch_as_cuda():` these calls work with CPU tensors and one B200, or one H200 for sm_90a. Only the calls
+that the suite's programs use are answered.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ def _is_cuda(value: object) -> bool:
 
 
 class _CudaIsCpu(TorchFunctionMode):
-    """Replaces CUDA devices among the arguments of every torch function."""
+    """Replaces CUDA devices by the CPU in the arguments of every torch function."""
 
     def __init__(self, padded: Callable[[torch.Tensor], object] | None) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _CudaIsCpu(TorchFunctionMode):
         args = tuple("cpu" if _is_cuda(value) else value for value in args)
         kwargs = {name: "cpu" if _is_cuda(value) else value for name, value in kwargs.items()}
         result = function(*args, **kwargs)
-        # A copy to the device is a copy: a program may compare the original after the kernel ran.
+        # A copy to the device must be a copy: a program may compare the original after the kernel.
         if to_cuda and args and result is args[0]:
             result = result.clone()
         if self.padded and to_cuda and function is torch.Tensor.to and result.dim() == 1:
@@ -54,8 +54,8 @@ class _CudaIsCpu(TorchFunctionMode):
 
 
 def _scale_per_row(scale: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
-    """[rows, blocks] of block scales that lie as tcgen05 wants them: tiles of 128 rows x 4 blocks,
-    each 32 rows by 4 groups of 32 rows by 4 blocks."""
+    """Block scales as [rows, blocks], from the layout of tcgen05: tiles of 128 rows x 4 blocks, each stored as 32 rows
+    by 4 row groups by 4 blocks."""
     row_tiles, block_tiles = -(-rows // 128), -(-blocks // 4)
     tiles = scale.float().reshape(row_tiles, block_tiles, 32, 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(row_tiles * 128, block_tiles * 4)[:rows, :blocks]
@@ -65,7 +65,7 @@ _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, 
 
 
 def _values(matrix: torch.Tensor) -> torch.Tensor:
-    """[rows, k] of a row-major f8 matrix, or of one with two e2m1 values in a byte."""
+    """The values [rows, k] of a row-major f8 matrix, or of a matrix with two e2m1 values in a byte."""
     if matrix.dtype != torch.float4_e2m1fn_x2:
         return matrix.float()
     pairs = matrix.view(torch.uint8).long()
@@ -80,7 +80,7 @@ def _block_scaled_mm(
     bias: None = None,
     out_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """torch._scaled_mm with block scales, in float32: torch has it on CUDA only."""
+    """The result of torch._scaled_mm with block scales, in float32; torch implements it on CUDA only."""
     scaled = []
     for matrix, scale in ((_values(input), scale_a), (_values(mat2.T), scale_b)):
         rows, k = matrix.shape
@@ -111,8 +111,11 @@ class _Graph:
 
 @contextlib.contextmanager
 def torch_as_cuda(arch: str = "sm_100a", padded: Callable[[torch.Tensor], object] | None = None) -> Iterator[None]:
-    """With `padded`, 1-D tensors that `to` brings to the device have as many zeros behind them. It is called with all
-    that a program may read of such a one."""
+    """Inside, CUDA calls of torch work with CPU tensors.
+
+    With `padded`, `to` appends to a 1-D tensor as many zeros as it has elements, and `padded` is called with the longer
+    tensor, all of which a program may read.
+    """
     capability, multiprocessors, l2_cache_bytes = _DEVICES[arch]
     properties = types.SimpleNamespace(
         name="emulated",

@@ -2,7 +2,7 @@
 
     python -m ptx_emulator.foreign.cutlass_stream_k --checkout PATH --mnk 384,256,512 --ctas 4
 
-`--ctas` of them share the tiles, unevenly. The error that is reported is ||d - reference|| / ||reference||; d is f16.
+`--ctas` CTAs share the tiles, unevenly. The reported error is ||d - reference|| / ||reference||; d is f16.
 """
 
 import argparse

@@ -4,9 +4,9 @@
     python -m ptx_emulator.foreign.flash_attention_4 --checkout PATH backward --head-dim 128 --queries 256 --keys 256
     ... python -m ptx_emulator.foreign.flash_attention_4 --checkout PATH mla --queries 2 --keys 1024 --topk 512
 
-The error that is reported is ||o - reference|| / ||reference|| over the whole output; of the backward pass the
-largest over it and the gradients. Outputs and P are bf16, so about 2e-3 is what a right kernel gives; with dS, which
-is bf16 as well, 3e-3 to 4e-3.
+The reported error is ||o - reference|| / ||reference|| over the whole output; with the backward pass, the largest over
+output and gradients. Outputs and P are bf16, so a right kernel has an error of about 2e-3; with dS, which is bf16 as
+well, 3e-3 to 4e-3.
 """
 
 import argparse
@@ -115,10 +115,10 @@ def run_mla(
     query_scale: float = 1.0,
     backward: bool = False,
 ) -> float:
-    """topk: gathered keys per query, the last `padding` of them -1; None: dense and causal.
+    """The relative error of sparse MLA.
 
-    query_scale multiplies the scores: with small ones the running maximum never rises by enough for
-    the kernel to rescale its output.
+    topk: gathered keys per query, the last `padding` of them -1; None: dense and causal. query_scale multiplies the
+    scores: with small scores the running maximum never rises enough for the kernel to rescale its output.
     """
     q = (query_scale * torch.randn(1, queries, MLA_HEADS, MLA_ROPE_DIM)).bfloat16()
     k = torch.randn(1, keys, 1, MLA_ROPE_DIM).bfloat16()
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path)
     parser.add_argument("--warn", default="", help="error kinds to report as warnings")
-    parser.add_argument("--recording", type=Path, help="save the launch here, for mutation.py")
+    parser.add_argument("--recording", type=Path, help="save the launch here, for campaigns/mutation.py")
     parser.add_argument("--max-error", type=float, default=5e-3)
     commands = parser.add_subparsers(dest="command", required=True)
     attention_parsers = [commands.add_parser(name) for name in ("forward", "backward")]

@@ -3,9 +3,9 @@
     python -m ptx_emulator.foreign.flash_mla --checkout PATH prefill --heads 64 --queries 2 --keys 1024 --topk 512
     python -m ptx_emulator.foreign.flash_mla --checkout PATH decode --heads 64 --batch 2 --keys 1024 --topk 512
 
-nvcc compiles FlashMLA's own sources with a small driver (flash_mla_driver.cu) that calls its host
-functions; these build the tensor maps and launch. The checkout's CUTLASS submodule may be absent: a
-CUTLASS checkout beside it serves.
+nvcc compiles FlashMLA's own sources with a small driver (flash_mla_driver.cu) that calls its host functions; these
+build the tensor maps and launch. If the checkout's CUTLASS submodule is absent, a CUTLASS checkout in the same folder
+is used.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def build_kernel(checkout: Path, cutlass: Path, kernel: int) -> tuple[Path, str]
 
 
 def quantised_pages(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(pages [num_pages, page bytes] u8, the values they hold [num_keys, 512] f64) of float kv."""
+    """(pages [num_pages, page_bytes] u8, their values [num_keys, 512] f64), quantised from float kv."""
     num_keys = kv.shape[0]
     latent = kv[:, :LATENT_DIM].reshape(num_keys, -1, TILE_DIM).double()
     exponents = (latent.abs().amax(-1) / 448).clamp_min(1e-4).log2().ceil()
@@ -149,7 +149,7 @@ def decode(
         pointer(device, out_parts),
     )
     if is_split:
-        # What FlashMLA's combine kernel does: the parts' log-sum-exps are in base 2.
+        # As FlashMLA's combine kernel does; the parts' log-sum-exps are in base 2.
         logs = lse_parts[:num_parts].view(batch, parts_per_request, heads).double() * math.log(2)
         total = torch.logaddexp(logs.logsumexp(1), sink.double())
         weights = (logs - total[:, None]).exp()[..., None]
@@ -161,7 +161,7 @@ def decode(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkout", type=Path, required=True)
-    parser.add_argument("--cutlass", type=Path, help="default: `cutlass` beside the checkout")
+    parser.add_argument("--cutlass", type=Path, help="default: `cutlass` in the checkout's parent folder")
     parser.add_argument("--schedule", default="eager")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path)

@@ -1,11 +1,10 @@
-"""QuACK's GEMMs, FlashAttention-4's sister library, against float64, on the emulator.
+"""GEMMs of QuACK, a library that FlashAttention-4 depends on, against float64, on the emulator.
 
     python -m ptx_emulator.foreign.quack_gemm --arch sm_90a dynamic --mnk 512,512,128
     python -m ptx_emulator.foreign.quack_gemm gathered --mnk 300,256,128
 
-`dynamic` takes its tiles from a counter in global memory. `gathered` multiplies groups of rows of A, named by a list,
-with a matrix each. `quack` is imported from where FlashAttention-4 finds it. The error that is reported is
-||d - reference|| / ||reference||; d is bf16.
+`dynamic` gets its tiles from a counter in global memory. `gathered` multiplies groups of listed rows of A by one matrix
+each. `quack` is an installed package. The reported error is ||d - reference|| / ||reference||; d is bf16.
 """
 
 import argparse
@@ -58,7 +57,7 @@ def main() -> None:
     parser.add_argument("--mnk", required=True)
     options = parser.parse_args()
 
-    os.environ["QUACK_CACHE_ENABLED"] = "0"  # a compiled kernel has no PTX
+    os.environ["QUACK_CACHE_ENABLED"] = "0"  # a cached kernel has no PTX
     torch.manual_seed(0)
     start = time.monotonic()
     run = dynamic if options.command == "dynamic" else gathered

@@ -66,7 +66,7 @@ def _exit(d: Decoder, s: Statement, m: re.Match[str]) -> None:
 
 @family("call", r"call(?:\.uni)?")
 def _call(d: Decoder, s: Statement, m: re.Match[str]) -> None:
-    """Only the two functions of the device runtime that kernels use: printf does nothing, an assertion stops."""
+    """Decodes the two calls of the device runtime that kernels contain: printf is ignored, an assertion traps."""
     if "vprintf" in s.operands:
         d.emit("nop", [])
     elif "__assertfail" in s.operands:

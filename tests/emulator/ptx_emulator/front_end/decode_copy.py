@@ -1,7 +1,7 @@
 """Decoders of the asynchronous copies: cp.async, bulk copies, TMA tensor copies and maps, st.async,
 clusterlaunchcontrol.
 
-The modifiers of these instructions appear in several orders; each decoder takes its own set and refuses the rest.
+The modifiers of these instructions appear in several orders; each decoder consumes its own set and refuses the rest.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _TYPE_BYTES = {"u32": 4, "s32": 4, "b32": 4, "u64": 8, "s64": 8, "b64": 8, "f32"
 
 
 class _Modifiers:
-    """The modifiers after the instruction's name, taken one by one; `finish` refuses what is left."""
+    """The modifiers after the instruction's name, consumed one by one; `finish` refuses the remaining ones."""
 
     def __init__(self, d: Decoder, text: str) -> None:
         self.d = d
-        # "shared::cluster.global" gives the direction and is kept in order; everything else is a set.
+        # "shared::cluster.global" is the direction and keeps its order; the other modifiers are a set.
         self.left = [x for x in text.split(".") if x]
 
     def take(self, *names: str) -> str | None:
@@ -79,7 +79,7 @@ def _tensor(d: Decoder, s: Statement, m: re.Match[str]) -> None:
         or not mods.take("global")
         or m["reduce"]
     ):
-        raise d.unknown("not a form of cp.async.bulk.tensor that is modelled")
+        raise d.unknown("this form of cp.async.bulk.tensor is not modelled")
     mods.finish()
     operands = list(s.operands)
     dst, dst_offset = _smem(d, operands[0])
@@ -107,12 +107,12 @@ def _tensor_store(d: Decoder, s: Statement, m: re.Match[str], mods: _Modifiers, 
     mods.take("bulk_group")
     scatter = mods.take("tile::scatter4")
     if not mods.take("global") or not mods.take("shared::cta"):
-        raise d.unknown("not a form of cp.async.bulk.tensor that is modelled")
+        raise d.unknown("this form of cp.async.bulk.tensor is not modelled")
     reduction = 0
     if m["reduce"]:
         name = mods.take(*_REDUCTIONS)
         if name is None:
-            raise d.unknown("which reduction?")
+            raise d.unknown("the reduction operation is missing")
         reduction = _REDUCTIONS[name] + 1
     mods.finish()
     map_text, coordinate_text = split_operands(s.operands[0][1:-1])
@@ -139,7 +139,7 @@ def _bulk(d: Decoder, s: Statement, m: re.Match[str]) -> None:
         kind = mods.take(*_REDUCTION_TYPES) or ""
         name = mods.take(*_REDUCTIONS)
         if name is None or not kind:
-            raise d.unknown("which reduction?")
+            raise d.unknown("the reduction operation is missing")
         reduction = _REDUCTIONS[name] + 1
     operands = list(s.operands)
     if direction == ["global", "shared::cta"]:
@@ -180,7 +180,7 @@ def _bulk(d: Decoder, s: Statement, m: re.Match[str]) -> None:
             (dst_offset, src_offset, barrier_offset, reduction, _REDUCTION_TYPES[kind]),
         )
     else:
-        raise d.unknown("not a direction that is modelled")
+        raise d.unknown("this direction is not modelled")
 
 
 @family("cp", r"cp\.async\.(?:ca|cg)\.shared(?:::cta)?\.global(?P<hint>\.L2::cache_hint)?(?:\.L2::(?:64|128|256)B)?")

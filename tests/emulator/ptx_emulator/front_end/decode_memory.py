@@ -12,7 +12,8 @@ _SCOPE = r"(?:\.(?P<scope>cta|cluster|gpu|sys))?"
 
 
 def _order_and_scope(d: Decoder, m: re.Match[str]) -> tuple[int, int]:
-    """Of a load or a store. A volatile one is relaxed, of .sys; relaxed and stronger ones name their scope."""
+    """(order, scope) of a load or a store. Volatile is relaxed at .sys; relaxed and stronger accesses name their
+    scope."""
     order = m["order"] or ""
     if order == "volatile":
         return ORDERS[order], SCOPES["sys"]

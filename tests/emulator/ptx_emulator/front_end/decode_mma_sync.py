@@ -10,7 +10,7 @@ from ptx_emulator.front_end.parser import Statement, split_operands
 _TYPES = {"f16": 0, "bf16": 1, "tf32": 2, "e4m3": 3, "e5m2": 4, "s8": 5, "u8": 6}
 _BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8}
 _ACCUMULATORS = {"f32": 0, "f16": 1, "s32": 2}
-_SHAPES_K = {16: (8, 16), 32: (4, 8), 8: (16, 32)}  # by the bits of A's elements
+_SHAPES_K = {16: (8, 16), 32: (4, 8), 8: (16, 32)}  # key: bits of A's elements
 
 
 @family(
@@ -21,12 +21,12 @@ _SHAPES_K = {16: (8, 16), 32: (4, 8), 8: (16, 32)}  # by the bits of A's element
 def _mma(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     a, b, k, accumulator = m["a"], m["b"], int(m["k"]), m["d"]
     if a not in _TYPES or b not in _TYPES or k not in _SHAPES_K[_BITS[a]] or m["c"] != accumulator:
-        raise d.unknown("not a shape and types of mma.sync that are modelled")
+        raise d.unknown("this shape or these types of mma.sync are not modelled")
     integer = a in ("s8", "u8")
     bytes_float = _BITS[a] == 8 and not integer
     mixed = a != b and not ({a, b} <= {"s8", "u8"} or {a, b} <= {"e4m3", "e5m2"})
     if mixed or integer != (accumulator == "s32") or (accumulator == "f16" and a != "f16" and not bytes_float):
-        raise d.unknown("types of mma.sync that do not go together")
+        raise d.unknown("mma.sync does not combine these types")
     if m["saturate"] and not integer:
         raise d.unknown("only integers saturate")
     registers_a = 16 * k * _BITS[a] // 1024

@@ -81,10 +81,10 @@ def _fence_proxy_other(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     d.emit("nop", [])
 
 
-# ---- mbarrier. The space is shared::cta unless shared::cluster is written.
+# ---- mbarrier. The default state space is shared::cta.
 
 _MB_SPACE = r"(?:\.shared(?:::cta|::cluster)?)?\.b64"
-_MB_SCOPE = r"(?:\.(?P<scope>cta|cluster))?"  # .cta if none is written
+_MB_SCOPE = r"(?:\.(?P<scope>cta|cluster))?"  # default: .cta
 
 
 @family("mbarrier", r"mbarrier\.init" + _MB_SPACE)

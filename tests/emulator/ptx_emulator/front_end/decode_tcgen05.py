@@ -32,7 +32,7 @@ def _relinquish(d: Decoder, s: Statement, m: re.Match[str]) -> None:
 
 @family("tcgen05", r"tcgen05\.fence::(?P<side>before|after)_thread_sync")
 def _fence(d: Decoder, s: Statement, m: re.Match[str]) -> None:
-    """Checked under Checks.tcgen05_fence only: known-right kernels leave these fences out (README.md)."""
+    """Decodes tcgen05.fence, which only Checks.tcgen05_fence checks: known-right kernels omit it (README.md)."""
     d.emit("tcgen05.fence", [], (int(m["side"] == "after"),))
 
 
@@ -80,7 +80,7 @@ def _ld_st(d: Decoder, s: Statement, m: re.Match[str]) -> None:
     )
 
 
-# Which source row each quarter of the lanes receives first; rows; bytes per row.
+# (the first source row for each quarter of the lanes; rows; bytes per row)
 _CP = {
     "128x256b": ((0, 32, 64, 96), 128, 32),
     "128x128b": ((0, 32, 64, 96), 128, 16),
@@ -106,7 +106,7 @@ def _cp(d: Decoder, s: Statement, m: re.Match[str]) -> None:
 
 
 _KINDS = {"f16": 0, "tf32": 1, "f8f6f4": 2, "i8": 3, "mxf8f6f4": 4, "mxf4": 5, "mxf4nvf4": 6}
-# Scale factors along K of one instruction: by kind and by the qualifier (old and new spelling).
+# Scale factors along K of one instruction, by kind and qualifier (old and new spelling).
 _SCALES = {
     ("mxf8f6f4", None): 1,
     ("mxf8f6f4", "scale_vec::1X"): 1,
@@ -133,7 +133,7 @@ def _mma(d: Decoder, s: Statement, m: re.Match[str]) -> None:
         raise d.unknown(f"kind::{kind} is not modelled")
     block_scaled = kind.startswith("mx")
     if block_scaled != (m["scaled"] is not None) or (block_scaled and m["ws"]):
-        raise d.unknown("block_scale goes with the mx kinds, without .ws")
+        raise d.unknown("block_scale exists for the mx kinds, without .ws")
     scales = _SCALES[kind, m["vec"]] if block_scaled else 0
     a = list(s.operands)
     accumulator, d_offset = d.address(a.pop(0))
@@ -157,7 +157,7 @@ def _mma(d: Decoder, s: Statement, m: re.Match[str]) -> None:
         if input_scale is None or kind not in ("f16", "tf32") or not 0 <= input_scale <= 15:
             raise d.unknown("scale-input-d is an immediate in [0, 15], for kind::f16 and tf32")
     if a and m["ws"] and d.immediate(a[0]) == 0:
-        a.pop(0)  # a zero-column mask that masks nothing
+        a.pop(0)  # a zero-column mask of 0
     if a:
         raise d.unknown("a zero-column mask is not modelled" if m["ws"] else "too many operands")
     d.emit(

@@ -10,9 +10,9 @@ from ptx_emulator.front_end.parser import Statement, split_operands
 _TARGET = "sm_90a"
 # core/descriptor.h's Element
 _ELEMENTS = {"f16": 0, "bf16": 1, "tf32": 2, "e4m3": 3, "e5m2": 4, "s8": 8, "u8": 9}
-_ELEMENT_BITS = {"f16": 16, "bf16": 16, "tf32": 32}  # the others have 8
+_ELEMENT_BITS = {"f16": 16, "bf16": 16, "tf32": 32}  # other elements have 8
 _FORMATS = {"f16": 0, "f32": 1, "s32": 2}
-_BITS_OF_K = 256  # of one instruction, in every kind
+_BITS_OF_K = 256  # K of one instruction in bits, in every kind
 
 
 def _need_target(d: Decoder) -> None:
@@ -54,8 +54,11 @@ def _flags(d: Decoder, texts: list[str], allowed: tuple[int, ...], what: str) ->
     r"\.(?P<d>f16|f32|s32)\.(?P<a>f16|bf16|tf32|e4m3|e5m2|s8|u8)\.(?P<b>f16|bf16|tf32|e4m3|e5m2|s8|u8)",
 )
 def _mma_async(d: Decoder, s: Statement, m: re.Match[str]) -> None:
-    """Operands: D, A (descriptor or four registers), B's descriptor, scale-d, then immediates: the signs of A and B for
-    floats, the majors of 16-bit operands in shared memory."""
+    """Decodes wgmma.mma_async.
+
+    Operands: D, A (descriptor or four registers), B's descriptor, scale-d, then immediates: the signs of A and B for
+    floats, the majors of 16-bit operands in shared memory.
+    """
     _need_target(d)
     n, k, a, b, form = int(m["n"]), int(m["k"]), m["a"], m["b"], m["d"]
     integer = a in ("s8", "u8")

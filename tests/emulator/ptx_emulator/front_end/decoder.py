@@ -1,7 +1,7 @@
-"""Statements to the core's pre-decoded instructions: registers become rows, immediates constants, labels indices.
+"""Translates statements to the core's instructions: registers become rows, immediates constants, labels indices.
 
-Element-wise forms come from the table in forms.py. The families with structured modifiers are matched here and in
-decode_async.py by regular expressions over the whole opcode; what matches nothing raises UnknownInstruction.
+Element-wise forms come from the table in forms.py. The decode_*.py modules register decoders for the families with
+structured modifiers, by regular expressions over the whole opcode; an opcode without a match raises UnknownInstruction.
 """
 
 from __future__ import annotations
@@ -53,11 +53,13 @@ SPACES = {
     "param::entry": 4,
     "param::func": 4,
 }
-SCOPES = {"cta": 0, "cluster": 1, "gpu": 2, "sys": 2}  # of memory; there is one GPU
+SCOPES = {"cta": 0, "cluster": 1, "gpu": 2, "sys": 2}  # memory scopes; there is one GPU
 ORDERS = {"": 0, "weak": 0, "volatile": 1, "relaxed": 1, "acquire": 2, "release": 3, "acq_rel": 4}
 
 
 class Instruction:
+    """One instruction for the core: a handler, operands, auxiliary integers, and a guard predicate."""
+
     __slots__ = ("aux", "guard", "handler", "label", "line", "opcode", "operands", "scope", "shape", "source", "text")
 
     def __init__(
@@ -69,7 +71,7 @@ class Instruction:
         self.opcode = statement.opcode
         self.scope = statement.scope
         self.label: str | None = None
-        self.shape = ""  # for the coverage report: what beyond the opcode distinguishes a use
+        self.shape = ""  # for the coverage report: distinguishes uses of one opcode
 
 
 def _width_class(nbytes: int) -> int:
@@ -81,7 +83,8 @@ FAMILIES: dict[str, list[Family]] = {}
 
 
 def family(words: str, pattern: str) -> Callable:
-    """Registers a decoder for the opcodes that begin with one of `words` and match `pattern` as a whole."""
+    """A decorator that registers a decoder for opcodes that begin with one of `words` and match `pattern` as a
+    whole."""
 
     def register(f: Callable) -> Callable:
         for word in words.split():
@@ -92,7 +95,7 @@ def family(words: str, pattern: str) -> Callable:
 
 
 class Decoder:
-    """Decodes one function."""
+    """The instructions, constants and register layout of one function."""
 
     def __init__(self, function: Function, module: Module, global_addresses: dict[str, int]) -> None:
         self.function, self.module = function, module
@@ -131,7 +134,7 @@ class Decoder:
     # ---- variables ---------------------------------------------------------------------------------------------
 
     def _place_shared(self) -> None:
-        """Static shared variables first, the extern one after them (aligned as declared)."""
+        """Assigns offsets to shared variables: static ones first, then the extern one, aligned as declared."""
         offset = RESERVED_SMEM
         extern: list[Variable] = []
         seen: list[Variable] = [v for v in self.module.variables.values() if v.space == "shared"]
@@ -173,7 +176,7 @@ class Decoder:
         return self.module.variables.get(name)
 
     def symbol_address(self, name: str) -> int | None:
-        """Address of a variable within its state space (shared: offset in the CTA)."""
+        """The address of a variable within its state space (shared: its offset in the CTA), or None."""
         v = self.find_variable(name)
         if v is None:
             return None
@@ -197,7 +200,7 @@ class Decoder:
         return operand
 
     def register(self, name: str) -> int | None:
-        """The operand of a register, allocated when first seen; None if there is no such register."""
+        """The operand of a register, allocated at first use; None if no register of this name is declared."""
         scope: Scope | None = self.statement.scope
         while scope is not None:
             kind = scope.registers.get(name)
@@ -230,7 +233,7 @@ class Decoder:
 
     @staticmethod
     def immediate(text: str, kind: str = "b32") -> int | None:
-        """Bits of an immediate operand as type `kind`."""
+        """The bits of an immediate operand of type `kind`, or None if the text is no immediate."""
         if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", text):
             bits = int(text[2:], 16)
             if kind == "f64":
@@ -259,7 +262,7 @@ class Decoder:
         return UnknownInstruction(self.statement.text, self.statement.line, reason)
 
     def source(self, text: str, kind: str) -> int:
-        """A source operand of type `kind`."""
+        """The operand for a source of type `kind`: register, immediate or address of a variable."""
         if kind == "pred":
             return self.predicate(text)
         operand = self.register(text)
@@ -309,7 +312,7 @@ class Decoder:
         return operand ^ (1 << 28 if negated else 0)
 
     def symbol(self, name: str, kind: str) -> int:
-        """A register that holds a variable's address (shared variables: of the executing CTA)."""
+        """An operand that holds a variable's address (shared variables: in the executing CTA)."""
         v = self.find_variable(name)
         address = self.symbol_address(name)
         if v.space != "shared":
@@ -319,7 +322,7 @@ class Decoder:
         return t
 
     def address(self, text: str, space: int | None = None) -> tuple[int, int]:
-        """`[register+offset]` -> operand, byte offset."""
+        """(operand, byte offset) of an address such as `[register+offset]`."""
         if not (text.startswith("[") and text.endswith("]")):
             raise self.unknown(f"{text} is not an address")
         m = re.fullmatch(r"([%\w$.]+?)\s*(?:\+\s*(-?\w+))?", text[1:-1].strip())
@@ -334,7 +337,7 @@ class Decoder:
             return self.constant(value, 8), offset
         v = self.find_variable(base)
         if v is None:
-            raise self.unknown(f"address {text} names nothing that is declared")
+            raise self.unknown(f"address {text} names no declared variable")
         if v.space == "shared":
             return self.symbol(base, "b32"), offset
         return self.constant(self.symbol_address(base), 8), offset
@@ -351,7 +354,7 @@ class Decoder:
         self.guard = TRUE_PREDICATE
         if s.guard is not None:
             self.guard = self.predicate(("!" if s.guard_negated else "") + s.guard)
-        # The most frequent families have a method of their own; they fall through to the table when they do not apply.
+        # mov has a method for its special operands; its other forms are in the table.
         head = s.opcode.split(".", 1)[0]
         if head == "mov" and self.special_mov(s):
             return
@@ -380,7 +383,8 @@ class Decoder:
         self.emit(handler, [self.destination(s.operands[0], types[0]), *sources], aux)
 
     def conversion(self, s: Statement, handler: str, types: tuple[str, ...], aux: tuple[int, ...]) -> None:
-        """cvt takes registers wider than its types: the source is truncated, the result extended as its type says."""
+        """Decodes cvt, whose registers may be wider than its types: the source is truncated, the result extended by its
+        type."""
         sources = []
         for text, kind in zip(s.operands[1:], types[1:], strict=True):
             operand = self.register(text)

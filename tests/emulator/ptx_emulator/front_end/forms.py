@@ -1,7 +1,7 @@
 """The table of element-wise instruction forms: full opcode -> core handler, operand types, auxiliaries.
 
-An opcode that is not a key here (nor matched by a family in decoder.py) is refused. Types name how an operand's
-immediate is read and how wide its register row is; "pred" is a predicate.
+An opcode that is neither a key here nor matched by a registered family is refused. A type gives the encoding of an
+operand's immediate and the width of its register row; "pred" is a predicate.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _floats() -> None:
         _add(f"testp.{p}.f32", "testp.f32", "pred f32", (i,))
 
 
-# Forms with one operand more, told apart by their operand count.
+# Forms with one more operand than the table's entry of the same opcode.
 THREE_INPUT: dict[str, Form] = {
     f"{op}{ftz}{nan}.f32": Form(f"{op}3{nan}{ftz}.f32", ("f32",) * 4)
     for op in ("min", "max")
@@ -170,7 +170,7 @@ _BITS = {"u8": 8, "s8": 8, "u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64
 
 
 def _integer_conversion(dst: str, src: str) -> str:
-    """Handler of cvt.dst.src without saturation: sign- or zero-extend the source, then truncate."""
+    """The handler of cvt.dst.src without saturation: sign- or zero-extends the source, then truncates."""
     d, s, signed = _BITS[dst], _BITS[src], src[0] == "s"
     if d == 64:
         if s == 64:
@@ -288,7 +288,7 @@ for _w in (16, 32, 64):
         for _t in ("s", "u", "b"):
             if _t == "b" and _op not in ("eq", "ne"):
                 continue
-            # 16-bit rows are zero-extended, so equality and unsigned order are those of 32 bits.
+            # 16-bit rows are zero-extended, so equality and unsigned order are the same as for 32 bits.
             _suffix = f"s{_w}" if _t == "s" and (_w != 16 or _op not in ("eq", "ne")) else f"u{max(_w, 32)}"
             COMPARISONS[f"{_op}.{_t}{_w}"] = (f"{_op}.{_suffix}", f"b{_w}")
 for _op, _old in (("lt", "lo"), ("le", "ls"), ("gt", "hi"), ("ge", "hs")):

@@ -1,6 +1,6 @@
-"""PTX text to functions made of statements. No instruction is interpreted here.
+"""Parses PTX text to functions that consist of statements. No instruction is interpreted here.
 
-What is understood: module directives, `.entry` functions with parameters, nested scopes, register, local and shared
+It understands module directives, `.entry` functions with parameters, nested scopes, register, local and shared
 variables, labels, branch target lists, `.loc` line information, and statements `[@[!]p] opcode operand, operand, ...;`.
 """
 
@@ -53,7 +53,7 @@ class Variable:
 
 
 class Scope:
-    """A pair of braces: registers, labels and variables declared inside."""
+    """A pair of braces, with the registers, labels and variables declared inside."""
 
     def __init__(self, parent: Scope | None) -> None:
         self.parent = parent
@@ -66,7 +66,7 @@ class Scope:
         self.branch_targets: dict[str, list[str]] = {}
 
     def spelled_out(self, operand: str) -> str:
-        """The name of a vector register as the list of its scalar registers; any other operand as it is."""
+        """The list of scalar registers for the name of a vector register; other operands unchanged."""
         scope: Scope | None = self
         while scope is not None:
             if operand in scope.vectors:
@@ -135,7 +135,7 @@ def _strip_comments(text: str) -> str:
 
 
 def split_operands(text: str) -> list[str]:
-    """Split at the commas outside brackets."""
+    """The operands, split at the commas outside brackets."""
     if not any(c in text for c in "{[("):
         return [x.strip() for x in text.split(",")] if text.strip() else []
     out, depth, start = [], 0, 0
@@ -276,8 +276,8 @@ class _Body:
             body = text[m.end() :]
         opcode = _OPCODE.match(body)
         if not opcode:
-            raise UnknownInstruction(text, self.line, "this is no statement")
-        # Inline assembly may put the operands right behind the opcode.
+            raise UnknownInstruction(text, self.line, "this is not a statement")
+        # Inline assembly may write the operands directly after the opcode.
         operands = [self.scope.spelled_out(operand) for operand in split_operands(body[opcode.end() :].strip())]
         self.function.statements.append(
             Statement(opcode.group(0), operands, guard, negated, self.line, self.source, self.scope, text)
@@ -326,7 +326,7 @@ def parse(ptx: str) -> Module:
         module.functions[function.name] = function
         at = end + 1
     for chunk, line in outside:
-        # Debug sections and directives without a semicolon are of no concern here.
+        # Debug sections and directives without a semicolon are ignored.
         chunk = re.sub(r"\.section\s+[\w.$]+\s*\{.*?\}", "", chunk, flags=re.S)
         for m in re.finditer(r"(?:\.(?:visible|weak|extern)\s+)?\.(?:shared|global|const)\b[^;]*", chunk):
             v = _variable(m.group(0).strip(), line + chunk.count("\n", 0, m.start()))

@@ -1,14 +1,14 @@
-"""One attention tile on tcgen05, small and complete: the kernel in which faults are planted.
+"""One attention tile on tcgen05: the small, complete kernel in which faults are planted.
 
 O[128, 64] = softmax(scale * Q K^T) V for 128 queries, keys in tiles of 64, head dimension 64, f16.
-The scores are small by construction, so exp2 is taken without subtracting a maximum.
+The scores are small by construction, so exp2 needs no maximum subtracted.
 
     load warp   TMA: Q once; K and V of a tile into a stage       waits empty[stage]
     MMA warp    S = Q K^T; O += P V, with P in tensor memory      waits full[stage], p_ready
     4 warps     P = exp2(S) in f16, row sums; epilogue            wait s_ready, o_ready
                 O / sum -> shared memory -> TMA store
 
-`Plan` holds where things live and every number that a fault may change; the defaults are right.
+`Plan` holds the memory layout and every number that a fault may change; the defaults are right.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ ROW_BYTES = DIM * ELEMENT_BYTES  # 128: one swizzle row
 ATOM_BYTES = 8 * ROW_BYTES  # the 128-byte swizzle repeats every 8 rows
 MMA_K = 16
 QUERY_BYTES = QUERIES * ROW_BYTES
-TILE_BYTES = TILE_KEYS * ROW_BYTES  # of K, and of V
+TILE_BYTES = TILE_KEYS * ROW_BYTES  # of a tile of K, or of V
 
 
 class Warp(IntEnum):
@@ -44,14 +44,14 @@ SOFTMAX_THREADS, THREADS = 128, 192
 class Plan:
     score_column: int = 0  # S: 64 columns of f32
     p_column: int = 64  # P: 32 columns of two f16
-    p_read_column: int = 64  # where the second MMA takes P from
+    p_read_column: int = 64  # where the second MMA reads P
     out_column: int = 128  # O: 64 columns of f32
     tmem_columns: int = 256
     query_tx_bytes: int = QUERY_BYTES
     tile_tx_bytes: int = 2 * TILE_BYTES
     query_stride_bytes: int = ATOM_BYTES
     value_stride_bytes: int = ATOM_BYTES
-    stage_elements: int = TILE_KEYS * DIM  # distance of two stages of K, and of V
+    stage_elements: int = TILE_KEYS * DIM  # distance between two stages of K, and of V
     p_ready_arrivals: int = SOFTMAX_THREADS
     empty_arrivals: int = 1
     accumulate_first_scores: bool = False
@@ -253,7 +253,7 @@ def attention_kernel(
         scaled = cutlass.Vector.from_elements([out[column] * inverse for column in range(DIM)], cutlass.Float32).to(
             cutlass.Float16
         )
-        # 16-byte chunk c of row r lies at chunk c ^ (r % 8): the 128-byte swizzle.
+        # The 128-byte swizzle: 16-byte chunk c of row r is at chunk c ^ (r % 8).
         for chunk in cutlass.range_constexpr(ROW_BYTES // 16):
             place = thread * DIM + ((chunk ^ (thread & 7)) * 8)
             piece = cutlass.Vector.from_elements([scaled[chunk * 8 + element] for element in range(8)], cutlass.Float16)
@@ -303,7 +303,7 @@ def attention_host(
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan = RIGHT) -> torch.Tensor:
-    """Launches the kernel; inside `with emulated():`."""
+    """softmax(scale * Q K^T) V by the kernel; call it inside `with emulated():`."""
     out = torch.zeros_like(query)
     tensors = [from_dlpack(tensor, assumed_align=16) for tensor in (query, key, value, out)]
     attention_host(*tensors, LOG2_E * DIM**-0.5, plan)

@@ -1,8 +1,8 @@
 """C = A B^T on tcgen05 in one step of K, in the operand layouts that a wrong emulator confuses.
 
-One tile, one or two CTAs, f16 in, f32 out. A is written to shared memory by threads, with the
-swizzle spelled out, and B is loaded by TMA: a swizzle that TMA and MMA get wrong alike shows. B may
-be shorter in K than the tile: TMA fills zeros, A holds ones there.
+One tile, one or two CTAs, f16 in, f32 out. Threads write A to shared memory with an explicit swizzle, and TMA loads B:
+this reveals a swizzle that TMA and MMA both get wrong. B may be shorter in K than the tile: TMA fills zeros, where A
+holds ones.
 
     shape           lanes of the accumulator (row r of the CTA, column n)
     M=64,  1 CTA    r -> 32 * (r / 16) + r % 16
@@ -36,17 +36,17 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Rows of A and of C in a CTA."""
+        """The rows of A and of C in a CTA."""
         return self.m // self.ctas
 
     @property
     def columns(self) -> int:
-        """Rows of B in a CTA."""
+        """The rows of B in a CTA."""
         return N // self.ctas
 
     @property
     def halves_columns(self) -> bool:
-        """The upper half of the columns lies in lanes 64..127."""
+        """Whether the upper half of the columns is in lanes 64..127."""
         return self.ctas == 2 and self.m == 128
 
 
@@ -94,7 +94,7 @@ def gemm_kernel(
             prims.mbarrier_arrive_expect_tx(b_full, shape.columns * ROW_BYTES)
             prims.cp_async_bulk_tensor_shared_cta_global(b_tile, b_map.get_ptr(), (0, rank * shape.columns), b_full)
     if thread < shape.rows:
-        # 16-byte chunk c of row r lies at chunk c ^ (r % 8): the 128-byte swizzle.
+        # The 128-byte swizzle: 16-byte chunk c of row r is at chunk c ^ (r % 8).
         source = a.iterator.raw_ptr() + (rank * shape.rows + thread) * K
         for chunk in cutlass.range_constexpr(ROW_BYTES // 16):
             piece = (source + chunk * 8).load(count=8, alignment=16)
@@ -188,14 +188,14 @@ def gemm_host(
 
 
 def gemm(a: torch.Tensor, b: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Launches the kernel; inside `with emulated():`."""
+    """A B^T by the kernel; call it inside `with emulated():`."""
     c = torch.zeros(shape.m, N)
     gemm_host(*(from_dlpack(tensor, assumed_align=16) for tensor in (a, b, c)), shape)
     return c
 
 
 def gemm_inputs(shape: Shape, k: int = K) -> tuple[torch.Tensor, torch.Tensor]:
-    """Small integers, so that the product is exact; A holds ones beyond k."""
+    """A and B of small integers, so that the product is exact; A holds ones beyond k."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randint(-3, 4, (shape.m, K), generator=generator).half()
     a[:, k:] = 1

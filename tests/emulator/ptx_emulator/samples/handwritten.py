@@ -16,7 +16,8 @@ HEADER = """.version 9.0
 
 
 def kernel(body: str, params: int, target: str = "sm_100a") -> str:
-    """A module with kernel `k`: parameters p0.. are 64-bit, in %rd100.. on entry; plenty of registers of each kind."""
+    """The PTX of a module with kernel `k`: 64-bit parameters p0.. in %rd100.. on entry, and many registers of each
+    type."""
     declared = ", ".join(f".param .b64 p{i}" for i in range(params))
     loads = "\n".join(f"ld.param.b64 %rd{100 + i}, [p{i}];" for i in range(params))
     return f"""{HEADER.format(target=target)}.visible .entry k({declared}) {{
@@ -45,7 +46,8 @@ def run(
     target: str = "sm_100a",
     dependent: bool = False,
 ) -> Report:
-    """Run `body` with the given arrays (by address) and integers; every access is checked against the arrays."""
+    """Runs `body` on arrays (passed by address) and integers, with bounds checked against the arrays; returns the
+    report."""
     memory = MemoryMap()
     values = []
     for i, a in enumerate(args):
@@ -70,7 +72,7 @@ def run(
 
 
 def aligned(array: np.ndarray, alignment: int = 128) -> np.ndarray:
-    """A copy whose address is a multiple of `alignment`, as TMA wants it."""
+    """A copy whose address is a multiple of `alignment`, as TMA requires."""
     raw = np.zeros(array.nbytes + alignment, np.uint8)
     start = -raw.ctypes.data % alignment
     out = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

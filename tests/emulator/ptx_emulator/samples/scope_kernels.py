@@ -1,4 +1,4 @@
-"""Small kernels in which one thread tells another something, with the scope of each side left open."""
+"""Small kernels in which one thread sends a message to another; the scope of each side is a parameter."""
 
 SCOPES = ["cta", "cluster", "gpu", "sys"]
 PLACES = {
@@ -6,12 +6,18 @@ PLACES = {
     "one cluster": {"threads": 32, "grid": 2, "cluster": 2},
     "two clusters": {"threads": 32, "grid": 2},
 }
-REACH = {"cta": 1, "cluster": 2, "gpu": 3, "sys": 3, "gl": 3}  # how many of the places have both threads in it
+REACH = {
+    "cta": 1,
+    "cluster": 2,
+    "gpu": 3,
+    "sys": 3,
+    "gl": 3,
+}  # in how many of PLACES, from the front, the scope includes both threads
 
-# The thread that writes, and the one that reads, each in lane 0 of its warp: %p0 in the second.
+# The writing thread and the reading thread are each lane 0 of a warp; %p0 holds in the reader.
 ROLES = """and.b32 %r1, %r100, 31; setp.ne.u32 %p1, %r1, 0; @%p1 bra E; mov.u32 %r2, %ctaid.x; add.u32 %r2, %r2, %r102;
 setp.ne.u32 %p0, %r2, 0; mov.u32 %r5, 1;"""
-# The second waits for the first's flag, and reads what it wrote.
+# The reader waits for the writer's flag, and reads the data.
 MESSAGE = (
     ROLES
     + """@%p0 bra C; mov.u32 %r6, 7; st.global.u32 [%rd100], %r6; PUBLISH bra E;
@@ -35,9 +41,11 @@ ARRIVE, WAIT = (
 
 
 def message(publish: str, observe: str, acquire: str = "") -> str:
+    """The body of MESSAGE with these instructions on the two sides."""
     return MESSAGE.replace("PUBLISH", publish).replace("OBSERVE", observe).replace("ACQUIRE", acquire)
 
 
 def arrival(target: int, arrive: str = ARRIVE, wait: str = WAIT, acquire: str = "") -> str:
+    """The body of ARRIVAL with these instructions on the two sides."""
     body = ARRIVAL.replace("ARRIVE", arrive).replace("WAIT", wait).replace("ACQUIRE", acquire)
     return body.replace("TARGET", str(target))

@@ -12,7 +12,7 @@ FORMATS = {  # exponent bits, mantissa bits, bias, codes that are finite
 
 
 def decode(fmt: str) -> np.ndarray:
-    """Value of every finite non-negative code, from the definition of the format."""
+    """The value of every finite non-negative code."""
     _, mantissa_bits, bias, count = FORMATS[fmt]
     codes = np.arange(count)
     e, m = codes >> mantissa_bits, codes & ((1 << mantissa_bits) - 1)

@@ -31,7 +31,7 @@ def _swizzle(offset: int, mode: int) -> int:
 
 
 def k_major(bytes_of_rows: np.ndarray, width: int, base: int, image: np.ndarray) -> int:
-    """Puts rows of 32 bytes in the K-major canonical layout with `width`-byte rows; returns the descriptor's bits."""
+    """Writes rows of 32 bytes in the K-major canonical layout with `width`-byte rows; returns the descriptor's bits."""
     rows, nbytes = bytes_of_rows.shape
     stride = 8 * width if width > 16 else 256
     leading = 128
@@ -46,8 +46,10 @@ def k_major(bytes_of_rows: np.ndarray, width: int, base: int, image: np.ndarray)
 
 
 def mn_major(elements: np.ndarray, width: int, base: int, image: np.ndarray) -> int:
-    """`elements` [K][rows] as bytes [K, rows * size]: rows consecutive in memory, `width` bytes of them a swizzled
-    row."""
+    """Writes an operand in the MN-major canonical layout; returns the descriptor's bits.
+
+    elements: bytes [K, rows * size]; `width` bytes of consecutive rows form a swizzled row.
+    """
     k_count, nbytes = elements.shape
     chunks = nbytes // width
     leading, stride = 8 * width, 8 * width * chunks
@@ -63,7 +65,7 @@ def descriptor(leading: int, stride: int, width: int) -> int:
     return leading >> 4 << 16 | stride >> 4 << 32 | 1 << 46 | {16: 0, 32: 6, 64: 4, 128: 2}[width] << 61
 
 
-SMEM_IMAGE = 0x400 + 0x400  # where the image lies: reserved kilobyte, then 1024 bytes of the kernel's own
+SMEM_IMAGE = 0x400 + 0x400  # address of the image: after the reserved kilobyte and 1024 bytes for the kernel
 
 
 def _bf16(x: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ def tensor_map_of(
     kind: ElementType = ElementType.U32,
     **options: object,
 ) -> np.ndarray:
-    """A tensor map of a C-ordered array; box given innermost first."""
+    """The tensor map of a C-ordered array; the box is given innermost first."""
     sizes = array.shape[::-1]
     strides = [s for s in array.strides[::-1][1:]]
     return aligned(
