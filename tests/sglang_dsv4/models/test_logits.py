@@ -17,9 +17,13 @@ LONG = (511, 512, 513, 1030)
 DECODED = 5  # tokens decoded after each prompt, enough to close a CSA group
 
 
-@pytest.fixture(scope="module", params=["flash-like", "pro-like"])
+@pytest.fixture(scope="module", params=["flash-like", pytest.param("pro-like", marks=pytest.mark.slow)])
 def served(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
     return serve(request.param)
+
+
+BOTH_SCHEDULES = pytest.mark.parametrize("served", ["flash-like", "pro-like"], indirect=True, scope="module")
+"""For the quick tests of a pro-like schedule; its other tests are slow."""
 
 
 def test_few_positions_are_excluded(served: Served) -> None:
@@ -62,6 +66,7 @@ def test_prompt_alone(served: Served, length: int, chunk_tokens: int | None) -> 
     assert_equal_logits(actual, served.expected[0], f"prompt of {length} alone")
 
 
+@BOTH_SCHEDULES
 @pytest.mark.parametrize("start", [1, 120, 250])
 def test_token_by_token_decode(served: Served, start: int) -> None:
     """From the first tokens; past the ends of the window, of a page and of both kinds of groups."""
@@ -78,6 +83,7 @@ def test_a_whole_sequence_by_decode(served: Served) -> None:
     assert_equal_logits(served.harness.run(tokens, decode_from=1), served.expected[0], "decode from 1")
 
 
+@BOTH_SCHEDULES
 @pytest.mark.parametrize("requests", [1, 2, 7])
 def test_requests_that_come_and_go(served: Served, requests: int) -> None:
     """Requests join at different steps, with odd chunk sizes, and decode while others prefill."""

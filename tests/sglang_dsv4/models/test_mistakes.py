@@ -349,7 +349,7 @@ MISTAKES = {
 }
 
 
-@pytest.fixture(scope="module", params=["flash-like", "pro-like"])
+@pytest.fixture(scope="module", params=["flash-like", pytest.param("pro-like", marks=pytest.mark.slow)])
 def served(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
     return serve(request.param)
 

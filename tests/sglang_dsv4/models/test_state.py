@@ -23,12 +23,12 @@ from sglang_dsv4.attention.metadata import ForwardMetadata
 DRAFTS = 4
 
 
-@pytest.fixture(scope="module", params=["flash-like", "pro-like"])
+@pytest.fixture(scope="module", params=["flash-like", pytest.param("pro-like", marks=pytest.mark.slow)])
 def served(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
     return serve(request.param)
 
 
-@pytest.fixture(scope="module", params=["flash-like", "pro-like"])
+@pytest.fixture(scope="module", params=["flash-like", pytest.param("pro-like", marks=pytest.mark.slow)])
 def speculative(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
     """A model with rings that have room for drafts, as with --speculative-algorithm EAGLE."""
     return serve(
