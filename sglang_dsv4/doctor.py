@@ -112,8 +112,8 @@ def plan(
     if fp8:
         chunk, step = (format_bytes(_expert_workspace_bytes(model, tokens)) for tokens in (8192, 64))
         lines += [
-            f"in addition to the pools, during a prefill: up to {format_bytes(unpacking.MAX_BYTES)} of unpacked rows and "
-            f"{format_bytes(SCRATCH_BYTES)} of index scores",
+            f"in addition to the pools, during a prefill: up to {format_bytes(unpacking.MAX_BYTES)} of unpacked rows "
+            f"and {format_bytes(SCRATCH_BYTES)} of index scores",
             f"with --moe-runner-backend dsv4 on one Hopper GPU: {chunk} for a chunk of 8,192 tokens, {step} for a "
             "decode step of 64 requests",
         ]
