@@ -64,7 +64,7 @@ def kernel(args: Arguments) -> None:
     counts = Int32(memory.allocate_array(Int32, num_elems=MAX_EXPERTS, byte_alignment=16).toint())
     warp_sums = Int32(memory.allocate_array(Int32, num_elems=SUMS * WARP, byte_alignment=16).toint())
     ours = counts + thread * 4
-    store_shared_i32(ours, Int32(0))
+    ptx.store_shared_u32(ours, Int32(0))
     cute.arch.sync_threads()
     dependent_launch.begin()
     for first in cutlass.range(0, args.num_pairs, THREADS * AT_ONCE, unroll=1):
@@ -84,7 +84,7 @@ def kernel(args: Arguments) -> None:
     if thread == 0:
         ptx.store_i32(args.totals, all_tiles)
         ptx.store_i32(args.totals + 4, all_groups)
-    store_shared_i32(ours, groups_before * GROUP)  # an expert's own thread has read its count
+    ptx.store_shared_u32(ours, groups_before * GROUP)  # an expert's own thread has read its count
     cute.arch.sync_threads()
     if groups > 0:
         list_tiles(args, thread, groups_before, groups, tiles_before, tiles)
@@ -148,7 +148,7 @@ def sums_before(shared: Int32, thread: Int32, own: tuple) -> tuple:
     inclusive = tuple(sum_of_lanes_up_to(x, lane) for x in own)
     if lane == WARP - 1:
         for i in cutlass.range_constexpr(SUMS):
-            store_shared_i32(shared + (i * WARP + warp) * 4, inclusive[i])
+            ptx.store_shared_u32(shared + (i * WARP + warp) * 4, inclusive[i])
     cute.arch.sync_threads()
     of_warps = tuple(sum_of_lanes_up_to(load_shared_i32(shared + (i * WARP + lane) * 4), lane) for i in range(SUMS))
     before = tuple(
@@ -168,11 +168,6 @@ def sum_of_lanes_up_to(x: Int32, lane: Int32) -> Int32:
         x = x + cutlass.select_(lane >= step, other, Int32(0))
         step *= 2
     return x
-
-
-def store_shared_i32(address: Int32, x: Int32) -> None:
-    """Stores an int32 to shared memory."""
-    ptx.asm("st.shared.b32 [{$r0}], {$r1};", [], address, x)
 
 
 def load_shared_i32(address: Int32) -> Int32:
