@@ -23,7 +23,7 @@ from dsv4_kernels.host import compile_cache
 from dsv4_kernels.indexer import SCRATCH_BYTES
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.moe.sm90.workspace import workspace_bytes
-from dsv4_kernels.unpack import choice
+from dsv4_kernels.sparse_attention import unpacking
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.tail_options import HostOptions, TailOptions
 from sglang_dsv4.cpu import shims
@@ -112,8 +112,8 @@ def plan(
     if fp8:
         chunk, step = (format_bytes(_expert_workspace_bytes(model, tokens)) for tokens in (8192, 64))
         lines += [
-            f"in addition to the pools, during a prefill: up to {format_bytes(choice.MAX_BYTES)} of unpacked rows and "
-            f"{format_bytes(SCRATCH_BYTES)} of index scores",
+            f"in addition to the pools, during a prefill: up to {format_bytes(unpacking.MAX_BYTES)} of unpacked rows "
+            f"and {format_bytes(SCRATCH_BYTES)} of index scores",
             f"with --moe-runner-backend dsv4 on one Hopper GPU: {chunk} for a chunk of 8,192 tokens, {step} for a "
             "decode step of 64 requests",
         ]

@@ -21,7 +21,7 @@ THREADS = 128
 
 
 class GroupAddresses(NamedTuple):
-    """Where the kernel writes one ratio's mapping; addresses are Int64."""
+    """Addresses, Int64, of one ratio's mapping."""
 
     sources: Int64  # [M, C * r] int32
     slots: Int64  # [M] int64
