@@ -15,7 +15,7 @@ from dsv4_kernels.moe.sm100.kernel import launch
 from dsv4_kernels.moe.sm100.plan import TILE_ROWS, Arguments, Numbers, Plan, Product
 from dsv4_kernels.moe.weights import Mxfp4Experts, Nvfp4Experts
 from dsv4_kernels.number_formats import encode_nvfp4
-from dsv4_kernels.quant import fp8_quantise
+from dsv4_kernels.registry import select
 
 STEP = 128
 """Channels that share a scale of the activations."""
@@ -140,7 +140,7 @@ def scale_words(scales: Tensor) -> Tensor:
 def hidden_rows(x: Tensor, packed: Mxfp4Experts, listed: WorkList, limit: float, tokens: int) -> tuple[Tensor, Tensor]:
     """h of every slot: e4m3 [slots, I], and its scales as `scale_words`; slots of other ranks are not written."""
     pairs, channels = len(listed.source), packed.channels
-    codes, scales = fp8_quantise(x, STEP)
+    codes, scales = select("fp8_quantise", x.device, x.dtype)(x, STEP, False)
     hidden = torch.empty(pairs, channels, dtype=torch.float8_e4m3fn, device=x.device)
     hidden_scales = torch.empty(pairs, channels // STEP, dtype=torch.int32, device=x.device)
     plan = Plan(Product.GATE_UP, tokens)
