@@ -73,7 +73,7 @@ def test_bad_registrations() -> None:
 
 @pytest.mark.usefixtures("doubling")
 def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """`doubling` has just been registered, so nothing is resolved yet."""
+    """Registering `doubling` has cleared earlier choices."""
     with caplog.at_level(logging.INFO, logger="dsv4_kernels.registry"):
         for _ in range(3):
             rms_norm(X, None, 0.0)
