@@ -319,7 +319,7 @@ HOOKS = (
          "sglang_dsv4.layers.fp8_linear:few_tokens_product", "FP8 linear layers of few tokens multiply by our kernel "
          "(`layers.fp8_linear.FewTokensConfig`)", "SGLang's FP8 products can be registered"),
     Hook(f"sglang.srt.arg_groups.speculative_hook.{RESOLVING_VIEW}", Kind.ATTRIBUTE, Process.EVERY,
-         f"{_CPU}.speculation:view_as_on_a_gpu", "while that resolution step runs, the arguments' device is a GPU "
+         f"{_CPU}.speculation:view_as_on_a_gpu", "while that step runs, the arguments' device is a GPU "
          "(`cpu.speculation.resolve_dspark`)", "that resolution step asks the platform, as EAGLE's does", only_cpu=True),
 )  # fmt: skip
 """All other rows, in the order in which they are installed."""
