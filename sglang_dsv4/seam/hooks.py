@@ -320,7 +320,7 @@ HOOKS = (
          "(`layers.fp8_linear.FewTokensConfig`)", "SGLang's FP8 products can be registered"),
     Hook(f"sglang.srt.arg_groups.speculative_hook.{RESOLVING_VIEW}", Kind.ATTRIBUTE, Process.EVERY,
          f"{_CPU}.speculation:view_as_on_a_gpu", "while that step runs, the arguments' device is a GPU "
-         "(`cpu.speculation.resolve_dspark`)", "that resolution step asks the platform, as EAGLE's does", only_cpu=True),
+         "(`cpu.speculation.resolve_dspark`)", "that step asks the platform, as EAGLE's does", only_cpu=True),
 )  # fmt: skip
 """All other rows, in the order in which they are installed."""
 
