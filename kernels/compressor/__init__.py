@@ -17,26 +17,28 @@ MAX_COMPRESSIONS = 2
 
 @dataclass(frozen=True)
 class Groups:
-    """Which groups a forward may close and which raw rows it keeps; the same for all compressors of one ratio.
+    """The compression groups that a forward may close and the raw rows that it keeps; the same for all compressors of
+    one ratio.
 
-    T tokens, M groups; C = 2 for CSA, whose entries also cover the group before, else 1.
+    T tokens, M groups; C = 2 for CSA, whose entries also cover the previous group, else 1.
     """
 
     ratio: int
     positions: Tensor  # [T] int64: of the forward's tokens
-    sources: Tensor  # [M, C * ratio] int32: -1 none; s < S: row of the states; S + i: token i. All -1: it stays open
+    sources: Tensor  # [M, C * ratio] int32: -1: none; s < S: row of the states; S + i: token i. All -1: an open group
     entry_positions: Tensor  # [M] int64: of a closed group's first own token, a multiple of ratio
-    slots: Tensor  # [M] int64: row of the tables that a closed group's entry goes to
+    slots: Tensor  # [M] int64: row of the tables for a closed group's entry
     state_rows: Tensor  # [T] int64: row of the states that keeps the token's raw row; -1: none
     overlap_rows: Tensor | None = None  # [T] int64: the same for the compressions' `overlap`
     tokens_per_request: int | None = None
-    """Of a batch in which every request appends k tokens: k. Token b * k + i is request b's i-th, and its groups are
-    [b * G, b * G + G) with G = ceil(k / ratio), the earliest one first. None: any other batch."""
+    """k, if every request of the batch appends k tokens: token b * k + i is request b's i-th, and its groups are [b *
+    G, b * G + G) with G = ceil(k / ratio), the earliest first. None for all other batches."""
 
 
 @dataclass(frozen=True)
 class Compression:
-    """One compressor of a layer: its inputs, parameters and destinations. D channels an entry, R of them rotated."""
+    """One compressor of a layer: its inputs, parameters and destinations. An entry has D channels, R of them
+    rotated."""
 
     kv: Tensor  # [T, C * D] fp32, any stride of tokens
     score: Tensor  # [T, C * D] fp32, any stride of tokens, without the positional term
@@ -47,11 +49,11 @@ class Compression:
     frequencies: Tensor  # [R / 2] fp32 (`rope_frequencies`)
     table: KVRows  # of D channels
     hadamard: bool = False
-    """Entries are rotated by the Hadamard matrix before they are stored, as indexer keys are."""
+    """Whether entries are multiplied by the Hadamard matrix before they are stored, as indexer keys are."""
     values_of: RowFormat = RowFormat.PLAIN
-    """A plain table keeps the values that this format would: FP8 rounds the D - R channels that are not rotated, in
-    blocks of 64, INDEX_FP4 all of them, in blocks of 32."""
-    overlap: Tensor | None = None  # [N, 2, D] fp32: first channel halves of raw rows (tail checkpoints of CSA layers)
+    """A plain table stores the values that this format would hold: FP8 rounds the D - R unrotated channels in blocks of
+    64, INDEX_FP4 all channels in blocks of 32."""
+    overlap: Tensor | None = None  # [N, 2, D] fp32: first channel halves of raw rows (tails of CSA layers)
 
     @property
     def head_dim(self) -> int:
@@ -71,21 +73,23 @@ def compress(
     """The entries of M closed groups: a softmax over each group's rows, channel by channel.
 
     A group's rows come from the state (tokens of earlier forwards) or from this forward's tokens. With C = 1 (HCA) an
-    entry covers its own `ratio` tokens. With C = 2 (CSA) a row holds two halves: the entry covers the previous group's
-    tokens by their first half and its own by their second::
+    entry covers its own `ratio` tokens. With C = 2 (CSA) a row has two halves: the entry covers the previous group's
+    tokens by their first half and its own tokens by their second half.
+
+    ::
 
         rows_i  = source i:  -1 -> none (score -inf);  s < S -> state[s];  else token s - S
         half_i  = [0, D) for the first `ratio` sources, [D, 2D) for the others      (C = 1: [0, D))
         entry   = Σ_i softmax_i(score_i[half_i]) * kv_i[half_i]                      (softmax per channel)
 
-    A group without any source gives zeros. Rows that no source names are never read into the result.
+    A group without any source gives zeros. Rows that are no source never influence the result.
 
     Args:
         state: [S, 2, C * D] fp32, rows (kv, score).
         kv: [T, C * D] fp32.
         score: [T, C * D] fp32, the positional term ape[t % ratio] already added.
         sources: [M, C * ratio] int32; with C = 2 the previous group's tokens first (all -1 for a sequence's first).
-        ratio: tokens a group.
+        ratio: tokens of a group.
         head_dim: D.
         impl: implementation by name; None lets the registry choose.
 
@@ -93,7 +97,7 @@ def compress(
         [M, D] fp32, before norm and rope.
 
     Raises:
-        ValueError: shapes that do not fit each other, or dtypes other than fp32.
+        ValueError: shapes that do not match, or dtypes other than fp32.
     """
     parts, rest = divmod(sources.shape[-1], ratio)
     if sources.dim() != 2 or rest or parts not in (1, 2):
@@ -122,27 +126,27 @@ def compress_store(
         entry = compress(state, kv, score, sources).to(dtype)         # of the groups that have a source
         entry = apply_rope(rms_norm(entry, norm_weight, eps), entry_positions, frequencies)
         table[slots] = hadamard(entry) if hadamard else entry         # quantised as the table, or values_of, says
-        state[state_rows] = (kv, score)                               # after it was read
+        state[state_rows] = (kv, score)                               # after all reads of it
         overlap[overlap_rows] = (kv, score)[:D]
 
     A group without sources writes nothing, and neither does a token whose row is -1. `source j` must be a token whose
-    position is j modulo ratio, as the tokens of a group are.
+    position is j modulo ratio, as in every group.
 
-    With `tokens_per_request` the GPU kernels do all of it in one launch, which asks one thing of the states: rows of a
-    request are a ring, position % ring, of at least `C * ratio - 2 + tokens_per_request` rows (compressor/rows.py says
-    why that is enough). Otherwise there are two launches, the entries first, and nothing is asked. Of a row that is
-    named twice a table or a state may hold a mixture. On a GPU an entry's bits do not depend on the batch, nor on
-    whether its rows lie in the state; nothing waits for the device.
+    With `tokens_per_request` the GPU kernels do everything in one launch, on one condition: a request's rows in the
+    state are a ring, position % ring, of at least `C * ratio - 2 + tokens_per_request` rows (compressor/rows.py says
+    why that is enough). Otherwise there are two launches, the entries first, without a condition. If a row is named
+    twice, a table or a state may hold a mixture of both values. On a GPU an entry's bits depend neither on the batch
+    nor on whether its rows lie in the state, and the host never waits for the device.
 
     Args:
-        groups: what to close and what to keep.
+        groups: the groups to close and the raw rows to keep.
         compressions: one, or the two of a CSA layer, which then share a launch. Their destinations must not overlap.
         dtype: of the model; entries are rounded to it before the norm, after it, and after each rotation.
         impl: implementation by name; None lets the registry choose.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit each other; on a GPU also dimensions other than the release's, or
-            rows that 16 bytes cannot be read of.
+        ValueError: shapes or dtypes that do not match; on a GPU also dimensions other than the release's, or rows that
+            cannot be read in units of 16 bytes.
     """
     if not 1 <= len(compressions) <= MAX_COMPRESSIONS:
         raise ValueError(f"compress_store takes 1 to {MAX_COMPRESSIONS} compressions; got {len(compressions)}")
@@ -157,7 +161,7 @@ def compress_store(
 
 
 def _check_groups(groups: Groups) -> int:
-    """Halves of a raw row, C."""
+    """Checks the groups; returns C, the number of halves of a raw row."""
     ratio, sources, (tokens,) = groups.ratio, groups.sources, groups.positions.shape
     parts, rest = divmod(sources.shape[-1], ratio)
     if sources.dim() != 2 or rest or parts not in (1, 2) or sources.dtype != torch.int32:

@@ -1,8 +1,9 @@
-"""Entries of CSA layers on Hopper and Blackwell: a CTA a group, four warps for the entry and one for the indexer's key.
+"""Entries of CSA layers on Hopper and Blackwell: one CTA a group, four warps for the entry and one for the indexer's
+key.
 
-A thread makes four channels of one of the two. It loads them of the group's eight rows side by side, a softmax for each
-channel needs no other thread, and only the norm's sum of squares goes through shared memory. Nothing waits but the four
-warps for each other.
+A thread computes four channels of one of the two. It loads them from the group's eight rows at once; the softmax of a
+channel needs no other thread, and only the norm's sum of squares goes through shared memory. The four warps wait for
+each other once; no other thread waits.
 """
 
 import cuda.bindings.driver as cuda
@@ -19,7 +20,7 @@ from dsv4_kernels.kv_layout import ROW_DIM
 
 RATIO = 4
 PARTS = 2
-"""Groups of raw rows of an entry, and halves of a raw row."""
+"""Compression groups whose raw rows an entry covers, and halves of a raw row."""
 MAIN_THREADS = ROW_DIM // CHUNK
 INDEX_THREADS = INDEX_DIM // CHUNK
 MAIN_BARRIER = 1
@@ -27,7 +28,7 @@ MAIN_BARRIER = 1
 
 @cute.jit
 def launch(arguments: Arguments, dims: cutlass.Constexpr[tuple], num_groups: Int32, stream: cuda.CUstream) -> None:
-    """dims: of the compressions, (512,), (128,) or (512, 128)."""
+    """Launches one CTA for each group. dims: channels of the compressions, (512,), (128,) or (512, 128)."""
     kernel(arguments, dims).launch(
         grid=[num_groups, 1, 1], block=[sum(dims) // CHUNK, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
     )
@@ -35,7 +36,8 @@ def launch(arguments: Arguments, dims: cutlass.Constexpr[tuple], num_groups: Int
 
 @cute.kernel
 def kernel(args: Arguments, dims: cutlass.Constexpr[tuple]) -> None:
-    """Makes the entries of one group, if it is closed, and keeps the rows of its request, if it is the first."""
+    """Makes the entries of one group, if it is closed, and keeps the raw rows of its request, if it is the request's
+    first group."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     group, _, _ = cute.arch.block_idx()
@@ -87,7 +89,7 @@ def kernel(args: Arguments, dims: cutlass.Constexpr[tuple]) -> None:
 
 @cute.jit
 def finish_index(batch: Batch, p: Problem, group: Int32, values: list, total: Float32, channel: Int32) -> None:
-    """The rest of an indexer's key, by one warp; total: of the squares of its channels."""
+    """Norms, rotates and stores an indexer's key, with one warp; total: sum of the squares of its channels."""
     made = entries.normed_and_rotated(batch, p, group, values, total, INDEX_DIM, channel)
     entries.store_index(batch, p, group, made, channel // CHUNK)
 
@@ -96,7 +98,7 @@ def finish_index(batch: Batch, p: Problem, group: Int32, values: list, total: Fl
 def finish_main(
     batch: Batch, p: Problem, group: Int32, values: list, total: Float32, channel: Int32, shared: Int32
 ) -> None:
-    """The rest of an entry, by four warps; total: of the squares of a warp's channels."""
+    """Norms, rotates and stores an entry, with four warps; total: sum of the squares of a warp's channels."""
     warp = channel // (CHUNK * WARP)
     if channel % (CHUNK * WARP) == 0:
         ptx.store_shared_f32(shared + warp * 4, total)

@@ -1,4 +1,4 @@
-"""From four channels of an entry to what the tables hold: norm, RoPE, Hadamard, quantisation, on a GPU.
+"""From four channels of an entry to the rows of the tables: norm, RoPE, Hadamard, quantisation, on a GPU.
 
 Neighbouring lanes have neighbouring channels, four each, as two words of bf16.
 """
@@ -39,7 +39,7 @@ FP4_CODE_BYTES, FP4_SCALE_BYTES = index_row_bytes_fp4(INDEX_DIM)
 
 
 def rounded(sums: list, totals: list) -> list:
-    """Weighted sums by their weights, rounded to bf16: four fp32."""
+    """Weighted sums divided by the sums of weights, rounded to bf16: four fp32."""
     values = []
     for weighted_sum, total in zip(sums, totals, strict=True):
         divisor = cutlass.select_(total == 0.0, Float32(1.0), total)
@@ -51,7 +51,8 @@ def rounded(sums: list, totals: list) -> list:
 def normed_and_rotated(
     batch: Batch, p: Problem, group: Int32, values: list, total: Float32, dim: int, channel: Int32
 ) -> cute.Tensor:
-    """`x * rsqrt(mean(x**2) + eps) * weight` in bf16, and rotated if it is one of the last ROPE_DIM channels: 2 words.
+    """`x * rsqrt(mean(x**2) + eps) * weight` in two words of bf16, rotated if they are among the last ROPE_DIM
+    channels.
 
     total: sum of the squares of all `dim` channels.
     """
@@ -69,18 +70,18 @@ def normed_and_rotated(
 
 
 def store_byte(address: Int64, x: Uint32) -> None:
-    """The lowest byte."""
+    """Stores the lowest byte of a word."""
     ptx.asm("st.global.b8 [{$r0}], {$r1};", [], address, x)
 
 
 def store_2_bytes(address: Int64, x: Uint32) -> None:
-    """The lower half."""
+    """Stores the lower half of a word."""
     ptx.asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, {$r1};\nst.global.b16 [{$r0}], low;\n}", [], address, x)
 
 
 @cute.jit
 def store_main(batch: Batch, p: Problem, group: Int32, made: cute.Tensor, channel: Int32) -> None:
-    """An entry of 512 channels, as FP8 bytes or plainly. All lanes of the warp must take part."""
+    """Stores an entry of 512 channels, as FP8 bytes or as plain values. All lanes of the warp must call this."""
     slot = load_i64(batch.slots + Int64(group) * 8)
     words = (made[0], made[1])
     values = channels(words)
@@ -96,7 +97,7 @@ def store_main(batch: Batch, p: Problem, group: Int32, made: cute.Tensor, channe
         else:
             ptx.store_u32(row + channel, code)
         if channel % SCALE_GROUP == 0:
-            byte = cutlass.select_(is_rotated, Uint32(0), exponent)  # behind the scales is a byte that is 0
+            byte = cutlass.select_(is_rotated, Uint32(0), exponent)  # after the scales comes a byte that is 0
             block = page + PAGE_ROWS * ROW_DATA_BYTES + place * ROW_SCALE_BYTES
             store_byte(block + channel // SCALE_GROUP, byte)
     else:
@@ -108,7 +109,7 @@ def store_main(batch: Batch, p: Problem, group: Int32, made: cute.Tensor, channe
 
 @cute.jit
 def store_index(batch: Batch, p: Problem, group: Int32, made: cute.Tensor, lane: Int32) -> None:
-    """An indexer key of 128 channels, as FP4 bytes or plainly, by one warp."""
+    """Stores an indexer key of 128 channels, as FP4 bytes or as plain values, with one warp."""
     slot = load_i64(batch.slots + Int64(group) * 8)
     words = (made[0], made[1])
     turned_words = packed(e2m1.hadamard(channels(words), lane))

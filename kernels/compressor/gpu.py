@@ -1,9 +1,9 @@
 """Compressors on Hopper and Blackwell (sm_90a, sm_100a): one source for both, bound by memory.
 
-    csa.py      entries of CSA layers, main and indexer in one launch        hca.py      entries of HCA layers
-    rows.py     raw rows: what is read of a group, what is kept of a token    entries.py  norm, RoPE, quantisation
+    csa.py      entries of CSA layers, main and indexer in one launch    hca.py      entries of HCA layers
+    rows.py     raw rows: loads of a group's rows, stores of kept rows   entries.py  norm, RoPE, quantisation
 
-This file has the kernel that keeps the rows of a chunk, and the host side.
+This file has the kernel that keeps the raw rows of a chunk, and the host side.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from dsv4_kernels.kv_layout import ROPE_DIM, ROW_DIM, RowFormat
 from dsv4_kernels.model_shapes import ModelShapes
 
 KEPT_TOKENS = 4
-"""Of a CTA that keeps rows of a chunk; most tokens are not kept."""
+"""Tokens of a CTA that keeps raw rows of a chunk; most tokens are not kept."""
 PACKED = {ROW_DIM: RowFormat.FP8, INDEX_DIM: RowFormat.INDEX_FP4}
 """The byte format of entries, and of indexer keys."""
 DIMS = {csa.RATIO: ((ROW_DIM,), (INDEX_DIM,), (ROW_DIM, INDEX_DIM)), hca.RATIO: ((ROW_DIM,),)}
@@ -38,7 +38,7 @@ ALIGNMENT = 16
 def launch_keep(
     arguments: Arguments, dims: cutlass.Constexpr[tuple], ratio: cutlass.Constexpr[int], stream: cuda.CUstream
 ) -> None:
-    """A CTA for KEPT_TOKENS tokens."""
+    """Launches one CTA for KEPT_TOKENS tokens."""
     grid = (arguments.batch.num_tokens + KEPT_TOKENS - 1) // KEPT_TOKENS
     keep(arguments, dims, ratio).launch(
         grid=[grid, 1, 1], block=[sum(dims) // CHUNK, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
@@ -47,7 +47,7 @@ def launch_keep(
 
 @cute.kernel
 def keep(args: Arguments, dims: cutlass.Constexpr[tuple], ratio: cutlass.Constexpr[int]) -> None:
-    """Keeps raw rows of a chunk, four channels of each half a thread."""
+    """Keeps raw rows of a chunk; a thread has four channels of each half."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
@@ -73,11 +73,11 @@ def keep(args: Arguments, dims: cutlass.Constexpr[tuple], ratio: cutlass.Constex
 
 
 def compile(kernel: str, dims: tuple[int, ...], ratio: int, arch: str) -> Callable[..., None]:
-    """A launcher, from memory, from disk or from the compiler.
+    """A compiled launch function, from memory, from disk or from the compiler.
 
     Args:
         kernel: "entries" (arguments, groups, stream) or "keep" (arguments, stream).
-        dims: of the compressions.
+        dims: channels of each compression's entries.
         ratio: of both.
         arch: "sm_90a".
     """
@@ -114,7 +114,7 @@ def _check_compression(c: Compression, packed: RowFormat) -> None:
     for name, values in tensors.items():
         if values is None:
             continue
-        inner = values if name in constants else values[:1]  # rows may lie apart
+        inner = values if name in constants else values[:1]  # rows may have gaps between them
         if not inner.is_contiguous() or values.stride(0) * 4 % ALIGNMENT or values.data_ptr() % ALIGNMENT:
             if not (values.dim() == 1 and values.is_contiguous() and values.data_ptr() % ALIGNMENT == 0):
                 raise ValueError(
@@ -198,7 +198,7 @@ def sm90(groups: Groups, compressions: Sequence[Compression], dtype: torch.dtype
 
 
 def sm100(groups: Groups, compressions: Sequence[Compression], dtype: torch.dtype) -> None:
-    """`dsv4_kernels.compressor.compress_store` on Blackwell (B200, GB200, B300); as `sm90`."""
+    """`dsv4_kernels.compressor.compress_store` on Blackwell (B200, GB200, B300); arguments as for `sm90`."""
     _run("sm100", groups, compressions, dtype)
 
 

@@ -1,9 +1,9 @@
 """Entries of HCA layers on Hopper and Blackwell: a cluster of eight CTAs a group, 64 channels each.
 
-A group has 128 rows of 4 KB, and in a decoding batch few groups close in a step: one CTA alone would be bound by what a
-multiprocessor can have on its way. So a CTA has the channels of one FP8 scale, 16 threads a row, eight rows a thread.
-Each warp makes a partial softmax of its 16 rows (maximum, sum of weights, weighted sum), and the first warp merges
-these in the order of the warps. Between the CTAs of a cluster goes one number, the sum of squares for the norm.
+A group has 128 rows of 4 KB, and in a decode batch few groups close in a step: a single CTA would be bound by the bytes
+that one multiprocessor can have in flight. So a CTA has the channels of one FP8 scale, 16 threads a row, eight rows a
+thread. Each warp computes a partial softmax of its 16 rows (maximum, sum of weights, weighted sum), and the first warp
+merges them in the order of the warps. The CTAs of a cluster exchange one number, the sum of squares for the norm.
 """
 
 import cuda.bindings.driver as cuda
@@ -27,13 +27,13 @@ ROW_THREADS = RATIO // ROWS_A_THREAD
 THREADS = ROW_THREADS * CHUNKS
 WARPS = THREADS // WARP
 PARTIAL_BYTES = SCALE_GROUP * 4
-"""Of one quantity of one warp."""
+"""Bytes of one quantity of one warp."""
 QUANTITIES = 3
 
 
 @cute.jit
 def launch(arguments: Arguments, num_groups: Int32, stream: cuda.CUstream) -> None:
-    """A cluster a group."""
+    """Launches one cluster for each group."""
     kernel(arguments).launch(
         grid=[num_groups * CLUSTER, 1, 1],
         cluster=[CLUSTER, 1, 1],
@@ -45,7 +45,7 @@ def launch(arguments: Arguments, num_groups: Int32, stream: cuda.CUstream) -> No
 
 @cute.kernel
 def kernel(args: Arguments) -> None:
-    """Makes 64 channels of an entry, if its group is closed, and keeps those of its request's rows."""
+    """Makes 64 channels of an entry, if its group is closed, and keeps these channels of the request's raw rows."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
@@ -84,7 +84,7 @@ def kernel(args: Arguments) -> None:
             keep(batch, p, first_token, keeps, row_thread, channel)
             cute.arch.cluster_wait()
             cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()  # until the others have read the sum of squares
+        cute.arch.cluster_wait()  # until the other CTAs have read the sum of squares
     else:
         keep(batch, p, first_token, keeps, row_thread, channel)
 
@@ -93,7 +93,7 @@ def kernel(args: Arguments) -> None:
 def keep(
     batch: Batch, p: Problem, first_token: Int32, keeps: cutlass.Boolean, row_thread: Int32, channel: Int32
 ) -> None:
-    """Keeps rows of a request, each by half a warp, none by the first warp. After the group's rows: see rows.py."""
+    """Keeps raw rows of a request, half a warp each, except the first warp. After the group's rows: see rows.py."""
     if keeps & (row_thread >= WARP // CHUNKS):
         for i in cutlass.range(
             ROW_THREADS - 1 - row_thread, batch.tokens_per_request, ROW_THREADS - WARP // CHUNKS, unroll=1
@@ -106,7 +106,7 @@ def keep(
 def make_partial(
     batch: Batch, p: Problem, sources: Int64, row_thread: Int32, channel: Int32, partial: Int32, lane: Int32
 ) -> None:
-    """Maximum, sum of weights and weighted sum of a warp's rows, to shared memory."""
+    """Stores the maximum, sum of weights and weighted sum of a warp's rows to shared memory."""
     first = row_thread * ROWS_A_THREAD
     numbers = [*load_four(sources + first * 4), *load_four(sources + first * 4 + 16)]
     loaded = []
@@ -119,11 +119,11 @@ def make_partial(
     sums = [add(x, cute.arch.shuffle_sync_bfly(x, offset=CHUNKS)) for x in sums]
     if lane < CHUNKS:
         for i, values in enumerate((maxima, totals, sums)):
-            store_four(partial + i * PARTIAL_BYTES + lane * 16, values)
+            ptx.store_shared_f32x4(partial + i * PARTIAL_BYTES + lane * 16, tuple(values))
 
 
 def merged(partials: Int32) -> list:
-    """Four channels of the entry, rounded to bf16, from what the warps have made of their rows."""
+    """Four channels of the entry, rounded to bf16, from the partial softmaxes of all warps."""
     parts = [
         [ptx.load_shared_f32x4(partials + (warp * QUANTITIES + i) * PARTIAL_BYTES) for i in range(QUANTITIES)]
         for warp in range(WARPS)
@@ -137,11 +137,6 @@ def merged(partials: Int32) -> list:
     return entries.rounded(sums, totals)
 
 
-def store_four(address: Int32, values: list) -> None:
-    """Four fp32 to shared memory."""
-    ptx.asm("st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *values)
-
-
 def load_remote(address: Int32) -> Float32:
-    """An fp32 of another CTA of the cluster."""
+    """An fp32 from the shared memory of another CTA of the cluster."""
     return ptx.asm("ld.shared::cluster.f32 {$w0}, [{$r0}];", [Float32], address)

@@ -18,7 +18,7 @@ from dsv4_kernels.rope.ref import apply_rope
 def compress(state: Tensor, kv: Tensor, score: Tensor, sources: Tensor, ratio: int, head_dim: int) -> Tensor:
     """See `dsv4_kernels.compressor.compress`."""
     if sources.device.type == "cpu":
-        # A decoding batch has a row for every request, of which few close a group: on a CPU the others are skipped.
+        # A decode batch has a group for every request, but few are closed: on a CPU the open ones are skipped.
         closed = (sources >= 0).any(1).nonzero().squeeze(1)
         if len(closed) < len(sources):
             entries = kv.new_zeros(len(sources), head_dim)
@@ -41,7 +41,7 @@ def _entries(state: Tensor, kv: Tensor, score: Tensor, sources: Tensor, ratio: i
 
 
 def _rows(state: Tensor, tokens: Tensor, sources: Tensor, missing: float) -> Tensor:
-    """[M, n] sources into [S, D] state rows and [T, D] tokens -> [M, n, D]."""
+    """Rows [M, n, D] of [M, n] sources, from the state [S, D] and from this forward's tokens [T, D]."""
     num_state = state.shape[0]
     rows = torch.full((*sources.shape, state.shape[1]), missing, dtype=state.dtype, device=state.device)
     for table, index, mine in (
@@ -70,8 +70,8 @@ def compress_store(groups: Groups, compressions: Sequence[Compression], dtype: t
 
 
 def _stored(rows: Tensor, c: Compression) -> Tensor:
-    """Byte formats quantise what is written, and from a round trip's result the same values would in rare cases get
-    other bytes: it is for plain rows only."""
+    """The values to scatter for entries. Byte formats quantise the entries themselves: quantising values that were
+    already rounded gives other bytes in rare cases, so the round trip is for plain rows only."""
     if c.hadamard:
         rows = hadamard(rows)
     if c.table.format is not RowFormat.PLAIN or c.values_of is RowFormat.PLAIN:

@@ -1,20 +1,21 @@
-"""Raw rows of a compressor on a GPU: what both kernels load of a group, and what they keep of a forward's tokens.
+"""Raw rows of a compressor on a GPU: loads of a group's rows, and stores of the rows that a forward's tokens leave.
 
 A thread has four neighbouring channels (CHUNK) of all rows that it reads, 16 bytes of kv and 16 of the score, and it
 loads all of them before it uses the first.
 
-Reading and keeping in one launch. A request's raw rows are a ring: position p at place p % S. A group that ends at p
-reads positions [p - (C r - 1), p], from the state those before t, the forward's first position; and k tokens are kept
-at places [t, t + k) % S. A place that is read and written holds a position q < t that is read and a position w < t + k
-that is kept, with w - q a multiple of S. A group that closes has p >= t, so
+Reading and keeping in one launch. A request's raw rows are a ring: position p is in ring row p % S. A group that ends
+at p reads positions [p - (C r - 1), p], those before t, the forward's first position, from the state; and k tokens are
+kept in ring rows [t, t + k) % S. A ring row that is both read and written has a position q < t that is read and a
+position w < t + k that is kept, with w - q a multiple of S. A group that closes has p >= t, so
 
     w - q  <=  (t + k - 1) - (p - C r + 1)  <=  C r - 2 + k  <=  S
 
-(the last is how the states are laid out: what k tokens leave alone, a step that begins at t + 1 may read). So the only
-case is w - q = S, which needs p = t, w the last of the k tokens and q the first row of the group that t closes. That is
-the earliest group of its request; therefore its CTA, and no other, keeps the request's tokens, and whoever writes a
-channel has read it before: in a CSA layer the same thread, in an HCA layer threads of the same CTA behind a barrier.
-A chunk's tokens are too many for that. They are kept by a launch of their own, after the entries.
+(the last inequality is how the states are laid out: a step that begins at t + 1 may read the rows that k tokens do not
+overwrite). So the only case is w - q = S, which needs p = t, w the last of the k tokens and q the first row of the
+group that t closes. That group is the earliest of its request; therefore its CTA, and no other, keeps the request's
+tokens, and the thread that writes a channel has read it before: in a CSA layer the same thread, in an HCA layer threads
+of the same CTA after a barrier. A chunk has too many tokens for that. They are kept by a second launch, after the
+entries.
 """
 
 from typing import NamedTuple
@@ -27,14 +28,14 @@ from dsv4_kernels.device import ptx
 from dsv4_kernels.device.bf16_rows import add, load_f32x4, mul
 
 CHUNK = 4
-"""Channels of 16 bytes."""
+"""Channels in 16 bytes."""
 LOG2_E = 1.4426950408889634
 NOTHING = float("-inf")
-"""The score of a source that is not there."""
+"""The score of a source that does not exist."""
 
 
 class Batch(NamedTuple):
-    """`Groups` for the kernels; addresses are Int64."""
+    """`Groups` in the form that kernels read; addresses are Int64."""
 
     sources: Int64  # int32
     entry_positions: Int64  # int64, as all lists of rows and positions
@@ -49,7 +50,7 @@ class Batch(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """`Compression` for the kernels; addresses are Int64."""
+    """`Compression` in the form that kernels read; addresses are Int64."""
 
     kv: Int64
     kv_row_bytes: Int64
@@ -65,13 +66,13 @@ class Problem(NamedTuple):
     table: Int64
     page_bytes: Int64  # from page to page, or from plain row to plain row
     eps: Float32
-    is_packed: Int32  # whether the table holds bytes: FP8, or FP4 of an indexer's keys
-    is_rounded: Int32  # whether a plain table gets the values that such bytes would hold
+    is_packed: Int32  # whether the table has a byte format: FP8, or FP4 for an indexer's keys
+    is_rounded: Int32  # whether a plain table gets the values that such bytes would represent
     hadamard: Int32
 
 
 class Arguments(NamedTuple):
-    """Dynamic arguments of all kernels; without a second compression the first one stands there twice."""
+    """Dynamic arguments of all kernels; a single compression is passed twice."""
 
     batch: Batch
     first: Problem
@@ -88,9 +89,16 @@ class Loaded(NamedTuple):
 
 
 def load_row(batch: Batch, p: Problem, source: Int32, place: Int32 | int, width: Int32 | int, channel: Int32) -> Loaded:
-    """Four channels, from `channel` of [0, width) on, of the row that a source names; place: its position % ratio.
+    """Four channels, from `channel` of [0, width) on, of the row that a source names.
 
-    What no source names is not read. A row of the state has the positional term in it.
+    A negative source reads nothing. Rows of the state already contain the positional term.
+
+    Args:
+        batch, p: arguments of the kernel.
+        source: -1: none; s < num_states: row of the state; otherwise token s - num_states.
+        place: position of the row modulo ratio.
+        width: channels of a row.
+        channel: the first channel.
     """
     token = source - batch.num_states
     in_state = token < 0
@@ -107,13 +115,13 @@ def load_row(batch: Batch, p: Problem, source: Int32, place: Int32 | int, width:
 
 
 def scores_of(row: Loaded) -> list:
-    """With the positional term, rounded as in the state."""
+    """The scores with the positional term, rounded as in the state; -inf for a row that does not exist."""
     made = [add(score, ape) for score, ape in zip(row.score, row.ape, strict=True)]
     return [cutlass.select_(row.exists, score, Float32(NOTHING)) for score in made]
 
 
 def finite(maximum: Float32) -> Float32:
-    """What to subtract from scores whose maximum this is: of no scores at all, 0."""
+    """The number to subtract from scores with this maximum: the maximum, or 0 if there are no scores."""
     return cutlass.select_(maximum == Float32(NOTHING), Float32(0.0), maximum)
 
 
@@ -123,7 +131,7 @@ def weight_of(score: Float32, maximum: Float32) -> Float32:
 
 
 def largest(scores: list) -> list:
-    """[rows][4] -> [4]."""
+    """The maximum over rows: [rows][4] -> [4]."""
     found = scores[0]
     for row in scores[1:]:
         found = [ptx.fmax(a, b) for a, b in zip(found, row, strict=True)]
@@ -131,7 +139,7 @@ def largest(scores: list) -> list:
 
 
 def weighted(rows: list, scores: list, maxima: list) -> tuple:
-    """Sums of weights and of weights times kv, in the order of the rows: two lists of four channels."""
+    """Sums of the weights, and of the weights times kv, added in the order of the rows: two lists of four channels."""
     totals, sums = [], []
     for i in range(CHUNK):
         top = finite(maxima[i])
@@ -145,7 +153,7 @@ def weighted(rows: list, scores: list, maxima: list) -> tuple:
 
 
 class Raw(NamedTuple):
-    """Four channels of each half of a token's raw row, and where it is kept."""
+    """Four channels of each half of a token's raw row, and the rows that keep it."""
 
     kv: list
     score: list
@@ -155,7 +163,7 @@ class Raw(NamedTuple):
 
 
 def row_number(rows: Int64, token: Int32, exists: Int32) -> Int64:
-    """An element of an int64 list, or -1."""
+    """An element of an int64 list; -1 if `exists` is 0."""
     return ptx.asm(
         "{\n.reg .pred p;\nsetp.ne.s32 p, {$r1}, 0;\nmov.b64 {$w0}, -1;\n@p ld.global.b64 {$w0}, [{$r0}];\n}",
         [Int64],
@@ -167,7 +175,7 @@ def row_number(rows: Int64, token: Int32, exists: Int32) -> Int64:
 def load_raw(
     batch: Batch, p: Problem, token: Int32, exists: Int32, dim: Int32 | int, parts: int, ratio: int, channel: Int32
 ) -> Raw:
-    """What `store_raw` keeps of a token; nothing is read if `exists` is 0."""
+    """The raw row of a token, for `store_raw`; nothing is read if `exists` is 0."""
     width = parts * dim
     place = ptx.load_or_zeros(Int32, 1, batch.positions + Int64(token) * 8, exists, cache="") & (ratio - 1)
     overlaps = cutlass.select_(batch.overlap_rows != 0, exists, Int32(0))
@@ -184,7 +192,7 @@ def load_raw(
 
 @cute.jit
 def store_raw(p: Problem, raw: Raw, dim: Int32 | int, channel: Int32) -> None:
-    """Keeps them."""
+    """Stores a raw row to the state and to the overlap, where these keep it."""
     scores = [[add(a, b) for a, b in zip(*pair, strict=True)] for pair in zip(raw.score, raw.ape, strict=True)]
     if raw.state_row >= 0:
         row = p.state + raw.state_row * p.state_row_bytes + channel * 4

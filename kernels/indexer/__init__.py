@@ -9,7 +9,7 @@ from dsv4_kernels.kv_layout import KVRows
 from dsv4_kernels.registry import select
 
 SCRATCH_BYTES = 256 << 20
-"""Bound on the GPU kernels' buffer of scores, unless one token's are more: then it has one token's."""
+"""Bound on the GPU kernels' buffer of scores; it has room for one token's scores even if these are more."""
 
 
 def index_query(
@@ -21,25 +21,25 @@ def index_query(
     quantise: bool = True,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The queries and head weights that `index_topk` takes, from those that the indexer's products give.
+    """The queries and head weights that `index_topk` takes, from the results of the indexer's products.
 
-    Queries: `apply_rope`, and with `quantise` `hadamard` and `fp4_qdq` in blocks of 32, each rounded to q's dtype. Head
-    weights: rounded to q's dtype, as the layer of the release that makes them rounds, times `weight_scale` in fp32.
+    Queries: `apply_rope`, and with `quantise` also `hadamard` and `fp4_qdq` in blocks of 32, each rounded to q's dtype.
+    Head weights: rounded to q's dtype, as the release's layer rounds them, times `weight_scale` in fp32.
 
     Args:
-        q: [T, Hi, Di] fp32 or bf16. It is not written to.
+        q: [T, Hi, Di] fp32 or bf16. It is not modified.
         head_weights: [T, Hi] fp32.
         positions: [T] int64.
         frequencies: [R / 2] fp32 (`rope_frequencies`), R <= Di.
         weight_scale: `Di**-0.5 * Hi**-0.5`.
-        quantise: whether keys are rotated by the Hadamard matrix and quantised, too.
+        quantise: whether keys are Hadamard-transformed and quantised, too.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
         q [T, Hi, Di] in its dtype, head_weights [T, Hi] fp32.
 
     Raises:
-        ValueError: shapes that do not fit each other, or head_weights are not fp32.
+        ValueError: shapes that do not match, or head_weights are not fp32.
     """
     fits = q.dim() == 3 and positions.shape == q.shape[:1] and 2 * frequencies.shape[0] <= q.shape[2]
     if not fits or head_weights.shape != q.shape[:2] or head_weights.dtype != torch.float32:
@@ -68,29 +68,29 @@ def index_topk(
     """The rows of the `top_k` best visible entries of every token, by rising entry.
 
     Scores as in `index_scores`; of equal scores the lower entry wins; a token with at most `top_k` visible entries gets
-    all of them. Entry j of request b has the row `page_table[b, j // entries_per_page] * entries_per_page +
-    j % entries_per_page` in the table of keys. In the table of entries, which the result is for, it has the same row,
-    or the one that `row_pages` gives in place of `page_table`.
+    all of them. Entry j of request b has row `page_table[b, j // entries_per_page] * entries_per_page + j %
+    entries_per_page` in the table of keys. The result has rows of the table of entries: the same number, or the one
+    that `row_pages` gives in place of `page_table`.
 
     Args:
-        q: [T, Hi, Di] fp32 or bf16 (rotated, Hadamard-transformed and rounded as the model says).
+        q: [T, Hi, Di] fp32 or bf16 (rotated, Hadamard-transformed and rounded as the model demands).
         head_weights: [T, Hi] fp32.
         keys: table of Di channels.
         page_table: [B, P] integer page numbers.
-        entries_per_page: entries of one page.
+        entries_per_page: entries in a page.
         token_to_request: [T] integer row of page_table.
         visible: [T] integer, entries [0, visible) may be read; 0 is legal.
         top_k: at least 1.
-        row_pages: [B, P] integer page numbers of the entries, if these are elsewhere than the keys (unpacked).
-        prefill: whether the tokens are chunks of prompts, neighbours of one request; a kernel may then compute several
-            of them together. The scores are the same.
+        row_pages: [B, P] integer page numbers of the entries, if these are in other pages than the keys (unpacked).
+        prefill: whether the tokens are chunks of prompts, so that neighbours belong to one request; a kernel may then
+            compute several tokens together. The scores are the same.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
         [T, top_k] int32 rows, -1 after the last.
 
     Raises:
-        ValueError: shapes that do not fit each other, or top_k < 1.
+        ValueError: shapes that do not match, or top_k < 1.
     """
     _check("index_topk", q, head_weights, keys, page_table, token_to_request, visible)
     if top_k < 1:
@@ -124,7 +124,7 @@ def index_scores(
         [T, max(visible)] fp32.
 
     Raises:
-        ValueError: shapes that do not fit each other.
+        ValueError: shapes that do not match.
     """
     _check("index_scores", q, head_weights, keys, page_table, token_to_request, visible)
     function = select("index_scores", q.device, q.dtype, impl)

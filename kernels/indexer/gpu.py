@@ -1,9 +1,9 @@
 """The indexer on a GPU: scores into a bounded buffer, then the choice, for as many tokens at a time as fit.
 
-Shapes alone decide what is launched, so a CUDA graph can record it: CTAs look up how many entries their token sees.
+Shapes alone decide what is launched, so a CUDA graph can capture it: CTAs read how many entries their token sees.
 
-Hopper has two score kernels, and a token has one score, whichever of them computes it: they weigh and add heads alike,
-and their instructions (`mma.sync`, `wgmma`) sum the same sets of 16 channels in the same order, to the same bits.
+Hopper has two score kernels, and both give a token the same scores: they weight and add heads alike, and their
+instructions (`mma.sync`, `wgmma`) sum the same sets of 16 channels in the same order, to the same bits.
 """
 
 from collections.abc import Callable
@@ -22,22 +22,22 @@ from dsv4_kernels.kv_layout import PAGE_ROWS, KVRows, RowFormat
 from dsv4_kernels.model_shapes import ModelShapes
 
 RUNS = 64
-"""CTAs of one token, at the most: each has as many pages as that takes, and at least PAGES_A_CTA."""
+"""The most CTAs of one token: each CTA gets as many pages as that takes, and at least PAGES_A_CTA."""
 PAGES_A_CTA = 4
 
 
 def scratch_bytes(tokens: int, max_entries: int) -> int:
-    """Bytes of the buffer that a call needs, whose page table has room for so many entries."""
+    """Bytes of the score buffer for a call whose page table has room for `max_entries` entries."""
     return 4 * max_entries * tokens_at_a_time(tokens, max_entries)
 
 
 def tokens_at_a_time(tokens: int, max_entries: int) -> int:
-    """Tokens whose scores are in the buffer together."""
+    """Number of tokens whose scores are in the buffer together."""
     return max(1, min(tokens, SCRATCH_BYTES // max(1, 4 * max_entries)))
 
 
 def score_kernels(arch: str) -> tuple[ModuleType, ...]:
-    """The module of decode's scores, and that of a prefill's where it has its own."""
+    """The modules of the score kernels: decode's, and prefill's on architectures that have one."""
     return (scores, prefill_scores) if arch == ARCHITECTURES["sm90"] else (scores,)
 
 
@@ -104,10 +104,10 @@ def _run(
 
 
 def _check(q: Tensor, head_weights: Tensor, keys: KVRows, entries_per_page: int, lists: tuple[Tensor, ...]) -> int:
-    """Number of heads.
+    """Checks what the kernels support; returns the number of heads.
 
     Raises:
-        ValueError: what the kernels have no code for.
+        ValueError: arguments that the kernels do not support.
     """
     heads = q.shape[1]
     check_rows("index_topk: q", q, scores.KEY_DIM)

@@ -1,8 +1,8 @@
-"""The indexer's queries on a GPU (sm_90a, sm_100a): rotated, transformed and rounded to FP4 in one launch, beside their
-heads' weights.
+"""The indexer's queries on a GPU (sm_90a, sm_100a): rotated, transformed and rounded to FP4 in one launch, together
+with the head weights.
 
-A warp has one head of a token, a lane four neighbouring channels: two pairs of the rotation, what the transform's first
-two levels are made of, and an eighth of a block; the first lane also has the head's weight. Nothing passes through
+A warp has one head of a token, a lane four neighbouring channels: two pairs of the rotation, the inputs of the
+transform's first two levels, and an eighth of a block. The first lane also has the head's weight. Nothing goes through
 shared memory.
 """
 
@@ -51,7 +51,7 @@ class Arguments(NamedTuple):
 
 @cute.jit
 def launch(args: Arguments, quantise: cutlass.Constexpr[bool], ctas: Int32, stream: cuda.CUstream) -> None:
-    """One warp a head of a token."""
+    """Launches one warp for each head of a token."""
     kernel(args, quantise).launch(
         grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
     )
@@ -59,7 +59,7 @@ def launch(args: Arguments, quantise: cutlass.Constexpr[bool], ctas: Int32, stre
 
 @cute.kernel
 def kernel(args: Arguments, quantise: cutlass.Constexpr[bool]) -> None:
-    """One head."""
+    """Makes the query of one head, and its weight."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
@@ -88,7 +88,7 @@ def kernel(args: Arguments, quantise: cutlass.Constexpr[bool]) -> None:
 
 
 def rounded(words: Sequence[Uint32], lane: Int32) -> tuple:
-    """The Hadamard transform, and the FP4 round trip (`fp4_qdq`) of what that rounds to."""
+    """The Hadamard transform rounded to bf16, then its FP4 round trip (`fp4_qdq`)."""
     values = channels(packed(e2m1.hadamard(channels(words), lane)))
     exponent = e2m1.scale_exponent(max_over_lanes(e4m3.largest(values), LANES_A_BLOCK))
     return packed([e2m1.value_of(code, exponent) for code in e2m1.codes(values, exponent)])
@@ -98,7 +98,7 @@ def rounded(words: Sequence[Uint32], lane: Int32) -> tuple:
 
 
 def compile(arch: str, quantise: bool) -> Callable[..., None]:
-    """The launcher: (arguments, CTAs, stream)."""
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
     return load_launcher("index_query", quantise, arch, launch, Arguments, quantise, Int32)
 

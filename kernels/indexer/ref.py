@@ -13,7 +13,7 @@ from dsv4_kernels.rope import apply_rope
 KEY_TILE = 64
 """Entries of one product. Every product of a token has the same shape, so its bits do not depend on the batch."""
 TILE_PRODUCTS = 2**18
-"""Bound on the products of heads, keys and tokens computed at a time (at least one token's): 1 MB."""
+"""Bound on the products of heads, keys and tokens that are computed at a time (at least one token's): 1 MB."""
 
 
 def index_query(
@@ -37,7 +37,7 @@ def index_topk(
     row_pages: Tensor,
     prefill: bool,
 ) -> Tensor:
-    """See `dsv4_kernels.indexer.index_topk`; a prefill is computed as any other forward."""
+    """See `dsv4_kernels.indexer.index_topk`; `prefill` makes no difference."""
     scores = index_scores(q, head_weights, keys, page_table, entries_per_page, token_to_request, visible)
     num_tokens, num_entries = scores.shape
     if num_entries > top_k:
@@ -72,7 +72,7 @@ def index_scores(
         if last < 0:
             continue
         entry = torch.arange(0, last + 1 + -(last + 1) % KEY_TILE, device=q.device)
-        # Places after the last entry repeat it and are masked below.
+        # Positions after the last entry repeat it and are masked below.
         key = keys.gather(entry_rows(page_table, request, entry.clamp(max=last), entries_per_page)).float()
         for tokens in of_request.split(max(1, TILE_PRODUCTS // (q.shape[1] * KEY_TILE))):
             computed = at_least_as_many_as_threads(tokens)
@@ -85,6 +85,6 @@ def index_scores(
 
 
 def _tile_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """q [t, Hi, Di], weights [t, Hi, 1], keys [KEY_TILE, Di], all fp32 -> scores [t, KEY_TILE]."""
+    """Scores [t, KEY_TILE] of q [t, Hi, Di], weights [t, Hi, 1] and keys [KEY_TILE, Di], all fp32."""
     products = torch.bmm(q, keys.T.expand(len(q), -1, -1)).relu_()
     return tree_sum(products.mul_(weights), 1)

@@ -1,14 +1,14 @@
 """Scores of a CSA layer's entries on a GPU (sm_90a, sm_100a): FP4 keys and queries on tensor cores by `mma.sync`.
 
-For few tokens; on Hopper a prefill has `prefill_scores`, where tokens share what is made of the keys.
+For few tokens; on Hopper prefills use `prefill_scores`, where tokens share the expanded keys.
 
-A CTA has one token and a run of pages; its four warps have 16 keys of each page. The query stays in registers. Where a
-product's channels lie in a fragment is free as long as both operands agree: a lane of a quad has 32 channels in a row,
-so it loads 16 bytes of a key, and the one scale that they share, and nothing passes through shared memory.
+A CTA has one token and a run of pages; its four warps have 16 keys of each page. The query stays in registers. The
+channels of a product may lie anywhere in a fragment as long as both operands agree: a lane of a quad has 32 consecutive
+channels, so it loads 16 bytes of a key and the one scale that they share, and nothing goes through shared memory.
 
-FP4 times a power of two, and a query that was rounded to FP4, are exact in bf16, and so are their products in fp32. A
-score's summation order is fixed, whatever the batch: the instructions' over channels, then over a lane's heads, then
-over the quad.
+FP4 times a power of two is exact in bf16, as is a query that was rounded to FP4; so are their products in fp32. A
+score's summation order is the same in every batch: the instructions' order over channels, then a lane's heads, then the
+quad.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ HEADS_A_TILE = 8
 CODE_BYTES = KEY_DIM // 2
 SCALE_BYTES = KEY_DIM // FP4_SCALE_GROUP
 STEPS = 8
-"""Instructions that a key's channels take: 16 each, 4 of every lane of a quad."""
+"""Instructions for a key's channels: 16 channels each, 4 from every lane of a quad."""
 
 
 class Arguments(NamedTuple):
@@ -50,13 +50,13 @@ class Arguments(NamedTuple):
     visible: Int64  # [T] int32
     scores: Int64  # [T, row_entries] fp32
     scores_row_bytes: Int64
-    top_k: Int32  # of a token that sees no more, nothing is scored
+    top_k: Int32  # a token that sees no more entries than this is not scored
     pages_a_cta: Int32
 
 
 @cute.jit
 def launch(args: Arguments, heads: cutlass.Constexpr[int], runs: Int32, tokens: Int32, stream: cuda.CUstream) -> None:
-    """One CTA for a run of pages of a token."""
+    """Launches one CTA for each run of pages of a token."""
     kernel(args, heads).launch(
         grid=[runs, tokens, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
     )
@@ -64,7 +64,7 @@ def launch(args: Arguments, heads: cutlass.Constexpr[int], runs: Int32, tokens: 
 
 @cute.kernel
 def kernel(args: Arguments, heads: cutlass.Constexpr[int]) -> None:
-    """Scores of one run of pages."""
+    """Computes the scores of one run of pages."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     run, token, _ = cute.arch.block_idx()
@@ -81,7 +81,7 @@ def kernel(args: Arguments, heads: cutlass.Constexpr[int]) -> None:
         table = args.page_table + Int64(request) * args.page_table_row_bytes
         out = args.scores + Int64(token) * args.scores_row_bytes
         last_page = ptx.imin(first_page + args.pages_a_cta, (visible + (PAGE_ROWS - 1)) // PAGE_ROWS)
-        key = warp * KEYS_A_WARP + row  # and the one 8 behind it
+        key = warp * KEYS_A_WARP + row  # and key + 8
         for page in cutlass.range(first_page, last_page, unroll=1):
             number = ptx.load_i32(table + Int64(page) * 4)
             codes = args.keys + Int64(number) * args.page_bytes
@@ -102,7 +102,8 @@ def load_query(
     q: cute.Tensor,
     weights: cute.Tensor,
 ) -> None:
-    """A lane's part of the query: of head 8 n + row the channels [32 quad, 32 quad + 32), and two heads' weights."""
+    """Loads a lane's part of the query: channels [32 quad, 32 quad + 32) of heads 8 n + row, and the weights of two
+    heads of each tile."""
     begin = args.q + Int64(token) * args.q_token_bytes + quad * (2 * FP4_SCALE_GROUP)
     for n in cutlass.range_constexpr(tiles):
         head = begin + (n * HEADS_A_TILE + row) * (2 * KEY_DIM)
@@ -135,7 +136,7 @@ def page_scores(
 
 
 def load_keys(codes: Int64, key: Int32, quad: Int32) -> tuple:
-    """Of two keys of a page a lane's 32 channels, four words of codes each, and their scales."""
+    """A lane's 32 channels of two keys of a page: four words of codes each, and their scales."""
     words, scales = [], []
     for i in range(2):
         place = key + 8 * i
@@ -146,7 +147,7 @@ def load_keys(codes: Int64, key: Int32, quad: Int32) -> tuple:
 
 
 def fragments(words: list, scales: list, word: int) -> list:
-    """Eight channels of a lane's two keys: its four words of the left operand, of each of two instructions."""
+    """Eight channels of a lane's two keys: its four words of the left operand, for each of two instructions."""
     first, second = (dequantise(words[i][word], scales[i]) for i in range(2))
     return [(first[2 * h], second[2 * h], first[2 * h + 1], second[2 * h + 1]) for h in range(2)]
 
@@ -155,8 +156,8 @@ def weigh(sums: list, weights: list) -> tuple:
     """Two keys' scores, in every lane of their quad, from a lane's products: of tile n the heads 8 n + 2 quad + {0, 1}.
 
     Args:
-        sums: of tile n at 4 n the first key's with both heads, then the second's.
-        weights: of tile n at 2 n both heads'.
+        sums: for tile n, from 4 n on: the first key's products with both heads, then the second key's.
+        weights: for tile n, from 2 n on: the weights of both heads.
     """
     totals = []
     for i in range(2):
@@ -164,7 +165,7 @@ def weigh(sums: list, weights: list) -> tuple:
         for n in range(len(sums) // 4):
             for j in range(2):
                 total = ptx.fma(ptx.fmax(sums[4 * n + 2 * i + j], Float32(0.0)), weights[2 * n + j], total)
-        # -0.0 would be another number to the radix select, and is the same one.
+        # -0.0 equals 0.0, but to the radix select it would be another number.
         totals.append(add(sum_over_lanes(total, 4), Float32(0.0)))
     return tuple(totals)
 
@@ -174,8 +175,8 @@ def dequantise(codes: Uint32, scale: Uint32) -> tuple:
     words = []
     for half in range(2):
         part = codes >> (16 * half) if half else codes
-        high = ptx.asm("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", [Uint32], *_HIGH_BYTES(), part & 0x7777)
-        low = ptx.asm("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", [Uint32], *_LOW_BYTES(), part & 0x7777)
+        high = ptx.asm("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", [Uint32], *_high_bytes(), part & 0x7777)
+        low = ptx.asm("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", [Uint32], *_low_bytes(), part & 0x7777)
         for order, signs in ((0x5140, (12, 24)), (0x7362, (4, 16))):
             pair = ptx.asm("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", [Uint32], low, high, Uint32(order))
             sign = ((part << signs[0]) & 0x8000) | ((part << signs[1]) & Uint32(0x80000000))
@@ -183,15 +184,15 @@ def dequantise(codes: Uint32, scale: Uint32) -> tuple:
     return tuple(words)
 
 
-def _HIGH_BYTES() -> tuple:
+def _high_bytes() -> tuple:
     return Uint32(0x3F3F3F00), Uint32(0x40404040)
 
 
-def _LOW_BYTES() -> tuple:
+def _low_bytes() -> tuple:
     return Uint32(0xC0800000), Uint32(0xC0804000)
 
 
 def compile(arch: str, heads: int) -> Callable[..., None]:
-    """The launcher: (arguments, runs, tokens, stream)."""
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, runs, tokens, stream)."""
 
     return load_launcher("index_scores", heads, arch, launch, Arguments, heads, Int32, Int32)

@@ -1,8 +1,8 @@
-"""The exact top-k of a token's scores on a GPU (sm_90a, sm_100a): a radix select by one CTA, and an ordered compaction.
+"""The top-k of a token's scores on a GPU (sm_90a, sm_100a): a radix select by one CTA, and an ordered compaction.
 
-Scores become unsigned numbers of the same order. Three passes of 11, 11 and 10 bits find the k-th largest one and how
-many of its equals belong to the choice; a last pass writes the chosen entries in rising order, of the equals the first
-ones. The first pass has two bits of the mantissa, so that scores of one magnitude do not all meet in one counter.
+Scores become unsigned numbers of the same order. Three passes of 11, 11 and 10 bits find the k-th largest number and
+how many scores equal to it are chosen; a last pass writes the chosen entries in rising order, of equal scores the first
+ones. The first pass includes two bits of the mantissa, so that scores of one magnitude do not all share one counter.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from dsv4_kernels.kv_layout import PAGE_ROWS
 THREADS = 512
 WARPS = THREADS // 32
 PASSES = ((21, 11), (10, 11), (0, 10))
-"""Shift and bits of each."""
+"""Shift and number of bits of each pass."""
 BUCKETS = 1 << max(bits for _, bits in PASSES)
 BUCKETS_A_THREAD = BUCKETS // THREADS
 ENTRIES_A_LOAD = 4
@@ -41,7 +41,7 @@ class Arguments(NamedTuple):
 
 @cute.jit
 def launch(args: Arguments, tokens: Int32, stream: cuda.CUstream) -> None:
-    """One CTA a token."""
+    """Launches one CTA for each token."""
     kernel(args).launch(grid=[tokens, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on())
 
 
@@ -81,7 +81,7 @@ def select(
     found: cute.Tensor,
     warp_sums: cute.Tensor,
 ) -> tuple:
-    """The k-th largest score as an ordered number, and how many of its equals are among the k largest."""
+    """The k-th largest score as an ordered number, and how many scores equal to it are among the k largest."""
     threshold, wanted = Uint32(0), top_k
     for shift, bits in PASSES:
         for j in cutlass.range_constexpr(BUCKETS_A_THREAD):
@@ -109,7 +109,8 @@ def select(
 
 @cute.jit
 def find_bucket(counts: cute.Tensor, found: cute.Tensor, wanted: Int32, thread: Int32, warp_sums: cute.Tensor) -> None:
-    """The bucket of the `wanted`-th largest, and its place within the bucket; the first thread has the highest ones."""
+    """Finds the bucket of the `wanted`-th largest score, and its rank within the bucket; the first thread has the
+    highest buckets."""
     lane, warp = thread % 32, thread // 32
     total = Int32(0)
     for j in cutlass.range_constexpr(BUCKETS_A_THREAD):
@@ -146,9 +147,9 @@ def compact(
     out: Int64,
     warp_sums: cute.Tensor,
 ) -> None:
-    """Writes the rows of all scores above the threshold and of the first `equals` at it, by rising entry.
+    """Writes the rows of all scores above the threshold and of the first `equals` scores at it, by rising entry.
 
-    A thread has neighbouring entries. Counts of one round fit 16 bits, so both are added up as one number.
+    A thread has neighbouring entries. Counts of one round fit 16 bits, so both counts are summed as one number.
     """
     lane, warp = thread % 32, thread // 32
     above_before, equal_before = Int32(0), Int32(0)
@@ -189,7 +190,7 @@ def compact(
 
 
 def ordered_keys(scores: Int64, entry: Int32) -> list:
-    """Those of ENTRIES_A_LOAD neighbouring scores."""
+    """The ordered numbers (`in_order`) of ENTRIES_A_LOAD neighbouring scores."""
     words = ptx.asm(
         "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         [Uint32] * ENTRIES_A_LOAD,
@@ -199,17 +200,18 @@ def ordered_keys(scores: Int64, entry: Int32) -> list:
 
 
 def in_order(bits: Uint32) -> Uint32:
-    """The bits of an fp32 as a number of the same order: the sign flipped if it is positive, all bits if not."""
+    """The bits of an fp32 as an unsigned number of the same order: a positive number's sign bit flipped, a negative
+    number's bits all flipped."""
     code = "{\n.reg .b32 m;\nshr.s32 m, {$r0}, 31;\nor.b32 m, m, 0x80000000;\nxor.b32 {$w0}, {$r0}, m;\n}"
     return ptx.asm(code, [Uint32], bits)
 
 
 def row_of(pages: Int64, entry: Int32) -> Int32:
-    """The row of an entry in the entries' table."""
+    """The row of an entry in the table of entries."""
     return ptx.load_i32(pages + Int64(entry // PAGE_ROWS) * 4) * PAGE_ROWS + entry % PAGE_ROWS
 
 
 def compile(arch: str) -> Callable[..., None]:
-    """The launcher: (arguments, tokens, stream)."""
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, tokens, stream)."""
 
     return load_launcher("index_topk", "the only one", arch, launch, Arguments, Int32)

@@ -1,7 +1,7 @@
-"""What lies between the projections of an attention layer and its attention, in one launch (specification, 3.1, 3.2).
+"""The operations between an attention layer's projections and its attention, in one launch (specification, 3.1, 3.2).
 
-Queries are normed and rotated; the layer's new window rows are normed, rotated, quantised once and stored wherever they
-are needed: in the ring, in the workspace of a prefill chunk, in tail checkpoints.
+Queries are normed and rotated; the layer's new window rows are normed, rotated, quantised once and stored in every
+table that needs them: the ring, the workspace of a prefill chunk, tails.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.registry import select
 
 MAX_DESTINATIONS = 3
-"""Ring, workspace, tail checkpoints."""
+"""Ring, workspace, tails."""
 
 
 class Destination(NamedTuple):
-    """Where rows of a forward are kept."""
+    """A table in which window rows of a forward are stored."""
 
     table: KVRows
-    rows: Tensor  # [T] int64: the token's row of the table, each at most once; -1: the token is not kept here
+    rows: Tensor  # [T] int64: the token's row of the table, each at most once; -1: the token is not stored
 
 
 def norm_rope_store(
@@ -47,11 +47,12 @@ def norm_rope_store(
         for table, rows in destinations:
             table[rows] = fp8_qdq(row[:448], 64) | row[448:] if qat and table is plain else row
 
-    Both steps round to the dtype of q and kv. FP8 tables get the bytes that `KVRows.scatter` writes of `row`. A prefill
-    chunk whose workspace begins with rows of the ring must have copied them before this: the chunk's last rows may take
-    the places of its prefix's. Of a row that is named twice, a table may hold a mixture.
+    Norm and rotation each round to the dtype of q and kv. FP8 tables get the bytes that `KVRows.scatter` writes for
+    `row`. A prefill chunk whose workspace begins with rows of the ring must copy them before this call: the chunk's
+    last rows may overwrite the ring rows of its prefix. If a row is named twice, a table may hold a mixture of both
+    values.
 
-    On a GPU a row's bits do not depend on the batch, and nothing waits for the device.
+    On a GPU a row's bits do not depend on the batch, and the host never waits for the device.
 
     Args:
         q: [T, H, D] fp32 or bf16, any strides of tokens and heads.
@@ -60,17 +61,17 @@ def norm_rope_store(
         positions: [T] int64.
         frequencies: [R / 2] fp32 (`rope_frequencies`), R <= D.
         eps: of both norms.
-        destinations: up to three, none of which overlaps another, q or out.
-        qat: plain tables keep what an FP8 row would hold.
-        out: as q, for the result; may be q itself. None: a new one.
+        destinations: up to three, none of which overlaps another one, q or out.
+        qat: plain tables store the values that an FP8 row would hold.
+        out: result tensor like q; may be q itself. None: a new tensor.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
         out.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit each other, or too many destinations; on a GPU also D other than
-            512, R other than 64, or rows that 16 bytes cannot be read of.
+        ValueError: shapes or dtypes that do not match, or too many destinations; on a GPU also D other than 512, R
+            other than 64, or rows that cannot be read in units of 16 bytes.
     """
     tokens = q.shape[0]
     if q.dim() != 3 or kv.shape != (tokens, q.shape[2]) or kv.dtype != q.dtype or kv_weight.shape != q.shape[2:]:

@@ -1,13 +1,13 @@
 """Norm, rotation and storing on Hopper and Blackwell (sm_90a, sm_100a): one kernel, bound by memory.
 
-A warp makes a row of 512 channels: lane l has channels [8 l, 8 l + 8) and [256 + 8 l, 256 + 8 l + 8), two loads of 16
-bytes. So blocks 0 to 3 of 64 channels are the first halves of 8 neighbouring lanes each, blocks 4 to 6 the second
-halves, and the second halves of lanes 24 to 31 are the rotated channels, a pair a word. Lane l computes cosine and
-sine of pair l; lane 24 + i takes those of its four pairs from lanes 4 i to 4 i + 3.
+A warp computes a row of 512 channels: lane l has channels [8 l, 8 l + 8) and [256 + 8 l, 256 + 8 l + 8), two loads of
+16 bytes. So blocks 0 to 3 of 64 channels are the first halves of 8 neighbouring lanes each, blocks 4 to 6 the second
+halves, and the second halves of lanes 24 to 31 are the rotated channels, a pair a word. Lane l computes cosine and sine
+of pair l; lane 24 + i gets those of its four pairs from lanes 4 i to 4 i + 3.
 
-The first CTAs make window rows, a warp a token, since these take longest; the others queries, a warp `heads_a_warp`
-heads of a token, which share the angles and whose loads are all on their way before the first is used. Warps share
-nothing and none waits for another.
+The first CTAs make window rows, a warp a token, because these take longest. The other CTAs make queries: a warp has
+`heads_a_warp` heads of a token, which share the angles, and issues all their loads before it uses the first. Warps
+share nothing and never wait for each other.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,17 +43,17 @@ from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.norm_rope_store import MAX_DESTINATIONS, Destination
 
 WARPS = 4
-HALF_BYTES = ROW_DIM  # of half a row in bf16
+HALF_BYTES = ROW_DIM  # bytes of half a row in bf16
 BLOCK_LANES = SCALE_GROUP // rows_of.CHUNK
 ROTATED_LANE = WARP - ROPE_DIM // rows_of.CHUNK
 """The first lane whose second half is rotated."""
 FEW_ROWS = 8448
-"""Up to so many heads of all tokens a warp makes one: 64 warps on each of 132 multiprocessors."""
+"""Up to this many heads of all tokens, a warp makes one head: 64 warps on each of 132 multiprocessors."""
 HEADS_A_WARP = 4
 
 
 class Table(NamedTuple):
-    """A destination; addresses are Int64."""
+    """A destination of window rows; addresses are Int64."""
 
     storage: Int64
     page_bytes: Int64  # from page to page, or from plain row to plain row
@@ -87,7 +87,7 @@ class Arguments(NamedTuple):
 
 @cute.jit
 def launch(arguments: Arguments, heads_a_warp: cutlass.Constexpr[int], num_ctas: Int32, stream: cuda.CUstream) -> None:
-    """One warp for a window row, or for `heads_a_warp` heads of a token."""
+    """Launches one warp for each window row, and one for `heads_a_warp` heads of a token."""
     kernel(arguments, heads_a_warp).launch(
         grid=[num_ctas, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
     )
@@ -95,7 +95,7 @@ def launch(arguments: Arguments, heads_a_warp: cutlass.Constexpr[int], num_ctas:
 
 @cute.kernel
 def kernel(args: Arguments, heads_a_warp: cutlass.Constexpr[int]) -> None:
-    """Makes the rows of one warp."""
+    """Makes the rows of each warp."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
@@ -113,7 +113,8 @@ def kernel(args: Arguments, heads_a_warp: cutlass.Constexpr[int]) -> None:
 
 
 def turns(args: Arguments, token: Int32, lane: Int32) -> list:
-    """(cosine, sine) of the four pairs that a lane rotates; of the lanes before ROTATED_LANE those of others."""
+    """(cosine, sine) of the four pairs that a lane rotates; lanes before ROTATED_LANE get values that they do not
+    use."""
     frequency = ptx.load_f32(args.frequencies + lane * 4)
     cosine, sine = cosine_and_sine(rows_of.mul(position_of(args.positions + Int64(token) * 8), frequency))
     pairs = []
@@ -124,7 +125,7 @@ def turns(args: Arguments, token: Int32, lane: Int32) -> list:
 
 
 def normed(words: tuple, eps: Float32, weights: Sequence[Float32] | None) -> tuple:
-    """A lane's words of a row, `x * rsqrt(mean(x**2) + eps) * weight` rounded to bf16."""
+    """A lane's words of a row: `x * rsqrt(mean(x**2) + eps) * weight`, rounded to bf16."""
     values = rows_of.channels(words)
     half = len(values) // 2
     total = rows_of.add(rows_of.sum_of_squares(values[:half]), rows_of.sum_of_squares(values[half:]))
@@ -137,7 +138,7 @@ def normed(words: tuple, eps: Float32, weights: Sequence[Float32] | None) -> tup
 
 
 def rotated(words: tuple, lane: Int32, pairs: list) -> tuple:
-    """The same words, those of the rotated channels rotated."""
+    """A lane's words, with the rotated channels turned."""
     rotates = lane >= ROTATED_LANE
     upper = [cutlass.select_(rotates, turned(word, *pair), word) for word, pair in zip(words[4:], pairs, strict=True)]
     return (*words[:4], *upper)
@@ -186,7 +187,7 @@ def store_row(args: Arguments, token: Int32, lane: Int32) -> None:
     exponents = [rows_of.max_over_lanes(e4m3.largest(half), BLOCK_LANES) for half in (lower, upper)]
     exponents = [e4m3.scale_exponent(amax) for amax in exponents]
     lower_codes, upper_codes = e4m3.codes(lower, exponents[0]), e4m3.codes(upper, exponents[1])
-    # Seven bytes from the first lanes of seven blocks, and a zero.
+    # The scales' 8 bytes: one byte from the first lane of each of seven blocks, and a zero.
     block, speaks = lane // BLOCK_LANES, lane % BLOCK_LANES == 0
     nothing = Uint32(0)
     shift = 8 * block
@@ -207,7 +208,7 @@ def store_row(args: Arguments, token: Int32, lane: Int32) -> None:
 def plain_words(
     words: tuple, lower_codes: tuple, upper_codes: tuple, exponents: list, lane: Int32, qat: cutlass.Boolean
 ) -> tuple:
-    """What a plain table keeps: the row, or what its codes stand for."""
+    """The words that a plain table stores: the row, or with `qat` the values of its codes."""
     rounded = []
     for codes, exponent in ((lower_codes, exponents[0]), (upper_codes, exponents[1])):
         scale = ptx.scale_pair(exponent)
@@ -238,7 +239,7 @@ def store_fp8(
 
 
 def compile(heads_a_warp: int, arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
 
     return load_launcher(
         "norm_rope_store", f"{heads_a_warp} heads a warp", arch, launch, Arguments, heads_a_warp, Int32
@@ -324,7 +325,7 @@ def sm90(*arguments: object) -> None:
 
 
 def sm100(*arguments: object) -> None:
-    """`dsv4_kernels.norm_rope_store.norm_rope_store` on Blackwell (B200, GB200, B300); as `sm90`."""
+    """`dsv4_kernels.norm_rope_store.norm_rope_store` on Blackwell (B200, GB200, B300); arguments as for `sm90`."""
     _run("sm100", *arguments)
 
 

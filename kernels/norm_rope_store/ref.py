@@ -1,4 +1,4 @@
-"""Definition, in plain PyTorch: the references of its parts, one after the other."""
+"""Definition, in plain PyTorch: the definitions of its parts, one after the other."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def norm_rope_store(
         kept = rows >= 0
         values = row[kept]
         if qat and table.format is RowFormat.PLAIN:
-            # Not for FP8 rows: they quantise what is written, and from this round trip's result the same values would
-            # in rare cases get other bytes.
+            # Not for FP8 tables: they quantise the rows themselves, and quantising values that were already rounded
+            # gives other bytes in rare cases.
             nope, rope = values.split((table.row_dim - table.rope_dim, table.rope_dim), -1)
             values = torch.cat((fp8_qdq(nope, SCALE_GROUP), rope), -1)
         table.scatter(rows[kept], values)

@@ -1,68 +1,19 @@
 """The slot mapping of a step in which every request appends the same number of tokens: decode, verify, draft.
 
-Everything that the layers of such a step need to know of addresses follows from two numbers a request, its first new
-position and its slot, and from SGLang's table of slots. It is integer arithmetic, the same for all layers, so it is one
-launch a step, with shapes that depend on (B, k, P) alone: a CUDA graph can record it.
+All addresses that the layers of such a step need follow from two numbers per request, its first new position and its
+request slot, and from SGLang's table of token slots. The mapping is integer arithmetic, the same for all layers: one
+launch a step, with shapes that depend on (B, k, P) alone, so a CUDA graph can capture it.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4_kernels.registry import select
+from dsv4_kernels.step_mapping.layout import GroupLayout, GroupMapping, StepLayout, StepMapping
 
-
-@dataclass(frozen=True)
-class GroupLayout:
-    """How one ratio's groups and raw compressor rows are laid out."""
-
-    ratio: int
-    """Tokens a group."""
-    overlap_groups: int
-    """C: groups of raw rows that an entry is made of."""
-    state_rows: int
-    """S: raw rows kept of a request."""
-
-
-@dataclass(frozen=True)
-class StepLayout:
-    """Dimensions of rings and pages."""
-
-    page_tokens: int
-    window_tokens: int
-    """W: rows that a query reads of the window, its own included."""
-    ring_rows: int
-    """Window rows kept of a request."""
-    groups: tuple[GroupLayout, ...]
-    blocks: bool = False
-    """Whether a request's k tokens are one block, all of which reads the W rows before it and the whole block."""
-
-
-class GroupMapping(NamedTuple):
-    """Of one ratio r: M = B * ceil(k / r) groups that the step may close."""
-
-    sources: Tensor  # [M, C * r] int32: -1 no row, or all of a group that stays open; s < N * S: state row; else token
-    slots: Tensor  # [M] int64: row of the entry pools; 0, the null row, for a group that stays open
-    positions: Tensor  # [M] int64: of a group's first token
-    state_rows: Tensor  # [T] int64: where a token's raw row is kept
-    visible: Tensor  # [T] int32: entries that a token may read
-
-
-class StepMapping(NamedTuple):
-    """Addresses of a step of T = B * k tokens; token b * k + i is request b's i-th."""
-
-    positions: Tensor  # [T] int64
-    token_to_request: Tensor  # [T] int32
-    page_table: Tensor  # [B, P] int32: page numbers of the requests' first P pages; 0 for the null slot
-    window_rows: Tensor
-    """[T, W] int32 ring rows: column c is position t - W + 1 + c; -1 before the start. Of blocks [T, W + k]: column c
-    is position first - W + c, the same for all tokens of a request."""
-    ring_rows: Tensor  # [T] int64: where a token's window row is kept
-    groups: tuple[GroupMapping, ...]
+__all__ = ["GroupLayout", "GroupMapping", "StepLayout", "StepMapping", "step_mapping"]
 
 
 def step_mapping(
@@ -75,7 +26,7 @@ def step_mapping(
     layout: StepLayout,
     impl: str | None = None,
 ) -> StepMapping:
-    """Addresses of everything that a step reads and writes.
+    """The addresses of everything that a step reads and writes.
 
     ::
 
@@ -83,20 +34,21 @@ def step_mapping(
         raw compressor row of p           slot * S + p % S                     (the same)
         page of p                         req_to_token[slot, p // page_tokens * page_tokens] // page_tokens
         row of entry j of ratio r         page(j * r) * (page_tokens / r) + j % (page_tokens / r)
-        token i of this step, as a source of a group     request_slots * S + i
+        token i of this step, as a source of a compression group     request_slots * S + i
 
     Args:
         first_positions: [B] int64, position of each request's first new token.
-        req_slots: [B] int64; 0, the null slot, for padding requests, whose pages are page 0, the null page.
+        req_slots: [B] int64 request slots; 0, the null slot, for padding requests, whose pages are page 0, the null
+            page.
         req_to_token: [N, L] int32, the token slots of a request slot by position, in whole pages.
         tokens_per_request: k.
         num_pages: P, enough for position first + k - 1 of every request.
-        request_slots: N' slots that the rings hold.
+        request_slots: N', the number of request slots that the rings have.
         layout: dimensions.
         impl: implementation by name; None lets the registry choose.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit each other, or more pages than the table has.
+        ValueError: shapes or dtypes that do not match, or more pages than the table has.
     """
     requests = first_positions.shape
     if len(requests) != 1 or req_slots.shape != requests or {first_positions.dtype, req_slots.dtype} != {torch.int64}:

@@ -1,4 +1,4 @@
-"""A step's slot mapping on a GPU (sm_90a, sm_100a): one CTA a request, one launch, no thread waits for another."""
+"""A step's slot mapping on a GPU (sm_90a, sm_100a): one CTA a request, one launch; no thread waits for another."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,13 +15,13 @@ from dsv4_kernels.device import dependent_launch, ptx
 from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.model_shapes import ModelShapes
-from dsv4_kernels.step_mapping import GroupMapping, StepLayout, StepMapping
+from dsv4_kernels.step_mapping.layout import GroupMapping, StepLayout, StepMapping
 
 THREADS = 128
 
 
 class GroupAddresses(NamedTuple):
-    """Where one ratio's mapping goes; addresses are Int64."""
+    """Addresses, Int64, of one ratio's mapping."""
 
     sources: Int64  # [M, C * r] int32
     slots: Int64  # [M] int64
@@ -36,7 +36,7 @@ class Arguments(NamedTuple):
     first_positions: Int64  # [B] int64
     req_slots: Int64  # [B] int64
     req_to_token: Int64  # [N, L] int32
-    req_to_token_row: Int64  # L's stride in bytes
+    req_to_token_row: Int64  # bytes from row to row
     num_pages: Int32  # P
     request_slots: Int32
     positions: Int64  # [T] int64
@@ -47,7 +47,7 @@ class Arguments(NamedTuple):
 
 
 class StepMappingKernel:
-    """The kernel for a layout and a number of tokens a request.
+    """The kernel for one layout and one number of tokens a request.
 
     Args:
         layout: dimensions, compile-time constants.
@@ -60,14 +60,14 @@ class StepMappingKernel:
 
     @cute.jit
     def launch(self, args: Arguments, groups: tuple, requests: Int32, stream: cuda.CUstream) -> None:
-        """One CTA a request."""
+        """Launches one CTA for each request."""
         self.kernel(args, groups).launch(
             grid=[requests, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
         )
 
     @cute.kernel
     def kernel(self, args: Arguments, groups: tuple) -> None:
-        """All of one request's mapping."""
+        """Computes the whole mapping of one request."""
         dependent_launch.begin()
         thread, _, _ = cute.arch.thread_idx()
         request, _, _ = cute.arch.block_idx()
@@ -81,7 +81,7 @@ class StepMappingKernel:
 
     @cute.jit
     def pages(self, args: Arguments, table: Int64, request: Int32, slot: Int32, thread: Int32) -> None:
-        """The request's row of the page table."""
+        """Writes the request's row of the page table."""
         out = args.page_table + Int64(request) * args.num_pages * 4
         for place in cutlass.range(thread, args.num_pages, THREADS):
             page = Int32(0)
@@ -91,7 +91,7 @@ class StepMappingKernel:
 
     @cute.jit
     def window(self, args: Arguments, request: Int32, slot: Int32, first: Int32, thread: Int32) -> None:
-        """Positions, owners, ring rows written and window rows read of the request's tokens."""
+        """Writes positions, request numbers, ring rows written and window rows read of the request's tokens."""
         window, ring, blocks = self.layout.window_tokens, self.layout.ring_rows, self.layout.blocks
         width = window_width(self.layout, self.tokens)
         token = request * self.tokens
@@ -121,7 +121,8 @@ class StepMappingKernel:
         first: Int32,
         thread: Int32,
     ) -> None:
-        """One ratio: the groups that the request may close, and where its raw rows are kept."""
+        """Writes one ratio's part: the compression groups that the request may close, and where its raw rows are
+        kept."""
         group = self.layout.groups[index]
         ratio, rows = group.ratio, group.state_rows
         num_sources, per_request = group.overlap_groups * ratio, -(-self.tokens // ratio)
@@ -154,24 +155,24 @@ class StepMappingKernel:
 
 
 def window_width(layout: StepLayout, tokens_per_request: int) -> int:
-    """Rows in a token's list."""
+    """Number of window rows in a token's list."""
     return layout.window_tokens + (tokens_per_request if layout.blocks else 0)
 
 
 @cute.jit
 def load_position(address: Int64) -> Int32:
-    """The low word of a non-negative int64: positions and slots are below 2**31."""
+    """The low word of a non-negative int64: positions and request slots are below 2**31."""
     return ptx.load_i32(address)
 
 
 @cute.jit
 def page_of(table: Int64, place: Int32, page_tokens: cutlass.Constexpr) -> Int32:
-    """Number of a request's page, from the token slot of its first token."""
+    """The number of a request's page, from the token slot of its first token."""
     return ptx.load_i32(table + Int64(place) * (page_tokens * 4)) // page_tokens
 
 
 def store_i64(address: Int64, x: Int32 | Int64) -> None:
-    """st.global.b64."""
+    """Stores an int64 to global memory."""
     ptx.asm("st.global.b64 [{$r0}], {$r1};", [], address, Int64(x))
 
 
@@ -179,7 +180,8 @@ def store_i64(address: Int64, x: Int32 | Int64) -> None:
 
 
 def compile(arch: str, layout: StepLayout, tokens_per_request: int) -> Callable[..., None]:
-    """The launcher: (arguments, groups' addresses, requests, stream)."""
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, addresses of the groups,
+    requests, stream)."""
 
     kernel, groups = StepMappingKernel(layout, tokens_per_request), (GroupAddresses,) * len(layout.groups)
     return load_launcher("step_mapping", (layout, tokens_per_request), arch, kernel.launch, Arguments, groups, Int32)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import entry_rows
-from dsv4_kernels.step_mapping import GroupLayout, GroupMapping, StepLayout, StepMapping
+from dsv4_kernels.step_mapping.layout import GroupLayout, GroupMapping, StepLayout, StepMapping
 
 
 def step_mapping(
@@ -50,7 +50,7 @@ def _group_mapping(
     layout: StepLayout,
 ) -> GroupMapping:
     device, ratio, overlap, rows = req_slots.device, group.ratio, group.overlap_groups, group.state_rows
-    per_request = -(-k // ratio)  # k tokens in a row close at most this many groups
+    per_request = -(-k // ratio)  # k consecutive tokens close at most this many compression groups
     items = torch.arange(req_slots.shape[0] * per_request, device=device)
     of_request = items // per_request
     first = first_positions[of_request]
@@ -61,7 +61,7 @@ def _group_mapping(
     in_step = request_slots * rows + (of_request * k - first)[:, None] + raw
     sources = torch.where(raw < first[:, None], in_state, in_step)
     sources = sources.masked_fill((raw < 0) | ~closes[:, None], -1)
-    in_table = group_positions.clamp(max=page_table.shape[1] * layout.page_tokens - 1)  # of an open group, else as is
+    in_table = group_positions.clamp(max=page_table.shape[1] * layout.page_tokens - 1)  # changes open groups only
     slots = entry_rows(page_table, of_request, in_table // ratio, layout.page_tokens // ratio)
     return GroupMapping(
         sources=sources.int(),

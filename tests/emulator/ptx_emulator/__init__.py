@@ -10,8 +10,9 @@ checker.
     program = Program.from_ptx(text)  # the layer below: host addresses and packed parameters
     report = launch(program, "kernel", (1, 1, 1), (128, 1, 1), params=[...], memory=memory_map)
 
-A launch raises EmulationError at the first error of the kernel. tests/emulator/README.md says what is modelled and what
-is not. Importing this package imports neither torch nor the CuTe DSL, and compiles nothing.
+A launch raises EmulationError at the first error of the kernel. MODEL.md (in tests/emulator) lists the modelled
+instructions, README.md the blind spots. Importing this package imports neither torch nor the CuTe DSL, and compiles
+nothing.
 """
 
 from ptx_emulator.device.device import Device, TensorMapOf

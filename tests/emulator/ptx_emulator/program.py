@@ -3,7 +3,7 @@
     program = Program.from_ptx(text)
     report = launch(program, "kernel", (1, 1, 1), (128, 1, 1), params=[struct.pack("<Q", array.ctypes.data)])
 
-Global memory addresses are host addresses. See README.md for what is modelled.
+Global memory addresses are host addresses. See MODEL.md for the modelled instructions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 // The 128-byte tensor map (CUtensorMap) as the driver and CuTe DSL's host code pack it, and the copies it describes.
 //
-// The layout is not documented; it was found by varying the inputs of the DSL's own host code (README.md). Modelled are
+// The layout is not documented; it was found by varying the inputs of the DSL's own host code (MODEL.md). Modelled are
 // tiled maps of byte-sized types, of 4-bit types packed or padded and of padded 6-bit types, the swizzles of 16-byte and of
 // 32-byte atoms, and zero or NaN fill outside the tensor.
 #pragma once

@@ -2,7 +2,7 @@
 
 CuTe DSL's host code packs the maps of its own kernels. This encoder serves PTX that is run with explicit arguments, and
 host code that calls the driver's `cuTensorMapEncodeTiled`. The layout is not public: it was derived from the words that
-the driver and the DSL write (README.md). Not modelled: im2col maps, interleaved layouts, swizzles of 64-byte atoms or
+the driver and the DSL write (MODEL.md). Not modelled: im2col maps, interleaved layouts, swizzles of 64-byte atoms or
 with exchanged halves.
 """
 

@@ -23,7 +23,7 @@ class Case:
     runner: str = "run_program"  # a module of this package
     quick: bool = False  # part of `make test`
     skip: str = ""  # why the program cannot run here, independent of the emulator
-    forgiven: tuple[str, ...] = ()  # error kinds of the program that hardware timing hides; README.md argues each
+    forgiven: tuple[str, ...] = ()  # error kinds of the program that hardware timing hides; FINDINGS.md argues each
     arch: str = "sm_100a"
     pad_vectors: bool = False  # pad vectors on the second try, since the program reads beyond the end of one
 

@@ -14,6 +14,7 @@ def _gemm_tutorials() -> list[Case]:
             f"{CUTE}/tutorial/tutorial_gemm/{name}.py",
             "--mnk 512,512,256",
             quick=name in ("fp16_gemm_0", "fp16_gemm_6"),
+            forgiven=("grid_dependency",) if name == "fp16_gemm_6" else (),
         )
         for name in names
     ]

@@ -127,7 +127,7 @@ def readable(rows: list[dict[str, Any]]) -> str:
         "# Foreign kernels on the emulator",
         "",
         f"{count['passed']} of {len(rows)} complete with right results, {forgiven} of these with a finding forgiven:",
-        "the emulator refuses them as they are; they ran again with the finding as a warning (README.md argues each).",
+        "the emulator refuses them as they are; they ran again with the finding as a warning (see FINDINGS.md).",
         *([f"{', '.join(others)}."] if others else []),
         "",
         f"{len(rows) - older} rows were made by this core, {older} by an older one.",

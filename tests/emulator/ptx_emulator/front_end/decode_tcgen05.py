@@ -32,7 +32,7 @@ def _relinquish(d: Decoder, s: Statement, m: re.Match[str]) -> None:
 
 @family("tcgen05", r"tcgen05\.fence::(?P<side>before|after)_thread_sync")
 def _fence(d: Decoder, s: Statement, m: re.Match[str]) -> None:
-    """Decodes tcgen05.fence, which only Checks.tcgen05_fence checks: known-right kernels omit it (README.md)."""
+    """Decodes tcgen05.fence, which only Checks.tcgen05_fence checks: known-right kernels omit it (MODEL.md)."""
     d.emit("tcgen05.fence", [], (int(m["side"] == "after"),))
 
 
