@@ -7,7 +7,6 @@ SGLang's own CPU engine calls ``sgl_kernel``, which PyPI has as CUDA builds only
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import torch
@@ -17,8 +16,6 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_dsv4 import env
 from sglang_dsv4.cpu.shims import is_off
-
-logger = logging.getLogger(__name__)
 
 
 def activate() -> str | None:
